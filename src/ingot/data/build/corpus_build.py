@@ -113,7 +113,7 @@ def corpus_identity(
 ) -> tuple[CorpusIdentity, int]:
     """Hash each input in a task. Return the identity of the corpus, and the total bytes of inputs whose size is known.
 
-    A build that continues hashes local inputs again if their size or time changed, and requests every remote version.
+    A continued build hashes local inputs again only if size or time changed, and requests the versions of remote ones.
     """
     cache = store.root / "fetched"
     tasks = [

@@ -100,7 +100,7 @@ def _decisions(
 ) -> Iterator[np.ndarray]:
     """Yield the result `found` of `firsts` (dedup/equal.py) as DECISION_DTYPE rows, in batches.
 
-    rows_of(number): returns the rows of input `number` whose hashes were compared.
+    kind: the kind of duplicate. rows_of(number): returns the rows of input `number` whose hashes were compared.
     """
     for first in range(0, len(found), _DECISIONS_AT_ONCE):
         some = np.array(found[first : first + _DECISIONS_AT_ONCE])

@@ -166,8 +166,8 @@ def _encoder(
 def _training_texts(corpus: Path) -> Iterator[str]:
     """Yield the texts of a corpus: all of them, or for a large corpus a share that is the same in every process.
 
-    The share consists of the documents whose id is below a limit, from every n-th file of each source. So only a part
-    of the files is read.
+    The share consists of the documents whose id is below a limit, from every n-th file of each source, so only a
+    part of the files is read.
     """
     by_source: dict[str, list[CorpusPart]] = {}
     for part in load_corpus(corpus).parts:

@@ -162,7 +162,7 @@ class _Outcome:
 def _outcome(
     document: Document, drop: Drop | None, stages: DocumentStages, seen: UrlDuplicates, clock: "_StageClock"
 ) -> _Outcome:
-    """Take `document` through the stages. drop: the Drop from reading the record, or None."""
+    """Take `document` through the stages and return the outcome. drop: the Drop from reading the record, or None."""
     row = {name: getattr(document, name) for name in ("id", "url", "source", "file", "record_id")}
     if drop is None:
         drop = _first_drop(document, stages.before_url, clock)

@@ -272,7 +272,7 @@ def _shard_tasks(
 
 
 def _ranges(sizes: np.ndarray, limit: int) -> list[tuple[int, int]]:
-    """Return ranges of buckets with at most `limit` tokens each, in order. A larger bucket gets a range of its own."""
+    """Return consecutive ranges of buckets of at most `limit` tokens, or of one bucket. sizes: tokens per bucket."""
     ranges: list[tuple[int, int]] = []
     low, held = 0, 0
     for bucket in np.flatnonzero(sizes).tolist():

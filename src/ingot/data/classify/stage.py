@@ -44,8 +44,8 @@ class ModelRule:
 
 @dataclass(frozen=True, kw_only=True)
 class ClassifierRules:
-    """Settings of the stage. models: applied in this order; a document is dropped by the first that does not keep
-    it."""
+    """Settings of the stage. models: the classifiers, in the order in which they are applied; the first that
+    does not keep a document drops it."""
 
     enabled: bool = False
     models: tuple[ModelRule, ...] = ()

@@ -24,7 +24,7 @@ from ingot.storage import sha256_file, write_json
 
 FORMAT = 1
 _DISTINCT = 5  # distinct words with a letter that an n-gram needs; excludes tables of numbers and "la la la"
-_OWNERS = 10  # at most so many items are stored for one n-gram
+_OWNERS = 10  # maximum number of items that are stored for one n-gram
 _LETTER = re.compile(r"[^\W\d_]")
 SUFFIXES = (".jsonl", ".json", ".parquet", ".txt")
 _FEW = 20  # up to this number of n-grams, decoding their words one by one is cheaper than decoding the document

@@ -99,7 +99,7 @@ class Words(NamedTuple):
 
 
 def _runs(folded: np.ndarray, alone: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return (folded, starts, ends) of the runs of nonzero characters; each character marked in `alone` is a run."""
+    """Return (folded, starts, ends) of the runs of nonzero characters. alone: bool, characters that are each a run."""
     is_word = np.zeros(len(folded) + 2, bool)
     np.not_equal(folded, 0, out=is_word[1:-1])
     border = is_word[1:] != is_word[:-1]

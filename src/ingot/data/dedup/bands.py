@@ -122,8 +122,8 @@ class SignatureFolders:
         return int(self.starts[-1])
 
     def keys(self, band: int) -> Iterator[tuple[int, np.ndarray]]:
-        """Yield (number of the first document, keys of consecutive documents, uint64 [n]) through all folders. band:
-        `rules.bands` gives the keys of whole signatures."""
+        """Yield (number of the first document, keys of consecutive documents, uint64 [n]) through all folders. For
+        band = `rules.bands`, the keys are the hashes of whole signatures."""
         for folder, start in zip(self.folders, self.starts.tolist(), strict=False):
             file = ArrayFile(folder / "keys.npy")
             documents = file.shape[1]

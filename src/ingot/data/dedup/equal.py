@@ -22,7 +22,7 @@ _FOUND = np.dtype([("row", "<u8"), ("first", "<u8")])
 def text_hash(text: str) -> bytes:
     """Return the XXH3-128 hash (16 bytes, as two little-endian uint64) of the words of `text`, joined by single spaces.
 
-    Whitespace is ignored, because two extractions of one page differ in it. Case counts: this stage has no threshold
+    Whitespace is ignored, because two extractions of one page differ in it. Case matters: this stage has no threshold
     and no verification, so it drops only texts that look equal to a reader; near-duplicate search ignores case.
     Among 10^10 different texts the probability of a false match is 10^-19.
     """

@@ -140,7 +140,8 @@ def _visible(rows: PageRows) -> np.ndarray:
 def _noise(rows: PageRows, alive: np.ndarray, inside: np.ndarray, total: int) -> tuple[np.ndarray, np.ndarray]:
     """Return (light, heavy), each bool [rows]: the elements whose class, id, role or tag marks them as noise.
 
-    Light noise is removed only if it holds very little of the prose, heavy noise even if it holds more.
+    Light noise is removed only if it holds very little of the prose, heavy noise even if it holds more. alive: bool
+    [rows], the visible rows. inside: int [rows], the prose inside each element. total: the prose of the page.
     """
     page, element = rows.page, ~rows.text & alive
     flags, tag = page.flags, page.tag
@@ -152,7 +153,10 @@ def _noise(rows: PageRows, alive: np.ndarray, inside: np.ndarray, total: int) ->
 
 
 def _root(rows: PageRows, clean: np.ndarray, prose: np.ndarray) -> slice:
-    """Return the range of rows of the element that holds the main content, or all rows if there is none."""
+    """Return the range of rows of the element that holds the main content, or all rows if there is none.
+
+    clean: bool [rows], the rows without noise. prose: int [rows], see PageRows.prose.
+    """
     page, inside, total = rows.page, rows.sums(prose), int(prose.sum())
     flags, tag = page.flags, page.tag
     usable = clean & _ROOTS[tag]
@@ -178,7 +182,7 @@ def _root(rows: PageRows, clean: np.ndarray, prose: np.ndarray) -> slice:
 
 
 def _standfirst(rows: PageRows, clean: np.ndarray, root: int) -> np.ndarray:
-    """Return the text rows of the standfirst: paragraphs between title and `root` that are longer than a subtitle."""
+    """Return the text rows of the standfirst: paragraphs between title and row `root`, longer than a subtitle."""
     page = rows.page
     titles = np.flatnonzero((page.tag[:root] == ID["h1"]) & clean[:root])
     between = np.zeros(rows.size, bool)
@@ -239,7 +243,10 @@ def _teasers(rows: PageRows, kept: np.ndarray) -> np.ndarray:
 
 
 def _teaser_boxes(rows: PageRows, kept: np.ndarray, runs: TextRuns, title: np.ndarray) -> np.ndarray:
-    """Return bool [rows]: boxes that begin with a `title` run and have a little prose, several in one element."""
+    """Return bool [rows]: similar boxes in one element that each begin with a title and have a little prose.
+
+    title: bool [runs], the runs that can be titles of teasers.
+    """
     page, found = rows.page, np.zeros(rows.size, bool)
     boxes = np.flatnonzero(kept & _TEASER_BOXES[page.tag] & (page.parent >= 0))
     first, after = np.searchsorted(runs.head, boxes), np.searchsorted(runs.head, page.end[boxes])
@@ -259,7 +266,10 @@ def _teaser_boxes(rows: PageRows, kept: np.ndarray, runs: TextRuns, title: np.nd
 
 
 def _breaking_off(rows: PageRows, runs: TextRuns, candidates: np.ndarray) -> np.ndarray:
-    """Return bool [runs]: the candidates that begin with a link and end in an ellipsis; all False if too few do."""
+    """Return bool [runs]: the `candidates` (bool [runs]) that begin with a link and end in an ellipsis.
+
+    All False if there are too few of them.
+    """
     page, last = rows.page, runs.rows[np.cumsum(runs.length) - 1]
     found = candidates & rows.linked[runs.head] & ~rows.linked[last]
     for run in np.flatnonzero(found).tolist():

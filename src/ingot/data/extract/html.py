@@ -159,10 +159,11 @@ def tree_text(tree: HTMLTree) -> str:
 
 
 def check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> None:
-    """Raise PageRefused for a page beyond `max_depth` or `max_work`.
+    """Raise PageRefused if an element has `max_depth` or more ancestors, or if the depths of all elements add up to more
+    than `max_work`; extraction time grows with that sum. Pages less than 32 levels deep are not refused for their sum.
 
-    A walk over the tree is slow (4 µs per element), so CSS selectors are tried first, the shortest one first. Few pages
-    are deeper than usual, and the walk is done only for pages that may exceed `max_work`.
+    Adding up the depths needs a slow walk over the tree (4 µs per element). CSS selectors, the shortest first, find the
+    few deep pages, and only those that may exceed `max_work` are walked.
     """
     elements = html.count("<")  # at least the number of elements with a start tag in the page
     root = tree.document.document_element if tree.document else None

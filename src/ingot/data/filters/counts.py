@@ -242,7 +242,10 @@ class LineRules(NamedTuple):
 
 
 def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
-    """Return (rule that drops the document or "", number of lines kept so far, these lines joined)."""
+    """Apply C4's line rules. Return (rule that drops the document or "", number of kept lines, these lines joined).
+
+    If a rule drops the document, the lines after that are not read.
+    """
     module = native()
     if module is not None and _KELVIN not in text:
         bits = (

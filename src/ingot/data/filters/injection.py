@@ -126,7 +126,7 @@ def _weight(text: str, match: re.Match) -> float:
 def near(data: bytes, needles: Iterable[bytes], before: int, after: int, most: int = 200) -> str:
     """Return the bytes around the first `most` occurrences of the needles, without overlap, as lines of text.
 
-    Patterns then search these lines instead of the whole text.
+    before, after: bytes before and after the start of a needle. Patterns then search these lines, not the whole text.
     """
     places = []
     for needle in needles:

@@ -31,8 +31,8 @@ _SIDE = (
 
 @dataclass(frozen=True)
 class RuleLimit:
-    """The effect of another limit of a rule: `kept` of the `dropped` documents would pass. below: the limit is a
-    minimum.
+    """The effect of another limit for a rule: `kept` of the `dropped` documents would pass it. below: True if the limit
+    is a minimum.
 
     Later rules have not examined these documents, and may still drop them.
     """

@@ -110,7 +110,7 @@ def _record(row: dict) -> dict:
 
 
 def _only(columns: dict[str, str], row: dict) -> dict:
-    """Return `row` reduced to `columns`. This drops its text, because a whole row group stays in memory."""
+    """Return `row` reduced to `columns`, without its text: a whole row group of rows is held in memory."""
     return {name: row[name] for name in columns if name in row}
 
 

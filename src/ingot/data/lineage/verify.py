@@ -13,7 +13,7 @@ from ingot.storage import sha256_bytes
 
 _FIX = "copy the folder again from its origin, or remove it and build it again (ingot data build)"
 _SAME_HASH = "every file has the SHA-256 that the build recorded"
-LISTED = 20  # most damaged places that one error lists
+LISTED = 20  # maximum number of damaged places that one error lists
 
 
 class Damaged(DataError):

@@ -34,7 +34,7 @@ class IdPlugin(Protocol):
 
 @dataclass(frozen=True)
 class CheckedPattern:
-    """A plug-in made of a pattern and a check, which gets the letters and digits of a match in upper case."""
+    """A plug-in made of a pattern and a check. check: gets the letters and digits of a match, in upper case."""
 
     placeholder: str
     pattern: re.Pattern

@@ -275,10 +275,10 @@ def _cut(match: re.Match, most: int) -> tuple[int, int]:
 
 
 def _is_other_number(window: str, match: re.Match) -> bool:
-    """Check whether `match` looks like another number than a phone number.
+    """Check whether `match` looks like a number that is not a phone number.
 
-    With brackets: a short number precedes it, as in "vol. 12 (345) 678-6790". Without brackets: all groups are round
-    (pages 100-200-3000), or groups with spaces continue before or after the match (200 300 4000 500).
+    If it begins with a bracket: a short number precedes it, as in "vol. 12 (345) 678-6790". Otherwise: all groups end
+    in 00 (pages 100-200-3000), or groups with spaces continue before or after the match (200 300 4000 500).
     """
     if match[0].startswith("("):
         return _VOLUME.search(window, max(match.start() - 6, 0), match.start()) is not None

@@ -132,7 +132,8 @@ class _RecordReader:
         return _no_warc(self.path, found, kind.strip(" ()"))
 
     def _run(self, start: int):
-        """Yield records from `start` on until the end or damage. Return the offset of the next record, or None."""
+        """Yield records from `start` on until the end or damage. Return the offset of the record at which to continue,
+        or None."""
         last: Record | None = None
         reason = ""
         # A reader that starts in the middle of a zstd file needs the dictionary from the start of the file.

@@ -246,7 +246,7 @@ class _Worker:
         return None
 
     def wait_gone(self) -> None:
-        """Wait after SIGKILL until the worker's pipe is closed, which shows its end."""
+        """Wait after SIGKILL until the worker's pipe is closed, which shows that the worker has ended."""
         deadline = time.monotonic() + _DYING_SECONDS
         while not self.hung_up and time.monotonic() < deadline:
             wait([self.pipe], timeout=0.1)

@@ -25,7 +25,7 @@ from ingot.storage import write_atomic
 
 _NAME = "ingot-"
 _ELEMENTS = 1000  # per array; a common limit (MaxArraySize) is 1001
-_SUBMISSIONS = 4  # most submissions per task; requeues by Slurm do not count
+_SUBMISSIONS = 4  # maximum submissions per task; requeues by Slurm do not count
 _DEAF_SECONDS = 1800.0  # longest time without an answer from Slurm
 
 

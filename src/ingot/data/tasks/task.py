@@ -286,7 +286,7 @@ class Task(Generic[R]):
         return cls(function=function, specification=specification, label=values["label"])
 
     def _values(self, *, places: bool) -> dict[str, Any]:
-        """Return, as JSON values, the specification's fields that are places, or all other fields."""
+        """Return the specification's fields as JSON values: those marked PLACE if `places`, otherwise all others."""
         hints = _hints(type(self.specification))
         names = [name for name, hint in hints.items() if (PLACE in getattr(hint, "__metadata__", ())) == places]
         return {name: encode(getattr(self.specification, name)) for name in names}

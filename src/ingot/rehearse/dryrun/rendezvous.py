@@ -96,8 +96,9 @@ def first_fault(
     """Play all programs to their end and return the first fault, or None.
 
     programs: the calls of each followed rank, by global rank. Groups may contain other ranks, which are assumed to
-    issue their calls in time. names: texts for ranks, for messages. images: the representatives of ranks that have no
-    program but exchange messages with followed ranks; other ranks are assumed to be always ready for a message.
+    issue their calls in time. names: how the text of a fault refers to each rank. images: for a rank that has no
+    program here but sends to or receives from a followed rank, the followed rank that stands in for it. Any other rank
+    without a program is assumed to be always ready to send or receive.
     """
     return _Play(programs, names or {}, images or {}).run()
 

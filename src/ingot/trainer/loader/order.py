@@ -92,7 +92,10 @@ class Shuffle:
         return np.concatenate(parts)
 
     def _group(self, epoch: int, group: int) -> np.ndarray:
-        """Return all windows of one group in shuffled order: the second level, applied to blocks of the first level."""
+        """Return all windows of one group in their final order.
+
+        A group is GROUP_BLOCKS consecutive blocks of the permuted order; its windows are permuted together.
+        """
         if self._group_at != (epoch, group):
             key = derive(self.key, "epoch", epoch)
             begin = group * self.group_windows

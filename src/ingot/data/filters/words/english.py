@@ -259,8 +259,8 @@ def _ip(text: str, start: int) -> int:
 
 @cache
 def joining_cases() -> dict[str, list[int]]:
-    """Return the special cases that the other rules would cut, each with the end offsets of the words that those rules
-    would give."""
+    """Return the special cases that the other rules would cut: case -> end offsets of the words that these rules would
+    give."""
     cases = {}
     for case in SPECIAL:
         infix = any(infix_length(case, i) for i in range(len(case)))

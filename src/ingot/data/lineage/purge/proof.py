@@ -23,7 +23,7 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, MANIFEST, Shard, TokenManifest, 
 from ingot.tokenizer.encoder import Encoder, load_encoder
 
 PROBE_TOKENS = 16
-_PROBES = 8  # most probes per document, evenly spread over it
+_PROBES = 8  # maximum number of probes per document, evenly spread over it
 _CHUNK_TOKENS = 1 << 22
 _CHUNK_BYTES = 1 << 24
 _KNOWN = (".jsonl.gz", ".parquet", ".tokens", ".blocks", ".documents")  # files that have their own checks
@@ -137,7 +137,7 @@ def _in_shard_lineage(data: Path, ids: frozenset[str]) -> list[str]:
 
 
 def _in_other_files(data: Path, ids: frozenset[str]) -> Iterator[str]:
-    """Yield a line for each file that contains a purged id and that is of a kind without a check of its own."""
+    """Yield a line for each file that contains a purged id. Kinds of files that other checks read are skipped."""
     wanted = {one.encode() for one in ids}
     for path in sorted(p for p in data.rglob("*") if p.is_file()):
         if path.name.endswith(_KNOWN) or path.name in (PURGES, LIST, CORPUS_MANIFEST):

@@ -148,7 +148,7 @@ def _finish_interrupted(data: Path, dry_run: bool, request: PurgeRequest, report
 
 
 def _repeat_scan(data: Path, request: PurgeRequest, outcome: PurgeResult, report: Progress) -> PurgeResult:
-    """Repeat the scan of an earlier purge with the same request, without its probes, which are not stored."""
+    """Repeat the scan of an earlier purge with the same request. Probes are not stored, so there are none this time."""
     records = [record for record in read_purges(data) if record["request_sha256"] == request.sha256]
     if not records:
         return outcome
