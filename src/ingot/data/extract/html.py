@@ -159,8 +159,8 @@ def tree_text(tree: HTMLTree) -> str:
 
 
 def check_depth(html: str, tree: HTMLTree, max_depth: int, max_work: int) -> None:
-    """Raise PageRefused if an element has `max_depth` or more ancestors, or if the depths of all elements add up to more
-    than `max_work`; extraction time grows with that sum. Pages less than 32 levels deep are not refused for their sum.
+    """Raise PageRefused if an element has `max_depth` or more ancestors, or if the depths of all elements add up to
+    more than `max_work`: extraction time grows with that sum. Pages less than 32 levels deep are never refused for it.
 
     Adding up the depths needs a slow walk over the tree (4 µs per element). CSS selectors, the shortest first, find the
     few deep pages, and only those that may exceed `max_work` are walked.

@@ -97,7 +97,7 @@ def first_fault(
 
     programs: the calls of each followed rank, by global rank. Groups may contain other ranks, which are assumed to
     issue their calls in time. names: how the text of a fault refers to each rank. images: for a rank that has no
-    program here but sends to or receives from a followed rank, the followed rank that stands in for it. Any other rank
+    program here but sends to or receives from a followed rank, the followed rank that represents it. Any other rank
     without a program is assumed to be always ready to send or receive.
     """
     return _Play(programs, names or {}, images or {}).run()

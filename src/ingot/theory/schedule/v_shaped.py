@@ -122,10 +122,10 @@ def _dualpipe_row(
 ) -> _Row:
     """Return the row of one rank, in the eight phases of figure 5 of DeepSeek-V3, one loop for each.
 
-    ranks: length of the V: half of the ranks for DualPipe, all for DualPipeV. rank: this rank's distance from its end of
-    the V, from 0. micro_batches: their number in each copy of the model. near, far: the rank's two stages: the one
-    nearer to the input of its copy of the model, and the one nearer to the loss. first: number of the first micro-batch
-    on each of these stages; None: 0.
+    ranks: length of the V: half of the ranks for DualPipe, all for DualPipeV. rank: this rank's distance from its end
+    of the V, from 0. micro_batches: their number in each copy of the model. near, far: the rank's two stages: the one
+    nearer to the input of its copy of the model, and the one nearer to the loss. first: number of the first
+    micro-batch on each of these stages; None: 0.
     """
     row = _Row(first or {near: 0, far: 0})
     for _ in range(2 * (ranks - rank - 1)):
