@@ -149,3 +149,12 @@ def test_a_verb_whose_part_is_not_installed_names_the_extra(tmp_path, capsys, mo
         monkeypatch.delitem(sys.modules, name)
     assert main(["export", str(tmp_path), "--out", str(tmp_path / "hf"), "--json"]) == 3
     reported(capsys.readouterr().out, "E-PART-MISSING", part="train")
+
+
+def test_an_error_is_printed_with_its_code_rule_and_fix(capsys, tmp_path):
+    """The layout of the text; what it says is tested by codes and facts."""
+    assert main(["status", str(tmp_path / "absent")]) == 2
+    first, rule, fix, more = capsys.readouterr().err.splitlines()
+    assert first.startswith("E-RUN-FOLDER  ") and str(tmp_path / "absent") in first
+    assert rule.startswith("  rule: ") and fix.startswith("  fix:  ") and len(rule) > 20 and len(fix) > 20
+    assert more == "  more: ingot explain E-RUN-FOLDER"
