@@ -30,9 +30,14 @@ def reported(output: str, code: str, **facts: object) -> dict:
 
 
 def named(texts: Iterable[str], *words: object) -> bool:
-    """Return whether the texts of a fact contain each of `words` (keys, values, names), not as a part of a word."""
+    """Return whether the texts of a fact contain each of `words`: whole keys, values and names, and whole numbers."""
     text = "\n".join(texts)
-    return all(re.search(rf"(?<![\w.-]){re.escape(str(word))}(?!\w|\.\d)", text) for word in words)
+
+    def contains(word: str) -> bool:
+        before, after = (r"(?<![\w.-])", r"(?!\w|\.\d)") if word[:1].isdigit() else (r"(?<!\w)", r"(?!\w)")
+        return bool(re.search(before + re.escape(word) + after, text))
+
+    return all(contains(str(word)) for word in words)
 
 
 def calls_of(function: Callable[[], object]) -> int:
