@@ -12,19 +12,24 @@ import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from ingot.events import read_events
 from ingot.schema import events
 
+if TYPE_CHECKING:
+    import torch
+
 # -- memory and cost --
 
 
-def peak_memory_bytes(device: torch.device) -> int:
+def peak_memory_bytes(device: "torch.device") -> int:
     """Return the peak memory: on a GPU as the planner counts it, on a CPU the peak resident size of this process."""
     if device.type == "cuda":
+        import torch  # the rest of this module works without it, for readers of logs
+
         free, total = torch.cuda.mem_get_info(device)
         # Device context, libraries, NCCL buffers: memory that the caching allocator does not know of.
         outside = total - free - torch.cuda.memory_reserved(device)
