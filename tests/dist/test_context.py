@@ -8,7 +8,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch._dynamo  # ranks would import it one by one when their attention is marked for the compiler
 import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 
@@ -196,7 +195,7 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
 
     def check(rank, ranks):
         mesh = build_mesh(Parallel(cp=ranks, context="usp", ulysses=ulysses), "cpu")
-        context = ContextParallelism(mesh, attend_locally)
+        context = ContextParallelism(mesh, attend_locally, compiled=how == "compiled")
         model = model_of(context.attend)
         if how == "compiled":
             compile_blocks(model, whole_readout=False)

@@ -101,7 +101,7 @@ class Project:
     def run_file(self) -> Path:
         return self.root / "run.toml"
 
-    def start(self, out: str, *options: str) -> subprocess.Popen:
+    def start(self, out: str, *options: str, **variables: str) -> subprocess.Popen:
         command = [sys.executable, "-m", "ingot.cli.main", "train", str(self.run_file), "--out", str(self.root / out)]
         return subprocess.Popen(
             [*command, *options],
@@ -111,12 +111,12 @@ class Project:
             start_new_session=True,
             # A job started with & in a script ignores Ctrl-C, and so would its children; a user's terminal does not.
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            env=os.environ | {"OMP_NUM_THREADS": "1"},
+            env=os.environ | {"OMP_NUM_THREADS": "1"} | variables,
         )
 
-    def train(self, out: str, *options: str, code: int = 0) -> str:
+    def train(self, out: str, *options: str, code: int = 0, **variables: str) -> str:
         """Run to the end; the output. Fails unless it exits with `code`."""
-        return ended(self.start(out, *options), code)
+        return ended(self.start(out, *options, **variables), code)
 
     def folder(self, out: str) -> RunFolder:
         return RunFolder(self.root / out)

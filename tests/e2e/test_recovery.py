@@ -1,6 +1,7 @@
 """Real `ingot train` processes, disturbed in every way that users report, compared with an undisturbed run."""
 
 import os
+import re
 import signal
 import time
 
@@ -21,7 +22,7 @@ STEPS = 120
 
 @pytest.fixture(scope="module")
 def undisturbed(project: Project) -> dict[int, tuple[float, float]]:
-    output = project.train("undisturbed")
+    output = project.train("undisturbed", PYTHONPROFILEIMPORTTIME="1")  # its log lists every import
     assert "step 120/120" in output and "Next:" in output
     facts = project.facts("undisturbed")
     assert list(facts) == list(range(1, STEPS + 1))
@@ -47,6 +48,13 @@ def wait_until_gone(project: Project, out: str, seconds: float) -> None:
     while workers_of(project.folder(out)):
         assert time.monotonic() < deadline, f"processes outlived the run by {seconds} s"
         time.sleep(0.05)
+
+
+def test_a_rank_imports_neither_the_compiler_nor_fsdp(project, undisturbed):
+    log = project.folder("undisturbed").root / "logs" / "attempt-1.log"
+    imported = set(re.findall(r"import time:.*\| *([\w.]+)$", log.read_text(), re.MULTILINE))
+    assert "ingot.trainer.loop" in imported
+    assert not imported & {"sympy", "torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor"}
 
 
 @pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.nightly)])

@@ -35,7 +35,7 @@ from ingot.trainer.model.transformer import SHARDING, Transformer
 from ingot.trainer.optim.gradients import STATE as LOSS_SCALE
 from ingot.trainer.optim.gradients import LossScale
 from ingot.trainer.optim.offload import build_optimizer
-from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, parallelize
+from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, parallelize, should_compile
 from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.expert import dispatch_of
@@ -196,7 +196,8 @@ def _build_model(
     arch = config.model
     if mesh.parallel.ring > 1:
         require_kernels(device, COMPUTE[config.train.precision], arch.head_dim)
-    context = ContextParallelism(mesh, attend_locally)
+    compiled = should_compile(config.train, device, mesh.parallel.splits_backward)
+    context = ContextParallelism(mesh, attend_locally, compiled)
     dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # a dense mesh has no expert groups
 
     def make() -> Transformer:

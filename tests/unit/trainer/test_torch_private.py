@@ -156,6 +156,15 @@ def checks_compiler():
     assert private.compiler_is_loaded() in (True, False)
 
 
+def checks_allocate():
+    with torch.device("meta"):
+        module = torch.nn.BatchNorm1d(3)
+    private.allocate(module, "cpu")
+    found = {name: (value.shape, value.dtype, value.device.type) for name, value in module.state_dict().items()}
+    assert found == {n: (v.shape, v.dtype, "cpu") for n, v in torch.nn.BatchNorm1d(3).state_dict().items()}
+    assert all(parameter.requires_grad for parameter in module.parameters())
+
+
 def checks_overlap():
     import torch._inductor.config as inductor
     from torch.distributed import _symmetric_memory as symmetric
@@ -209,6 +218,7 @@ CHECKS = {
     "WideBuffers": checks_buffers,
     "gather_before_backward": checks_gather,
     "compiler_is_loaded": checks_compiler,
+    "allocate": checks_allocate,
     "overlap_products_with_collectives": checks_overlap,
     "TraceMode": checks_trace,
     "UncompiledFakeMode": checks_fake,

@@ -260,27 +260,18 @@ def _fastest_seconds(call: Callable[[], object]) -> float:
     return min(taken)
 
 
-def measure_rank(ranks: int, device: torch.device) -> dict:
-    """Return the answer for calibrate.py: {"timings": [{"seconds", "peak_bytes"} of each shape], "limits": rates}.
-
-    Collective.
-    """
-    steps, peaks = first_steps(shapes(ranks), device)
-    found = [measure_limits(device)]
-    seconds = take_turns(steps)
-    found += [measure_limits(device) for _ in range(2)]
-    timings = [{"seconds": s, "peak_bytes": p} for s, p in zip(seconds, peaks, strict=True)]
-    return {"timings": timings, "limits": fastest(found)}
-
-
 def main() -> int:
     if "--cuda" in sys.argv:
         print(json.dumps(measure_gpu(torch.device("cuda", 0))))
         return 0
     place = start("cpu", timeout_seconds=60)
-    answer = measure_rank(place.world_size, place.device)
+    steps, peaks = first_steps(shapes(place.world_size), place.device)
+    found = [measure_limits(place.device)]
+    seconds = take_turns(steps)
+    found += [measure_limits(place.device) for _ in range(2)]
     if place.is_first:
-        print(json.dumps(answer))
+        timings = [{"seconds": s, "peak_bytes": p} for s, p in zip(seconds, peaks, strict=True)]
+        print(json.dumps({"timings": timings, "limits": fastest(found)}))
     stop()
     return 0
 

@@ -97,7 +97,9 @@ class Transformer(nn.Module):
     def __init__(self, arch: Arch, attend: Attend = attend_locally, dispatch: Dispatch | None = None):
         super().__init__()
         self.arch = arch
-        self.embed = nn.Embedding(arch.vocab_size, arch.d_model)
+        # nn.Embedding's own normal_ imports the compiler on the meta device: 2 s for each rank. trunc_normal_ does not.
+        first_values = nn.init.trunc_normal_(torch.empty(arch.vocab_size, arch.d_model))
+        self.embed = nn.Embedding.from_pretrained(first_values, freeze=False)
         dispatch = dispatch or LocalDispatch()
         self.blocks = nn.ModuleDict(
             {str(i): TransformerBlock(arch, i, attend, dispatch) for i in range(arch.num_layers)}

@@ -15,6 +15,7 @@ from ingot.trainer.parallel.split_backward import SplitBackward, split_linears
 from ingot.trainer.parallel.tensor import cut_tensors, sum_partial_gradients, use_async_tensor_parallel
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.shard import ParameterShard
+from ingot.trainer.torch_private import allocate
 
 if TYPE_CHECKING:
     from ingot.trainer.parallel.fsdp import Fsdp
@@ -107,14 +108,15 @@ def parallelize(
                 every=settings.recompute_every,
             )
         # 6. Precision, ZeRO-3's sharding, and memory for this rank's parts. balance.py makes the buffers of routers.
+        place = "cpu" if settings.offload_parameters else device
         if settings.zero == 3:
-            from ingot.trainer.parallel import fsdp  # takes a third of a rank's imports, and only ZeRO-3 needs it
+            from ingot.trainer.parallel import fsdp  # takes half of a rank's imports, and only ZeRO-3 needs it
 
             stage.to(master)
             fsdp.shard_stage(stage, every_cut, mesh, compute, grads, device)
+            stage.to_empty(device=place)
         else:
-            stage.to(compute)
-        stage.to_empty(device="cpu" if settings.offload_parameters else device)
+            allocate(stage.to(compute), place)
         stages[number] = stage
     if settings.async_tp:
         use_async_tensor_parallel(mesh, device)

@@ -78,20 +78,23 @@ class ContextParallelism(TokenShare):
 
     attend: the function for the model's attention (model/attention.py). kept: the results of the ring that selective
     recompute keeps. attend_locally: computes attention of whole sequences, (q_BNTH, k_BGTH, v_BGTH, mask_spec) -> BNTH.
+    compiled: the model's blocks are compiled.
     """
 
     attend: Callable[..., Tensor]
 
-    def __init__(self, mesh: Mesh, attend_locally: Callable[..., Tensor]):
+    def __init__(self, mesh: Mesh, attend_locally: Callable[..., Tensor], compiled: bool = False):
         super().__init__(mesh)
         self._attend_locally, self._ulysses = attend_locally, mesh.size("ulysses")
         # This rank's mask spec -> the spec of whole sequences.
         self._whole_specs: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
         self.kept = KeptResults()
         self._ring = Ring(mesh.parallel, mesh.index("ring"), mesh.ranks("ring"), mesh.group("ring"), self.kept)
-        # The compiler does not see messages between ranks and would move work across them, so a block is compiled in
-        # two parts, before and after attention.
-        self.attend = attend_locally if self.ranks == 1 else torch.compiler.disable(self._attend)  # type: ignore
+        self.attend = attend_locally if self.ranks == 1 else self._attend
+        if compiled and self.ranks > 1:
+            # The compiler does not see messages between ranks and would move work across them, so a block is compiled
+            # in two parts, before and after attention.
+            self.attend = torch.compiler.disable(self._attend)  # type: ignore
 
     def _attend(self, q_BNtH: Tensor, k_BGtH: Tensor, v_BGtH: Tensor, mask_spec: Any) -> Tensor:
         """Return the attention of this rank's queries to all tokens of their sequences: [B, N, t, H].
