@@ -7,6 +7,7 @@ anything is imported that reads them, and the processes that tests start inherit
 import gc
 import multiprocessing
 import os
+import socket
 import time
 import traceback
 from functools import partial
@@ -61,7 +62,7 @@ def test_data() -> Path:
     return Path(folder)
 
 
-def _rank_main(function, rank, world, store, arguments, pipe):
+def _rank_main(function, rank, world, listener, arguments, pipe):
     import torch
     import torch.distributed as dist
 
@@ -71,9 +72,10 @@ def _rank_main(function, rank, world, store, arguments, pipe):
     try:
         from datetime import timedelta
 
-        dist.init_process_group(
-            "gloo", store=dist.FileStore(store, world), rank=rank, world_size=world, timeout=timedelta(seconds=60)
-        )
+        timeout, port = timedelta(seconds=60), listener.getsockname()[1]
+        own = listener.detach() if rank == 0 else listener.close()
+        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, master_listen_fd=own, timeout=timeout)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
         result = function(rank, world, *arguments)
         dist.barrier()
         pipe.send((True, result))
@@ -86,28 +88,31 @@ def _rank_main(function, rank, world, store, arguments, pipe):
 
 
 @pytest.fixture
-def fork_ranks(tmp_path):
+def fork_ranks():
     """`fork_ranks(function, world, *arguments)` runs `function(rank, world, *arguments)` on `world` gloo ranks.
 
     The ranks are forked from this process, which has imported torch: 0.1 s instead of 7 s. Returns their results
     (picklable) by rank; the first rank's traceback becomes the failure. Closures work.
     """
     pytest.importorskip("torch")
-    import torch.distributed  # noqa: F401  (imported before the fork, so that the ranks have it)
-
-    runs = iter(range(10_000))
+    # Imported before the fork, so that the ranks have it: autograd imports torch._dynamo when it is first used, which
+    # would take every rank two seconds.
+    import torch._dynamo
+    import torch.distributed.fsdp
+    import torch.distributed.tensor.parallel
+    import torch.profiler  # noqa: F401
 
     def run(function, world, *arguments, timeout=120):
         context = multiprocessing.get_context("fork")
-        store = str(tmp_path / f"ranks-{next(runs)}")
         processes, pipes = [], []
-        for rank in range(world):
-            ours, theirs = context.Pipe(duplex=False)
-            process = context.Process(target=_rank_main, args=(function, rank, world, store, arguments, theirs))
-            process.start()
-            theirs.close()
-            processes.append(process)
-            pipes.append(ours)
+        with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
+            for rank in range(world):
+                ours, theirs = context.Pipe(duplex=False)
+                process = context.Process(target=_rank_main, args=(function, rank, world, listener, arguments, theirs))
+                process.start()
+                theirs.close()
+                processes.append(process)
+                pipes.append(ours)
         deadline = time.monotonic() + timeout
         results, failure = [], None
         for rank, pipe in enumerate(pipes):

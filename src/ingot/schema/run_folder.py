@@ -55,9 +55,13 @@ class RunFolder:
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """`processes` ranks of the Python module `module` with `arguments`, each with `env` added to the environment."""
+    """`processes` ranks of the Python module `module` with `arguments`, each with `env` added to the environment.
+
+    preload: modules that are imported once, before the ranks are forked.
+    """
 
     module: str
     arguments: tuple[str, ...]
     processes: int
     env: dict[str, str] = field(default_factory=dict)
+    preload: tuple[str, ...] = ()

@@ -1,4 +1,4 @@
-"""One rank of a training job, started by torchrun: `python -m ingot.trainer.main RUN_FOLDER [--until-step N]`.
+"""One rank of a training job: `python -m ingot.trainer.main RUN_FOLDER [--until-step N]`, as `ingot train` runs it.
 
 Exit codes: 0 finished; 10 stopped on request (or after --until-step) with everything saved; otherwise the error's code.
 """

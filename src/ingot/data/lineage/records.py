@@ -66,7 +66,7 @@ def url_hash(canonical: str) -> int:
 def domain_of(canonical: str) -> str:
     """Return the host of a canonical URL, without port; "" if there is none."""
     try:
-        return urlsplit(canonical).hostname or ""
+        return (urlsplit(canonical).hostname or "").lower()
     except ValueError:
         return ""
 

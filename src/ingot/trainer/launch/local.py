@@ -1,18 +1,18 @@
-"""A Job on this machine: torchrun starts the ranks, and no process of the job outlives this process.
+"""A Job on this machine: a fork server starts the ranks, and no process of the job outlives this process.
 
-torchrun puts every rank into a session of its own, so a signal to a process group does not reach the ranks. Each
-process of a job therefore has the job's id in its environment, by which all are found and killed. If this process is
-killed by SIGKILL, the kernel kills torchrun, and then the ranks (resilience/endings.py).
+Each process of a job has the job's id in its environment, by which all are found and killed. If this process is killed
+by SIGKILL, the kernel kills the fork server, and then the ranks (resilience/endings.py).
 """
 
+import contextlib
+import json
 import os
-import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
-from dataclasses import dataclass
+from collections.abc import Collection
 from pathlib import Path
 from typing import IO
 
@@ -21,68 +21,102 @@ from ingot.schema.run_folder import Job
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, die_with_parent
 
 JOB_VARIABLE = "INGOT_JOB"
-ATTEMPT_VARIABLE = "INGOT_ATTEMPT"
 _KILL_SECONDS = 15.0
-# torchrun's summary of a failed job: "rank      : 1 (local_rank: 1)\n  exitcode  : -9 (pid: 4121)"
-_EXIT = re.compile(r"^\s*rank\s*:\s*(\d+) \(local_rank: \d+\)\s*\n\s*exitcode\s*:\s*(-?\d+) ", re.M)
-
-
-def torchrun_command(job: Job) -> list[str]:
-    """Return torchrun's command line: one node, a rendezvous on a free loopback port, no restarts by torchrun."""
-    return [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--local-addr=127.0.0.1",
-        f"--nproc-per-node={job.processes}",
-        "--max-restarts=0",
-        "-m",
-        job.module,
-        *job.arguments,
-    ]
+# The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
+_REPORT_SECONDS = 2.0
+_POLL_SECONDS = 0.02
 
 
 class LocalJob:
-    """The running processes of one attempt. Their standard error goes to `log`."""
+    """The processes of `job`: a fork server, and the ranks of the current attempt.
 
-    def __init__(self, job: Job, *, attempt: int, log: Path, stdout: IO | int | None = None):
-        self.id = uuid.uuid4().hex
-        self.log = log
+    stdout: where ranks print, as in subprocess.Popen. The methods after `start` are about the newest attempt:
+    `exit_codes` has rank -> exit code (negative: signal number) of the ranks that have ended, and `log` is the file
+    with their standard error.
+    """
+
+    def __init__(self, job: Job, *, stdout: IO | int | None = None):
+        self.job, self.id, self.stdout = job, uuid.uuid4().hex, stdout
+        self.exit_codes: dict[int, int] = {}
+        self.log = Path(os.devnull)
+        self._server: subprocess.Popen | None = None
+        self._orders, self._reports, self._unread = -1, -1, b""
+        self._idle = True
+
+    def start(self, *, attempt: int, log: Path) -> None:
+        """Start all ranks. Their standard error goes to `log`. The last attempt must have ended."""
         log.parent.mkdir(parents=True, exist_ok=True)
-        marks = {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid()), ATTEMPT_VARIABLE: str(attempt)}
-        # The user's environment takes precedence over ingot's defaults.
-        env = job.env | dict(os.environ) | marks
-        with log.open("wb") as errors:
-            self._process = subprocess.Popen(
-                torchrun_command(job),
-                env=env,
+        log.write_bytes(b"")
+        self.log, self.exit_codes, self._idle = log, {}, False
+        if self._server is None or self._server.poll() is not None:
+            self._start_server()
+        with contextlib.suppress(BrokenPipeError):  # the server has just been killed: `running` sees that
+            os.write(self._orders, json.dumps({"attempt": attempt, "log": str(log)}).encode() + b"\n")
+
+    def _start_server(self) -> None:
+        self._close_pipes()
+        theirs, self._orders = os.pipe()
+        self._reports, reports = os.pipe()
+        os.set_blocking(self._reports, False)
+        self._unread = b""
+        job, marks = self.job, {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid())}
+        command = [sys.executable, "-m", "ingot.trainer.launch.fork_server", str(theirs), str(reports)]
+        with self.log.open("ab") as errors:
+            self._server = subprocess.Popen(
+                [*command, str(job.processes), ",".join(job.preload), job.module, *job.arguments],
+                env=job.env | dict(os.environ) | marks,  # the user's environment takes precedence over ingot's defaults
                 stdin=subprocess.DEVNULL,
-                stdout=stdout,
+                stdout=self.stdout,
                 stderr=errors,
+                pass_fds=(theirs, reports),
                 start_new_session=True,  # Ctrl-C goes to the supervisor only, which asks the ranks to save first
                 preexec_fn=die_with_parent,
             )
+        os.close(theirs)
+        os.close(reports)
 
-    def poll(self) -> int | None:
-        """Return torchrun's exit code; None while torchrun runs."""
-        return self._process.poll()
+    def running(self) -> bool:
+        """Read the reports of the fork server. Returns False if every rank has ended, or the fork server itself."""
+        assert self._server is not None, "start was not called"
+        alive = self._server.poll() is None  # before reading: the reports of a server that has ended are complete
+        with contextlib.suppress(BlockingIOError):
+            while part := os.read(self._reports, 65536):
+                self._unread += part
+        *lines, self._unread = self._unread.split(b"\n")
+        for report in map(json.loads, lines):
+            if "rank" in report:
+                self.exit_codes[report["rank"]] = report["code"]
+            else:
+                self._idle = True
+        return alive and not self._idle
 
-    def processes(self) -> list[int]:
-        """Return the ids of all living processes of the job, including torchrun."""
+    def processes(self, *, without: Collection[int] = ()) -> list[int]:
+        """Return the ids of all living processes of the job, including the fork server, except those in `without`."""
         mark = f"{JOB_VARIABLE}={self.id}".encode()
-        return [pid for pid in _own_processes() if mark in _environment(pid)]
+        return [pid for pid in _own_processes() if pid not in without and mark in _environment(pid)]
+
+    def end_attempt(self) -> None:
+        """Kill all ranks and wait until they are gone. The fork server stays, for the next attempt.
+
+        Raises ResourceError if the kernel cannot end them.
+        """
+        assert self._server is not None, "start was not called"
+        deadline = time.monotonic() + _REPORT_SECONDS
+        while self.running():
+            if time.monotonic() > deadline:
+                break
+            _kill(self.processes(without=[self._server.pid]))
+            time.sleep(_POLL_SECONDS)
+        if not self._idle or self.processes(without=[self._server.pid]):
+            self.kill()
 
     def kill(self) -> None:
         """Kill all processes and wait until they are gone. Raises ResourceError if the kernel cannot end them."""
         deadline = time.monotonic() + _KILL_SECONDS
         while left := self.processes():
-            for pid in left:
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
-                    continue
-            self._process.poll()
+            _kill(left)
+            if self._server:
+                self._server.poll()
             if time.monotonic() > deadline:
                 raise ResourceError(
                     "E-JOB-UNKILLABLE",
@@ -91,42 +125,41 @@ class LocalJob:
                     fix="see dmesg: they hang in the kernel (a dead disk or network mount, or a GPU driver)",
                     processes=left,
                 )
-            time.sleep(0.02)
-        self._process.wait(timeout=_KILL_SECONDS)
+            time.sleep(_POLL_SECONDS)
+        if self._server:
+            self._server.wait(timeout=_KILL_SECONDS)
+
+    def close(self) -> None:
+        """Kill all processes of the job and release everything. Raises ResourceError like `kill`."""
+        try:
+            self.kill()
+        finally:
+            self._close_pipes()
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._orders, self._reports):
+            if pipe >= 0:
+                os.close(pipe)
+        self._orders = self._reports = -1
 
     def last_words(self) -> str:
-        """Return the last line of the log; if the log is empty, how torchrun itself ended ("" while it runs)."""
+        """Return the last line of the log; if the log is empty, how the fork server ended ("" while it runs)."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), self._ended())
 
     def _ended(self) -> str:
-        code = self._process.poll()
+        code = self._server.poll() if self._server else None
         if code is None:
             return ""
-        return f"torchrun was killed (signal {-code})" if code < 0 else f"torchrun exited with code {code}"
-
-    def exit_codes(self) -> dict[int, int]:
-        """Return rank -> exit code from torchrun's summary; negative numbers are signals. Empty without a summary."""
-        text = self.log.read_text(encoding="utf-8", errors="replace")
-        return {int(rank): int(code) for rank, code in _EXIT.findall(text)}
+        return (
+            f"the fork server was killed (signal {-code})" if code < 0 else f"the fork server exited with code {code}"
+        )
 
 
-@dataclass(frozen=True)
-class ProcessEnd:
-    """The end of a process. exit_code: negative for a signal; None if the parent has already collected it."""
-
-    exit_code: int | None
-
-
-def end_of(pid: int) -> ProcessEnd | None:
-    """Return the end of process `pid`; None while it runs. Its exit code is only known while it is a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return ProcessEnd(None)
-    if fields[0] not in "ZX":
-        return None
-    return ProcessEnd(os.waitstatus_to_exitcode(int(fields[49])))  # field 52 of proc(5): exit_code
+def _kill(processes: Collection[int]) -> None:
+    for pid in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def _own_processes() -> list[int]:

@@ -1,8 +1,7 @@
 """Keep a job running: start it, detect failures, start it again if that can help, stop it on request.
 
-The supervisor turns off torchrun's own restarts and starts torchrun again itself. Each restart costs the import of
-torchrun (1.3 s). In return every decision is made in one place, after the dead attempt is gone and its cause is known:
-a restart inside torchrun begins before the cause is known, and waits 30 s for a hung peer.
+Every decision is made in one place, after the dead attempt is gone and its cause is known. torchrun's own restarts
+begin before the cause is known, and wait 30 s for a hung peer.
 """
 
 import contextlib
@@ -21,12 +20,10 @@ from ingot.schema import events
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints
-from ingot.trainer.launch.local import LocalJob, end_of
+from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
 
 _POLL_SECONDS = 0.05
-# The time that torchrun has to report the exit code of a lost rank, before everything is killed.
-_REPORT_SECONDS = 1.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -34,13 +31,12 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 class EventLogReader:
     """A reader of the event log of a running job. `read` takes in the lines written since construction.
 
-    ranks: rank -> process id. step: the last step logged. saved: the step of the newest checkpoint that was verified,
+    step: the last step logged. saved: the step of the newest checkpoint that was verified,
     on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished", "stopped" or
     "". refused: why checkpoints were not used; the caller empties this list.
     """
 
     path: Path
-    ranks: dict[int, int] = field(default_factory=dict)
     step: int = 0
     saved: int | None = None
     ended: str = ""
@@ -65,15 +61,9 @@ class EventLogReader:
             except ValueError:
                 continue  # an incomplete line of a killed writer
 
-    def new_attempt(self) -> None:
-        """Forget the ranks of the last attempt."""
-        self.ranks.clear()
-
     def _take(self, event: dict) -> None:
         kind = event.get("kind")
-        if kind == events.RANK_STARTED:
-            self.ranks[event["rank"]] = event["pid"]
-        elif kind == events.RUN_STARTED:
+        if kind == events.RUN_STARTED:
             self.step = self.saved = event["from_step"]
         elif kind == events.PROGRESS:
             self.step = event["step"]
@@ -119,18 +109,15 @@ def supervise(
     log = EventLog(folder.events)
     log_reader = EventLogReader(folder.events)
     incidents: list[JobIncident] = []
-    stdout = None if show_output else subprocess.DEVNULL
+    running = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
     try:
         with _signals_counted() as signals:
             while True:
                 attempt = len(incidents)
                 clear_endings(folder)
-                log_reader.new_attempt()
-                running = LocalJob(job, attempt=attempt, log=_attempt_log(folder), stdout=stdout)
-                try:
-                    incident = _follow(folder, job, running, log_reader, signals, say)
-                finally:
-                    running.kill()
+                running.start(attempt=attempt, log=_attempt_log(folder))
+                incident = _follow(folder, running, log_reader, signals, say)
+                running.end_attempt()
                 if incident is None:
                     break
                 incidents.append(incident)
@@ -143,6 +130,7 @@ def supervise(
                 log.write(events.RESTART, attempt=attempt + 1, of=max_restarts)
                 _report(say, _fault_line(incident, _saved_step(folder, log_reader), attempt + 1, max_restarts))
     finally:
+        running.close()
         log.close()
         folder.stop_request.unlink(missing_ok=True)
     return JobResult(
@@ -156,16 +144,11 @@ def supervise(
 
 
 def _follow(
-    folder: RunFolder,
-    job: Job,
-    running: LocalJob,
-    log_reader: EventLogReader,
-    signals: "_Signals",
-    say: Callable[[str], None],
+    folder: RunFolder, running: LocalJob, log_reader: EventLogReader, signals: "_Signals", say: Callable[[str], None]
 ) -> JobIncident | None:
     """Follow one attempt until it ends. Returns None if it finished or stopped on request, otherwise the incident."""
-    asked, dead, lost_at = False, {}, 0.0
-    while running.poll() is None:
+    asked = False
+    while running.running():
         log_reader.read()
         while log_reader.refused:
             _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")
@@ -175,19 +158,18 @@ def _follow(
             asked = True
             write_atomic(folder.stop_request, "save and stop\n")
             _report(say, "stopping at the next log line, saving first; a second signal stops now and does not save")
-        if not lost_at and (dead := _lost_ranks(folder, log_reader)):
-            lost_at = time.monotonic()
-        if lost_at and (None not in dead.values() or time.monotonic() - lost_at > _REPORT_SECONDS):
+        if _lost_ranks(folder, running):
             break
-        if log_reader.ended and len(read_endings(folder)) == job.processes:
-            break  # everything is saved and reported; only Python and torchrun are still shutting down
+        if log_reader.ended and len(read_endings(folder)) == running.job.processes:
+            break  # everything is saved and reported; only Python is still shutting down
         time.sleep(_POLL_SECONDS)
     log_reader.read()
     if log_reader.ended:
         return None
-    endings = read_endings(folder)
-    codes = running.exit_codes() | {rank: code for rank, code in dead.items() if code is not None}
-    return explain(job.processes, endings, list(dead), codes, log_reader.step, running.last_words())
+    lost = _lost_ranks(folder, running)
+    return explain(
+        running.job.processes, read_endings(folder), lost, running.exit_codes, log_reader.step, running.last_words()
+    )
 
 
 def newest_step(folder: RunFolder) -> int:
@@ -217,13 +199,12 @@ def _report(say: Callable[[str], None], text: str) -> None:
         say(text)
 
 
-def _lost_ranks(folder: RunFolder, log_reader: EventLogReader) -> dict[int, int | None]:
-    """Return the ranks whose process is gone without a normal ending: rank -> exit code, None if unknown."""
-    ends = {rank: end for rank, pid in log_reader.ranks.items() if (end := end_of(pid))}
-    if not ends:
-        return {}
-    endings = read_endings(folder)  # after checking the processes: a rank that ended normally has recorded it by now
-    return {rank: end.exit_code for rank, end in ends.items() if rank not in endings or endings[rank].kind}
+def _lost_ranks(folder: RunFolder, running: LocalJob) -> list[int]:
+    """Return the ranks that have ended, but not normally, in the order in which they ended."""
+    if not running.exit_codes:
+        return []
+    endings = read_endings(folder)  # a rank that ended normally has recorded that
+    return [rank for rank in running.exit_codes if rank not in endings or endings[rank].kind]
 
 
 def _attempt_log(folder: RunFolder) -> Path:

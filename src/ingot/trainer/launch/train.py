@@ -25,7 +25,8 @@ from ingot.trainer.launch.supervise import JobResult, newest_step, resume_step, 
 from ingot.trainer.mesh.start import worker_environment
 from ingot.trainer.resilience.lock import RunLock
 
-WORKER = "ingot.trainer.main"  # the module that torchrun starts on every rank
+WORKER = "ingot.trainer.main"  # the module that every rank runs
+PRELOAD = ("ingot.trainer.run",)  # what it imports, with torch
 
 
 def train(
@@ -199,7 +200,7 @@ def training_job(folder: RunFolder, config: RunConfig, *, until_step: int | None
     if Path("/sys/class/net/lo").exists():
         # Ranks of one machine communicate over loopback: the host name does not matter, and no other host can connect.
         env["GLOO_SOCKET_IFNAME"] = "lo"
-    return Job(module=WORKER, arguments=arguments, processes=processes, env=env)
+    return Job(module=WORKER, arguments=arguments, processes=processes, env=env, preload=PRELOAD)
 
 
 def most_ranks(parallel: Parallel) -> int:

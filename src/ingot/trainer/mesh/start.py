@@ -13,6 +13,10 @@ from ingot.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
+# Set by the fork server (launch/fork_server.py) in the environment of its ranks.
+ATTEMPT_VARIABLE = "INGOT_ATTEMPT"  # the number of restarts of the job so far
+STORE_VARIABLE = "INGOT_STORE_FD"  # for rank 0: the file descriptor of the socket on which its store listens
+
 
 @dataclass(frozen=True, kw_only=True)
 class RankInfo:
@@ -39,14 +43,12 @@ def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
     MALLOC_*: glibc keeps freed memory instead of returning it to the kernel after each step. This makes training on a
     CPU 25% to 50% faster (measured), because pages need not be zeroed and mapped again.
     OMP_NUM_THREADS: an equal share of the cores; more threads than cores halve the speed.
-    TORCH_DISABLE_SHARE_RDZV_TCP_STORE: a restarted job must not read the addresses of the previous attempt.
     """
     return {
         "MALLOC_MMAP_MAX_": "0",
         "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
         "MALLOC_TOP_PAD_": str(64 << 20),
         "OMP_NUM_THREADS": str(threads_per_rank(ranks, cores)),
-        "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1",
     }
 
 
@@ -79,7 +81,7 @@ def choose_device(wanted: Literal["auto", "cpu", "cuda"], local_rank: int) -> "t
 
 
 def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf32: bool = False) -> RankInfo:
-    """Join the job that torchrun describes in the environment; without torchrun, start a job of one process.
+    """Join the job that the environment describes, by torchrun's variables; without them, start a job of one process.
 
     The backend is Gloo on CPUs and NCCL on GPUs. timeout_seconds: the timeout of the world group (`build_mesh` sets the
     timeout of other groups). Sets the number of threads, which affects the bits of a CPU run, and whether products of
@@ -97,7 +99,7 @@ def start(device: Literal["auto", "cpu", "cuda"], timeout_seconds: float, *, tf3
         world_size=number("WORLD_SIZE", 1),
         local_rank=local_rank,
         local_world_size=local_world_size,
-        attempt=number("INGOT_ATTEMPT", 0) + number("TORCHELASTIC_RESTART_COUNT", 0),
+        attempt=number(ATTEMPT_VARIABLE, 0) + number("TORCHELASTIC_RESTART_COUNT", 0),
         device=choose_device(device, local_rank),
     )
     torch.set_num_threads(number("OMP_NUM_THREADS", threads_per_rank(local_world_size)))
@@ -146,6 +148,7 @@ def _store(rank_info: RankInfo, timeout: timedelta):
             )
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
     hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    listener = os.environ.pop(STORE_VARIABLE, None)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"],
         int(os.environ["MASTER_PORT"]),
@@ -153,6 +156,8 @@ def _store(rank_info: RankInfo, timeout: timedelta):
         is_master=rank_info.is_first and not hosted_by_torchrun,
         timeout=timeout,
         multi_tenant=True,
+        # Without a socket of our own, the store listens on all interfaces of the machine.
+        master_listen_fd=None if listener is None else int(listener),
     )
     return dist.PrefixStore(f"attempt-{rank_info.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
 

@@ -25,9 +25,12 @@ from ingot.storage import write_json
 
 SUPERVISOR_VARIABLE = "INGOT_SUPERVISOR"  # process id of the supervisor, in the environment of its ranks
 _PR_SET_PDEATHSIG = 1
-# Messages of Gloo, NCCL and the store about a lost peer. Such an error is an echo: its cause is another rank's end.
+# Messages of Gloo, NCCL and the store (which is on rank 0) about a lost peer. Such an error is an echo: its cause is
+# another rank's end.
 _ECHO = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection refused|NCCL|gloo|timed out waiting|socket timeout", re.I
+    r"closed by peer|reset by peer|broken pipe|connection refused|NCCL|gloo|timed out waiting|socket timeout"
+    r"|remote server shutdown",
+    re.I,
 )
 _HANG = re.compile(r"timed out|timeout", re.I)
 # Signals that a faulty program causes itself: the same signal at the same step is a bug, not an accident.

@@ -5,21 +5,18 @@ from ingot.trainer.launch.supervise import EventLogReader
 def test_reads_what_is_added_and_only_that(tmp_path):
     path = tmp_path / "events.jsonl"
     log = EventLog(path)
-    log.write("rank_started", rank=0, pid=1)
     log.write("finished", step=9)
     watch = EventLogReader(path)
     watch.read()
-    assert watch.ranks == {} and watch.ended == ""
-    log.write("rank_started", rank=1, pid=12)
+    assert watch.ended == ""
     log.write("run_started", from_step=40)
     log.write("progress", step=44)
     log.write("checkpoint_refused", step=60, path="p", reason="torn")
     watch.read()
-    assert (watch.ranks, watch.step, watch.refused) == ({1: 12}, 44, ["torn"])
-    watch.new_attempt()
+    assert (watch.step, watch.refused) == (44, ["torn"])
     log.write("stopped", step=50)
     watch.read()
-    assert (watch.ranks, watch.ended, watch.step) == ({}, "stopped", 50)
+    assert (watch.ended, watch.step) == ("stopped", 50)
 
 
 def test_half_a_line_waits_for_its_end(tmp_path):

@@ -1,9 +1,10 @@
-"""The supervisor and torchrun, with ranks that act by a script instead of training."""
+"""The supervisor and its fork server, with ranks that act by a script instead of training."""
 
 import os
 import signal
 import threading
 import time
+from pathlib import Path
 
 import pytest
 from tests.expect import refused
@@ -113,9 +114,119 @@ def test_a_signal_becomes_a_stop_request(act):
     assert signal.getsignal(signal.SIGTERM) is before
 
 
-def test_a_launcher_that_is_killed_without_a_word_has_a_cause(tmp_path):
-    job = Job(module="a_module_that_is_never_reached", arguments=(), processes=1, env={})
-    running = LocalJob(job, attempt=0, log=tmp_path / "log")
-    assert running.last_words() == ""
+@pytest.fixture
+def job(tmp_path):
+    """`job(code, ranks)`: a LocalJob whose ranks run `code`; all its processes end with the test."""
+    jobs = []
+
+    def make(code: str, ranks: int = 1, preload: tuple[str, ...] = ()) -> LocalJob:
+        (tmp_path / "rank_of_test.py").write_text(code)
+        env = {"PYTHONPATH": str(tmp_path)}
+        jobs.append(LocalJob(Job(module="rank_of_test", arguments=(), processes=ranks, env=env, preload=preload)))
+        return jobs[-1]
+
+    yield make
+    for each in jobs:
+        each.close()
+        assert not each.processes()
+
+
+def attempt(job: LocalJob, log: Path, number: int = 0) -> dict[int, int]:
+    """Run one attempt to its end; the exit codes."""
+    job.start(attempt=number, log=log)
+    while job.running():
+        time.sleep(0.01)
+    job.end_attempt()
+    return job.exit_codes
+
+
+def test_exit_codes_are_reported_as_python_would_exit(job, tmp_path):
+    code = """
+import os, signal, sys
+rank = int(os.environ["RANK"])
+if rank == 1:
+    sys.exit(7)
+if rank == 2:
+    raise ValueError("a bug")
+if rank == 3:
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    assert attempt(job(code, 4), tmp_path / "log") == {0: 0, 1: 7, 2: 1, 3: -9}
+    assert (tmp_path / "log").read_text().endswith("ValueError: a bug\n")
+
+
+def test_attempts_share_a_fork_server_which_imports_once(job, tmp_path, monkeypatch):
+    (tmp_path / "slow_to_import.py").write_text("import os\nwith open('imports', 'a') as f: f.write('x')\n")
+    code = "import os, slow_to_import\nprint(os.environ['INGOT_ATTEMPT'], os.getppid(), file=open(2, 'w'))\n"
+    running = job(code, 2, preload=("slow_to_import", "a_module_that_is_missing"))
+    monkeypatch.chdir(tmp_path)
+    seen = []
+    for number in (0, 1):
+        log = tmp_path / f"log-{number}"
+        assert attempt(running, log, number) == {0: 0, 1: 0}
+        seen += log.read_text().split("\n")[:2]
+    server = seen[0].split()[1]
+    assert seen == [f"0 {server}"] * 2 + [f"1 {server}"] * 2
+    assert (tmp_path / "imports").read_text() == "x"
+    os.kill(int(server), signal.SIGKILL)  # the next attempt has a new one
+    while running.processes():
+        running.running()
+    assert running.last_words() == f"1 {server}"
+    assert attempt(running, tmp_path / "log-2", 2) == {0: 0, 1: 0}
+    assert server not in (tmp_path / "log-2").read_text()
+
+
+def test_a_fork_server_that_is_killed_without_a_word_has_a_cause(job, tmp_path):
+    running = job("import time; time.sleep(60)")
+    running.start(attempt=0, log=tmp_path / "log")
+    assert running.running() and running.last_words() == ""
     running.kill()
-    assert running.last_words() == "torchrun was killed (signal 9)"
+    assert not running.running()
+    assert running.last_words() == "the fork server was killed (signal 9)"
+
+
+def test_ranks_that_ignore_signals_and_their_children_end_with_the_attempt(job, tmp_path):
+    code = """
+import os, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["sleep", "60"], start_new_session=True)
+print("ready", file=open(2, "w"))
+time.sleep(60)
+"""
+    running = job(code, 2)
+    running.start(attempt=0, log=tmp_path / "log")
+    while (tmp_path / "log").read_text().count("ready") < 2:
+        time.sleep(0.01)
+    assert len(running.processes()) == 5
+    running.end_attempt()
+    assert len(running.processes()) == 1 and running.exit_codes == {0: -9, 1: -9}
+
+
+def test_a_job_listens_on_the_loopback_address_only(job, tmp_path):
+    code = """
+import time, torch, torch.distributed as dist
+from ingot.trainer.mesh.start import start
+place = start("cpu", 20)
+t = torch.ones(1); dist.all_reduce(t)
+print("joined", place.rank, place.attempt, t.item(), file=open(2, "w"))
+time.sleep(60)
+"""
+    running = job(code, 2, preload=("torch",))
+    running.job.env["GLOO_SOCKET_IFNAME"] = "lo"  # as training_job sets it
+    running.start(attempt=3, log=tmp_path / "log")
+    while (tmp_path / "log").read_text().count("joined") < 2:
+        assert running.running(), (tmp_path / "log").read_text()
+        time.sleep(0.05)
+    assert sorted((tmp_path / "log").read_text().split("\n")[:2]) == ["joined 0 3 2.0", "joined 1 3 2.0"]
+    addresses = listening(running.processes())
+    assert addresses and set(addresses) <= {"0100007F", "00000000000000000000000001000000"}
+
+
+def listening(pids: list[int]) -> list[str]:
+    """The local addresses, in hexadecimal, of the TCP sockets on which these processes listen."""
+    sockets = set()
+    for pid in pids:
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            sockets.add(str(entry.readlink()))
+    rows = [line.split() for name in ("tcp", "tcp6") for line in Path(f"/proc/net/{name}").read_text().split("\n")[1:]]
+    return [row[1].split(":")[0] for row in rows if row and row[3] == "0A" and f"socket:[{row[9]}]" in sockets]

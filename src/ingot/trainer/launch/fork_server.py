@@ -1,0 +1,96 @@
+"""The process from which the ranks of one machine are forked, in one attempt after the other. No torch of its own.
+
+It imports what the ranks need once, so a rank starts in milliseconds, also after a restart: importing torch takes 1.5 s
+of CPU time per process. It stays without threads and without a CUDA context, which a fork would not copy.
+
+Command line: `python -m ingot.trainer.launch.fork_server ORDERS REPORTS RANKS PRELOAD MODULE ARGUMENTS...`. ORDERS and
+REPORTS are file descriptors of pipes; PRELOAD has names of modules, separated by commas. Messages are lines of JSON.
+The supervisor orders an attempt: {"attempt": 1, "log": PATH}. The answers are {"rank": 0, "code": -9} when a rank has
+ended (negative: signal number), and {"attempt": 1} when all have. Without the supervisor, this process and all ranks
+are killed by the kernel (resilience/endings.py).
+
+The ranks find each other in a store that rank 0 opens on a socket made here. It listens on the loopback address only,
+and no port is chosen before it is bound.
+"""
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import runpy
+import socket
+import sys
+from pathlib import Path
+
+from ingot.trainer.mesh.start import ATTEMPT_VARIABLE, STORE_VARIABLE
+
+_LOOPBACK = "127.0.0.1"
+
+
+def main() -> None:
+    """Serve orders until the supervisor closes their pipe. In a forked rank: run the job's module and return."""
+    orders, reports, ranks = os.fdopen(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
+    preload, job = sys.argv[4].split(","), sys.argv[5:]
+    for line in orders:
+        order = json.loads(line)
+        _redirect_errors(order["log"])
+        for module in filter(None, preload):
+            with contextlib.suppress(Exception):  # a rank imports the module again, and reports the error
+                importlib.import_module(module)
+        gc.freeze()  # a collection in a rank would visit, and so copy, all objects of this process
+        running = _fork(ranks, order["attempt"])
+        if running is None:
+            orders.close()
+            os.close(reports)
+            _run(job)
+            return
+        while running:
+            pid, status = os.wait()
+            _report(reports, rank=running.pop(pid), code=os.waitstatus_to_exitcode(status))
+        _report(reports, attempt=order["attempt"])
+
+
+def _redirect_errors(log: str) -> None:
+    with Path(log).open("ab") as file:
+        os.dup2(file.fileno(), 2)
+
+
+def _fork(ranks: int, attempt: int) -> dict[int, int] | None:
+    """Fork the ranks. Returns process id -> rank; None in a rank, whose environment then describes its place."""
+    running = {}
+    with socket.create_server((_LOOPBACK, 0), backlog=ranks) as listener:
+        for rank in range(ranks):
+            if pid := os.fork():
+                running[pid] = rank
+                continue
+            for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
+                del os.environ[name]  # this job is not a part of the job that the caller runs in
+            os.environ.update(
+                RANK=str(rank),
+                LOCAL_RANK=str(rank),
+                WORLD_SIZE=str(ranks),
+                LOCAL_WORLD_SIZE=str(ranks),
+                MASTER_ADDR=_LOOPBACK,
+                MASTER_PORT=str(listener.getsockname()[1]),
+            )
+            os.environ[ATTEMPT_VARIABLE] = str(attempt)
+            os.environ.pop(STORE_VARIABLE, None)
+            if rank == 0:
+                os.environ[STORE_VARIABLE] = str(listener.detach())
+            return None
+    return running
+
+
+def _run(job: list[str]) -> None:
+    """Run the module job[0] with the other strings as its arguments, like `python -m`."""
+    sys.argv = job
+    runpy.run_module(job[0], run_name="__main__", alter_sys=True)
+
+
+def _report(pipe: int, **message: int) -> None:
+    os.write(pipe, json.dumps(message).encode() + b"\n")
+
+
+if __name__ == "__main__":
+    main()
