@@ -7,12 +7,12 @@ BIN := $(VENV)/bin
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
-# One worker per core: the tests of a file stay together, those that start several processes are on one worker.
-PYTEST := $(BIN)/python -m pytest -n auto --maxprocesses 8 --dist loadgroup
+# The tests of a file stay together on one worker; tests/conftest.py sets the number of workers and has the groups.
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not nightly"
 
-# The tests that compile; .ci/run runs them too.
+# The tests that compile or start many ranks; .ci/run runs them too.
 test-slow: $(VENV)/.installed-dev
 	$(PYTEST) -m slow
 

@@ -4,12 +4,12 @@ Tests do not depend on the caller's environment: variables that change output, t
 anything is imported that reads them, and the processes that tests start inherit them.
 """
 
-import gc
 import multiprocessing
 import os
 import socket
 import time
 import traceback
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
@@ -36,8 +36,10 @@ for _name in (
 os.environ.update(OMP_NUM_THREADS="1", LC_ALL="C.UTF-8", TZ="UTC")
 time.tzset()
 
-# Tests that start several processes each: one worker of pytest-xdist runs them, one after the other.
-_MANY_PROCESSES = ("tests/dist/", "tests/e2e/", "tests/proof/", "tests/web/", "tests/unit/data/tasks/test_ray.py")
+# Tests that start several processes each run one after the other: one worker of pytest-xdist has those whose processes
+# compute all the time, another one those that wait for starts, kills and pages most of the time.
+_COMPUTE = ("tests/dist/", "tests/proof/")
+_WAIT = ("tests/e2e/", "tests/golden/", "tests/web/", "tests/unit/data/tasks/", "tests/unit/trainer/launch/")
 
 
 def pytest_make_parametrize_id(val):
@@ -48,9 +50,17 @@ def pytest_make_parametrize_id(val):
 def pytest_collection_modifyitems(items):
     """Keep the tests of a file on one worker, so that their shared fixtures are made once, and all ranks on one."""
     for item in items:
-        file = item.nodeid.partition("::")[0]
-        several = file.startswith(_MANY_PROCESSES) or "fork_ranks" in getattr(item, "fixturenames", ())
-        item.add_marker(pytest.mark.xdist_group("processes" if several else file))
+        group = item.nodeid.partition("::")[0]
+        if group.startswith(_WAIT):
+            group = "processes that wait"
+        elif group.startswith(_COMPUTE) or "fork_ranks" in getattr(item, "fixturenames", ()):
+            group = "ranks"
+        item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_xdist_auto_num_workers():
+    """`-n auto`: one worker more than cores, because one of them waits most of the time."""
+    return min(len(os.sched_getaffinity(0)) + 1, 8)
 
 
 @pytest.fixture(scope="session")
@@ -65,17 +75,12 @@ def test_data() -> Path:
 def _rank_main(function, rank, world, listener, arguments, pipe):
     import torch
     import torch.distributed as dist
+    from tests.proof.ranks import join
 
-    gc.freeze()  # a collection would visit, and so copy, all objects of the parent
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:
-        from datetime import timedelta
-
-        timeout, port = timedelta(seconds=60), listener.getsockname()[1]
-        own = listener.detach() if rank == 0 else listener.close()
-        store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, master_listen_fd=own, timeout=timeout)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+        join(listener, rank, world, timedelta(seconds=60))
         result = function(rank, world, *arguments)
         dist.barrier()
         pipe.send((True, result))
@@ -95,9 +100,7 @@ def fork_ranks():
     (picklable) by rank; the first rank's traceback becomes the failure. Closures work.
     """
     pytest.importorskip("torch")
-    # Imported before the fork, so that the ranks have it: autograd imports torch._dynamo when it is first used, which
-    # would take every rank two seconds.
-    import torch._dynamo
+    # Imported before the fork, so that the ranks have it.
     import torch.distributed.fsdp
     import torch.distributed.tensor.parallel
     import torch.profiler  # noqa: F401

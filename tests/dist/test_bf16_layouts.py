@@ -31,7 +31,11 @@ def one_process():
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.nightly) if name in ("zero 1", "tp", "pp") else name for name in LAYOUTS]
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.nightly if name in ("zero 1", "tp", "pp") else pytest.mark.slow)
+        for name in LAYOUTS
+    ],
 )
 def test_a_layout_strays_no_further_than_micro_batches_do(fork_ranks, one_process, name):
     for micro_batch in (1, 8):

@@ -34,7 +34,7 @@ class Catch:
     def verdict(self, facts): ...
 
 
-def trained(rank, ranks, precision, sequences, micro_batch, forms, repeated=False):
+def trained(rank, ranks, precision, sequences, micro_batch, forms, repeated=False, steps=STEPS):
     """(losses, norms, first gradients and last values of this rank's pieces, in the dtype they are kept in)."""
     policy = Catch()
     train = Train(steps=STEPS, seq_len=TOKENS, global_batch=sequences, micro_batch=micro_batch, precision=precision)
@@ -49,7 +49,7 @@ def trained(rank, ranks, precision, sequences, micro_batch, forms, repeated=Fals
     )
     parts = build_parts(run, torch.device("cpu"), Path(), policy)
     policy.shards, facts = parts.model.shards, []
-    for step in range(1, STEPS + 1):
+    for step in range(1, steps + 1):
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(0, ARCH.vocab_size, (1 if repeated else sequences, TOKENS + 1), generator=generator)
         mine = ids.expand(sequences, -1).chunk(parts.mesh.data_ranks)[parts.mesh.data_rank]
@@ -100,8 +100,8 @@ def test_gradients_of_bf16_accumulate_in_float32(fork_ranks, zero):
     # The same sample 64 times. Dividing by 64 and adding up 64 equal bf16 numbers is exact in float32; a bf16 sum
     # would stop growing long before.
     forms = {"dp_shard": 2, "zero": zero}
-    once, often = (fork_ranks(trained, 2, "bf16", 2 * n, 1, forms, True)[0] for n in (1, 64))
+    once, often = (fork_ranks(trained, 2, "bf16", 2 * n, 1, forms, True, 1)[0] for n in (1, 64))
     assert worst(often[2], once[2]) < 1e-6
     if zero < 3:  # FSDP2 keeps shards in the master's dtype
-        coarse = fork_ranks(trained, 2, "bf16", 128, 1, forms | {"grads": "bf16"}, True)[0]
+        coarse = fork_ranks(trained, 2, "bf16", 128, 1, forms | {"grads": "bf16"}, True, 1)[0]
         assert worst(coarse[2], once[2]) > 1e-3

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import pytest
+
 from ingot.schema.arch import Arch
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
@@ -33,6 +35,7 @@ def first_weights(rank, world, run):
     return keep((piece, piece.value) for piece in build_parts(run, CPU, Path()).model.shards)
 
 
+@pytest.mark.slow
 def test_first_weights_are_those_of_one_process(fork_ranks):
     model = Transformer(ARCH)
     initialize(model, ARCH, 3)

@@ -52,7 +52,9 @@ def computed(rank, world, run, weights):
 
 
 @pytest.mark.parametrize(
-    ("q_rank", "layouts"), [(10, LAYOUTS), (0, ["tp", "tp without sequence"])], ids=["query latent", "no query latent"]
+    ("q_rank", "layouts"),
+    [(10, ["ring x tp"]), pytest.param(10, LAYOUTS, marks=pytest.mark.slow), (0, ["tp", "tp without sequence"])],
+    ids=["query latent", "query latent, all", "no query latent"],
 )
 def test_layouts_equal_one_process(fork_ranks, q_rank, layouts):
     arch = replace(ARCH, mla=replace(ARCH.mla, q_rank=q_rank))

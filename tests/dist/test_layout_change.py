@@ -68,7 +68,7 @@ def without_checkpoints(rank, world, run, steps):
 
 @pytest.mark.parametrize(
     "layouts, arch",
-    [pytest.param(MESHES, ARCH, marks=pytest.mark.nightly), (HOMES, UNEVEN)],
+    [pytest.param(MESHES, ARCH, marks=pytest.mark.nightly), pytest.param(HOMES, UNEVEN, marks=pytest.mark.slow)],
     ids=["meshes", "homes of state"],
 )
 def test_losses_go_on_on_another_layout(fork_ranks, tmp_path, layouts, arch):

@@ -159,7 +159,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# The layouts of `make test`, on two ranks; all layouts run nightly.
+# The layouts of `make test` (memory: `make test-slow`), on two ranks; all layouts run nightly.
 FEW = (
     "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "pp", "ring", "ulysses",
     "ep over dp_shard", "experts whole on tp",
@@ -271,7 +271,7 @@ FEW_HELD = [
 
 @pytest.mark.parametrize(
     ("world", "layouts"),
-    [(2, FEW_HELD), *(pytest.param(world, HELD[world], marks=pytest.mark.nightly) for world in HELD)],
+    [pytest.param(2, FEW_HELD, marks=pytest.mark.slow), *(pytest.param(world, HELD[world], marks=pytest.mark.nightly) for world in HELD)],
     ids=["few-2", *(f"all-{world}" for world in HELD)],
 )
 def test_memory_is_that_of_the_bill(fork_ranks, world, layouts):

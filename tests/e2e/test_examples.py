@@ -75,8 +75,8 @@ def test_a_program_without_its_communication_fails(name, tmp_path):
 
 
 def test_a_program_starts_from_the_command_line():
-    command = [sys.executable, str(EXAMPLES / "zero.py")]
-    assert "stage 3" in subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    command = [sys.executable, str(EXAMPLES / "ulysses.py")]
+    assert "loss" in subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

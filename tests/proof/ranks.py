@@ -1,9 +1,11 @@
-"""Ranks that live for many cases: forked once for a number of ranks, a process group of their own for every case."""
+"""Ranks forked from this process, anew for every case."""
 
 import faulthandler
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import socket
 import tempfile
 import time
 import traceback
@@ -69,13 +71,15 @@ class Ranks:
 
     def _fork(self, world: int) -> None:
         context = multiprocessing.get_context("fork")
-        for rank in range(world):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_serve, args=(rank, world, theirs, [ours, *self._pipes]), daemon=True)
-            process.start()
-            theirs.close()
-            self._processes.append(process)
-            self._pipes.append(ours)
+        with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                of_rank = (rank, world, listener, theirs, [ours, *self._pipes])
+                process = context.Process(target=_serve, args=of_rank, daemon=True)
+                process.start()
+                theirs.close()
+                self._processes.append(process)
+                self._pipes.append(ours)
 
     def _fail(self, message: str) -> None:
         self.close()
@@ -90,24 +94,33 @@ class Ranks:
         self._pipes, self._processes = [], []
 
 
-def _serve(rank: int, world: int, pipe, others: list) -> None:
-    """The life of a rank: one case after the other, until the parent closes the pipe."""
+def join(listener: socket.socket, rank: int, world: int, timeout: timedelta) -> None:
+    """Join the group of `world` ranks whose store rank 0 opens on `listener`, a socket made before the fork.
+
+    A store in a file costs a fifth more CPU time: its readers poll.
+    """
+    gc.freeze()  # a collection would visit, and so copy, all objects of the parent
+    port = listener.getsockname()[1]
+    own = listener.detach() if rank == 0 else listener.close()
+    store = dist.TCPStore("127.0.0.1", port, is_master=rank == 0, master_listen_fd=own, timeout=timeout)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=timeout)
+
+
+def _serve(rank: int, world: int, listener: socket.socket, pipe, others: list) -> None:
+    """The life of a rank: one case."""
     for other in others:
         other.close()
     torch.set_num_threads(1)
     try:
-        while True:
-            function, folder, timeout, arguments = pipe.recv()
-            with Path(folder, f"stack-{rank}").open("w") as stack:
-                faulthandler.dump_traceback_later(0.8 * timeout, file=stack)
-                store = dist.FileStore(f"{folder}/store", world)  # pyright: ignore[reportPrivateImportUsage]
-                patience = timedelta(seconds=timeout / 2)
-                dist.init_process_group("gloo", store=store, rank=rank, world_size=world, timeout=patience)
-                result = function(Path(folder), *arguments)
-                dist.barrier()
-                dist.destroy_process_group()
-                faulthandler.cancel_dump_traceback_later()
-            pipe.send((True, result))
+        function, folder, timeout, arguments = pipe.recv()
+        with Path(folder, f"stack-{rank}").open("w") as stack:
+            faulthandler.dump_traceback_later(0.8 * timeout, file=stack)
+            join(listener, rank, world, timedelta(seconds=timeout / 2))
+            result = function(Path(folder), *arguments)
+            dist.barrier()
+            dist.destroy_process_group()
+            faulthandler.cancel_dump_traceback_later()
+        pipe.send((True, result))
     except (EOFError, KeyboardInterrupt):
         pass
     except BaseException:

@@ -89,6 +89,7 @@ def test_several_ranks_need_a_meeting_point(monkeypatch):
         start("cpu", 5)
 
 
+@pytest.mark.slow
 def test_torchrun_ranks_meet_again_after_a_restart(tmp_path):
     """torchrun restarts in place: the second attempt must not read the first one's addresses (with its defaults)."""
     script = tmp_path / "rank.py"
