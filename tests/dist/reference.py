@@ -32,7 +32,8 @@ class Found:
 
 @dataclass
 class Expected:
-    """The results for the whole batch. gradients: of the mean loss, by our names. choices: layer -> experts [B, T, K]."""
+    """The results for the whole batch. gradients: of the mean loss, by our names. choices: layer -> experts
+    [B, T, K]."""
 
     logits: np.ndarray
     gradients: dict[str, np.ndarray]

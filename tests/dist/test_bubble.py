@@ -2,7 +2,8 @@
 
 A stage adds its slot to its rank's clock, and sends the clock's value as its hidden state or gradient; a rank that
 receives a later value sets its clock forward. So a step takes as long as the order of the executor's actions and
-messages makes it take, on any machine and under any load. Sends cost nothing here: a send that blocked its rank would not show.
+messages makes it take, on any machine and under any load. Sends cost nothing here: a send that blocked its rank would
+not show.
 """
 
 from types import SimpleNamespace

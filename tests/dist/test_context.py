@@ -15,8 +15,7 @@ from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
-from ingot.trainer.evaluate import evaluate
-from ingot.trainer.evaluate import run_logits, run_nats
+from ingot.trainer.evaluate import evaluate, run_logits, run_nats
 from ingot.trainer.heldout import Heldout, SourceText
 from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
@@ -73,7 +72,9 @@ def own_part(context, x_BNTH):
 
 def in_parts(context, tensors, what):
     """This rank's part of the same."""
-    return run(context.attend, [own_part(context, x) for x in tensors], mask_spec_of(what, context.positions(TOKENS, CPU)))
+    return run(
+        context.attend, [own_part(context, x) for x in tensors], mask_spec_of(what, context.positions(TOKENS, CPU))
+    )
 
 
 def grids(world):
@@ -209,7 +210,8 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
 
 @pytest.mark.parametrize("how", ["none", "selective"])
 def test_a_ring_keeps_its_result_and_goes_round_once(fork_ranks, monkeypatch, how):
-    """The results of a ring's steps are freed by the end of the forward: together they are as large as whole sequences."""
+    """The results of a ring's steps are freed by the end of the forward: together they are as large as whole
+    sequences."""
     made = []
 
     def noted(*args, **kwargs):

@@ -10,7 +10,6 @@ torch = pytest.importorskip("torch")
 
 from tests.unit.rehearse.dryrun.test_dry_run import _really_trained  # noqa: E402
 
-from ingot.errors import ConfigError  # noqa: E402
 from ingot.planner.predict.memory.peak_memory import position_bill  # noqa: E402
 from ingot.rehearse.dryrun import dry_run, role  # noqa: E402
 from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402

@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from tests.expect import refused
 from torch import nn
 
-from tests.expect import refused
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import TWO_STAGES, Parallel
 from ingot.theory.schedule import Channel, build_table, peak_in_flight, schedule_problems

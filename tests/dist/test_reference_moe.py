@@ -47,10 +47,7 @@ LAYOUTS = {
 
 @pytest.mark.parametrize(
     "name",
-    [
-        pytest.param(name, marks=pytest.mark.slow if name == "deepseek-v3" else pytest.mark.nightly)
-        for name in ARCHES
-    ],
+    [pytest.param(name, marks=pytest.mark.slow if name == "deepseek-v3" else pytest.mark.nightly) for name in ARCHES],
 )
 def test_layouts_equal_the_experts_of_transformers(fork_ranks, transformers_twin, name):
     compare(fork_ranks, transformers_twin, ARCHES[name], LAYOUTS)

@@ -271,7 +271,10 @@ FEW_HELD = [
 
 @pytest.mark.parametrize(
     ("world", "layouts"),
-    [pytest.param(2, FEW_HELD, marks=pytest.mark.slow), *(pytest.param(world, HELD[world], marks=pytest.mark.nightly) for world in HELD)],
+    [
+        pytest.param(2, FEW_HELD, marks=pytest.mark.slow),
+        *(pytest.param(world, HELD[world], marks=pytest.mark.nightly) for world in HELD),
+    ],
     ids=["few-2", *(f"all-{world}" for world in HELD)],
 )
 def test_memory_is_that_of_the_bill(fork_ranks, world, layouts):
