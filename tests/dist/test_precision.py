@@ -58,7 +58,7 @@ FEW = ("zero 3", "tp", "ring", "ep")
 
 @dataclass(frozen=True)
 class Setting:
-    """What all layouts of a comparison share."""
+    """The settings that all layouts of a comparison share."""
 
     arch: Arch
     global_batch: int

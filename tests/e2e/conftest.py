@@ -121,10 +121,10 @@ class Project:
     def folder(self, out: str) -> RunFolder:
         return RunFolder(self.root / out)
 
-    def facts(self, out: str) -> dict[int, tuple[float, float]]:
-        """step -> (loss, gradient norm), the latest where a step was redone."""
+    def facts(self, out: str) -> dict[int, tuple[float, float, float]]:
+        """step -> (loss, gradient norm, learning rate), the latest where a step was redone."""
         log = read_events(self.folder(out).events, events.STEP)
-        return {e["step"]: (e["loss"], e["grad_norm"]) for e in log}
+        return {e["step"]: (e["loss"], e["grad_norm"], e["lr"]) for e in log}
 
     def rank_pid(self, out: str, rank: int) -> int:
         started = [e for e in read_events(self.folder(out).events, events.RANK_STARTED) if e["rank"] == rank]

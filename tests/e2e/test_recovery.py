@@ -14,6 +14,7 @@ from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
+from ingot.trainer.optim.schedule import learning_rate
 
 from .conftest import Project, ended, workers_of
 
@@ -26,6 +27,9 @@ def undisturbed(project: Project) -> dict[int, tuple[float, float]]:
     assert "step 120/120" in output and "Next:" in output
     facts = project.facts("undisturbed")
     assert list(facts) == list(range(1, STEPS + 1))
+    config = load_run(project.run_file)
+    for step, (*_, lr) in facts.items():
+        assert lr == learning_rate(step, STEPS, config.optim.lr, config.schedule)
     prove_ledger(project, "undisturbed")
     return facts
 
@@ -78,14 +82,17 @@ def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
     assert not workers_of(project.folder(out))
 
 
-def test_2_to_1_to_2_ranks(project, undisturbed):
-    """Another number of ranks adds in another order: 1e-6 relative over 20 steps; the samples are exactly the same."""
+def test_2_to_1_to_4_ranks(project, undisturbed):
+    """Another number of ranks adds in another order: 1e-6 relative over 20 steps; the samples are exactly the same.
+
+    The last layout has copies of a model that is divided, so that a rank's part of the batch depends on two axes.
+    """
     out = "resharded"
     project.train(out, "--until-step", "40", code=10)
     project.train(out, "--until-step", "80", "--set", "parallel.dp_shard=1", code=10)
-    project.train(out)
+    project.train(out, "--set", "parallel.dp_replicate=2")
     worlds = [e["world_size"] for e in read_events(project.folder(out).events, events.RUN_STARTED)]
-    assert worlds == [2, 1, 2]
+    assert worlds == [2, 1, 4]
     facts = project.facts(out)
     assert list(facts) == list(range(1, STEPS + 1))
     assert all(facts[step] == undisturbed[step] for step in range(1, 41))

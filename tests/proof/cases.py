@@ -310,6 +310,7 @@ def _long() -> Iterator[tuple[Form, ...]]:
         yield form, inner, documents
         if pp < 4:
             yield form, inner, Form("zero-1", {"dp_shard": 2, "zero": 1})
+    yield CONTEXT[3], *_by_name("gpipe", "documents", "recompute")
     yield (_context("ring over 3", 3, tokens=12, context="ring"),)
     yield (_context("striped ring over 5", 5, tokens=15, context="ring", context_layout="striped"),)
     yield _context("ring over 8", 8, context="ring"), documents
@@ -397,7 +398,8 @@ def all_cases() -> tuple[tuple[Case, ...], tuple[Refusal, ...]]:
 ALSO_CORE = (
     "canonical over 1", "tp+sp over 4, tied", "hsdp-2 x zb_h1",
     "ring x documents", "ring x window", "ring", "ring over 4", "striped ring", "contiguous ring", "ulysses", "usp",
-    "usp x window x documents", "ring, one kv head", "idle x ep", "experts x ep", "capacity x ep", "capacity x ring",
+    "usp x window x documents", "ulysses x gpipe x documents x recompute",
+    "ring, one kv head", "idle x ep", "experts x ep", "capacity x ep", "capacity x ring",
     "fallback x ep over cp", "experts x ring", "experts x gpipe", "experts x ddp", "idle x zero-1",
     "experts x ep over tp", "capacity x ep, zero-3", "fallback x zero-3 x cp x ep x tp x documents",
     "capacity x pp x ddp x cp x ep x tp",

@@ -32,6 +32,23 @@ def mask_ignored_on_one_step(stack: ExitStack) -> None:
     replaced(stack, ring._RingCall, "mask", make)
 
 
+@fault("a recomputed block has the newest micro-batch's mask", "ulysses x gpipe x documents x recompute", _LATER)
+def stale_mask(stack: ExitStack) -> None:
+    """All micro-batches have passed forward when gpipe's first backward recomputes a block."""
+
+    def make(original):
+        newest = []
+
+        def attend(self, q, k, v, mask_spec):
+            if torch._C._current_graph_task_id() == -1:
+                newest[:] = [mask_spec]
+            return original(self, q, k, v, newest[0])
+
+        return attend
+
+    replaced(stack, context.ContextParallelism, "_attend_whole", make)
+
+
 @fault("a ring knows of no window", "ring x window", _LATER)
 def window_ignored(stack: ExitStack) -> None:
     replaced(

@@ -114,6 +114,14 @@ def test_views_hold_the_ranks_that_share_something(fork_ranks, settings, lines):
         assert by_rank[5][1] == lines["expert_shard"]
 
 
+def test_ranks_read_the_batch_copy_by_copy(fork_ranks):
+    """The ledger and canonical sums take the parts of the batch in the order of the ranks."""
+    found = fork_ranks(
+        lambda rank, ranks: build_mesh(Parallel(dp_replicate=2, dp_shard=2, tp=2), "cpu", 20).data_rank, 8
+    )
+    assert found == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
 def test_an_axis_of_all_ranks_is_the_world_group(fork_ranks):
     def same(rank, ranks):
         mesh = build_mesh(Parallel(dp_shard=2), "cpu")
