@@ -5,8 +5,8 @@ A run of 16,384 ranks has millions of blocks, so a layout of blocks that many te
 
 from base64 import b64decode, b64encode
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import numpy as np
 
@@ -89,6 +89,21 @@ class LedgerSegment:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Health:
+    """A judgment of the weights in a checkpoint, made when it was saved.
+
+    A run resumes from a suspect checkpoint only if it has no other.
+
+    state: "unknown" if nothing judged them, as in checkpoints of earlier versions. reason: for people. by: the name of
+    the judge.
+    """
+
+    state: Literal["healthy", "suspect", "unknown"] = "unknown"
+    reason: str = ""
+    by: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
 class CheckpointManifest:
     """The contents of a checkpoint.
 
@@ -108,6 +123,7 @@ class CheckpointManifest:
     data_fingerprint: str
     layout: dict[str, int]
     world: int = 1
+    health: Health = field(default_factory=Health)
     files: dict[str, FileEntry]
     cuts: tuple[BlockLayout, ...] = ()
     tensors: dict[str, TensorEntry]

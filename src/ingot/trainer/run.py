@@ -82,7 +82,7 @@ def build_trainer(
     encoder = open_encoder(config, folder, manifest)
     check_prompts(config, encoder)
 
-    policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16")
+    policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16", vocab_size=config.model.vocab_size)
     continues = bool(candidate_folders(folder.checkpoints))
     parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)
     facts = CheckpointFacts(

@@ -32,7 +32,8 @@ def save(trainer: Trainer, step: int) -> None:
     """Save and verify the checkpoint of `step`, and report it. Collective."""
     began = time.monotonic()
     trainer.segments.append(next_segment(trainer, step))
-    facts = replace(trainer.checkpoint_facts, step=step, tokens=step * trainer.config.tokens_per_step)
+    tokens = step * trainer.config.tokens_per_step
+    facts = replace(trainer.checkpoint_facts, step=step, tokens=tokens, health=trainer.policy.health())
     keep = trainer.config.checkpoint.keep
     saved = save_checkpoint(trainer.folder, facts, trainer.state, tuple(trainer.segments), keep=keep)
     trainer.ledger.forget(step)

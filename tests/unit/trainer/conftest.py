@@ -113,6 +113,7 @@ def make_run(tmp_path, token_folders):
     def make(name: str = "run", **changes) -> RunFolder:
         sections = {
             "train": {"steps": 12, "seq_len": 16, "global_batch": 4, "micro_batch": 1, "precision": "fp32"},
+            "optim": {"lr": 5e-3},
             "parallel": {"dp_shard": 1},
             "checkpoint": {"every_steps": 5, "keep": 2},
             "watch": {"log_every": 3},
@@ -135,7 +136,7 @@ def make_run(tmp_path, token_folders):
             model=arch,
             data=Data(**sections["data"]),
             train=Train(**sections["train"]),
-            optim=Optim(lr=5e-3),
+            optim=Optim(**sections["optim"]),
             schedule=Schedule(warmup_steps=2),
             parallel=Parallel(**sections["parallel"]),
             checkpoint=Checkpoint(**sections["checkpoint"]),
@@ -151,6 +152,7 @@ def make_run(tmp_path, token_folders):
 
 KNOWN = {
     "train": {"steps", "seq_len", "global_batch", "micro_batch", "precision"},
+    "optim": {"lr", "clip_norm"},
     "parallel": {"dp_shard"},
     "checkpoint": {"every_steps"},
     "watch": {"log_every"},

@@ -1,6 +1,7 @@
 """Whole runs on forked ranks: the worker's build and loop, checkpoints and resumption, ledger and events."""
 
 import math
+import shutil
 from collections import Counter
 from dataclasses import replace
 
@@ -10,10 +11,12 @@ import torch
 from tests.expect import refused
 
 from ingot.events import read_events
+from ingot.schema.checkpoint import Health
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
-from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.checkpoint.manifest import list_checkpoints, write_manifest
+from ingot.trainer.launch.supervise import resume_step
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loop import train
@@ -207,6 +210,62 @@ def test_broken_weights_are_never_saved(fork_ranks, make_run):
     assert fork_ranks(fail, 2) == [True, True]
     assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [5]
     assert np.isnan(step_facts(folder)[9][0])  # the facts are written down before the end
+
+
+def test_a_batch_whose_gradient_is_not_finite_is_skipped(fork_ranks, make_run):
+    """One rank has it, all skip the update; a later attempt that reads the batch again goes on as well."""
+    folder, steps = make_run(dp_shard=2), []
+
+    def train_with_a_bad_batch(rank, ranks, until_step=None):
+        def bad_step(run, batch, lr):
+            def reduce():
+                type(run.model).reduce(run.model)
+                if rank == 1 and batch.step == 7:
+                    run.model.shards[0].grad.fill_(math.nan)
+
+            run.model.reduce = reduce
+            return train_step(run, batch, lr)
+
+        loop.train_step = bad_step
+        return run_rank(rank, ranks, folder, until_step)[0]
+
+    assert fork_ranks(train_with_a_bad_batch, 2, 8) == [(8, True)] * 2
+    steps = step_facts(folder)
+    assert np.isnan(steps[7][1]) and np.isfinite(steps[8]).all()
+    assert [e["steps"] for e in read_events(folder.events, "skipped")] == [[7]]
+    whole = [c for c in list_checkpoints(folder.checkpoints) if c.manifest]
+    assert [(c.step, c.manifest.health.state) for c in whole] == [(8, "healthy"), (5, "healthy")]
+    shutil.rmtree(whole[0].path)
+    assert fork_ranks(train_with_a_bad_batch, 2) == [(12, False)] * 2
+    again = step_facts(folder)
+    assert again[8] == steps[8] and np.isfinite([again[step] for step in range(8, 13)]).all()
+
+
+def test_weights_that_exploded_are_never_saved(fork_ranks, make_run):
+    folder = make_run(lr=100.0, clip_norm=0.0)
+
+    def explode(rank, ranks):
+        return expect_failure(rank, ranks, folder, "E-LOSS-EXPLODED")
+
+    assert fork_ranks(explode, 1) == [True]
+    assert not list_checkpoints(folder.checkpoints)
+
+
+def test_a_suspect_checkpoint_is_the_last_choice(fork_ranks, make_run):
+    """Nothing makes one today; the manifest is written as a later judge would."""
+    folder = make_run()
+    fork_ranks(run_rank, 1, folder, 10)
+    newest, _ = list_checkpoints(folder.checkpoints)
+    write_manifest(
+        newest.path, replace(newest.manifest, health=Health(state="suspect", reason="a spike", by="a judge"))
+    )
+    assert resume_step(folder) == 5
+    fork_ranks(run_rank, 1, folder, 7)
+    assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 5]
+    shutil.rmtree(folder.checkpoint(5)), shutil.rmtree(folder.checkpoint(7))
+    assert resume_step(folder) == 10
+    fork_ranks(run_rank, 1, folder, 11)
+    assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 5, 10]
 
 
 def test_rolling_back_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run):

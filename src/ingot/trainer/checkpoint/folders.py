@@ -9,7 +9,7 @@ from pathlib import Path
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect
 
 SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
 REMOVED = ".removed-"  # a folder with this prefix is not a checkpoint any more
@@ -30,7 +30,8 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
     """Keep the newest `keep` complete checkpoints up to `step`, which was just saved, and remove the older ones.
 
     A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
-    bit does not change them). Such a folder does not count: it would displace usable checkpoints.
+    bit does not change them). Such a folder does not count: it would displace usable checkpoints. Of suspect
+    checkpoints none counts either: the newest others stay.
     """
     whole = 0
     for path in candidate_folders(folder.checkpoints):
@@ -39,7 +40,7 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
         if whole >= keep:
             path.rename(path.with_name(REMOVED + path.name))
         else:
-            whole += path == folder.checkpoint(step) or is_finished(path)
+            whole += (path == folder.checkpoint(step) or is_finished(path)) and not is_suspect(path)
     remove_leftovers(folder)
 
 

@@ -17,6 +17,7 @@ from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_al
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
     damaged,
+    is_suspect,
     read_manifest,
     verify_checkpoint,
     verify_files,
@@ -50,7 +51,8 @@ def resume(
     the next older one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError
     if no existing checkpoint can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
-    candidates = from_rank_zero(lambda: candidate_folders(folder.checkpoints))
+    # Suspect checkpoints come last; the sort keeps the order of others, newest first.
+    candidates = from_rank_zero(lambda: sorted(candidate_folders(folder.checkpoints), key=is_suspect))
     refused, causes = [], []
     for path in candidates:
         try:

@@ -98,21 +98,30 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 def is_finished(folder: Path) -> bool:
     """Return whether `folder` has a manifest and all files have the sizes listed there. No hash is computed."""
     try:
-        files = _read_files(folder)
+        files = _read_key(folder, "files")
         return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 
 
-def _read_files(folder: Path) -> dict:
-    """Read only the key `files` of the manifest, which is one short line."""
-    mark = b'"files":'
+def is_suspect(folder: Path) -> bool:
+    """Return whether the weights of checkpoint `folder` were judged suspect. A damaged manifest is not: reading it will
+    name the damage. No hash is computed."""
+    try:
+        return _read_key(folder, "health")["state"] == "suspect"
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return False
+
+
+def _read_key(folder: Path, key: str) -> dict:
+    """Read only one key of the manifest, which is one line."""
+    mark = f'"{key}":'.encode()
     with (folder / MANIFEST).open("rb") as file:
         line = next((line for line in file if line.startswith(mark)), None)
         file.seek(-3, 2)
         if line is not None and file.read() == b"\n}\n":
             return json.loads(line.removeprefix(mark).rstrip(b",\n"))
-    return _read_values(folder)["files"]  # a manifest of version 1, or an incomplete manifest
+    return _read_values(folder)[key]  # a manifest of an earlier version, or an incomplete manifest
 
 
 def _read_values(folder: Path) -> dict:

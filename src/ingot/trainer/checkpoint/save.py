@@ -5,12 +5,12 @@ A checkpoint counts as saved only after its files have been read back from the d
 
 import shutil
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from ingot.errors import ResourceError
-from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment, file_of, key_of
+from ingot.schema.checkpoint import CheckpointManifest, Health, LedgerSegment, file_of, key_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
@@ -34,6 +34,7 @@ class CheckpointFacts:
     config_sha256: str
     data_fingerprint: str
     layout: dict[str, int]
+    health: Health = field(default_factory=Health)
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from ingot.events import EventLog, read_events
 from ingot.schema import events
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.storage import write_atomic
-from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_suspect, list_checkpoints
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
 
@@ -186,8 +186,8 @@ def resume_step(folder: RunFolder) -> int:
     refused: set[int] = set()
     for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
         (refused.add if event["kind"] == events.CHECKPOINT_REFUSED else refused.discard)(event.get("step", 0))
-    good = (c.step for c in list_checkpoints(folder.checkpoints) if c.manifest and c.step not in refused)
-    return next(good, 0)
+    whole = [c for c in list_checkpoints(folder.checkpoints) if c.manifest and c.step not in refused]
+    return next((c.step for c in sorted(whole, key=lambda c: is_suspect(c.path))), 0)
 
 
 def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:

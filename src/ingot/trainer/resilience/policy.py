@@ -16,9 +16,12 @@ import torch
 from torch import Tensor
 
 from ingot.errors import RunFailed
+from ingot.schema.checkpoint import Health
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.mesh.collectives import any_rank, mean_over_ranks
 
+SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several in a row are, the weights are
+EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); training starts close to 1
 VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
 
 
@@ -104,6 +107,10 @@ class Policy(Protocol):
         """
         ...
 
+    def health(self) -> Health:
+        """Return the judgment of the weights after the last step that had a verdict, for a checkpoint of that step."""
+        ...
+
     def verdict(self, result: StepResult) -> Verdict:
         """Return how to continue after this step; must be the same on every rank. Any verdict takes effect at once.
 
@@ -115,6 +122,9 @@ class Policy(Protocol):
 class Unwatched:
     """A policy that always continues: for benchmarks and dry runs, which have no run folder."""
 
+    def health(self) -> Health:
+        return Health()
+
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
         return None
 
@@ -123,24 +133,37 @@ class Unwatched:
 
 
 class DefaultPolicy:
-    """A policy that stops on request, and ends the run at the first loss or gradient norm that is not finite.
+    """A policy that stops on request, skips updates whose gradient is not finite, and ends a run that does not recover.
 
-    Results are read only at log lines. scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then;
-    such a step is skipped, and only VETOES_IN_A_ROW skipped steps in a row are a failure.
+    The decision to skip is made on the device in every step; results are read at log lines. A run ends after
+    SKIPS_IN_A_ROW skipped steps, and if the loss at a log line is EXPLODED times that of a uniform guess. So weights
+    that cannot be used are never saved.
+
+    scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
+    are a failure. vocab_size: of the model; 0 does not judge the size of the loss.
     """
 
-    def __init__(self, folder: RunFolder, *, scaled_loss: bool = False):
+    def __init__(self, folder: RunFolder, *, scaled_loss: bool = False, vocab_size: int = 0):
         self.folder, self.scaled_loss = folder, scaled_loss
+        self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
         self._vetoes = 0  # skipped steps in a row, up to the last log line
+        self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
 
-    def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
-        return ~torch.isfinite(grad_norm) if self.scaled_loss else None
+    def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        return ~torch.isfinite(grad_norm)
+
+    def health(self) -> Health:
+        if self._last is None:
+            return Health()
+        values = f"loss {self._last.loss:.5g}, gradient norm {self._last.grad_norm:.5g} at step {self._last.step}"
+        return Health(state="healthy", reason=values, by="default policy")
 
     def verdict(self, result: StepResult) -> Verdict:
         if not result.line:
             return Verdict.CONTINUE
         for numbers in result.line:
             self._judge(numbers)
+        self._judge_size(result.line[-1])
         # Ranks may look for the file at different times; any_rank makes them agree.
         stop = any_rank(self.folder.stop_request.exists())
         return Verdict.STOP if stop else Verdict.CONTINUE
@@ -149,7 +172,7 @@ class DefaultPolicy:
         """Raise RunFailed if nothing may be saved after this step."""
         self._vetoes = self._vetoes + 1 if numbers.skipped else 0
         values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
-        if self._vetoes >= VETOES_IN_A_ROW:
+        if self.scaled_loss and self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
                 "E-LOSS-SCALE",
                 f"{values}: {self._vetoes} steps in a row were skipped",
@@ -159,14 +182,38 @@ class DefaultPolicy:
                 step=numbers.step,
                 skipped=self._vetoes,
             )
-        if not numbers.skipped and not numbers.is_finite:
+        lost = not self.scaled_loss and self._vetoes >= SKIPS_IN_A_ROW
+        if lost or not (numbers.skipped or numbers.is_finite):
             raise RunFailed(
                 "E-LOSS-NOT-FINITE",
-                values,
-                rule="training stops at the first loss or gradient norm that is not finite; no such weights were saved",
-                fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run "
-                "the same command: it continues from the last checkpoint",
+                values + (f", and {self._vetoes} steps in a row were skipped" if lost else ""),
+                rule="a step whose gradient is not finite is skipped, but training does not continue after "
+                f"{SKIPS_IN_A_ROW} such steps in a row, or with a loss that is not finite; no such weights were saved",
+                fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run the same command: it "
+                f"continues from the last checkpoint. The documents of the step: {self._trace(numbers.step)}",
                 step=numbers.step,
                 loss=numbers.loss,
                 grad_norm=numbers.grad_norm,
+                skipped=self._vetoes,
             )
+        if not numbers.skipped:
+            self._last = numbers
+
+    def _judge_size(self, numbers: StepNumbers) -> None:
+        """Raise RunFailed if the loss is far above that of a model that knows nothing."""
+        if not numbers.skipped and numbers.loss > self.largest_loss:
+            raise RunFailed(
+                "E-LOSS-EXPLODED",
+                f"loss {numbers.loss:.4g} at step {numbers.step}",
+                rule=f"a uniform guess has a loss of {self.largest_loss / EXPLODED:.4g}; weights with {EXPLODED:g} "
+                "times that loss are useless, and no such weights were saved",
+                fix="lower optim.lr or raise schedule.warmup_steps, then run the same command: it continues from the "
+                "last checkpoint. In the first steps: check that tokenizer and weights belong together. "
+                f"The documents of the step: {self._trace(numbers.step)}",
+                step=numbers.step,
+                loss=numbers.loss,
+                largest=self.largest_loss,
+            )
+
+    def _trace(self, step: int) -> str:
+        return f"ingot data trace --run {self.folder.root} --step {step}"

@@ -5,7 +5,15 @@ import torch
 
 from ingot.errors import RunFailed
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.resilience.policy import VETOES_IN_A_ROW, DefaultPolicy, StepNumbers, StepResult, Verdict, read_steps
+from ingot.trainer.resilience.policy import (
+    SKIPS_IN_A_ROW,
+    VETOES_IN_A_ROW,
+    DefaultPolicy,
+    StepNumbers,
+    StepResult,
+    Verdict,
+    read_steps,
+)
 
 
 def scalar(value):
@@ -22,9 +30,9 @@ def line(*values, skipped=False):
 def judge(fork_ranks, tmp_path):
     """judge(facts, ...) -> what one DefaultPolicy says to them in turn, on one rank."""
 
-    def run(*facts, scaled_loss=False):
+    def run(*facts, **settings):
         def ask(rank, ranks):
-            policy = DefaultPolicy(RunFolder(tmp_path), scaled_loss=scaled_loss)
+            policy = DefaultPolicy(RunFolder(tmp_path), **settings)
             verdicts = []
             for fact in facts:
                 try:
@@ -56,12 +64,41 @@ def test_between_lines_nothing_is_read(tmp_path):
     assert policy.verdict(StepResult(1, 1e-3, scalar(math.nan), scalar(math.nan))) is Verdict.CONTINUE
 
 
-def test_only_a_scaled_loss_is_vetoed(tmp_path):
-    plain, scaled = DefaultPolicy(RunFolder(tmp_path)), DefaultPolicy(RunFolder(tmp_path), scaled_loss=True)
-    assert plain.veto(scalar(1), scalar(math.inf)) is None
+@pytest.mark.parametrize("scaled_loss", [False, True])
+def test_a_gradient_that_is_not_finite_is_vetoed(tmp_path, scaled_loss):
+    policy = DefaultPolicy(RunFolder(tmp_path), scaled_loss=scaled_loss)
     for norm, answer in ((2.0, False), (math.inf, True), (math.nan, True)):
-        veto = scaled.veto(scalar(math.nan), scalar(norm))
-        assert veto is not None and veto.dtype == torch.bool and veto.shape == () and veto.item() is answer
+        veto = policy.veto(scalar(math.nan), scalar(norm))
+        assert veto.dtype == torch.bool and veto.shape == () and veto.item() is answer
+
+
+def test_skipped_steps_pass_until_there_are_too_many_in_a_row(judge):
+    """Also over log lines, and without a loss scale only a few do."""
+    bad, fine = (math.nan, math.nan), (2.0, 1.0)
+    some = line(*[bad] * (SKIPS_IN_A_ROW - 1), skipped=True)
+    assert judge(some, line(fine), some) == [Verdict.CONTINUE] * 3
+    *before, (code, facts) = judge(some, line(bad, skipped=True))
+    assert before == [Verdict.CONTINUE]
+    assert (code, facts["step"], facts["skipped"]) == ("E-LOSS-NOT-FINITE", 41, SKIPS_IN_A_ROW)
+
+
+def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
+    """ln(64) is 4.16. A spike between two log lines is no reason to stop; skipped steps change no weights."""
+    assert judge(line((4.2, 1.0)), line((9.0, 1.0), (8.3, 1.0)), vocab_size=64) == [Verdict.CONTINUE] * 2
+    assert judge(line((9.0, 1.0), skipped=True), vocab_size=64) == [Verdict.CONTINUE]
+    ((code, facts),) = judge(line((4.2, 1.0), (8.4, 1.0)), vocab_size=64)
+    assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.4)
+
+
+def test_health_is_that_of_the_last_step_that_changed_weights(fork_ranks, tmp_path):
+    def ask(rank, ranks):
+        policy = DefaultPolicy(RunFolder(tmp_path))
+        before = policy.health()
+        policy.verdict(line((3.0, 1.0)))
+        policy.verdict(line((math.nan, math.nan), skipped=True))
+        return before.state, policy.health().state, "loss 3," in policy.health().reason
+
+    assert fork_ranks(ask, 1) == [("unknown", "healthy", True)]
 
 
 def test_vetoed_steps_pass_until_there_are_too_many_in_a_row(judge):
