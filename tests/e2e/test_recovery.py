@@ -108,6 +108,10 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     assert 30 <= stopped < STEPS
     assert list_checkpoints(project.folder(out).checkpoints)[0].step == stopped
     assert not workers_of(project.folder(out))
+    checkpoints, elsewhere = project.folder(out).checkpoints, project.root / "unmounted"
+    checkpoints.rename(elsewhere)
+    assert "E-CKPT-VANISHED" in project.train(out, code=21)
+    elsewhere.rename(checkpoints)
     assert f"after step {stopped} of {STEPS}" in project.train(out)
     assert project.facts(out) == undisturbed
     prove_ledger(project, out)

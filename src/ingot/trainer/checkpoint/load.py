@@ -32,6 +32,7 @@ from ingot.trainer.checkpoint.state import (
     restore_random_text,
 )
 from ingot.trainer.checkpoint.tensor_file import dtype_name
+from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 
 def resume(
@@ -48,9 +49,10 @@ def resume(
 
     A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
     the next older one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError
-    if no existing checkpoint can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
+    if no existing checkpoint can be used or saved checkpoints vanished, ConfirmationNeeded if settings or data differ
+    from those of the checkpoint.
     """
-    candidates = from_rank_zero(lambda: candidate_folders(folder.checkpoints))
+    candidates = from_rank_zero(lambda: _candidates(folder))
     refused, causes = [], []
     for path in candidates:
         try:
@@ -81,6 +83,11 @@ def resume(
             causes=causes,
         )
     return None
+
+
+def _candidates(folder: RunFolder) -> list[Path]:
+    require_checkpoints(folder)
+    return candidate_folders(folder.checkpoints)
 
 
 def _verified_by_all(path: Path) -> CheckpointManifest:

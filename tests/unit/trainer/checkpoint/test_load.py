@@ -10,6 +10,7 @@ from tests.expect import refused
 
 from ingot.config import from_dict
 from ingot.errors import CheckpointError
+from ingot.events import EventLog
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry
 from ingot.schema.run import settings_sha256
 from ingot.storage import sha256_bytes, write_json
@@ -66,6 +67,16 @@ def test_another_number_of_ranks_keeps_its_own_random_state(folder, training):
 
 def test_a_new_run_starts_at_nothing(folder):
     assert go_on(folder, *make_training()) == (None, [])
+
+
+def test_a_rank_does_not_start_at_nothing_if_a_step_was_saved(folder, training):
+    save(folder, 2, *training)
+    log = EventLog(folder.events)
+    log.write("run_started", from_step=0)
+    log.write("checkpoint", step=2)
+    folder.checkpoints.rename(folder.root / "elsewhere")
+    with refused("E-CKPT-VANISHED", step=2, exists=False):
+        go_on(folder, *make_training())
 
 
 def test_settings_that_were_written_out_at_their_defaults_are_the_same_experiment(folder, training):
