@@ -82,7 +82,8 @@ def test_2_to_1_to_2_ranks(project, undisturbed):
     """Another number of ranks adds in another order: 1e-6 relative over 20 steps; the samples are exactly the same."""
     out = "resharded"
     project.train(out, "--until-step", "40", code=10)
-    project.train(out, "--until-step", "80", "--set", "parallel.dp_shard=1", code=10)
+    one = project.train(out, "--until-step", "80", "--set", "parallel.dp_shard=1", code=10)
+    assert "changed   parallel.dp_shard   2 -> 1   same mathematics" in one
     project.train(out)
     worlds = [e["world_size"] for e in read_events(project.folder(out).events, events.RUN_STARTED)]
     assert worlds == [2, 1, 2]

@@ -88,7 +88,7 @@ def build_trainer(
     facts = CheckpointFacts(
         step=0,
         tokens=0,
-        settings=config.training_settings(),
+        settings=config.settings(),
         config_sha256=config.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,

@@ -90,6 +90,8 @@ def train(
         if plan.exists() and not changed and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
         say(_opening(folder, config, resume_step(folder)))
+        for change in changes:
+            say(f"changed   {change}   {change.kind}{'' if change.kind.is_free else ', accepted'}")
         job = training_job(folder, config, until_step=until_step, quiet=quiet)
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
 

@@ -206,6 +206,20 @@ def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
     assert "finished" in printed[0]
 
 
+def test_changes_are_shown_with_their_class(run_file, jobs, config, folder):
+    tokens, printed = write_token_manifest(run_file.parent / "tokens"), []
+    launch_train.train(run_file)
+    write_checkpoint(folder, 40, load_run(folder.config), tokens.fingerprint())
+    edits = ["optim.lr=1e-3", "watch.log_every=1", "parallel.dp_shard=2"]
+    launch_train.train(run_file, overrides=edits, accept=["optim.lr"], say=printed.append)
+    shown = [line.split(maxsplit=1)[1] for line in printed if line.startswith("changed")]
+    assert shown == [
+        "optim.lr   0.003 -> 0.001   other numbers, accepted",
+        "parallel.dp_shard   1 -> 2   same mathematics",
+        "watch.log_every   10 -> 1   same bits",
+    ]
+
+
 def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
     tokens = write_token_manifest(run_file.parent / "tokens")
     launch_train.train(run_file)
@@ -241,8 +255,9 @@ def test_a_refused_checkpoint_is_not_what_training_continues_from(run_file, jobs
     launch_train.train(run_file, until_step=50, say=printed.append)
     assert "continue  after step 40 of 100" in printed[0] and len(jobs) == 1
     log.write("checkpoint", step=60)  # saved anew
+    printed.clear()
     launch_train.train(run_file, say=printed.append)
-    assert "continue  after step 60 of 100" in printed[1]
+    assert "continue  after step 60 of 100" in printed[0]
 
 
 def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):
