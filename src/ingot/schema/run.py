@@ -140,7 +140,7 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device and stop requests wait."""
+    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device."""
 
     log_every: int = 10
 

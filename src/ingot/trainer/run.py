@@ -9,6 +9,7 @@ import torch
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog
+from ingot.rng import derive
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -82,6 +83,8 @@ def build_trainer(
     encoder = open_encoder(config, folder, manifest)
     check_prompts(config, encoder)
 
+    # Until a checkpoint of as many ranks restores its states.
+    torch.manual_seed(derive(config.seed, "torch", place.rank))
     policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16")
     continues = bool(candidate_folders(folder.checkpoints))
     parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)

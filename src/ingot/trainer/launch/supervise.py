@@ -160,7 +160,7 @@ def _follow(
         if signals.count and not asked:
             asked = True
             write_atomic(folder.stop_request, "save and stop\n")
-            _report(say, "stopping at the next log line, saving first; a second signal stops now and does not save")
+            _report(say, "stopping after this step, saving first; a second signal stops now and does not save")
         if _lost_ranks(folder, running):
             break
         if log_reader.ended and len(read_endings(folder)) == running.job.processes:
