@@ -39,7 +39,7 @@ def go_on(rank, world, run, folder, first):
     facts = CheckpointFacts(
         step=first + STEPS - 1,
         tokens=0,
-        settings=run.training_settings(),
+        settings=run.settings(),
         config_sha256=run.training_sha256(),
         data_fingerprint="made up",
         layout={"ranks": world},
@@ -47,7 +47,7 @@ def go_on(rank, world, run, folder, first):
     restored = resume(
         folder,
         parts.state,
-        config_sha256=facts.config_sha256,
+        settings=facts.settings,
         data_fingerprint=facts.data_fingerprint,
         on_refused=lambda *what: pytest.fail(str(what)),
     )

@@ -203,9 +203,6 @@ class Arch:
     moe: Moe = field(default_factory=Moe)
     mla: Mla = field(default_factory=Mla)
 
-    # Fields that the first run files did not have. Their defaults mean the behavior from before the field, so fields at
-    # their defaults are not part of a run's identity (schema/run.py, LATER_SETTINGS).
-    later_fields: ClassVar[tuple[str, ...]] = ("sliding_window", "logit_softcap", "moe", "mla")
     # Matrices of one feed-forward: gate, up and down. Models of other systems, in the planner, may have two (GELU).
     ffn_matrices: ClassVar[int] = 3
     # Times that a token passes the head. Models of other systems, in the planner, may predict several tokens.

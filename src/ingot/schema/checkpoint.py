@@ -107,7 +107,8 @@ class Health:
 class CheckpointManifest:
     """The contents of a checkpoint.
 
-    step: optimizer steps done. settings: RunConfig.training_settings(); config_sha256: their hash.
+    step: optimizer steps done. settings: RunConfig.settings(); checkpoints of earlier versions of ingot have only those
+      that need confirmation to change (schema/changes.py). config_sha256: RunConfig.training_sha256().
     data_fingerprint: fingerprint of the token manifest. tokens: number of tokens consumed so far.
     layout: mesh degrees at the time of writing, as information for people; loading does not depend on them.
     world: the number of ranks that wrote the checkpoint. Their files contain random states, which are restored only on

@@ -5,32 +5,14 @@ file with all its rules, use ingot.theory.rules.load_run.
 """
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from ingot.config import to_dict
 from ingot.schema.arch import Arch
+from ingot.schema.changes import SettingChange, compare, identity
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
-
-# Settings that can change without making another experiment: paths, the split of the work, logging. Data paths may
-# change because the token stream is compared by its fingerprint.
-FREE_SETTINGS = (
-    "name",
-    "data.tokens",
-    "data.heldout",
-    "data.tokenizer",
-    "data.prefetch",
-    "train.micro_batch",
-    "train.compile",
-    "train.device",
-    "parallel.",
-    "checkpoint.",
-    "evaluate.",
-    "watch.",
-    "launch.",
-    "cost.",
-)
 
 
 def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
@@ -158,7 +140,7 @@ class Evaluate:
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device and stop requests wait."""
+    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device."""
 
     log_every: int = 10
 
@@ -241,25 +223,23 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.train.seq_len
 
-    def training_settings(self) -> dict[str, Any]:
-        """Return the settings that decide what is learned, flat: "optim.lr" -> 0.003.
-
-        They are all settings except FREE_SETTINGS, and except LATER_SETTINGS that are at their defaults.
-        """
-        return essential({k: v for k, v in _flat(to_dict(self)).items() if not k.startswith(FREE_SETTINGS)})
+    def settings(self) -> dict[str, Any]:
+        """Return all settings, flat: "optim.lr" -> 0.003."""
+        return _flat(to_dict(self))
 
     def training_sha256(self) -> str:
         """Return the identity of the experiment: equal for two runs that may continue each other's checkpoints."""
-        return settings_sha256(self.training_settings())
-
-
-def essential(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings (as in `training_settings`) without the LATER_SETTINGS that are at their defaults."""
-    return {k: v for k, v in settings.items() if k not in LATER_SETTINGS or LATER_SETTINGS[k] != v}
+        return settings_sha256(self.settings())
 
 
 def settings_sha256(settings: Mapping[str, Any]) -> str:
-    return sha256_bytes(canonical_json(essential(settings)).encode())
+    """Return the identity of the experiment that has these flat `settings`; free ones have no effect."""
+    return sha256_bytes(canonical_json(identity(settings, DEFAULTS)).encode())
+
+
+def setting_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[SettingChange]:
+    """Return the changes from the settings of a checkpoint to the flat settings `after` (schema/changes.py)."""
+    return compare(before, after, DEFAULTS)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -270,15 +250,19 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _later_model_settings() -> dict[str, Any]:
-    """Return the fields of Arch that the first run files did not have, with their defaults."""
-    model = to_dict(Arch(vocab_size=1, d_model=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, d_ffn=1))
-    return {name: model[name] for name in Arch.later_fields}
+def _defaults(section: type) -> dict[str, Any]:
+    """Return the nested default values of a dataclass, without the fields that have none."""
+    found: dict[str, Any] = {}
+    for each in fields(section):
+        if each.default is not MISSING:
+            found[each.name] = list(each.default) if isinstance(each.default, tuple) else each.default
+        elif each.default_factory is not MISSING:
+            value = each.default_factory()
+            found[each.name] = to_dict(value) if is_dataclass(value) else value
+        elif isinstance(each.type, type) and is_dataclass(each.type):
+            found[each.name] = _defaults(each.type)
+    return found
 
 
-# Settings added after the first release. At their defaults they are not part of a run's identity, so that identities of
-# older runs stay valid. The defaults must never change, and must mean the behavior from before the setting.
-LATER_SETTINGS = {
-    "init": "",
-    **_flat(_later_model_settings(), "model."),
-}
+# The default of every setting that has one, flat. A default must mean the behavior from before the setting.
+DEFAULTS = _flat(_defaults(RunConfig))

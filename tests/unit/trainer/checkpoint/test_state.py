@@ -17,9 +17,8 @@ from .conftest import facts, make_training, save, state_of, values
 
 
 def load(folder, state):
-    return resume(
-        folder, state, config_sha256="c" * 64, data_fingerprint="d" * 64, on_refused=lambda step, path, reason: None
-    )
+    settings = {"optim.lr": 0.01}
+    return resume(folder, state, settings=settings, data_fingerprint="d" * 64, on_refused=lambda *refused: None)
 
 
 def test_the_names_on_the_disk(folder, training):

@@ -57,7 +57,7 @@ def write_checkpoint(folder: RunFolder, step: int, config: RunConfig, data_finge
         step=step,
         tokens=0,
         config_sha256=config.training_sha256(),
-        settings=config.training_settings(),
+        settings=config.settings(),
         data_fingerprint=data_fingerprint,
         layout={"dp_shard": 1},
         files={},
