@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.arguments import count, path
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
@@ -14,7 +15,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(), help="folder for runs; its disk is checked (default: .)"
+        "folder", nargs="?", type=path, default=Path(), help="folder for runs; its disk is checked (default: .)"
     )
     parser.add_argument(
         "--bench",
@@ -23,14 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=count("ranks", 0, 10_000),
         default=0,
         metavar="N",
         help="training processes (default: one per GPU, or 2 on the CPU)",
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path,
         default=Path("machine.json"),
         metavar="FILE",
         help="file for the result of --bench (default: machine.json)",

@@ -146,6 +146,9 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ingot {__version__}")
         return EXIT_OK
     verb, rest = argv[0], argv[1:]
+    if any("\0" in word for word in argv):  # only a caller in Python can pass it
+        sys.stderr.write("ingot: an argument contains the character NUL, which no file name has\n")
+        return UsageError.exit_code
     if verb not in VERBS:
         return _no_verb(verb, "--json" in rest)
     if rest and f"{verb} {rest[0]}" in _ACTIONS:
@@ -154,12 +157,13 @@ def main(argv: list[str] | None = None) -> int:
     if verb == "explain":
         rest = module.normalize(rest)
     _VerbParser.line = rest
-    args = parser.parse_args(rest)
-    terminal = Terminal(json_mode=args.json, quiet=args.quiet)
+    terminal, verbose = Terminal(json_mode="--json" in rest), False
     try:
+        args = parser.parse_args(rest)
+        terminal, verbose = Terminal(json_mode=args.json, quiet=args.quiet), args.verbose
         return module.run(args, terminal)
     except IngotError as error:
-        return _failed(error, terminal, args.verbose)
+        return _failed(error, terminal, verbose)
     except Preempted as stop:
         terminal.say(str(stop))
         return stop.exit_code
@@ -174,7 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in PARTS:
             raise
-        return _failed(missing_part(package, PARTS[package]), terminal, args.verbose)
+        return _failed(missing_part(package, PARTS[package]), terminal, verbose)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         shown = ResourceError(
@@ -185,7 +189,7 @@ def main(argv: list[str] | None = None) -> int:
             path=str(error.filename or ""),
             errno=error.errno or 0,
         )
-        return _failed(shown, terminal, args.verbose)
+        return _failed(shown, terminal, verbose)
 
 
 def _no_verb(verb: str, json_mode: bool) -> int:

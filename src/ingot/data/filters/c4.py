@@ -11,6 +11,7 @@ from pathlib import Path
 
 from ingot.data.filters.counts import LineRules, cut_lines, problems_of_limits
 from ingot.data.filters.words import count_sentences as english_sentences
+from ingot.ranges import Count
 from ingot.schema.corpus import Document, Drop
 
 # Inside a line, a sentence ends at a mark, perhaps with a closing quote, before a space and no lower-case letter.
@@ -30,14 +31,14 @@ class C4Rules:
     """
 
     enabled: bool = True
-    sentences: int = 5
+    sentences: Count = 5
     lorem_ipsum: bool = True
     curly_bracket: bool = True
     javascript: bool = True
     policy_phrases: bool = True
     terminal_punctuation: bool = False
-    word_length: int = 1000
-    line_words: int = 3
+    word_length: Count = 1000
+    line_words: Count = 3
     bad_words: str = ""
 
     def problems(self):

@@ -13,6 +13,7 @@ from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.counts import count_fineweb, problems_of_limits
 from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules
 from ingot.data.filters.words import WORDS, split_english
+from ingot.ranges import Count, Limit
 from ingot.schema.corpus import Document, Drop
 
 # FineWeb's own rules (Penedo et al. 2024, arXiv 2406.17557, section 3.6).
@@ -30,12 +31,12 @@ class FineWebRules:
     """
 
     enabled: bool = True
-    terminal_punctuation: float = 0.12
+    terminal_punctuation: Limit = 0.12
     closing_quotes: bool = True
-    duplicate_line_characters: float = 0.01
-    short_lines: float = 0.67
-    short_line_characters: int = 30
-    newline_ratio: float = 0.3
+    duplicate_line_characters: Limit = 0.01
+    short_lines: Limit = 0.67
+    short_line_characters: Count = 30
+    newline_ratio: Limit = 0.3
 
     def problems(self):
         yield from problems_of_limits(self)
