@@ -17,7 +17,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 from ingot.errors import ConfigError
 from ingot.toml import MOST_BYTES, MOST_NESTED, key_lines, parse_toml, toml_key, toml_value, too_nested
 from ingot.units import parse_bytes, parse_count, parse_seconds
-from ingot.value_names import bare, close, cut, number_meant, shown, type_name, value_name
+from ingot.value_names import bare, close, cut, not_text, number_meant, shown, type_name, value_name
 
 T = typing.TypeVar("T")
 # Rules that are not in the dataclass of a configuration. They yield (dotted key, description) for each problem.
@@ -99,8 +99,8 @@ class _Reader:
             return None
         if isinstance(value, _Word):
             value = _read_word(hint, value, key)
-        if isinstance(value, str) and "\0" in value:
-            self.problem(key, f"{key} contains the character NUL, which no file name or text has")
+        if isinstance(value, str) and (wrong := not_text(value)):
+            self.problem(key, f"{key} contains {wrong}")
             return None
         if type(value) is hint:
             return value

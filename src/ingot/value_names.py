@@ -1,6 +1,7 @@
 """Values and types of settings in the words of a user, for messages."""
 
 import difflib
+import re
 import types
 from collections.abc import Iterable
 from dataclasses import is_dataclass
@@ -22,6 +23,15 @@ def shown(value) -> str:
 
 def cut(text: str) -> str:
     return text if len(text) <= _LONGEST_SHOWN else f"{text[:_LONGEST_SHOWN]}..."
+
+
+def not_text(text: str) -> str:
+    """Return the name of a character in `text` that no file name or no file can hold, or ""."""
+    if "\0" in text:
+        return "the character NUL, which no file name has"
+    if re.search("[\ud800-\udfff]", text):
+        return "bytes or escapes that are not UTF-8, which no file of ingot can hold"
+    return ""
 
 
 def close(word: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:

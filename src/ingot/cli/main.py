@@ -16,6 +16,7 @@ from typing import ClassVar
 from ingot import __version__
 from ingot.cli.terminal import Terminal
 from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, UsageError, missing_part
+from ingot.value_names import not_text
 
 VERBS = {
     "quickstart": "run all stages on this machine: crawl, tokens, plan, training, recovery, export, report",
@@ -146,9 +147,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ingot {__version__}")
         return EXIT_OK
     verb, rest = argv[0], argv[1:]
-    if any("\0" in word for word in argv):  # only a caller in Python can pass it
-        sys.stderr.write("ingot: an argument contains the character NUL, which no file name has\n")
-        return UsageError.exit_code
+    if wrong := next(filter(None, map(not_text, argv)), ""):
+        error = UsageError(
+            "E-ARGUMENT-TEXT",
+            f"an argument contains {wrong}",
+            rule="arguments are UTF-8 text",
+            fix="rename the file, or type the argument again",
+        )
+        return _failed(error, Terminal(json_mode="--json" in rest), False)
     if verb not in VERBS:
         return _no_verb(verb, "--json" in rest)
     if rest and f"{verb} {rest[0]}" in _ACTIONS:

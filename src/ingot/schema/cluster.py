@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from ingot.ranges import Bytes, Degree, Factor, PositiveBytes, PositiveDegree, Rate, Seconds, Usd, Watts
 
+MOST_DEVICES = 1_000_000
 # (bandwidth, the units that people write it in by mistake, an example of the right way)
 _UNITS = (
     ("memory_bandwidth", "GB or TB", "3.35 TB/s as 3.35e12"),
@@ -69,6 +70,8 @@ class Cluster:
     measured: str = ""
 
     def problems(self):
+        if self.devices > MOST_DEVICES:
+            yield "nodes", f"is {self.nodes:,}: together {self.devices:,} devices, must be at most {MOST_DEVICES:,}"
         for name in ("matmul_efficiency", "attention_efficiency"):
             if getattr(self, name) <= 0:
                 yield name, f"is {getattr(self, name)}, must be positive"

@@ -73,9 +73,10 @@ def test_an_empty_path_or_a_number_that_is_none_is_a_mistake_of_usage(capsys, tm
     assert not list(tmp_path.iterdir())
 
 
-def test_an_argument_with_nul_is_refused(capsys):
-    assert main(["status", "a\0b"]) == 2
-    assert "NUL" in capsys.readouterr().err
+@pytest.mark.parametrize("word", ["a\0b", "\udce4"])
+def test_an_argument_that_is_not_text_is_refused(capsys, word):
+    assert main(["init", word, "--json"]) == 2
+    reported(capsys.readouterr().out, "E-ARGUMENT-TEXT")
 
 
 @pytest.mark.parametrize("value", ["[" * 5_000, "0x" + "f" * 5_000, "{a = " * 5_000])
