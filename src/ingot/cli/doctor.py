@@ -41,20 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
-    from ingot.errors import EXIT_OK, ResourceError, UsageError
+    from ingot.errors import EXIT_OK, ResourceError
     from ingot.machine.doctor import examine
     from ingot.machine.facts import read_machine, this_cluster
     from ingot.planner.request.clusters import with_published_rates
 
-    if args.ranks < 0:
-        raise UsageError(
-            "E-OPTION-RANGE",
-            f"--ranks {args.ranks} is out of range",
-            rule="--ranks is a number of processes of at least 1",
-            fix="write --ranks 2, or leave the option out",
-            option="ranks",
-            value=args.ranks,
-        )
     machine = read_machine()
     checks = examine(machine, args.folder)
     rows = [(terminal.style(f"{c.status:<4}", _STYLE[c.status]), c.name, c.found) for c in checks]
@@ -76,8 +67,20 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             fix="follow the fix lines above, then run `ingot doctor` again",
             failed=failed,
         )
-    terminal.next(f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
+    terminal.next(*next_commands(any(c.name == "torch" and c.status == "ok" for c in checks), args))
     return EXIT_OK
+
+
+def next_commands(torch: bool, args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the commands that can run next. torch: whether this machine has it."""
+    if torch:
+        return (f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
+    return (
+        "pip install 'ingot[train]'   (torch, for training, quickstart and --bench; without it:)",
+        "ingot data build CRAWL.warc.gz --out data",
+        "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
+        "ingot check run.toml --cluster 8xh100",
+    )
 
 
 def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:

@@ -101,12 +101,16 @@ def _model_file(path: Path) -> ModelPreset:
     return from_dict(ModelPreset, values, where=lambda key: f"{path} ({key})")
 
 
-def unknown(code: str, what: str, given: str, known: tuple[str, ...], fix: str = "") -> UsageError:
+def unknown(
+    code: str, what: str, given: str, known: tuple[str, ...], fix: str = "", *, near: list[str] | None = None
+) -> UsageError:
     """Return the error for an unknown name. Its fix proposes the nearest known names, followed by `fix`.
 
-    what: the kind of thing that `given` should name, like "device".
+    what: the kind of thing that `given` should name, like "device". near: the nearest names; if None, they are found
+    by their letters.
     """
-    close = difflib.get_close_matches(given, known, n=3, cutoff=0.4)
+    given = given if len(given) <= 100 else f"{given[:100]}..."
+    close = difflib.get_close_matches(given, known, n=3, cutoff=0.4) if near is None else near
     fixes = [f"did you mean {' or '.join(map(repr, close))}?"] if close else []
     fixes += [fix] if fix else []
     return UsageError(
