@@ -3,7 +3,8 @@
 web      FineWeb's rules on whitespace-separated words: the default
 fineweb  the same decisions as datatrove's examples/fineweb.py: its words, limits and peculiarities
 gopher   Gopher's quality and repetition rules alone
-c4       C4's rules as in the paper: every line ends in punctuation; bad words if a list is given
+c4       C4's rules as in its authors' code: 3 sentences, lines of 5 words that end in punctuation; bad words if a
+         list is given (quality.c4.bad_words)
 none     no quality rules
 """
 
@@ -109,7 +110,7 @@ PRESETS: dict[str, QualityRules] = {
     "web": _WEB,
     "fineweb": replace(_WEB, words="spacy", fineweb=FineWebRules(closing_quotes=False)),
     "gopher": replace(_NONE, gopher=GopherRules(), gopher_repetition=RepetitionRules()),
-    "c4": replace(_NONE, c4=C4Rules(terminal_punctuation=True)),
+    "c4": replace(_NONE, c4=C4Rules(sentences=3, line_words=5, terminal_punctuation=True)),
     "none": _NONE,
 }
 
