@@ -4,6 +4,7 @@ import argparse
 import time
 from pathlib import Path
 
+from ingot.cli.arguments import place
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -16,10 +17,10 @@ EXAMPLES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
     ls = actions.add_parser("ls", help="list the checkpoints of a run from manifests and file sizes")
-    ls.add_argument("run", metavar="RUN", help="run folder")
+    ls.add_argument("run", type=place, metavar="RUN", help="run folder")
     verify = actions.add_parser("verify", help="read every byte and compare it with the hashes in the manifest")
     verify.add_argument(
-        "path", metavar="RUN|CHECKPOINT", help="run folder (all its checkpoints), or a checkpoint folder"
+        "path", type=place, metavar="RUN|CHECKPOINT", help="run folder (all its checkpoints), or a checkpoint folder"
     )
 
 

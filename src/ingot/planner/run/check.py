@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from ingot.config import key_lines
 from ingot.errors import ConfigError, DataError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.step_time import step_seconds
@@ -24,6 +23,7 @@ from ingot.storage import sha256_file
 from ingot.theory.layout import derived_problems
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.rules import load_run_sections, run_problems
+from ingot.toml import key_lines
 from ingot.units import format_bytes
 
 _HIGH_LEARNING_RATE = 0.1

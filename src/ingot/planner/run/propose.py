@@ -13,6 +13,7 @@ from ingot.planner.run.scaling import (
 )
 from ingot.planner.search.candidates import MEMORY_SHARE
 from ingot.planner.search.space import MICRO_BATCH_TOKENS
+from ingot.ranges import Factor, Steps
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
@@ -28,10 +29,10 @@ class Hints:
     """Settings known to work with a model, or asked for by the user. A rule chooses those that are 0. why: the source
     of the settings."""
 
-    steps: int = 0
-    seq_len: int = 0
-    global_batch: int = 0
-    lr: float = 0.0
+    steps: Steps = 0
+    seq_len: Steps = 0
+    global_batch: Steps = 0
+    lr: Factor = 0.0
     why: str = ""
 
 

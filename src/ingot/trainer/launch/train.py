@@ -24,7 +24,7 @@ from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
 from ingot.trainer.launch.checks import check_until_step, past_step, preflight, record_accepted, require_same_experiment
 from ingot.trainer.launch.supervise import JobResult, newest_step, resume_step, supervise
-from ingot.trainer.mesh.start import worker_environment
+from ingot.trainer.mesh.start import rank_threads, worker_environment
 from ingot.trainer.resilience.lock import RunLock
 
 WORKER = "ingot.trainer.main"  # the module that every rank runs
@@ -61,6 +61,7 @@ def train(
         )
     path, config = read_run(run_file, overrides)
     check_until_step(until_step, config)
+    rank_threads(config.parallel.world_size)  # raises ConfigError for an OMP_NUM_THREADS that is not a number
     folder = find_folder(run_file, path, out, config)
     config = _with_paths_from(config, path.parent, folder.root)
     with RunLock(folder.lock):

@@ -282,7 +282,7 @@ def test_a_busy_folder_is_left_alone(run_file, jobs, folder):
         ("train.device=cuda", "E-GPU-COUNT", {"needed": 1, "available": 0}),
         ("train.stepz=5", "E-CONFIG-SETTINGS", {"meant": {"train.stepz": ["train.steps"]}}),
         ("name='a/../b'", "E-RUN-NAME", {"name": "a/../b"}),
-        ("model.d_model=3000000000", "E-DISK-SPACE", {"purpose": "4 checkpoints"}),
+        ("model.d_model=9000000", "E-DISK-SPACE", {"purpose": "4 checkpoints"}),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, code, facts):
@@ -319,6 +319,14 @@ def test_threads_are_shared_by_the_quota_of_the_container(run_file, jobs, monkey
     monkeypatch.setattr("ingot.trainer.launch.train.usable_cores", lambda: 6)
     launch_train.train(run_file, overrides=["parallel.dp_shard=2"])
     assert jobs[0].env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "1.5", "9" * 5_000, ","])
+def test_a_number_of_threads_that_is_none_is_refused_before_ranks_start(run_file, jobs, monkeypatch, text):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with refused("E-ENVIRONMENT-NUMBER", variable="OMP_NUM_THREADS", value=text[:100]):
+        launch_train.train(run_file)
+    assert not jobs
 
 
 def test_gpus_are_counted(run_file, jobs, monkeypatch):
