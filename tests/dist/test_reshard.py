@@ -271,18 +271,18 @@ def test_another_shape_on_one_stage_is_refused_on_all_ranks(fork_ranks, tmp_path
 
 
 def test_all_ranks_fall_back_to_the_same_checkpoint(fork_ranks, tmp_path):
-    """Only the rank that hashes the file sees the damage; all of them hear of it."""
-    layout = Layout(dp_shard=2)
+    """Only the rank that hashes the file sees the damage; all of them hear of it. Two ranks hash the files of four."""
     for step in (10, 20):
-        fork_ranks(load_and_save, 2, tmp_path, step, layout)
-    file = RunFolder(tmp_path).checkpoint(20) / "rank-00001.safetensors"
+        fork_ranks(load_and_save, 4, tmp_path, step, Layout(dp_shard=4))
+    layout = Layout(dp_shard=2)
+    file = RunFolder(tmp_path).checkpoint(20) / "rank-00003.safetensors"
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
     results = fork_ranks(try_to_load, 2, tmp_path, layout, MODEL)
     assert results[0] == results[1]
     step, refused = results[0]
-    assert step == 10 and refused[0][0] == 20 and "rank-00001.safetensors" in refused[0][1]
+    assert step == 10 and refused[0][0] == 20 and "rank-00003.safetensors" in refused[0][1]
 
 
 def test_what_only_rank_0_reads_fails_on_all(fork_ranks, tmp_path):

@@ -2,6 +2,8 @@
 
 from .mutant import Mutant
 
+_READ_BACK = "tests/unit/data/build/test_shards.py::test_every_document_is_in_exactly_one_split_and_reads_back"
+
 MUTANTS: list[Mutant] = [
     Mutant(
         name="threshold-of-repetition",
@@ -9,7 +11,7 @@ MUTANTS: list[Mutant] = [
         file="data/filters/gopher.py",
         before="duplicate_6_gram: float = 0.14",
         after="duplicate_6_gram: float = 0.15",
-        tests=("tests/unit/data/filters/test_gopher.py",),
+        tests=("tests/unit/data/filters/test_gopher.py::test_limits_are_those_of_the_paper_and_inclusive",),
     ),
     Mutant(
         name="threshold-of-words",
@@ -17,7 +19,7 @@ MUTANTS: list[Mutant] = [
         file="data/filters/gopher.py",
         before="if alphabetic < rules.alphabetic_words:",
         after="if alphabetic <= rules.alphabetic_words:",
-        tests=("tests/unit/data/filters/test_gopher.py",),
+        tests=("tests/unit/data/filters/test_gopher.py::test_limits_are_those_of_the_paper_and_inclusive",),
     ),
     Mutant(
         name="sentences-of-c4",
@@ -25,7 +27,7 @@ MUTANTS: list[Mutant] = [
         file="data/filters/c4.py",
         before="sentences: int = 5",
         after="sentences: int = 3",
-        tests=("tests/unit/data/filters/test_c4.py",),
+        tests=("tests/unit/data/filters/test_c4.py::test_documents_are_dropped_by_name",),
     ),
     Mutant(
         name="threshold-of-a-language",
@@ -41,7 +43,10 @@ MUTANTS: list[Mutant] = [
         file="data/dedup/bands.py",
         before="columns[band * rules.rows : (band + 1) * rules.rows]",
         after="columns[band : band + rules.rows]",
-        tests=("tests/unit/data/dedup/test_bands.py",),
+        tests=(
+            "tests/unit/data/dedup/test_bands.py::test_candidates_are_all_similar_pairs_of_a_bucket",
+            "tests/unit/data/dedup/test_bands.py::test_buckets_are_those_of_whole_rows",
+        ),
     ),
     Mutant(
         name="duplicates-by-estimate",
@@ -49,7 +54,10 @@ MUTANTS: list[Mutant] = [
         file="data/dedup/clusters.py",
         before="if similarity >= rules.jaccard:",
         after="if similarity >= rules.least_estimate:",
-        tests=("tests/unit/data/dedup/test_clusters.py",),
+        tests=(
+            "tests/unit/data/dedup/test_clusters.py::test_verified_pairs_are_exact",
+            "tests/unit/data/dedup/test_clusters.py::test_a_pair_below_the_threshold_stays_even_if_a_band_agrees",
+        ),
     ),
     Mutant(
         name="cards-of-15-digits",
@@ -57,7 +65,10 @@ MUTANTS: list[Mutant] = [
         file="data/pii/numbers.py",
         before="sum(map(int, digits[-1::-2])) + sum(int(doubled[int(d)]) for d in digits[-2::-2])",
         after="sum(map(int, digits[1::2])) + sum(int(doubled[int(d)]) for d in digits[::2])",
-        tests=("tests/unit/data/test_pii.py",),
+        tests=(
+            "tests/unit/data/test_pii.py::test_personal_data_is_replaced",
+            "tests/unit/data/test_pii.py::test_luhn",
+        ),
     ),
     Mutant(
         name="url-repeated-parameters",
@@ -65,7 +76,7 @@ MUTANTS: list[Mutant] = [
         file="data/sources/url.py",
         before='sorted(pieces, key=lambda piece: piece.partition("=")[0])',
         after="sorted(pieces)",
-        tests=("tests/unit/data/sources/test_url.py",),
+        tests=("tests/unit/data/sources/test_url.py::test_one_spelling",),
     ),
     Mutant(
         name="index-of-documents",
@@ -73,7 +84,7 @@ MUTANTS: list[Mutant] = [
         file="data/build/shards.py",
         before='index["start"] = start + np.cumsum(',
         after='index["start"] = np.cumsum(',
-        tests=("tests/unit/data/build/test_shards.py",),
+        tests=(_READ_BACK,),
     ),
     Mutant(
         name="lineage-of-tokens",
@@ -81,6 +92,6 @@ MUTANTS: list[Mutant] = [
         file="data/build/shards.py",
         before='            yield {"start": start, "tokens": tokens} | json.loads(line)\n            start += tokens\n',
         after='            start += tokens\n            yield {"start": start, "tokens": tokens} | json.loads(line)\n',
-        tests=("tests/unit/data/build/test_prepare.py::test_lineage_from_tokens_to_corpus",),
+        tests=(_READ_BACK,),
     ),
 ]

@@ -2,6 +2,8 @@
 
 from .mutant import Mutant
 
+_READER = "tests/unit/trainer/loader/test_reader.py"
+
 MUTANTS: list[Mutant] = [
     Mutant(
         name="shuffle-of-epochs",
@@ -41,7 +43,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/loader/reader.py",
         before="return np.cumsum(ends, axis=-1, dtype=np.int32) - ends",
         after="return np.cumsum(ends, axis=-1, dtype=np.int32)",
-        tests=("tests/unit/trainer/loader/test_reader.py::test_document_numbers_count_ends_before_a_token",),
+        tests=(f"{_READER}::test_document_numbers_count_ends_before_a_token",),
     ),
     Mutant(
         name="part-of-a-rank",
@@ -60,11 +62,11 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/loader/test_ledger.py",),
     ),
     Mutant(
-        name="last-block-unverified",
-        what="the last block of a window that spans several blocks is read without a check of its hash",
+        name="blocks-after-the-first",
+        what="of a window's blocks, only the first is checked against its hash",
         file="trainer/loader/reader.py",
         before="range(start // block_tokens, (stop - 1) // block_tokens + 1)",
-        after="range(start // block_tokens, max((stop - 1) // block_tokens, start // block_tokens + 1))",
-        tests=("tests/unit/trainer/loader/test_reader.py",),
+        after="(start // block_tokens,)",
+        tests=(f"{_READER}::test_one_flipped_bit_is_found_when_its_block_is_touched_and_not_before",),
     ),
 ]

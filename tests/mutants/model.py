@@ -67,7 +67,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/model/loss.py",
         before="capped_MV.div_(cap).square_().neg_().add_(1)",
         after="capped_MV.div_(cap).neg_().add_(1)",
-        tests=("tests/unit/trainer/model/test_loss.py",),
+        tests=("tests/unit/trainer/model/test_loss.py::test_softcapped_logits_have_the_gradients_of_the_plain_form",),
     ),
     Mutant(
         name="router-scale",

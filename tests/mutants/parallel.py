@@ -44,7 +44,10 @@ MUTANTS: list[Mutant] = [
         file="theory/schedule/build.py",
         before='case "1f1b":\n            return _looped(name, pp, 1, micro_batches, lambda rank: pp - 1 - rank)',
         after='case "1f1b":\n            return _looped(name, pp, 1, micro_batches, lambda rank: pp - rank)',
-        tests=("tests/unit/theory/test_schedule.py",),
+        tests=(
+            "tests/unit/theory/test_schedule.py::test_1f1b_as_megatron_draws_it",
+            "tests/unit/theory/test_schedule.py::test_activations_in_flight_are_those_of_the_papers",
+        ),
     ),
     Mutant(
         name="pipeline-keys-of-sequences",
@@ -64,10 +67,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="ring-merge",
-        what="a partial result of a ring is merged with the weight of the sum before it",
+        what="a merge of partial results keeps the larger normalizer, not the sum of both",
         file="trainer/parallel/ring.py",
-        before=".add_(out * (out_lse - merged).exp_()[..., None])",
-        after=".add_(out * (1 - (lse - merged).exp_())[..., None].abs().sqrt())",
+        before="lse.copy_(merged)",
+        after="lse.copy_(torch.maximum(lse, out_lse))",
         tests=(f"{_CONTEXT}[2-kv_heads0]",),
     ),
     Mutant(
@@ -100,6 +103,6 @@ MUTANTS: list[Mutant] = [
         file="trainer/parallel/balance.py",
         before="return bias_RE + rate * below_RE.sign().to(bias_RE.dtype)",
         after="return bias_RE - rate * below_RE.sign().to(bias_RE.dtype)",
-        tests=("tests/unit/trainer/parallel/test_balance.py",),
+        tests=("tests/unit/trainer/parallel/test_balance.py::test_a_bias_follows_the_sign_of_what_its_expert_lacks",),
     ),
 ]

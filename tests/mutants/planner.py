@@ -9,7 +9,7 @@ MUTANTS: list[Mutant] = [
         file="theory/params.py",
         before="heads = 2 * arch.head_dim if arch.qk_norm else 0",
         after="heads = arch.head_dim if arch.qk_norm else 0",
-        tests=("tests/unit/theory/test_counting.py",),
+        tests=("tests/unit/theory/test_counting.py::test_published_parameter_counts",),
     ),
     Mutant(
         name="flops-of-attention",
@@ -17,7 +17,7 @@ MUTANTS: list[Mutant] = [
         file="theory/flops.py",
         before="return seen * (1 - seen / (2 * seq_len)) if causal else float(seen)",
         after="return (seen / 2 if seen == seq_len else seen) if causal else float(seen)",
-        tests=("tests/unit/theory/test_counting.py",),
+        tests=("tests/unit/theory/test_counting.py::test_a_window_hides_keys_that_are_counted",),
     ),
     Mutant(
         name="memory-of-zero-2",
@@ -33,7 +33,7 @@ MUTANTS: list[Mutant] = [
         file="theory/memory.py",
         before="alive = outside + unit * (1 + parallel.prefetch)",
         after="alive = unit * (1 + parallel.prefetch)",
-        tests=("tests/unit/theory/test_memory.py",),
+        tests=("tests/unit/theory/test_memory.py::test_whole_parameters_are_there_once",),
     ),
     Mutant(
         name="traffic-of-zero-3",

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import venv
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass
@@ -23,13 +23,13 @@ from typing import Literal
 
 from .mutant import DoesNotApplyError, Mutant, changed_text
 
-DEADLINE_SECONDS = 300.0  # for one mutant's tests
+DEADLINE_SECONDS = 300.0  # for one mutant's tests; four times as long for all tests on the unchanged source
 # A fault that every import or every call of a function shows is no slip that runs on in silence.
 _NOT_SILENT = re.compile(
     r"^(?:E\s+)?((?:Import|ModuleNotFound|Syntax|Indentation|Name|UnboundLocal)Error): .*", re.MULTILINE
 )
-_RED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - .*)?$", re.MULTILINE)
-_GREEN = re.compile(r"^.*?\b[1-9]\d* passed\b", re.MULTILINE)
+_RED = re.compile(r"^(?:FAILED|ERROR) (.+?)(?: - (.*))?$", re.MULTILINE)
+_GREEN = re.compile(r"^PASSED (.+)$", re.MULTILINE)
 
 Outcome = Literal["killed", "survived", "does not apply", "invalid", "red without the change"]
 
@@ -43,22 +43,37 @@ class Played:
     seconds: float = 0.0
 
     @property
-    def red_tests(self) -> list[str]:
-        return _RED.findall(self.output)
+    def red_tests(self) -> dict[str, str]:
+        """The red tests, each with the first line of what it found."""
+        return dict(_RED.findall(self.output))
 
     @property
-    def is_green(self) -> bool:
-        return self.code == 0 and bool(_GREEN.search(self.output))
+    def green_tests(self) -> list[str]:
+        return _GREEN.findall(self.output)
+
+    def trouble_with(self, test: str) -> str:
+        """Return why `test`, a file or node id, did not pass here; "" if it did. A skipped test did not pass."""
+        if red := [found for found in self.red_tests if _is_part(found, test)]:
+            return ", ".join(red)
+        if self.code not in (0, 1):
+            return f"pytest ended with exit code {self.code}: {_last_line(self.output)}"
+        return "" if any(_is_part(found, test) for found in self.green_tests) else f"no test of {test} ran"
+
+
+def _is_part(found: str, test: str) -> bool:
+    return found == test or found.startswith((f"{test}::", f"{test}["))
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a mutant. detail: the test that killed it, or the reason of another outcome."""
+    """The outcome of a mutant. detail: the test that killed it, or the reason of another outcome. found: the first line
+    of what that test found."""
 
     mutant: Mutant
     outcome: Outcome
     detail: str = ""
     seconds: float = 0.0
+    found: str = ""
 
     @property
     def is_surprise(self) -> bool:
@@ -79,7 +94,8 @@ def judge(mutant: Mutant, played: Played) -> Result:
         return result("invalid", error[0].removeprefix("E").strip())
     if played.code != 1 or not played.red_tests:
         return result("invalid", f"pytest ended with exit code {played.code}: {_last_line(played.output)}")
-    return result("killed", played.red_tests[0])
+    test, found = next(iter(played.red_tests.items()))
+    return Result(mutant, "killed", test, played.seconds, found)
 
 
 def _last_line(output: str) -> str:
@@ -93,47 +109,60 @@ class MutantRunner:
         self.root, self.package, self.jobs, self.deadline_seconds = root, package, jobs, deadline_seconds
 
     def run(self, mutants: Sequence[Mutant], report: Callable[[str], None] = print) -> list[Result]:
-        """Run each distinct set of tests once on the unchanged source, then each mutant. report: takes lines of
-        progress. Returns the results in the order of `mutants`."""
-        sets = list(dict.fromkeys(mutant.tests for mutant in mutants))
-        report(f"{len(sets)} sets of tests on the unchanged source, each once")
+        """Run all tests of the mutants once on the unchanged source, then each mutant. report: takes lines of progress.
+        Returns the results in the order of `mutants`."""
         with ThreadPoolExecutor(self.jobs) as pool:
-            unchanged = dict(zip(sets, pool.map(self._play_unchanged, sets), strict=True))
-            for tests, played in unchanged.items():
-                if not played.is_green:
-                    report(f"red without a change: {' '.join(tests)}\n{played.output}")
+            trouble = self._play_unchanged(mutants, pool, report)
             report(f"{len(mutants)} mutants")
             results = []
-            for result in pool.map(lambda mutant: self._run(mutant, unchanged[mutant.tests]), mutants):
-                mark = "  !!" if result.is_surprise else "    "
-                report(f"{mark} {result.mutant.name}: {result.outcome} ({result.seconds:.1f} s) {result.detail}")
+            for result in pool.map(lambda mutant: self._run(mutant, trouble), mutants):
+                mark = "!!" if result.is_surprise else "  "
+                line = f"{mark} {result.mutant.name}: {result.outcome} ({result.seconds:.1f} s) {result.detail}"
+                report(f"{line}: {result.found}" if result.found else line)
                 results.append(result)
         return results
 
-    def _run(self, mutant: Mutant, unchanged: Played) -> Result:
+    def _play_unchanged(
+        self, mutants: Sequence[Mutant], pool: ThreadPoolExecutor, report: Callable[[str], None]
+    ) -> dict[str, str]:
+        """Return test -> why it does not pass on the unchanged source, for the tests that do not."""
+        by_file: dict[str, list[str]] = {}
+        for test in dict.fromkeys(test for mutant in mutants for test in mutant.tests):
+            by_file.setdefault(test.partition("::")[0], []).append(test)
+        files = list(by_file.values())
+        shares = [[test for tests in files[number :: self.jobs] for test in tests] for number in range(self.jobs)]
+        report(f"the tests of {len(files)} files on the unchanged source, each once")
+        found: dict[str, str] = {}
+        shares = [share for share in shares if share]
+        for share, played in zip(shares, pool.map(lambda share: self._play(share, None), shares), strict=True):
+            troubles = {test: played.trouble_with(test) for test in share}
+            found |= {test: trouble for test, trouble in troubles.items() if trouble}
+            report(f"{len(played.green_tests)} passed in {played.seconds:.0f} s")
+            if any(troubles.values()):
+                report(played.output)
+        return found
+
+    def _run(self, mutant: Mutant, trouble: Mapping[str, str]) -> Result:
         try:
             text = changed_text(self.root / "src" / self.package, mutant)
         except DoesNotApplyError as error:
             return Result(mutant, "does not apply", str(error))
-        if not unchanged.is_green:
-            found = ", ".join(unchanged.red_tests) or _last_line(unchanged.output)
-            return Result(mutant, "red without the change", found)
+        if found := [trouble[test] for test in mutant.tests if test in trouble]:
+            return Result(mutant, "red without the change", ", ".join(found))
         return judge(mutant, self._play(mutant.tests, (mutant.file, text)))
-
-    def _play_unchanged(self, tests: tuple[str, ...]) -> Played:
-        return self._play(tests, None)
 
     def _play(self, tests: Iterable[str], change: tuple[str, str] | None) -> Played:
         """Run pytest on `tests` in an environment of its own. change: (file, its text), or None."""
         started = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="mutant-") as scratch:
             python = make_environment(Path(scratch), self.root / "src", self.package, change)
-            stop_early = [] if change is None else ["-x"]
-            command = [python, "-m", "pytest", "-q", *stop_early, "-m", "not nightly", "-p", "no:cacheprovider"]
+            how = ["-rap"] if change is None else ["-x"]
+            command = [python, "-m", "pytest", "-q", *how, "-m", "not nightly", "-p", "no:cacheprovider"]
             command += [f"--basetemp={scratch}/tests", "--tb=short", *tests]
             quiet = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": f"{scratch}/hypothesis"}
             log = Path(scratch) / "output"
-            code = _run_to_deadline(command, self.root, os.environ | quiet, self.deadline_seconds, log)
+            deadline = self.deadline_seconds * (4 if change is None else 1)
+            code = _run_to_deadline(command, self.root, os.environ | quiet, deadline, log)
             return Played(code, log.read_text(errors="replace"), time.monotonic() - started)
 
 

@@ -94,13 +94,13 @@ def test_the_runner_distinguishes_all_outcomes(fake_project, monkeypatch):
     assert [result.is_surprise for result in results] == [False, True, True, True]
     assert results[0].detail == "tests/test_fake.py::test_double"
     assert results[3].detail == "tests/test_fake.py::test_red"
-    assert lines[0].startswith("2 sets of tests on the unchanged source") and "red without a change" in lines[1]
+    assert lines[0] == "the tests of 1 files on the unchanged source, each once" and lines[1].startswith("1 passed in ")
 
 
 def test_a_survivor_needs_a_reason_and_a_reason_needs_a_survivor():
     green, red = Played(0, "1 passed"), Played(1, "FAILED tests/test_fake.py::test_double[a b] - assert 9 == 6")
     plain, with_reason = mutant_of("2", "3"), mutant_of("2", "3", survives="both give the same bits")
-    assert judge(plain, red) == Result(plain, "killed", "tests/test_fake.py::test_double[a b]")
+    assert judge(plain, red) == Result(plain, "killed", "tests/test_fake.py::test_double[a b]", 0.0, "assert 9 == 6")
     assert [judge(plain, end).is_surprise for end in (green, red)] == [True, False]
     assert [judge(with_reason, end).is_surprise for end in (green, red)] == [False, True]
 
@@ -122,9 +122,17 @@ def test_a_fault_that_does_not_run_in_silence_is_invalid(played):
     assert result.outcome == "invalid" and result.is_surprise and result.detail
 
 
-def test_tests_that_are_skipped_do_not_count_as_green():
-    assert Played(0, "3 passed, 1 skipped in 0.10s").is_green
-    assert not Played(0, "2 skipped in 0.10s").is_green and not Played(5, "1 deselected").is_green
+def test_a_test_has_to_pass_without_the_change():
+    text = (
+        "PASSED tests/a.py::test_b[1]\nPASSED tests/a.py::test_bc\nFAILED tests/c.py::test_d - assert False\n1 skipped"
+    )
+    played = Played(1, text)
+    for test in ("tests/a.py", "tests/a.py::test_b", "tests/a.py::test_b[1]", "tests/a.py::test_bc"):
+        assert played.trouble_with(test) == ""
+    assert played.trouble_with("tests/c.py") == "tests/c.py::test_d"
+    assert played.trouble_with("tests/skipped.py") and played.trouble_with("tests/a.py::test_b[2]")
+    for code in (None, 2, 4, 5):
+        assert Played(code, text).trouble_with("tests/a.py")
 
 
 def test_a_text_has_to_occur_exactly_once(fake_project):

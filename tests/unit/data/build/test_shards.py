@@ -17,6 +17,7 @@ from ingot.data.build import shards as module
 from ingot.data.build import tokenize
 from ingot.data.build.corpus import load_corpus
 from ingot.data.build.shards import build_shards
+from ingot.data.lineage.records import read_lineage
 from ingot.data.lineage.verify import verify_tokens
 from ingot.data.tasks.local import Local
 from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
@@ -79,13 +80,17 @@ def build(encoder, tokenizer, tmp_path):
 
 
 def documents_in(folder, encoder):
-    """id -> text, read back through the document index."""
+    """id -> text, read back through the document index, which the lineage repeats."""
     manifest, found = read_token_manifest(folder), {}
     for shard in manifest.shards:
         tokens = np.fromfile(folder / f"{shard.name}.tokens", f"<{manifest.dtype[0]}{int(manifest.dtype[4:]) // 8}")
-        for start, length, identity in np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE):
+        index = np.fromfile(folder / f"{shard.name}.documents", DOCUMENT_DTYPE)
+        for start, length, identity in index:
             assert tokens[start + length - 1] == manifest.eot_id
             found[bytes(identity).hex()] = encoder.decode(tokens[start : start + length - 1])
+        rows = read_lineage(folder / f"{shard.name}.lineage.parquet")
+        lineage = [(row["start"], row["tokens"], bytes.fromhex(row["id"])) for row in rows]
+        assert lineage == index.tolist()
     return found
 
 
@@ -93,7 +98,8 @@ def bytes_of(folder):
     return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
 
 
-def test_every_document_is_in_exactly_one_split_and_reads_back(corpus, build, encoder, tmp_path):
+def test_every_document_is_in_exactly_one_split_and_reads_back(corpus, build, encoder, tmp_path, monkeypatch):
+    monkeypatch.setattr(tokenize, "_GATHER_DOCUMENTS", 16)  # several batches for each shard
     folder, texts = corpus
     train, heldout = build(folder)
     kept = documents_in(tmp_path / "tokens/train", encoder)
