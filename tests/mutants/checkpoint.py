@@ -55,4 +55,22 @@ MUTANTS: list[Mutant] = [
         after="name = f\"{OPTIM}{dict(exp_avg='exp_avg_sq', exp_avg_sq='exp_avg').get(kind, kind)}.{piece.name}\"",
         tests=("tests/unit/trainer/checkpoint/test_state.py::test_the_names_on_the_disk",),
     ),
+    Mutant(
+        name="random-state-of-rank-0",
+        what="after a resume, all ranks continue with the random state of rank 0",
+        file="trainer/checkpoint/load.py",
+        before="restore_random_state(path / file_of(rank()))",
+        after="restore_random_state(path / file_of(0))",
+        tests=("tests/dist/test_reshard.py::test_replicas_write_their_random_state_only_and_every_rank_gets_its_own",),
+    ),
+    Mutant(
+        name="finished-in-part",
+        what="a checkpoint counts as finished if one of its files has the right size",
+        file="trainer/checkpoint/manifest.py",
+        before="return all((folder / name).stat().st_size == entry",
+        after="return any((folder / name).stat().st_size == entry",
+        tests=(
+            "tests/unit/trainer/checkpoint/test_manifest.py::test_every_file_of_a_finished_checkpoint_has_its_size",
+        ),
+    ),
 ]

@@ -69,4 +69,20 @@ MUTANTS: list[Mutant] = [
         after="(start // block_tokens,)",
         tests=(f"{_READER}::test_one_flipped_bit_is_found_when_its_block_is_touched_and_not_before",),
     ),
+    Mutant(
+        name="order-of-sources",
+        what="sources follow each other in the same order in every cycle of 4,096 samples",
+        file="trainer/loader/order.py",
+        before='names = (cycle,) if not mix.begin else ("from", mix.begin, cycle)',
+        after='names = ("cycle",) if not mix.begin else ("from", mix.begin)',
+        tests=("tests/unit/trainer/loader/test_order.py", "tests/unit/trainer/loader/test_order_changes.py"),
+    ),
+    Mutant(
+        name="change-one-step-early",
+        what="new weights of sources act one step before the step at which they were accepted",
+        file="trainer/loader/loader.py",
+        before="mixes = [(step * global_batch, own) for step, own in earlier]",
+        after="mixes = [((step - 1) * global_batch, own) for step, own in earlier]",
+        tests=("tests/unit/trainer/test_mixture_change.py",),
+    ),
 ]

@@ -93,4 +93,20 @@ MUTANTS: list[Mutant] = [
         after="place <= moe.capacity(tokens)",
         tests=("tests/unit/trainer/model/test_moe.py::test_capacity_by_hand",),
     ),
+    Mutant(
+        name="first-weights",
+        what="first weights have five times the deviation that the scheme says",
+        file="trainer/model/init.py",
+        before="DEVIATION = 0.02",
+        after="DEVIATION = 0.1",
+        tests=("tests/unit/trainer/model/test_moe.py::test_first_values_of_experts_routers_and_buffers",),
+    ),
+    Mutant(
+        name="groups-by-one-expert",
+        what="a group of experts is chosen by its best expert alone, not by the sum of its best ones",
+        file="trainer/model/routing.py",
+        before="best = max(moe.top_k // moe.top_groups, 1)",
+        after="best = 1",
+        tests=("tests/unit/trainer/model/test_moe.py::test_equals_the_loop_in_value_and_all_gradients",),
+    ),
 ]

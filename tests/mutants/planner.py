@@ -67,4 +67,60 @@ MUTANTS: list[Mutant] = [
         after="usd = _usd(run, cluster, given, job, productive / DAY_SECONDS, stored, checkpoint_bytes)",
         tests=("tests/unit/planner/run/test_outlook.py",),
     ),
+    Mutant(
+        name="flops-of-the-backward",
+        what="the backward of attention is planned as twice its forward: scores are not computed again",
+        file="theory/work.py",
+        before="attention_flops=2.5 * attention,",
+        after="attention_flops=2.0 * attention,",
+        tests=("tests/unit/theory/test_work.py::test_products_and_attention_make_the_flops_of_the_step",),
+    ),
+    Mutant(
+        name="time-between-nodes",
+        what="an all-reduce over nodes is planned to send all bytes between them, not each rank's part",
+        file="planner/predict/time/links.py",
+        before="ring_all_reduce(between, size / group.near)",
+        after="ring_all_reduce(between, size)",
+        tests=("tests/unit/planner/predict/time/test_collectives.py",),
+    ),
+    Mutant(
+        name="bytes-of-the-update",
+        what="the update is planned without the reads and writes of AdamW's moments",
+        file="theory/work.py",
+        before="moved_bytes=owned * 8 * s + n * whole,",
+        after="moved_bytes=owned * 4 * s + n * whole,",
+        tests=(
+            "tests/unit/theory/test_work.py::test_the_update_moves_eight_numbers_of_every_parameter_that_a_rank_owns",
+        ),
+    ),
+    Mutant(
+        name="ring-hidden-in-full",
+        what="messages of a ring are planned to overlap with all of attention, also with its last step",
+        file="planner/predict/time/exposed.py",
+        before="beside = attention * (steps - 1) / steps",
+        after="beside = attention",
+        tests=(
+            "tests/unit/planner/test_experts_and_context.py::test_a_ring_waits_only_for_what_attention_does_not_hide",
+        ),
+    ),
+    Mutant(
+        name="first-gather-hidden",
+        what="data-parallel collectives are planned to hide completely, although nothing runs beside the first gather",
+        file="planner/predict/time/exposed.py",
+        before="exposed = max(shards - each * every, shards / units / every)",
+        after="exposed = max(shards - each * every, 0.0)",
+        tests=(
+            "tests/unit/planner/predict/time/test_step_time.py::test_nothing_hides_the_first_gather_and_the_last_reduction",
+        ),
+    ),
+    Mutant(
+        name="offload-without-gradients",
+        what="with parameters on the host, the way of the gradients to the host takes no time",
+        file="planner/predict/time/exposed.py",
+        before="often = (2 if parallel.reshard else 1) + 1",
+        after="often = 2 if parallel.reshard else 1",
+        tests=(
+            "tests/unit/planner/predict/time/test_step_time.py::test_parameters_on_the_host_travel_with_every_micro_batch",
+        ),
+    ),
 ]

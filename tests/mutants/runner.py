@@ -159,7 +159,8 @@ class MutantRunner:
             how = ["-rap"] if change is None else ["-x"]
             command = [python, "-m", "pytest", "-q", *how, "-m", "not nightly", "-p", "no:cacheprovider"]
             command += [f"--basetemp={scratch}/tests", "--tb=short", *tests]
-            quiet = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": f"{scratch}/hypothesis"}
+            # CI: pytest prints whole messages. Hypothesis uses the same examples every time.
+            quiet = {"PYTHONDONTWRITEBYTECODE": "1", "HYPOTHESIS_STORAGE_DIRECTORY": f"{scratch}/hypothesis", "CI": "1"}
             log = Path(scratch) / "output"
             deadline = self.deadline_seconds * (4 if change is None else 1)
             code = _run_to_deadline(command, self.root, os.environ | quiet, deadline, log)
