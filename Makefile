@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 
-.PHONY: run test test-slow test-nightly check proof native chromium clean
+.PHONY: run test test-slow test-nightly check proof mutants native chromium clean
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
@@ -26,6 +26,10 @@ check: $(VENV)/.installed-dev
 # Every composition of parallelism against one process; writes the table in docs/parallelism.md.
 proof: $(VENV)/.installed-dev
 	OMP_NUM_THREADS=1 PYTHONPATH=tests $(BIN)/python -m proof
+
+# Planted faults that the tests must see (docs/mutants.md); NAMES="rotary zero" chooses by name.
+mutants: $(VENV)/.installed-dev
+	$(BIN)/python -m tests.mutants $(NAMES)
 
 # The browser that the planner's page is tested in (tests/web skip without it); Debian and Ubuntu, as root.
 chromium:

@@ -199,8 +199,22 @@ def test_rows_inside_columns_are_stored_as_they_lie(fork_ranks, tmp_path):
     assert [c.file for c in manifest.chunks("extra.loss_scale")] == ["rank-00000.safetensors"]
 
 
-def test_replicas_write_their_random_state_only(fork_ranks, tmp_path):
-    fork_ranks(load_and_save, 4, tmp_path, 10, Layout(dp_replicate=2, dp_shard=2))
+def drawn_after_save_or_load(rank, ranks, root, layout):
+    """The numbers that this rank draws after it saved the first checkpoint, or loaded it with another seed."""
+    if RunFolder(root).checkpoint(10).exists():
+        torch.manual_seed(99)
+        load(root, empty_state(rank, layout))
+    else:
+        torch.manual_seed(rank)
+        save(root, 10, layout, fill(empty_state(rank, layout)))
+    return torch.rand(2).tolist()
+
+
+def test_replicas_write_their_random_state_only_and_every_rank_gets_its_own(fork_ranks, tmp_path):
+    layout = Layout(dp_replicate=2, dp_shard=2)
+    drawn = fork_ranks(drawn_after_save_or_load, 4, tmp_path, layout)
+    assert len(set(map(tuple, drawn))) == 4
+    assert fork_ranks(drawn_after_save_or_load, 4, tmp_path, layout) == drawn
     manifest = verify_checkpoint(RunFolder(tmp_path).checkpoint(10))
     assert {rank for cut in manifest.cuts for rank in cut.ranks} == {0, 1}
     for rank in (2, 3):
@@ -271,18 +285,18 @@ def test_another_shape_on_one_stage_is_refused_on_all_ranks(fork_ranks, tmp_path
 
 
 def test_all_ranks_fall_back_to_the_same_checkpoint(fork_ranks, tmp_path):
-    """Only the rank that hashes the file sees the damage; all of them hear of it."""
-    layout = Layout(dp_shard=2)
+    """Only the rank that hashes the file sees the damage; all of them hear of it. Two ranks hash the files of four."""
     for step in (10, 20):
-        fork_ranks(load_and_save, 2, tmp_path, step, layout)
-    file = RunFolder(tmp_path).checkpoint(20) / "rank-00001.safetensors"
+        fork_ranks(load_and_save, 4, tmp_path, step, Layout(dp_shard=4))
+    layout = Layout(dp_shard=2)
+    file = RunFolder(tmp_path).checkpoint(20) / "rank-00003.safetensors"
     content = bytearray(file.read_bytes())
     content[-2] ^= 1
     file.write_bytes(content)
     results = fork_ranks(try_to_load, 2, tmp_path, layout, MODEL)
     assert results[0] == results[1]
     step, refused = results[0]
-    assert step == 10 and refused[0][0] == 20 and "rank-00001.safetensors" in refused[0][1]
+    assert step == 10 and refused[0][0] == 20 and "rank-00003.safetensors" in refused[0][1]
 
 
 def test_what_only_rank_0_reads_fails_on_all(fork_ranks, tmp_path):

@@ -100,7 +100,11 @@ def test_a_ring_waits_only_for_what_attention_does_not_hide():
     assert parts(run, NODE)["ring"] == 0.0
     slow = replace(NODE, link_bandwidth=1e9)
     (position,) = positions(run)
-    assert 0.0 < parts(run, slow)["ring"] < line_times(position, slow)["ring"].seconds
+    times = line_times(position, slow, PRIOR)
+    assert 0.0 < parts(run, slow)["ring"] < times["ring"].seconds
+    some = Overlappable(1.0, attention=0.8 * times["ring"].seconds, shared=0.0)
+    term = blocking(position, slow, times, some, PRIOR)["ring"]  # of eight steps, the last one sends nothing
+    assert term.value == pytest.approx((1 - 0.8 * 7 / 8) * times["ring"].seconds)
 
 
 def test_ulysses_stands_in_the_way():

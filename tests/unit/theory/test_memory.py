@@ -204,7 +204,10 @@ def test_whole_parameters_are_there_once():
     assert memory.gathered(one(LARGE, dp_shard=4, zero=1)).value == 2 * n
     assert memory.gathered(one(LARGE, "fp32", dp_shard=4, zero=1)).value == 0  # the master is whole
     assert memory.weights(one(LARGE, "fp32", dp_shard=4, zero=1)).value == 4 * n
-    assert memory.gathered(one(LARGE, dp_shard=4, zero=3)).value < n
+    outer = LARGE.vocab_size * LARGE.d_model * (1 if LARGE.tied_embeddings else 2) + LARGE.d_model
+    for ahead in (1, 2):  # the outer unit, the block in use and those gathered ahead
+        rank = one(LARGE, dp_shard=4, zero=3, unit_layers=1, prefetch=ahead)
+        assert memory.gathered(rank).value == 2 * (outer + (1 + ahead) * (n - outer) / LARGE.num_layers)
     assert memory.gathered(one(LARGE, dp_shard=4, zero=3, reshard=False)).value == 2 * n
 
 

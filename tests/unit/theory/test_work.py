@@ -10,6 +10,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import positions
+from ingot.theory.params import count_parameters
 from ingot.theory.work import Work, step_work
 
 ARCH = Arch(
@@ -95,6 +96,12 @@ def test_products_are_those_that_a_step_runs(arch):
     counted = counter.get_flop_counts()["Global"]
     products = sum(flops for op, flops in counted.items() if "attention" not in str(op))
     assert work_of(arch).matmul_flops == pytest.approx(products)
+
+
+def test_the_update_moves_eight_numbers_of_every_parameter_that_a_rank_owns():
+    """Four are read, three written, and the gradient is read once more, for its norm; all are float32."""
+    whole, half = (work_of(dp_shard=ranks, zero=1).moved_bytes for ranks in (1, 2))
+    assert whole - half == count_parameters(ARCH) / 2 * 8 * 4
 
 
 def test_values_of_latent_attention_are_padded_and_the_padding_is_work():

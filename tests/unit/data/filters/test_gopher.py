@@ -4,8 +4,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ingot.data.filters.counts import count_gopher, duplicate_ngrams, duplicates, top_ngrams
-from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules, broken_quality_rule
+from ingot.data.filters.counts import GopherCounts, count_gopher, duplicate_ngrams, duplicates, top_ngrams
+from ingot.data.filters.gopher import (
+    Gopher,
+    GopherRules,
+    RepetitionRules,
+    broken_quality_rule,
+    broken_repetition_rule,
+)
 from ingot.schema.corpus import Document
 
 # 90 different words with stop words: breaks no rule.
@@ -104,6 +110,45 @@ def test_blank_lines_do_not_hide_teasers():
 )
 def test_each_rule_names_what_it_drops(text, rule):
     assert drop_of(text) == rule
+
+
+# Counts of a page of 100 words and 10 lines that breaks no rule; shares of characters are percent.
+SOUND = GopherCounts(**dict.fromkeys(GopherCounts._fields, 0))._replace(
+    characters=100, words=100, real_words=100, real_characters=500, alphabetic_words=100, lines=10, stop_words=9,
+    paragraphs=10, pieces=10,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("count", "last", "beyond"),
+    [
+        ("real_words", 50, 49),
+        ("real_characters", 300, 299),
+        ("real_characters", 1000, 1001),
+        ("hashes", 10, 11),
+        ("ellipses", 10, 11),
+        ("bullet_lines", 9, 10),
+        ("ellipsis_lines", 3, 4),
+        ("alphabetic_words", 80, 79),
+        ("stop_words", 2, 1),
+        ("duplicate_lines", 3, 4),
+        ("duplicate_paragraphs", 3, 4),
+        ("duplicate_line_characters", 20, 21),
+        ("duplicate_paragraph_characters", 20, 21),
+        *((f"top_{n}_gram", most, most + 1) for n, most in ((2, 20), (3, 18), (4, 16))),
+        *((f"duplicate_{n}_gram", 20 - n, 21 - n) for n in range(5, 11)),
+    ],
+)
+def test_limits_are_those_of_the_paper_and_inclusive(count, last, beyond):
+    """Rae et al. 2021, section A.1.1 (quality) and Table A1 (repetition)."""
+
+    def broken(value):
+        counts = SOUND._replace(**{count: value})
+        if count == "real_words":
+            counts = counts._replace(real_characters=5 * value)
+        return broken_quality_rule(counts, GopherRules()) or broken_repetition_rule(counts, RepetitionRules())
+
+    assert broken(last) is None and broken(beyond) is not None
 
 
 def test_thresholds_are_inclusive_and_can_be_moved():

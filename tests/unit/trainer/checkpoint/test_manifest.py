@@ -199,6 +199,15 @@ def test_a_torn_manifest_is_not_finished(saved):
         assert not is_finished(saved)
 
 
+def test_every_file_of_a_finished_checkpoint_has_its_size(saved):
+    files = read_manifest(saved).files
+    forge(saved, files=files | {"rank-00001.safetensors": FileEntry(bytes=4, sha256="")})
+    for content, finished in ((None, False), (b"four", True), (b"the", False)):
+        if content is not None:
+            (saved / "rank-00001.safetensors").write_bytes(content)
+        assert is_finished(saved) == finished
+
+
 def test_an_unknown_dtype_is_refused(saved):
     tensors = dict(read_manifest(saved).tensors, x=TensorEntry(dtype="object", shape=(), cut=0, crc32=""))
     forge(saved, tensors=tensors)

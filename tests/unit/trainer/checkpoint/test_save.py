@@ -2,6 +2,7 @@ import errno
 import os
 import shutil
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -9,9 +10,10 @@ from tests.expect import refused
 
 import ingot.storage as storage
 import ingot.trainer.checkpoint.tensor_file as tensor_file
+from ingot.schema.checkpoint import Health
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.load import resume
-from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint, write_manifest
 
 from .conftest import make_training, save, state_of, train_one, values
 
@@ -61,6 +63,19 @@ def test_damaged_ones_do_not_count_as_kept(folder, training):
     (folder.checkpoint(30) / "manifest.json").unlink()
     save(folder, 40, *training, keep=2)
     assert steps(folder) == [40, 30, 20]
+
+
+def test_suspect_ones_do_not_count_as_kept(folder, training):
+    for step in (10, 20):
+        save(folder, step, *training, keep=2)
+    manifest = read_manifest(folder.checkpoint(20))
+    write_manifest(
+        folder.checkpoint(20), replace(manifest, health=Health(state="suspect", reason="a spike", by="a judge"))
+    )
+    save(folder, 30, *training, keep=2)
+    assert steps(folder) == [30, 20, 10]
+    save(folder, 40, *training, keep=2)
+    assert steps(folder) == [40, 30]
 
 
 def test_a_refused_later_one_does_not_push_out_what_can_be_used(folder, training):
@@ -149,7 +164,7 @@ def die_at(number: int) -> None:
 
 
 def test_a_kill_at_any_write_leaves_a_whole_newest_checkpoint(folder):
-    """Steps 10 and 20 are there; saving 30 also prunes 10. Whatever is newest afterwards is loaded whole."""
+    """Steps 10 and 20 are there; saving 30 prunes both. Whatever is newest afterwards is loaded whole."""
     states = {}
     model, optimizer = make_small()
     for step in (10, 20, 30):
@@ -166,7 +181,7 @@ def test_a_kill_at_any_write_leaves_a_whole_newest_checkpoint(folder):
         child = os.fork()
         if child == 0:
             die_at(number)
-            save(folder, 30, model, optimizer, keep=2)
+            save(folder, 30, model, optimizer, keep=1)
             os._exit(0)
         survived = os.waitpid(child, 0)[1] == 0
         manifest, state = load(folder, make_small())

@@ -4,7 +4,7 @@ import dataclasses
 import json
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from tests.expect import refused
 
 from ingot.schema.checkpoint import BlockLayout, pack_crc32
@@ -32,6 +32,11 @@ def test_the_names_on_the_disk(folder, training):
     assert manifest.tensors["optim.step.0.weight"].shape == ()
     assert manifest.tensors["optim.exp_avg.0.weight"].shape == (5, 6)
     assert [c.key for c in manifest.chunks("model.0.weight")] == ["model.0.weight"]
+    stored, (model, optimizer) = load_file(path / "rank-00000.safetensors"), training
+    for name, parameter in model.named_parameters():
+        assert torch.equal(stored[f"model.{name}"], parameter)
+        for kind, tensor in optimizer.state[parameter].items():
+            assert torch.equal(stored[f"optim.{kind}.{name}"], tensor), kind
 
 
 def test_reads_a_checkpoint_of_two_ranks_as_ingot_has_always_written_it(folder, training):

@@ -35,8 +35,10 @@ def test_every_source_goes_on_where_it_was(make_manifest):
 
 def test_a_mixture_that_comes_back_goes_on_as_well(make_manifest):
     order = Order(make_manifest(SHARDS), 16, 3, BEFORE, earlier=[(120, BEFORE), (200, AFTER)])
-    code = of_source(order, order.samples(0, 300), "code")
-    assert len(code) > 35 and len(set(code)) == len(code)
+    for source, least in (("code", 35), ("web", 180)):  # web is in all three mixtures, code in the first and the last
+        own = of_source(order, order.samples(0, 300), source)
+        alone = Order(make_manifest(SHARDS), 16, 3, {source: 1})
+        assert len(own) > least and own == of_source(alone, alone.samples(0, len(own)), source)
 
 
 def test_the_quotas_hold_from_the_change_on(make_manifest):

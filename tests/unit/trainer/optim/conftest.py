@@ -1,21 +1,10 @@
 """Shards of a small model: matrices and a norm weight, one shard empty, one not owned."""
 
-from dataclasses import dataclass
-
 import pytest
 import torch
 
 from ingot.schema.run import Optim
-
-
-@dataclass
-class Block:
-    name: str
-    value: torch.Tensor
-    grad: torch.Tensor | None = None
-    owner: bool = True
-    decays: bool = True
-
+from ingot.trainer.shard import ParameterShard
 
 SHAPES = {"embed": (37, 129), "up": (1, 1024), "norm": (129,), "empty": (0, 129), "down": (129, 31)}
 
@@ -23,7 +12,9 @@ SHAPES = {"embed": (37, 129), "up": (1, 1024), "norm": (129,), "empty": (0, 129)
 def make_blocks(dtype=torch.float32, seed=0):
     generator = torch.Generator().manual_seed(seed)
     return [
-        Block(name, torch.randn(shape, generator=generator, dtype=dtype), decays=len(shape) > 1)
+        ParameterShard(
+            name, shape, (0,) * len(shape), shape, torch.randn(shape, generator=generator, dtype=dtype), owner=True
+        )
         for name, shape in SHAPES.items()
     ]
 

@@ -6,6 +6,8 @@ from typing import Any
 import pytest
 
 from ingot.planner.predict.time.constants import PRIOR
+from ingot.planner.predict.time.exposed import data_parallel, host_update
+from ingot.planner.predict.time.links import line_times
 from ingot.planner.predict.time.step_time import estimate
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
@@ -13,6 +15,8 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.software import INGOT, Software
+from ingot.theory.layout import positions
+from ingot.theory.params import count_parameters
 
 LLAMA8, LLAMA70, QWEN = (load_model(name).arch for name in ("llama3-8b", "llama3-70b", "qwen3-30b-a3b"))
 NODE, NODES = load_cluster("8xh100"), load_cluster("4x8xh100")
@@ -137,3 +141,21 @@ def test_copies_overlap_the_last_micro_batch_only():
     alone = many.communication["dp_replicate"].seconds
     assert many.terms["collectives"].value > 0.5 * alone, "one of sixteen micro-batches cannot hide it"
     assert many.terms["collectives"].value == pytest.approx(few.terms["collectives"].value, rel=0.3)
+
+
+def test_nothing_hides_the_first_gather_and_the_last_reduction():
+    (position,) = positions(run_of(LLAMA8, dp_shard=8, zero=3, micro_batches=4))
+    times = line_times(position, NODE, PRIOR)
+    shards, units = times["shard"].seconds, sum(map(position.units, position.stages))
+    waited = shards / units / 4
+    found = data_parallel(position, NODE, times, 1e6, PRIOR).value
+    assert found == pytest.approx(waited + PRIOR.interference * (shards - waited))
+
+
+def test_parameters_on_the_host_travel_with_every_micro_batch():
+    """To the device before forward and backward, and their gradients back; then AdamW moves seven numbers of each."""
+    run = run_of(LLAMA8, dp_shard=8, zero=3, micro_batches=4, offload="cpu", offload_parameters=True)
+    (position,) = positions(run)
+    seconds_once = count_parameters(LLAMA8) / 8 * 4 / NODE.host_bandwidth
+    found = host_update(position, NODE, 0.0, PRIOR)
+    assert found and found.value == pytest.approx((7 + 4 * 3) * seconds_once)

@@ -1,0 +1,16 @@
+"""Faults planted in the source, one at a time, and the tests that must see each: a proof of the tests themselves.
+
+    make mutants                        all of them
+    make mutants NAMES="rotary zero"    those whose name contains one of these words
+
+A new guard or proof comes with its mutant: an entry in the file of its area. docs/mutants.md is the manual.
+"""
+
+from . import checkpoint, data, loader, model, optim, parallel, planner
+from .mutant import Mutant
+
+AREAS: dict[str, list[Mutant]] = {
+    area.__name__.rpartition(".")[2]: area.MUTANTS
+    for area in (model, parallel, optim, loader, checkpoint, data, planner)
+}
+ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

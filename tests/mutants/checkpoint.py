@@ -1,0 +1,84 @@
+"""Faults in checkpoints: hashes, the order of writes, pruning, blocks of other layouts, moments."""
+
+from .mutant import Mutant
+
+_SAVE = "tests/unit/trainer/checkpoint/test_save.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="hash-of-other-files",
+        what="ranks of a smaller job hash the first files of a checkpoint and leave out the rest",
+        file="trainer/checkpoint/load.py",
+        before="sorted(manifest.files)[rank() :: world()]",
+        after="sorted(manifest.files)[rank() : world()]",
+        tests=("tests/dist/test_reshard.py::test_all_ranks_fall_back_to_the_same_checkpoint",),
+    ),
+    Mutant(
+        name="hash-not-checked",
+        what="a file counts as undamaged if its size is right",
+        file="trainer/checkpoint/manifest.py",
+        before="same = sha256_file(folder / name) == entry.sha256",
+        after="same = (folder / name).stat().st_size == entry.bytes",
+        tests=("tests/unit/trainer/checkpoint/test_load.py::test_falls_back_over_damaged_ones_and_says_why",),
+    ),
+    Mutant(
+        name="prune-before-publish",
+        what="old checkpoints are removed before the new one has its name: a kill in between can leave none",
+        file="trainer/checkpoint/save.py",
+        before="        publish(self.folder, self.facts.step)\n"
+        "        prune(self.folder, self.facts.step, self.keep)\n",
+        after="        prune(self.folder, self.facts.step, self.keep - 1)\n"
+        "        publish(self.folder, self.facts.step)\n",
+        tests=(f"{_SAVE}::test_a_kill_at_any_write_leaves_a_whole_newest_checkpoint",),
+    ),
+    Mutant(
+        name="prune-counts-damaged",
+        what="an unfinished checkpoint counts among those that are kept",
+        file="trainer/checkpoint/folders.py",
+        before="whole += (path == folder.checkpoint(step) or is_finished(path)) and not is_suspect(path)",
+        after="whole += not is_suspect(path)",
+        tests=(f"{_SAVE}::test_damaged_ones_do_not_count_as_kept",),
+    ),
+    Mutant(
+        name="prune-counts-suspect",
+        what="a checkpoint of doubtful weights counts among those that are kept",
+        file="trainer/checkpoint/folders.py",
+        before="or is_finished(path)) and not is_suspect(path)",
+        after="or is_finished(path))",
+        tests=(f"{_SAVE}::test_suspect_ones_do_not_count_as_kept",),
+    ),
+    Mutant(
+        name="reshard-part-of-a-block",
+        what="of a stored block that is read in part, rows are counted from the block that is filled",
+        file="trainer/checkpoint/load.py",
+        before="source = file.get_slice(chunk.key)[slices(shared, chunk.offsets)]",
+        after="source = file.get_slice(chunk.key)[slices(shared, block.offsets)]",
+        tests=("tests/dist/test_reshard.py::test_any_layout_loads_any_other",),
+    ),
+    Mutant(
+        name="moments-swapped",
+        what="files hold each moment of AdamW under the name of the other; saving and loading agree",
+        file="trainer/checkpoint/state.py",
+        before='name = f"{OPTIM}{kind}.{piece.name}"',
+        after="name = f\"{OPTIM}{dict(exp_avg='exp_avg_sq', exp_avg_sq='exp_avg').get(kind, kind)}.{piece.name}\"",
+        tests=("tests/unit/trainer/checkpoint/test_state.py::test_the_names_on_the_disk",),
+    ),
+    Mutant(
+        name="random-state-of-rank-0",
+        what="after a resume, all ranks continue with the random state of rank 0",
+        file="trainer/checkpoint/load.py",
+        before="restore_random_state(path / file_of(rank()))",
+        after="restore_random_state(path / file_of(0))",
+        tests=("tests/dist/test_reshard.py::test_replicas_write_their_random_state_only_and_every_rank_gets_its_own",),
+    ),
+    Mutant(
+        name="finished-in-part",
+        what="a checkpoint counts as finished if one of its files has the right size",
+        file="trainer/checkpoint/manifest.py",
+        before="return all((folder / name).stat().st_size == entry",
+        after="return any((folder / name).stat().st_size == entry",
+        tests=(
+            "tests/unit/trainer/checkpoint/test_manifest.py::test_every_file_of_a_finished_checkpoint_has_its_size",
+        ),
+    ),
+]
