@@ -7,6 +7,7 @@ from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_by
 from ingot.planner.run.scaling import (
     MAX_USEFUL_EPOCHS,
     compute_optimal_tokens,
+    least_warmup_steps,
     suggested_batch_tokens,
     suggested_learning_rate,
     warmup_steps,
@@ -90,7 +91,7 @@ def propose(
             precision=precision,  # type: ignore[arg-type]
         ),
         optim=Optim(lr=lr),
-        schedule=Schedule(kind="cosine", warmup_steps=_warmup(steps, reasons)),
+        schedule=Schedule(kind="cosine", warmup_steps=_warmup(steps, arch, reasons)),
         parallel=Parallel(dp_shard=ranks, ep=_expert_ranks(arch, cluster, reasons)),
         checkpoint=Checkpoint(every_steps=min(max(steps // 10, 1), 1000)),
         evaluate=Evaluate(every_steps=max(steps // 4, 1) if data.heldout else 0),
@@ -188,9 +189,11 @@ def _steps(wanted: Hints, preset: Hints, goal: int, tokens: int, tokens_per_step
     return steps
 
 
-def _warmup(steps: int, reasons: dict[str, str]) -> int:
-    reasons["schedule.warmup_steps"] = "5% of the steps, at most 2,000 (Touvron et al. 2023)"
-    return warmup_steps(steps)
+def _warmup(steps: int, arch: Arch, reasons: dict[str, str]) -> int:
+    parameters = count_parameters(arch)
+    least = ", at least 1,000 above 1B parameters" if least_warmup_steps(steps, parameters) else ""
+    reasons["schedule.warmup_steps"] = f"5% of the steps, at most 2,000 (Touvron et al. 2023){least}"
+    return warmup_steps(steps, parameters)
 
 
 def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) -> RunConfig:
