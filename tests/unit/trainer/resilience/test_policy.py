@@ -65,7 +65,7 @@ def between_lines():
 
 @pytest.mark.parametrize(("step_seconds", "noticed_after"), [((0.01, 0.03), 6), ((0.3, 0.01), 1), ((0.015, 0.0), 13)])
 def test_ranks_look_for_a_stop_request_together_and_often_enough(fork_ranks, tmp_path, step_seconds, noticed_after):
-    """The steps of the slowest rank decide: every 6 of 0.03 s, every one of 0.3 s."""
+    """The step time of the slowest rank decides: every 6 steps of 0.03 s, after every step of 0.3 s."""
 
     def train(rank, ranks):
         now = 0.0
