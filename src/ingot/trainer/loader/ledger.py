@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.errors import DataError
-from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.checkpoint import LedgerSegment, segment_file
 from ingot.storage import sha256_bytes, write_atomic
 from ingot.trainer.loader.order import Order
 
@@ -74,7 +74,7 @@ def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np
             fix="this is a bug in ingot: please report it with the run's events.jsonl",
             shape=list(ids_by_step.shape),
         )
-    name = f"steps-{first_step:08d}-{last_step:08d}.i64"
+    name = segment_file(first_step, last_step)
     data = np.ascontiguousarray(ids_by_step, "<i8").tobytes()
     write_atomic(folder / name, data)
     return LedgerSegment(file=name, first_step=first_step, last_step=last_step, sha256=sha256_bytes(data))
