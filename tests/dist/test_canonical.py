@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from tests.checkpoints import ledger_of
 
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.load import resume
@@ -21,7 +22,7 @@ def go_on(rank, world, run, folder, first):
     parts = build_parts(run, CPU, folder.root)
     facts = CheckpointFacts(
         step=first + STEPS - 1,
-        tokens=0,
+        tokens=(first + STEPS - 1) * run.tokens_per_step,
         settings=run.settings(),
         config_sha256=run.training_sha256(),
         data_fingerprint="made up",
@@ -37,7 +38,7 @@ def go_on(rank, world, run, folder, first):
     assert (restored.step if restored else 0) == first - 1
     parts.model.publish()
     trained = train(run, range(first, first + STEPS), parts)
-    save_checkpoint(folder, facts, parts.state, (), keep=1)
+    save_checkpoint(folder, facts, parts.state, ledger_of(folder, facts.step, run.train.global_batch), keep=1)
     return trained.losses, trained.norms, keep(state_of(parts))
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from tests.checkpoints import ledger_of
 
 from ingot.errors import CheckpointError, ResourceError
 from ingot.schema.checkpoint import file_of
@@ -133,7 +134,7 @@ def facts(step: int, layout: Layout) -> CheckpointFacts:
 
 
 def save(root, step, layout, state):
-    return save_checkpoint(RunFolder(root), facts(step, layout), state, (), keep=9)
+    return save_checkpoint(RunFolder(root), facts(step, layout), state, ledger_of(RunFolder(root), step), keep=9)
 
 
 def load(root, state, refused=None, settings=None):

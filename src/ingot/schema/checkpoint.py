@@ -16,6 +16,11 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def segment_file(first_step: int, last_step: int) -> str:
+    """Return the name, in the ledger folder of a run, of the file of the samples of these steps (inclusive)."""
+    return f"steps-{first_step:08d}-{last_step:08d}.i64"
+
+
 def key_of(name: str, offsets: Sequence[int]) -> str:
     """Return a block's key in its file: the tensor's name, followed by "@" and the offsets unless all are 0."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
@@ -114,6 +119,7 @@ class CheckpointManifest:
     world: the number of ranks that wrote the checkpoint. Their files contain random states, which are restored only on
       the same number of ranks.
     rng: the random states in hex, in checkpoints of version 1.
+    ledger: the samples of all steps from 1 to `step`. The hash of the manifest covers this list.
     """
 
     version: int = 2

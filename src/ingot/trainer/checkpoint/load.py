@@ -17,13 +17,14 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
-    damaged,
     is_suspect,
     read_manifest,
-    verify_checkpoint,
     verify_files,
+    verify_tensors,
 )
 from ingot.trainer.checkpoint.part import overlap, slices
+from ingot.trainer.checkpoint.rules import damaged
+from ingot.trainer.checkpoint.segments import verify_segments
 from ingot.trainer.checkpoint.state import (
     BIAS,
     LOAD,
@@ -95,9 +96,15 @@ def _candidates(folder: RunFolder) -> list[Path]:
 
 
 def _verified_by_all(path: Path) -> CheckpointManifest:
-    """Verify `path` on all ranks: each hashes its share of the files. An error on one rank is raised on all ranks."""
+    """Verify `path` and its ledger on all ranks: each hashes its share of the files. An error on one rank is raised on
+    all ranks."""
     manifest = from_rank_zero(lambda: read_manifest(path))
-    on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank() :: world()]))
+
+    def verify_share() -> None:
+        verify_files(path, manifest, sorted(manifest.files)[rank() :: world()])
+        verify_segments(path, manifest, manifest.ledger[rank() :: world()])
+
+    on_all_ranks(verify_share)
     return manifest
 
 
@@ -182,7 +189,7 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
     which only training uses, are not loaded. Router biases keep their value if the checkpoint has none, because the run
     began to use them later. Raises CheckpointError if the checkpoint is damaged or of another model.
     """
-    manifest = verify_checkpoint(checkpoint)
+    manifest = verify_tensors(checkpoint)
     targets = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(LOAD)}
     stored = {k.removeprefix(MODEL): v for k, v in manifest.tensors.items() if k.startswith(MODEL)}
     stored = {name: entry for name, entry in stored.items() if not name.endswith(LOAD)}

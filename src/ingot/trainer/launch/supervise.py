@@ -184,12 +184,13 @@ def newest_step(folder: RunFolder) -> int:
 def resume_step(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint without known damage; 0 if there is none. Tensors are not hashed.
 
-    Known damage: the manifest is damaged, or the checkpoint was refused on loading and not saved again since.
+    Known damage: the manifest is damaged, a file is missing or has another size, or the checkpoint was refused on
+    loading and not saved again since.
     """
     refused: set[int] = set()
     for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
         (refused.add if event["kind"] == events.CHECKPOINT_REFUSED else refused.discard)(event.get("step", 0))
-    whole = [c for c in list_checkpoints(folder.checkpoints) if c.manifest and c.step not in refused]
+    whole = [c for c in list_checkpoints(folder.checkpoints) if not c.damage and c.step not in refused]
     return next((c.step for c in sorted(whole, key=lambda c: is_suspect(c.path))), 0)
 
 

@@ -11,7 +11,7 @@ from tests.expect import refused
 from ingot.config import from_dict
 from ingot.errors import CheckpointError
 from ingot.events import EventLog
-from ingot.schema.checkpoint import CheckpointManifest, FileEntry
+from ingot.schema.checkpoint import CheckpointManifest, FileEntry, file_of
 from ingot.schema.run import settings_sha256
 from ingot.storage import sha256_bytes, write_json
 from ingot.trainer.checkpoint.load import load_model, resume
@@ -60,7 +60,11 @@ def test_random_states_of_version_1_come_back_from_the_manifest(folder, training
 
 def test_another_number_of_ranks_keeps_its_own_random_state(folder, training):
     path = save(folder, 2, *training).path
-    write_manifest(path, dataclasses.replace(read_manifest(path), world=2))
+    manifest = read_manifest(path)
+    shutil.copy(path / file_of(0), path / file_of(1))
+    write_manifest(
+        path, dataclasses.replace(manifest, world=2, files=manifest.files | {file_of(1): manifest.files[file_of(0)]})
+    )
     other = make_training(seed=5, steps=0)
     state = torch.get_rng_state()
     go_on(folder, *other)
