@@ -3,7 +3,7 @@
 import argparse
 
 from ingot.cli.arguments import count, path
-from ingot.cli.options import add_budget, add_cluster, add_overrides
+from ingot.cli.options import add_budget, add_cluster, add_layout, add_overrides, pins_of
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -13,6 +13,7 @@ EXAMPLES = (
     "ingot explain slow runs/demo",
     "ingot explain mem run.toml",
     "ingot explain comms --model llama3-8b --tokens 1.5T --cluster 128x8xh100",
+    "ingot explain bubble --model llama3-8b --tokens 1.5T --cluster 8xh100 --pp 4 --schedule zb_h1",
 )
 _PLAN_TOPICS = {
     "mem": "memory of a rank, by kind, pipeline rank and phase",
@@ -23,6 +24,14 @@ _PLAN_TOPICS = {
     "batch": "the global batch, and its division over ranks and micro-batches",
     "size": "tokens and parameters: compute-optimal, over-trained, cheapest to serve",
     "failures": "failures, checkpoints, goodput, spare nodes, data reading and cost of the whole run",
+}
+# The settings of the layout that a topic depends on most; `ingot plan --explain` takes all of them.
+_DEGREES = ("tp", "pp", "cp", "ep", "dp_shard", "zero", "micro_batch", "recompute")
+_LAYOUT_OF = {
+    "mem": (*_DEGREES, "offload"),
+    "time": _DEGREES,
+    "comms": _DEGREES,
+    "bubble": ("pp", "stages_per_rank", "micro_batch", "recompute", "schedule"),
 }
 TOPICS = {
     "slow": "why a run is slow: measured and planned step time, causes, each with its milliseconds per step, remedies",
@@ -48,6 +57,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_cluster(parsers["slow"], "compare with this cluster", "the cluster of the run's plan")
     for topic in _PLAN_TOPICS:
         _configure_plan_topic(parsers[topic])
+    for topic, names in _LAYOUT_OF.items():
+        add_layout(parsers[topic], names)
 
 
 def _configure_plan_topic(parser: argparse.ArgumentParser) -> None:
@@ -149,6 +160,7 @@ def _explain_plan(args: argparse.Namespace, terminal: Terminal) -> None:
         budget=args.budget,
         seq=args.seq,
         batch=args.batch,
+        pinned=pins_of(args),
     )
     lines = planning.explain(args.topic)
     for line in lines:

@@ -1,6 +1,7 @@
 """Options that several verbs share, the options of `ingot plan`, and the call of `ingot.plan` from these options."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ if TYPE_CHECKING:
 # Options that pin a setting of the layout; the search chooses the other settings.
 _DEGREES = ("tp", "pp", "cp", "ep", "dp_shard", "dp_replicate", "zero", "micro_batch", "stages_per_rank", "ulysses")
 _FORMS = ("recompute", "schedule", "context", "offload")
+LAYOUT = (*_DEGREES, *_FORMS)
 _RECIPES = ("tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4")
 
 
@@ -95,7 +97,7 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
 def add_choices(parser: argparse.ArgumentParser) -> None:
     """Add the options for settings, layout and quantities that are otherwise default, searched or predicted."""
     _add_rules(parser)
-    _add_layout(parser)
+    add_layout(parser)
     _add_quantities(parser)
 
 
@@ -139,20 +141,25 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_layout(parser: argparse.ArgumentParser) -> None:
+def add_layout(parser: argparse.ArgumentParser, names: Sequence[str] = LAYOUT) -> None:
+    """Add the options that pin settings of the layout. names: the settings to add, of LAYOUT; --pin comes with all."""
     layout = parser.add_argument_group("layout, instead of the fastest that the search finds")
-    for name in _DEGREES:
-        option = name.replace("_", "-")
-        layout.add_argument(f"--{option}", type=count(option, 0, 10**9), metavar="N", help=f"pin {_setting(name)}")
-    for name in _FORMS:
-        layout.add_argument(f"--{name}", metavar="FORM", help=f"pin {_setting(name)}")
-    layout.add_argument(
-        "--pin",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        help="pin another setting of [parallel], such as async_tp=true; repeatable",
-    )
+    for name in names:
+        form, option = name in _FORMS, name.replace("_", "-")
+        layout.add_argument(
+            f"--{option}",
+            type=str if form else count(option, 0, 10**9),
+            metavar="FORM" if form else "N",
+            help=f"pin {_setting(name)}",
+        )
+    if names == LAYOUT:
+        layout.add_argument(
+            "--pin",
+            action="append",
+            default=[],
+            metavar="KEY=VALUE",
+            help="pin another setting of [parallel], such as async_tp=true; repeatable",
+        )
 
 
 def _add_quantities(parser: argparse.ArgumentParser) -> None:
@@ -187,7 +194,7 @@ def planning_of(args: argparse.Namespace, *, top: int = 5, relative_to: Path = P
     from ingot.planner.request.planning import plan
 
     _require_numbers(args)
-    pinned = _pinned(args)
+    pinned = pins_of(args)
     if args.run:
         _require_only_run(args, pinned)
         return plan(run=args.run, overrides=args.overrides, cluster=args.cluster, **_given(args))
@@ -223,12 +230,13 @@ def _given(args: argparse.Namespace) -> dict:
     }
 
 
-def _pinned(args: argparse.Namespace) -> dict[str, object]:
+def pins_of(args: argparse.Namespace) -> dict[str, object]:
+    """Return the settings that the options of `add_layout` pin. Raises UsageError."""
     from ingot.errors import ConfigError, UsageError
     from ingot.toml import parse_toml
 
-    pinned = {name: value for name in (*_DEGREES, *_FORMS) if (value := getattr(args, name)) is not None}
-    for pin in args.pin:
+    pinned = {name: value for name in LAYOUT if (value := getattr(args, name, None)) is not None}
+    for pin in getattr(args, "pin", ()):
         key, equals, value = pin.partition("=")
         if not equals or not value:
             raise UsageError(

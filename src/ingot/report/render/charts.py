@@ -125,7 +125,7 @@ def _tick_text(value: float, spec: str, ticks: Sequence[float]) -> str:
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
             if max(map(abs, ticks)) >= size:
                 return f"{value / size:g}{unit}" if value else "0"
-    if spec == "g":
+    if spec in ("g", "si"):
         step = ticks[1] - ticks[0]
         if max(map(abs, ticks)) < 1e-3:
             return f"{value:.0e}".replace("e-0", "e-") if value else "0"
