@@ -5,20 +5,19 @@ A dataclass may check its own rules in `problems() -> list[tuple[field, message]
 """
 
 import dataclasses
-import difflib
 import functools
 import math
-import re
-import tomllib
 import types
 import typing
 from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
-from ingot.units import parse_count
+from ingot.toml import MOST_BYTES, MOST_NESTED, key_lines, parse_toml, toml_key, toml_value, too_nested
+from ingot.units import parse_bytes, parse_count, parse_seconds
+from ingot.value_names import bare, close, cut, not_text, number_meant, shown, type_name, value_name
 
 T = typing.TypeVar("T")
 # Rules that are not in the dataclass of a configuration. They yield (dotted key, description) for each problem.
@@ -28,12 +27,16 @@ Rules = Callable[[T], Iterable[tuple[str, str]]]
 @functools.cache  # a manifest has 10,000 entries of the same dataclass
 def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
     """Return, for each field of a dataclass, (its type, True if the field has no default)."""
-    hints, missing = typing.get_type_hints(kind), dataclasses.MISSING
+    hints, missing = typing.get_type_hints(kind, include_extras=True), dataclasses.MISSING
     return {
         f.name: (hints[f.name], f.default is missing and f.default_factory is missing)
         for f in dataclasses.fields(kind)
         if f.init
     }
+
+
+_MOST_PROBLEMS = 50  # that an error lists
+_LONGEST_WORD = 10_000  # characters of a value of --set without quotes
 
 
 class _Reader:
@@ -45,29 +48,32 @@ class _Reader:
         self.root = root  # the dataclass of the whole configuration, to find a key that is in the wrong section
         self.problems: list[str] = []
         # meant: key -> nearest keys or values
-        self.facts: dict[str, Any] = {"problems": self.problems, "keys": [], "meant": {}}
-        self.unknown_keys = 0
+        # ranges: key -> range that its value is not in
+        self.facts: dict[str, Any] = {"problems": self.problems, "keys": [], "meant": {}, "ranges": {}}
+        self.wrong = 0  # problems other than unknown keys, which do not prevent checks of the known keys
+        self.left_out = 0  # problems after the first _MOST_PROBLEMS
         self.sections: dict[str, Any] = {}  # name -> built dataclass, for top-level sections without a problem
 
-    def problem(self, key: str, message: str) -> None:
+    def problem(self, key: str, message: str, *, unknown: bool = False) -> None:
+        self.wrong += not unknown
+        if len(self.problems) >= _MOST_PROBLEMS:
+            self.left_out += 1
+            return
         self.problems.append(f"{self.where(key)}: {message}")
         self.facts["keys"].append(key)
-
-    def broken(self) -> int:
-        """Return the number of problems other than unknown keys; these do not prevent checks of the known keys."""
-        return len(self.problems) - self.unknown_keys
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
         fields = _fields(kind)
         for name in (n for n in values if n not in fields):
-            suggestion, self.facts["meant"][prefix + name] = _suggest(name, fields, prefix, self.root)
-            self.problem(prefix + name, f"unknown key {prefix + name!r}{suggestion}")
-            self.unknown_keys += 1
-        before, arguments, broken = self.broken(), {}, set()
+            suggestion = ""
+            if len(self.problems) < _MOST_PROBLEMS:
+                suggestion, self.facts["meant"][prefix + name] = _suggest(name, fields, prefix, self.root)
+            self.problem(prefix + name, f"unknown key {cut(repr(prefix + name))}{suggestion}", unknown=True)
+        before, arguments, broken = self.wrong, {}, set()
         for name in (n for n in values if n in fields):
-            so_far = self.broken()
+            so_far = self.wrong
             value = self.value(fields[name][0], values[name], prefix + name)
-            if self.broken() > so_far:
+            if self.wrong > so_far:
                 broken.add(name)
             else:
                 arguments[name] = value
@@ -76,7 +82,7 @@ class _Reader:
                 if dataclasses.is_dataclass(hint):
                     self.problem(prefix + name, f"missing section [{prefix}{name}]")
                 else:
-                    self.problem(prefix + name, f"missing key {prefix + name!r} ({_type_name(hint)})")
+                    self.problem(prefix + name, f"missing key {prefix + name!r} ({type_name(hint)})")
         if any(required and name not in arguments for name, (_, required) in fields.items()):
             return None
         built = kind(**arguments)  # defaults replace broken values, so that rules between other fields are checked
@@ -85,15 +91,22 @@ class _Reader:
         for name, message in chain(own, further):
             if name not in broken:
                 self.problem(prefix + name, f"{prefix}{name}: {message}")
-        return built if self.broken() == before else None
+        return built if self.wrong == before else None
 
     def value(self, hint, value, key: str) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             self.problem(key, f"{key} = {value} is not a finite number")
             return None
+        if isinstance(value, _Word):
+            value = _read_word(hint, value, key)
+        if isinstance(value, str) and (wrong := not_text(value)):
+            self.problem(key, f"{key} contains {wrong}")
+            return None
         if type(value) is hint:
             return value
         origin, args = get_origin(hint), get_args(hint)
+        if origin is Annotated:
+            return self.within(hint, value, key)
         if dataclasses.is_dataclass(hint) and isinstance(hint, type):
             if isinstance(value, dict):
                 built = self.dataclass(hint, value, key + ".")
@@ -104,9 +117,9 @@ class _Reader:
             if value in args:
                 return value
             options = ", ".join(repr(a) for a in args)
-            close = self.facts["meant"][key] = difflib.get_close_matches(str(value), [str(a) for a in args], n=1)
-            hint_text = f"; did you mean {close[0]!r}?" if close else ""
-            self.problem(key, f"{key} = {value!r} is not one of {options}{hint_text}")
+            near = self.facts["meant"][key] = close(str(value), [str(a) for a in args])
+            hint_text = f"; did you mean {near[0]!r}?" if near else ""
+            self.problem(key, f"{key} = {shown(value)} is not one of {options}{hint_text}")
             return None
         elif origin in (Union, types.UnionType):
             if value is None and type(None) in args:
@@ -114,8 +127,10 @@ class _Reader:
             for option in args:
                 attempt = _Reader(self.where, self.root)
                 built = attempt.value(option, value, key)
-                if option is not type(None) and not attempt.problems:
+                if option is not type(None) and not attempt.wrong:
                     return built
+                if attempt.facts["ranges"]:  # the right type, and a number that is too large or too small
+                    return self.value(option, value, key)
         elif origin is tuple and len(args) == 2 and args[1] is Ellipsis:
             if isinstance(value, list | tuple):
                 return tuple(self.value(args[0], v, f"{key}[{i}]") for i, v in enumerate(value))
@@ -128,50 +143,44 @@ class _Reader:
         elif hint is Any:
             return value
         elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
-            return float(value)
+            return self.fraction(value, key)
         elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
             return value
-        meant = _number_meant(hint, value)
-        self.problem(key, f"{key} = {value!r} is {_value_name(value)}, must be {_type_name(hint)}{meant}")
+        meant = number_meant(hint, value)
+        self.problem(key, f"{key} = {shown(value)} is {value_name(value)}, must be {type_name(hint)}{meant}")
         return None
 
+    def fraction(self, value: int | float, key: str) -> float | None:
+        try:
+            return float(value)
+        except OverflowError:
+            self.problem(key, f"{key} has more than 300 digits")
+            return None
 
-_NAMES = {int: "a whole number", float: "a number", str: "text in quotes", bool: "true or false", type(None): "absent"}
-_EXAMPLES = {int: "30", float: "0.5", str: '"text"', bool: "true"}
-
-
-def _type_name(hint) -> str:
-    """Describe how a user writes a value of type `hint`; lists and sections of values come with an example."""
-    origin, args = get_origin(hint), get_args(hint)
-    if origin is Literal:
-        return "one of " + ", ".join(repr(a) for a in args)
-    if origin in (Union, types.UnionType):
-        return " or ".join(_type_name(a) for a in args)
-    if origin is tuple and args[-1] is Ellipsis:
-        return f"a list like [{_EXAMPLES.get(args[0], '...')}, ...]"
-    if origin is tuple:
-        return f"a list of {len(args)} values like [{', '.join(_EXAMPLES.get(a, '...') for a in args)}]"
-    if origin is dict:
-        return "a section of keys and values, { name = " + _EXAMPLES.get(args[1], "...") + " }"
-    if dataclasses.is_dataclass(hint):
-        return "a section of keys and values"
-    return _NAMES.get(hint, str(hint))
+    def within(self, hint, value, key: str) -> Any:
+        """Return a number of the type and in the range that `hint` (typing.Annotated) gives."""
+        kind, limits = get_args(hint)
+        before = self.wrong
+        number = self.value(kind, value, key)
+        if self.wrong == before and number not in limits:
+            self.problem(key, f"{key} is {shown(value)}, must be {limits}")
+            self.facts["ranges"][key] = [limits.low, limits.high]
+        return number
 
 
-def _value_name(value) -> str:
-    kinds = {bool: "true or false", int: "a whole number", float: "a fraction", str: "text", list: "a list"}
-    return kinds.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
+def _read_word(hint, word: str, key: str) -> Any:
+    """Return the number that a value of --set without quotes spells, if `hint` is a type of numbers: 10k, 64MiB, 20min.
 
-
-def _number_meant(hint, value) -> str:
-    """Return '; write 2000' for "2k", 2000.0 or "2_000" if `hint` is a number type; '' if no number is recognized."""
-    if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, str | float):
-        return ""
+    The last part of the key names the unit, as everywhere in ingot: _bytes, _seconds, else a count.
+    """
+    kind = bare(hint)
+    parse = parse_bytes if key.endswith("_bytes") else parse_seconds if key.endswith("_seconds") else parse_count
+    if kind is not int and not (kind is float and parse is parse_seconds):
+        return str(word)
     try:
-        number = parse_count(value) if hint is int else float(value)
-    except (ConfigError, ValueError, OverflowError):
-        return ""
-    return f"; write {number}"
+        return parse(word)
+    except ConfigError:
+        return str(word)
 
 
 def _sections_with(kind: type, name: str, prefix: str = "") -> list[str]:
@@ -186,14 +195,14 @@ def _sections_with(kind: type, name: str, prefix: str = "") -> list[str]:
 
 
 def _suggest(name: str, known, prefix: str, root: type) -> tuple[str, list[str]]:
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    near = close(name, known, 0.5)
     elsewhere = _sections_with(root, name)
-    meant = [prefix + key for key in close] + elsewhere[:1]
-    if close and elsewhere:
-        return f"; did you mean {prefix + close[0]!r}, or {elsewhere[0]!r} in another section?", meant
+    meant = [prefix + key for key in near] + elsewhere[:1]
+    if near and elsewhere:
+        return f"; did you mean {prefix + near[0]!r}, or {elsewhere[0]!r} in another section?", meant
     if elsewhere:
         return f"; did you mean {elsewhere[0]!r}, in another section? known keys here: {', '.join(known)}", meant
-    return (f"; did you mean {prefix + close[0]!r}?" if close else f"; known keys: {', '.join(known)}"), meant
+    return (f"; did you mean {prefix + near[0]!r}?" if near else f"; known keys: {', '.join(known)}"), meant
 
 
 def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rules[T] | None = None) -> T:
@@ -204,15 +213,16 @@ def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rule
     reader = _Reader(where, kind, rules)
     built = reader.dataclass(kind, values, "")
     if reader.problems:
-        raise _listed(reader.problems, reader.facts)
+        raise _listed(reader.problems, reader.facts, reader.left_out)
     return built
 
 
-def _listed(problems: list[str], facts: dict[str, Any]) -> ConfigError:
+def _listed(problems: list[str], facts: dict[str, Any], left_out: int) -> ConfigError:
+    more = [f"and {left_out:,} more problems"] if left_out else []
     return ConfigError(
         "E-CONFIG-SETTINGS",
-        "\n".join(problems),
-        rule="every key is known and has the right type and value; nothing was started",
+        "\n".join([*problems, *more]),
+        rule="every key is known and has a value of the right type and range; nothing was started",
         fix=f"correct the {'line' if len(problems) == 1 else f'{len(problems)} lines'} above",
         **facts,
     )
@@ -260,39 +270,18 @@ def load_sections(
 
 def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typing.Callable[[str], str]]:
     """Return the values of TOML `path` with the overrides, and a function from a dotted key to its place."""
-    try:
-        text = path.read_text(encoding="utf-8") if path else ""
-        values = tomllib.loads(text)
-    except FileNotFoundError:
-        raise ConfigError(
-            "E-CONFIG-MISSING",
-            f"there is no file {path}",
-            rule="a command reads its settings from an existing TOML file",
-            fix="check the path; `ingot init DIR` and `ingot plan --out FILE` write run files",
-            path=str(path),
-        ) from None
-    except UnicodeDecodeError as error:
-        found = f"{path} is not UTF-8 text ({error.reason})"
-        raise ConfigError("E-CONFIG-ENCODING", found, rule="TOML is UTF-8", fix="save it as UTF-8") from None
-    except tomllib.TOMLDecodeError as error:
-        line = re.search(r"at line (\d+)", str(error))
-        number = int(line[1]) if line else len(text.splitlines())
-        row = "".join(text.splitlines()[number - 1 : number]).strip()
-        raise ConfigError(
-            "E-CONFIG-SYNTAX",
-            f"{path}:{number}: {error}: {row}",
-            rule="the file is TOML: key = value, text in quotes, every key once",
-            fix="correct that line, or the line before it",
-            path=str(path),
-            line=number,
-        ) from None
+    text = _text(path) if path else ""
+    values = parse_toml(text, str(path))
     from_command_line = set()
     for override in overrides:
         key, sign, raw = override.partition("=")
         if not sign:
             found, rule = f"--set {override!r} has no '='", "write --set section.key=value"
             raise ConfigError("E-SET-FORM", found, rule=rule, fix=f"write --set {override}=VALUE", override=override)
-        _put(values, key.strip().split("."), _parse_override(raw.strip()))
+        path_of_key = key.strip().split(".")
+        if len(path_of_key) > MOST_NESTED:
+            raise too_nested("--set")
+        _put(values, path_of_key, _parse_override(key.strip(), raw.strip()))
         from_command_line.add(key.strip())
     lines = key_lines(text)
 
@@ -306,6 +295,23 @@ def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typi
         return f"{path}:{lines[base]}" if base else f"{path or '--set'}"
 
     return values, where
+
+
+def _text(path: Path) -> str:
+    try:
+        with path.open("rb") as file:  # not all of it: it may be larger than the memory
+            return file.read(MOST_BYTES + 1).decode("utf-8")
+    except FileNotFoundError:
+        raise ConfigError(
+            "E-CONFIG-MISSING",
+            f"there is no file {path}",
+            rule="a command reads its settings from an existing TOML file",
+            fix="check the path; `ingot init DIR` and `ingot plan --out FILE` write run files",
+            path=str(path),
+        ) from None
+    except UnicodeDecodeError as error:
+        found = f"{path} is not UTF-8 text ({error.reason})"
+        raise ConfigError("E-CONFIG-ENCODING", found, rule="TOML is UTF-8", fix="save it as UTF-8") from None
 
 
 def _put(values: dict, path: list[str], value) -> None:
@@ -322,23 +328,17 @@ def _put(values: dict, path: list[str], value) -> None:
     values[path[-1]] = value
 
 
-def _parse_override(raw: str):
+class _Word(str):
+    """A value of --set without quotes: text, or a number with a unit (10k, 64MiB, 20min) where a number is needed."""
+
+
+def _parse_override(key: str, raw: str):
     try:
-        return tomllib.loads(f"value = {raw}")["value"]
-    except tomllib.TOMLDecodeError:
-        return raw  # a word without quotes is a string: --set schedule.kind=wsd
-
-
-def key_lines(text: str) -> dict[str, int]:
-    """Return dotted key or section -> line number (from 1). Only for messages: multi-line values may confuse it."""
-    lines, section = {}, ""
-    for number, line in enumerate(text.splitlines(), 1):
-        if match := re.match(r"\s*\[([^\[\]]+)\]", line):
-            section = match[1].replace('"', "").replace(" ", "") + "."
-            lines.setdefault(section[:-1], number)
-        elif match := re.match(r"\s*([A-Za-z0-9_.\"-]+)\s*=", line):
-            lines.setdefault(section + match[1].replace('"', ""), number)
-    return lines
+        return parse_toml(f"value = {raw}", f"--set {cut(key)}")["value"]
+    except ConfigError as error:
+        if error.code != "E-CONFIG-SYNTAX" or len(raw) > _LONGEST_WORD:
+            raise
+        return _Word(raw)  # a word without quotes is a string: --set schedule.kind=wsd
 
 
 def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = False) -> str:
@@ -354,12 +354,12 @@ def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = Fal
         for name, value in values.items():
             if not isinstance(value, dict):
                 remark = comments.get(prefix + name)
-                out.append(f"{_toml_key(name)} = {_toml_value(value)}" + (f"  # {remark}" if remark else ""))
+                out.append(f"{toml_key(name)} = {toml_value(value)}" + (f"  # {remark}" if remark else ""))
         for name, value in values.items():
             if isinstance(value, dict) and value and prefix + name not in idle:
                 out.append("")
-                out.append(f"[{prefix}{_toml_key(name)}]")
-                section(value, f"{prefix}{_toml_key(name)}.")
+                out.append(f"[{prefix}{toml_key(name)}]")
+                section(value, f"{prefix}{toml_key(name)}.")
 
     section(to_dict(config), "")
     return "\n".join(out).strip() + "\n"
@@ -375,26 +375,3 @@ def _default_sections(config) -> set[str]:
             if dataclasses.is_dataclass(default) and getattr(value, field.name) == default:
                 found.add(f"{section.name}.{field.name}")
     return found
-
-
-def _toml_key(name: str) -> str:
-    return name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else _toml_string(name)
-
-
-def _toml_string(text: str) -> str:
-    escaped = (
-        text.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n").replace("\t", "\\t").replace("\r", "\\r")
-    )
-    return '"' + re.sub(r"[\x00-\x1f\x7f]", lambda m: f"\\u{ord(m[0]):04x}", escaped) + '"'
-
-
-def _toml_value(value) -> str:
-    if isinstance(value, bool):
-        return str(value).lower()
-    if isinstance(value, str):
-        return _toml_string(value)
-    if isinstance(value, list):
-        return "[" + ", ".join(_toml_value(v) for v in value) + "]"
-    if isinstance(value, dict):
-        return "{ " + ", ".join(f"{_toml_key(name)} = {_toml_value(v)}" for name, v in value.items()) + " }"
-    return repr(value)

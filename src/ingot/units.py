@@ -6,6 +6,7 @@ import re
 from ingot.errors import ConfigError
 
 _COUNT = {"": 1, "k": 10**3, "m": 10**6, "b": 10**9, "g": 10**9, "t": 10**12}
+_COUNT |= {f"{p}i": 1024**i for i, p in enumerate("kmgt", 1)}
 _BYTES = {"": 1, "b": 1}
 _BYTES |= {f"{p}b": 1000**i for i, p in enumerate("kmgtp", 1)}
 _BYTES |= {f"{p}ib": 1024**i for i, p in enumerate("kmgtp", 1)}
@@ -27,8 +28,15 @@ def _parse(text: str | int | float, units: dict[str, int], what: str, example: s
 
 
 def parse_count(text: str | int | float) -> int:
-    """Parse a count: '8b' -> 8_000_000_000, '1.5T' -> 1_500_000_000_000, 300 -> 300. Raises ConfigError."""
-    return round(_parse(text, _COUNT, "a count", "300, 125m, 8b or 1.5T"))
+    """Parse a count: '8b' -> 8_000_000_000, '1.5T' -> 1_500_000_000_000, '8k' -> 8_000, '8Ki' -> 8_192, 300 -> 300.
+
+    Raises ConfigError, also for a number that is not whole, like 1.5.
+    """
+    value = _parse(text, _COUNT, "a count", "300, 8k, 8Ki, 125m, 8b or 1.5T")
+    if math.isnan(value) or math.isinf(value) or abs(value - round(value)) > 1e-6 * max(value, 1.0):
+        rule = "a count is a whole number, with or without a unit: 300, 8k, 8Ki, 1.5T"
+        raise ConfigError("E-QUANTITY", f"{text!r} is not a whole number", rule=rule, value=text)
+    return round(value)
 
 
 def parse_bytes(text: str | int | float) -> int:

@@ -13,7 +13,9 @@ from tests.unit.rehearse.dryrun.test_dry_run import _really_trained  # noqa: E40
 from ingot.planner.predict.memory.peak_memory import position_bill  # noqa: E402
 from ingot.rehearse.dryrun import dry_run, role  # noqa: E402
 from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
+from ingot.rehearse.dryrun.fake import Known  # noqa: E402
 from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
+from ingot.rehearse.dryrun.rendezvous import Call  # noqa: E402
 from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
@@ -27,6 +29,14 @@ CAPPED = replace(SPARSE, moe=Moe(num_experts=16, top_k=2, d_expert=64, capacity_
 LATENT = replace(SPARSE, num_kv_heads=8, head_dim=24, mla=Mla(q_rank=48, kv_rank=32, nope_dim=16, rope_dim=8, v_dim=16))
 
 
+# The caches of fake operations that all traces share: layouts compute much the same.
+KNOWN: dict[str, Known] = {"cpu": {}, "cuda": {}}
+
+
+def calls_of(run: RunConfig, rank: int) -> list[Call]:
+    return role.trace_rank(run, rank, known=KNOWN["cpu"]).calls
+
+
 def run_of(arch: Arch = DENSE, micro_batches: int = 2, *, documents: bool = False, **parallel) -> RunConfig:
     layout = Parallel(unit_layers=1, **parallel)
     train = Train(steps=2, seq_len=512, global_batch=micro_batches * layout.data_ranks, micro_batch=1, precision="bf16")
@@ -35,7 +45,7 @@ def run_of(arch: Arch = DENSE, micro_batches: int = 2, *, documents: bool = Fals
 
 
 def traced(run: RunConfig, device: str, loads: tuple[float, ...] = ()) -> dict[int, dry_run.Trace]:
-    grid, known = dry_run.grid_of(run), {}
+    grid, known = dry_run.grid_of(run), KNOWN[device]
     return {
         rank: dry_run.read_answer(
             role.answer_of(run, role.trace_rank(run, rank, device, known, loads), rank, 0.0), grid
@@ -112,8 +122,8 @@ def test_messages_to_the_wrong_neighbor_are_found(monkeypatch):
     import torch.distributed as dist
 
     run = run_of(cp=4, context="ring", zero=1)
-    grid, sound = dry_run.grid_of(run), role.trace_rank(run, 0).calls
-    last = role.trace_rank(run, 3).calls
+    grid, sound = dry_run.grid_of(run), calls_of(run, 0)
+    last = calls_of(run, 3)
     assert check_world({0: sound, 3: last}, grid).fault is None
     usual = dist.P2POp
 
@@ -122,7 +132,7 @@ def test_messages_to_the_wrong_neighbor_are_found(monkeypatch):
         return usual(op, tensor, wrong, group)
 
     monkeypatch.setattr(dist, "P2POp", astray)
-    planted = {rank: role.trace_rank(run, rank).calls for rank in (0, 3)}
+    planted = {rank: calls_of(run, rank) for rank in (0, 3)}
     alone = check_world({0: sound, 3: planted[3]}, grid)
     assert alone.fault and not alone.alike
     together = check_world(planted, grid)
@@ -141,4 +151,4 @@ def test_a_trace_of_experts_is_what_a_real_rank_does_but_for_the_numbers_of_rows
     run = replace(run, train=replace(run.train, compile="off", device="cpu", seq_len=64))
     for rank, (calls, _, _) in enumerate(fork_ranks(_really_trained, 2, run)):
         same = [(op, group, dtype, peer) for op, group, dtype, _, peer in calls]
-        assert [(c.op, c.group, c.dtype, c.peer) for c in role.trace_rank(run, rank).calls] == same
+        assert [(c.op, c.group, c.dtype, c.peer) for c in calls_of(run, rank)] == same

@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.checkpoints import ledger_of
 
 from ingot.schema.arch import Moe
 from ingot.schema.run_folder import RunFolder
@@ -48,8 +49,8 @@ def same(a, b):
 def facts_of(run):
     return CheckpointFacts(
         step=3,
-        tokens=0,
-        settings=run.training_settings(),
+        tokens=3 * run.tokens_per_step,
+        settings=run.settings(),
         config_sha256=run.training_sha256(),
         data_fingerprint="made up",
         layout={},
@@ -67,14 +68,14 @@ def trained_and_loaded(rank, world, run, folder):
         for old, new in zip(before, (weights_of(parts), balance_of(parts)), strict=True):
             assert same(old, new) == (step == SKIPPED), step
         assert scale_of(parts) == {1: (2.0**16, 1), 2: (2.0**15, 0), 3: (2.0**15, 1)}[step]
-    save_checkpoint(folder, facts_of(run), parts.state, (), keep=1)
+    save_checkpoint(folder, facts_of(run), parts.state, ledger_of(folder, 3, run.train.global_batch), keep=1)
     weights, balance, numbers = weights_of(parts), balance_of(parts), torch.rand(4)
     torch.manual_seed(0)
     parts = build_parts(run, CPU, folder.root, SkipsOne())
     resume(
         folder,
         parts.state,
-        config_sha256=run.training_sha256(),
+        settings=run.settings(),
         data_fingerprint="made up",
         on_refused=lambda *what: pytest.fail(str(what)),
     )

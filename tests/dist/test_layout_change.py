@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.checkpoints import ledger_of
 
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.load import resume
@@ -38,8 +39,8 @@ def go_on(rank, world, run, folder, first):
     parts = build_parts(run, CPU, folder.root)
     facts = CheckpointFacts(
         step=first + STEPS - 1,
-        tokens=0,
-        settings=run.training_settings(),
+        tokens=(first + STEPS - 1) * run.tokens_per_step,
+        settings=run.settings(),
         config_sha256=run.training_sha256(),
         data_fingerprint="made up",
         layout={"ranks": world},
@@ -47,7 +48,7 @@ def go_on(rank, world, run, folder, first):
     restored = resume(
         folder,
         parts.state,
-        config_sha256=facts.config_sha256,
+        settings=facts.settings,
         data_fingerprint=facts.data_fingerprint,
         on_refused=lambda *what: pytest.fail(str(what)),
     )
@@ -56,7 +57,7 @@ def go_on(rank, world, run, folder, first):
     loaded = keep(state_of(parts))
     trained = train(run, range(first, first + STEPS), parts)
     saved = keep(state_of(parts))
-    save_checkpoint(folder, facts, parts.state, (), keep=1)
+    save_checkpoint(folder, facts, parts.state, ledger_of(folder, facts.step, run.train.global_batch), keep=1)
     parts.optimizer.close()
     return loaded, trained.losses, trained.norms, saved
 

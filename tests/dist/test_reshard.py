@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import safe_open
+from tests.checkpoints import ledger_of
 
 from ingot.errors import CheckpointError, ResourceError
 from ingot.schema.checkpoint import file_of
@@ -133,15 +134,15 @@ def facts(step: int, layout: Layout) -> CheckpointFacts:
 
 
 def save(root, step, layout, state):
-    return save_checkpoint(RunFolder(root), facts(step, layout), state, (), keep=9)
+    return save_checkpoint(RunFolder(root), facts(step, layout), state, ledger_of(RunFolder(root), step), keep=9)
 
 
-def load(root, state, refused=None, config="c"):
+def load(root, state, refused=None, settings=None):
     note = refused.append if refused is not None else lambda fact: None
     return resume(
         RunFolder(root),
         state,
-        config_sha256=config,
+        settings=settings or {},
         data_fingerprint="d",
         on_refused=lambda step, path, reason: note((step, reason)),
     )
@@ -241,11 +242,11 @@ def test_one_process_loads_the_model_of_many(fork_ranks, tmp_path):
         assert np.array_equal(tensor.numpy(), whole(f"value {name}", tensor.shape))
 
 
-def try_to_load(rank, ranks, root, layout, model, config="c"):
+def try_to_load(rank, ranks, root, layout, model, settings=None):
     """The step that was loaded, what was refused, or the error of this rank: why each checkpoint was refused."""
     refused = []
     try:
-        return load(root, empty_state(rank, layout, model), refused, config).step, refused
+        return load(root, empty_state(rank, layout, model), refused, settings).step, refused
     except CheckpointError as error:
         return (error.code, error.facts["causes"]), refused
     except ValueError as error:
@@ -302,7 +303,7 @@ def test_all_ranks_fall_back_to_the_same_checkpoint(fork_ranks, tmp_path):
 def test_what_only_rank_0_reads_fails_on_all(fork_ranks, tmp_path):
     fork_ranks(load_and_save, 2, tmp_path, 10, Layout(dp_shard=2))
     RunFolder(tmp_path).accepted.write_text("torn")
-    results = fork_ranks(try_to_load, 2, tmp_path, Layout(dp_shard=2), MODEL, "other")
+    results = fork_ranks(try_to_load, 2, tmp_path, Layout(dp_shard=2), MODEL, {"optim.lr": 1.0})
     assert results[0] == results[1] and "Expecting value" in results[0][0]
 
 

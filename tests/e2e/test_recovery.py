@@ -89,7 +89,8 @@ def test_2_to_1_to_4_ranks(project, undisturbed):
     """
     out = "resharded"
     project.train(out, "--until-step", "40", code=10)
-    project.train(out, "--until-step", "80", "--set", "parallel.dp_shard=1", code=10)
+    one = project.train(out, "--until-step", "80", "--set", "parallel.dp_shard=1", code=10)
+    assert "changed   parallel.dp_shard   2 -> 1   same mathematics" in one
     project.train(out, "--set", "parallel.dp_replicate=2")
     worlds = [e["world_size"] for e in read_events(project.folder(out).events, events.RUN_STARTED)]
     assert worlds == [2, 1, 4]
@@ -115,6 +116,10 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     assert 30 <= stopped < STEPS
     assert list_checkpoints(project.folder(out).checkpoints)[0].step == stopped
     assert not workers_of(project.folder(out))
+    checkpoints, elsewhere = project.folder(out).checkpoints, project.root / "unmounted"
+    checkpoints.rename(elsewhere)
+    assert "E-CKPT-VANISHED" in project.train(out, code=21)
+    elsewhere.rename(checkpoints)
     assert f"after step {stopped} of {STEPS}" in project.train(out)
     assert project.facts(out) == undisturbed
     prove_ledger(project, out)

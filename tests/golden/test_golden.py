@@ -6,11 +6,13 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tests.expect import reported
 
 from ingot.cli.main import main
 
 HERE = Path(__file__).parent
 RUNS = json.loads((HERE / "expected.json").read_text())  # run -> [loss, gradient norm] of each step, never stopped
+OLD = sorted(path.parent.name for path in HERE.glob("old/*/run.toml"))  # made by older commits
 STOP, STEPS = 4, 6
 CLOSE = 1e-4  # relative: another processor or torch version adds in another order
 
@@ -97,3 +99,24 @@ def test_the_same_command_continues(name, golden, capsys, monkeypatch):
     ended = ingot(capsys, "train", golden / name)
     assert (ended["finished"], ended["step"], ended["saved_step"]) == (True, STEPS, STEPS)
     assert_close(steps_of(golden / name), RUNS[name])
+
+
+@pytest.mark.parametrize("name", OLD)
+def test_a_run_of_every_earlier_state_continues(name, golden, capsys, monkeypatch):
+    """The bare command, without a word about settings that came later."""
+    monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
+    run = golden / "old" / name
+    ended = ingot(capsys, "train", run)
+    assert (ended["finished"], ended["step"], ended["saved_step"]) == (True, STEPS, STEPS)
+    assert_close(steps_of(run), json.loads((run / "expected.json").read_text()))
+
+
+@pytest.mark.parametrize(
+    ("edit", "code", "exit_code"),
+    [("optim.lr=0.001", "E-RUN-CHANGED", 11), ("model.d_ffn=32", "E-RUN-OTHER-MODEL", 3)],
+)
+def test_an_edit_that_needs_more_than_the_bare_command(golden, capsys, edit, code, exit_code):
+    before = (golden / "dense-1-rank" / "events.jsonl").read_bytes()
+    assert main(["train", str(golden / "dense-1-rank"), "--set", edit, "--json"]) == exit_code
+    reported(capsys.readouterr().out, code, keys=[edit.partition("=")[0]])
+    assert (golden / "dense-1-rank" / "events.jsonl").read_bytes() == before

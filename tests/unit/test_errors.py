@@ -6,12 +6,11 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.sources import SOURCE, source_nodes
 
-import ingot
 from ingot import errors
 from ingot.errors import IngotError, catalogs, describe
 
-SOURCE = Path(ingot.__file__).parent
 CODE = re.compile(r"E(-[A-Z0-9]+){1,4}")
 KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, IngotError)}
 
@@ -20,8 +19,8 @@ KINDS = {name for name, kind in vars(errors).items() if isinstance(kind, type) a
 def nodes() -> list[tuple[Path, ast.Call | ast.Constant | ast.ClassDef]]:
     """Return (file, node) of every call, text and class in the source."""
     found = []
-    for path in sorted(SOURCE.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for path, inside in source_nodes().items():
+        for node in inside:
             if isinstance(node, (ast.Call, ast.ClassDef)) or (
                 isinstance(node, ast.Constant) and isinstance(node.value, str)
             ):

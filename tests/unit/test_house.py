@@ -3,26 +3,27 @@
 import ast
 import subprocess
 import sys
+from collections.abc import Iterable
 from fnmatch import fnmatch
 from pathlib import Path
 
-import ingot
+import pytest
+from tests.sources import SOURCE, nodes_of, parsed, source_nodes
 
-SOURCE = Path(ingot.__file__).parent
 ROOT = Path(__file__).parents[2]
 LONGEST = 400
 
 
-def imports(source: Path) -> dict[str, set[str]]:
-    """Return module -> the modules it imports, anywhere in the file: in functions and under TYPE_CHECKING too."""
-    files = {
-        ".".join(("ingot", *path.relative_to(source).with_suffix("").parts)): path for path in source.rglob("*.py")
-    }
+def imports(source: Path, nodes: dict[Path, list[ast.AST]]) -> dict[str, set[str]]:
+    """Return module -> the modules it imports, anywhere in the file: in functions and under TYPE_CHECKING too. nodes:
+    those of the files below the folder `source`.
+    """
+    files = {".".join(("ingot", *path.relative_to(source).with_suffix("").parts)): path for path in nodes}
     files = {name.removesuffix(".__init__"): path for name, path in files.items()}
     found: dict[str, set[str]] = {}
     for name, path in files.items():
         used = set()
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in nodes[path]:
             if isinstance(node, ast.Import):
                 used |= {alias.name for alias in node.names}
             elif isinstance(node, ast.ImportFrom) and node.module:
@@ -56,7 +57,7 @@ def circle(graph: dict[str, set[str]]) -> list[str]:
 
 def test_no_circle_of_files():
     # `ingot` itself imports the planner for `from ingot import plan`, on demand.
-    graph = {name: used - {"ingot"} for name, used in imports(SOURCE).items()}
+    graph = {name: used - {"ingot"} for name, used in imports(SOURCE, source_nodes()).items()}
     assert circle(graph) == []
 
 
@@ -67,7 +68,76 @@ def test_a_circle_is_found(tmp_path):
         "c": "import ingot.a",
     }.items():
         (tmp_path / f"{name}.py").write_text(text)
-    assert circle(imports(tmp_path)) == ["ingot.a", "ingot.b", "ingot.c", "ingot.a"]
+    assert circle(imports(tmp_path, parsed(tmp_path))) == ["ingot.a", "ingot.b", "ingot.c", "ingot.a"]
+
+
+# Private names of PyTorch. Counted in every file of src that imports torch:
+#   - an import from torch with a part that begins with an underscore ("torch._dynamo", "from torch.x import _y");
+#   - an attribute that begins with one underscore and that no class, function or assignment of src defines;
+#   - a method of a subclass that overrides a private method of nn.Module or of a dispatch mode.
+
+OVERRIDES = {"_apply", "_should_skip_dynamo"}
+
+
+def is_private(dotted: str) -> bool:
+    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
+
+
+def defined_names(files: Iterable[list[ast.AST]]) -> set[str]:
+    names = set()
+    for node in (node for nodes in files for node in nodes):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+    return names - OVERRIDES
+
+
+def imports_of(node: ast.AST) -> list[str]:
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if isinstance(node, ast.ImportFrom):
+        return [f"{node.module}.{alias.name}" for alias in node.names]
+    return []
+
+
+def private_names(nodes: list[ast.AST], defined: set[str]) -> list[tuple[int, str]]:
+    found = []
+    if not any(name.split(".")[0] == "torch" for node in nodes for name in imports_of(node)):
+        return []
+    for node in nodes:
+        for name in imports_of(node):
+            if name.split(".")[0] == "torch" and is_private(name):
+                found.append((node.lineno, name))
+        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined:
+            found.append((node.lineno, node.attr))
+        if isinstance(node, ast.FunctionDef) and node.name in OVERRIDES:
+            found.append((node.lineno, node.name))
+    return found
+
+
+def test_one_file_touches_private_names_of_torch():
+    files, own = source_nodes(), SOURCE / "trainer" / "torch_private.py"
+    defined = defined_names(nodes for path, nodes in files.items() if path != own)
+    found = {path: names for path, nodes in files.items() if (names := private_names(nodes, defined))}
+    assert found.pop(own)
+    assert not found, {str(path.relative_to(SOURCE)): names for path, names in found.items()}
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "import torch._dynamo",
+        "from torch.distributed.distributed_c10d import _x",
+        "import torch\nx = torch.ops._c10d_functional",
+        "from torch import nn\nclass A(nn.Module):\n    def _apply(self, fn): ...",
+        "import torch\ndef f(x): return x.untyped_storage()._cdata",
+    ],
+)
+def test_a_private_name_is_found(line):
+    assert private_names(nodes_of(line), set())
 
 
 def test_no_file_is_too_long():

@@ -7,6 +7,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
+from ingot.cli.arguments import path
 from ingot.cli.options import add_cluster, add_overrides
 from ingot.cli.terminal import Terminal
 
@@ -26,7 +27,7 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=Path, nargs="?", default=Path("run.toml"), help="run file (default: run.toml)")
+    parser.add_argument("run_file", type=path, nargs="?", default=Path("run.toml"), help="run file (default: run.toml)")
     add_overrides(parser)
     add_cluster(parser, "check for this cluster")
     parser.add_argument(
@@ -116,11 +117,11 @@ def _show_finding(finding: "Finding", terminal: Terminal) -> None:
 def _init_problems(args: argparse.Namespace) -> "list[Finding]":
     """Return a finding if the run cannot start from the model in `init`; [] if it can, or if the run file has problems,
     which are reported already."""
-    from ingot.config import key_lines
     from ingot.errors import ConfigError
     from ingot.hub.config_file import require_fit
     from ingot.planner.run.check import Finding
     from ingot.theory.rules import load_run
+    from ingot.toml import key_lines
 
     try:
         config = load_run(args.run_file, tuple(args.overrides))

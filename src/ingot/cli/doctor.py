@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.arguments import count, path
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
@@ -14,7 +15,7 @@ _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", nargs="?", type=Path, default=Path(), help="folder for runs; its disk is checked (default: .)"
+        "folder", nargs="?", type=path, default=Path(), help="folder for runs; its disk is checked (default: .)"
     )
     parser.add_argument(
         "--bench",
@@ -23,14 +24,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--ranks",
-        type=int,
+        type=count("ranks", 0, 10_000),
         default=0,
         metavar="N",
         help="training processes (default: one per GPU, or 2 on the CPU)",
     )
     parser.add_argument(
         "--out",
-        type=Path,
+        type=path,
         default=Path("machine.json"),
         metavar="FILE",
         help="file for the result of --bench (default: machine.json)",
@@ -40,20 +41,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
-    from ingot.errors import EXIT_OK, ResourceError, UsageError
+    from ingot.errors import EXIT_OK, ResourceError
     from ingot.machine.doctor import examine
     from ingot.machine.facts import read_machine, this_cluster
     from ingot.planner.request.clusters import with_published_rates
 
-    if args.ranks < 0:
-        raise UsageError(
-            "E-OPTION-RANGE",
-            f"--ranks {args.ranks} is out of range",
-            rule="--ranks is a number of processes of at least 1",
-            fix="write --ranks 2, or leave the option out",
-            option="ranks",
-            value=args.ranks,
-        )
     machine = read_machine()
     checks = examine(machine, args.folder)
     rows = [(terminal.style(f"{c.status:<4}", _STYLE[c.status]), c.name, c.found) for c in checks]
@@ -75,8 +67,20 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             fix="follow the fix lines above, then run `ingot doctor` again",
             failed=failed,
         )
-    terminal.next(f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
+    terminal.next(*next_commands(any(c.name == "torch" and c.status == "ok" for c in checks), args))
     return EXIT_OK
+
+
+def next_commands(torch: bool, args: argparse.Namespace) -> tuple[str, ...]:
+    """Return the commands that can run next. torch: whether this machine has it."""
+    if torch:
+        return (f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
+    return (
+        "pip install 'ingot[train]'   (torch, for training, quickstart and --bench; without it:)",
+        "ingot data build CRAWL.warc.gz --out data",
+        "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
+        "ingot check run.toml --cluster 8xh100",
+    )
 
 
 def _bench(args: argparse.Namespace, terminal: Terminal, uncalibrated) -> dict:

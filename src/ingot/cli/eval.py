@@ -1,8 +1,8 @@
 """`ingot eval`: bits per byte of a checkpoint on held-out text, by source, with a unigram baseline."""
 
 import argparse
-from pathlib import Path
 
+from ingot.cli.arguments import count, path
 from ingot.cli.options import add_checkpoint
 from ingot.cli.terminal import Terminal
 
@@ -16,11 +16,11 @@ EXAMPLES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser)
     parser.add_argument(
-        "--tokens", type=Path, metavar="DIR", help="token folder to evaluate (default: data.heldout of the run file)"
+        "--tokens", type=path, metavar="DIR", help="token folder to evaluate (default: data.heldout of the run file)"
     )
     parser.add_argument(
         "--max-tokens",
-        type=int,
+        type=count("max-tokens", 1),
         metavar="N",
         help="evaluate about N tokens, the same number per source (default: evaluate.max_tokens of the run file)",
     )

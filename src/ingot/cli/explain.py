@@ -1,8 +1,8 @@
 """`ingot explain TOPIC`: an error code, a slow run, or the formulas of a plan with their numbers."""
 
 import argparse
-from pathlib import Path
 
+from ingot.cli.arguments import count, path
 from ingot.cli.options import add_budget, add_cluster, add_overrides
 from ingot.cli.terminal import Terminal
 
@@ -44,7 +44,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     topics = parser.add_subparsers(dest="topic", required=True, metavar="TOPIC")
     parsers = {topic: topics.add_parser(topic, help=text, description=text) for topic, text in TOPICS.items()}
     parsers["code"].add_argument("code", metavar="E-CODE", help="an error code; just E- lists all codes")
-    parsers["slow"].add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
+    parsers["slow"].add_argument("run", type=path, metavar="RUN", help="run folder; the run may still be training")
     add_cluster(parsers["slow"], "compare with this cluster", "the cluster of the run's plan")
     for topic in _PLAN_TOPICS:
         _configure_plan_topic(parsers[topic])
@@ -52,12 +52,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def _configure_plan_topic(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "run", nargs="?", type=Path, metavar="RUN.toml", help="run file; if not given, use --model or --params"
+        "run", nargs="?", type=path, metavar="RUN.toml", help="run file; if not given, use --model or --params"
     )
     parser.add_argument("--model", default="", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
     parser.add_argument("--params", metavar="COUNT", help="dense model given only by its size, like 70b")
     add_budget(parser)
-    parser.add_argument("--seq", type=int, default=0, metavar="T", help="sequence length in tokens")
+    parser.add_argument("--seq", type=count("seq", 1, 10**9), default=0, metavar="T", help="sequence length in tokens")
     parser.add_argument("--batch", default=0, metavar="N", help="global batch in sequences, or in tokens like 4M")
     add_cluster(parser)
     add_overrides(parser, "with RUN.toml: ")

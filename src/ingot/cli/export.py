@@ -2,8 +2,8 @@
 
 import argparse
 import shlex
-from pathlib import Path
 
+from ingot.cli.arguments import path
 from ingot.cli.options import add_checkpoint
 from ingot.cli.terminal import Terminal
 
@@ -16,7 +16,7 @@ EXAMPLES = (
 def configure(parser: argparse.ArgumentParser) -> None:
     add_checkpoint(parser, device=False)
     parser.add_argument(
-        "--out", type=Path, required=True, metavar="DIR", help="folder to write; an earlier export in it is replaced"
+        "--out", type=path, required=True, metavar="DIR", help="folder to write; an earlier export in it is replaced"
     )
     parser.add_argument(
         "--dtype",

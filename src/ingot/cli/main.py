@@ -16,6 +16,7 @@ from typing import ClassVar
 from ingot import __version__
 from ingot.cli.terminal import Terminal
 from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, UsageError, missing_part
+from ingot.value_names import not_text
 
 VERBS = {
     "quickstart": "run all stages on this machine: crawl, tokens, plan, training, recovery, export, report",
@@ -28,7 +29,7 @@ VERBS = {
     "check": "report every problem of a run file at once, with file and line; start nothing",
     "train": "start a run, or continue it with the same command",
     "status": "show the state of a run: step, loss, speed, newest checkpoint, faults",
-    "ckpt": "list and verify checkpoints",
+    "ckpt": "list and verify checkpoints, and prove which samples a run consumed",
     "eval": "compute held-out bits per byte of a checkpoint, by source, with a unigram baseline",
     "sample": "generate text from a checkpoint",
     "export": "write a Hugging Face model folder, and verify that it gives the same logits",
@@ -146,6 +147,14 @@ def main(argv: list[str] | None = None) -> int:
         print(f"ingot {__version__}")
         return EXIT_OK
     verb, rest = argv[0], argv[1:]
+    if wrong := next(filter(None, map(not_text, argv)), ""):
+        error = UsageError(
+            "E-ARGUMENT-TEXT",
+            f"an argument contains {wrong}",
+            rule="arguments are UTF-8 text",
+            fix="rename the file, or type the argument again",
+        )
+        return _failed(error, Terminal(json_mode="--json" in rest), False)
     if verb not in VERBS:
         return _no_verb(verb, "--json" in rest)
     if rest and f"{verb} {rest[0]}" in _ACTIONS:
@@ -154,12 +163,13 @@ def main(argv: list[str] | None = None) -> int:
     if verb == "explain":
         rest = module.normalize(rest)
     _VerbParser.line = rest
-    args = parser.parse_args(rest)
-    terminal = Terminal(json_mode=args.json, quiet=args.quiet)
+    terminal, verbose = Terminal(json_mode="--json" in rest), False
     try:
+        args = parser.parse_args(rest)
+        terminal, verbose = Terminal(json_mode=args.json, quiet=args.quiet), args.verbose
         return module.run(args, terminal)
     except IngotError as error:
-        return _failed(error, terminal, args.verbose)
+        return _failed(error, terminal, verbose)
     except Preempted as stop:
         terminal.say(str(stop))
         return stop.exit_code
@@ -174,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
         package = (error.name or "").partition(".")[0]
         if package not in PARTS:
             raise
-        return _failed(missing_part(package, PARTS[package]), terminal, args.verbose)
+        return _failed(missing_part(package, PARTS[package]), terminal, verbose)
     except OSError as error:
         place = f"{error.filename}: " if error.filename else ""
         shown = ResourceError(
@@ -185,7 +195,7 @@ def main(argv: list[str] | None = None) -> int:
             path=str(error.filename or ""),
             errno=error.errno or 0,
         )
-        return _failed(shown, terminal, args.verbose)
+        return _failed(shown, terminal, verbose)
 
 
 def _no_verb(verb: str, json_mode: bool) -> int:

@@ -1,9 +1,10 @@
 """Options that several verbs share, the options of `ingot plan`, and the call of `ingot.plan` from these options."""
 
 import argparse
-import math
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from ingot.cli.arguments import MOST_STEPS, count, fraction, path
 
 if TYPE_CHECKING:
     from ingot.errors import UsageError
@@ -61,7 +62,7 @@ def add_budget(parser: argparse._ActionsContainer) -> None:
 def add_checkpoint(parser: argparse.ArgumentParser, *, device: bool = True) -> None:
     """Add the positional argument `run` for a verb that reads a checkpoint. device: also add the option --device."""
     parser.add_argument(
-        "run", type=Path, metavar="RUN|CHECKPOINT", help="run folder (its newest checkpoint), or a checkpoint folder"
+        "run", type=path, metavar="RUN|CHECKPOINT", help="run folder (its newest checkpoint), or a checkpoint folder"
     )
     if device:
         parser.add_argument(
@@ -80,11 +81,11 @@ def set_without_run(fix: str) -> "UsageError":
 def add_subject(parser: argparse.ArgumentParser) -> None:
     """Add the options for the model or run file, the cluster and the tokens or budget of a plan."""
     what = parser.add_argument_group("what to plan: one of --run, --model, --params, --init; or --budget alone")
-    what.add_argument("--run", type=Path, metavar="FILE", help="existing run file")
+    what.add_argument("--run", type=path, metavar="FILE", help="existing run file")
     what.add_argument("--model", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
     what.add_argument("--params", metavar="COUNT", help="dense model of this number of parameters, for example 70b")
     what.add_argument(
-        "--init", type=Path, metavar="DIR", help="Hugging Face model folder; the run starts from its weights"
+        "--init", type=path, metavar="DIR", help="Hugging Face model folder; the run starts from its weights"
     )
     add_cluster(what)
     add_budget(what)
@@ -102,16 +103,24 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
     choice = parser.add_argument_group("settings, instead of the default rules")
     choice.add_argument("--name", default="", help="name of the run (default: the name of the model)")
     choice.add_argument(
-        "--steps", type=int, metavar="N", help="optimizer steps (default: the preset's, else one pass over the tokens)"
+        "--steps",
+        type=count("steps", 1, MOST_STEPS),
+        metavar="N",
+        help="optimizer steps (default: the preset's, else one pass over the tokens)",
     )
-    choice.add_argument("--seq", type=int, metavar="T", help="sequence length in tokens (default: the preset's)")
+    choice.add_argument(
+        "--seq", type=count("seq", 1, 10**9), metavar="T", help="sequence length in tokens (default: the preset's)"
+    )
     choice.add_argument(
         "--batch",
         metavar="N",
         help="global batch in sequences, or in tokens with a unit: 4M (default: the preset's, else by compute budget)",
     )
     choice.add_argument(
-        "--lr", type=float, metavar="RATE", help="peak learning rate (default: the preset's, else by compute budget)"
+        "--lr",
+        type=fraction("lr", 1e-12, 100.0),
+        metavar="RATE",
+        help="peak learning rate (default: the preset's, else by compute budget)",
     )
     choice.add_argument("--precision", choices=("bf16", "fp32"), help="precision of the computation (default: bf16)")
     choice.add_argument(
@@ -133,7 +142,8 @@ def _add_rules(parser: argparse.ArgumentParser) -> None:
 def _add_layout(parser: argparse.ArgumentParser) -> None:
     layout = parser.add_argument_group("layout, instead of the fastest that the search finds")
     for name in _DEGREES:
-        layout.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=f"pin {_setting(name)}")
+        option = name.replace("_", "-")
+        layout.add_argument(f"--{option}", type=count(option, 0, 10**9), metavar="N", help=f"pin {_setting(name)}")
     for name in _FORMS:
         layout.add_argument(f"--{name}", metavar="FORM", help=f"pin {_setting(name)}")
     layout.add_argument(
@@ -214,9 +224,8 @@ def _given(args: argparse.Namespace) -> dict:
 
 
 def _pinned(args: argparse.Namespace) -> dict[str, object]:
-    import tomllib
-
-    from ingot.errors import UsageError
+    from ingot.errors import ConfigError, UsageError
+    from ingot.toml import parse_toml
 
     pinned = {name: value for name in (*_DEGREES, *_FORMS) if (value := getattr(args, name)) is not None}
     for pin in args.pin:
@@ -230,8 +239,10 @@ def _pinned(args: argparse.Namespace) -> dict[str, object]:
                 given=pin,
             )
         try:
-            pinned[key.strip().replace("-", "_")] = tomllib.loads(f"value = {value}")["value"]
-        except tomllib.TOMLDecodeError:
+            pinned[key.strip().replace("-", "_")] = parse_toml(f"value = {value}", "--pin")["value"]
+        except ConfigError as error:
+            if error.code != "E-CONFIG-SYNTAX":
+                raise
             pinned[key.strip().replace("-", "_")] = value.strip()
     return pinned
 
@@ -239,17 +250,6 @@ def _pinned(args: argparse.Namespace) -> dict[str, object]:
 def _require_numbers(args: argparse.Namespace) -> None:
     from ingot.errors import UsageError
 
-    for option in ("steps", "seq", "lr"):
-        value = getattr(args, option)
-        if value is not None and not 0 < value < math.inf:
-            raise UsageError(
-                "E-OPTION-RANGE",
-                f"--{option} {value} is out of range",
-                rule=f"--{option} is a finite number above 0" if option == "lr" else f"--{option} is at least 1",
-                fix=f"--{option} {'3e-4' if option == 'lr' else 4096}, or leave the option out",
-                option=option,
-                value=value,
-            )
     for option in ("batch", "mfu", "price", "failures", "budget", "params"):
         if getattr(args, option) is not None and not str(getattr(args, option)).strip():
             raise UsageError(

@@ -7,6 +7,7 @@ from shlex import quote
 from typing import TYPE_CHECKING
 
 from ingot.cli import plan_web
+from ingot.cli.arguments import count, path
 from ingot.cli.options import add_choices, add_subject, planning_of
 from ingot.cli.terminal import Terminal
 
@@ -31,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_subject(parser)
     add_choices(parser)
     output = parser.add_argument_group("output of the plan")
-    output.add_argument("--top", type=int, default=5, metavar="N", help="layouts to show (default: 5)")
+    output.add_argument(
+        "--top", type=count("top", 1, 1000), default=5, metavar="N", help="layouts to show (default: 5)"
+    )
     output.add_argument(
         "--explain",
         nargs="?",
@@ -40,7 +43,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="recipe: each decision with its reason and runner-up (default); mem, time, comms, bubble, lr, batch, size,"
         " failures or all: the formulas with their numbers",
     )
-    output.add_argument("--out", type=Path, metavar="FILE", help="run file to write, with plan.json next to it")
+    output.add_argument("--out", type=path, metavar="FILE", help="run file to write, with plan.json next to it")
     output.add_argument("--force", action="store_true", help="replace the file at --out (default: refuse)")
     plan_web.add_page(parser)
 
@@ -56,15 +59,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             "--force is given without --out",
             rule="--force replaces the run file that --out names",
             fix="add --out run.toml, or remove --force",
-        )
-    if args.top < 1:
-        raise UsageError(
-            "E-OPTION-RANGE",
-            f"--top {args.top} is out of range",
-            rule="--top is a number of layouts, at least 1",
-            fix="use --top 5, or remove the option",
-            option="top",
-            value=args.top,
         )
     planning = planning_of(args, top=args.top, relative_to=args.out.parent if args.out else Path())
     explained = _explained(planning, args.explain) if args.explain else []

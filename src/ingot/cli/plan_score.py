@@ -2,9 +2,9 @@
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("file", nargs="?", type=Path, metavar="FILE",
+    parser.add_argument("file", nargs="?", type=path, metavar="FILE",
         help='published runs as JSON: {"rows": [{"id", "family", "model", "cluster", "plan", "measured"}]}'
         " (default: the published runs of the package)")  # fmt: skip
     parser.add_argument("--leave-one-out", action="store_true",

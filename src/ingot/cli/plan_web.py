@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 
+from ingot.cli.arguments import count
 from ingot.cli.terminal import Terminal
 
 PORT = 8737
@@ -17,7 +18,12 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     page.add_argument(
         "--web", action="store_true", help="serve the planner as a web page on this machine, until Ctrl-C"
     )
-    page.add_argument("--port", type=int, metavar="N", help=f"port of the page (default: {PORT}; 0: any free port)")
+    page.add_argument(
+        "--port",
+        type=count("port", 0, 65_535),
+        metavar="N",
+        help=f"port of the page (default: {PORT}; 0: any free port)",
+    )
     page.add_argument(
         "--host", metavar="NAME", help="address of the page (default: 127.0.0.1, reachable from this machine only)"
     )
@@ -68,15 +74,6 @@ def _listen(host: str, port: int):
 
     from ingot.errors import ResourceError, UsageError
 
-    if not 0 <= port < 65_536:
-        raise UsageError(
-            "E-OPTION-RANGE",
-            f"--port {port} is out of range",
-            rule="--port is a number from 0 to 65,535",
-            fix="use another port; --port 0 takes any free port",
-            option="port",
-            value=port,
-        )
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     except OSError:

@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from ingot.cli.arguments import count, place
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = ("ingot quickstart", "ingot quickstart --warc CC-MAIN-*.warc.gz --dir my-crawl")
@@ -15,12 +16,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
+        type=place,
         metavar="FILE",
         help="your own WARC or WET files (default: a crawl of the documentation on this machine)",
     )
-    parser.add_argument("--dir", default="quickstart", help="folder for all output (default: ./quickstart)")
+    parser.add_argument("--dir", type=place, default="quickstart", help="folder for all output (default: ./quickstart)")
     parser.add_argument(
-        "--workers", type=int, default=0, metavar="N", help="processes of the data stages (default: one per core)"
+        "--workers",
+        type=count("workers", 0, 10_000),
+        default=0,
+        metavar="N",
+        help="processes of the data stages (default: one per core)",
     )
 
 

@@ -1,8 +1,8 @@
 """`ingot report`: write the report of a run as one HTML file and one Markdown file."""
 
 import argparse
-from pathlib import Path
 
+from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -12,17 +12,17 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for report.html and report.md (default: RUN)")
+    parser.add_argument("run", type=path, metavar="RUN", help="run folder; the run may still be training")
+    parser.add_argument("--out", type=path, metavar="DIR", help="folder for report.html and report.md (default: RUN)")
     parser.add_argument(
         "--corpus",
-        type=Path,
+        type=path,
         metavar="DIR",
         help="corpus folder for the data funnel (default: the corpus of the run's tokens, if it exists)",
     )
     parser.add_argument(
         "--twin",
-        type=Path,
+        type=path,
         metavar="FILE",
         help="twin.json, a comparison with the same run without faults (default: RUN/twin.json, if it exists)",
     )

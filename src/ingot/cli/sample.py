@@ -2,6 +2,7 @@
 
 import argparse
 
+from ingot.cli.arguments import LARGEST_SEED, count, fraction
 from ingot.cli.options import add_checkpoint
 from ingot.cli.terminal import Terminal
 
@@ -21,24 +22,31 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="text to continue; repeatable (default: evaluate.prompts of the run file, else the empty text)",
     )
     parser.add_argument(
-        "--max-tokens", type=int, default=64, metavar="N", help="largest number of tokens to generate (default: 64)"
+        "--max-tokens",
+        type=count("max-tokens", 1, 10**9),
+        default=64,
+        metavar="N",
+        help="largest number of tokens to generate (default: 64)",
     )
     parser.add_argument(
         "--temperature",
-        type=float,
+        type=fraction("temperature", 0.0, 1e6),
         default=0.8,
         metavar="X",
         help="0 always takes the most likely token, 1 samples from the model's distribution (default: 0.8)",
     )
     parser.add_argument(
         "--top-k",
-        type=int,
+        type=count("top-k", 0, 10**9),
         default=50,
         metavar="K",
         help="sample from the K most likely tokens; 0: from all tokens (default: 50)",
     )
     parser.add_argument(
-        "--seed", type=int, default=0, help="seed of the sampling; the same seed gives the same text (default: 0)"
+        "--seed",
+        type=count("seed", -LARGEST_SEED, LARGEST_SEED),
+        default=0,
+        help="seed of the sampling; the same seed gives the same text (default: 0)",
     )
 
 

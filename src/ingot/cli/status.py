@@ -1,15 +1,15 @@
 """`ingot status RUN`: show the state of a run."""
 
 import argparse
-from pathlib import Path
 
+from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run", type=Path, metavar="RUN", help="run folder; the run may still be training")
+    parser.add_argument("run", type=path, metavar="RUN", help="run folder; the run may still be training")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

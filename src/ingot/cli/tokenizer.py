@@ -4,6 +4,7 @@ import argparse
 import itertools
 from pathlib import Path
 
+from ingot.cli.arguments import count, place
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -19,16 +20,20 @@ def configure(parser: argparse.ArgumentParser) -> None:
     train.add_argument(
         "inputs",
         nargs="+",
+        type=place,
         metavar="CORPUS|FILE",
         help="folder that `data build --out` wrote, corpus folder, or UTF-8 text files",
     )
     train.add_argument(
-        "--vocab-size", type=int, default=32_768, help="number of tokens, including the 256 bytes (default: 32768)"
+        "--vocab-size",
+        type=count("vocab-size", 1, 10**8),
+        default=32_768,
+        help="number of tokens, including the 256 bytes (default: 32768)",
     )
-    train.add_argument("--out", default="tokenizer.json", help="file to write (default: tokenizer.json)")
+    train.add_argument("--out", type=place, default="tokenizer.json", help="file to write (default: tokenizer.json)")
     train.add_argument("--force", action="store_true", help="replace an existing file at --out (default: refuse)")
     show = verbs.add_parser("show", help="describe a tokenizer.json, and show how it splits text")
-    show.add_argument("file", help="a tokenizer.json of any kind")
+    show.add_argument("file", type=place, help="a tokenizer.json of any kind")
     show.add_argument("--text", default="", help="text to encode (default: a built-in sample)")
     show.add_argument("--eot", default="", help="end-of-text token (default: the first usual name that exists)")
 

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.arguments import MOST_STEPS, count, place
 from ingot.cli.options import add_overrides
 from ingot.cli.terminal import Terminal
 
@@ -19,11 +20,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         nargs="?",
+        type=place,
         default="run.toml",
         metavar="RUN",
         help="run file, or run folder (default: run.toml)",
     )
-    parser.add_argument("--out", metavar="DIR", help="run folder (default: runs/NAME next to the run file)")
+    parser.add_argument("--out", type=place, metavar="DIR", help="run folder (default: runs/NAME next to the run file)")
     add_overrides(parser)
     parser.add_argument(
         "--accept-change",
@@ -34,7 +36,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--until-step",
-        type=int,
+        type=count("until-step", 1, MOST_STEPS),
         metavar="N",
         help="save and stop after step N with exit code 10 (default: the last step of the run)",
     )

@@ -189,7 +189,7 @@ def read_cluster(path: Path) -> Cluster:
             fix=fix,
             path=str(path),
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             "E-MACHINE-UNREADABLE",
             f"{path} cannot be read ({error})",

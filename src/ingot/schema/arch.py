@@ -6,6 +6,22 @@ from dataclasses import dataclass, field, fields
 from fractions import Fraction
 from typing import Any, ClassVar, Literal
 
+from ingot.ranges import (
+    Count,
+    Experts,
+    Factor,
+    Heads,
+    Layers,
+    Positive,
+    PositiveExperts,
+    PositiveLayers,
+    PositiveWidth,
+    Steps,
+    Tokens,
+    Vocabulary,
+    Width,
+)
+
 Problems = Iterator[tuple[str, str]]
 
 
@@ -37,24 +53,24 @@ class Moe:
       after that they stay constant (V3, section 4.2, has a rate of 0 in its last 500B tokens); 0: all steps.
     """
 
-    num_experts: int = 0
-    top_k: int = 2
-    d_expert: int = 0
-    shared_experts: int = 0
-    first_dense: int = 0
+    num_experts: Experts = 0
+    top_k: PositiveExperts = 2
+    d_expert: Width = 0
+    shared_experts: Experts = 0
+    first_dense: Layers = 0
     scores: Literal["softmax", "sigmoid"] = "softmax"
     normalize: bool = True
-    scale: float = 1.0
-    groups: int = 1
-    top_groups: int = 1
-    noise: float = 0.0
-    capacity_factor: float = 0.0
+    scale: Positive = 1.0
+    groups: PositiveExperts = 1
+    top_groups: PositiveExperts = 1
+    noise: Factor = 0.0
+    capacity_factor: Factor = 0.0
     overflow: Literal["drop", "fallback"] = "drop"
-    sequence_loss: float = 0.0
-    global_loss: float = 0.0
-    z_loss: float = 0.0
-    bias_rate: float = 0.0
-    bias_steps: int = 0
+    sequence_loss: Factor = 0.0
+    global_loss: Factor = 0.0
+    z_loss: Factor = 0.0
+    bias_rate: Factor = 0.0
+    bias_steps: Steps = 0
 
     @property
     def has_fallback(self) -> bool:
@@ -81,19 +97,6 @@ class Moe:
     def _below_least(self) -> Problems:
         if self.num_experts < 2:
             yield "num_experts", f"is {self.num_experts}, must be at least 2, or 0 for a dense model"
-        for name in ("top_k", "groups", "top_groups"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}, must be at least 1"
-        if self.d_expert < 0:  # Arch reports 0 (not set), because it can propose a value
-            yield "d_expert", f"is {self.d_expert}, must be at least 1"
-        for name in (
-            *("shared_experts", "first_dense", "noise", "capacity_factor"),
-            *("sequence_loss", "global_loss", "z_loss", "bias_rate", "bias_steps"),
-        ):
-            if getattr(self, name) < 0:
-                yield name, f"is {getattr(self, name)}, must be at least 0"
-        if self.scale <= 0:
-            yield "scale", f"is {self.scale}, must be positive"
         if self.bias_steps and not self.bias_rate:
             yield "bias_steps", f"{self.bias_steps} has no effect without biases; set bias_rate, or remove it"
 
@@ -142,11 +145,11 @@ class Mla:
     v_dim: width of a value head, at most head_dim.
     """
 
-    q_rank: int = 0
-    kv_rank: int = 0
-    nope_dim: int = 0
-    rope_dim: int = 0
-    v_dim: int = 0
+    q_rank: Width = 0
+    kv_rank: Width = 0
+    nope_dim: Width = 0
+    rope_dim: Width = 0
+    v_dim: Width = 0
 
     def problems(self) -> Problems:
         if self.kv_rank == 0:
@@ -156,8 +159,6 @@ class Mla:
         for name in ("kv_rank", "nope_dim", "rope_dim", "v_dim"):
             if (value := getattr(self, name)) < 1:
                 yield name, f"is {value}; kv_rank, nope_dim, rope_dim and v_dim belong together, each at least 1"
-        if self.q_rank < 0:
-            yield "q_rank", f"is {self.q_rank}, must be at least 0 (0: queries have no latent)"
         if self.rope_dim % 2:
             yield "rope_dim", f"is {self.rope_dim}; RoPE rotates pairs, so it must be even"
         if self.v_dim > self.nope_dim + self.rope_dim:
@@ -186,26 +187,23 @@ class Arch:
       vocab_size, E experts.
     """
 
-    vocab_size: int
-    d_model: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_ffn: int
-    max_seq_len: int = 2048
-    rope_theta: float = 10_000.0
-    norm_eps: float = 1e-5
+    vocab_size: Vocabulary
+    d_model: PositiveWidth
+    num_layers: PositiveLayers
+    num_heads: Heads
+    num_kv_heads: Heads
+    head_dim: PositiveWidth
+    d_ffn: PositiveWidth
+    max_seq_len: Tokens = 2048
+    rope_theta: Positive = 10_000.0
+    norm_eps: Positive = 1e-5
     qk_norm: bool = False
     tied_embeddings: bool = True
-    sliding_window: int = 0
-    logit_softcap: float = 0.0
+    sliding_window: Count = 0
+    logit_softcap: Factor = 0.0
     moe: Moe = field(default_factory=Moe)
     mla: Mla = field(default_factory=Mla)
 
-    # Fields that the first run files did not have. Their defaults mean the behavior from before the field, so fields at
-    # their defaults are not part of a run's identity (schema/run.py, LATER_SETTINGS).
-    later_fields: ClassVar[tuple[str, ...]] = ("sliding_window", "logit_softcap", "moe", "mla")
     # Matrices of one feed-forward: gate, up and down. Models of other systems, in the planner, may have two (GELU).
     ffn_matrices: ClassVar[int] = 3
     # Times that a token passes the head. Models of other systems, in the planner, may predict several tokens.
@@ -228,22 +226,11 @@ class Arch:
         return self.mla.kv_rank > 0
 
     def problems(self) -> Problems:
-        sizes = ("vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ffn", "max_seq_len")
-        for name in sizes:
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}, must be at least 1"
-        for name in ("rope_theta", "norm_eps"):
-            if getattr(self, name) <= 0:
-                yield name, f"is {getattr(self, name)}, must be positive"
-        if self.num_kv_heads > 0 and self.num_heads % self.num_kv_heads:
+        if self.num_heads % self.num_kv_heads:
             legal = [g for g in range(1, self.num_heads + 1) if self.num_heads % g == 0]
             yield "num_kv_heads", f"{self.num_kv_heads} does not divide num_heads={self.num_heads}; use one of {legal}"
         if self.head_dim % 2 and not self.is_mla:
             yield "head_dim", f"is {self.head_dim}; RoPE rotates pairs, so it must be even"
-        if self.sliding_window < 0:
-            yield "sliding_window", f"is {self.sliding_window}, must be at least 0"
-        if not 0 <= self.logit_softcap < math.inf:
-            yield "logit_softcap", f"is {self.logit_softcap}, must be a finite number of at least 0; 0 is no cap"
         if self.is_moe:
             yield from self._moe_problems()
         if self.is_mla:

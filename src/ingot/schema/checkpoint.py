@@ -16,6 +16,11 @@ def file_of(rank: int) -> str:
     return f"rank-{rank:05d}.safetensors"
 
 
+def segment_file(first_step: int, last_step: int) -> str:
+    """Return the name, in the ledger folder of a run, of the file of the samples of these steps (inclusive)."""
+    return f"steps-{first_step:08d}-{last_step:08d}.i64"
+
+
 def key_of(name: str, offsets: Sequence[int]) -> str:
     """Return a block's key in its file: the tensor's name, followed by "@" and the offsets unless all are 0."""
     return f"{name}@{','.join(map(str, offsets))}" if any(offsets) else name
@@ -107,12 +112,14 @@ class Health:
 class CheckpointManifest:
     """The contents of a checkpoint.
 
-    step: optimizer steps done. settings: RunConfig.training_settings(); config_sha256: their hash.
+    step: optimizer steps done. settings: RunConfig.settings(); checkpoints of earlier versions of ingot have only those
+      that need confirmation to change (schema/changes.py). config_sha256: RunConfig.training_sha256().
     data_fingerprint: fingerprint of the token manifest. tokens: number of tokens consumed so far.
     layout: mesh degrees at the time of writing, as information for people; loading does not depend on them.
     world: the number of ranks that wrote the checkpoint. Their files contain random states, which are restored only on
       the same number of ranks.
     rng: the random states in hex, in checkpoints of version 1.
+    ledger: the samples of all steps from 1 to `step`. The hash of the manifest covers this list.
     """
 
     version: int = 2

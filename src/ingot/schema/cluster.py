@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+from ingot.ranges import Bytes, Degree, Factor, PositiveBytes, PositiveDegree, Rate, Seconds, Usd, Watts
+
+MOST_DEVICES = 1_000_000
 # (bandwidth, the units that people write it in by mistake, an example of the right way)
 _UNITS = (
     ("memory_bandwidth", "GB or TB", "3.35 TB/s as 3.35e12"),
@@ -39,37 +42,36 @@ class Cluster:
 
     name: str
     device: str  # "cpu", "cuda" or "tpu"
-    nodes: int = 1
-    devices_per_node: int = 1
-    memory_bytes: int
-    memory_bandwidth: float = 0.0
-    peak_flops: dict[str, float] = field(default_factory=dict)
-    op_seconds: float = 0.0
-    step_overhead_seconds: float = 0.0
-    runtime_bytes: int = 0
-    usd_per_hour: float = 0.0
+    nodes: PositiveDegree = 1
+    devices_per_node: PositiveDegree = 1
+    memory_bytes: PositiveBytes
+    memory_bandwidth: Rate = 0.0
+    peak_flops: dict[str, Rate] = field(default_factory=dict)
+    op_seconds: Seconds = 0.0
+    step_overhead_seconds: Seconds = 0.0
+    runtime_bytes: Bytes = 0
+    usd_per_hour: Usd = 0.0
     device_name: str = ""
-    matmul_efficiency: float = 1.0
-    attention_efficiency: float = 1.0
-    fragmentation: float = 0.0
-    link_bandwidth: float = 0.0
-    network_bandwidth: float = 0.0
-    domain_devices: int = 0
-    link_seconds: float = 0.0
-    network_seconds: float = 0.0
+    matmul_efficiency: Factor = 1.0
+    attention_efficiency: Factor = 1.0
+    fragmentation: Factor = 0.0
+    link_bandwidth: Rate = 0.0
+    network_bandwidth: Rate = 0.0
+    domain_devices: Degree = 0
+    link_seconds: Seconds = 0.0
+    network_seconds: Seconds = 0.0
     link_kind: str = "nvswitch"
     network_kind: str = "infiniband"
     sharp: bool = False
-    host_bandwidth: float = 0.0
-    watts: float = 0.0
+    host_bandwidth: Rate = 0.0
+    watts: Watts = 0.0
     price_source: str = ""
-    resolution: float = 0.0
+    resolution: Factor = 0.0
     measured: str = ""
 
     def problems(self):
-        for name in ("nodes", "devices_per_node", "memory_bytes"):
-            if getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}, must be at least 1"
+        if self.devices > MOST_DEVICES:
+            yield "nodes", f"is {self.nodes:,}: together {self.devices:,} devices, must be at most {MOST_DEVICES:,}"
         for name in ("matmul_efficiency", "attention_efficiency"):
             if getattr(self, name) <= 0:
                 yield name, f"is {getattr(self, name)}, must be positive"
@@ -77,9 +79,7 @@ class Cluster:
             yield "device", f'is {self.device!r}, must be "cpu", "cuda" or "tpu"'
         for name, wrong, right in _UNITS:
             value = getattr(self, name)
-            if value < 0:
-                yield name, f"is {value}, must be at least 0"
-            elif 0 < value < 1e6 and self.device != "cpu":
+            if 0 < value < 1e6 and self.device != "cpu":
                 yield name, f"is {value:g} bytes/s; it counts bytes, not {wrong}: write {right}"
         for dtype, rate in self.peak_flops.items():
             if 0 < rate < 1e6:

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from ingot.ranges import Degree, Layers, PositiveDegree, PositiveLayers, Queue
+
 # Pipeline schedules, by the names of their papers (theory/schedule makes their tables).
 PipelineSchedule = Literal[
     "gpipe", "1f1b", "interleaved", "looped_bfs", "zb_h1", "interleaved_zb", "zb_v", "dualpipe_v"
@@ -50,29 +52,29 @@ class Parallel:
       path starts at the folder of the run file). offload_parameters: with "cpu" and zero 3, offload parameters too.
     """
 
-    dp_replicate: int = 1
-    dp_shard: int = 1
-    pp: int = 1
-    cp: int = 1
-    tp: int = 1
-    ep: int = 1
+    dp_replicate: PositiveDegree = 1
+    dp_shard: PositiveDegree = 1
+    pp: PositiveDegree = 1
+    cp: PositiveDegree = 1
+    tp: PositiveDegree = 1
+    ep: PositiveDegree = 1
     context: Literal["auto", "ring", "ulysses", "usp"] = "auto"
-    ulysses: int = 0
+    ulysses: Degree = 0
     context_layout: Literal["zigzag", "striped", "contiguous"] = "zigzag"
     zero: Literal["auto", 1, 2, 3] = "auto"
-    unit_layers: Literal["auto"] | int = "auto"
-    prefetch: int = 1
+    unit_layers: Literal["auto"] | Layers = "auto"
+    prefetch: Queue = 1
     reshard: bool = True
     grads: Literal["fp32", "bf16"] = "fp32"
     reduce: Literal["fast", "canonical"] = "fast"
-    virtual_ranks: int = 0
+    virtual_ranks: Degree = 0
     sequence: bool = True
     async_tp: bool = False
     schedule: PipelineSchedule = "1f1b"
-    stages_per_rank: int = 0
-    stage_layers: tuple[int, ...] = ()
+    stages_per_rank: Layers = 0
+    stage_layers: tuple[Layers, ...] = ()
     recompute: Literal["none", "full", "selective"] = "none"
-    recompute_every: int = 1
+    recompute_every: PositiveLayers = 1
     offload: Literal["none", "cpu", "nvme"] = "none"
     offload_parameters: bool = False
     offload_folder: str = ""

@@ -4,40 +4,32 @@ The schema is here and not in the trainer, because planner, `check` and `report`
 file with all its rules, use ingot.theory.rules.load_run.
 """
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from ingot.config import to_dict
+from ingot.ranges import (
+    Deadline,
+    Factor,
+    LearningRate,
+    Positive,
+    PositiveCount,
+    PositiveQueue,
+    PositiveSteps,
+    Queue,
+    Seed,
+    Sequences,
+    Share,
+    Steps,
+    Tokens,
+    Usd,
+    Weight,
+)
 from ingot.schema.arch import Arch
+from ingot.schema.changes import SettingChange, compare, identity
 from ingot.schema.parallel import Parallel
 from ingot.storage import canonical_json, sha256_bytes
-
-# Settings that can change without making another experiment: paths, the split of the work, logging. Data paths may
-# change because the token stream is compared by its fingerprint.
-FREE_SETTINGS = (
-    "name",
-    "data.tokens",
-    "data.heldout",
-    "data.tokenizer",
-    "data.prefetch",
-    "train.micro_batch",
-    "train.compile",
-    "train.device",
-    "parallel.",
-    "checkpoint.",
-    "evaluate.",
-    "watch.",
-    "launch.",
-    "cost.",
-)
-
-
-def _at_least(config, least: int, *names: str) -> Iterator[tuple[str, str]]:
-    """Yield a problem for each of the fields `names` whose value is below `least`."""
-    for name in names:
-        if getattr(config, name) < least:
-            yield name, f"is {getattr(config, name)}, must be at least {least}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,12 +45,11 @@ class Data:
     tokens: str
     heldout: str = ""
     tokenizer: str = ""
-    weights: dict[str, float] = field(default_factory=dict)
+    weights: dict[str, Weight] = field(default_factory=dict)
     mask_documents: bool = False
-    prefetch: int = 2
+    prefetch: PositiveQueue = 2
 
     def problems(self):
-        yield from _at_least(self, 1, "prefetch")
         for source, weight in self.weights.items():
             if weight <= 0:
                 yield "weights", f"{source} = {weight}; weights are positive shares"
@@ -74,17 +65,14 @@ class Train:
     compile: torch.compile each block; in blocks with experts, only attention and shared experts (parallel/apply.py).
     """
 
-    steps: int
-    seq_len: int
-    global_batch: int
-    micro_batch: int
+    steps: PositiveSteps
+    seq_len: Tokens
+    global_batch: Sequences
+    micro_batch: Sequences
     precision: Literal["bf16", "fp16", "fp32", "fp64"] = "bf16"
     tf32: bool = False
     compile: Literal["auto", "on", "off"] = "auto"
     device: Literal["auto", "cpu", "cuda"] = "auto"
-
-    def problems(self):
-        return _at_least(self, 1, "steps", "seq_len", "global_batch", "micro_batch")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,21 +82,17 @@ class Optim:
     clip_norm: global norm to which larger gradients are scaled down; 0: no clipping.
     """
 
-    lr: float = 3e-3
-    beta1: float = 0.9
-    beta2: float = 0.95
-    eps: float = 1e-8
-    weight_decay: float = 0.1
-    clip_norm: float = 1.0
+    lr: LearningRate = 3e-3
+    beta1: Share = 0.9
+    beta2: Share = 0.95
+    eps: Positive = 1e-8
+    weight_decay: Factor = 0.1
+    clip_norm: Factor = 1.0
 
     def problems(self):
-        for name in ("lr", "eps"):
-            if getattr(self, name) <= 0:
-                yield name, f"is {getattr(self, name)}, must be positive"
         for name in ("beta1", "beta2"):
-            if not 0 <= getattr(self, name) < 1:
-                yield name, f"is {getattr(self, name)}, must be in [0, 1)"
-        yield from _at_least(self, 0, "weight_decay", "clip_norm")
+            if getattr(self, name) == 1:
+                yield name, "is 1, must be below 1: the average would never change"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -119,25 +103,17 @@ class Schedule:
     """
 
     kind: Literal["cosine", "wsd"] = "cosine"
-    warmup_steps: int = 0
-    decay_steps: int = 0
-    final_fraction: float = 0.1
-
-    def problems(self):
-        yield from _at_least(self, 0, "warmup_steps", "decay_steps")
-        if not 0 <= self.final_fraction <= 1:
-            yield "final_fraction", f"is {self.final_fraction}, must be in [0, 1]"
+    warmup_steps: Steps = 0
+    decay_steps: Steps = 0
+    final_fraction: Share = 0.1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """Checkpoints: one every `every_steps` steps and one at the end. Only the newest `keep` are kept."""
 
-    every_steps: int = 100
-    keep: int = 3
-
-    def problems(self):
-        return _at_least(self, 1, "every_steps", "keep")
+    every_steps: PositiveSteps = 100
+    keep: PositiveQueue = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -146,24 +122,17 @@ class Evaluate:
     and for each prompt a sample of `sample_tokens` tokens.
     """
 
-    every_steps: int = 0
-    max_tokens: int = 200_000
+    every_steps: Steps = 0
+    max_tokens: PositiveCount = 200_000
     prompts: tuple[str, ...] = ()
-    sample_tokens: int = 48
-
-    def problems(self):
-        yield from _at_least(self, 0, "every_steps")
-        yield from _at_least(self, 1, "max_tokens", "sample_tokens")
+    sample_tokens: Tokens = 48
 
 
 @dataclass(frozen=True, kw_only=True)
 class WatchSettings:
-    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device and stop requests wait."""
+    """Logging. log_every: steps per log line. Between two lines, metrics stay on the device."""
 
-    log_every: int = 10
-
-    def problems(self):
-        return _at_least(self, 1, "log_every")
+    log_every: PositiveSteps = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -172,13 +141,8 @@ class Launch:
     longer, a rank counts as hung.
     """
 
-    max_restarts: int = 3
-    timeout_seconds: float = 120.0
-
-    def problems(self):
-        yield from _at_least(self, 0, "max_restarts")
-        if self.timeout_seconds <= 0:
-            yield "timeout_seconds", f"is {self.timeout_seconds}, must be positive"
+    max_restarts: Queue = 3
+    timeout_seconds: Deadline = 120.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,10 +151,7 @@ class Cost:
     printed.
     """
 
-    usd_per_hour: float = 0.0
-
-    def problems(self):
-        return _at_least(self, 0, "usd_per_hour")
+    usd_per_hour: Usd = 0.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,7 +164,7 @@ class RunConfig:
     """
 
     name: str
-    seed: int = 1234
+    seed: Seed = 1234
     init: str = ""
     model: Arch
     data: Data
@@ -241,25 +202,23 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.train.seq_len
 
-    def training_settings(self) -> dict[str, Any]:
-        """Return the settings that decide what is learned, flat: "optim.lr" -> 0.003.
-
-        They are all settings except FREE_SETTINGS, and except LATER_SETTINGS that are at their defaults.
-        """
-        return essential({k: v for k, v in _flat(to_dict(self)).items() if not k.startswith(FREE_SETTINGS)})
+    def settings(self) -> dict[str, Any]:
+        """Return all settings, flat: "optim.lr" -> 0.003."""
+        return _flat(to_dict(self))
 
     def training_sha256(self) -> str:
         """Return the identity of the experiment: equal for two runs that may continue each other's checkpoints."""
-        return settings_sha256(self.training_settings())
-
-
-def essential(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return flat settings (as in `training_settings`) without the LATER_SETTINGS that are at their defaults."""
-    return {k: v for k, v in settings.items() if k not in LATER_SETTINGS or LATER_SETTINGS[k] != v}
+        return settings_sha256(self.settings())
 
 
 def settings_sha256(settings: Mapping[str, Any]) -> str:
-    return sha256_bytes(canonical_json(essential(settings)).encode())
+    """Return the identity of the experiment that has these flat `settings`; free ones have no effect."""
+    return sha256_bytes(canonical_json(identity(settings, DEFAULTS)).encode())
+
+
+def setting_changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[SettingChange]:
+    """Return the changes from the settings of a checkpoint to the flat settings `after` (schema/changes.py)."""
+    return compare(before, after, DEFAULTS)
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -270,15 +229,19 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def _later_model_settings() -> dict[str, Any]:
-    """Return the fields of Arch that the first run files did not have, with their defaults."""
-    model = to_dict(Arch(vocab_size=1, d_model=1, num_layers=1, num_heads=1, num_kv_heads=1, head_dim=2, d_ffn=1))
-    return {name: model[name] for name in Arch.later_fields}
+def _defaults(section: type) -> dict[str, Any]:
+    """Return the nested default values of a dataclass, without the fields that have none."""
+    found: dict[str, Any] = {}
+    for each in fields(section):
+        if each.default is not MISSING:
+            found[each.name] = list(each.default) if isinstance(each.default, tuple) else each.default
+        elif each.default_factory is not MISSING:
+            value = each.default_factory()
+            found[each.name] = to_dict(value) if is_dataclass(value) else value
+        elif isinstance(each.type, type) and is_dataclass(each.type):
+            found[each.name] = _defaults(each.type)
+    return found
 
 
-# Settings added after the first release. At their defaults they are not part of a run's identity, so that identities of
-# older runs stay valid. The defaults must never change, and must mean the behavior from before the setting.
-LATER_SETTINGS = {
-    "init": "",
-    **_flat(_later_model_settings(), "model."),
-}
+# The default of every setting that has one, flat. A default must mean the behavior from before the setting.
+DEFAULTS = _flat(_defaults(RunConfig))

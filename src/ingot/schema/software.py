@@ -7,6 +7,8 @@ differences, so that a prediction never needs a correction factor for a particul
 from dataclasses import dataclass
 from typing import Literal
 
+from ingot.ranges import Share
+
 # Matrix products in 8 or 4 bits, by the granularity of their scales; "": 16-bit products.
 Recipe = Literal["", "tensorwise", "rowwise", "blockwise", "mxfp8", "nvfp4"]
 
@@ -62,7 +64,7 @@ class Software:
     scatter_sends: bool = False
     dropout: bool = False
     core_recompute: bool = False
-    products_recomputed: float = 0.0
+    products_recomputed: Share = 0.0
     parts_recomputed: bool = False
     loss: Literal["chunked", "fused", "whole"] = "chunked"
     megatron_state: bool = False

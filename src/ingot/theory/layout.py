@@ -106,7 +106,7 @@ class PipelineStage:
 
     def block_parameters(self, layers: range) -> int:
         """Return the parameters of the stage's blocks `layers`, with routed experts."""
-        sparse = len([layer for layer in layers if layer in self.expert_layers])
+        sparse = len([layer for layer in layers if layer in self.expert_layers]) if self.expert_layers else 0
         return (len(layers) - sparse) * self.block + sparse * (self.expert_block + self.experts)
 
     @property
@@ -215,6 +215,8 @@ class Position:
         own because other ranks divide them.
         """
         sparse = stage.expert_layers
+        if not sparse:
+            return 0
         return sum(any(layer in sparse for layer in group) for group in self.groups(stage))
 
     def units(self, stage: PipelineStage) -> int:

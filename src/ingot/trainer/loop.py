@@ -60,6 +60,8 @@ def train(trainer: Trainer) -> Ending:
             if verdict is Verdict.CONTINUE:
                 continue
             line = log_interval(trainer, recent, interval, saves=verdict is Verdict.STOP)
+            if verdict is Verdict.STOP:
+                trainer.policy.judge(line)
         recent.clear()
 
         if verdict is Verdict.SKIP:

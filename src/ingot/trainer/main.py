@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ingot.errors import IngotError
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.mesh.start import environment_number
 from ingot.trainer.resilience.endings import guarded
 
 
@@ -22,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = RunFolder(args.run_folder)
     try:
-        with guarded(folder, int(os.environ.get("RANK", 0))):
+        with guarded(folder, environment_number("RANK", 0)):
             from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
 
             return run_rank(folder, args.until_step, None if args.quiet else _say)

@@ -9,6 +9,7 @@ import torch
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog
+from ingot.rng import derive
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -82,13 +83,15 @@ def build_trainer(
     encoder = open_encoder(config, folder, manifest)
     check_prompts(config, encoder)
 
+    # Until a checkpoint of as many ranks restores its states.
+    torch.manual_seed(derive(config.seed, "torch", place.rank))
     policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16", vocab_size=config.model.vocab_size)
     continues = bool(candidate_folders(folder.checkpoints))
     parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
-        settings=config.training_settings(),
+        settings=config.settings(),
         config_sha256=config.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,

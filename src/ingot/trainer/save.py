@@ -75,7 +75,7 @@ def load_newest(
     restored = resume(
         folder,
         parts.state,
-        config_sha256=facts.config_sha256,
+        settings=facts.settings,
         data_fingerprint=facts.data_fingerprint,
         on_refused=lambda step, path, reason: log(
             events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason

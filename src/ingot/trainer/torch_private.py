@@ -179,10 +179,15 @@ class TraceMode(TorchDispatchMode):
 class UncompiledFakeMode(FakeTensorMode):
     """A mode in which tensors have shapes and dtypes, but no memory.
 
-    Why: there is no public fake tensor. The override saves time, as in TraceMode.
+    Why: there is no public fake tensor. The override saves time, as in TraceMode; and PyTorch's cache of results takes
+    longer than deriving a result, because FakeProgram has a cache of its own.
     Checked: 2.11, 2.13.
-    Fallback: the public class; without the override a trace is slower.
+    Fallback: the public class; without the override and with the cache a trace is slower.
     """
+
+    def __init__(self, **settings):
+        super().__init__(**settings)
+        self.cache_enabled = False
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:

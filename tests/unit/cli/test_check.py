@@ -45,6 +45,25 @@ def run_file(tmp_path) -> str:
     return str(path)
 
 
+KNOWN = {}  # the cache of fake operations that all traces share
+
+
+@pytest.fixture
+def traced_here(monkeypatch):
+    """Trace the ranks of a dry run in this process: starting one that imports torch takes most of its time."""
+
+    def trace(config, ranks, device, loads, jobs, progress):
+        from ingot.rehearse.dryrun import role
+
+        answers = {
+            rank: role.answer_of(config, role.trace_rank(config, rank, device, KNOWN, loads), rank, 0.0)
+            for rank in ranks
+        }
+        return {rank: json.loads(json.dumps(answer)) for rank, answer in answers.items()}
+
+    monkeypatch.setattr(dry_run, "_trace", trace)
+
+
 def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, capsys):
     command = ["check", run_file, "--cluster", "8xh100", "--simulate"]
     options = ["--set", "parallel.tp=2", "--set", "parallel.async_tp=true", "--set", "parallel.recompute=full"]
@@ -56,7 +75,7 @@ def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, cap
     assert main(["check", run_file, "--cluster", "8xh100"]) == 3  # without --simulate the data counts
 
 
-def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys):
+def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys, traced_here):
     command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--json", "--set", "parallel.recompute=full"]
     assert main(command) == 0
     facts = json.loads(capsys.readouterr().out)
@@ -114,7 +133,7 @@ def test_memory_above_the_planners_bill_is_reported(run_file, capsys, monkeypatc
     assert (len(lines) == 1 and line in lines[0]) if line else not lines
 
 
-def test_given_loads_of_experts_are_compared_with_balanced_ones(run_file, tmp_path, capsys):
+def test_given_loads_of_experts_are_compared_with_balanced_ones(run_file, tmp_path, capsys, traced_here):
     moe = "[model.moe]\nnum_experts = 8\ntop_k = 2\nd_expert = 32\n[data]"
     Path(run_file).write_text(RUN.replace("[data]", moe) + "ep = 2\n")
     loads = tmp_path / "loads.json"

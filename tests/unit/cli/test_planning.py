@@ -265,6 +265,16 @@ def test_a_written_plan_is_not_overwritten(capsys):
     reported(capsys.readouterr().out, "E-FILE-EXISTS", path="run.toml")
 
 
+def test_doctor_without_torch_offers_what_runs_without_it(capsys, monkeypatch):
+    monkeypatch.setattr("ingot.machine.doctor._version", lambda package: None if package == "torch" else "9.9")
+    assert main(["doctor"]) == 0
+    following = out(capsys).partition("Next:")[2]
+    assert "ingot[train]" in following
+    commands = [line.split()[:2] for line in following.splitlines() if line.split()[:1] == ["ingot"]]
+    assert ["ingot", "plan"] in commands and ["ingot", "data"] in commands
+    assert not {"quickstart", "train", "doctor"} & {verb for _, verb in commands}
+
+
 def test_doctor_prints_every_check(capsys):
     assert main(["doctor"]) == 0
     text = out(capsys)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from tests.checkpoints import write_checkpoint
 from tests.expect import refused
 
 from ingot.config import to_toml
@@ -11,10 +12,8 @@ from ingot.events import EventLog
 from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status, sparkline
 from ingot.schema import events
-from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.resilience.lock import RunLock
 
 
@@ -92,12 +91,7 @@ def test_a_torn_line_and_unknown_kinds_do_no_harm(folder):
 def test_without_a_log_the_newest_checkpoint_gives_the_step(folder, log, damage, capsys):
     from ingot.cli.main import main
 
-    manifest = CheckpointManifest(
-        step=6, tokens=0, config_sha256="", settings={}, data_fingerprint="", layout={"dp_shard": 1}, files={},
-        tensors={}, rng=(), ledger=(),
-    )  # fmt: skip
-    folder.checkpoint(6).mkdir(parents=True)
-    write_manifest(folder.checkpoint(6), manifest)
+    write_checkpoint(folder, 6)
     if log is not None:
         folder.events.write_text(log)
     status = read_status(folder.root)

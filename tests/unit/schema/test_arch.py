@@ -46,26 +46,26 @@ def test_sound_experts(settings):
     "settings, key, found, fix",
     [
         ({"num_experts": 1}, "num_experts", "is 1", "at least 2, or 0"),
-        ({"num_experts": -2}, "num_experts", "is -2", "at least 2, or 0"),
-        ({"top_k": 0}, "top_k", "is 0", "at least 1"),
+        ({"num_experts": -2}, "num_experts", "is -2", "from 0"),
+        ({"top_k": 0}, "top_k", "is 0", "from 1"),
         ({"top_k": 9}, "top_k", "9 experts per token are more than the 8 there are", "use 1 to 8"),
         ({"top_k": 1}, "normalize", "the weight is always 1", "set it to false, or top_k to 2"),
         ({"d_expert": 0}, "d_expert", "is 0: the width of one expert", "for example d_ffn / top_k = 24, which"),
-        ({"d_expert": -1}, "d_expert", "is -1", "at least 1"),
-        ({"groups": 0}, "groups", "is 0", "at least 1"),
+        ({"d_expert": -1}, "d_expert", "is -1", "from 0"),
+        ({"groups": 0}, "groups", "is 0", "from 1"),
         ({"groups": 3}, "groups", "3 equal groups", "use one of [1, 2, 4]"),
         ({"groups": 8, "top_groups": 4}, "groups", "8 equal groups", "use one of [1, 2, 4]"),
         ({"top_groups": 2}, "top_groups", "2 has no effect without groups", "remove it"),
         ({"groups": 4, "top_groups": 4}, "top_groups", "is 4", "use 1 to 3"),
         ({"groups": 4, "top_groups": 1, "top_k": 3}, "top_groups", "is 1", "use 2 to 3"),
         ({"groups": 2, "top_groups": 1, "top_k": 5}, "top_groups", "is 1", "use fewer groups"),
-        ({"first_dense": -1}, "first_dense", "is -1", "at least 0"),
+        ({"first_dense": -1}, "first_dense", "is -1", "from 0"),
         ({"first_dense": 4}, "first_dense", "4 of 4 blocks are dense", "use 0 to 3"),
-        ({"shared_experts": -1}, "shared_experts", "is -1", "at least 0"),
-        ({"scale": 0.0}, "scale", "is 0.0", "positive"),
-        ({"noise": -0.1}, "noise", "is -0.1", "at least 0"),
-        ({"bias_rate": -0.1}, "bias_rate", "is -0.1", "at least 0"),
-        ({"bias_rate": 0.1, "bias_steps": -1}, "bias_steps", "is -1", "at least 0"),
+        ({"shared_experts": -1}, "shared_experts", "is -1", "from 0"),
+        ({"scale": 0.0}, "scale", "is 0.0", "from 1e-30"),
+        ({"noise": -0.1}, "noise", "is -0.1", "from 0"),
+        ({"bias_rate": -0.1}, "bias_rate", "is -0.1", "from 0"),
+        ({"bias_rate": 0.1, "bias_steps": -1}, "bias_steps", "is -1", "from 0"),
         ({"bias_steps": 100}, "bias_steps", "100 has no effect without biases", "set bias_rate"),
         ({"top_k": 8, "bias_rate": 0.1}, "bias_rate", "every token goes to all 8 experts", "lower top_k"),
         ({"top_k": 8, "groups": 2}, "groups", "every token goes to all 8 experts", "lower top_k"),
@@ -105,7 +105,7 @@ def test_capacity_is_exact():
         ({"mla": replace(MLA, v_dim=0)}, "mla.v_dim", "is 0", "belong together"),
         ({"mla": replace(MLA, v_dim=13)}, "mla.v_dim", "13 is more than", "at most that"),
         ({"mla": replace(MLA, rope_dim=3, nope_dim=9)}, "mla.rope_dim", "is 3", "even"),
-        ({"mla": replace(MLA, q_rank=-1)}, "mla.q_rank", "is -1", "at least 0"),
+        ({"mla": replace(MLA, q_rank=-1)}, "mla.q_rank", "is -1", "from 0"),
         ({"mla": replace(MLA, kv_rank=0)}, "mla.nope_dim", "without latent attention", "set model.mla.kv_rank"),
     ],
     ids=str,
@@ -120,11 +120,10 @@ def test_sound_latent_attention_and_windows():
     # Only what rotates needs pairs.
     assert problems(replace(LATENT, head_dim=11, mla=replace(MLA, nope_dim=7))) == {}
     assert problems(replace(ARCH, sliding_window=4)) == {}
-    assert "at least 0" in problems(replace(ARCH, sliding_window=-1))["sliding_window"]
+    assert "from 0" in problems(replace(ARCH, sliding_window=-1))["sliding_window"]
 
 
 @pytest.mark.parametrize("cap", [-1.0, float("inf"), float("nan")])
 def test_a_cap_on_logits_is_a_finite_number(cap):
     assert problems(replace(ARCH, logit_softcap=30.0)) == {}
-    found = dict(replace(ARCH, logit_softcap=cap).problems())
-    assert "finite number of at least 0" in found["logit_softcap"]
+    assert problems(replace(ARCH, logit_softcap=cap)).keys() == {"logit_softcap"}

@@ -5,7 +5,8 @@ from dataclasses import replace
 from ingot.config import to_dict, to_toml
 from ingot.planner.request.presets import load_model
 from ingot.schema.arch import Arch, Moe
-from ingot.schema.run import Data, RunConfig, Train, settings_sha256
+from ingot.schema.changes import identity
+from ingot.schema.run import DEFAULTS, Data, RunConfig, Train, settings_sha256
 from ingot.theory.rules import load_run, run_from_dict
 
 TINY = Arch(
@@ -31,11 +32,15 @@ def test_a_dense_run_continues_its_earlier_checkpoints():
     assert run_from_dict(to_dict(RUN)).training_sha256() == EARLIER
 
 
+def identity_of(run: RunConfig) -> dict:
+    return identity(run.settings(), DEFAULTS)
+
+
 def test_what_a_model_uses_is_part_of_the_experiment():
-    assert with_model(sliding_window=32).training_settings()["model.sliding_window"] == 32
-    assert with_model(logit_softcap=30.0).training_settings()["model.logit_softcap"] == 30.0
-    assert "model.logit_softcap" not in RUN.training_settings()
-    settings = with_model(moe=EXPERTS).training_settings()
+    assert identity_of(with_model(sliding_window=32))["model.sliding_window"] == 32
+    assert identity_of(with_model(logit_softcap=30.0))["model.logit_softcap"] == 30.0
+    assert "model.logit_softcap" not in identity_of(RUN)
+    settings = identity_of(with_model(moe=EXPERTS))
     assert {key for key in settings if key.startswith("model.moe.")} == {"model.moe.num_experts", "model.moe.d_expert"}
     assert not any(key.startswith("model.mla.") for key in settings)
     mixed = with_model(moe=replace(EXPERTS, z_loss=1e-3))
@@ -48,10 +53,10 @@ WITH_EXPERTS = "6e5a39266d8bf61c8e82c75090ae68ed5a6a5e0a9e89baad9f50ea7fd4cb9910
 
 def test_a_setting_that_came_later_does_not_change_earlier_runs_with_experts():
     assert with_model(moe=EXPERTS).training_sha256() == WITH_EXPERTS
-    written_out = with_model(moe=EXPERTS).training_settings() | {"model.moe.noise": 0.0, "model.mla.v_dim": 0}
+    written_out = identity_of(with_model(moe=EXPERTS)) | {"model.moe.noise": 0.0, "model.mla.v_dim": 0}
     assert settings_sha256(written_out) == WITH_EXPERTS
     assert settings_sha256(written_out | {"model.moe.noise": 0.1}) != WITH_EXPERTS
-    resting = with_model(moe=replace(EXPERTS, bias_rate=0.1, bias_steps=9)).training_settings()
+    resting = identity_of(with_model(moe=replace(EXPERTS, bias_rate=0.1, bias_steps=9)))
     assert resting["model.moe.bias_steps"] == 9
 
 

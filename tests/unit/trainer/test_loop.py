@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from safetensors import safe_open
 from tests.expect import refused
 
 from ingot.events import read_events
@@ -16,6 +17,7 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer.checkpoint.manifest import list_checkpoints, write_manifest
+from ingot.trainer.checkpoint.state import CPU
 from ingot.trainer.launch.supervise import resume_step
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
@@ -71,6 +73,16 @@ def step_facts(folder):
     return {e["step"]: (e["loss"], e["grad_norm"], e["lr"]) for e in read_events(folder.events, "step")}
 
 
+def files_of(folder):
+    """The files of the newest checkpoint with their hashes: weights, moments and random states."""
+    return list_checkpoints(folder.checkpoints)[0].manifest.files
+
+
+def random_states(folder):
+    found = [safe_open(path, "pt") for path in sorted(folder.checkpoint(12).glob("*.safetensors"))]
+    return [file.get_tensor(CPU).tolist() for file in found]
+
+
 def ledger_proof(folder, config):
     """Raise DataError unless the newest checkpoint's ledger is exactly the order."""
     manifest = list_checkpoints(folder.checkpoints)[0].manifest
@@ -104,15 +116,20 @@ def test_a_run_from_start_to_end(fork_ranks, make_run):
     assert started["world_size"] == 2 and started["from_step"] == 0 and started["peak_flops"] is None
     config = load_run(folder.config)
     assert ledger_proof(folder, config).layout == {"dp_shard": 2}
+    first, second = random_states(folder)
+    assert first != second  # each rank has random numbers of its own
 
 
 def test_stopping_and_resuming_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run):
     whole, broken = make_run("whole", dp_shard=2), make_run("broken", dp_shard=2)
     fork_ranks(run_rank, 2, whole)
+    torch.rand(1)  # forked ranks inherit the random state of this process, and do not depend on it
     assert [e for e, _ in fork_ranks(run_rank, 2, broken, 7)] == [(7, True)] * 2
     assert [e["step"] for e in read_events(broken.events, "stopped")] == [7]
+    torch.rand(1)
     assert [e for e, _ in fork_ranks(run_rank, 2, broken)] == [(12, False)] * 2
     assert step_facts(broken) == step_facts(whole)
+    assert files_of(broken) == files_of(whole)
     assert [e["from_step"] for e in read_events(broken.events, "run_started")] == [0, 7]
     ledger_proof(broken, load_run(broken.config))
 
@@ -175,11 +192,21 @@ def test_stopping_where_an_evaluation_is_due_does_not_skip_it(fork_ranks, make_r
     assert ours == theirs and [step for step, _ in ours] == [4, 8, 12]
 
 
-def test_a_stop_request_saves_at_the_next_line(fork_ranks, make_run):
+class Asked(DefaultPolicy):
+    """A stop request arrives after step 7, which has no log line."""
+
+    def verdict(self, facts):
+        if facts.step == 7:
+            self.folder.stop_request.write_text("stop\n")
+        return super().verdict(facts)
+
+
+def test_a_stop_request_saves_after_the_same_step(fork_ranks, make_run, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.resilience.policy.STOP_CHECK_SECONDS", 0.0)  # these steps are very short
     folder = make_run(dp_shard=2)
-    folder.stop_request.write_text("stop\n")
-    assert [e for e, _ in fork_ranks(run_rank, 2, folder)] == [(3, True)] * 2
-    assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [3]
+    ends = fork_ranks(lambda rank, ranks: run_rank(rank, ranks, folder, make_policy=Asked), 2)
+    assert [end for end, _ in ends] == [(7, True)] * 2
+    assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [5, 7]
     assert not list(read_events(folder.events, "finished"))
 
 
@@ -266,6 +293,18 @@ def test_a_suspect_checkpoint_is_the_last_choice(fork_ranks, make_run):
     assert resume_step(folder) == 10
     fork_ranks(run_rank, 1, folder, 11)
     assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 5, 10]
+
+
+def test_a_stop_between_lines_does_not_save_broken_weights(fork_ranks, make_run):
+    folder = make_run()
+
+    def fail(rank, ranks):
+        break_loss_at(7)
+        make = lambda folder: Scripted(folder, {8: Verdict.STOP})  # noqa: E731
+        return expect_failure(rank, ranks, folder, "E-LOSS-NOT-FINITE", make, step=7)
+
+    assert fork_ranks(fail, 1) == [True]
+    assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [5]
 
 
 def test_rolling_back_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run):

@@ -1,9 +1,11 @@
 """A run whose mixture is changed on the way: consent, event, ledger and order agree from the first step to the last."""
 
+import json
 from dataclasses import replace
 
 from tests.expect import refused
 
+from ingot.cli.main import main
 from ingot.config import to_toml
 from ingot.events import read_events
 from ingot.schema import events
@@ -34,7 +36,7 @@ def change_weights(folder, weights) -> RunConfig:
     return config
 
 
-def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run):
+def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run, capsys):
     folder = make_run(steps=12, every_steps=2)
     fork_ranks(run_rank, 1, folder, 4)
     change_weights(folder, {"metal": 1.0, "stone": 1.0})
@@ -57,6 +59,12 @@ def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run):
     prove(ledger, order, BATCH)
     shards, _ = order.locate(order.samples(8 * BATCH, 4 * BATCH))
     assert {manifest.shards[number].source for number in shards} == {"stone"}
+
+    assert main(["ckpt", "prove", str(folder.root), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert (proof["steps"], proof["counted_steps"], proof["samples"]) == (12, 12, 12 * BATCH)
+    changes = [(c["step"], c["key"]) for c in proof["changes"]]
+    assert changes == [(5, "data.weights"), (9, "data.weights"), (5, "layout"), (9, "layout")]
 
 
 def replace_ranks(folder, ranks: int):

@@ -1,88 +1,15 @@
-"""Private names of PyTorch: each works on the installed version, and only one file of src touches them.
-
-Counted in every file of src that imports torch:
-  - an import from torch with a part that begins with an underscore ("torch._dynamo", "from torch.x import _y");
-  - an attribute that begins with one underscore and that no class, function or assignment of src defines;
-  - a method of a subclass that overrides a private method of nn.Module or of a dispatch mode.
+"""Private names of PyTorch: each works on the installed version. tests/unit/test_house.py checks that only one file of
+src touches them.
 """
 
-import ast
 import inspect
-from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
-import ingot
 from ingot.trainer import torch_private as private
-
-SOURCE = Path(ingot.__file__).parent
-OVERRIDES = {"_apply", "_should_skip_dynamo"}
-
-
-def is_private(dotted: str) -> bool:
-    return any(part.startswith("_") and not part.startswith("__") for part in dotted.split("."))
-
-
-def defined_names(trees) -> set[str]:
-    names = set()
-    for node in (node for tree in trees for node in ast.walk(tree)):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
-            names.add(node.name)
-        elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
-            names.add(node.attr)
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-            names.add(node.id)
-    return names - OVERRIDES
-
-
-def imports_of(node) -> list[str]:
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if isinstance(node, ast.ImportFrom):
-        return [f"{node.module}.{alias.name}" for alias in node.names]
-    return []
-
-
-def private_names(tree: ast.Module, defined: set[str]) -> list[tuple[int, str]]:
-    found = []
-    imported = [name for node in ast.walk(tree) for name in imports_of(node)]
-    if not any(name.split(".")[0] == "torch" for name in imported):
-        return []
-    for node in ast.walk(tree):
-        for name in imports_of(node):
-            if name.split(".")[0] == "torch" and is_private(name):
-                found.append((node.lineno, name))
-        if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in defined:
-            found.append((node.lineno, node.attr))
-        if isinstance(node, ast.FunctionDef) and node.name in OVERRIDES:
-            found.append((node.lineno, node.name))
-    return found
-
-
-def test_one_file_touches_private_names():
-    trees = {path: ast.parse(path.read_text(encoding="utf-8")) for path in SOURCE.rglob("*.py")}
-    own = Path(private.__file__)
-    defined = defined_names(tree for path, tree in trees.items() if path != own)
-    found = {path: names for path, tree in trees.items() if (names := private_names(tree, defined))}
-    assert found.pop(own)
-    assert not found, {str(path.relative_to(SOURCE)): names for path, names in found.items()}
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "import torch._dynamo",
-        "from torch.distributed.distributed_c10d import _x",
-        "import torch\nx = torch.ops._c10d_functional",
-        "from torch import nn\nclass A(nn.Module):\n    def _apply(self, fn): ...",
-        "import torch\ndef f(x): return x.untyped_storage()._cdata",
-    ],
-)
-def test_a_private_name_is_found(line):
-    assert private_names(ast.parse(line), set())
 
 
 def wrappers():

@@ -4,6 +4,7 @@ import argparse
 import os
 from pathlib import Path
 
+from ingot.cli.arguments import LARGEST_SEED, count, place
 from ingot.cli.data.folder import show_funnel
 from ingot.cli.terminal import Terminal
 
@@ -11,11 +12,14 @@ _INPUT = "a file, folder, glob, s3://.., https://.. or cc:NAME (WARC, WET, JSONL
 
 
 def configure_build(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("inputs", nargs="*", metavar="INPUT", help=f"{_INPUT} (these inputs get the source name 'web')")
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder for corpus/ and tokens/")
+    parser.add_argument(
+        "inputs", nargs="*", type=place, metavar="INPUT", help=f"{_INPUT} (these inputs get the source name 'web')"
+    )
+    parser.add_argument("--out", type=place, required=True, metavar="DIR", help="folder for corpus/ and tokens/")
     parser.add_argument(
         "--source",
         nargs="+",
+        type=place,
         action="append",
         default=[],
         metavar=("NAME", "INPUT"),
@@ -25,9 +29,11 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", default="", metavar="NAME", help="quality rules: web, fineweb, gopher, c4 or none (default: web)"
     )
-    parser.add_argument("--recipe", metavar="FILE", help="data recipe as TOML (default: the preset web)")
+    parser.add_argument("--recipe", type=place, metavar="FILE", help="data recipe as TOML (default: the preset web)")
     _add_recipe_setting(parser)
-    parser.add_argument("--tokenizer", metavar="FILE", help="tokenizer.json to use (default: train a byte-level BPE)")
+    parser.add_argument(
+        "--tokenizer", type=place, metavar="FILE", help="tokenizer.json to use (default: train a byte-level BPE)"
+    )
     parser.add_argument(
         "--eot",
         default="",
@@ -35,14 +41,25 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
         help="end-of-text token of --tokenizer (default: searched for by its usual names)",
     )
     parser.add_argument(
-        "--vocab-size", type=int, default=32_768, metavar="N", help="vocabulary of a trained BPE (default: 32768)"
+        "--vocab-size",
+        type=count("vocab-size", 1, 10**8),
+        default=32_768,
+        metavar="N",
+        help="vocabulary of a trained BPE (default: 32768)",
     )
     parser.add_argument("--shard-size", default="1GB", metavar="SIZE", help="maximum size of a shard (default: 1GB)")
     parser.add_argument(
-        "--against", metavar="DIR", help="drop near-duplicates of documents in this index of an earlier build"
+        "--against",
+        type=place,
+        metavar="DIR",
+        help="drop near-duplicates of documents in this index of an earlier build",
     )
     parser.add_argument(
-        "--seed", type=int, default=1234, metavar="N", help="seed of the document shuffle (default: 1234)"
+        "--seed",
+        type=count("seed", -LARGEST_SEED, LARGEST_SEED),
+        default=1234,
+        metavar="N",
+        help="seed of the document shuffle (default: 1234)",
     )
     group = parser.add_argument_group("runner (does not affect the result)")
     group.add_argument(
@@ -53,7 +70,7 @@ def configure_build(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument(
         "--workers",
-        type=int,
+        type=count("workers", 1, 10_000),
         help="local: processes (default: one per core); ray: tasks at once (default: as many as the cluster can run); "
         "slurm: array elements at once (default: 100)",
     )
@@ -166,15 +183,6 @@ def _runner(args: argparse.Namespace):
     from ingot.errors import UsageError
     from ingot.units import parse_bytes
 
-    if args.workers is not None and args.workers < 1:
-        raise UsageError(
-            "E-OPTION-RANGE",
-            f"--workers is {args.workers}",
-            rule="--workers is at least 1",
-            fix="use, for example, --workers 4, or leave the option out",
-            option="workers",
-            value=args.workers,
-        )
     for option, given, runner in (("--ray-address", args.ray_address, "ray"), ("--slurm", args.slurm, "slurm")):
         if given and args.runner != runner:
             raise UsageError(
@@ -250,7 +258,7 @@ def configure_recipe(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--preset", default="", metavar="NAME", help="quality rules: web, fineweb, gopher, c4 or none (default: web)"
     )
-    parser.add_argument("--recipe", metavar="FILE", help="data recipe as TOML (default: the preset web)")
+    parser.add_argument("--recipe", type=place, metavar="FILE", help="data recipe as TOML (default: the preset web)")
     _add_recipe_setting(parser)
 
 

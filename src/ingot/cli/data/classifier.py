@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.arguments import count, fraction, place
 from ingot.cli.terminal import Terminal
 
 
@@ -18,7 +19,7 @@ def configure_classifier(parser: argparse.ArgumentParser) -> None:
             metavar="FILE",
             help=f"texts {what} (label '{name}'): JSONL, a file with one text per line, or a corpus folder",
         )
-    train.add_argument("--out", required=True, metavar="FILE", help="model to write; its card is FILE.json")
+    train.add_argument("--out", type=place, required=True, metavar="FILE", help="model to write; its card is FILE.json")
     train.add_argument("--licence", required=True, metavar="TEXT", help="license of the examples")
     train.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field with the text (default: text)")
     train.add_argument(
@@ -26,7 +27,7 @@ def configure_classifier(parser: argparse.ArgumentParser) -> None:
     )
     train.add_argument(
         "--heldout",
-        type=float,
+        type=fraction("heldout", 0.0, 1.0),
         default=0.1,
         metavar="SHARE",
         help="share of the texts to hold out for measuring (default: 0.1)",
@@ -40,21 +41,28 @@ def configure_classifier(parser: argparse.ArgumentParser) -> None:
     )
     train.add_argument("--force", action="store_true", help="replace an existing model at --out (default: stop)")
     score = verbs.add_parser("score", help="print the scores that a model gives to texts")
-    score.add_argument("model", metavar="MODEL", help="fastText model, .bin or .ftz")
+    score.add_argument("model", type=place, metavar="MODEL", help="fastText model, .bin or .ftz")
     score.add_argument(
         "files", nargs="+", metavar="FILE", help="JSONL, a file with one text per line, or a corpus folder"
     )
-    score.add_argument("-n", "--count", type=int, default=10, metavar="N", help="texts to show; 0: all (default: 10)")
+    score.add_argument(
+        "-n",
+        "--count",
+        type=count("count", 0, 10**9),
+        default=10,
+        metavar="N",
+        help="texts to show; 0: all (default: 10)",
+    )
     score.add_argument(
         "--characters",
-        type=int,
+        type=count("characters", 0, 10**9),
         default=5000,
         metavar="N",
         help="characters scored from the start of a text; 0: all (default: 5000)",
     )
     score.add_argument("--text-field", default="text", metavar="NAME", help="JSONL field with the text (default: text)")
     show = verbs.add_parser("show", help="show the card of a model: data, license, accuracy on held-out texts")
-    show.add_argument("model", metavar="MODEL", help="fastText model, .bin or .ftz")
+    show.add_argument("model", type=place, metavar="MODEL", help="fastText model, .bin or .ftz")
 
 
 def run_classifier(args: argparse.Namespace, terminal: Terminal) -> None:

@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from ingot.cli.arguments import count, place
 from ingot.cli.terminal import Terminal, printable
 from ingot.schema.corpus import FunnelStage
 
@@ -11,14 +12,18 @@ _EXCERPT_CHARACTERS = 300
 
 
 def configure_inspect(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`, or corpus folder")
+    parser.add_argument(
+        "folder", type=place, metavar="DIR", help="output folder of `ingot data build`, or corpus folder"
+    )
     parser.add_argument(
         "--dropped-by",
         default="",
         metavar="RULE",
         help="show documents that this rule or stage dropped (default: kept documents)",
     )
-    parser.add_argument("-n", "--count", type=int, default=5, metavar="N", help="examples to show (default: 5)")
+    parser.add_argument(
+        "-n", "--count", type=count("count", 0, 10**9), default=5, metavar="N", help="examples to show (default: 5)"
+    )
     parser.add_argument("--url", default="", metavar="TEXT", help="only pages whose URL contains TEXT (default: all)")
     parser.add_argument("--domain", default="", metavar="HOST", help="only this site and its subdomains (default: all)")
     parser.add_argument(
@@ -96,10 +101,16 @@ def _edits(row: dict) -> str:
 
 
 def configure_card(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`")
-    parser.add_argument("--out", metavar="FILE", default="card.html", help="HTML file to write (default: card.html)")
+    parser.add_argument("folder", type=place, metavar="DIR", help="output folder of `ingot data build`")
     parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="sample texts per source and per rule (default: 3)"
+        "--out", type=place, metavar="FILE", default="card.html", help="HTML file to write (default: card.html)"
+    )
+    parser.add_argument(
+        "--samples",
+        type=count("samples", 0, 10**6),
+        default=3,
+        metavar="N",
+        help="sample texts per source and per rule (default: 3)",
     )
 
 
@@ -114,7 +125,7 @@ def run_card(args: argparse.Namespace, terminal: Terminal) -> None:
 
 def configure_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "folder", metavar="DIR", help="output folder of `ingot data build`, corpus folder or token folder"
+        "folder", type=place, metavar="DIR", help="output folder of `ingot data build`, corpus folder or token folder"
     )
 
 
@@ -129,9 +140,14 @@ def run_verify(args: argparse.Namespace, terminal: Terminal) -> None:
 
 
 def configure_index(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`, or corpus folder")
     parser.add_argument(
-        "--out", metavar="INDEX", help="folder of the index; an existing index is added to (default: DIR/index)"
+        "folder", type=place, metavar="DIR", help="output folder of `ingot data build`, or corpus folder"
+    )
+    parser.add_argument(
+        "--out",
+        type=place,
+        metavar="INDEX",
+        help="folder of the index; an existing index is added to (default: DIR/index)",
     )
 
 

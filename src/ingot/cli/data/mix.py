@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from ingot.cli.arguments import LARGEST_SEED, MOST_STEPS, count, place
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -16,6 +17,7 @@ _TRAINING_STEPS = 200
 def configure_mix(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder",
+        type=place,
         metavar="DIR",
         help="output folder of `ingot data build`, or token folder (with --dsir: corpus folder)",
     )
@@ -25,15 +27,23 @@ def configure_mix(parser: argparse.ArgumentParser) -> None:
     )
     how.add_argument("--preset", metavar="NAME", help="preset weights: classic, natural or equal")
     how.add_argument(
-        "--weights-from", metavar="FILE", help="weights from a run file, a TOML file, or the JSON of DSIR or DoReMi"
+        "--weights-from",
+        type=place,
+        metavar="FILE",
+        help="weights from a run file, a TOML file, or the JSON of DSIR or DoReMi",
     )
-    how.add_argument("--dsir", nargs="+", metavar="FILE", help="choose documents that are similar to these texts")
+    how.add_argument(
+        "--dsir", nargs="+", type=place, metavar="FILE", help="choose documents that are similar to these texts"
+    )
     how.add_argument("--doremi", action="store_true", help="tune the weights with a small proxy model")
     how.add_argument(
         "--ablate", nargs="+", metavar="MIXTURE", help="train on each of these presets or files, and compare them"
     )
     parser.add_argument(
-        "--tokens", metavar="N", help="token budget, like 1B (default: with --write the run's tokens, else one pass)"
+        "--tokens",
+        type=count("tokens", 1),
+        metavar="N",
+        help="token budget, like 1B (default: with --write the run's tokens, else one pass)",
     )
     parser.add_argument(
         "--max-epochs",
@@ -42,29 +52,44 @@ def configure_mix(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="maximum passes over each source; SOURCE=N sets it for one source (default: 4)",
     )
-    parser.add_argument("--write", metavar="RUN.toml", help="write the weights to this run file")
+    parser.add_argument("--write", type=place, metavar="RUN.toml", help="write the weights to this run file")
     parser.add_argument(
-        "--out", metavar="PATH", help="output: a folder for --dsir and --ablate, a JSON file for --doremi"
+        "--out", type=place, metavar="PATH", help="output: a folder for --dsir and --ablate, a JSON file for --doremi"
     )
-    parser.add_argument("--keep", metavar="N", help="number of documents that --dsir chooses, like 10k")
+    parser.add_argument(
+        "--keep", type=count("keep", 1), metavar="N", help="number of documents that --dsir chooses, like 10k"
+    )
     parser.add_argument(
         "--text-field", default="text", metavar="NAME", help="JSONL field with the text, for --dsir (default: text)"
     )
     parser.add_argument(
-        "--tokenizer", metavar="FILE", help="tokenizer for the documents that --dsir chose (default: do not tokenize)"
+        "--tokenizer",
+        type=place,
+        metavar="FILE",
+        help="tokenizer for the documents that --dsir chose (default: do not tokenize)",
     )
     parser.add_argument(
-        "--proxy", metavar="RUN.toml", help="model and training for --doremi and --ablate (default: a tiny model)"
+        "--proxy",
+        type=place,
+        metavar="RUN.toml",
+        help="model and training for --doremi and --ablate (default: a tiny model)",
     )
     parser.add_argument(
-        "--steps", type=int, metavar="N", help=f"steps of each training run (default: {_TRAINING_STEPS})"
+        "--steps",
+        type=count("steps", 1, MOST_STEPS),
+        metavar="N",
+        help=f"steps of each training run (default: {_TRAINING_STEPS})",
     )
     parser.add_argument(
-        "--seeds", type=int, default=2, metavar="N", help="training runs per mixture, for --ablate (default: 2)"
+        "--seeds",
+        type=count("seeds", 1, 1000),
+        default=2,
+        metavar="N",
+        help="training runs per mixture, for --ablate (default: 2)",
     )
     parser.add_argument(
         "--seed",
-        type=int,
+        type=count("seed", -LARGEST_SEED, LARGEST_SEED),
         default=1234,
         metavar="N",
         help="seed of --dsir and --doremi, first seed of --ablate (default: 1234)",
@@ -109,10 +134,10 @@ def _show(
     from ingot.data.mixture.run_file import write_weights
     from ingot.data.mixture.shares import mix
     from ingot.theory.rules import load_run
-    from ingot.units import format_count, parse_count
+    from ingot.units import format_count
 
     if args.tokens:
-        budget = parse_count(args.tokens)
+        budget = args.tokens
     elif args.write:
         config = load_run(Path(args.write))
         budget = config.train.steps * config.tokens_per_step
@@ -273,7 +298,6 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.mixture.dsir import DsirRules, select
     from ingot.errors import UsageError
     from ingot.tokenizer.encoder import load_encoder
-    from ingot.units import parse_count
 
     if not args.keep or not args.out:
         raise UsageError(
@@ -286,7 +310,7 @@ def _dsir(args: argparse.Namespace, terminal: Terminal) -> None:
     chosen = select(
         corpus_folder(Path(args.folder)),
         [corpus_folder(Path(name)) for name in args.dsir],
-        parse_count(args.keep),
+        args.keep,
         Path(args.out),
         DsirRules(seed=args.seed),
         text_field=args.text_field,

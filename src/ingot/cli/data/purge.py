@@ -3,13 +3,14 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.arguments import place
 from ingot.cli.terminal import Terminal, printable
 
 _SHOWN = 10
 
 
 def configure_purge(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`")
+    parser.add_argument("folder", type=place, metavar="DIR", help="output folder of `ingot data build`")
     wanted = parser.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--url", metavar="URL", default="", help="the page with this URL, in any equivalent form")
     wanted.add_argument("--domain", metavar="HOST", default="", help="the pages of this site and its subdomains")

@@ -3,6 +3,7 @@
 import argparse
 from pathlib import Path
 
+from ingot.cli.arguments import MOST_STEPS, count, place
 from ingot.cli.terminal import Terminal, printable
 from ingot.errors import DataMissing, UsageError
 
@@ -11,16 +12,25 @@ _SHOWN_USES = 10
 
 def configure_trace(parser: argparse.ArgumentParser) -> None:
     wanted = parser.add_mutually_exclusive_group(required=True)
-    wanted.add_argument("--step", type=int, metavar="N", help="optimizer step of --run, counted from 1")
+    wanted.add_argument(
+        "--step", type=count("step", 1, MOST_STEPS), metavar="N", help="optimizer step of --run, counted from 1"
+    )
     wanted.add_argument("--doc", metavar="ID", help="document id, or at least its first 6 digits")
     wanted.add_argument(
         "--url", metavar="URL", help="the page with this URL, in any equivalent form, and pages below it"
     )
-    parser.add_argument("--run", metavar="DIR", help="run folder; with --doc or --url: list its steps with the page")
     parser.add_argument(
-        "--data", metavar="DIR", help="output folder of `ingot data build` (default: the folder of the run's tokens)"
+        "--run", type=place, metavar="DIR", help="run folder; with --doc or --url: list its steps with the page"
     )
-    parser.add_argument("-n", "--count", type=int, default=20, metavar="N", help="documents to show (default: 20)")
+    parser.add_argument(
+        "--data",
+        type=place,
+        metavar="DIR",
+        help="output folder of `ingot data build` (default: the folder of the run's tokens)",
+    )
+    parser.add_argument(
+        "-n", "--count", type=count("count", 1, 10**9), default=20, metavar="N", help="documents to show (default: 20)"
+    )
 
 
 def run_trace(args: argparse.Namespace, terminal: Terminal) -> None:

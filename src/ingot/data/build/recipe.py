@@ -115,7 +115,7 @@ def recipe_of(recipe: DataRecipe, source: str) -> DataRecipe:
 
 def _with_preset(values: dict[str, Any]) -> dict[str, Any]:
     chosen, given = values.get("preset", DEFAULT_PRESET), values.get("quality", {})
-    if chosen not in PRESETS or not isinstance(given, dict):
+    if not isinstance(chosen, str) or chosen not in PRESETS or not isinstance(given, dict):
         return values  # from_dict reports the wrong value
     return values | {"quality": _merged(config.to_dict(PRESETS[chosen]), given)}
 

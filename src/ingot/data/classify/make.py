@@ -182,7 +182,7 @@ class Card:
 
 
 def card_path(model: Path) -> Path:
-    return model.with_name(model.name + ".json")
+    return model.parent / f"{model.name}.json"
 
 
 def make_classifier(

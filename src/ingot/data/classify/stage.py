@@ -9,6 +9,7 @@ from typing import Literal
 
 from ingot.data.classify.model import Scorer, model_sha256
 from ingot.errors import ConfigError
+from ingot.ranges import Count, Share
 from ingot.schema.corpus import Document, Drop
 from ingot.storage import canonical_json, sha256_bytes
 
@@ -26,9 +27,9 @@ class ModelRule:
     name: str
     model: str
     label: str
-    threshold: float = 0.5
+    threshold: Share = 0.5
     keep: Literal["above", "below"] = "above"
-    characters: int = 5000
+    characters: Count = 5000
 
     def problems(self):
         if not self.name.replace("_", "").isalnum():

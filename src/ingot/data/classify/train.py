@@ -13,6 +13,7 @@ import numpy as np
 
 from ingot.data.classify.model import END, Model, hash_words, ngram_buckets, probabilities, words_of
 from ingot.errors import ConfigError, DataError
+from ingot.ranges import Buckets, LearningRate, PositiveCount, PositiveQueue, Seed
 from ingot.rng import derive
 
 _CHUNK_TOKENS = 1 << 20
@@ -31,16 +32,16 @@ class ClassifierSettings:
     labels.
     """
 
-    dim: int = 16
-    ngrams: int = 2
-    buckets: int = 1 << 20
-    epochs: int = 5
-    min_count: int = 5
-    characters: int = 5000
-    batch: int = 16
-    rate: float = 0.25
+    dim: PositiveQueue = 16
+    ngrams: PositiveQueue = 2
+    buckets: Buckets = 1 << 20
+    epochs: PositiveQueue = 5
+    min_count: PositiveCount = 5
+    characters: PositiveCount = 5000
+    batch: PositiveQueue = 16
+    rate: LearningRate = 0.25
     loss: str = "softmax"
-    seed: int = 1234
+    seed: Seed = 1234
 
     def problems(self):
         for name in ("dim", "buckets", "epochs", "min_count", "characters", "batch"):

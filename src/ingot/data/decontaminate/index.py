@@ -19,6 +19,7 @@ import numpy as np
 
 from ingot.data.decontaminate.words import Bitmap, Words, hash_words
 from ingot.errors import ConfigError, DataError, DataMissing, require
+from ingot.ranges import Count, PositiveQueue, Share
 from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_file, write_json
 
@@ -45,11 +46,11 @@ class DecontaminationRules:
     enabled: bool = True
     files: tuple[str, ...] = ()
     fields: tuple[str, ...] = ()
-    ngram: int = 13
-    min_words: int = 8
-    share: float = 0.0
+    ngram: PositiveQueue = 13
+    min_words: PositiveQueue = 8
+    share: Share = 0.0
     action: Literal["drop", "cut"] = "drop"
-    margin: int = 200
+    margin: Count = 200
 
     def problems(self):
         if not 5 <= self.ngram <= 100:

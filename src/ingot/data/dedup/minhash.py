@@ -15,6 +15,7 @@ from xxhash import xxh3_64_intdigest
 
 from ingot.data.dedup.arrays import sorted_set
 from ingot.data.native import compiled
+from ingot.ranges import PositiveQueue, Share
 
 _BLOCK = 4096  # shingles at a time: their 128 permutations take 2 MiB, which fit in the cache
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -34,10 +35,10 @@ class DedupRules:
 
     enabled: bool = True
     exact: bool = True
-    jaccard: float = 0.8
-    ngram: int = 5
-    bands: int = 16
-    rows: int = 8
+    jaccard: Share = 0.8
+    ngram: PositiveQueue = 5
+    bands: PositiveQueue = 16
+    rows: PositiveQueue = 8
 
     def problems(self):
         if not 0 < self.jaccard <= 1:

@@ -24,6 +24,7 @@ import numpy as np
 from ingot.data.dedup.arrays import PIECE, ArrayFile, ArrayWriter, Partitions, by_hash, partitions_for
 from ingot.data.dedup.minhash import word_hashes
 from ingot.errors import DataError
+from ingot.ranges import PositiveCount
 
 _ROW_BYTES = 48  # memory per window while a partition is sorted
 _WORD = pattern(r"\S+")  # matches the words of str.split
@@ -37,7 +38,7 @@ class SubstringRules:
     """Settings for cutting repeated spans. words: the least length, in words, of a span that is cut."""
 
     enabled: bool = False
-    words: int = 50
+    words: PositiveCount = 50
 
     def problems(self):
         if self.words < 2:

@@ -18,6 +18,7 @@ from resiliparse.parse.html import HTMLTree, traverse_dom
 from ingot.data.extract.page import TOO_DEEP, TOO_MANY, ParsedPage, parse_page
 from ingot.data.sources.sniff import HTML_TYPES
 from ingot.errors import require
+from ingot.ranges import PositiveBytes, PositiveCount, PositiveQueue
 from ingot.schema.corpus import Document, Drop
 
 _RAN = {
@@ -55,10 +56,10 @@ class ExtractRules:
     """
 
     method: str = "accurate"
-    max_bytes: int = 16 << 20
-    max_depth: int = 1000
-    max_work: int = 4_000_000
-    max_nodes: int = 1_000_000
+    max_bytes: PositiveBytes = 16 << 20
+    max_depth: PositiveQueue = 1000
+    max_work: PositiveCount = 4_000_000
+    max_nodes: PositiveCount = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
         if self.method not in _RAN:

@@ -26,6 +26,7 @@ import xxhash
 
 from ingot.data.sources.url import canonical_url
 from ingot.errors import DataError, DataMissing
+from ingot.ranges import Limit
 from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_file
 
@@ -51,7 +52,7 @@ class BlocklistRules:
 
     enabled: bool = True
     files: tuple[str, ...] = ()
-    words: float = 2.0
+    words: Limit = 2.0
 
     def problems(self):
         if self.words < 0:

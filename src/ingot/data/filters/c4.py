@@ -2,7 +2,9 @@
 
 FineWeb leaves out the bad-word list and the rule that every line ends in punctuation, which removes a third of the
 text; the default here leaves them out too. Thresholds and phrases are those of huggingface/datatrove,
-pipeline/filters/c4_filters.py and examples/fineweb.py.
+pipeline/filters/c4_filters.py and examples/fineweb.py. The preset `c4` has the thresholds of C4's own code
+(tensorflow/datasets, text/c4_utils.py): 3 sentences, lines of 5 words. It also keeps lines that end in ', as datatrove
+does; C4's code removes them.
 """
 
 import re
@@ -11,10 +13,14 @@ from pathlib import Path
 
 from ingot.data.filters.counts import LineRules, cut_lines, problems_of_limits
 from ingot.data.filters.words import count_sentences as english_sentences
+from ingot.ranges import Count
 from ingot.schema.corpus import Document, Drop
 
 # Inside a line, a sentence ends at a mark, perhaps with a closing quote, before a space and no lower-case letter.
 _SENTENCE_BREAK = re.compile(r"[.!?]+[\"'”’)\]]*[ \t]+(?![a-z])")
+
+# Scripts that write words without spaces: Thai, Japanese, Chinese.
+_UNSPACED = re.compile("[\u0e00-\u0e7f\u3040-\u30ff\u3400-\u9fff]")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,18 +32,19 @@ class C4Rules:
     javascript, policy_phrases: remove lines that mention JavaScript, or cookies and policies.
     terminal_punctuation: remove lines that do not end in . ? ! or a quotation mark, or that end in "...".
     sentences: the least number of sentences; a document that has fewer in its remaining lines is dropped.
-    bad_words: file with one word or phrase per line; documents that contain one are dropped. "": no such rule.
+    bad_words: file with one word or phrase per line; documents that contain one are dropped. "": no such rule. A list
+      comes from the user. Words of scripts without spaces (Chinese, Japanese, Thai) are found inside other words too.
     """
 
     enabled: bool = True
-    sentences: int = 5
+    sentences: Count = 5
     lorem_ipsum: bool = True
     curly_bracket: bool = True
     javascript: bool = True
     policy_phrases: bool = True
     terminal_punctuation: bool = False
-    word_length: int = 1000
-    line_words: int = 3
+    word_length: Count = 1000
+    line_words: Count = 3
     bad_words: str = ""
 
     def problems(self):
@@ -97,7 +104,12 @@ class C4:
 
 def _pattern(path: Path) -> re.Pattern[str] | None:
     words = {line.strip().lower() for line in path.read_text(encoding="utf-8").splitlines()} - {""}
-    return re.compile(rf"(?:\W|^)({'|'.join(map(re.escape, sorted(words)))})(?:\W|$)") if words else None
+    if not words:
+        return None
+    anywhere = {word for word in words if _UNSPACED.search(word)}
+    whole, inside = ("|".join(map(re.escape, sorted(part))) for part in (words - anywhere, anywhere))
+    forms = [rf"(?:(?<!\w)(?:{whole})(?!\w))" if whole else "", inside]
+    return re.compile(f"({'|'.join(filter(None, forms))})")
 
 
 def count_sentences(text: str) -> int:

@@ -7,6 +7,7 @@ The definition of a word is a setting (filters/words) that changes these rules: 
 from dataclasses import dataclass
 
 from ingot.data.filters.counts import GopherCounts, count_gopher, problems_of_limits
+from ingot.ranges import Count, Limit
 from ingot.schema.corpus import Document, Drop
 
 
@@ -20,13 +21,13 @@ class GopherRules:
     """
 
     enabled: bool = True
-    word_count: tuple[int, int] = (50, 100_000)
-    mean_word_length: tuple[float, float] = (3.0, 10.0)
-    symbol_ratio: float = 0.1  # most "#" per word, and most ellipses per word
-    bullet_lines: float = 0.9
-    ellipsis_lines: float = 0.3
-    alphabetic_words: float = 0.8  # the least share
-    stop_words: int = 2
+    word_count: tuple[Count, Count] = (50, 100_000)
+    mean_word_length: tuple[Limit, Limit] = (3.0, 10.0)
+    symbol_ratio: Limit = 0.1  # most "#" per word, and most ellipses per word
+    bullet_lines: Limit = 0.9
+    ellipsis_lines: Limit = 0.3
+    alphabetic_words: Limit = 0.8  # the least share
+    stop_words: Count = 2
 
     def problems(self):
         yield from problems_of_limits(self)
@@ -38,19 +39,19 @@ class RepetitionRules:
     text."""
 
     enabled: bool = True
-    duplicate_lines: float = 0.30
-    duplicate_paragraphs: float = 0.30
-    duplicate_line_characters: float = 0.20
-    duplicate_paragraph_characters: float = 0.20
-    top_2_gram: float = 0.20
-    top_3_gram: float = 0.18
-    top_4_gram: float = 0.16
-    duplicate_5_gram: float = 0.15
-    duplicate_6_gram: float = 0.14
-    duplicate_7_gram: float = 0.13
-    duplicate_8_gram: float = 0.12
-    duplicate_9_gram: float = 0.11
-    duplicate_10_gram: float = 0.10
+    duplicate_lines: Limit = 0.30
+    duplicate_paragraphs: Limit = 0.30
+    duplicate_line_characters: Limit = 0.20
+    duplicate_paragraph_characters: Limit = 0.20
+    top_2_gram: Limit = 0.20
+    top_3_gram: Limit = 0.18
+    top_4_gram: Limit = 0.16
+    duplicate_5_gram: Limit = 0.15
+    duplicate_6_gram: Limit = 0.14
+    duplicate_7_gram: Limit = 0.13
+    duplicate_8_gram: Limit = 0.12
+    duplicate_9_gram: Limit = 0.11
+    duplicate_10_gram: Limit = 0.10
 
     def problems(self):
         yield from problems_of_limits(self)

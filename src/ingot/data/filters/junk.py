@@ -22,6 +22,7 @@ from dataclasses import dataclass, fields
 
 from ingot.data.filters.injection import INJECTION_SIGNS, injection, near
 from ingot.data.native import compiled
+from ingot.ranges import Count, Limit
 from ingot.schema.corpus import Document, Drop
 
 __all__ = ["Junk", "JunkRules"]
@@ -249,13 +250,13 @@ class JunkRules:
     """Thresholds of the junk rules. A document is dropped if a measure reaches its threshold; 0 switches a rule off."""
 
     enabled: bool = True
-    encoded: float = 0.2
-    mojibake: float = 0.01
-    mixed_script: float = 0.02
-    injection: float = 3.0
-    machine_translated: int = 2
-    keyword_stuffing: float = 0.3
-    placeholder: float = 0.1
+    encoded: Limit = 0.2
+    mojibake: Limit = 0.01
+    mixed_script: Limit = 0.02
+    injection: Limit = 3.0
+    machine_translated: Count = 2
+    keyword_stuffing: Limit = 0.3
+    placeholder: Limit = 0.1
 
     def problems(self):
         for name in MEASURES:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import MissingPartError, require
+from ingot.ranges import Share
 from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_file
 
@@ -44,8 +45,8 @@ class LanguageRules:
 
     enabled: bool = True
     keep: tuple[str, ...] = ("en",)
-    threshold: float = 0.65
-    thresholds: dict[str, float] = field(default_factory=dict)
+    threshold: Share = 0.65
+    thresholds: dict[str, Share] = field(default_factory=dict)
 
     def problems(self):
         if not 0 <= self.threshold <= 1:

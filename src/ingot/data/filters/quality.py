@@ -3,7 +3,8 @@
 web      FineWeb's rules on whitespace-separated words: the default
 fineweb  the same decisions as datatrove's examples/fineweb.py: its words, limits and peculiarities
 gopher   Gopher's quality and repetition rules alone
-c4       C4's rules as in the paper: every line ends in punctuation; bad words if a list is given
+c4       C4's rules as in its authors' code: 3 sentences, lines of 5 words that end in punctuation; bad words if a
+         list is given (quality.c4.bad_words)
 none     no quality rules
 """
 
@@ -13,6 +14,7 @@ from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.counts import count_fineweb, problems_of_limits
 from ingot.data.filters.gopher import Gopher, GopherRules, RepetitionRules
 from ingot.data.filters.words import WORDS, split_english
+from ingot.ranges import Count, Limit
 from ingot.schema.corpus import Document, Drop
 
 # FineWeb's own rules (Penedo et al. 2024, arXiv 2406.17557, section 3.6).
@@ -30,12 +32,12 @@ class FineWebRules:
     """
 
     enabled: bool = True
-    terminal_punctuation: float = 0.12
+    terminal_punctuation: Limit = 0.12
     closing_quotes: bool = True
-    duplicate_line_characters: float = 0.01
-    short_lines: float = 0.67
-    short_line_characters: int = 30
-    newline_ratio: float = 0.3
+    duplicate_line_characters: Limit = 0.01
+    short_lines: Limit = 0.67
+    short_line_characters: Count = 30
+    newline_ratio: Limit = 0.3
 
     def problems(self):
         yield from problems_of_limits(self)
@@ -108,7 +110,7 @@ PRESETS: dict[str, QualityRules] = {
     "web": _WEB,
     "fineweb": replace(_WEB, words="spacy", fineweb=FineWebRules(closing_quotes=False)),
     "gopher": replace(_NONE, gopher=GopherRules(), gopher_repetition=RepetitionRules()),
-    "c4": replace(_NONE, c4=C4Rules(terminal_punctuation=True)),
+    "c4": replace(_NONE, c4=C4Rules(sentences=3, line_words=5, terminal_punctuation=True)),
     "none": _NONE,
 }
 

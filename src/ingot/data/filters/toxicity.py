@@ -16,6 +16,7 @@ import numpy as np
 
 from ingot.data.classify.model import model_sha256
 from ingot.data.classify.stage import score_of
+from ingot.ranges import Count, Share
 from ingot.schema.corpus import Document, Drop
 
 _LETTER = r"[^\W\d_]"
@@ -34,12 +35,12 @@ class ToxicityRules:
     """
 
     enabled: bool = True
-    words: float = 0.01
-    min_words: int = 3
+    words: Share = 0.01
+    min_words: Count = 3
     model: str = ""
     label: str = "positive"
-    classifier: float = 0.8
-    characters: int = 5000
+    classifier: Share = 0.8
+    characters: Count = 5000
 
     def problems(self):
         if not self.label:

@@ -7,12 +7,12 @@ proportion to their weights. A budget that the caps do not allow is an error. We
 
 import difflib
 import json
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import ConfigError, UsageError
+from ingot.toml import parse_toml
 from ingot.units import format_count
 
 # Up to about four epochs, repeated tokens are nearly as useful as new tokens; after that their value falls quickly
@@ -285,11 +285,11 @@ def read_weights(path: Path) -> Weights:
     """
     try:
         text = path.read_text(encoding="utf-8")
-        values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError) as error:
+        values = json.loads(text) if path.suffix == ".json" else parse_toml(text, str(path))
+    except (OSError, ValueError, RecursionError, ConfigError) as error:
         raise ConfigError(
             "E-WEIGHTS-UNREADABLE",
-            f"no weights can be read from {path} ({error})",
+            f"no weights can be read from {path} ({error.args[0]})",
             rule="a file of weights is TOML or JSON",
             fix="correct the file: write lines like web = 0.7",
             path=str(path),

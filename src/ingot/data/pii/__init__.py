@@ -18,6 +18,7 @@ from ingot.data.pii.addresses import find_emails, find_ipv6, is_public_ipv4
 from ingot.data.pii.ids import IdPlugin, load_ids, problems_of
 from ingot.data.pii.numbers import find_numbers, is_card
 from ingot.data.pii.span import CARD, EMAIL, IP, PHONE, Span, without_overlaps
+from ingot.ranges import Share
 from ingot.schema.corpus import Document, Drop
 
 __all__ = ["CARD", "EMAIL", "IP", "PHONE", "Pii", "PiiRules", "Span", "is_card", "is_public_ipv4", "scrub"]
@@ -38,7 +39,7 @@ class PiiRules:
     """
 
     enabled: bool = True
-    density: float = 0.1
+    density: Share = 0.1
     kinds: tuple[Kind, ...] = KINDS
     obfuscated: bool = False
     ids: tuple[str, ...] = ()

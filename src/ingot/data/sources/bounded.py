@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.ranges import PositiveBytes, PositiveCount
+
 _FIRST_STEP = 16 << 10
 _STEP = 1 << 20
 _OVERLAP = 4096  # longer than any match of the patterns that callers search for
@@ -23,12 +25,12 @@ class Limits:
     short repetitive pages reach ratios of several hundred.
     """
 
-    block_bytes: int = 32 << 20
-    body_bytes: int = 64 << 20
-    header_bytes: int = 64 << 10
-    file_bytes: int = 1 << 20
-    ratio: int = 200
-    ratio_floor_bytes: int = 4 << 20
+    block_bytes: PositiveBytes = 32 << 20
+    body_bytes: PositiveBytes = 64 << 20
+    header_bytes: PositiveBytes = 64 << 10
+    file_bytes: PositiveBytes = 1 << 20
+    ratio: PositiveCount = 200
+    ratio_floor_bytes: PositiveBytes = 4 << 20
 
 
 class Window:

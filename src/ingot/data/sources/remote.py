@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 
 from ingot import __version__
 from ingot.errors import DataError, DataMissing
+from ingot.ranges import Deadline, PositiveBytes, PositiveQueue, Queue, Seconds
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,13 +34,13 @@ class RemoteRules:
     """
 
     user_agent: str = f"ingot/{__version__}"
-    attempts: int = 10
-    backoff_seconds: float = 1.0
-    timeout_seconds: float = 60.0
-    connections: int = 1
-    delay_seconds: float = 0.5
-    redirects: int = 2
-    max_bytes: int = 64 << 30
+    attempts: PositiveQueue = 10
+    backoff_seconds: Seconds = 1.0
+    timeout_seconds: Deadline = 60.0
+    connections: PositiveQueue = 1
+    delay_seconds: Seconds = 0.5
+    redirects: Queue = 2
+    max_bytes: PositiveBytes = 64 << 30
     allow_hosts: tuple[str, ...] = ()
     common_crawl: str = "https://data.commoncrawl.org"
     s3_endpoint: str = ""

@@ -16,6 +16,7 @@ from ingot.errors import DataError
 from ingot.schema.corpus import Document, Drop, document_id
 
 STAGE = "read"
+_FIRST_ROWS = 100  # of a file: if none of them has a text, the column has another name
 _MAX_NAME = 2048  # characters of an id, URL or language; longer values are ignored
 
 
@@ -45,6 +46,12 @@ def pick(row: Any, name: str) -> Any:
         return row[name]
     first, dot, rest = name.partition(".")
     return pick(row.get(first), rest) if dot else None
+
+
+def has_field(row: dict, name: str) -> bool:
+    """Return whether `row` has the dotted path `name`, with any value."""
+    first, dot, rest = name.partition(".")
+    return name in row or (bool(dot) and isinstance(row.get(first), dict) and has_field(row[first], rest))
 
 
 def dropped(file: str, source: str, rule: str, value: str, record_id: str = "", url: str = ""):
@@ -140,9 +147,9 @@ def read_jsonl(
 
     Drop rules: read.bad_row (not a JSON object, or an object without text), empty_body, too_large; truncated_file and
     bad_stream if the file cannot be read further. Raises DataError for a file that is one JSON array, which could only
-    be parsed as a whole.
+    be parsed as a whole, and for a file whose first rows (_FIRST_ROWS, or all) have no key for the text.
     """
-    rows = 0
+    rows, missing, keys = 0, 0, dict[str, None]()
     try:
         with Unpacked(path, limits) as stream:
             for number, (line, size) in enumerate(lines(stream, limits.block_bytes)):
@@ -157,7 +164,13 @@ def read_jsonl(
                             fix=f"convert it: jq -c '.[]' {path.name} > {path.name.split('.')[0]}.jsonl",
                             path=str(path),
                         )
-                    yield _line(line, number, name, source, fields, limits)
+                    pair, row = _line(line, number, name, source, fields, limits)
+                    if missing == rows < _FIRST_ROWS and isinstance(row, dict) and not has_field(row, fields.text):
+                        missing += 1
+                        keys |= dict.fromkeys(row)
+                        if missing == _FIRST_ROWS:
+                            raise _no_text(path, fields, list(keys))
+                    yield pair
                 else:
                     continue
                 rows += 1
@@ -167,16 +180,33 @@ def read_jsonl(
         return
     if not rows:
         yield dropped(name, source, "empty_body", "no rows", "file")
+    elif missing == rows:
+        raise _no_text(path, fields, list(keys))
+
+
+def _no_text(path: Path, fields: Fields, keys: list[str]) -> DataError:
+    shown = [key[:100] for key in keys[:20]]
+    likely = next((key for key in ("content", "body", "raw_content", "document") if key in keys), "COLUMN")
+    return DataError(
+        "E-JSONL-COLUMN",
+        f"{path} has no column {fields.text!r}; its columns are {', '.join(shown) or 'none'}",
+        rule="the text of a document is one column of strings",
+        fix=f"name the column: --source NAME {path.name} text={likely} (a dot selects an inner key: meta.text)",
+        path=str(path),
+        column=fields.text,
+        columns=shown,
+    )
 
 
 def _line(line: bytes, number: int, name: str, source: str, fields: Fields, limits: Limits):
+    """Return ((document, drop or None), the parsed row; None if the line is not JSON)."""
     try:
         # Bytes that are not UTF-8 become U+FFFD, as in web pages.
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf").decode("utf-8", "replace"))
     except (ValueError, RecursionError, MemoryError) as error:
         value = f"row {number}: {type(error).__name__}: {error}"
-        return dropped(name, source, "bad_row", value, f"row-{number}")
-    return row_document(row, number, name, source, fields, limits)
+        return dropped(name, source, "bad_row", value, f"row-{number}"), None
+    return row_document(row, number, name, source, fields, limits), row
 
 
 def _opens_array(line: bytes) -> bool:

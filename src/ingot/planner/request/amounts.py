@@ -38,6 +38,8 @@ def parse_budget(text: str | float) -> Budget:
             if not 0 < max(budget.flops, budget.usd, budget.seconds, budget.device_hours) < math.inf:
                 raise _out_of_range("--budget", text, "above 0")
             return budget
+    if re.fullmatch(_NUMBER, plain) and _number(plain) == 0:
+        raise _out_of_range("--budget", text, "above 0", "give a budget above 0: 6e23flop, '$2M' or 24h")
     raise UsageError(
         "E-BUDGET-FORMAT", f"--budget {text}", rule=_BUDGETS, fix=_suggested_budget(plain), budget=str(text)
     )

@@ -8,6 +8,7 @@ v5p-256, 4xv5e-256    a TPU slice by its product name; four such slices (plannin
 machine.json      a file that `doctor --bench` wrote, or your own file with the fields of schema/cluster.py
 """
 
+import difflib
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -15,11 +16,10 @@ from pathlib import Path
 from ingot.errors import UsageError
 from ingot.machine.facts import read_cluster, read_machine, this_cluster
 from ingot.planner.request.presets import unknown
-from ingot.schema.cluster import Cluster
+from ingot.schema.cluster import MOST_DEVICES, Cluster
 from ingot.theory.devices import Device, cluster_of, devices, find_device
 
 MACHINE_FILE = "machine.json"
-MOST_DEVICES = 1_000_000
 # The names of these TPU slices count cores, and a chip has two cores: v4-128 has 64 chips.
 _TWO_CORES = ("v3", "v4", "v5p")
 _RACK = "nvl72"  # 72 GB200
@@ -58,12 +58,33 @@ def load_cluster(name: str) -> Cluster:
         if len(counts) == 2:
             raise _bad_cluster(name, f"{_RACK} names a whole rack", f"write {counts[0]}x{_RACK}")
         kind, counts = "gb200", [*(counts or [1]), devices()["gb200"].domain]
-    key = _ALIASES.get(kind, kind)
-    if key not in devices():
-        raise unknown("E-DEVICE-UNKNOWN", "device", kind or name, tuple(devices()), _WAYS)
+    key = {_plain(other): key for other, key in (*((key, key) for key in devices()), *_ALIASES.items())}.get(
+        _plain(kind)
+    )
+    if key is None:
+        raise unknown("E-DEVICE-UNKNOWN", "device", kind or name, tuple(devices()), _WAYS, near=_neighbors(kind))
     if 0 in counts:
         raise _bad_cluster(name, "a cluster has at least 1 device", _WAYS, "has no devices")
     return _sized(name, devices()[key], counts)
+
+
+def _plain(kind: str) -> str:
+    """Return the name of a device without what people write in different ways: case, dashes, spaces, the vendor."""
+    return re.sub(r"[\s_-]", "", kind.lower()).removeprefix("nvidia").removeprefix("amd")
+
+
+def _neighbors(kind: str) -> list[str]:
+    """Return the devices whose names are most like `kind`: those that begin with the same letters, one per family."""
+    plain = _plain(kind)[:100]
+    letters = re.match("[a-z]*", plain)[0]  # type: ignore[index]
+    scores = {key: difflib.SequenceMatcher(None, plain, _plain(key)).ratio() for key in devices()}
+    alike = [key for key in devices() if letters and re.match("[a-z]*", _plain(key))[0] == letters]  # type: ignore[index]
+    alike = alike or [key for key in devices() if scores[key] >= 0.6]
+    found: dict[str, str] = {}
+    for key in sorted(alike, key=lambda key: (-scores[key], len(key), key)):
+        family = key if key.startswith("tpu") else key.partition("-")[0]
+        found.setdefault(family, family if family in devices() else key)
+    return list(found.values())[:3]
 
 
 def _sized(name: str, device: Device, counts: list[int]) -> Cluster:

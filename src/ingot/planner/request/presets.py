@@ -11,8 +11,10 @@ from ingot.errors import ConfigError, UsageError
 from ingot.hub.config_file import read_arch
 from ingot.planner.run.propose import NO_HINTS, Hints
 from ingot.planner.run.scaling import shape_of
+from ingot.ranges import Count
 from ingot.schema.arch import Arch
 from ingot.theory.params import count_parameters
+from ingot.toml import parse_toml
 from ingot.units import format_count
 
 # A model given only by its size has a preset's shape if the two sizes differ by less than this share.
@@ -33,8 +35,8 @@ class ModelPreset:
     arch: Arch
     about: str = ""
     source: str = ""
-    parameters: int = 0
-    active_parameters: int = 0
+    parameters: Count = 0
+    active_parameters: Count = 0
     train: Hints = field(default_factory=Hints)
 
 
@@ -79,7 +81,7 @@ def load_model(name_or_file: str) -> ModelPreset:
 
 def _model_file(path: Path) -> ModelPreset:
     try:
-        values = tomllib.loads(path.read_text(encoding="utf-8"))
+        values = parse_toml(path.read_text(encoding="utf-8"), str(path))
     except OSError as error:
         raise UsageError(
             "E-MODEL-READ",
@@ -88,10 +90,10 @@ def _model_file(path: Path) -> ModelPreset:
             fix="give the name of a preset, or an existing file",
             path=str(path),
         ) from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except (UnicodeDecodeError, ConfigError) as error:
         raise ConfigError(
             "E-MODEL-FORMAT",
-            f"{path}: {error}",
+            error.found if isinstance(error, ConfigError) else f"{path}: {error}",
             rule="a model file is TOML with an [arch] section",
             fix="correct the file",
             path=str(path),
@@ -99,12 +101,16 @@ def _model_file(path: Path) -> ModelPreset:
     return from_dict(ModelPreset, values, where=lambda key: f"{path} ({key})")
 
 
-def unknown(code: str, what: str, given: str, known: tuple[str, ...], fix: str = "") -> UsageError:
+def unknown(
+    code: str, what: str, given: str, known: tuple[str, ...], fix: str = "", *, near: list[str] | None = None
+) -> UsageError:
     """Return the error for an unknown name. Its fix proposes the nearest known names, followed by `fix`.
 
-    what: the kind of thing that `given` should name, like "device".
+    what: the kind of thing that `given` should name, like "device". near: the nearest names; if None, they are found
+    by their letters.
     """
-    close = difflib.get_close_matches(given, known, n=3, cutoff=0.4)
+    given = given if len(given) <= 100 else f"{given[:100]}..."
+    close = difflib.get_close_matches(given, known, n=3, cutoff=0.4) if near is None else near
     fixes = [f"did you mean {' or '.join(map(repr, close))}?"] if close else []
     fixes += [fix] if fix else []
     return UsageError(

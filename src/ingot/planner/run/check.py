@@ -12,19 +12,21 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from ingot.config import key_lines
 from ingot.errors import ConfigError, DataError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.run.advice import check_warnings, degrees, memory_warnings
+from ingot.planner.run.scaling import least_warmup_steps
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 from ingot.theory.layout import derived_problems
 from ingot.theory.memory import checkpoint_bytes
+from ingot.theory.params import count_parameters
 from ingot.theory.rules import load_run_sections, run_problems
-from ingot.units import format_bytes
+from ingot.toml import key_lines
+from ingot.units import format_bytes, format_count
 
 _HIGH_LEARNING_RATE = 0.1
 
@@ -34,7 +36,8 @@ class Finding:
     """One problem of a run file.
 
     where: "run.toml:14", or the key. fix: the remedy, "" if the message contains it. missing_here: data or disk space
-    is missing on this machine, while the run file itself can be correct.
+    is missing on this machine, while the run file itself can be correct. code: the stable name of a piece of advice,
+    which `ingot explain CODE` describes; "" for most.
     """
 
     severity: Literal["error", "warning"]
@@ -42,6 +45,7 @@ class Finding:
     message: str
     fix: str = ""
     missing_here: bool = False
+    code: str = ""
 
 
 def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:
@@ -147,6 +151,18 @@ def _values(run, sound: Set[str]) -> Iterator[Finding]:
     if sound >= {"schedule", "train"} and run.schedule.warmup_steps * 2 > run.train.steps:
         message = f"warm-up takes {run.schedule.warmup_steps} of {run.train.steps} steps"
         yield Finding("warning", "schedule.warmup_steps", message, "1-5% of the steps are usual")
+    if sound >= {"schedule", "train", "model"}:
+        yield from _warmup(run)
+
+
+def _warmup(run) -> Iterator[Finding]:
+    """Yield a warning if a large model has a shorter warm-up than `ingot plan` proposes."""
+    parameters, warmup = count_parameters(run.model), run.schedule.warmup_steps
+    least = least_warmup_steps(run.train.steps, parameters)
+    if warmup < least:
+        message = f"a model of {format_count(parameters)} parameters has a warm-up of {warmup:,} steps"
+        fix = f"set schedule.warmup_steps to {least:,} or more: without it, large models diverge more easily"
+        yield Finding("warning", "schedule.warmup_steps", message, fix, code="E-WARMUP-SHORT")
 
 
 def _token_folder(run, base: Path, key: str, sound: Set[str]) -> tuple[list[Finding], TokenManifest | None]:

@@ -60,7 +60,7 @@ def propose_hyperparameters(
         *_data(arch, parameters, tokens),
         *_batch(arch, seq_len, tokens, batch, loss),
         *_learning_rate(arch, seq_len, tokens, parameters),
-        *_schedule(tokens, batch),
+        *_schedule(tokens, batch, count_parameters(arch)),
         *_optimizer(),
         *([_experts(arch)] if arch.is_moe else []),
     )
@@ -187,9 +187,9 @@ def _learning_rate(arch: Arch, seq_len: int, tokens: int, parameters: int) -> li
     return proposals
 
 
-def _schedule(tokens: int, batch: float) -> list[ProposedValue]:
+def _schedule(tokens: int, batch: float, parameters: float) -> list[ProposedValue]:
     steps, final = max(round(tokens / batch), 1), Schedule().final_fraction
-    warmup, decay = scaling.warmup_steps(steps), max(round(0.1 * steps), 1)
+    warmup, decay = scaling.warmup_steps(steps, parameters), max(round(0.1 * steps), 1)
     return [
         ProposedValue(
             name="schedule",
@@ -211,7 +211,7 @@ def _schedule(tokens: int, batch: float) -> list[ProposedValue]:
             name="warm-up",
             value=warmup,
             shown=f"{warmup:,} steps",
-            formula=f"5% of {steps:,} steps, at most 2,000",
+            formula=f"5% of {steps:,} steps, at most 2,000; above 1B parameters at least 1,000",
             source="Touvron et al. 2023 (LLaMA), section 2.3",
             note="Llama 3 405B had 8,000 steps of warm-up, GPT-3 375M tokens",
         ),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, fields
 
 from ingot.errors import ConfigError
 from ingot.planner.run.storage import blocking_stall, copy_stall, data_reading, kept_bytes, token_bytes
+from ingot.ranges import Degree, Factor, Queue, Rate, Seconds, Steps, Usd
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook
 from ingot.schema.run import RunConfig
@@ -61,22 +62,22 @@ class Assumptions:
       nodes a day, and had 12 to 18 spares).
     """
 
-    failures_per_node_day: float | None = None
-    restart_seconds: float = 600.0
-    write_bytes_per_second: float = 1.2e9
-    storage_write_bytes_per_second: float = 2e12
-    storage_read_bytes_per_second: float = 0.0
-    meeting_seconds: float = 1.0
-    manifest_seconds_per_rank: float = 1.2e-3
+    failures_per_node_day: Factor | None = None
+    restart_seconds: Seconds = 600.0
+    write_bytes_per_second: Rate = 1.2e9
+    storage_write_bytes_per_second: Rate = 2e12
+    storage_read_bytes_per_second: Rate = 0.0
+    meeting_seconds: Seconds = 1.0
+    manifest_seconds_per_rank: Seconds = 1.2e-3
     asynchronous: bool = False
-    checkpoint_every_seconds: float = 0.0
-    checkpoint_every_steps: int = 0
-    keep: int = 0
-    usd_per_hour: float = 0.0
-    storage_usd_per_gb_month: float = STORAGE_USD_PER_GB_MONTH
-    egress_usd_per_gb: float = EGRESS_USD_PER_GB
-    spares: int = 0
-    repair_days: float = 5.0
+    checkpoint_every_seconds: Seconds = 0.0
+    checkpoint_every_steps: Steps = 0
+    keep: Queue = 0
+    usd_per_hour: Usd = 0.0
+    storage_usd_per_gb_month: Usd = STORAGE_USD_PER_GB_MONTH
+    egress_usd_per_gb: Usd = EGRESS_USD_PER_GB
+    spares: Degree = 0
+    repair_days: Factor = 5.0
 
     def problems(self):
         for name in (field.name for field in fields(self) if field.name != "asynchronous"):

@@ -7,12 +7,14 @@ from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_by
 from ingot.planner.run.scaling import (
     MAX_USEFUL_EPOCHS,
     compute_optimal_tokens,
+    least_warmup_steps,
     suggested_batch_tokens,
     suggested_learning_rate,
     warmup_steps,
 )
 from ingot.planner.search.candidates import MEMORY_SHARE
 from ingot.planner.search.space import MICRO_BATCH_TOKENS
+from ingot.ranges import Factor, Steps
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
@@ -28,10 +30,10 @@ class Hints:
     """Settings known to work with a model, or asked for by the user. A rule chooses those that are 0. why: the source
     of the settings."""
 
-    steps: int = 0
-    seq_len: int = 0
-    global_batch: int = 0
-    lr: float = 0.0
+    steps: Steps = 0
+    seq_len: Steps = 0
+    global_batch: Steps = 0
+    lr: Factor = 0.0
     why: str = ""
 
 
@@ -89,7 +91,7 @@ def propose(
             precision=precision,  # type: ignore[arg-type]
         ),
         optim=Optim(lr=lr),
-        schedule=Schedule(kind="cosine", warmup_steps=_warmup(steps, reasons)),
+        schedule=Schedule(kind="cosine", warmup_steps=_warmup(steps, arch, reasons)),
         parallel=Parallel(dp_shard=ranks, ep=_expert_ranks(arch, cluster, reasons)),
         checkpoint=Checkpoint(every_steps=min(max(steps // 10, 1), 1000)),
         evaluate=Evaluate(every_steps=max(steps // 4, 1) if data.heldout else 0),
@@ -187,9 +189,11 @@ def _steps(wanted: Hints, preset: Hints, goal: int, tokens: int, tokens_per_step
     return steps
 
 
-def _warmup(steps: int, reasons: dict[str, str]) -> int:
-    reasons["schedule.warmup_steps"] = "5% of the steps, at most 2,000 (Touvron et al. 2023)"
-    return warmup_steps(steps)
+def _warmup(steps: int, arch: Arch, reasons: dict[str, str]) -> int:
+    parameters = count_parameters(arch)
+    least = ", at least 1,000 above 1B parameters" if least_warmup_steps(steps, parameters) else ""
+    reasons["schedule.warmup_steps"] = f"5% of the steps, at most 2,000 (Touvron et al. 2023){least}"
+    return warmup_steps(steps, parameters)
 
 
 def _fit_micro_batch(run: RunConfig, cluster: Cluster, reasons: dict[str, str]) -> RunConfig:

@@ -355,9 +355,20 @@ def step_factor(batch: float, critical_batch: float) -> float:
     return 1 + critical_batch / batch
 
 
-def warmup_steps(steps: int) -> int:
-    """Return the number of warm-up steps: 5% of all steps, at least 1, at most 2,000 (LLaMA, Touvron et al. 2023)."""
-    return min(max(steps // 20, 1), 2000)
+# Models with more parameters need a warm-up of at least _LEAST_WARMUP steps: their early steps diverge more easily.
+LARGE_PARAMETERS = 1e9
+_LEAST_WARMUP = 1000
+
+
+def warmup_steps(steps: int, parameters: float) -> int:
+    """Return the number of warm-up steps: 5% of all steps, at least 1, at most 2,000 (LLaMA, Touvron et al. 2023), and
+    at least `least_warmup_steps`."""
+    return max(min(max(steps // 20, 1), 2000), least_warmup_steps(steps, parameters))
+
+
+def least_warmup_steps(steps: int, parameters: float) -> int:
+    """Return the least number of warm-up steps: above 1B parameters 1,000, but at most half of all steps; else 0."""
+    return min(_LEAST_WARMUP, steps // 2) if parameters > LARGE_PARAMETERS else 0
 
 
 def batch_ramp(batch_tokens: float, tokens: float) -> tuple[tuple[float, float], ...]:

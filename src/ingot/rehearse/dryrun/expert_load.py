@@ -79,7 +79,7 @@ def read_loads(path: Path, arch: Arch) -> tuple[float, ...]:
     fix = "give such a file, or --expert-load balanced"
     try:
         found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("E-EXPERT-LOAD-FILE", f"--expert-load {path}: {error}", rule=rule, fix=fix) from error
     numbers = isinstance(found, list) and all(isinstance(load, (int, float)) and load >= 0 for load in found)
     if not numbers or len(found) != experts or not 0 < math.fsum(found) < math.inf:

@@ -8,6 +8,7 @@ Two kinds of tensors stay real: tensors made outside the mode (the ranks of a me
 until they get memory, so that a program builds its model here as it does on a cluster.
 """
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -26,12 +27,15 @@ from ingot.trainer.torch_private import (
 _CPU = torch.device("cpu")
 _META = torch.device("meta")
 _Shape = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # sizes, strides, storage offset, dtype
-# Operation and its inputs -> (source of the results' memory, shapes of the results, True if there are several), as
-# `_describe` returns it; None: not cached.
-Known = dict[Any, tuple[Any, list[_Shape], bool] | None]
+# Operation and its inputs -> (source of the results' memory, results, True if there are several), as `_describe`
+# returns it; None: not cached. A result is the shape of a tensor, or a number or None that is returned as it is.
+_Described = tuple[Any, list[_Shape | int | float | None], bool]
+Known = dict[Any, _Described | None]
 
 _UNSEEN: Any = object()
 _WAIT = functional_collectives().wait_tensor.default
+# Namespaces whose operations without a result only write values, which fake tensors do not have.
+_WRITERS = ("aten", "fsdp")
 
 
 class _NotRemembered(Exception):
@@ -75,6 +79,11 @@ class FakeProgram(UncompiledFakeMode):
         """
         if func is _WAIT and isinstance(args[0], FakeTensor):
             return args[0]
+        if (namespace := _namespace(func)) == "profiler":  # it neither takes nor returns tensors
+            with without_dispatch():
+                return func(*args, **kwargs)
+        if namespace == "c10d":  # never cached: process groups are equal only to themselves
+            return func(*args, **kwargs)
         try:
             known = self._known.get((func, _key(args), _key(tuple(kwargs.items()))))
         except (_NotRemembered, TypeError):
@@ -84,11 +93,12 @@ class FakeProgram(UncompiledFakeMode):
         with without_dispatch():
             return self._again(known, args)
 
-    def _again(self, known: tuple[Any, list[_Shape], bool], args: Any) -> Any:
-        source, shapes, several = known
+    def _again(self, known: _Described, args: Any) -> Any:
+        source, described, several = known
         if source == "itself":
             return args[0]
-        results = [self._make(None if source == "new" else args[source], *shape) for shape in shapes]
+        viewed = None if source == "new" else args[source]
+        results = [self._make(viewed, *found) if type(found) is tuple else found for found in described]
         return results if several else results[0]
 
     def _make(self, viewed: Tensor | None, size, stride, offset: int, dtype: torch.dtype) -> FakeTensor:
@@ -123,23 +133,34 @@ def _key(value) -> Any:
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind is tuple or kind is list or kind is torch.Size:
         return tuple([_key(item) for item in value]) if value else ()
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, torch.ScriptObject)):  # a script object is equal only to itself
         raise _NotRemembered
     return kind, value
 
 
-def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
+@cache
+def _namespace(func) -> str:
+    return func.namespace
+
+
+def _describe(func, args, result) -> _Described | None:
     """Return the entry of `Known` from which the result of an operation can be made again; None if that is impossible.
 
-    The entry is (source, shapes of the results, True if there are several). source: "new" (new tensors), the index of
-    the argument whose storage the results share, or "itself" (the result is the first argument).
+    The entry is (source, results, True if there are several). source: "new" (new tensors), the index of the argument
+    whose storage the results share, or "itself" (the result is the first argument).
     """
-    if torch.Tag.inplace_view in func.tags or func.namespace == "profiler":
+    if torch.Tag.inplace_view in func.tags:
         return None
     if args and result is args[0] and isinstance(result, FakeTensor):
         return "itself", [], False
+    if result is None and func.namespace in _WRITERS:
+        return "new", [None], False
     several = isinstance(result, (tuple, list))
-    results = list(result) if several else [result]
+    returned = list(result) if several else [result]
+    results = [value for value in returned if isinstance(value, Tensor)]
+    others = [value for value in returned if not isinstance(value, Tensor)]
+    if not all(value is None or type(value) in (int, float) for value in others):
+        return None
     if not results or not all(isinstance(tensor, FakeTensor) and tensor.fake_device == _CPU for tensor in results):
         return None
     owners = {
@@ -149,8 +170,11 @@ def _describe(func, args, result) -> tuple[Any, list[_Shape], bool] | None:
     inside = {storage_key(leaf.untyped_storage()) for leaf in tree_leaves(args) if isinstance(leaf, FakeTensor)}
     if len(sources) > 1 or (sources == {"new"} and not all(_is_fresh(tensor, inside) for tensor in results)):
         return None
-    shapes = [(tensor.shape, tensor.stride(), tensor.storage_offset(), tensor.dtype) for tensor in results]
-    return sources.pop(), shapes, several
+    described: list[Any] = [
+        (value.shape, value.stride(), value.storage_offset(), value.dtype) if isinstance(value, Tensor) else value
+        for value in returned
+    ]
+    return sources.pop(), described, several
 
 
 def _is_fresh(tensor: Tensor, others: set[int]) -> bool:

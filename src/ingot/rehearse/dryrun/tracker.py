@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -52,6 +53,21 @@ class TrackedPeak:
     by_kind: dict[str, int]
     place: str
     rest: int
+
+
+class _Operator(NamedTuple):
+    """The facts about an operation of PyTorch that the tracker needs. flops: counts its FLOPs, None if it has none."""
+
+    name: str
+    is_collective: bool
+    is_view: bool
+    flops: Callable[..., int] | None
+
+
+@cache
+def _operator(func) -> _Operator:
+    packet = operator_packet(func)
+    return _Operator(packet.__name__, is_collective(func), func.is_view, flop_formula(packet))
 
 
 class _Held(weakref.ref):
@@ -194,13 +210,14 @@ class Tracker(TraceMode):
         if DTensor in types:
             return NotImplemented  # a DTensor first decomposes into local operations
         result = self._call(func, args, kwargs or {})
-        if is_collective(func):
+        operator = _operator(func)
+        if operator.is_collective:
             self._communicated(func, args, kwargs or {}, result)
-        elif (formula := flop_formula(packet := operator_packet(func))) is not None:
+        elif (formula := operator.flops) is not None:
             self.operations += 1
-            self.flops[packet.__name__] += self._count(formula, args, kwargs or {}, result)
-            self.events.append(Event("compute", packet.__name__, self.place))
-        elif func.is_view:
+            self.flops[operator.name] += self._count(formula, args, kwargs or {}, result)
+            self.events.append(Event("compute", operator.name, self.place))
+        elif operator.is_view:
             # The memory of a view was recorded when it was allocated, or is that of Gloo's own copies (shown as views).
             return result
         else:

@@ -1,7 +1,7 @@
 """The evidence for a diagnosis: step times from the event log, and the planner's predictions for changed settings.
 
 Means are per step, without the first interval (of log lines) of each attempt. A proposed change never affects what the
-model learns (schema/run.py, FREE_SETTINGS), so the run can continue with it.
+model learns (schema/changes.py), so the run can continue with it.
 """
 
 import json

@@ -1,5 +1,6 @@
 """The legal values that are nearest to a refused value."""
 
+import math
 from collections.abc import Iterable
 
 
@@ -20,7 +21,8 @@ def multiples(value: int, of: int) -> str:
 
 def divisors(number: int) -> list[int]:
     """Return the divisors of `number`, ascending."""
-    return [n for n in range(1, number + 1) if number % n == 0]
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
 
 
 # A batch may differ by this share from a batch that is known to work well.

@@ -2,8 +2,9 @@
 
 import json
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import safetensors
 import torch
@@ -11,18 +12,19 @@ from torch.nn import Module
 
 from ingot.errors import CheckpointError, ConfirmationNeeded
 from ingot.schema.checkpoint import CheckpointManifest, StoredBlock, file_of
-from ingot.schema.run import settings_sha256
+from ingot.schema.run import setting_changes, settings_sha256
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
-    damaged,
     is_suspect,
     read_manifest,
-    verify_checkpoint,
     verify_files,
+    verify_tensors,
 )
 from ingot.trainer.checkpoint.part import overlap, slices
+from ingot.trainer.checkpoint.rules import damaged
+from ingot.trainer.checkpoint.segments import verify_segments
 from ingot.trainer.checkpoint.state import (
     BIAS,
     LOAD,
@@ -33,31 +35,34 @@ from ingot.trainer.checkpoint.state import (
     restore_random_text,
 )
 from ingot.trainer.checkpoint.tensor_file import dtype_name
+from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 
 def resume(
     folder: RunFolder,
     state: TrainingState,
     *,
-    config_sha256: str,
+    settings: Mapping[str, Any],
     data_fingerprint: str,
     on_refused: Callable[[int, Path, str], None],
 ) -> CheckpointManifest | None:
     """Fill `state` from the newest usable checkpoint of `folder`. Returns None if the run has none. Collective.
 
-    Only master weights are filled; the caller updates the parameters in compute precision.
+    settings: all settings of the run, flat. Only master weights are filled; the caller updates the parameters in
+    compute precision.
 
     A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
     the next older one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError
-    if no existing checkpoint can be used, ConfirmationNeeded if settings or data differ from those of the checkpoint.
+    if no existing checkpoint can be used or saved checkpoints vanished, ConfirmationNeeded if settings or data differ
+    from those of the checkpoint.
     """
     # Suspect checkpoints come last; the sort keeps the order of others, newest first.
-    candidates = from_rank_zero(lambda: sorted(candidate_folders(folder.checkpoints), key=is_suspect))
+    candidates = from_rank_zero(lambda: sorted(_candidates(folder), key=is_suspect))
     refused, causes = [], []
     for path in candidates:
         try:
             manifest = _verified_by_all(path)
-            _check_same_experiment(folder, manifest, config_sha256, data_fingerprint)
+            _check_same_experiment(folder, manifest, settings, data_fingerprint)
             _load(path, manifest, state)
         except CheckpointError as error:
             step = int(path.name.removeprefix("step-"))
@@ -85,21 +90,34 @@ def resume(
     return None
 
 
+def _candidates(folder: RunFolder) -> list[Path]:
+    require_checkpoints(folder)
+    return candidate_folders(folder.checkpoints)
+
+
 def _verified_by_all(path: Path) -> CheckpointManifest:
-    """Verify `path` on all ranks: each hashes its share of the files. An error on one rank is raised on all ranks."""
+    """Verify `path` and its ledger on all ranks: each hashes its share of the files. An error on one rank is raised on
+    all ranks."""
     manifest = from_rank_zero(lambda: read_manifest(path))
-    on_all_ranks(lambda: verify_files(path, manifest, sorted(manifest.files)[rank() :: world()]))
+
+    def verify_share() -> None:
+        verify_files(path, manifest, sorted(manifest.files)[rank() :: world()])
+        verify_segments(path, manifest, manifest.ledger[rank() :: world()])
+
+    on_all_ranks(verify_share)
     return manifest
 
 
-def _check_same_experiment(folder: RunFolder, manifest: CheckpointManifest, config_sha256: str, data: str) -> None:
+def _check_same_experiment(
+    folder: RunFolder, manifest: CheckpointManifest, settings: Mapping[str, Any], data: str
+) -> None:
     # The launcher compares settings key by key and records the changes that the user accepted; this is the last check
     # before weights are loaded.
     def check() -> None:
-        # An older version that hashed more settings wrote a different hash, even if the settings are equal.
-        same = config_sha256 in (manifest.config_sha256, settings_sha256(manifest.settings))
+        same = all(change.kind.is_free for change in setting_changes(manifest.settings, settings))
         if same and manifest.data_fingerprint == data:
             return
+        config_sha256 = settings_sha256(settings)
         accepted = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
         if not any((a["config_sha256"], a["data_fingerprint"]) == (config_sha256, data) for a in accepted):
             what = "data" if same else "settings"
@@ -171,7 +189,7 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
     which only training uses, are not loaded. Router biases keep their value if the checkpoint has none, because the run
     began to use them later. Raises CheckpointError if the checkpoint is damaged or of another model.
     """
-    manifest = verify_checkpoint(checkpoint)
+    manifest = verify_tensors(checkpoint)
     targets = {name: tensor for name, tensor in model.state_dict().items() if not name.endswith(LOAD)}
     stored = {k.removeprefix(MODEL): v for k, v in manifest.tensors.items() if k.startswith(MODEL)}
     stored = {name: entry for name, entry in stored.items() if not name.endswith(LOAD)}

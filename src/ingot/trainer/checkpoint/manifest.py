@@ -10,10 +10,8 @@ work on machines that do not train. Nothing is ever unpickled.
 """
 
 import json
-import math
-import re
 import zlib
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,42 +19,27 @@ from pathlib import Path
 from ingot.config import from_dict, to_dict
 from ingot.errors import CheckpointError, ConfigError, IngotError, require
 from ingot.schema.checkpoint import (
-    BlockLayout,
     CheckpointManifest,
-    FileEntry,
     file_of,
     key_of,
     pack_crc32,
     unpack_crc32,
 )
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
-from ingot.trainer.checkpoint.part import tiling_problem
+from ingot.trainer.checkpoint.rules import DTYPES, FOLDER, check_rules, check_size, damaged
+from ingot.trainer.checkpoint.segments import check_segment_sizes, verify_segments
 
 MANIFEST = "manifest.json"
 VERSION = 2
-# torch's name of a dtype -> bytes per element, safetensors' name of the dtype.
-DTYPES = {
-    "float64": (8, "F64"),
-    "float32": (4, "F32"),
-    "bfloat16": (2, "BF16"),
-    "float16": (2, "F16"),
-    "float8_e4m3fn": (1, "F8_E4M3"),
-    "float8_e5m2": (1, "F8_E5M2"),
-    "int64": (8, "I64"),
-    "int32": (4, "I32"),
-    "int16": (2, "I16"),
-    "int8": (1, "I8"),
-    "uint8": (1, "U8"),
-    "bool": (1, "BOOL"),
-}
-_FOLDER = re.compile(r"step-(\d{8,})")
-_FILE = re.compile(r"rank-\d{5,}\.safetensors")
-_NEXT_OLDER = "delete or restore this folder; training then continues from the next older checkpoint"
 
 
 @dataclass(frozen=True)
 class ListedCheckpoint:
-    """A folder with the name of a checkpoint. If it is damaged, `manifest` is None and `damage` is the reason."""
+    """A folder with the name of a checkpoint.
+
+    damage: the reason why it cannot be used, "" if none is known. manifest: None if the manifest or a tensor file is
+    damaged; a checkpoint whose ledger is damaged has a manifest.
+    """
 
     path: Path
     step: int
@@ -82,7 +65,7 @@ def _hash(values: dict) -> str:
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of checkpoint `folder`. Raises CheckpointError if it is missing, damaged or breaks a rule.
 
-    Only the names and sizes of the tensor files are checked; `verify_checkpoint` reads the files.
+    Only names, and the sizes of the tensor files, are checked; `verify_checkpoint` reads the files.
     """
     values = _read_values(folder)
     try:
@@ -91,7 +74,7 @@ def read_manifest(folder: Path) -> CheckpointManifest:
         raise damaged(folder, f"manifest.json: {error.found}", "E-CKPT-MANIFEST") from None
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise damaged(folder, f"manifest.json of version 1: {error}", "E-CKPT-MANIFEST") from None
-    _check_rules(folder, manifest)
+    check_rules(folder, manifest)
     return manifest
 
 
@@ -150,89 +133,6 @@ def _read_values(folder: Path) -> dict:
     return values
 
 
-def _check_rules(folder: Path, manifest: CheckpointManifest) -> None:
-    # The rules keep a reader from opening a foreign file, allocating without bound, or leaving a hole.
-    named = _FOLDER.fullmatch(folder.name)
-    if named and int(named[1]) != manifest.step:
-        raise damaged(folder, f"its manifest is for step {manifest.step}", "E-CKPT-STEP", step=manifest.step)
-    for name, entry in manifest.files.items():
-        if not _FILE.fullmatch(name):
-            raise damaged(folder, f"manifest.json lists {name!r}, not a file name", "E-CKPT-MANIFEST", file=name)
-        _check_size(folder, name, entry)
-    for cut in manifest.cuts:
-        if not len(cut.ranks) == len(cut.offsets) == len(cut.sizes):
-            raise damaged(folder, "a cut lists different numbers of ranks, offsets and sizes", "E-CKPT-MANIFEST")
-    _check_tensors(folder, manifest)
-    stored: Counter[int] = Counter()
-    for (number, dtype), tensors in Counter((t.cut, t.dtype) for t in manifest.tensors.values()).items():
-        cut = manifest.cuts[number]
-        for rank, sizes in zip(cut.ranks, cut.sizes, strict=True):
-            stored[rank] += tensors * math.prod(sizes) * DTYPES[dtype][0]
-    for rank, total in stored.items():
-        if total > manifest.files[file_of(rank)].bytes:
-            raise damaged(
-                folder,
-                f"the tensors in {file_of(rank)} are larger than the file",
-                "E-CKPT-MANIFEST",
-                file=file_of(rank),
-            )
-
-
-def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
-    problems: dict[tuple[int, tuple[int, ...]], str] = {}  # thousands of tensors share few cuts
-    for name, tensor in manifest.tensors.items():
-        if tensor.dtype not in DTYPES:
-            raise damaged(
-                folder, f"tensor {name} has the unknown dtype {tensor.dtype!r}", "E-CKPT-MANIFEST", tensor=name
-            )
-        if not 0 <= tensor.cut < len(manifest.cuts):
-            raise damaged(folder, f"tensor {name} names a cut that does not exist", "E-CKPT-MANIFEST", tensor=name)
-        cut, kind = manifest.cuts[tensor.cut], (tensor.cut, tensor.shape)
-        if kind not in problems:
-            problems[kind] = _cut_problem(manifest, cut, tensor.shape)
-        if problems[kind]:
-            problem = problems[kind].format(name=f"tensor {name}")
-            raise damaged(folder, problem, "E-CKPT-MANIFEST", tensor=name)
-        try:
-            complete = len(unpack_crc32(tensor.crc32)) == len(cut.ranks)
-        except ValueError:
-            complete = False
-        if not complete:
-            raise damaged(folder, f"tensor {name} does not have one checksum per block", "E-CKPT-MANIFEST", tensor=name)
-
-
-def _cut_problem(manifest: CheckpointManifest, cut: BlockLayout, shape: tuple[int, ...]) -> str:
-    blocks = list(zip(cut.offsets, cut.sizes, strict=True))
-    if not all(_inside(*block, shape) for block in blocks) or not {*map(file_of, cut.ranks)} <= manifest.files.keys():
-        return "{name} has a block outside the tensor or its files"
-    problem = tiling_problem(shape, blocks)
-    return problem and f"the blocks of {{name}} {problem}"
-
-
-def _inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    if not len(offsets) == len(sizes) == len(shape):
-        return False
-    return all(o >= 0 and s >= 0 and o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
-
-
-def _check_size(folder: Path, name: str, entry: FileEntry) -> None:
-    try:
-        size = (folder / name).stat().st_size
-    except FileNotFoundError:
-        raise damaged(folder, f"{name} is missing", "E-CKPT-FILE-MISSING", file=name) from None
-    except OSError as error:
-        raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
-    if size != entry.bytes:
-        raise damaged(
-            folder,
-            f"{name} has {size:,} bytes, but {entry.bytes:,} were saved",
-            "E-CKPT-SIZE",
-            file=name,
-            bytes=size,
-            expected=entry.bytes,
-        )
-
-
 _BlockNumber = tuple[str, int]  # name of the tensor, number of the block in its cut
 
 
@@ -259,7 +159,7 @@ def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, 
 
 def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> None:
     entry = manifest.files[name]
-    _check_size(folder, name, entry)
+    check_size(folder, name, entry.bytes)
     try:
         same = sha256_file(folder / name) == entry.sha256
     except OSError as error:
@@ -316,7 +216,15 @@ def _crc32(manifest: CheckpointManifest, tensor: str, number: int) -> int:
 
 
 def verify_checkpoint(path: Path) -> CheckpointManifest:
-    """Read and hash every byte of checkpoint `path`. Raises CheckpointError at the first damaged file."""
+    """Read and hash every byte of checkpoint `path` and of its ledger. Raises CheckpointError at the first damaged
+    file."""
+    manifest = verify_tensors(path)
+    verify_segments(path, manifest, manifest.ledger)
+    return manifest
+
+
+def verify_tensors(path: Path) -> CheckpointManifest:
+    """Read and hash every byte of checkpoint `path`, but not its ledger, which only training and lineage need."""
     manifest = read_manifest(path)
     verify_files(path, manifest, manifest.files)
     return manifest
@@ -326,32 +234,22 @@ def candidate_folders(checkpoints: Path) -> list[Path]:
     """Return the folders that have the name of a checkpoint, newest first, without opening them."""
     if not checkpoints.is_dir():
         return []
-    found = [p for p in checkpoints.iterdir() if _FOLDER.fullmatch(p.name)]
+    found = [p for p in checkpoints.iterdir() if FOLDER.fullmatch(p.name)]
     return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
 
 
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
-    """List the checkpoints in `checkpoints`, newest first. Reads the manifests, but only the sizes of tensor files."""
+    """List the checkpoints in `checkpoints`, newest first. Reads manifests, but only the sizes of other files."""
     listed = []
     for path in candidate_folders(checkpoints):
-        step = int(path.name.removeprefix("step-"))
+        step, manifest, damage = int(path.name.removeprefix("step-")), None, ""
         try:
-            listed.append(ListedCheckpoint(path, step, read_manifest(path), ""))
+            manifest = read_manifest(path)
+            check_segment_sizes(path, manifest, manifest.ledger)
         except IngotError as error:
-            listed.append(ListedCheckpoint(path, step, None, error.found.partition(": ")[2] or error.found))
+            damage = error.found.partition(": ")[2] or error.found
+        listed.append(ListedCheckpoint(path, step, manifest, damage))
     return listed
-
-
-def damaged(folder: Path, what: str, code: str = "E-CKPT-DAMAGED", **facts: object) -> CheckpointError:
-    """Return the error for a checkpoint that cannot be used. what: the damage. facts: the facts of the error."""
-    return CheckpointError(
-        code,
-        f"checkpoint {folder}: {what}",
-        rule="a checkpoint is used only if every byte is as it was saved",
-        fix=_NEXT_OLDER,
-        path=str(folder),
-        **facts,
-    )
 
 
 def upgraded(values: dict) -> dict:

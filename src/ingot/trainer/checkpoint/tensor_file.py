@@ -18,7 +18,7 @@ from torch import Tensor
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FileEntry
 from ingot.storage import sha256_file
-from ingot.trainer.checkpoint.manifest import DTYPES
+from ingot.trainer.checkpoint.rules import DTYPES
 
 _CHUNK = 64 << 20
 

@@ -5,17 +5,16 @@ Without these checks, the same errors would appear minutes later, on every rank.
 
 import importlib.util
 import json
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Collection
 
 from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
 from ingot.events import EventLog
 from ingot.hub.config_file import require_fit
 from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema import events
+from ingot.schema.changes import ChangeClass, SettingChange
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.run import LATER_SETTINGS, RunConfig, essential
+from ingot.schema.run import RunConfig, setting_changes
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
 from ingot.storage import require_free, write_json
@@ -25,62 +24,39 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoint
 from ingot.trainer.launch.supervise import resume_step
 
 DATA = "data.tokens"  # the token stream: its fingerprint is compared, not its path
-MIXTURE = "data.weights"  # accepted as one setting, however many sources it names
-# Settings of the training of experts that do not add or remove parameters. BIAS_RATE is an exception: router biases may
-# be added, but never removed.
-BIAS_RATE = "model.moe.bias_rate"
-TRAINING_ONLY = {
-    *("model.moe.noise", "model.moe.capacity_factor", "model.moe.sequence_loss", "model.moe.global_loss"),
-    *("model.moe.z_loss", BIAS_RATE, "model.moe.bias_steps"),
-}
-
-
-@dataclass(frozen=True)
-class SettingChange:
-    """A setting whose value differs between the newest checkpoint and the run file."""
-
-    key: str
-    before: Any
-    after: Any
-
-    def __str__(self) -> str:
-        return f"{self.key}   {self.before} -> {self.after}"
+BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
 
 
 def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[SettingChange]:
-    """Return the settings that differ between the checkpoint of `manifest` and `config` with its data."""
-    before, after = _with_one_mixture(essential(manifest.settings)), _with_one_mixture(config.training_settings())
-    keys = [k for k in before | after if before.get(k) != after.get(k)]
-    changes = [SettingChange(key, _value(before, key), _value(after, key)) for key in sorted(keys)]
+    """Return the settings that differ between a checkpoint and `config` with its data; of all classes."""
+    changes = setting_changes(manifest.settings, config.settings())
     if manifest.data_fingerprint != data_fingerprint:
-        changes.append(SettingChange(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
+        changes = [change for change in changes if change.key != DATA]
+        changes.append(OtherData(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
     return changes
 
 
-def _with_one_mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` with "data.weights.web", "data.weights.code", ... merged into one setting, "data.weights"."""
-    prefix = f"{MIXTURE}."
-    weights = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
-    return {key: value for key, value in settings.items() if not key.startswith(prefix)} | {MIXTURE: weights}
+class OtherData(SettingChange):
+    """A change of the token stream. (A change of its path alone is free.)"""
 
-
-def _value(settings: Mapping[str, Any], key: str) -> Any:
-    return settings.get(key, LATER_SETTINGS.get(key, "not set"))
+    @property
+    def kind(self) -> ChangeClass:
+        return ChangeClass.OTHER_NUMBERS
 
 
 def require_same_experiment(
     folder: RunFolder, config: RunConfig, data_fingerprint: str, accepted: Collection[str]
 ) -> list[SettingChange]:
-    """Compare settings and data with the newest readable checkpoint. Returns the accepted changes. Writes nothing.
+    """Compare settings and data with the newest readable checkpoint. Returns all changes. Writes nothing.
 
-    Raises ConfirmationNeeded for changes that are not in `accepted`, ConfigError for another model.
+    Raises ConfirmationNeeded for changes of OTHER_NUMBERS that are not in `accepted`, ConfigError for REFUSED ones.
     """
     newest = _newest_manifest(folder)
     changes = changes_since(newest, config, data_fingerprint) if newest else []
     if newest is None or not changes:
         return []
     _require_same_model(changes, newest.step)
-    unconfirmed = [c for c in changes if c.key not in accepted]
+    unconfirmed = [c for c in changes if not c.kind.is_free and c.key not in accepted]
     if unconfirmed:
         flags = " ".join(f"--accept-change {c.key}" for c in unconfirmed)
         raise ConfirmationNeeded(
@@ -97,7 +73,7 @@ def require_same_experiment(
 
 
 def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
-    reshaped = [c for c in changes if c.key.startswith("model.") and c.key not in TRAINING_ONLY]
+    reshaped = [c for c in changes if c.kind is ChangeClass.REFUSED]
     if reshaped:
         raise ConfigError(
             "E-RUN-OTHER-MODEL",
@@ -124,9 +100,10 @@ def record_accepted(
 ) -> None:
     """Record accepted changes in the run folder, where the ranks read them, and in the event log, for the report.
 
-    A second call before the next checkpoint does not record the changes again.
+    changes: of all classes; free ones are not recorded. A second call before the next checkpoint does not record the
+    changes again.
     """
-    newest = _newest_manifest(folder)
+    newest, changes = _newest_manifest(folder), [change for change in changes if not change.kind.is_free]
     if newest is None or not changes:
         return
     record = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []

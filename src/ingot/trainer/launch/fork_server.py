@@ -5,9 +5,9 @@ of CPU time per process. It stays without threads and without a CUDA context, wh
 
 Command line: `python -m ingot.trainer.launch.fork_server ORDERS REPORTS RANKS PRELOAD MODULE ARGUMENTS...`. ORDERS and
 REPORTS are file descriptors of pipes; PRELOAD has names of modules, separated by commas. Messages are lines of JSON.
-The supervisor orders an attempt: {"attempt": 1, "log": PATH}. The answers are {"rank": 0, "code": -9} when a rank has
-ended (negative: signal number), and {"attempt": 1} when all have. Without the supervisor, this process and all ranks
-are killed by the kernel (resilience/endings.py).
+The supervisor orders an attempt: {"attempt": 1, "log": PATH}. The answers are {"ordered": 1} at once, {"rank": 0,
+"code": -9} when a rank has ended (negative: signal number), and {"attempt": 1} when all have. Without the supervisor,
+this process and all ranks are killed by the kernel (resilience/endings.py).
 
 The ranks find each other in a store that rank 0 opens on a socket made here. It listens on the loopback address only,
 and no port is chosen before it is bound.
@@ -34,6 +34,7 @@ def main() -> None:
     preload, job = sys.argv[4].split(","), sys.argv[5:]
     for line in orders:
         order = json.loads(line)
+        _report(reports, ordered=order["attempt"])
         _redirect_errors(order["log"])
         for module in filter(None, preload):
             with contextlib.suppress(Exception):  # a rank imports the module again, and reports the error

@@ -6,16 +6,18 @@ from pathlib import Path
 from ingot.errors import EXIT_OK, CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.segments import ledger_beside
 from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
+A_COPY = "a copy outside a run: only its own files are checked, not the ledger of its run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCheckpoint:
     """A row of the table. saved_at: Unix seconds. state: "yes" if undamaged, otherwise "NO".
 
-    note: the damage, or RESUMES_HERE for the checkpoint that training resumes from.
+    note: the damage, RESUMES_HERE for the checkpoint that training resumes from, or A_COPY.
     """
 
     step: int
@@ -63,8 +65,11 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
             path=str(path),
         )
     damage = {c.path: c.damage or (_hash_damage(c.path) if hash_files else "") for c in listed}
-    resume = next((c.path for c in listed if not damage[c.path]), None)
-    return Inspected(tuple(_inspected(c, damage[c.path], c.path == resume) for c in reversed(listed)))
+    notes = {c.path: "" if ledger_beside(c.path) else A_COPY for c in listed}
+    usable = next((c.path for c in listed if not damage[c.path]), None)
+    if usable and not notes[usable]:
+        notes[usable] = RESUMES_HERE
+    return Inspected(tuple(_inspected(c, damage[c.path], notes[c.path]) for c in reversed(listed)))
 
 
 def _hash_damage(path: Path) -> str:
@@ -75,7 +80,7 @@ def _hash_damage(path: Path) -> str:
     return ""
 
 
-def _inspected(listed: ListedCheckpoint, damage: str, resumes: bool) -> InspectedCheckpoint:
+def _inspected(listed: ListedCheckpoint, damage: str, note: str) -> InspectedCheckpoint:
     manifest = listed.path / MANIFEST
     return InspectedCheckpoint(
         step=listed.step,
@@ -83,5 +88,5 @@ def _inspected(listed: ListedCheckpoint, damage: str, resumes: bool) -> Inspecte
         saved_at=(manifest if manifest.exists() else listed.path).stat().st_mtime,
         bytes=listed.bytes,
         state="NO" if damage else "yes",
-        note=damage or (RESUMES_HERE if resumes else ""),
+        note=damage or note,
     )

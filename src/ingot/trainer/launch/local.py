@@ -42,16 +42,26 @@ class LocalJob:
         self._server: subprocess.Popen | None = None
         self._orders, self._reports, self._unread = -1, -1, b""
         self._idle = True
+        self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
 
     def start(self, *, attempt: int, log: Path) -> None:
         """Start all ranks. Their standard error goes to `log`. The last attempt must have ended."""
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
         self.log, self.exit_codes, self._idle = log, {}, False
-        if self._server is None or self._server.poll() is not None:
+        if self._server is None or self._server.poll() is not None or not self._order(attempt):
             self._start_server()
-        with contextlib.suppress(BrokenPipeError):  # the server has just been killed: `running` sees that
-            os.write(self._orders, json.dumps({"attempt": attempt, "log": str(log)}).encode() + b"\n")
+            self._order(attempt)  # a server that dies at once is a failed attempt: `running` sees it
+
+    def _order(self, attempt: int) -> bool:
+        """Order an attempt. Returns False if the fork server is gone: a process that was just killed may look alive."""
+        assert self._server is not None
+        self._ordered = None
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._orders, json.dumps({"attempt": attempt, "log": str(self.log)}).encode() + b"\n")
+        while self.running() and self._ordered != attempt:
+            time.sleep(_POLL_SECONDS)
+        return self._ordered == attempt
 
     def _start_server(self) -> None:
         self._close_pipes()
@@ -86,6 +96,8 @@ class LocalJob:
         for report in map(json.loads, lines):
             if "rank" in report:
                 self.exit_codes[report["rank"]] = report["code"]
+            elif "ordered" in report:
+                self._ordered = report["ordered"]
             else:
                 self._idle = True
         return alive and not self._idle

@@ -20,6 +20,7 @@ from ingot.schema import events
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_suspect, list_checkpoints
+from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
 
@@ -101,8 +102,9 @@ def supervise(
     """Run `job` to its end, with restarts after failures. The caller holds the run's lock.
 
     The first SIGINT, SIGTERM or SIGHUP asks the ranks to save and stop; the second kills them and raises
-    KeyboardInterrupt. Raises the IngotError that a rank ended with, or RunFailed if a restart would not help or no
-    restarts are left. No process of the job is left when this function returns or raises.
+    KeyboardInterrupt. Raises the IngotError that a rank ended with, RunFailed if a restart would not help or none is
+    left, CheckpointError if the saved checkpoints vanished. No process of the job is left when this function returns or
+    raises.
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
@@ -127,6 +129,7 @@ def supervise(
                     raise error
                 if signals.count:
                     break
+                require_checkpoints(folder, log_reader.saved or 0)
                 log.write(events.RESTART, attempt=attempt + 1, of=max_restarts)
                 _report(say, _fault_line(incident, _saved_step(folder, log_reader), attempt + 1, max_restarts))
     finally:
@@ -157,7 +160,7 @@ def _follow(
         if signals.count and not asked:
             asked = True
             write_atomic(folder.stop_request, "save and stop\n")
-            _report(say, "stopping at the next log line, saving first; a second signal stops now and does not save")
+            _report(say, "stopping after this step, saving first; a second signal stops now and does not save")
         if _lost_ranks(folder, running):
             break
         if log_reader.ended and len(read_endings(folder)) == running.job.processes:
@@ -181,12 +184,13 @@ def newest_step(folder: RunFolder) -> int:
 def resume_step(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint without known damage; 0 if there is none. Tensors are not hashed.
 
-    Known damage: the manifest is damaged, or the checkpoint was refused on loading and not saved again since.
+    Known damage: the manifest is damaged, a file is missing or has another size, or the checkpoint was refused on
+    loading and not saved again since.
     """
     refused: set[int] = set()
     for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
         (refused.add if event["kind"] == events.CHECKPOINT_REFUSED else refused.discard)(event.get("step", 0))
-    whole = [c for c in list_checkpoints(folder.checkpoints) if c.manifest and c.step not in refused]
+    whole = [c for c in list_checkpoints(folder.checkpoints) if not c.damage and c.step not in refused]
     return next((c.step for c in sorted(whole, key=lambda c: is_suspect(c.path))), 0)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ingot.config import to_toml
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeeded, UsageError
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeeded, ResourceError, UsageError
 from ingot.events import read_events
 from ingot.machine.facts import usable_cores
 from ingot.schema import events
@@ -20,9 +20,11 @@ from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.folders import remove_leftovers
+from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
 from ingot.trainer.launch.checks import check_until_step, past_step, preflight, record_accepted, require_same_experiment
 from ingot.trainer.launch.supervise import JobResult, newest_step, resume_step, supervise
-from ingot.trainer.mesh.start import worker_environment
+from ingot.trainer.mesh.start import rank_threads, worker_environment
 from ingot.trainer.resilience.lock import RunLock
 
 WORKER = "ingot.trainer.main"  # the module that every rank runs
@@ -59,6 +61,7 @@ def train(
         )
     path, config = read_run(run_file, overrides)
     check_until_step(until_step, config)
+    rank_threads(config.parallel.world_size)  # raises ConfigError for an OMP_NUM_THREADS that is not a number
     folder = find_folder(run_file, path, out, config)
     config = _with_paths_from(config, path.parent, folder.root)
     with RunLock(folder.lock):
@@ -66,6 +69,7 @@ def train(
         if fresh:
             moved = _move_aside(folder, archive)
             plan = moved / folder.plan.name if moved and path.parent == folder.root else plan
+        require_checkpoints(folder)  # before leftovers are removed: they may be all that is left
         remove_leftovers(folder)
         tokens = preflight(folder, config, say)
         changes = require_same_experiment(folder, config, tokens.fingerprint(), accept)
@@ -87,6 +91,8 @@ def train(
         if plan.exists() and not changed and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
         say(_opening(folder, config, resume_step(folder)))
+        for change in changes:
+            say(f"changed   {change}   {change.kind}{'' if change.kind.is_free else ', accepted'}")
         job = training_job(folder, config, until_step=until_step, quiet=quiet)
         return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
 
@@ -145,28 +151,55 @@ def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
 
 
 def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
-    """Move all of the run folder except its lock to a new folder. Returns that folder; None if there was no run."""
+    """Move all of the run folder except its lock to a new folder. Returns that folder; None if there was no run.
+
+    Raises ConfirmationNeeded unless `archive`, ResourceError if a part cannot be moved; nothing is then moved.
+    """
     old = [p for p in folder.root.iterdir() if p != folder.lock]
-    if not any(p in (folder.events, folder.checkpoints) for p in old):
+    if not any(p in (folder.events, folder.checkpoints, folder.ledger) for p in old):
         return None
     if not archive:
+        step = max(newest_step(folder), *saved_steps(folder).values(), 0)
         raise ConfirmationNeeded(
             "E-FRESH-EXISTS",
-            f"--fresh is given, but there is a run in {folder.root}, at step {newest_step(folder)}",
+            f"--fresh is given, but there is a run in {folder.root}, with {step} saved steps",
             rule="a run is never overwritten",
             fix="add --archive to move it aside, or train into another folder (--out DIR)",
             run=str(folder.root),
-            step=newest_step(folder),
+            step=step,
         )
-    target = folder.root.with_name(f"{folder.root.name}.{time.strftime('%Y%m%d-%H%M%S')}")
+    stamp = f"{folder.root.name}.{time.strftime('%Y%m%d-%H%M%S')}"
+    names = [stamp, *(f"{stamp}-{number}" for number in range(2, 100))]
+    target = next(path for name in names if not (path := folder.root.with_name(name)).exists())
     target.mkdir()
-    for path in old:
-        path.rename(target / path.name)
+    moved: list[Path] = []
+    try:
+        for path in old:
+            path.rename(target / path.name)
+            moved.append(path)
+    except OSError as error:  # the checkpoints may be a mounted volume
+        for path in moved:
+            (target / path.name).rename(path)
+        target.rmdir()
+        raise ResourceError(
+            "E-ARCHIVE-MOVE",
+            f"{error.filename} cannot be moved to {target} ({error.strerror})",
+            rule="--archive renames everything in the run folder except its lock; nothing was moved",
+            fix="unmount a volume that is mounted there, or train into another folder (--out DIR)",
+            path=str(error.filename),
+            cause=error.strerror,
+        ) from None
     return target
 
 
 def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
-    what = f"continue  after step {step} of {config.train.steps}" if step else f"start     {config.train.steps} steps"
+    steps = config.train.steps
+    if step:
+        what = f"continue  after step {step} of {steps}"
+    elif candidate_folders(folder.checkpoints):
+        what = f"continue  of {steps} steps, if the ranks can use a checkpoint"
+    else:
+        what = f"start     {steps} steps"
     return (
         f"run       {folder.root} (process {os.getpid()})\n"
         f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · {_ranks(resolve_parallel(config))}"

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.errors import DataError
-from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.checkpoint import LedgerSegment, segment_file
 from ingot.storage import sha256_bytes, write_atomic
 from ingot.trainer.loader.order import Order
 
@@ -74,7 +74,7 @@ def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np
             fix="this is a bug in ingot: please report it with the run's events.jsonl",
             shape=list(ids_by_step.shape),
         )
-    name = f"steps-{first_step:08d}-{last_step:08d}.i64"
+    name = segment_file(first_step, last_step)
     data = np.ascontiguousarray(ids_by_step, "<i8").tobytes()
     write_atomic(folder / name, data)
     return LedgerSegment(file=name, first_step=first_step, last_step=last_step, sha256=sha256_bytes(data))
@@ -86,31 +86,49 @@ def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tup
     Raises DataError for a damaged segment.
     """
     for segment in segments:
-        path = folder / segment.file
-        try:
-            data = path.read_bytes()
-        except OSError as error:
-            raise DataError(
-                "E-LEDGER-READ",
-                f"ledger segment {path} cannot be read ({error.strerror})",
-                rule="a checkpoint names the ledger segments of its run",
-                fix=_FIX,
-                path=str(path),
-            ) from None
-        steps = segment.last_step - segment.first_step + 1
-        if sha256_bytes(data) != segment.sha256 or steps < 1 or len(data) % (8 * steps):
-            raise DataError(
-                "E-LEDGER-HASH",
-                f"ledger segment {path} differs from the segment that was written",
-                rule="the checkpoint holds the SHA-256 of each segment",
-                fix=_FIX,
-                path=str(path),
-            )
-        for row, ids in enumerate(np.frombuffer(data, "<i8").reshape(steps, -1)):
+        rows, intact = read_segment(folder, segment)
+        if not intact:
+            raise damaged_segment(folder, segment)
+        for row, ids in enumerate(rows):
             yield segment.first_step + row, ids
 
 
-_FIX = "resume from an older checkpoint whose segments are complete (see ingot ckpt ls)"
+def read_segment(folder: Path, segment: LedgerSegment) -> tuple[np.ndarray, bool]:
+    """Return the samples of a segment, int64 [steps, global_batch], and whether they have the hash of the checkpoint.
+
+    Raises DataError if the file cannot be read, or does not hold rows of equal length.
+    """
+    path = folder / segment.file
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(
+            "E-LEDGER-READ",
+            f"ledger segment {path} cannot be read ({error.strerror})",
+            rule="a checkpoint names the ledger segments of its run",
+            fix=_FIX,
+            path=str(path),
+            step=segment.first_step,
+        ) from None
+    steps = segment.last_step - segment.first_step + 1
+    if steps < 1 or len(data) % (8 * steps):
+        raise damaged_segment(folder, segment)
+    return np.frombuffer(data, "<i8").reshape(steps, -1), sha256_bytes(data) == segment.sha256
+
+
+def damaged_segment(folder: Path, segment: LedgerSegment) -> DataError:
+    """Return the error for a segment whose file differs from the file that was written."""
+    return DataError(
+        "E-LEDGER-HASH",
+        f"ledger segment {folder / segment.file} differs from the segment that was written",
+        rule="the checkpoint holds the SHA-256 of each segment",
+        fix=_FIX,
+        path=str(folder / segment.file),
+        step=segment.first_step,
+    )
+
+
+_FIX = "restore the file, or resume from an older checkpoint whose segments are complete (see ingot ckpt ls)"
 
 
 def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: int) -> None:
@@ -127,27 +145,34 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 step=min(step, expected),
                 found=step,
             )
-        wanted = order.step(step, global_batch)
-        if len(ids) != global_batch:
-            raise DataError(
-                "E-LEDGER-BATCH",
-                f"step {step} consumed {len(ids)} samples, but train.global_batch is {global_batch}",
-                rule="a step consumes one global batch",
-                fix="set train.global_batch to the value that the run was trained with",
-                step=step,
-                samples=len(ids),
-                expected=global_batch,
-            )
-        if (wrong := np.flatnonzero(ids != wanted)).size:
-            at = int(wrong[0])
-            raise DataError(
-                "E-LEDGER-SAMPLE",
-                f"step {step}: sample {at} was window {ids[at]}, but the order has window {wanted[at]} "
-                f"({wrong.size} of {global_batch} differ)",
-                rule="samples depend only on seed, tokens, weights and step",
-                fix="use the seed, tokens and weights that the run was trained with",
-                step=step,
-                sample=at,
-                differ=int(wrong.size),
-            )
+        compare_step(step, ids, order, global_batch)
         expected = step + 1
+
+
+def compare_step(step: int, ids: np.ndarray, order: Order, global_batch: int) -> None:
+    """Compare the samples `ids` that a step consumed with `order`. Raises DataError that names the first difference."""
+    wanted = order.step(step, global_batch)
+    if len(ids) != global_batch:
+        raise DataError(
+            "E-LEDGER-BATCH",
+            f"step {step} consumed {len(ids)} samples, but train.global_batch is {global_batch}",
+            rule="a step consumes one global batch",
+            fix="set train.global_batch to the value that the run was trained with",
+            step=step,
+            samples=len(ids),
+            expected=global_batch,
+        )
+    if (wrong := np.flatnonzero(ids != wanted)).size:
+        at = int(wrong[0])
+        raise DataError(
+            "E-LEDGER-SAMPLE",
+            f"step {step}: sample {at} was window {ids[at]}, but the order has window {wanted[at]} "
+            f"({wrong.size} of {global_batch} differ)",
+            rule="samples depend only on seed, tokens, weights and step",
+            fix="use the seed, tokens and weights that the run was trained with",
+            step=step,
+            sample=at,
+            found=int(ids[at]),
+            expected=int(wanted[at]),
+            differ=int(wrong.size),
+        )

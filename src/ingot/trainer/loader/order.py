@@ -15,6 +15,7 @@ import difflib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -340,27 +341,35 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
 def earlier_weights(folder: RunFolder, weights: Weights) -> list[tuple[int, dict[str, float]]]:
     """Return (last step, weights) of every mixture before `weights`, oldest first; empty if the weights never changed.
 
-    weights: the current weights, those of the run file. The run folder records accepted changes, but not every recorded
-    change was used in training: it may be undone or replaced before the next step. The search therefore goes backward
-    from `weights` over the records that led to them. Raises DataError if the records cannot be read.
+    weights: the current weights, those of the run file. Raises DataError if the records cannot be read.
+    """
+    return [(step, dict(own)) for step, own in earlier_values(folder, KEY, dict(weights))]
+
+
+def earlier_values(folder: RunFolder, key: str, value: Any) -> list[tuple[int, Any]]:
+    """Return (last step, value) of every value of setting `key` before `value`, which is current, oldest first.
+
+    The run folder records accepted changes, but not every recorded change was used in training: it may be undone or
+    replaced before the next step. The search therefore goes backward from `value` over the records that led to it.
+    Raises DataError if the records cannot be read.
     """
     if not folder.accepted.exists():
         return []
     try:
         records = json.loads(folder.accepted.read_text(encoding="utf-8"))
-        changes = [(int(one["step"]), *one["changes"][KEY]) for one in records if KEY in one["changes"]]
+        changes = [(int(one["step"]), *one["changes"][key]) for one in records if key in one["changes"]]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(
             "E-RUN-CHANGES-READ",
             f"{folder.accepted} cannot be read ({error})",
-            rule="this file records the mixtures that the steps of the run were trained on",
+            rule="this file records the settings that the steps of the run were trained with",
             fix="restore the file from a copy of the run folder",
             path=str(folder.accepted),
         ) from None
-    found: list[tuple[int, dict[str, float]]] = []
-    now, before_step = dict(weights), float("inf")
+    found: list[tuple[int, Any]] = []
+    now, before_step = value, float("inf")
     for step, old, new in reversed(changes):
         if new == now and step < before_step:
-            found.append((step, dict(old)))
-            now, before_step = dict(old), step
+            found.append((step, old))
+            now, before_step = old, step
     return found[::-1]

@@ -121,6 +121,13 @@ class TokenReader:
             out[row] = shard.tokens[start:stop]
         return out
 
+    def check_shard(self, number: int, *, blocks: bool) -> None:
+        """Check size and block hashes of a shard, and with `blocks` every byte of it. Raises DataError."""
+        shard = self._open.get(number) or self._open_shard(number)
+        for block in range(len(shard.verified) if blocks else 0):
+            if not shard.verified[block]:
+                self._verify(number, shard, block)
+
     def _open_shard(self, number: int) -> _MappedShard:
         shard = self.manifest.shards[number]
         path = self.folder / f"{shard.name}.tokens"

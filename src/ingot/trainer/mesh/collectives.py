@@ -1,10 +1,11 @@
 """Collectives between ranks, by what they do: small exchanges of host values, and exchanges of tensors on the device.
 
-`any_rank`, `gather_from` and `mean_over_ranks` run on the CPU side of the default group and fail after its timeout.
-Means are computed in rank order and in float64, so a result does not depend on how values were batched into messages.
-`gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and overlap them.
-`start_all_to_all` is such an operator too, but does not wait for its result. `start_gather`, `start_scatter_sum` and
-`start_all_sum` work on existing buffers and return at once; call `wait` on the returned Work before using the buffers.
+`any_rank`, `largest_of_ranks`, `gather_from` and `mean_over_ranks` run on the CPU side of the default group and fail
+after its timeout. Means are computed in rank order and in float64, so a result does not depend on how values were
+batched into messages. `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and
+overlap them. `start_all_to_all` is such an operator too, but does not wait for its result. `start_gather`,
+`start_scatter_sum` and `start_all_sum` work on existing buffers and return at once; call `wait` on the returned Work
+before using the buffers.
 """
 
 import math
@@ -31,6 +32,13 @@ def any_rank(flag: bool) -> bool:
     vote = torch.tensor([int(flag)])
     dist.all_reduce(vote, op=dist.ReduceOp.MAX)
     return bool(vote.item())
+
+
+def largest_of_ranks(*values: float) -> tuple[float, ...]:
+    """Return on every rank the largest value of any rank, for each of `values`. Collective."""
+    largest = torch.tensor(values, dtype=torch.float64)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    return tuple(largest.tolist())
 
 
 def gather_from(ranks: Sequence[int], array: np.ndarray) -> np.ndarray:

@@ -2,6 +2,7 @@ import argparse
 import gzip
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.expect import refused
@@ -134,3 +135,8 @@ def test_the_verb_from_end_to_end(sources, tmp_path, capsys):
         run(*learn, "--set", "dims=8")
     classifier.run_classifier(parsed(classifier, "show", out), Terminal())
     assert "precision" in capsys.readouterr().out
+
+
+def test_a_folder_has_no_card():
+    with refused("E-CARD-MISSING", path=".json"):
+        load_card(Path())

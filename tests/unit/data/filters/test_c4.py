@@ -1,6 +1,7 @@
 import pytest
 
 from ingot.data.filters.c4 import C4, C4Rules, count_sentences
+from ingot.data.filters.quality import PRESETS
 from ingot.schema.corpus import Document
 
 LINE = "This is one good line of text."
@@ -99,6 +100,42 @@ def test_bad_words_are_whole_words_of_a_given_list(tmp_path):
     assert run(FIVE + "\nWell, DARN it all.", **rules)[0] == "c4.bad_words"
     assert run(FIVE + "\nWhat a bad phrase it was.", **rules)[0] == "c4.bad_words"
     assert run(FIVE + "\nShe darned all the socks.", **rules)[0] == ""
+
+
+def test_bad_words_of_scripts_without_spaces_are_found_inside_a_sentence(tmp_path):
+    words = tmp_path / "words.txt"
+    words.write_text("笨蛋\nก๋วย\ndarn\n", encoding="utf-8")
+    rules = {"bad_words": str(words)}
+    assert run(FIVE + "\n他是一个笨蛋吗 and more words here.", **rules)[0] == "c4.bad_words"
+    assert run(FIVE + "\nShe darned all the socks.", **rules)[0] == ""
+
+
+SOUND = "\n".join(f"This line has a number {i}." for i in range(3))
+
+
+@pytest.mark.parametrize(
+    ("text", "kept"),
+    [
+        (SOUND, SOUND),
+        (SOUND.rpartition("\n")[0], "c4.sentences"),
+        ("One is here. Two is here. Three is here.", "One is here. Two is here. Three is here."),
+        (f"{SOUND}\nOnly four words here.", SOUND),
+        (f"{SOUND}\nThere are five words here.", f"{SOUND}\nThere are five words here."),
+        (f"{SOUND}\nThis line ends without a mark", SOUND),
+        (f"{SOUND}\nThis line ends in an ellipsis...", SOUND),
+        (f'{SOUND}\nShe answered him "yes, I do"', f'{SOUND}\nShe answered him "yes, I do"'),
+        (f"{SOUND}\nThis page needs Javascript to be enabled.", SOUND),
+        (f"{SOUND}\nThis page uses cookies for its visitors.", SOUND),
+        (f"{SOUND}\nThis line has {'x' * 1001} in it.", SOUND),
+        (f"{SOUND}\nThis line has a bracket {{ in it.", "c4.curly_bracket"),
+        (f"{SOUND}\nA bracket {{ without a mark at the end", SOUND),
+        (f"{SOUND}\nThe text lorem ipsum is no text.", "c4.lorem_ipsum"),
+        (f"{SOUND}[1]\nAll four words count[citation needed].", f"{SOUND}"),
+    ],
+)
+def test_the_preset_has_every_rule_of_the_papers_code(text, kept):
+    rule, left = run(text, **vars(PRESETS["c4"].c4))
+    assert (rule or left) == kept
 
 
 def test_the_funnel_says_what_is_off(tmp_path):

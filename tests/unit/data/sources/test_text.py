@@ -122,6 +122,19 @@ def test_json_arrays_are_refused_with_the_way_out(tmp_path, data):
     assert "jq -c" in caught.value.fix
 
 
+def test_rows_without_the_text_column_name_the_columns_and_the_setting(tmp_path):
+    row, text = b'{"content": "a", "id": 1}', b'{"text": "a"}'
+    with refused("E-JSONL-COLUMN", column="text", columns=["content", "id"]) as caught:
+        rows_of(tmp_path, row)
+    assert "text=content" in caught.value.fix
+    with refused("E-JSONL-COLUMN", column="body.content", columns=["body"]):
+        rows_of(tmp_path, b'{"body": {"x": 1}}\n' * 3, text="body.content")
+    with refused("E-JSONL-COLUMN"):  # not read to its end
+        rows_of(tmp_path, b"\n".join([row] * 100 + [text]))
+    assert outcomes(rows_of(tmp_path, b"\n".join([row] * 99 + [text]))) == ["bad_row"] * 99 + ["a"]
+    assert outcomes(rows_of(tmp_path, b'{"text": null}')) == ["bad_row"]
+
+
 def test_pick():
     row = {"a": {"b": {"c": 1}}, "a.b": 2}
     assert pick(row, "a.b.c") == 1 and pick(row, "a.b") == 2

@@ -133,3 +133,10 @@ def test_failures_without_a_percent_sign_are_asked_about():
     assert parse_failures("--failures", "0") == 0
     with refused("E-FAILURES-PERCENT", option="--failures", share=0.38):
         parse_failures("--failures", "0.38")
+
+
+@pytest.mark.parametrize("text", ["0", "0.0", "0e9"])
+def test_a_budget_of_zero_is_out_of_range_and_no_unit_is_suggested(text):
+    with refused("E-OPTION-RANGE", option="--budget", value=text) as caught:
+        parse_budget(text)
+    assert f"{text}usd" not in caught.value.fix

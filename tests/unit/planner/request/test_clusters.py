@@ -1,10 +1,13 @@
 """Clusters by name: sizes, racks, slices, and what is refused."""
 
+import json
+
 import pytest
 from tests.expect import named, refused
 
+from ingot.config import to_dict
 from ingot.machine.facts import read_cluster, write_cluster
-from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.clusters import find_cluster, load_cluster
 from ingot.schema.cluster import Cluster
 from ingot.theory.devices import devices
 
@@ -77,3 +80,33 @@ def test_wrong_units_in_a_file_are_told(tmp_path, field, value, meant):
     with refused("E-CONFIG-SETTINGS", keys=[field]) as caught:
         read_cluster(tmp_path / "mine.json")
     assert named(caught.value.facts["problems"], *meant)
+
+
+def test_a_machine_file_has_at_most_a_million_devices(tmp_path):
+    path = tmp_path / "machine.json"
+    path.write_text(json.dumps(to_dict(load_cluster("8xh100")) | {"nodes": 500_000}))
+    with refused("E-CONFIG-SETTINGS", keys=["nodes"]):
+        find_cluster(str(path))
+
+
+@pytest.mark.parametrize(
+    ("name", "nearest"),
+    [
+        ("8xh1000", ["h100", "h200", "h800"]),
+        ("A-1000", ["a100", "a800"]),
+        ("b2000", ["b200", "b300"]),
+        ("4090", ["rtx4090"]),
+        ("l40", ["l40s", "l4"]),
+        ("gb2000", ["gb200", "gb300"]),
+        ("abacus", []),
+    ],
+)
+def test_an_unknown_device_lists_its_neighbors(name, nearest):
+    with refused("E-DEVICE-UNKNOWN", nearest=nearest):
+        load_cluster(name)
+
+
+@pytest.mark.parametrize("name", ["8xH-100", "8x NVIDIA H100", "8xh_100"])
+def test_case_dashes_and_the_vendor_do_not_matter(name):
+    assert load_cluster(name).device_name == load_cluster("8xh100").device_name
+    assert load_cluster("RTX-4090").device_name == load_cluster("rtx4090").device_name

@@ -2,15 +2,18 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 
 from ingot.config import to_toml
 from ingot.machine.facts import Machine, this_cluster
+from ingot.planner.request.clusters import load_cluster
+from ingot.planner.request.presets import load_model
 from ingot.planner.run.check import check_run
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
-from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.run import Data, RunConfig, Schedule, Train
 from ingot.storage import sha256_bytes
 
 GIB = 1024**3
@@ -92,9 +95,9 @@ MUTATIONS = [
     ("lr = 0.003", "lr = \"3e-3\"", "write 0.003"),
     ("vocab_size = 512", "vocab_size = 512.0", "write 512"),
     ("mask_documents = false", "mask_documents = \"no\"", "must be true or false"),
-    ("steps = 100", "steps = 0", "at least 1"),
-    ("lr = 0.003", "lr = -0.003", "must be positive"),
-    ("beta1 = 0.9", "beta1 = 9", "[0, 1)"),
+    ("steps = 100", "steps = 0", "from 1 to 1,000,000,000"),
+    ("lr = 0.003", "lr = -0.003", "from 1e-12 to 100"),
+    ("beta1 = 0.9", "beta1 = 9", "from 0 to 1"),
     ("num_kv_heads = 2", "num_kv_heads = 3", "[1, 2, 4]"),
     ("head_dim = 16", "head_dim = 15", "even"),
     ("seq_len = 64", "seq_len = 4096", "model.max_seq_len=128"),
@@ -250,6 +253,20 @@ def test_legal_values_that_are_hardly_meant(project):
     assert {f.severity for f in found} == {"warning"}
     for key in ("optim.lr", "checkpoint.every_steps", "warm-up"):
         assert any(key in f.message for f in found)
+
+
+@pytest.mark.parametrize(
+    ("model", "warmup", "codes"),
+    [("llama3-8b", 999, ["E-WARMUP-SHORT"]), ("llama3-8b", 1000, []), ("smollm2-135m", 0, [])],
+)
+def test_a_large_model_with_a_short_warmup_is_warned_about(project, model, warmup, codes):
+    arch = load_model(model).arch
+    train = replace(RUN.train, steps=5000)
+    run = replace(RUN, model=arch, train=train, schedule=Schedule(warmup_steps=warmup))
+    (project / "run.toml").write_text(to_toml(run))
+    found = [f for f in findings(project, machine=load_cluster("8xh100")) if f.code]
+    assert [f.code for f in found] == codes and all(f.severity == "warning" for f in found)
+    assert all("schedule.warmup_steps" in f.fix and "1,000" in f.fix for f in found)
 
 
 def test_a_missing_file_and_a_file_that_is_no_text(tmp_path):

@@ -182,9 +182,12 @@ def test_palm_went_from_one_to_four_million():
     assert [size for size, _ in batch_ramp(4e6, 780e9)] == [1e6, 2e6, 4e6]
 
 
-@pytest.mark.parametrize(("steps", "warmup"), [(1, 1), (100, 5), (40_000, 2000), (10**6, 2000)])
-def test_warmup(steps, warmup):
-    assert warmup_steps(steps) == warmup
+@pytest.mark.parametrize(
+    ("steps", "small", "large"),
+    [(1, 1, 1), (100, 5, 50), (1_999, 99, 999), (10_000, 500, 1000), (30_000, 1500, 1500), (10**6, 2000, 2000)],
+)
+def test_warmup(steps, small, large):
+    assert (warmup_steps(steps, 1e9), warmup_steps(steps, 1.1e9)) == (small, large)
 
 
 @pytest.mark.parametrize("parameters", [125e6, 350e6, 1e9, 3e9, 7e9, 13e9, 32e9, 70e9, 128e9, 405e9, 1e12])

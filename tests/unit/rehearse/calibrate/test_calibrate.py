@@ -12,6 +12,7 @@ from ingot.planner.predict.time.step_time import step_seconds
 from ingot.rehearse.calibrate import calibrate
 from ingot.rehearse.calibrate.calibrate import Timing, bounded_fit, calibrate_cpu, fit, shapes
 from ingot.schema.cluster import Cluster
+from ingot.schema.run import RunConfig
 
 BARE = Cluster(name="here", device="cpu", devices_per_node=2, memory_bytes=8 << 30)
 TRUE = replace(
@@ -132,20 +133,31 @@ def test_a_rank_that_fails_says_why(monkeypatch):
         calibrate_cpu(BARE)
 
 
-# The program of a rank, with one round of every measurement.
+# The program of a rank, with one round of every measurement, of short sequences and small products.
 QUICK_RANK = """
 import sys
 from ingot.rehearse.calibrate import rank
+from tests.unit.rehearse.calibrate.test_calibrate import short_shapes
 rank._QUIET_SECONDS = rank._BUSY_SECONDS = 0.0
 rank._LEAST_ROUNDS = rank._REPEATS = 1
+rank.shapes = short_shapes
+measure = rank.measure_device
+rank.measure_device = lambda device, dtype, **sizes: measure(device, dtype, width=128, heads=2, seq_len=64)
 sys.exit(rank.main())
 """
 
 
-def test_one_rank_of_this_machine(monkeypatch):
+def short_shapes(ranks: int) -> tuple[RunConfig, ...]:
+    return tuple(replace(r, train=replace(r.train, seq_len=max(r.train.seq_len // 16, 16))) for r in shapes(ranks))
+
+
+def test_one_rank_of_this_machine(monkeypatch, pytestconfig):
     """The real program. A busy machine gives other rates, so only their signs are compared."""
     pytest.importorskip("torch")
     monkeypatch.setattr(calibrate, "_RANK", ("-c", QUICK_RANK))
+    monkeypatch.setattr(calibrate, "shapes", short_shapes)
+    monkeypatch.setattr(calibrate, "usable_cores", lambda: 1)  # several threads would wait for each other in a loop
+    monkeypatch.chdir(pytestconfig.rootpath)  # where the program finds this file
     cluster = calibrate_cpu(replace(BARE, devices_per_node=1))
     rates = (*cluster.peak_flops.values(), cluster.memory_bandwidth, cluster.op_seconds, cluster.attention_efficiency)
     assert all(0 < rate < math.inf for rate in rates) and cluster.measured

@@ -13,6 +13,7 @@ from tests.expect import refused, settled  # noqa: E402
 from ingot.errors import ConfigError  # noqa: E402
 from ingot.rehearse.dryrun import dry_run, role  # noqa: E402
 from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
+from ingot.rehearse.dryrun.fake import Known  # noqa: E402
 from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
 from ingot.rehearse.dryrun.tracker import ROUNDING_BYTES, Tracker  # noqa: E402
 from ingot.schema.arch import Arch  # noqa: E402
@@ -31,8 +32,16 @@ def config(micro_batches: int = 4, **parallel) -> RunConfig:
     return RunConfig(name="traced", model=ARCH, data=Data(tokens=""), train=train, parallel=layout)
 
 
+# The cache of fake operations that all traces share, as those of a tracing process do. Layouts compute much the same.
+KNOWN: Known = {}
+
+
+def trace(run: RunConfig, rank: int) -> Tracker:
+    return role.trace_rank(run, rank, known=KNOWN)
+
+
 def traces(run: RunConfig, ranks: list[int]) -> dict[int, Tracker]:
-    return {rank: role.trace_rank(run, rank) for rank in ranks}
+    return {rank: trace(run, rank) for rank in ranks}
 
 
 LAYOUTS = [
@@ -131,7 +140,7 @@ def test_a_trace_is_what_a_real_rank_does(fork_ranks, parallel):
     real = fork_ranks(_really_trained, world, run)
     for rank in (0, world - 1):
         calls, flops, (least, most) = real[rank]
-        traced = role.trace_rank(run, rank)
+        traced = trace(run, rank)
         assert [(c.op, c.group, c.dtype, c.elements, c.peer) for c in traced.calls] == calls
         assert traced.flops_of(role.STEADY) == flops
         peak = traced.peaks()[role.STEADY].bytes
@@ -141,9 +150,20 @@ def test_a_trace_is_what_a_real_rank_does(fork_ranks, parallel):
         assert most - peak <= 4 * max(sizes) + ROUNDING_BYTES
 
 
+@pytest.mark.parametrize("parallel", [{"dp_shard": 2, "zero": 3}, {"cp": 2, "context": "ring"}], ids=str)
+def test_a_trace_from_the_cache_is_the_same_and_adds_nothing_to_it(parallel):
+    known: Known = {}
+    traced = []
+    for _ in range(2):
+        tracker = role.trace_rank(config(1, **parallel), 0, "cuda", known)
+        peaks = {phase: (peak.bytes, peak.by_kind, peak.place) for phase, peak in tracker.peaks().items()}
+        traced.append((len(known), tracker.events, tracker.flops, peaks))
+    assert traced[0] == traced[1]
+
+
 def test_units_are_gathered_before_the_one_in_use_computes():
     """The order of issue, forward: while block i computes, the gather of block i + 1 has been issued."""
-    tracker = role.trace_rank(config(1, dp_shard=2, zero=3, unit_layers=1), 0)
+    tracker = trace(config(1, dp_shard=2, zero=3, unit_layers=1), 0)
     order = [(e.what if e.call is None else e.call.op, e.place) for e in tracker.events_of(role.STEADY)]
     for block in range(ARCH.num_layers):
         mine = [what for what, place in order if place == f"forward blocks.{block}"]
@@ -158,7 +178,7 @@ def test_units_are_gathered_before_the_one_in_use_computes():
 
 
 def test_zero_1_scatters_each_unit_rest_the_backward():
-    tracker = role.trace_rank(config(2, dp_shard=2, zero=1, unit_layers=1), 0)
+    tracker = trace(config(2, dp_shard=2, zero=1, unit_layers=1), 0)
     events = tracker.events_of(role.STEADY)
     first = next(i for i, e in enumerate(events) if e.call and e.call.op == "reduce_scatter")
     after = [e for e in events[first:] if e.what == "compute" and e.place.startswith("backward")]

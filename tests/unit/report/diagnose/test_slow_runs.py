@@ -141,7 +141,7 @@ def test_a_checkpoint_at_every_step(trained):
 
 
 def test_micro_batches_of_one(trained):
-    found = trained(micro_batch=1, global_batch=32)
+    found = trained(micro_batch=1, global_batch=16)
     assert first(found).name == "small micro-batches"
     (remedy,) = first(found).remedies
     assert remedy.settings["train.micro_batch"] > 8

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.checkpoints import write_checkpoint
 from tests.expect import refused
 
 from ingot.cli.terminal import Terminal
@@ -16,12 +17,11 @@ from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.report.lineage.exposure import exposure, runs_on, uses
 from ingot.report.lineage.trace import purges_of, trace_documents, trace_step
 from ingot.schema.arch import Arch
-from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
+from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import write_atomic, write_json
-from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.loader.ledger import write_segment
 from ingot.trainer.loader.order import Order
 from ingot.trainer.resilience.lock import RunLock
@@ -52,13 +52,8 @@ def save(run, step, first=1, earlier=()):
     order = Order(manifest, SEQ_LEN, SEED)
     ids = np.stack([order.step(one, BATCH) for one in range(first, step + 1)])
     segment = write_segment(RunFolder(run).ledger, first, step, ids)
-    folder = RunFolder(run).checkpoint(step)
-    folder.mkdir(parents=True)
-    facts = CheckpointManifest(
-        step=step, tokens=0, config_sha256="", settings={}, data_fingerprint=manifest.fingerprint(), layout={},
-        files={}, tensors={}, ledger=(*(LedgerSegment(**one) for one in earlier), segment),
-    )  # fmt: skip
-    write_manifest(folder, facts)
+    ledger = (*(LedgerSegment(**one) for one in earlier), segment)
+    write_checkpoint(RunFolder(run), step, data_fingerprint=manifest.fingerprint(), ledger=ledger)
 
 
 def kept(folders):

@@ -5,13 +5,13 @@ import json
 
 import numpy as np
 import pytest
+from tests.checkpoints import write_checkpoint
 from tests.expect import refused
 
 from ingot.config import to_dict, to_toml
 from ingot.data.build.shards import build_shards
 from ingot.report.lineage.trace import trace_step
 from ingot.schema.arch import Arch
-from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
@@ -19,7 +19,6 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.storage import sha256_file, write_atomic, write_json
 from ingot.tokenizer.byte_bpe import train_bpe
 from ingot.tokenizer.encoder import load_encoder
-from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.loader.ledger import write_segment
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader
@@ -75,23 +74,8 @@ def checkpoint(run, ids, *, fingerprint=""):
     """A checkpoint at step 8 whose ledger says that `ids` were consumed in steps 1..8."""
     manifest = read_token_manifest(run.parent / "data/tokens/train")
     segment = write_segment(RunFolder(run).ledger, 1, 8, ids)
-    folder = RunFolder(run).checkpoint(8)
-    folder.mkdir(parents=True)
-    write_manifest(
-        folder,
-        CheckpointManifest(
-            step=8,
-            tokens=8 * BATCH * SEQ_LEN,
-            config_sha256="",
-            settings={},
-            data_fingerprint=fingerprint or manifest.fingerprint(),
-            layout={},
-            files={},
-            tensors={},
-            rng=(),
-            ledger=(segment,),
-        ),
-    )
+    fingerprint = fingerprint or manifest.fingerprint()
+    write_checkpoint(RunFolder(run), 8, data_fingerprint=fingerprint, ledger=(segment,))
 
 
 def order_of(run):
@@ -124,8 +108,6 @@ def test_the_ledger_has_to_agree(run):
     assert trace_step(run, 9)  # not yet covered
     wrong = ids.copy()
     wrong[4] = wrong[4][::-1]
-    (RunFolder(run).checkpoint(8) / "manifest.json").unlink()
-    RunFolder(run).checkpoint(8).rmdir()
     checkpoint(run, wrong)
     assert trace_step(run, 4)
     with refused("E-LEDGER-ORDER", step=5):

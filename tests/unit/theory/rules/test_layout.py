@@ -11,7 +11,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.rules import run_problems
 from ingot.theory.rules.layout import legal_tp
-from ingot.theory.rules.nearest import multiples, nearest
+from ingot.theory.rules.nearest import divisors, multiples, nearest
 
 ARCH = Arch(
     vocab_size=512, d_model=64, num_layers=6, num_heads=8, num_kv_heads=2, head_dim=8, d_ffn=176, max_seq_len=128
@@ -139,3 +139,10 @@ def test_the_nearest_multiples_surround_the_value(value, of):
 def test_nearest():
     assert nearest(3, [1, 2, 4, 8]) == "2 or 4"
     assert nearest(9, [1, 2, 4, 8]) == "8"
+
+
+def test_divisors_of_a_large_number_are_found_by_its_root():
+    assert all(divisors(number) == [n for n in range(1, number + 1) if number % n == 0] for number in range(200))
+    found = divisors(62_500_000)
+    assert found == sorted(set(found)) and len(found) == 6 * 10 and found[-1] == 62_500_000
+    assert divisors(10**12)[:3] == [1, 2, 4]

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import pytest
 import torch
+from tests.checkpoints import ledger_of
 
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
@@ -81,7 +82,7 @@ def train_one(model, optimizer) -> float:
 
 
 def save(folder: RunFolder, step: int, model, optimizer, keep: int = 3):
-    return save_checkpoint(folder, facts(step), state_of(model, optimizer), (), keep=keep)
+    return save_checkpoint(folder, facts(step), state_of(model, optimizer), ledger_of(folder, step), keep=keep)
 
 
 def values(model, optimizer) -> dict[str, torch.Tensor]:

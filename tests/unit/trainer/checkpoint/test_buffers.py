@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.checkpoints import ledger_of
 from tests.expect import refused
 
 from ingot.trainer.checkpoint.load import load_model, resume
@@ -34,13 +35,12 @@ def filled(buffers: list[WholePiece]) -> list[WholePiece]:
 
 
 def load(folder, state):
-    return resume(
-        folder, state, config_sha256="c" * 64, data_fingerprint="d" * 64, on_refused=lambda step, path, reason: None
-    )
+    settings = {"optim.lr": 0.01}
+    return resume(folder, state, settings=settings, data_fingerprint="d" * 64, on_refused=lambda *refused: None)
 
 
 def save(folder, training, **more):
-    return save_checkpoint(folder, facts(10), state_of(*training, **more), (), keep=2).path
+    return save_checkpoint(folder, facts(10), state_of(*training, **more), ledger_of(folder, 10), keep=2).path
 
 
 def test_they_are_tensors_of_the_model_without_moments(folder, training):
@@ -65,7 +65,7 @@ def test_saved_on_one_layout_and_loaded_on_another(fork_ranks, folder, before, a
             piece.value.copy_(learned(layer) if first else torch.full((EXPERTS,), -1.0))
         pieces = [WholePiece(name, p.detach(), owner=rank == 0) for name, p in model.named_parameters()]
         state = TrainingState(pieces, WholeOptimizer(model, adamw), buffers=buffers)
-        save_checkpoint(folder, facts(10), state, (), keep=2)
+        save_checkpoint(folder, facts(10), state, ledger_of(folder, 10), keep=2)
 
     def loading(rank, world, layers_of_rank):
         buffers = routers(layers_of_rank[rank])
@@ -122,9 +122,8 @@ def test_a_model_alone_whose_biases_came_after_the_checkpoint_has_zeros(folder, 
     model = with_bias()
     load_model(path, model)
     assert not model[0].router.bias.any() and torch.equal(model[0].weight, training[0][0].weight)
-    path = save_checkpoint(
-        folder, facts(20), state_of(*training, buffers=[WholePiece("2.router.bias", learned(1))]), (), keep=2
-    ).path
+    state = state_of(*training, buffers=[WholePiece("2.router.bias", learned(1))])
+    path = save_checkpoint(folder, facts(20), state, ledger_of(folder, 20), keep=2).path
     with refused("E-CKPT-OTHER-MODEL"):
         load_model(path, with_bias())
 

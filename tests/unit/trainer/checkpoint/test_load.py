@@ -10,7 +10,8 @@ from tests.expect import refused
 
 from ingot.config import from_dict
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import CheckpointManifest, FileEntry
+from ingot.events import EventLog
+from ingot.schema.checkpoint import CheckpointManifest, FileEntry, file_of
 from ingot.schema.run import settings_sha256
 from ingot.storage import sha256_bytes, write_json
 from ingot.trainer.checkpoint.load import load_model, resume
@@ -18,13 +19,15 @@ from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint, 
 
 from .conftest import make_training, save, state_of, train_one, values
 
+SETTINGS = {"optim.lr": 0.01}  # those of the checkpoints here
 
-def go_on(folder, model, optimizer, config="c" * 64, data="d" * 64):
+
+def go_on(folder, model, optimizer, settings=SETTINGS, data="d" * 64):
     refused = []
     manifest = resume(
         folder,
         state_of(model, optimizer),
-        config_sha256=config,
+        settings=settings,
         data_fingerprint=data,
         on_refused=lambda step, path, reason: refused.append((step, reason)),
     )
@@ -57,7 +60,11 @@ def test_random_states_of_version_1_come_back_from_the_manifest(folder, training
 
 def test_another_number_of_ranks_keeps_its_own_random_state(folder, training):
     path = save(folder, 2, *training).path
-    write_manifest(path, dataclasses.replace(read_manifest(path), world=2))
+    manifest = read_manifest(path)
+    shutil.copy(path / file_of(0), path / file_of(1))
+    write_manifest(
+        path, dataclasses.replace(manifest, world=2, files=manifest.files | {file_of(1): manifest.files[file_of(0)]})
+    )
     other = make_training(seed=5, steps=0)
     state = torch.get_rng_state()
     go_on(folder, *other)
@@ -68,14 +75,25 @@ def test_a_new_run_starts_at_nothing(folder):
     assert go_on(folder, *make_training()) == (None, [])
 
 
+def test_a_rank_does_not_start_at_nothing_if_a_step_was_saved(folder, training):
+    save(folder, 2, *training)
+    log = EventLog(folder.events)
+    log.write("run_started", from_step=0)
+    log.write("checkpoint", step=2)
+    folder.checkpoints.rename(folder.root / "elsewhere")
+    with refused("E-CKPT-VANISHED", step=2, exists=False):
+        go_on(folder, *make_training())
+
+
 def test_settings_that_were_written_out_at_their_defaults_are_the_same_experiment(folder, training):
+    """So are free settings, which checkpoints of earlier versions do not have."""
     path = save(folder, 2, *training).path
     settings = {"optim.lr": 0.1, "model.moe.noise": 0.0}
     write_manifest(path, dataclasses.replace(read_manifest(path), config_sha256="0" * 64, settings=settings))
-    manifest, _ = go_on(folder, *training, config=settings_sha256({"optim.lr": 0.1}))
+    manifest, _ = go_on(folder, *training, settings={"optim.lr": 0.1, "train.tf32": False, "parallel.dp_shard": 8})
     assert manifest.step == 2
     with refused("E-RUN-CHANGED"):
-        go_on(folder, *training, config=settings_sha256(settings | {"model.moe.noise": 0.5}))
+        go_on(folder, *training, settings=settings | {"model.moe.noise": 0.5})
 
 
 def test_falls_back_over_damaged_ones_and_says_why(folder, training):
@@ -110,13 +128,15 @@ def test_never_starts_again_silently(folder, training):
     assert causes == [("E-CKPT-SIZE", str(folder.checkpoint(step))) for step in (20, 10)]
 
 
-@pytest.mark.parametrize(("config", "data", "what"), [("x" * 64, "d" * 64, "settings"), ("c" * 64, "x" * 64, "data")])
-def test_another_experiment_needs_consent(folder, training, config, data, what):
+@pytest.mark.parametrize(
+    ("settings", "data", "what"), [({"optim.lr": 0.02}, "d" * 64, "settings"), (SETTINGS, "x" * 64, "data")]
+)
+def test_another_experiment_needs_consent(folder, training, settings, data, what):
     save(folder, 10, *training)
-    with refused("E-RUN-CHANGED"):
-        go_on(folder, *make_training(), config, data)
-    write_json(folder.accepted, [{"config_sha256": config, "data_fingerprint": data}])
-    assert go_on(folder, *make_training(), config, data)[0].step == 10
+    with refused("E-RUN-CHANGED", changed=what):
+        go_on(folder, *make_training(), settings, data)
+    write_json(folder.accepted, [{"config_sha256": settings_sha256(settings), "data_fingerprint": data}])
+    assert go_on(folder, *make_training(), settings, data)[0].step == 10
 
 
 def test_another_model_is_refused_before_a_byte_is_read(folder, training):

@@ -28,7 +28,7 @@ def load(folder, into=None):
     manifest = resume(
         folder,
         state_of(model, optimizer),
-        config_sha256="c" * 64,
+        settings={"optim.lr": 0.01},
         data_fingerprint="d" * 64,
         on_refused=lambda step, path, reason: None,
     )

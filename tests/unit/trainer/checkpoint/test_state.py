@@ -5,6 +5,7 @@ import json
 
 import torch
 from safetensors.torch import load_file, save_file
+from tests.checkpoints import ledger_of
 from tests.expect import refused
 
 from ingot.schema.checkpoint import BlockLayout, pack_crc32
@@ -17,9 +18,8 @@ from .conftest import facts, make_training, save, state_of, values
 
 
 def load(folder, state):
-    return resume(
-        folder, state, config_sha256="c" * 64, data_fingerprint="d" * 64, on_refused=lambda step, path, reason: None
-    )
+    settings = {"optim.lr": 0.01}
+    return resume(folder, state, settings=settings, data_fingerprint="d" * 64, on_refused=lambda *refused: None)
 
 
 def test_the_names_on_the_disk(folder, training):
@@ -64,8 +64,8 @@ def test_reads_a_checkpoint_of_two_ranks_as_ingot_has_always_written_it(folder, 
         file = path / f"rank-0000{rank}.safetensors"
         save_file(content, file)
         entries[file.name] = {"bytes": file.stat().st_size, "sha256": sha256_file(file)}
-    manifest = {"version": 1, "files": entries, "tensors": tensors, "rng": ["", ""], "ledger": []}
-    manifest = json.loads(json.dumps(dataclasses.asdict(facts(10)) | manifest))
+    manifest = {"version": 1, "files": entries, "tensors": tensors, "rng": ["", ""], "ledger": ledger_of(folder, 10)}
+    manifest = json.loads(json.dumps(dataclasses.asdict(facts(10)) | manifest, default=dataclasses.asdict))
     write_json(path / "manifest.json", manifest | {"sha256": sha256_bytes(canonical_json(manifest).encode())})
     other = make_training(seed=3, steps=0)
     assert load(folder, state_of(*other)).step == 10
@@ -75,7 +75,7 @@ def test_reads_a_checkpoint_of_two_ranks_as_ingot_has_always_written_it(folder, 
 
 
 def save_with(folder, training, **extras):
-    return save_checkpoint(folder, facts(10), state_of(*training, extras=extras), (), keep=2).path
+    return save_checkpoint(folder, facts(10), state_of(*training, extras=extras), ledger_of(folder, 10), keep=2).path
 
 
 def test_extras_are_saved_and_loaded_in_place(folder, training):

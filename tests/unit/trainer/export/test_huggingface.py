@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoints import ledger_of
 from tests.expect import named, refused
 
 from ingot.config import to_dict, to_toml
@@ -106,7 +107,7 @@ def make_run(root: Path, arch: Arch) -> Path:
     facts = CheckpointFacts(
         step=20, tokens=2560, settings={}, config_sha256="a" * 64, data_fingerprint="b" * 64, layout={}
     )
-    save_checkpoint(folder, facts, state, (), keep=1)
+    save_checkpoint(folder, facts, state, ledger_of(folder, 20), keep=1)
     log = EventLog(folder.events)
     log.write("evaluation", step=20, bpb=2.5, loss=5.0, tokens=777, unigram_bpb=3.25,
               by_source={"web|<b>": {"bpb": 2.5, "loss": 5.0, "tokens": 777, "unigram_bpb": 3.25}})  # fmt: skip

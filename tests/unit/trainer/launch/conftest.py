@@ -3,15 +3,14 @@
 from pathlib import Path
 
 import pytest
+from tests import checkpoints
 
 from ingot.config import to_dict
-from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.storage import write_json
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.manifest import write_manifest
 
 RUN_FILE = """name = "demo"
 [model]
@@ -51,21 +50,8 @@ def write_token_manifest(folder: Path, vocab_size: int = 64, seed: int = 0) -> T
 
 
 def write_checkpoint(folder: RunFolder, step: int, config: RunConfig, data_fingerprint: str) -> None:
-    path = folder.checkpoint(step)
-    path.mkdir(parents=True)
-    manifest = CheckpointManifest(
-        step=step,
-        tokens=0,
-        config_sha256=config.training_sha256(),
-        settings=config.training_settings(),
-        data_fingerprint=data_fingerprint,
-        layout={"dp_shard": 1},
-        files={},
-        tensors={},
-        rng=(),
-        ledger=(),
-    )
-    write_manifest(path, manifest)
+    hashes = {"config_sha256": config.training_sha256(), "data_fingerprint": data_fingerprint}
+    checkpoints.write_checkpoint(folder, step, config.settings(), **hashes)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ from tests.expect import named, refused
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.arch import Moe
+from ingot.schema.changes import ChangeClass, class_of
 from ingot.trainer.launch.checks import record_accepted, require_same_experiment
 
 from .conftest import write_checkpoint
@@ -21,16 +22,13 @@ def changed(config, key: str, value):
     return replace(config, **{section: replace(getattr(config, section), **{name: value})})
 
 
-# What every setting means for a run that already trained. A new setting has to be put into one of these classes.
-FREE = [
+SAME_BITS = [
     ("name", "other"),
     ("data.tokens", "/elsewhere/tokens"),
     ("data.heldout", "heldout"),
     ("data.tokenizer", "tokenizer.json"),
-    ("train.micro_batch", 4),
-    ("train.compile", "on"),
-    ("train.device", "auto"),
-    ("parallel.dp_shard", 2),
+    ("data.prefetch", 9),
+    ("parallel.reshard", False),
     ("checkpoint.every_steps", 7),
     ("checkpoint.keep", 9),
     ("evaluate.every_steps", 5),
@@ -39,22 +37,40 @@ FREE = [
     ("launch.timeout_seconds", 5.0),
     ("cost.usd_per_hour", 4.0),
 ]
-NEEDS_CONSENT = [
+SAME_MATHEMATICS = [
+    ("train.micro_batch", 4),
+    ("train.compile", "on"),
+    ("train.device", "auto"),
+    ("parallel.dp_shard", 2),
+    ("parallel.zero", 3),
+    ("parallel.recompute", "full"),
+]
+OTHER_NUMBERS = [
     ("seed", 1),
     ("train.steps", 200),
     ("train.seq_len", 16),
     ("train.global_batch", 16),
     ("train.precision", "fp32"),
+    ("train.tf32", True),
     ("optim.lr", 1e-4),
     ("optim.beta2", 0.99),
     ("optim.weight_decay", 0.0),
     ("optim.clip_norm", 0.5),
     ("schedule.kind", "wsd"),
     ("schedule.warmup_steps", 3),
+    ("parallel.grads", "bf16"),
+    ("parallel.reduce", "canonical"),
     ("data.mask_documents", True),
     ("data.weights", {"web": 1.0}),
 ]
-REFUSED = [("model.d_model", 64), ("model.num_layers", 3), ("model.rope_theta", 5e5), ("model.tied_embeddings", False)]
+REFUSED = [
+    ("model.d_model", 64),
+    ("model.num_layers", 3),
+    ("model.vocab_size", 65),
+    ("model.num_heads", 2),
+    ("model.rope_theta", 5e5),
+    ("model.tied_embeddings", False),
+]
 
 
 @pytest.fixture
@@ -63,13 +79,16 @@ def trained(folder, config):
     return config
 
 
-@pytest.mark.parametrize(("key", "value"), FREE)
+@pytest.mark.parametrize(("key", "value"), SAME_BITS + SAME_MATHEMATICS)
 def test_free_settings_change_without_a_word(folder, trained, key, value):
-    require_same_experiment(folder, changed(trained, key, value), DATA, ())
-    assert not folder.accepted.exists()
+    (change,) = require_same_experiment(folder, changed(trained, key, value), DATA, ())
+    kind = ChangeClass.SAME_BITS if (key, value) in SAME_BITS else ChangeClass.SAME_MATHEMATICS
+    assert (change.key, change.after, change.kind) == (key, value, kind)
+    record_accepted(folder, trained, DATA, [change])
+    assert not folder.accepted.exists() and not folder.events.exists()
 
 
-@pytest.mark.parametrize(("key", "value"), NEEDS_CONSENT)
+@pytest.mark.parametrize(("key", "value"), OTHER_NUMBERS)
 def test_what_changes_training_needs_consent(folder, trained, key, value):
     config = changed(trained, key, value)
     with refused("E-RUN-CHANGED", step=40, keys=[key]) as asked:
@@ -77,6 +96,7 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
     assert not folder.accepted.exists()
     accepted_key = asked.value.fix.split()[1].rstrip(",")
     changes = require_same_experiment(folder, config, DATA, (accepted_key,))
+    assert [change.kind for change in changes] == [ChangeClass.OTHER_NUMBERS]
     assert not folder.accepted.exists()
     record_accepted(folder, config, DATA, changes)
     record_accepted(folder, config, DATA, changes)  # the same command again, before the next checkpoint
@@ -93,8 +113,15 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_another_model_is_refused_even_with_consent(folder, trained, key, value):
-    with refused("E-RUN-OTHER-MODEL"):
+    with refused("E-RUN-OTHER-MODEL", keys=[key]):
         require_same_experiment(folder, changed(trained, key, value), DATA, (key,))
+
+
+def test_the_edits_above_are_of_every_class(folder, trained):
+    """The matrix of edits: at least 24, of which at least 8 are free, 10 need consent and 6 are refused."""
+    assert len(SAME_BITS + SAME_MATHEMATICS) >= 8 and len(OTHER_NUMBERS) >= 10 and len(REFUSED) >= 6
+    by_class = zip(ChangeClass, (SAME_BITS, SAME_MATHEMATICS, OTHER_NUMBERS, REFUSED), strict=True)
+    assert all(class_of(key) is kind for kind, edits in by_class for key, _ in edits)
 
 
 EXPERTS = Moe(num_experts=8, top_k=2, d_expert=16, capacity_factor=1.5, z_loss=1e-3)
@@ -161,7 +188,9 @@ def test_defaults_that_a_checkpoint_wrote_out_are_no_change(folder, sparse):
 def test_other_tokens_need_consent_wherever_they_lie(folder, trained):
     with refused("E-RUN-CHANGED"):
         require_same_experiment(folder, trained, "e" * 64, ())
-    require_same_experiment(folder, trained, "e" * 64, ("data.tokens",))
+    moved = changed(trained, "data.tokens", "/elsewhere/tokens")
+    (change,) = require_same_experiment(folder, moved, "e" * 64, ("data.tokens",))
+    assert (change.before, change.kind) == ("d" * 12, ChangeClass.OTHER_NUMBERS)
 
 
 def test_all_changes_are_named_at_once(folder, trained):

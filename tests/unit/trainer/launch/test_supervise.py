@@ -40,6 +40,11 @@ with guarded(folder, rank):
     elif deed == "finish":
         if rank == 0:
             log.write("finished", step=9)
+    elif rank == 1 and deed == "forget":  # its checkpoint and the log of it are gone when it is killed
+        log.write("checkpoint", step=6)
+        time.sleep(0.2)
+        os.truncate(folder.events, 0)
+        os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 1 and deed == "bug":
         raise ValueError(f"index {attempt} is out of range")
     elif rank == 1 and deed == "data":
@@ -74,6 +79,13 @@ def test_starts_again_after_a_kill(act):
     (fault,) = read_events(act.folder.events, events.FAULT)
     assert (fault["rank"], fault["step"]) == (1, 6)
     assert len(list(act.folder.logs.glob("attempt-*.log"))) == 2
+
+
+def test_checkpoints_that_vanish_between_attempts_end_the_run(act):
+    """The supervisor remembers what it saw saved, although the log of it is gone as well."""
+    with refused("E-CKPT-VANISHED", step=6, shown={"supervisor": 6}):
+        act("forget,finish")
+    assert not list(read_events(act.folder.events, events.RESTART))
 
 
 def test_the_same_error_twice_is_not_tried_a_third_time(act):

@@ -1,5 +1,7 @@
+import errno
 import json
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.expect import refused
@@ -98,14 +100,100 @@ def test_options_that_would_do_nothing_are_refused(run_file, jobs, options, code
 def test_fresh_refuses_and_archive_moves_aside(run_file, jobs, config, folder):
     launch_train.train(run_file)
     write_checkpoint(folder, 40, config, "d" * 64)
-    with refused("E-FRESH-EXISTS"):
+    with refused("E-FRESH-EXISTS", step=40):
         launch_train.train(run_file, fresh=True)
     assert folder.checkpoint(40).exists()
-    launch_train.train(run_file, fresh=True, archive=True)
-    assert not folder.checkpoints.exists()
-    (moved,) = [p for p in folder.root.parent.iterdir() if p != folder.root]
-    assert RunFolder(moved).checkpoint(40).exists()
+    for _ in range(2):  # within one second
+        launch_train.train(run_file, fresh=True, archive=True)
+        assert not folder.checkpoints.exists()
+    first, second = sorted(p for p in folder.root.parent.iterdir() if p != folder.root)
+    assert RunFolder(first).checkpoint(40).exists() and RunFolder(second).events.exists()
     launch_train.train(run_file.parent / "run.toml", folder.root.parent / "new", fresh=True)  # nothing to refuse
+
+
+def contents(folder: RunFolder) -> dict[str, bytes]:
+    return {str(p.relative_to(folder.root)): p.read_bytes() for p in folder.root.rglob("*") if p.is_file()}
+
+
+def save_and_lose(folder: RunFolder, *evidence: str, leftover: str = "") -> None:
+    """Leave what a run of two saves leaves without its checkpoints: "events", "ledger" or both of them."""
+    log = EventLog(folder.events)
+    if "events" in evidence:
+        log.write("run_started", from_step=0)
+        log.write("checkpoint", step=20)
+        log.write("checkpoint", step=40)
+    folder.ledger.mkdir(exist_ok=True)
+    if "ledger" in evidence:
+        (folder.ledger / "steps-00000001-00000020.i64").write_bytes(b"1")
+        (folder.ledger / "steps-00000021-00000040.i64").write_bytes(b"2")
+    if leftover:
+        (folder.checkpoints / leftover).mkdir(parents=True)
+
+
+@pytest.mark.parametrize("leftover", ["", ".removed-step-00000040"])
+@pytest.mark.parametrize("evidence", [("events",), ("ledger",), ("events", "ledger")], ids="+".join)
+def test_a_run_whose_checkpoints_vanished_does_not_begin_anew(run_file, jobs, folder, evidence, leftover):
+    launch_train.train(run_file)
+    jobs.clear()
+    save_and_lose(folder, *evidence, leftover=leftover)
+    before, records = contents(folder), {"events": "events.jsonl", "ledger": "ledger"}
+    facts = {"folder": str(folder.checkpoints), "leftovers": [leftover] if leftover else [], "exists": bool(leftover)}
+    shown = {records[name]: 40 for name in evidence}
+    with refused("E-CKPT-VANISHED", step=40, shown=shown, **facts) as stopped:
+        launch_train.train(run_file)
+    assert stopped.value.exit_code == 21 and not jobs
+    with refused("E-FRESH-EXISTS", step=40):
+        launch_train.train(run_file, fresh=True)
+    after = contents(folder)
+    assert {name: after[name] for name in before} == before  # the ledger, above all
+    assert not leftover or (folder.checkpoints / leftover).is_dir()
+    launch_train.train(run_file, fresh=True, archive=True)
+    (aside,) = [RunFolder(p) for p in folder.root.parent.iterdir() if p != folder.root]
+    assert len(jobs) == 1 and not folder.ledger.exists()
+    assert {name for name in before if name != "lock"} <= contents(aside).keys()
+    assert contents(aside)["events.jsonl"] == before["events.jsonl"]
+
+
+def test_a_run_without_events_whose_ledger_has_one_save_does_not_begin_anew(run_file, jobs, folder):
+    folder.ledger.mkdir(parents=True)
+    (folder.ledger / "steps-00000001-00000020.i64").write_bytes(b"1")
+    with refused("E-CKPT-VANISHED", step=20, shown={"ledger": 20}):
+        launch_train.train(run_file)
+
+
+def test_a_run_that_was_killed_before_its_first_checkpoint_begins_anew(run_file, jobs, folder):
+    launch_train.train(run_file)
+    log = EventLog(folder.events)
+    log.write("progress", step=20)
+    folder.ledger.mkdir()
+    (folder.ledger / "steps-00000001-00000020.i64").write_bytes(b"1")  # written, and then the save was killed
+    (folder.checkpoints / ".saving-step-00000020").mkdir(parents=True)
+    launch_train.train(run_file)
+    assert len(jobs) == 2
+
+
+def test_checkpoints_that_are_all_refused_are_no_start(run_file, jobs, folder):
+    folder.checkpoint(40).mkdir(parents=True)
+    printed = []
+    launch_train.train(run_file, say=printed.append)
+    assert not any(line.startswith("start") for text in printed for line in text.split("\n"))
+
+
+def test_what_cannot_be_moved_aside_leaves_the_run_as_it_was(run_file, jobs, config, folder, monkeypatch):
+    launch_train.train(run_file)
+    write_checkpoint(folder, 40, config, "d" * 64)
+    before, rename = contents(folder), Path.rename
+
+    def refuse(path, target):
+        if path == folder.checkpoints:  # a mounted volume
+            raise OSError(errno.EBUSY, "Device or resource busy", str(path))
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", refuse)
+    with refused("E-ARCHIVE-MOVE", path=str(folder.checkpoints)):
+        launch_train.train(run_file, fresh=True, archive=True)
+    assert contents(folder) | {"lock": b""} == before | {"lock": b""}
+    assert list(folder.root.parent.iterdir()) == [folder.root] and len(jobs) == 1
 
 
 def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
@@ -116,6 +204,20 @@ def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
     outcome = launch_train.train(run_file, say=printed.append)
     assert outcome.finished and outcome.step == 100 and not jobs
     assert "finished" in printed[0]
+
+
+def test_changes_are_shown_with_their_class(run_file, jobs, config, folder):
+    tokens, printed = write_token_manifest(run_file.parent / "tokens"), []
+    launch_train.train(run_file)
+    write_checkpoint(folder, 40, load_run(folder.config), tokens.fingerprint())
+    edits = ["optim.lr=1e-3", "watch.log_every=1", "parallel.dp_shard=2"]
+    launch_train.train(run_file, overrides=edits, accept=["optim.lr"], say=printed.append)
+    shown = [line.split(maxsplit=1)[1] for line in printed if line.startswith("changed")]
+    assert shown == [
+        "optim.lr   0.003 -> 0.001   other numbers, accepted",
+        "parallel.dp_shard   1 -> 2   same mathematics",
+        "watch.log_every   10 -> 1   same bits",
+    ]
 
 
 def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
@@ -153,8 +255,9 @@ def test_a_refused_checkpoint_is_not_what_training_continues_from(run_file, jobs
     launch_train.train(run_file, until_step=50, say=printed.append)
     assert "continue  after step 40 of 100" in printed[0] and len(jobs) == 1
     log.write("checkpoint", step=60)  # saved anew
+    printed.clear()
     launch_train.train(run_file, say=printed.append)
-    assert "continue  after step 60 of 100" in printed[1]
+    assert "continue  after step 60 of 100" in printed[0]
 
 
 def test_leftovers_of_a_killed_save_are_removed(run_file, jobs, folder):
@@ -179,7 +282,7 @@ def test_a_busy_folder_is_left_alone(run_file, jobs, folder):
         ("train.device=cuda", "E-GPU-COUNT", {"needed": 1, "available": 0}),
         ("train.stepz=5", "E-CONFIG-SETTINGS", {"meant": {"train.stepz": ["train.steps"]}}),
         ("name='a/../b'", "E-RUN-NAME", {"name": "a/../b"}),
-        ("model.d_model=3000000000", "E-DISK-SPACE", {"purpose": "4 checkpoints"}),
+        ("model.d_model=9000000", "E-DISK-SPACE", {"purpose": "4 checkpoints"}),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, code, facts):
@@ -216,6 +319,14 @@ def test_threads_are_shared_by_the_quota_of_the_container(run_file, jobs, monkey
     monkeypatch.setattr("ingot.trainer.launch.train.usable_cores", lambda: 6)
     launch_train.train(run_file, overrides=["parallel.dp_shard=2"])
     assert jobs[0].env["OMP_NUM_THREADS"] == "3"
+
+
+@pytest.mark.parametrize("text", ["x", "0", "-1", "1.5", "9" * 5_000, ","])
+def test_a_number_of_threads_that_is_none_is_refused_before_ranks_start(run_file, jobs, monkeypatch, text):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    with refused("E-ENVIRONMENT-NUMBER", variable="OMP_NUM_THREADS", value=text[:100]):
+        launch_train.train(run_file)
+    assert not jobs
 
 
 def test_gpus_are_counted(run_file, jobs, monkeypatch):

@@ -1,11 +1,15 @@
 import numpy as np
 
-from ingot.trainer.mesh.collectives import any_rank, gather_from, mean_over_ranks
+from ingot.trainer.mesh.collectives import any_rank, gather_from, largest_of_ranks, mean_over_ranks
 
 
 def test_one_vote_is_enough(fork_ranks):
     assert fork_ranks(lambda rank, ranks: any_rank(rank == 2), 3) == [True] * 3
     assert fork_ranks(lambda rank, ranks: any_rank(False), 3) == [False] * 3
+
+
+def test_the_largest_value_of_each_is_known_to_all(fork_ranks):
+    assert fork_ranks(lambda rank, ranks: largest_of_ranks(rank == 1, 0.1 * rank), 3) == [(1.0, 0.2)] * 3
 
 
 def test_the_mean_does_not_depend_on_how_values_are_batched(fork_ranks):

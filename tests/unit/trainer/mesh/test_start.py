@@ -6,13 +6,19 @@ import pytest
 import torch
 from tests.expect import refused
 
-from ingot.trainer.mesh.start import choose_device, start, threads_per_rank, use_tf32, worker_environment
+from ingot.trainer.mesh.start import choose_device, rank_threads, start, threads_per_rank, use_tf32, worker_environment
 
 
 @pytest.mark.parametrize("ranks, cores, expected", [(1, 2, 2), (2, 2, 1), (4, 2, 1), (2, 16, 8), (3, 16, 5)])
 def test_cores_are_shared_out(ranks, cores, expected):
     assert threads_per_rank(ranks, cores) == expected
     assert worker_environment(ranks, cores)["OMP_NUM_THREADS"] == str(expected)
+
+
+@pytest.mark.parametrize(("text", "threads"), [("2", 2), (" 2 ", 2), ("2,1", 2), ("", 6)])
+def test_the_users_number_of_threads_comes_before_the_share_of_cores(monkeypatch, text, threads):
+    monkeypatch.setenv("OMP_NUM_THREADS", text)
+    assert rank_threads(2, 12) == threads
 
 
 def test_worker_environment_needs_no_torch():

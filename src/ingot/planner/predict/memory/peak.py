@@ -193,24 +193,23 @@ def _at_block(
 ) -> list[LiveBytes]:
     """Return the live bytes at two places of a block's backward: its start, and where it reaches attention."""
     own = _gradients_at_block(stage, doing, gradients, at, sending)
+    left, gathered = _left(position, doing, at.left), _gathered(position, stage, at.unit)
+    # FSDP2 keeps gradients in the compute dtype until the unit is done: at first those of the block's last matrix, then
+    # those of its feed-forward.
+    last_matrix, computed = (stage.matrix, gradients.computed(at.fed_unit)) if gradients.zero == 3 else (0.0, 0.0)
     begins = LiveBytes(
         f"the backward of block {at.layer}",
         activations=at.before + at.kept - stage.kept,
-        backward=at.fed + _left(position, doing, at.left),
-        gradients=own,
-        gathered=_gathered(position, stage, at.unit),
+        backward=at.fed + left,
+        gradients=own + last_matrix,
+        gathered=gathered,
     )
-    # FSDP2 keeps gradients in the compute dtype until the unit is done: at first those of the block's last matrix, then
-    # those of its feed-forward.
-    computed = gradients.computed(at.fed_unit) if gradients.zero == 3 else 0.0
-    if gradients.zero == 3:
-        begins = replace(begins, gradients=own + stage.matrix)
-    attends = replace(
-        begins,
-        place=f"the backward of attention of block {at.layer}",
+    attends = LiveBytes(
+        f"the backward of attention of block {at.layer}",
         activations=at.before + at.attention - stage.kept,
-        backward=at.attended + _left(position, doing, at.left),
+        backward=at.attended + left,
         gradients=own + computed,
+        gathered=gathered,
     )
     return [begins, attends]
 

@@ -1,0 +1,139 @@
+"""The class of every setting of a run: what a new value means for a run that already trained, and whether it needs
+confirmation. The one table of this; docs/resume.md shows it.
+"""
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+MIXTURE = "data.weights"  # one setting, however many sources it names
+UNSET = "not set"
+
+
+class ChangeClass(enum.StrEnum):
+    """The consequence of a new value of a setting, from harmless to impossible. Text: as `ingot train` prints it."""
+
+    SAME_BITS = "same bits"  # logging, paths, restarts: no number depends on it
+    SAME_MATHEMATICS = "same mathematics"  # the same sums in another order: differences are rounding
+    OTHER_NUMBERS = "other numbers"  # another experiment from here on: needs --accept-change
+    REFUSED = "refused"  # the checkpoints do not fit
+
+    @property
+    def is_free(self) -> bool:
+        """True if a new value needs no confirmation."""
+        return self in (ChangeClass.SAME_BITS, ChangeClass.SAME_MATHEMATICS)
+
+
+_TABLE = {
+    ChangeClass.SAME_BITS: {
+        "": "name",
+        "data": "tokens heldout tokenizer prefetch",  # the token stream is compared by its fingerprint, not by its path
+        "parallel": "prefetch reshard offload_folder",
+        "checkpoint": "every_steps keep",
+        "evaluate": "every_steps max_tokens prompts sample_tokens",
+        "watch": "log_every",
+        "launch": "max_restarts timeout_seconds",
+        "cost": "usd_per_hour",
+    },
+    ChangeClass.SAME_MATHEMATICS: {
+        "train": "micro_batch compile device",
+        "parallel": "dp_replicate dp_shard pp cp tp ep context ulysses context_layout zero unit_layers sequence "
+        "async_tp schedule stages_per_rank stage_layers recompute recompute_every offload offload_parameters",
+    },
+    ChangeClass.OTHER_NUMBERS: {
+        "": "seed init",
+        "data": "weights mask_documents",
+        "train": "steps seq_len global_batch precision tf32",
+        "optim": "lr beta1 beta2 eps weight_decay clip_norm",
+        "schedule": "kind warmup_steps decay_steps final_fraction",
+        "parallel": "grads reduce virtual_ranks",
+        # The training of experts, which adds no parameters and removes none.
+        "model.moe": "noise capacity_factor sequence_loss global_loss z_loss bias_rate bias_steps",
+    },
+    ChangeClass.REFUSED: {
+        "model": "vocab_size d_model num_layers num_heads num_kv_heads head_dim d_ffn max_seq_len rope_theta norm_eps "
+        "qk_norm tied_embeddings sliding_window logit_softcap",
+        "model.moe": "num_experts top_k d_expert shared_experts first_dense scores normalize scale groups top_groups "
+        "overflow",
+        "model.mla": "q_rank kv_rank nope_dim rope_dim v_dim",
+    },
+}
+# (key, class) of every setting, in the order of the table.
+CLASSES = tuple(
+    (f"{section}.{name}".lstrip("."), kind)
+    for kind, sections in _TABLE.items()
+    for section, names in sections.items()
+    for name in names.split()
+)
+_CLASS_OF = dict(CLASSES)
+# The settings of the first run files are part of a run's identity at every value. All others that need confirmation
+# came later: they are part of it only if they differ from their defaults, so that older runs keep their identity. This
+# list never changes.
+_FIRST_SETTINGS = {
+    *("seed", "data.mask_documents", "train.steps", "train.seq_len", "train.global_batch", "train.precision"),
+    *("train.tf32", "optim.lr", "optim.beta1", "optim.beta2", "optim.eps", "optim.weight_decay", "optim.clip_norm"),
+    *("schedule.kind", "schedule.warmup_steps", "schedule.decay_steps", "schedule.final_fraction"),
+    *("model.vocab_size", "model.d_model", "model.num_layers", "model.num_heads", "model.num_kv_heads"),
+    *("model.head_dim", "model.d_ffn", "model.max_seq_len", "model.rope_theta", "model.norm_eps", "model.qk_norm"),
+    "model.tied_embeddings",
+}
+# Settings that were free when checkpoints recorded only the others: their values in such checkpoints are unknown.
+_RECORDED_LATER = ("parallel.grads", "parallel.reduce", "parallel.virtual_ranks")
+
+
+@dataclass(frozen=True)
+class SettingChange:
+    """A setting whose value differs between a checkpoint and the run file."""
+
+    key: str
+    before: Any
+    after: Any
+
+    @property
+    def kind(self) -> ChangeClass:
+        return class_of(self.key)
+
+    def __str__(self) -> str:
+        return f"{self.key}   {self.before} -> {self.after}"
+
+
+def class_of(key: str) -> ChangeClass:
+    """Return the class of the setting `key`, like "optim.lr"; OTHER_NUMBERS for a setting of another version."""
+    return _CLASS_OF.get(MIXTURE if key.startswith(f"{MIXTURE}.") else key, ChangeClass.OTHER_NUMBERS)
+
+
+def identity(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Return those of the flat `settings` that need confirmation, without later settings at their `defaults`."""
+    return {
+        key: value
+        for key, value in settings.items()
+        if not class_of(key).is_free
+        and (key in _FIRST_SETTINGS or key.startswith(f"{MIXTURE}.") or value != defaults.get(key, UNSET))
+    }
+
+
+def compare(before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mapping[str, Any]) -> list[SettingChange]:
+    """Return the changed settings, sorted by key. All arguments are flat: "optim.lr" -> 0.003.
+
+    before: the settings that a checkpoint recorded. A setting that came later had its default then, because a default
+    means the behavior from before the setting. Checkpoints recorded at first only settings that need confirmation: of
+    the others, and of _RECORDED_LATER, nothing is known then, and no change is returned.
+    """
+    records_all = "name" in before
+    old, new = _with_one_mixture(before), _with_one_mixture(after)
+    changes = []
+    for key in sorted(old | new):
+        if key not in old and not records_all and (class_of(key).is_free or key in _RECORDED_LATER):
+            continue
+        change = SettingChange(key, *(values.get(key, defaults.get(key, UNSET)) for values in (old, new)))
+        if change.before != change.after:
+            changes.append(change)
+    return changes
+
+
+def _with_one_mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` with "data.weights.web", "data.weights.code", ... merged into one setting, "data.weights"."""
+    prefix = f"{MIXTURE}."
+    weights = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
+    return {key: value for key, value in settings.items() if not key.startswith(prefix)} | {MIXTURE: weights}

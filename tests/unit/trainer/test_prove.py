@@ -1,0 +1,222 @@
+"""`ingot ckpt prove`: the ledger of a run against its order and its data, with every way to be wrong planted."""
+
+import dataclasses
+import json
+import shutil
+
+import numpy as np
+import pytest
+from tests.checkpoints import write_checkpoint
+
+from ingot.cli.main import main
+from ingot.config import to_toml
+from ingot.schema.tokens import MANIFEST, read_token_manifest
+from ingot.storage import sha256_bytes, write_atomic, write_json
+from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
+from ingot.trainer.loader import order as order_module
+from ingot.trainer.loader.ledger import write_segment
+from ingot.trainer.loader.order import Order
+
+STEPS, EVERY, BATCH = 24, 8, 64
+
+
+def record(folder, orders, until=STEPS):
+    """Write the ledger of a run of STEPS steps and its newest checkpoint. orders: step -> Order."""
+    config = load_run(folder.config)
+    ids = np.stack([orders(step).step(step, BATCH) for step in range(1, until + 1)])
+    ledger = tuple(
+        write_segment(folder.ledger, first, first + EVERY - 1, ids[first - 1 : first - 1 + EVERY])
+        for first in range(1, until + 1, EVERY)
+    )
+    fingerprint = tokens_of(folder).fingerprint()
+    write_checkpoint(folder, until, config.settings(), data_fingerprint=fingerprint, ledger=ledger)
+
+
+def tokens_of(folder):
+    return read_token_manifest((folder.root / load_run(folder.config).data.tokens).resolve())
+
+
+def order_of(folder):
+    config = load_run(folder.config)
+    return Order(tokens_of(folder), config.train.seq_len, config.seed, config.data.weights)
+
+
+@pytest.fixture
+def run(make_run, token_folders, tmp_path):
+    """A run of 24 steps with three ledger segments, which passed over its own copy of the data more than once."""
+    shutil.copytree(token_folders, tmp_path / "tokens")
+    folder = make_run(steps=STEPS, global_batch=BATCH, tokens="../tokens/train")
+    order = order_of(folder)
+    record(folder, lambda step: order)
+    return folder
+
+
+def proven(folder, capsys, *options) -> dict:
+    """The object that `ingot ckpt prove RUN --json` prints."""
+    capsys.readouterr()
+    code = main(["ckpt", "prove", str(folder.root), "--json", *options])
+    proof = json.loads(capsys.readouterr().out)
+    assert (proof["exit_code"], proof["proved"]) == (code, code == 0)
+    return proof
+
+
+def test_a_sound_run_is_proven(run, capsys):
+    proof = proven(run, capsys)
+    windows = order_of(run).epoch_windows
+    assert (proof["steps"], proof["checkpoint"], proof["segments"], proof["samples"]) == (24, 24, 3, STEPS * BATCH)
+    assert proof["windows"] == {"": windows} and proof["epochs"][""] == STEPS * BATCH / windows > 2
+    assert (proof["shards"], proof["counted_steps"], proof["changes"], proof["fault"]) == (2, 24, [], None)
+    assert len(proof["unchecked"]) == 2 and len(proven(run, capsys, "--hashes")["unchecked"]) == 1
+    assert main(["ckpt", "prove", str(run.root)]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("proved ")
+
+
+def rewrite(folder, number, change, *, sealed=False):
+    """Change the ids of a segment; sealed: with the hash of the changed file in the manifest."""
+    path = folder.checkpoint(STEPS)
+    manifest = read_manifest(path)
+    ledger = list(manifest.ledger)
+    file = folder.ledger / ledger[number].file
+    ids = np.fromfile(file, "<i8").reshape(EVERY, BATCH)
+    data = change(ids).tobytes()
+    file.write_bytes(data)
+    if sealed:
+        ledger[number] = dataclasses.replace(ledger[number], sha256=sha256_bytes(data))
+        write_manifest(path, dataclasses.replace(manifest, ledger=tuple(ledger)))
+
+
+def one_id(ids):
+    ids[4, 7] ^= 1
+    return ids
+
+
+def two_steps(ids):
+    ids[[2, 5]] = ids[[5, 2]]
+    return ids
+
+
+@pytest.mark.parametrize("sealed", [False, True])
+@pytest.mark.parametrize(("change", "step", "sample"), [(one_id, 13, 7), (two_steps, 11, 0)])
+def test_the_first_wrong_sample_is_named(run, capsys, change, step, sample, sealed):
+    wanted = int(order_of(run).step(step, BATCH)[sample])
+    rewrite(run, 1, change, sealed=sealed)
+    found = int(np.fromfile(run.ledger / "steps-00000009-00000016.i64", "<i8").reshape(EVERY, BATCH)[step - 9, sample])
+    proof = proven(run, capsys)
+    assert proof["exit_code"] == 21 and proof["steps"] == step - 1
+    assert proof["fault"]["code"] == "E-LEDGER-SAMPLE"
+    facts = {"step": step, "sample": sample, "expected": wanted, "found": found}
+    assert facts.items() <= proof["fault"]["facts"].items()
+    assert main(["ckpt", "prove", str(run.root)]) == 21
+    assert capsys.readouterr().out.splitlines()[-1].startswith("FAULT ")
+
+
+@pytest.mark.parametrize("left", [8 * BATCH * (EVERY - 1), 8 * BATCH * EVERY // 2, 8 * BATCH * EVERY - 3, 0])
+def test_a_truncated_segment_is_a_fault(run, capsys, left):
+    file = run.ledger / "steps-00000009-00000016.i64"
+    file.write_bytes(file.read_bytes()[:left])
+    proof = proven(run, capsys)
+    assert (proof["steps"], proof["segments"], proof["fault"]["code"]) == (8, 1, "E-LEDGER-HASH")
+
+
+def test_a_missing_segment_is_a_fault(run, capsys):
+    (run.ledger / "steps-00000001-00000008.i64").unlink()
+    proof = proven(run, capsys)
+    assert (proof["steps"], proof["fault"]["code"], proof["fault"]["facts"]["step"]) == (0, "E-LEDGER-READ", 1)
+
+
+def test_a_manifest_that_leaves_a_segment_out_is_refused(run, capsys):
+    manifest = read_manifest(run.checkpoint(STEPS))
+    write_manifest(run.checkpoint(STEPS), dataclasses.replace(manifest, ledger=manifest.ledger[1:]))
+    assert main(["ckpt", "prove", str(run.root), "--json"]) == 21
+    assert json.loads(capsys.readouterr().out)["error"] == "E-CKPT-LEDGER"
+
+
+def change_run_file(folder, **changes):
+    config = load_run(folder.config)
+    write_atomic(folder.config, to_toml(dataclasses.replace(config, **changes)))
+
+
+def test_another_seed_in_the_run_file_is_a_fault(run, capsys):
+    seed = load_run(run.config).seed
+    change_run_file(run, seed=seed + 1)
+    proof = proven(run, capsys)
+    assert (proof["fault"]["code"], proof["steps"]) == ("E-LEDGER-SAMPLE", 0)
+    assert [(d["key"], d["before"], d["after"]) for d in proof["differences"]] == [("seed", seed, seed + 1)]
+
+
+def test_other_tokens_are_a_fault(run, capsys):
+    path = run.root.parent / "tokens" / "train" / MANIFEST
+    values = json.loads(path.read_text())
+    write_json(path, values | {"seed": values["seed"] + 1})
+    assert proven(run, capsys)["fault"]["code"] == "E-PROVE-TOKENS"
+
+
+def test_shards_are_checked_as_far_as_asked(run, capsys):
+    tokens = run.root.parent / "tokens" / "train"
+    content = bytearray((tokens / "stone.tokens").read_bytes())
+    content[100] ^= 1
+    (tokens / "stone.tokens").write_bytes(content)
+    assert proven(run, capsys)["fault"] is None
+    assert proven(run, capsys, "--hashes")["fault"]["code"] == "E-SHARD-HASH"
+    (tokens / "stone.tokens").write_bytes(content[:-2])
+    assert proven(run, capsys)["fault"]["code"] == "E-SHARD-SIZE"
+    (tokens / "stone.tokens").unlink()
+    assert proven(run, capsys)["fault"]["code"] == "E-SHARD-READ"
+
+
+def test_an_order_that_repeats_is_found_by_the_count(run, capsys, monkeypatch):
+    """The ledger agrees with the order, but the order itself is wrong: two windows of the first epoch are equal."""
+    right = order_module.Shuffle.take
+
+    def wrong(self, first, last):
+        ids = right(self, first, last)
+        at = np.arange(first, last)
+        ids[at == 40] = right(self, 5, 6)
+        return ids
+
+    monkeypatch.setattr(order_module.Shuffle, "take", wrong)
+    order = order_of(run)
+    record(run, lambda step: order)
+    proof = proven(run, capsys)
+    facts = {"step": 1, "sample": 40, "found": int(order.step(1, BATCH)[5]), "epoch": 1}
+    assert proof["fault"]["code"] == "E-LEDGER-REPEAT" and facts.items() <= proof["fault"]["facts"].items()
+
+
+def accept(folder, step, key, before, after):
+    records = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
+    write_json(folder.accepted, [*records, {"step": step, "changes": {key: [before, after]}}])
+
+
+def test_a_changed_mixture_is_part_of_the_proof(run, capsys):
+    config, tokens = load_run(run.config), tokens_of(run)
+    mixes = [{}, {"metal": 1.0, "stone": 1.0}, {"stone": 1.0}]
+    orders = [
+        Order(tokens, 16, config.seed, own, earlier=[(8 * (i + 1) * BATCH, w) for i, w in enumerate(mixes[:number])])
+        for number, own in enumerate(mixes)
+    ]
+    change_run_file(run, data=dataclasses.replace(config.data, weights=mixes[2]))
+    record(run, lambda step: orders[(step - 1) // 8])
+    accept(run, 8, "data.weights", mixes[0], mixes[1])
+    accept(run, 16, "data.weights", mixes[1], mixes[2])
+    proof = proven(run, capsys)
+    assert (proof["fault"], proof["counted_steps"]) == (None, STEPS)
+    assert [(c["step"], c["after"]) for c in proof["changes"]] == [(9, mixes[1]), (17, mixes[2])]
+    taken = {name: round(epochs * proof["windows"][name]) for name, epochs in proof["epochs"].items()}
+    assert taken[""] == 8 * BATCH and taken["metal"] + taken["stone"] == 16 * BATCH and proof["epochs"]["stone"] > 1
+
+
+def test_a_changed_seed_ends_the_count_but_not_the_comparison(run, capsys):
+    seed = load_run(run.config).seed
+    orders = [Order(tokens_of(run), 16, one) for one in (seed, seed + 1)]
+    change_run_file(run, seed=seed + 1)
+    record(run, lambda step: orders[step > 8])
+    accept(run, 8, "seed", seed, seed + 1)
+    proof = proven(run, capsys)
+    assert (proof["fault"], proof["steps"], proof["counted_steps"]) == (None, STEPS, 8)
+    assert "9 to 24" in proof["unchecked"][-1]
+
+
+def test_a_path_that_is_no_run_is_refused(tmp_path, capsys):
+    assert main(["ckpt", "prove", str(tmp_path), "--json"]) == 2
+    assert json.loads(capsys.readouterr().out)["error"] == "E-RUN-NOT-FOUND"
