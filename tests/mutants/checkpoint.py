@@ -22,14 +22,12 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/checkpoint/test_load.py::test_falls_back_over_damaged_ones_and_says_why",),
     ),
     Mutant(
-        name="prune-before-publish",
-        what="old checkpoints are removed before the new one has its name: a kill in between can leave none",
-        file="trainer/checkpoint/save.py",
-        before="        publish(self.folder, self.facts.step)\n"
-        "        prune(self.folder, self.facts.step, self.keep)\n",
-        after="        prune(self.folder, self.facts.step, self.keep - 1)\n"
-        "        publish(self.folder, self.facts.step)\n",
-        tests=(f"{_SAVE}::test_a_kill_at_any_write_leaves_a_whole_newest_checkpoint",),
+        name="not-read-back",
+        what="a file that was written is compared by its size instead of being read back from the disk",
+        file="trainer/checkpoint/tensor_file.py",
+        before="if sha256_file(path) != sha256:",
+        after="if path.stat().st_size != file.bytes:",
+        tests=("tests/unit/trainer/checkpoint/test_tensor_file.py::test_a_disk_that_lies_is_noticed",),
     ),
     Mutant(
         name="prune-counts-damaged",
@@ -49,10 +47,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="reshard-part-of-a-block",
-        what="of a stored block that is read in part, rows are counted from the block that is filled",
+        what="of a stored block that is read in part, the first rows are read instead of the wanted ones",
         file="trainer/checkpoint/load.py",
         before="source = file.get_slice(chunk.key)[slices(shared, chunk.offsets)]",
-        after="source = file.get_slice(chunk.key)[slices(shared, block.offsets)]",
+        after="source = file.get_slice(chunk.key)[slices((chunk.offsets, shared[1]), chunk.offsets)]",
         tests=("tests/dist/test_reshard.py::test_any_layout_loads_any_other",),
     ),
     Mutant(

@@ -19,10 +19,16 @@ PACKAGE = Path(ingot.__file__).parent
 
 
 def test_every_mutant_changes_its_file_into_another_program():
-    for mutant in ALL:
+    assert [problem for mutant in ALL if (problem := problem_of(mutant))] == []
+
+
+def problem_of(mutant: Mutant) -> str:
+    try:
         changed = ast.parse(changed_text(PACKAGE, mutant))
-        unchanged = ast.parse((PACKAGE / mutant.file).read_text(encoding="utf-8"))
-        assert ast.dump(changed) != ast.dump(unchanged), f"{mutant.name} changes only comments or the layout"
+    except (DoesNotApplyError, SyntaxError) as error:
+        return f"{mutant.name}: {error}"
+    unchanged = ast.parse((PACKAGE / mutant.file).read_text(encoding="utf-8"))
+    return f"{mutant.name} changes only comments or the layout" * (ast.dump(changed) == ast.dump(unchanged))
 
 
 def test_names_are_unique():
