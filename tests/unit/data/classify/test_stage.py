@@ -82,5 +82,5 @@ def test_rules_come_out_of_a_recipe(tmp_path):
     with refused("E-CONFIG-SETTINGS", keys=["models"]):
         load(ClassifierRules, None, ["enabled=true"])
     path.write_text('[[models]]\nname = "q"\nmodel = ""\nlabel = "hq"\nthreshold = 3\n')
-    with refused("E-CONFIG-SETTINGS", keys=["models[0].model", "models[0].threshold"]):
+    with refused("E-CONFIG-SETTINGS", keys=["models[0].threshold", "models[0].model"]):
         load(ClassifierRules, path)

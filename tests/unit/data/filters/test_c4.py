@@ -123,7 +123,7 @@ SOUND = "\n".join(f"This line has a number {i}." for i in range(3))
         (f"{SOUND}\nThere are five words here.", f"{SOUND}\nThere are five words here."),
         (f"{SOUND}\nThis line ends without a mark", SOUND),
         (f"{SOUND}\nThis line ends in an ellipsis...", SOUND),
-        (f'{SOUND}\nShe answered him "yes, I do"', f'{SOUND}\nShe answered him "yes, I do"'),
+        (f'{SOUND}\nShe answered him with "yes, I do"', f'{SOUND}\nShe answered him with "yes, I do"'),
         (f"{SOUND}\nThis page needs Javascript to be enabled.", SOUND),
         (f"{SOUND}\nThis page uses cookies for its visitors.", SOUND),
         (f"{SOUND}\nThis line has {'x' * 1001} in it.", SOUND),
