@@ -32,7 +32,8 @@ class Cluster:
     domain_devices: number of devices that fast links join: 72 in an NVL72 rack, a whole slice of TPUs; 0: one node.
     link_seconds, network_seconds: latency of one message inside the domain, and between domains.
     link_kind: "nvswitch" (all pairs at full rate), "pairs" (each pair has its own slower link), "pcie", "torus".
-    network_kind: "infiniband", "ethernet" (RoCE), "dcn" (between slices of TPUs).
+    network_kind: "infiniband", "ethernet" (RoCE), "dcn" (between slices of TPUs). `ingot explain comms` shows both
+      kinds; the bandwidths decide predictions.
     sharp: switches do the additions (NVLink SHARP inside a domain), so each rank sends its data once per all-reduce.
     host_bandwidth: bytes/s between one device and the host's memory. watts: power limit of one device.
     price_source: source and date of usd_per_hour.

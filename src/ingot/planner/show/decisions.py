@@ -6,7 +6,9 @@ from collections.abc import Iterator
 
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.show.alternatives import Decision, DecisionContext, dense_vs_moe, full_layout_text
+from ingot.planner.show.plans import format_days
 from ingot.schema.parallel import Parallel
+from ingot.theory.failures import DAY_SECONDS
 from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import state_per_parameter
@@ -206,12 +208,12 @@ def _score(context: DecisionContext) -> Decision:
     plan, second = context.planned.plan, context.second()
     if not plan.step_seconds:
         return Decision(title="the score", chosen="unknown", reason=f"no rate of {context.cluster.name} is known")
-    days = plan.outlook.days if plan.outlook else plan.total_seconds / 86400
+    days = plan.outlook.days if plan.outlook else plan.total_seconds / DAY_SECONDS
     mfu = f", MFU {plan.mfu:.1%}" if plan.mfu else ""
     usd = sum(plan.outlook.usd_by_kind.values()) if plan.outlook else plan.usd
     return Decision(
         title="the score",
-        chosen=f"{format_seconds(plan.step_seconds)} per step{mfu}, {days:.1f} days"
+        chosen=f"{format_seconds(plan.step_seconds)} per step{mfu}, {format_days(days)}"
         + (f", {format_usd(usd)}" if usd else ""),
         reason=f"{full_layout_text(context.run)}: {context.search_result.considered:,} layouts compared,"
         f" {context.search_result.fitting:,} found to fit",

@@ -22,6 +22,16 @@ from ingot.theory.schedule import NAMES, PUBLISHED, build_table, schedule_proble
 from ingot.units import format_bytes, format_count, format_seconds
 
 _WIDTH = 118
+# Kinds of links and networks of a cluster, in words.
+_LINKS = {
+    "nvswitch": "NVSwitch",
+    "pairs": "a slower link for each pair",
+    "pcie": "PCIe",
+    "torus": "torus",
+    "infiniband": "InfiniBand",
+    "ethernet": "Ethernet",
+    "dcn": "data-center network",
+}
 
 
 def explain(topic: str, planned: PlannedRun) -> list[str]:
@@ -101,9 +111,13 @@ def _communication(planned: PlannedRun) -> Iterator[str]:
         yield "one rank exchanges nothing"
         return
     cluster = plan.cluster
+    inside, outside = (
+        f" ({_LINKS.get(kind, kind)})" if cluster.device != "cpu" else ""
+        for kind in (cluster.link_kind, cluster.network_kind)
+    )
     yield (
-        f"{cluster.name}: {cluster.link_bandwidth / 1e9:,.0f} GB/s between the {cluster.domain} devices of a domain,"
-        f" {cluster.network_bandwidth / 1e9:,.0f} GB/s between domains, per device in one direction"
+        f"{cluster.name}: {cluster.link_bandwidth / 1e9:,.0f} GB/s between the {cluster.domain} devices of a domain"
+        f"{inside}, {cluster.network_bandwidth / 1e9:,.0f} GB/s between domains{outside}, per device in one direction"
     )
     for line, c in plan.communication.items():
         where = "leaves the domain" if c.crosses else "stays in the domain"

@@ -12,12 +12,12 @@ from ingot.planner.show.layout import layout_text
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
+from ingot.theory.failures import DAY_SECONDS
 from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 WIDTH = 118
 _BAR_WIDTH = 32
-_DAY_SECONDS = 86400
 _MOST_STAGES = 8  # with more pipeline ranks, only the two first, the two last and the fullest are shown
 _LABEL = 10  # columns reserved for the label of a line
 # The colors of kinds of memory, in the order of the HTML bar. Color-blind people can distinguish them (Okabe & Ito
@@ -87,7 +87,7 @@ def _row(number: int, planned: PlannedRun, tokens: str) -> tuple[str, ...]:
     run, plan, parallel = planned.run, planned.plan, resolve_parallel(planned.run)
     known = plan.step_seconds > 0
     exposed = sum(line.exposed_seconds for line in plan.communication.values())
-    days = plan.outlook.days if plan.outlook else plan.total_seconds / _DAY_SECONDS
+    days = plan.outlook.days if plan.outlook else plan.total_seconds / DAY_SECONDS
     return (
         f"{number}",
         str(parallel.tp) if parallel.tp > 1 else "-",
@@ -127,7 +127,8 @@ def _data(parallel: Parallel) -> str:
 
 
 def format_days(days: float) -> str:
-    return f"{days:.1f} d" if 1 <= days < 1000 else format_seconds(days * _DAY_SECONDS)
+    """Format the duration of a run, on the command line and on the page: '1.2 d', below a day '23 h 5 min'."""
+    return f"{days:.1f} d" if 1 <= days < 1000 else format_seconds(days * DAY_SECONDS)
 
 
 def plan_lines(planned: PlannedRun) -> Iterator[str]:

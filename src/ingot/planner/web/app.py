@@ -36,6 +36,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingot.errors import IngotError, UsageError
 from ingot.planner.show.layout import layout_text
+from ingot.planner.show.plans import format_days
 from ingot.planner.web import answers
 from ingot.planner.web.answers import PagePlan, model_of
 from ingot.planner.web.choices import fixes, options
@@ -44,6 +45,7 @@ from ingot.planner.web.searching import best_layouts, read_keep
 from ingot.planner.web.settings import FIELDS, PageSettings, read_settings
 from ingot.planner.web.views import bubble, verdict, view
 from ingot.schema.plan import Plan
+from ingot.theory.failures import DAY_SECONDS
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 STATIC = Path(__file__).parent / "static"
@@ -315,9 +317,9 @@ _WORDS: dict[str, Callable[[PagePlan], str]] = {
 
 def _figures(found: PagePlan, plan: Plan) -> list[_Figure]:
     speed = plan.tokens_per_step / plan.step_seconds if plan.step_seconds else 0.0
-    seconds, usd = plan.total_seconds, plan.usd
+    days, usd = plan.total_seconds / DAY_SECONDS, plan.usd
     if plan.outlook:
-        seconds = plan.outlook.days * 86400
+        days = plan.outlook.days
         usd = sum(plan.outlook.usd_by_kind.values()) or usd
     exposed = sum(line.exposed_seconds for line in plan.communication.values())
     rows = [
@@ -327,7 +329,7 @@ def _figures(found: PagePlan, plan: Plan) -> list[_Figure]:
         _Figure("MFU", f"{plan.mfu or 0.0:.1%}", plan.mfu or 0.0, 1),
         _Figure("bubble", f"{bubble(plan):.1%}", bubble(plan), -1),
         _Figure("exposed communication", format_seconds(exposed), exposed, -1),
-        _Figure("duration", format_seconds(seconds), seconds, -1),
+        _Figure("duration", format_days(days), days, -1),
         _Figure("cost", format_usd(usd) if usd else "-", usd, -1),
     ]
     fits = verdict(found.run, plan)["fits"]

@@ -6,6 +6,7 @@ from urllib.parse import urlencode
 from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
 from ingot.planner.run.advice import notes
 from ingot.planner.show.layout import layout_text
+from ingot.planner.show.plans import format_days
 from ingot.planner.web.answers import PagePlan, about, model_of
 from ingot.planner.web.choices import as_json, controls
 from ingot.planner.web.settings import PageSettings, link_pairs
@@ -13,6 +14,7 @@ from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT
 from ingot.theory.devices import find_device
+from ingot.theory.failures import DAY_SECONDS
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count, format_flops, format_seconds, format_usd, parse_count
@@ -235,22 +237,22 @@ def _duration_tiles(plan: Plan) -> list[dict | None]:
     outlook = plan.outlook
     if outlook is None:
         cost = _tile("cost", "Cost", format_usd(plan.usd), plan.formulas.get("usd", "")) if plan.usd else None
-        return [_tile("days", "Duration", format_seconds(plan.total_seconds), f"{steps}, no failures counted"), cost]
+        duration = format_days(plan.total_seconds / DAY_SECONDS)
+        return [_tile("days", "Duration", duration, f"{steps}, no failures counted"), cost]
     every = format_seconds(outlook.checkpoint_every_seconds)
     usd = sum(outlook.usd_by_kind.values())
     kinds = ", ".join(f"{kind} {format_usd(amount)}" for kind, amount in outlook.usd_by_kind.items() if amount)
     return [
-        _tile("days", "Duration", _days(outlook.days), f"{steps}; {_days(outlook.productive_days)} without failures"),
+        _tile(
+            "days", "Duration", format_days(outlook.days),
+            f"{steps}; {format_days(outlook.productive_days)} without failures",
+        ),
         _tile("cost", "Cost", format_usd(usd), kinds) if usd else None,
         _tile(
             "goodput", "Goodput", f"{outlook.goodput:.1%}",
             f"{outlook.failures:.1f} failures expected; a checkpoint every {every}",
         ),
     ]  # fmt: skip
-
-
-def _days(days: float) -> str:
-    return f"{days:.1f} days" if days >= 2 else format_seconds(days * 86400)
 
 
 def memory_bars(run: RunConfig, plan: Plan) -> dict:

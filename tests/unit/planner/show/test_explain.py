@@ -1,6 +1,7 @@
 """The topics of `explain`: formulas with the numbers of the plan; and timelines."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from tests.expect import refused
@@ -108,3 +109,13 @@ def test_other_schedules_are_drawn_too(cluster, schedule, idle):
 def test_impossible_timelines_are_refused(cluster, run, schedule, code, facts):
     with refused(code, **facts):
         timeline_lines(run, cluster, schedule)
+
+
+def test_the_kinds_of_links_and_networks_are_named(planned):
+    def first_line(**kinds):
+        cluster = replace(planned.plan.cluster, **kinds)
+        return explain("comms", replace(planned, plan=replace(planned.plan, cluster=cluster)))[0]
+
+    assert "NVSwitch" in first_line() and "InfiniBand" in first_line()
+    assert "PCIe" in first_line(link_kind="pcie") and "Ethernet" in first_line(network_kind="ethernet")
+    assert "NVSwitch" not in first_line(device="cpu")

@@ -2,12 +2,15 @@
 
 import re
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 import ingot.planner.web
 from ingot import plan
+from ingot.planner.show.plans import plan_lines
+from ingot.planner.web.views import _duration_tiles
 from ingot.theory.rules import run_from_dict
 
 STATIC = Path(ingot.planner.web.__file__).parent / "static"
@@ -228,3 +231,13 @@ def test_what_is_left_open_is_chosen_as_by_the_command_line(client, model, clust
     state = client.get(f"/api/plan?model={model}&cluster={cluster}&tokens=1T").json()["state"]
     train = plan(model, tokens="1T", cluster=cluster, top=1).best.run.train
     assert (state["seq"], state["batch"]) == (train.seq_len, train.global_batch)
+
+
+@pytest.mark.parametrize(("days", "text"), [(0.5, "12 h"), (1.2, "1.2 d"), (1.9, "1.9 d"), (2.5, "2.5 d")])
+def test_the_page_and_the_command_line_write_a_duration_in_the_same_way(days, text):
+    best = plan("llama3-8b", tokens="1B", cluster="h200", seq=2048, batch=8).best
+    outlook = replace(best.plan.outlook, days=days, productive_days=days)
+    planned = replace(best, plan=replace(best.plan, outlook=outlook))
+    (line,) = (line for line in plan_lines(planned) if line.startswith("days"))
+    tile = next(tile for tile in _duration_tiles(planned.plan) if tile and tile["key"] == "days")
+    assert f"{text} wall-clock" in line and tile["value"] == text and tile["note"].endswith(f"{text} without failures")

@@ -80,7 +80,7 @@ def test_thinning_keeps_peaks_and_order():
     assert thin(points[:600], 600) == points[:600]
 
 
-@pytest.mark.parametrize(("speed", "label"), [(12_000.0, "10k"), (80.0, "80"), (0.4, "0.4")])
+@pytest.mark.parametrize(("speed", "label"), [(12_000.0, "10k"), (80.0, "50"), (0.4, "0.5")])
 def test_labels_of_speeds_are_short_and_slow_runs_have_them_too(speed, label):
     lines = [Line("main", [(1, speed), (2, speed)])]
     assert f">{label}<" in line_chart(lines, width=400, height=200, label="speed", y_format="si", from_zero=True)
