@@ -5,7 +5,6 @@
 No tensor is made and no rank started: the parts are what ranks would send, the files are holes of the right size.
 """
 
-import pickle
 import sys
 import tempfile
 import time
@@ -13,8 +12,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TypeVar
 
-from ingot.schema.checkpoint import CheckpointManifest, FileEntry, file_of
+from ingot.schema.checkpoint import CheckpointManifest, FileEntry, LedgerSegment, file_of, segment_file
 from ingot.trainer.checkpoint.manifest import MANIFEST, is_finished, read_manifest, write_manifest
+from ingot.trainer.checkpoint.message import pack_json, unpack_manifest
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
 
 T = TypeVar("T")
@@ -67,14 +67,15 @@ def timed(label: str, do: Callable[[], T]) -> T:
 
 
 def main(layers: int, stages: int) -> None:
-    sent = [pickle.dumps(make_part(rank, layers)) for rank in range(TP * DP * stages)]
+    sent = [make_part(rank, layers).to_bytes() for rank in range(TP * DP * stages)]
     print(f"{len(sent):,} ranks send {sum(map(len, sent)) / 1e6:.1f} MB to rank 0")
-    parts = timed("save: unpack the parts", lambda: [pickle.loads(part) for part in sent])
+    parts = timed("save: unpack the parts", lambda: [RankBlocks.from_bytes(part) for part in sent])
     cuts, tensors = timed("save: cuts, and that they hold everything", lambda: assemble(parts))
     print(f"{sum(len(cuts[t.cut].ranks) for t in tensors.values()):,} blocks in {len(cuts)} cuts")
     manifest = CheckpointManifest(
         step=1, tokens=0, config_sha256="", settings={}, data_fingerprint="", layout={}, world=len(parts),
-        files={file_of(rank): part.file for rank, part in enumerate(parts)}, cuts=cuts, tensors=tensors, ledger=(),
+        files={file_of(rank): part.file for rank, part in enumerate(parts)}, cuts=cuts, tensors=tensors,
+        ledger=(LedgerSegment(file=segment_file(1, 1), first_step=1, last_step=1, sha256="0" * 64),),
     )  # fmt: skip
     with tempfile.TemporaryDirectory() as root:
         folder = Path(root)
@@ -85,8 +86,8 @@ def main(layers: int, stages: int) -> None:
         print(f"manifest {(folder / MANIFEST).stat().st_size / 1e6:.1f} MB")
         timed("save: is an older one finished (prune)", lambda: is_finished(folder))
         read = timed("load: read and check the manifest", lambda: read_manifest(folder))
-    sent_back = timed("load: pack it for the others", lambda: pickle.dumps(read))
-    timed("load: unpack it, on every rank", lambda: pickle.loads(sent_back))
+    sent_back = timed("load: pack it for the others", lambda: pack_json(read))
+    timed("load: unpack it, on every rank", lambda: unpack_manifest(sent_back))
 
 
 if __name__ == "__main__":

@@ -161,3 +161,39 @@ def test_the_words_check_finds_what_it_is_for(tmp_path):
     assert "src/a.py:1: a docstring begins with 'Of'" in done.stdout
     assert "src/a.py:5: the word 'told'" in done.stdout  # words: ok
     assert "class Twice also in" in done.stdout
+
+
+PICKLING = {"pickle", "cPickle", "_pickle", "cloudpickle", "dill", "shelve", "marshal", "joblib"}
+PICKLED_COLLECTIVES = {
+    *("broadcast_object_list", "gather_object", "all_gather_object", "scatter_object_list"),
+    *("send_object_list", "recv_object_list"),
+}
+
+
+def unpickles(tree: ast.AST) -> list[str]:
+    """Return what in a file of the source may unpickle something."""
+    found = []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+            found += [name for name in names if name.split(".")[0] in PICKLING or name in PICKLED_COLLECTIVES]
+        elif isinstance(node, ast.Attribute):
+            whole = f"{node.value.id}.{node.attr}" if isinstance(node.value, ast.Name) else ""
+            found += [node.attr] if node.attr in PICKLED_COLLECTIVES else []
+            found += [whole] if whole in ("torch.load", "torch.save") else []
+        elif isinstance(node, ast.keyword) and node.arg == "allow_pickle":
+            found.append("allow_pickle")
+    return found
+
+
+def test_nothing_is_unpickled():
+    """Neither what comes from the network nor what is on disk."""
+    files = {str(path.relative_to(SOURCE)): unpickles(ast.parse(path.read_text())) for path in SOURCE.rglob("*.py")}
+    assert {path: found for path, found in files.items() if found} == {}
+
+
+def test_what_unpickles_is_found():
+    text = "import pickle\nfrom torch.distributed import gather_object\ndist.broadcast_object_list(x)\n"
+    text += "torch.load(path)\nnp.load(path, allow_pickle=True)\nfrom dill import loads\n"
+    found = ["pickle", "gather_object", "broadcast_object_list", "torch.load", "allow_pickle", "dill"]
+    assert sorted(unpickles(ast.parse(text))) == sorted(found)

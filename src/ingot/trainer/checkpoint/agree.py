@@ -1,18 +1,23 @@
-"""One result for all ranks: every rank gets the result of rank 0, or the error that a rank raised."""
+"""One result for all ranks: every rank gets the result of rank 0, or the error that a rank raised.
+
+Values and errors travel as bytes (message.py) in uint8 tensors, and nothing that comes from the network is unpickled.
+"""
 
 from collections.abc import Callable
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
-from ingot.errors import IngotError
+from ingot.errors import IngotError, ResourceError
+from ingot.trainer.checkpoint.message import RankError, as_error, as_value, pack_json, read_message, unpack_json
 
 T = TypeVar("T")
 P = TypeVar("P")
 
-
-class RankError(RuntimeError):
-    """An error of another rank that is not an IngotError: its rank, class and message."""
+MAX_RESULT_BYTES = 1 << 30  # the manifest of 16,384 ranks has 20 MB
+MAX_PART_BYTES = 64 << 20  # rank 0 holds one part per rank; a rank of a 405B model sends 3 KB
+_LENGTH_BYTES = 8
 
 
 def rank() -> int:
@@ -25,51 +30,52 @@ def world() -> int:
     return dist.get_world_size() if dist.is_initialized() else 1
 
 
-def from_rank_zero(find: Callable[[], T]) -> T:
+def from_rank_zero(
+    find: Callable[[], T], pack: Callable[[T], bytes] = pack_json, unpack: Callable[[bytes], T] = unpack_json
+) -> T:
     """Call `find()` on rank 0 and return its result on every rank, or raise its error on every rank. Collective.
 
-    An IngotError, OSError or ValueError is raised unchanged, any other error as a RankError that names it.
+    An IngotError, OSError or ValueError is raised as such, any other error as a RankError that names it. pack, unpack:
+    turn the result into bytes and back; by default JSON, in which a tuple arrives as a list.
     """
     if not dist.is_initialized():
         return find()
-    answer: list = [None, None]
-    if dist.get_rank() == 0:
-        try:
-            answer[0] = find()
-        except Exception as error:
-            answer[1] = _portable(error)
-    dist.broadcast_object_list(answer, src=0)
-    if answer[1] is not None:
-        raise answer[1]
-    return answer[0]
+    if dist.get_rank() != 0:
+        return read_message(_broadcast(b""), unpack)
+    try:
+        result, failure = find(), None
+        answer = as_value(pack(result))
+    except Exception as error:
+        result, failure = None, portable(error)
+        answer = as_error(failure)
+    _broadcast(answer)
+    if failure is not None:
+        raise failure
+    return result  # pyright: ignore[reportReturnType]
 
 
-def from_all_ranks(part: Callable[[], P], combine: Callable[[list[P]], T]) -> T:
+def from_all_ranks(
+    part: Callable[[], P],
+    combine: Callable[[list[P]], T],
+    pack: Callable[[P], bytes] = pack_json,
+    unpack: Callable[[bytes], P] = unpack_json,
+) -> T:
     """Call `part` on every rank and `combine` on rank 0 with the list of results; return its result on every rank.
 
     The list is in rank order. An error of `combine`, or of `part` on any rank (the lowest rank if several raise), is
-    raised on every rank. The results of `part` are sent to rank 0, so they must be small and picklable. Collective.
+    raised on every rank. pack, unpack: turn the result of `part` into bytes and back, by default JSON; the result of
+    `combine` is always sent as JSON. Collective.
     """
     if not dist.is_initialized():
         return combine([part()])
-    own: list = [None, None]
     cause = None
     try:
-        own[0] = part()
+        own = as_value(pack(part()))
     except Exception as error:
-        own[1] = _portable(error)
-        cause = error
-    parts: list | None = [None] * dist.get_world_size() if dist.get_rank() == 0 else None
-    dist.gather_object(own, parts, dst=0)
-
-    def on_rank_zero() -> T:
-        for _, error in parts or []:
-            if error is not None:
-                raise error
-        return combine([value for value, _ in parts or []])
-
+        own, cause = as_error(portable(error)), error
+    parts = _gather(own)
     try:
-        return from_rank_zero(on_rank_zero)
+        return from_rank_zero(lambda: combine([read_message(one, unpack) for one in parts]))
     except Exception as error:
         if cause is None:
             raise
@@ -83,8 +89,54 @@ def on_all_ranks(part: Callable[[], P]) -> P:
     return results[0]
 
 
-def _portable(error: Exception) -> Exception:
-    """Return the error itself if other ranks can unpickle and handle it, otherwise a RankError with its message."""
+def portable(error: Exception) -> Exception:
+    """Return the error itself if other ranks can rebuild and handle it, otherwise a RankError with its message."""
     if isinstance(error, IngotError | OSError | ValueError | RankError):
         return error
     return RankError(f"rank {rank()}: {type(error).__name__}: {error}")
+
+
+def _broadcast(message: bytes) -> bytes:
+    """Return the message of rank 0 on every rank. Raises ResourceError on every rank if it is too large."""
+    length = torch.tensor([len(message)])
+    dist.broadcast(length, src=0)
+    size = int(length.item())
+    _check_size(size, MAX_RESULT_BYTES)
+    data = _tensor(message) if dist.get_rank() == 0 else torch.empty(size, dtype=torch.uint8)
+    dist.broadcast(data, src=0)
+    return data.numpy().tobytes()
+
+
+def _gather(message: bytes) -> list[bytes]:
+    """Return the messages of all ranks on rank 0, and nothing on others. Raises ResourceError on every rank if one is
+    too large."""
+    longest = torch.tensor([len(message)])
+    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    size = int(longest.item())
+    _check_size(size, MAX_PART_BYTES)
+    own = torch.zeros(_LENGTH_BYTES + size, dtype=torch.uint8)
+    framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
+    own[: len(framed)] = _tensor(framed)
+    if dist.get_rank() != 0:
+        dist.gather(own, dst=0)
+        return []
+    parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.gather(own, parts, dst=0)
+    framed_parts = (part.numpy().tobytes() for part in parts)
+    return [one[_LENGTH_BYTES:][: int.from_bytes(one[:_LENGTH_BYTES], "little")] for one in framed_parts]
+
+
+def _tensor(message: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(message), dtype=torch.uint8)
+
+
+def _check_size(size: int, most: int) -> None:
+    if not 0 < size <= most:
+        raise ResourceError(
+            "E-RANKS-MESSAGE",
+            f"a message between ranks has {size:,} bytes",
+            rule=f"ranks send each other at most {most:,} bytes at a time",
+            fix="start all ranks with the same version of ingot; if they are, please report this as a bug",
+            bytes=size,
+            most=most,
+        )

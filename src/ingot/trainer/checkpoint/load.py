@@ -22,6 +22,7 @@ from ingot.trainer.checkpoint.manifest import (
     verify_files,
     verify_tensors,
 )
+from ingot.trainer.checkpoint.message import pack_json, unpack_manifest
 from ingot.trainer.checkpoint.part import overlap, slices
 from ingot.trainer.checkpoint.rules import damaged
 from ingot.trainer.checkpoint.segments import verify_segments
@@ -57,7 +58,8 @@ def resume(
     from those of the checkpoint.
     """
     # Suspect checkpoints come last; the sort keeps the order of others, newest first.
-    candidates = from_rank_zero(lambda: sorted(_candidates(folder), key=is_suspect))
+    names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=is_suspect)])
+    candidates = [folder.checkpoints / name for name in names]
     refused, causes = [], []
     for path in candidates:
         try:
@@ -98,7 +100,7 @@ def _candidates(folder: RunFolder) -> list[Path]:
 def _verified_by_all(path: Path) -> CheckpointManifest:
     """Verify `path` and its ledger on all ranks: each hashes its share of the files. An error on one rank is raised on
     all ranks."""
-    manifest = from_rank_zero(lambda: read_manifest(path))
+    manifest = from_rank_zero(lambda: read_manifest(path), pack_json, unpack_manifest)
 
     def verify_share() -> None:
         verify_files(path, manifest, sorted(manifest.files)[rank() :: world()])
@@ -139,16 +141,19 @@ def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> Non
     moments = on_all_ranks(state.optimizer.moments)
     blocks: list[StateBlock] = []
 
-    def own_names() -> int:
+    def own_names() -> str:
         every = state.blocks(moments, first_rank=rank() == 0)
         blocks.extend(b for b in every if b.name in manifest.tensors or not b.optional)
         _check_fits(path, manifest, blocks)
         own = {block.name for block in blocks}
-        return sum(1 << i for i, name in enumerate(names) if name in own)  # one bit per name: cheap with 16k ranks
+        return (
+            f"{sum(1 << i for i, name in enumerate(names) if name in own):x}"  # one bit per name: small with 16k ranks
+        )
 
-    def covered(by_rank: list[int]) -> None:
+    def covered(by_rank: list[str]) -> None:
+        bits = [int(one, 16) for one in by_rank]
         for i, name in enumerate(names):
-            if not any(bits >> i & 1 for bits in by_rank):
+            if not any(own >> i & 1 for own in bits):
                 raise _other_model(path, name, "the model has no such tensor", lacking="model")
 
     def fill() -> None:

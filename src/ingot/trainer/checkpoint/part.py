@@ -101,6 +101,29 @@ class RankBlocks:
         places = [(*place, numbers.tobytes(), crcs.tobytes()) for place, (numbers, crcs) in by_place.items()]
         return RankBlocks(file, zlib.compress(json.dumps(kinds).encode(), 1), places)
 
+    def to_bytes(self) -> bytes:
+        """Return the bytes to send to rank 0: the length of a JSON header, the header, and the binary parts."""
+        lengths = [[offsets, sizes, len(numbers)] for offsets, sizes, numbers, _ in self.places]
+        header = json.dumps(
+            [self.file.bytes, self.file.sha256, len(self.kinds), lengths], separators=(",", ":")
+        ).encode()
+        binary = (part for _, _, numbers, crcs in self.places for part in (numbers, crcs))
+        return b"".join([len(header).to_bytes(4, "little"), header, self.kinds, *binary])
+
+    @staticmethod
+    def from_bytes(data: bytes) -> "RankBlocks":
+        """Return the blocks that `to_bytes` made into `data`. Raises ValueError for bytes of another length."""
+        start = 4 + int.from_bytes(data[:4], "little")
+        file_bytes, sha256, kinds_bytes, lengths = json.loads(data[4:start])
+        kinds, start, places = data[start : start + kinds_bytes], start + kinds_bytes, []
+        for offsets, sizes, length in lengths:
+            middle, end = start + length, start + 2 * length
+            places.append((tuple(offsets), tuple(sizes), data[start:middle], data[middle:end]))
+            start = end
+        if start != len(data):
+            raise ValueError(f"the blocks of a rank have {len(data)} bytes, not {start}")
+        return RankBlocks(FileEntry(bytes=file_bytes, sha256=sha256), kinds, places)
+
 
 def assemble(parts: Sequence[RankBlocks]) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:
     """Make the cuts and tensors of the manifest from the ranks' blocks.

@@ -63,7 +63,7 @@ def save_checkpoint(
     started = time.perf_counter()
     writer = CheckpointWriter(folder, facts, ledger, keep)
     from_all_ranks(lambda: writer.open(state), writer.make_folder)
-    saved_bytes = from_all_ranks(writer.write, writer.finish)
+    saved_bytes = from_all_ranks(writer.write, writer.finish, RankBlocks.to_bytes, RankBlocks.from_bytes)
     return SavedCheckpoint(writer.path, saved_bytes, time.perf_counter() - started)
 
 

@@ -19,6 +19,7 @@ from ingot.trainer.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from ingot.trainer.checkpoint.message import pack_json, unpack_manifest
 
 from .conftest import save
 
@@ -39,6 +40,13 @@ def test_reads_back_what_was_written(saved):
     assert read_manifest(saved) == manifest
     assert manifest.step == 40 and manifest.settings == {"optim.lr": 0.01}
     assert {t.dtype for t in manifest.tensors.values()} == {"float32"}
+
+
+def test_a_manifest_arrives_on_other_ranks_as_it_was(saved):
+    manifest = read_manifest(saved)
+    assert unpack_manifest(pack_json(manifest)) == manifest
+    old = dataclasses.replace(manifest, rng=("00",))
+    assert unpack_manifest(pack_json(old)) == old
 
 
 def test_every_bit_flip_in_the_manifest_is_found(saved):
