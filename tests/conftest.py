@@ -32,8 +32,9 @@ for _name in (
     "INGOT_NATIVE",
 ):
     os.environ.pop(_name, None)
-# One thread per process: forked ranks share the cores, and results stay the same on every machine.
-os.environ.update(OMP_NUM_THREADS="1", LC_ALL="C.UTF-8", TZ="UTC")
+# One thread per process: forked ranks share the cores, and results stay the same on every machine. A rank that a run
+# starts has as many as there are cores; they sleep while they wait.
+os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", LC_ALL="C.UTF-8", TZ="UTC")
 time.tzset()
 
 # Tests that start several processes each run one after the other: one worker of pytest-xdist has those whose processes

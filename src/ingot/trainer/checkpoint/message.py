@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 from ingot import errors
 from ingot.errors import IngotError
-from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, LedgerSegment, TensorEntry
+from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, Health, LedgerSegment, TensorEntry
 
 T = TypeVar("T")
 _VALUE, _ERROR = b"+", b"-"
@@ -87,6 +87,7 @@ def unpack_manifest(data: bytes) -> CheckpointManifest:
     return CheckpointManifest(
         **values
         | {
+            "health": Health(**values["health"]),
             "files": {name: FileEntry(**one) for name, one in values["files"].items()},
             "cuts": tuple(cuts),
             "tensors": tensors,

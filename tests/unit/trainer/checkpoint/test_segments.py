@@ -39,7 +39,7 @@ def resumed(folder) -> tuple[int, list[int]]:
     manifest = resume(
         folder,
         state_of(*make_training(seed=5)),
-        config_sha256="c" * 64,
+        settings=SETTINGS,
         data_fingerprint="d" * 64,
         on_refused=lambda step, path, reason: steps.append(step),
     )
