@@ -289,7 +289,7 @@ class _Build:
             dropped=tuple(one.dropped for one in written if one.dropped),
             lineage=tuple(one.lineage for one in written),
             funnel=funnel(sum(one.records for one in results), [one.drops for one in written], ran, seconds),
-            recipe=to_dict(self.recipe),
+            recipe=to_dict(replace(self.recipe, remote=self.recipe.remote.without_secrets())),
         )
         shutil.rmtree(folder, ignore_errors=True)  # left by a build that was stopped in this function
         folder.mkdir()

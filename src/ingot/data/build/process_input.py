@@ -41,7 +41,7 @@ from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.equal import text_hash
 from ingot.data.dedup.minhash import signature_of
 from ingot.data.sources.input import BadInput, Input, forget, read
-from ingot.data.sources.remote import RemoteRules
+from ingot.data.sources.remote import RemoteRules, without_secrets
 from ingot.data.sources.url import UrlDuplicates, canonical_url
 from ingot.data.tasks.task import PLACE, Attempt, TaskRef, task_function
 from ingot.errors import DataError
@@ -257,10 +257,10 @@ class _InputReader:
         if stamp(self._input) != self._specification.stamp:
             raise DataError(
                 "E-INPUT-CHANGED",
-                f"{self._input.location} has changed since the build began",
+                f"{without_secrets(self._input.location)} has changed since the build began",
                 rule="inputs must not change during a build",
                 fix="run the same command again: the changed input is read again",
-                path=self._input.location,
+                path=without_secrets(self._input.location),
             )
 
 

@@ -21,7 +21,16 @@ from pathlib import Path
 from typing import TypeVar
 
 from ingot.data.sources.bounded import Limits
-from ingot.data.sources.remote import Changed, NoSuchHost, Remote, RemoteRules, Throttled, Unreachable, Version
+from ingot.data.sources.remote import (
+    Changed,
+    NoSuchHost,
+    Remote,
+    RemoteRules,
+    Throttled,
+    Unreachable,
+    Version,
+    without_secrets,
+)
 from ingot.data.sources.s3 import S3Object
 from ingot.data.sources.unpack import BadStream, Unpacked, lines
 from ingot.data.sources.web import WebFile
@@ -157,10 +166,11 @@ class _Download:
         if self.expected and not self.expected.same(found):
             raise DataError(
                 "E-REMOTE-CHANGED",
-                f"{self.location} has changed since the build began ({self.expected} before, {found} now)",
+                f"{without_secrets(self.location)} has changed since the build began "
+                f"({self.expected} before, {found} now)",
                 rule="inputs stay as they are during a build",
                 fix="start the build again",
-                location=self.location,
+                location=without_secrets(self.location),
             )
 
     def _write(self, pieces: Iterator[bytes], size: int, total: int) -> None:
@@ -183,10 +193,10 @@ class _Download:
     def _too_large(self, found: int) -> DataError:
         return DataError(
             "E-REMOTE-SIZE",
-            f"{self.location} has {found} bytes or more",
+            f"{without_secrets(self.location)} has {found} bytes or more",
             rule=f"one remote file has at most {self.rules.max_bytes} bytes",
             fix="raise remote.max_bytes, or leave the file out",
-            location=self.location,
+            location=without_secrets(self.location),
             bytes=found,
             max_bytes=self.rules.max_bytes,
         )
@@ -222,10 +232,10 @@ def retry(
             if failures >= most:
                 raise DataError(
                     "E-REMOTE-UNREACHABLE",
-                    f"{location.partition('?')[0]} cannot be fetched: {error}",
+                    f"{without_secrets(location)} cannot be fetched: {error}",
                     rule=f"a download is given up after {failures} attempts without progress, with growing pauses",
                     fix="run the same command again later: it continues after the bytes fetched so far",
-                    location=location.partition("?")[0],
+                    location=without_secrets(location),
                     attempts=failures,
                 ) from None
             wait = min(rules.backoff_seconds * 2 ** (failures - 1), _LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0)

@@ -22,7 +22,7 @@ from ingot.data.sources import fetch, s3
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.code import read_code_tar, read_folder, walk
 from ingot.data.sources.parquet import read_parquet
-from ingot.data.sources.remote import RemoteRules, Version
+from ingot.data.sources.remote import RemoteRules, Version, without_secrets
 from ingot.data.sources.sniff import FORMATS, format_by_name, format_of
 from ingot.data.sources.text import Fields, read_jsonl, read_text
 from ingot.data.sources.warc import read_warc
@@ -169,7 +169,7 @@ def read(
         # The user knows the location of a remote file, not its path in the cache.
         found, facts = error.found, error.facts
         if one.is_remote:
-            location = one.location.partition("?")[0]
+            location = without_secrets(one.location)
             found = found.replace(str(path), location)
             facts = facts | ({"path": location} if "path" in facts else {})
         raise BadInput(error.code, found, rule=error.rule, fix=error.fix, **facts) from None
@@ -210,10 +210,10 @@ def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> li
     if re.match(r"[A-Za-z][A-Za-z0-9+.-]*://", word):
         raise ConfigError(
             "E-INPUT-SCHEME",
-            f"{word!r} has an unknown scheme",
+            f"{without_secrets(word)!r} has an unknown scheme",
             rule="inputs are local paths, s3://, http(s)://, and cc: for Common Crawl",
             fix="copy the file to a local path, or to a store that speaks S3",
-            word=word,
+            word=without_secrets(word),
         )
     return _on_disk(word, format)
 
@@ -273,6 +273,7 @@ def _safe_name(name: str, also: str = "") -> str:
 
 
 def _names_nothing(word: str, found: str) -> ConfigError:
+    word = without_secrets(word)
     return ConfigError(
         "E-INPUT-NOTHING",
         f"{word} {found}",

@@ -10,7 +10,7 @@ import ipaddress
 import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 from urllib.parse import urlsplit
 
@@ -46,6 +46,11 @@ class RemoteRules:
     s3_endpoint: str = ""
     s3_anonymous: bool = False
 
+    def without_secrets(self) -> "RemoteRules":
+        """Return the rules to write to files: the locations without user names, passwords and queries."""
+        shown = {name: without_secrets(getattr(self, name)) for name in ("common_crawl", "s3_endpoint")}
+        return replace(self, **shown)
+
     def problems(self) -> Iterator[tuple[str, str]]:
         leasts = {"attempts": 1, "backoff_seconds": 0, "timeout_seconds": 1, "connections": 1, "delay_seconds": 0}
         for name, least in (leasts | {"redirects": 0, "max_bytes": 1}).items():
@@ -54,7 +59,7 @@ class RemoteRules:
         if not self.user_agent.isprintable() or not self.user_agent.isascii() or not self.user_agent:
             yield "user_agent", f"is {self.user_agent!r}, must be printable ASCII"
         if not self.common_crawl.startswith(("https://", "s3://")) and _host(self.common_crawl) not in self.allow_hosts:
-            yield "common_crawl", f"is {self.common_crawl!r}, must begin with https:// or s3://"
+            yield "common_crawl", f"is {without_secrets(self.common_crawl)!r}, must begin with https:// or s3://"
 
 
 def _host(url: str) -> str:
@@ -128,6 +133,7 @@ class Changed(Unreachable):
 
 def missing_error(location: str, found: str, **facts: object) -> DataMissing:
     """Return the error for a remote file that does not exist."""
+    location = without_secrets(location)
     return DataMissing(
         "E-REMOTE-MISSING",
         f"{location}: {found}",
@@ -140,6 +146,7 @@ def missing_error(location: str, found: str, **facts: object) -> DataMissing:
 
 def forbidden_error(location: str, found: str, **facts: object) -> DataError:
     """Return the error for a remote file that the server does not allow ingot to read."""
+    location = without_secrets(location)
     return DataError(
         "E-REMOTE-FORBIDDEN",
         f"{location}: {found}",
@@ -171,6 +178,8 @@ _GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_V6 = tuple(
     ipaddress.IPv6Network(net) for net in ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20")
 )
+_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
+_MAX_TEXT = 1000
 Resolver = Callable[[str, int], Sequence[str]]
 
 
@@ -280,13 +289,17 @@ def _without_zone(address: str) -> str:
 def _refused(code: str, url: str, found: str) -> RefusedAddress:
     return RefusedAddress(
         code,
-        f"{without_query(url)!r} is not fetched: {found}",
+        f"{without_secrets(url)!r} is not fetched: {found}",
         rule="downloads and their redirects go only to http(s) hosts with public addresses",
         fix="check the URL; allow a mirror inside your network with --set 'remote.allow_hosts=[...]'",
-        url=without_query(url),
+        url=without_secrets(url),
     )
 
 
-def without_query(url: str) -> str:
-    """Return `url` for use in messages, without its query, which may contain signatures and keys."""
-    return url.partition("?")[0][:300]
+def without_secrets(text: str) -> str:
+    """Return a URL, or a text with URLs, as it may be shown and written: without user names, passwords and queries.
+
+    A query may hold signatures and keys under any name, so nothing of it is kept. Documents do not lose their identity:
+    lineage has the URLs of pages (url.py), and an input with a query has a hash of it in its name (input.py).
+    """
+    return _URL.sub(r"\1\2", text)[:_MAX_TEXT]

@@ -17,6 +17,7 @@ from ingot.data.sources.remote import (
     Version,
     forbidden_error,
     missing_error,
+    without_secrets,
 )
 from ingot.errors import ConfigError, require
 
@@ -30,10 +31,10 @@ def split(location: str) -> tuple[str, str]:
     if not bucket or any(part in ("", ".", "..") for part in key.rstrip("/").split("/") if key):
         raise ConfigError(
             "E-S3-NAME",
-            f"{location!r} is not the name of an S3 object",
+            f"{without_secrets(location)!r} is not the name of an S3 object",
             rule="an object is named s3://bucket/key; no part of the key is empty, '.' or '..'",
             fix="check the name",
-            location=location,
+            location=without_secrets(location),
         )
     return bucket, key
 
@@ -136,7 +137,7 @@ class _translated_errors:
         if error is None:
             return
         exceptions = require("obstore.exceptions", "data")
-        description = f"{type(error).__name__}: {str(error).strip()[:200]}"
+        description = f"{type(error).__name__}: {without_secrets(str(error).strip())[:200]}"
         if isinstance(error, exceptions.NotFoundError | FileNotFoundError):
             raise missing_error(self.location, "there is no such object") from None
         if isinstance(error, exceptions.PermissionDeniedError | exceptions.UnauthenticatedError):

@@ -33,7 +33,7 @@ from ingot.data.sources.remote import (
     missing_error,
     resolve_url,
     system_resolver,
-    without_query,
+    without_secrets,
 )
 from ingot.errors import DataError
 
@@ -221,7 +221,7 @@ class WebFile:
         status = response.status
         if status in (200, 206):
             return
-        name, found = without_query(self.url), f"HTTP status {status}"
+        name, found = without_secrets(self.url), f"HTTP status {status}"
         # Common Crawl answers 403 to too many requests.
         crawl = self.url.startswith(self.rules.common_crawl.rstrip("/") + "/")
         if status in (429, 503) or (status == 403 and crawl):
@@ -279,10 +279,10 @@ def _retry_after(value: str) -> float:
 def _bad_redirect(url: str, found: str) -> RefusedAddress:
     return RefusedAddress(
         "E-URL-REDIRECT",
-        f"{without_query(url)} is not fetched: {found}",
+        f"{without_secrets(url)} is not fetched: {found}",
         rule="the number of redirects is limited, and a redirect may not change https to http",
         fix="give the URL at which the redirects end",
-        url=without_query(url),
+        url=without_secrets(url),
     )
 
 
