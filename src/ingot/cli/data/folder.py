@@ -99,7 +99,7 @@ def configure_card(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("folder", metavar="DIR", help="output folder of `ingot data build`")
     parser.add_argument("--out", metavar="FILE", default="card.html", help="HTML file to write (default: card.html)")
     parser.add_argument(
-        "--samples", type=int, default=3, metavar="N", help="sample texts per source and per rule (default: 3)"
+        "--samples", type=int, default=10, metavar="N", help="sample texts per source and per rule (default: 10)"
     )
 
 
