@@ -1,6 +1,7 @@
 """`ingot doctor`: check whether this machine can train, and with --bench measure its speed."""
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from ingot.cli.arguments import count, path
@@ -51,7 +52,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     rows = [(terminal.style(f"{c.status:<4}", _STYLE[c.status]), c.name, c.found) for c in checks]
     width = max(len(c.name) for c in checks)
     for (status, name, found), check in zip(rows, checks, strict=True):
-        terminal.say(f"{status}  {name:<{width}}  {found}")
+        first, *more = textwrap.wrap(found, 80 - 8 - width, break_long_words=False) or [""]
+        terminal.say("\n".join([f"{status}  {name:<{width}}  {first}", *(f"{'':<{8 + width}}{line}" for line in more)]))
         if check.fix:
             terminal.say(f"{'':<6}{'':<{width}}  fix: {check.fix}")
     failed = [c.name for c in checks if c.status == "fail"]

@@ -1,9 +1,15 @@
 """`ingot status RUN`: show the state of a run."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ingot.report.status import RunStatus
+
+_SHOWN_STEPS = 3
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
@@ -50,6 +56,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.restarts or status.faults:
         causes = ", ".join(dict.fromkeys(status.faults))
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
+    if status.skipped_steps or status.roll_backs:
+        terminal.say(f"policy {_policy_text(status)}")
     terminal.result(asdict(status))
     follow_up = {
         "running": f"ingot status {args.run}",
@@ -57,6 +65,19 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     }
     terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
     return EXIT_OK
+
+
+def _policy_text(status: "RunStatus") -> str:
+    """Return what the policy did: the number of skipped updates with the last steps, and the last roll-back."""
+    parts, skipped = [], status.skipped_steps
+    if skipped:
+        before = ".., " if len(skipped) > _SHOWN_STEPS else ""
+        steps = ", ".join(f"{step:,}" for step in skipped[-_SHOWN_STEPS:])
+        parts.append(f"updates skipped {len(skipped):,} (steps {before}{steps})")
+    if status.roll_backs:
+        start, end = status.roll_backs[-1]
+        parts.append(f"roll-backs {len(status.roll_backs):,} (last: step {start:,} to {end:,})")
+    return ", ".join(parts)
 
 
 def _say_experts(experts: dict, terminal: Terminal) -> None:

@@ -3,6 +3,7 @@
 Colors are used only on terminals, and never if NO_COLOR is set (https://no-color.org).
 """
 
+import itertools
 import os
 import re
 import sys
@@ -12,6 +13,7 @@ from ingot.errors import IngotError
 
 # Control characters except tab and line feed, characters that change the text direction, and lone surrogates.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+_TABLE_WIDTH, _NARROWEST = 80, 12  # characters of a table, and of a column whose text is broken
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34"}
 
 
@@ -53,19 +55,24 @@ class Terminal:
             print(json.dumps(facts, ensure_ascii=False, default=str), flush=True)
 
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None:
-        """Print aligned columns. right: indices (from 0) of right-aligned columns. A terminal crops long lines."""
+        """Print aligned columns in at most 80 characters: texts that are too long continue below, in their column.
+
+        right: indices (from 0) of right-aligned columns, which are not broken. A narrower terminal crops lines.
+        """
         cells = [[str(c) for c in row] for row in ([header, *rows] if header else rows)]
         if not cells:
             return
-        widths = [max(len(row[i]) for row in cells) for i in range(len(cells[0]))]
+        widths = _fitted([max(len(row[i]) for row in cells) for i in range(len(cells[0]))], right)
         for number, row in enumerate(cells):
-            columns = [
-                c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(row, widths, strict=True))
-            ]
-            line = "  ".join(columns).rstrip()
-            if self.interactive and len(line) > (width := _terminal_width()):
-                line = line[: width - 1] + "…"
-            self.say(self.style(line, "bold") if header and number == 0 else line)
+            parts = [_broken(cell, width) for cell, width in zip(row, widths, strict=True)]
+            for texts in itertools.zip_longest(*parts, fillvalue=""):
+                columns = [
+                    c.rjust(w) if i in right else c.ljust(w) for i, (c, w) in enumerate(zip(texts, widths, strict=True))
+                ]
+                line = "  ".join(columns).rstrip()
+                if self.interactive and len(line) > (width := _terminal_width()):
+                    line = line[: width - 1] + "…"
+                self.say(self.style(line, "bold") if header and number == 0 else line)
 
     def next(self, *commands: str) -> None:
         """Print the commands that a user usually runs next."""
@@ -106,6 +113,26 @@ class Terminal:
         label = _colored(error.code, "red") if sys.stderr.isatty() and not self._plain else error.code
         more = f"  more: ingot explain {error.code}\n" if error.code != error.kind else ""
         sys.stderr.write(f"{label}  {head}\n" + (rest + "\n" if rest else "") + more)
+
+
+def _fitted(widths: list[int], right: Sequence[int]) -> list[int]:
+    """Return the widths of columns that together take at most 80 characters: the widest texts become narrower, as far
+    as they stay readable."""
+    fitted = list(widths)
+    texts = [i for i in range(len(widths)) if i not in right]
+    excess = sum(fitted) + 2 * (len(fitted) - 1) - _TABLE_WIDTH
+    while excess > 0 and texts and fitted[widest := max(texts, key=fitted.__getitem__)] > _NARROWEST:
+        others = [fitted[i] for i in texts if i != widest]
+        cut = min(excess, max(fitted[widest] - max([_NARROWEST, *others]), 1))
+        fitted[widest] -= cut
+        excess -= cut
+    return fitted
+
+
+def _broken(text: str, width: int) -> list[str]:
+    import textwrap
+
+    return [text] if len(text) <= width else textwrap.wrap(text, width, break_on_hyphens=False) or [""]
 
 
 def _terminal_width() -> int:

@@ -295,10 +295,6 @@ class QuickstartRun:
             until = min(resumed + TWIN_STEPS // 2, config.train.steps)
             train(self.paths.run_file, self.paths.twin.root, until_step=until, quiet=True)
             twin = compare_with_twin(self.paths.run, self.paths.twin)
-            lines.append(
-                f"kill -9 of rank {kill['rank']} near step {kill['step']}, resumed from step {twin.resumed_from}; "
-                f"steps {twin.first_step}-{twin.last_step} against an undisturbed twin:"
-            )
             if not twin.equal:
                 raise RunFailed(
                     "E-DRILL-DIFFERS",
@@ -307,7 +303,13 @@ class QuickstartRun:
                     fix="this is a bug in ingot; please report it with both run folders",
                     max_difference=twin.max_difference,
                 )
-            lines.append(f"losses and gradient norms of {twin.steps} steps are equal, bit for bit")
+            lines.append(
+                f"kill -9 of rank {kill['rank']} near step {kill['step']}, back from step {twin.resumed_from}: "
+                "equal to a twin, bit for bit"
+            )
+            lines.append(
+                f"steps {twin.first_step}-{twin.last_step}: the same losses and gradient norms as an undisturbed twin"
+            )
         return twin
 
     def evaluation(self) -> dict:

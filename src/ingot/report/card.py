@@ -18,9 +18,8 @@ from ingot.errors import UsageError
 from ingot.report.facts import RunData
 from ingot.report.render.markup import render_html
 from ingot.report.render.page import (
-    Bar,
-    Bars,
     Block,
+    Folded,
     HeadlineFigure,
     LabeledValues,
     ReportPage,
@@ -29,7 +28,7 @@ from ingot.report.render.page import (
     TableBlock,
     Text,
 )
-from ingot.report.sections import funnel_section
+from ingot.report.sections import funnel_section, plural
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.units import format_bytes, format_count
@@ -37,9 +36,10 @@ from ingot.units import format_bytes, format_count
 # Control characters except tab and line feed, and characters that change the text direction.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _VALUE_CHARACTERS, _URL_CHARACTERS = 160, 200
+_FREQUENT = 3  # most frequent values that show without opening a table
 
 
-def write_card(data: Path, out: Path, samples: int = 3) -> CardFacts:
+def write_card(data: Path, out: Path, samples: int = 10) -> CardFacts:
     """Write the card of `data`, a folder of `data build --out`, to the file `out`; return the facts on the card.
 
     samples: sample texts per source and per rule. Raises UsageError if `out` is inside the folder `data`: a card
@@ -74,10 +74,7 @@ def card(facts: CardFacts, command: str) -> ReportPage:
     sections = (
         funnel_section(RunData(folder=RunFolder(Path()), corpus=facts.corpus, tokens=facts.tokens.get("train"))),
         _sources(facts),
-        _shares("lengths", "Lengths", "Kept documents by UTF-8 bytes of their text.", _lengths(facts), facts.kept),
-        _shares("languages", "Languages", "Of kept documents, as identified.", facts.languages, facts.kept),
-        _shares("domains", "Domains", _domains_text(facts), facts.domains, facts.kept),
-        _shares("encodings", "Encodings", "Of kept documents, as they were crawled.", facts.encodings, facts.kept),
+        _documents(facts),
         _edits(facts),
         _clusters(facts),
         _kept(facts),
@@ -142,19 +139,27 @@ def _lengths(facts: CardFacts) -> tuple[tuple[str, int], ...]:
     return tuple((f"{format_bytes(low)} to {format_bytes(2 * low)}", count) for low, count in facts.lengths)
 
 
-def _domains_text(facts: CardFacts) -> str:
-    return f"The hosts with the most kept documents, of {facts.domain_count:,}."
-
-
-def _shares(anchor: str, title: str, text: str, counts, total: int) -> Section | None:
-    """Return a section with one bar per (name, count) pair of `counts`, and the count's share of `total`. The length of
-    a bar is relative to the largest count. None if `counts` is empty.
-    """
-    if not counts:
-        return None
-    largest, total = max(max(n for _, n in counts), 1), max(total, 1)
-    bars = [Bar(clean(name, _URL_CHARACTERS), n / largest, (f"{n:,}", f"{n / total:.1%}")) for name, n in counts]
-    return Section(anchor, title, [Text(text), Bars((title, "Documents", "Share"), bars)])
+def _documents(facts: CardFacts) -> Section | None:
+    """Return the section on the kept documents: their most frequent lengths, languages, hosts and encodings, and folded
+    tables of all of them."""
+    counts = {
+        "Lengths": ("UTF-8 bytes of the text", _lengths(facts)),
+        "Languages": ("as identified", facts.languages),
+        "Hosts": (f"those with the most documents, of {facts.domain_count:,}", facts.domains),
+        "Encodings": ("as they were crawled", facts.encodings),
+    }
+    most: list[tuple[str, str]] = []
+    tables: list[Block] = []
+    for title, (what, pairs) in counts.items():
+        if not pairs:
+            continue
+        rows = [(clean(name, _URL_CHARACTERS), f"{n:,}", f"{n / max(facts.kept, 1):.1%}") for name, n in pairs]
+        frequent = sorted(zip(pairs, rows, strict=True), key=lambda pair: -pair[0][1])[:_FREQUENT]
+        more = ", .." if len(rows) > _FREQUENT else ""
+        most.append((title, ", ".join(f"{name} {share}" for _, (name, _, share) in frequent) + more))
+        caption = f"{title}: {what}"
+        tables.append(TableBlock((title, "Documents", "Share"), rows, right=(1, 2), caption=caption, folded=True))
+    return Section("documents", "Kept documents", [LabeledValues(most), *tables]) if most else None
 
 
 def _edits(facts: CardFacts) -> Section | None:
@@ -180,16 +185,26 @@ def _kept(facts: CardFacts) -> Section | None:
     kept = [sample for sample in facts.samples if not sample.rule]
     blocks: list[Block] = [Text("Beginnings of documents, drawn by hash.")]
     for source, samples in groupby(kept, key=lambda sample: sample.source):
-        blocks += [_sample(sample, source) for sample in samples]
+        blocks.append(_folded(source, [_sample(sample, source) for sample in samples]))
     return Section("kept", "Kept", blocks) if kept else None
 
 
 def _dropped(facts: CardFacts) -> Section | None:
     dropped = [sample for sample in facts.samples if sample.rule]
-    blocks: list[Block] = [Text("Excerpts of dropped documents for every rule, drawn by hash.")]
+    by_rule: list[Block] = []
     for rule, samples in groupby(dropped, key=lambda sample: sample.rule):
-        blocks += [_sample(sample, f"{rule} {clean(sample.value, _VALUE_CHARACTERS)}".strip()) for sample in samples]
-    return Section("dropped", "Dropped", blocks) if dropped else None
+        excerpts: list[Block] = [
+            _sample(one, f"{rule} {clean(one.value, _VALUE_CHARACTERS)}".strip()) for one in samples
+        ]
+        by_rule.append(_folded(rule, excerpts))
+    if not dropped:
+        return None
+    text = Text("Excerpts of dropped documents for every rule, drawn by hash.")
+    return Section("dropped", "Dropped", [text, Folded(f"{len(by_rule)} {plural(len(by_rule), 'rule')}", by_rule)])
+
+
+def _folded(name: str, samples: list[Block]) -> Folded:
+    return Folded(f"{name}: {len(samples)} {plural(len(samples), 'sample')}", samples)
 
 
 def _sample(sample: SampleText, label: str) -> Sample:

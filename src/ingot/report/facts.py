@@ -117,6 +117,7 @@ _NUMBERS = {
     kinds.STAGE: ("seconds",),
     kinds.FINISHED: ("step", "tokens"),
     kinds.SETTING_CHANGED: ("step",),
+    kinds.ROLLED_BACK: ("from_step", "to_step"),
 }
 _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
@@ -150,7 +151,8 @@ class Twin:
 class RunData:
     """The events and artifacts of one run; events are dicts as in schema/events.py.
 
-    steps, progress, waits, experts: the last event of that kind for each step. hashes: the SHA-256 of each named item.
+    steps, progress, waits, experts: the last event of that kind for each step. vetoes, roll_backs: the `skipped` and
+    `rolled_back` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
     included.
     """
@@ -174,6 +176,8 @@ class RunData:
     samples: list[dict] = field(default_factory=list)
     stages: list[dict] = field(default_factory=list)
     faults: list[FaultRecord] = field(default_factory=list)
+    vetoes: list[dict] = field(default_factory=list)
+    roll_backs: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
     stopped: dict | None = None
@@ -275,6 +279,8 @@ def read_run_events(data: RunData) -> None:
         kinds.SAMPLE: data.samples,
         kinds.STAGE: data.stages,
         kinds.RUN_STARTED: data.starts,
+        kinds.SKIPPED: data.vetoes,
+        kinds.ROLLED_BACK: data.roll_backs,
     }
     started = alive = kind = None
     for event in _readable_events(data.folder.events, data):
@@ -327,8 +333,15 @@ def _is_readable(event) -> bool:
         return False
     if kind == kinds.EXPERTS and not _has_numbers_by_layer(event):
         return False
+    if kind == kinds.SKIPPED and not _has_steps(event):
+        return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
+
+
+def _has_steps(event: dict) -> bool:
+    steps = event.get("steps")
+    return isinstance(steps, list) and bool(steps) and all(isinstance(step, int) for step in steps)
 
 
 def _has_numbers_by_layer(event: dict) -> bool:

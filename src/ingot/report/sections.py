@@ -1,13 +1,12 @@
-"""The sections of a report, except the section on experts (experts.py).
+"""The sections of a report, except those on experts (experts.py) and recovery (recovery.py).
 
 The function of a section takes the run's data, and returns None if the run has no data for the section.
 """
 
-import time
 from statistics import median
 
 from ingot.planner.show.layout import degrees_text
-from ingot.report.facts import FaultRecord, RunData, is_finite, is_number
+from ingot.report.facts import RunData, is_finite, is_number
 from ingot.report.render.charts import loss_chart, optimizer_charts, settled, throughput_charts, throughput_summary
 from ingot.report.render.page import (
     Bar,
@@ -51,10 +50,12 @@ def funnel_section(data: RunData) -> Section | None:
     entered = max(funnel[0].documents_in, 1)
     bars = [Bar("crawl", 1.0, (f"{funnel[0].documents_in:,}", "", ""), "records that came in")]
     drops: list[tuple[int, str, str]] = []
+    idle = [(stage.name, stage.ran) for stage in funnel if stage.documents_in == stage.documents_out]
     for stage in funnel:
         dropped, of_stage = stage.documents_in - stage.documents_out, max(stage.documents_in, 1)
         values = (f"{stage.documents_out:,}", f"{stage.documents_out / of_stage:.1%}", f"{dropped:,}")
-        bars.append(Bar(stage.name, stage.documents_out / entered, values, stage.ran))
+        if dropped:
+            bars.append(Bar(stage.name, stage.documents_out / entered, values, stage.ran))
         drops += [(count, stage.name, rule) for rule, count in stage.dropped.items() if count]
     kept = funnel[-1].documents_out
     text_bytes = sum(part.text_bytes for part in data.corpus.parts)
@@ -69,7 +70,10 @@ def funnel_section(data: RunData) -> Section | None:
     if rows:
         header = ("Rule", "Stage", "Dropped", "Of crawl")
         caption = f"Why documents were dropped: {len(rows)} rules"
-        blocks.append(TableBlock(header, rows, right=(2, 3), caption=caption, folded=len(rows) > 8))
+        blocks.append(TableBlock(header, rows, right=(2, 3), caption=caption, folded=len(rows) > 5))
+    if idle:
+        caption = f"{len(idle)} {plural(len(idle), 'stage')} that dropped nothing"
+        blocks.append(TableBlock(("Stage", "What ran"), idle, caption=caption, folded=True))
     return Section("data", "Data", blocks)
 
 
@@ -78,7 +82,7 @@ def _largest_first(drop: tuple[int, str, str]):
 
 
 def training_section(data: RunData) -> Section | None:
-    blocks: list[Block] = [b for b in (loss_chart(data), optimizer_charts(data), throughput_charts(data)) if b]
+    blocks: list[Block] = [b for b in (loss_chart(data), throughput_charts(data), optimizer_charts(data)) if b]
     if summary := throughput_summary(data):
         blocks.append(LabeledValues(summary))
     return Section("training", "Training", blocks) if blocks else None
@@ -333,59 +337,4 @@ def comparison_rows(data: RunData) -> list[tuple]:
     mfus = [e["mfu"] for e in events if is_finite(e.get("mfu"))]
     if mfus and plan.mfu:
         rows.append(("MFU", plan.mfu, median(mfus), "{:.1%}".format))
-    return rows
-
-
-def recovery_section(data: RunData) -> Section | None:
-    """Return the section on faults and recoveries, with the comparison with the undisturbed twin if there is one."""
-    blocks: list[Block] = []
-    for fault in data.faults[:20]:
-        blocks.append(Text(_describe_fault(fault)))
-        blocks.append(LabeledValues(_figures(fault)))
-    if len(data.faults) > 20:
-        blocks.append(Text(f"{len(data.faults) - 20} more faults are in the event log."))
-    if data.twin:
-        twin = data.twin
-        verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
-        blocks.append(
-            Text(
-                f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier "
-                f"checkpoint and through step {twin.resumed_from:,}, where this run had to start again after the kill "
-                f"at step {twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
-            )
-        )
-        blocks.append(
-            LabeledValues(
-                [
-                    ("Steps compared", f"{twin.steps:,}"),
-                    ("Largest difference", f"{twin.max_difference:g}"),
-                    ("Verdict", "equal" if twin.equal else "not equal"),
-                ]
-            )
-        )
-    return Section("recovery", "Faults and recovery", blocks) if blocks else None
-
-
-def _describe_fault(fault: FaultRecord) -> str:
-    who = "the job" if fault.rank is None else f"rank {fault.rank}"
-    on_purpose = ", on purpose" if fault.injected_at is not None else ""
-    clock = time.strftime("%H:%M:%S UTC", time.gmtime(fault.injected_at or fault.detected_at))
-    lost = f"At {clock}, near step {fault.fault_step:,}, {who} {fault.cause.rstrip('.')}{on_purpose}."
-    if fault.resumed_from is None:
-        return f"{lost} The run did not go on afterwards."
-    place = f"the checkpoint of step {fault.resumed_from:,}" if fault.resumed_from else "the beginning"
-    return f"{lost} All ranks started again from {place}."
-
-
-def _figures(fault: FaultRecord) -> list[tuple[str, str]]:
-    rows = []
-    if fault.detect_seconds is not None:
-        rows.append(("Noticed after", format_seconds(fault.detect_seconds)))
-    if fault.recover_seconds is not None:
-        rows.append(("Training again after", format_seconds(fault.recover_seconds)))
-    if fault.redone_steps is not None:
-        rows.append(("Steps done again", f"{fault.redone_steps:,}"))
-    if fault.compared_steps:
-        equal = "all with the same bits" if fault.compared_equal else "not all with the same bits"
-        rows.append(("Of these logged both times", f"{fault.compared_steps:,}, {equal}"))
     return rows

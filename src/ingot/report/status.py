@@ -22,6 +22,7 @@ class RunStatus:
     state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault), "interrupted"
     (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
+    skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
@@ -44,6 +45,8 @@ class RunStatus:
     restarts: int
     faults: tuple[str, ...]
     losses: tuple[float, ...]
+    skipped_steps: tuple[int, ...] = ()
+    roll_backs: tuple[tuple[int, int], ...] = ()
     log_damage: str = ""
     layout: dict[str, int | str] = field(default_factory=dict)
     experts: dict | None = None
@@ -58,6 +61,8 @@ def read_status(root: Path) -> RunStatus:
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None
+    skipped: set[int] = set()
+    roll_backs: list[tuple[int, int]] = []
     for event in read_events(folder.events):
         if not isinstance(event, dict):
             continue
@@ -69,6 +74,11 @@ def read_status(root: Path) -> RunStatus:
         elif kind == events.RUN_STARTED:
             # Steps after the checkpoint from which this attempt started are repeated.
             losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
+        elif kind == events.SKIPPED:
+            skipped.update(event["steps"])
+        elif kind == events.ROLLED_BACK:
+            roll_backs.append((event["from_step"], event["to_step"]))
+            losses = {step: loss for step, loss in losses.items() if step <= event["to_step"]}
         elif kind == events.RESTART:
             restarts += 1
         elif kind == events.FAULT:
@@ -96,6 +106,8 @@ def read_status(root: Path) -> RunStatus:
         checkpoint_time=saved.get("time"),
         restarts=restarts,
         faults=tuple(faults),
+        skipped_steps=tuple(sorted(skipped)),
+        roll_backs=tuple(roll_backs),
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if saved_steps else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),

@@ -266,6 +266,7 @@ def test_every_option_has_a_pair():
     assert sorted(proved - every) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("command", "option", "words"), pairs(), ids=lambda one: one if one[:2] == "--" else "")
 def test_an_option_changes_what_the_program_does(ran, command, option, words):
     assert option == words.split()[0]

@@ -158,3 +158,18 @@ def test_an_error_is_printed_with_its_code_rule_and_fix(capsys, tmp_path):
     assert first.startswith("E-RUN-FOLDER  ") and str(tmp_path / "absent") in first
     assert rule.startswith("  rule: ") and fix.startswith("  fix:  ") and len(rule) > 20 and len(fix) > 20
     assert more == "  more: ingot explain E-RUN-FOLDER"
+
+
+@pytest.mark.parametrize("columns", ["40", "200"])
+def test_tables_fit_80_columns_and_lose_no_text(capsys, monkeypatch, columns):
+    monkeypatch.setenv("COLUMNS", columns)
+    long, address = "all rules but terminal punctuation and bad words " * 3, "https://example.org/" + "a" * 90
+    rows = [("gopher", 1_234_567, long, address), ("c4", 5, "short", "http://b.example/")]
+    Terminal().table(rows, ("stage", "left", "what ran", "url"), right=(1,))
+    lines = capsys.readouterr().out.splitlines()
+    assert max(map(len, lines)) == 80 and lines[0].split() == ["stage", "left", "what", "ran", "url"]
+    place, last = lines[0].index("what ran"), lines[0].index("url")
+    below = lines[1:-1]
+    assert " ".join(line[place : last - 2].strip() for line in below).split() == long.split()
+    assert "".join(line[last:].strip() for line in below) == address
+    assert lines[-1].split() == ["c4", "5", "short", "http://b.example/"]

@@ -279,5 +279,6 @@ def test_doctor_prints_every_check(capsys):
     assert main(["doctor"]) == 0
     text = out(capsys)
     assert "python" in text and "memory" in text and "Next:" in text
+    assert all(len(line) <= 80 for line in text.splitlines() if not line.lstrip().startswith("fix:"))
     assert main(["doctor", "--json"]) == 0
     assert len(json.loads(capsys.readouterr().out)["checks"]) >= 12

@@ -1,6 +1,8 @@
 """The data card shows the content of the folder, and crawled text in it cannot act."""
 
 import json
+import re
+from collections import Counter
 from html.parser import HTMLParser
 
 from tests.expect import refused
@@ -117,3 +119,17 @@ def test_the_verb(data, tmp_path, capsys):
 def test_clean_keeps_lines_and_cuts():
     assert clean("a\n\tb\r\x1b[31mc\u202ed", 100) == "a\n\tb\ufffd\ufffd[31mc\ufffdd"
     assert clean("abcdef", 3) == "abc …"
+
+
+def test_ten_samples_of_a_rule_are_folded_under_its_name(data, tmp_path):
+    facts = write_card(data, tmp_path / "card.html")
+    html = (tmp_path / "card.html").read_text()
+    by_rule = Counter(sample.rule or sample.source for sample in facts.samples)
+    assert by_rule["gopher.word_count"] == by_rule["web"] == 10
+    opened, inner = html, "<details>((?!<details>).)*?</details>"
+    while (shut := re.sub(inner, "", opened, flags=re.DOTALL)) != opened:  # folds are nested
+        opened = shut
+    assert html.count("<blockquote>") == len(facts.samples) and "<blockquote>" not in opened
+    for name, count in by_rule.items():
+        assert f"<summary>{name}: {count} sample" in html
+    assert html.index('<nav aria-label="Sections">') < html.index("<main>")

@@ -7,6 +7,7 @@ import pytest
 from tests.checkpoints import write_checkpoint
 from tests.expect import refused
 
+from ingot.cli.main import main
 from ingot.config import to_toml
 from ingot.events import EventLog
 from ingot.planner.request.presets import load_model
@@ -150,3 +151,19 @@ def test_layout_and_experts_are_shown(folder, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["layout"] == {"dp_shard": 2, "tp": 2}
     assert facts["experts"]["max_load"] == [1.5, 3.25] and "loads" not in facts["experts"]
+
+
+def test_skipped_updates_and_roll_backs_are_counted_and_shown(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    steps(log, 1, 7)
+    log.write(events.SKIPPED, steps=[3, 5])
+    assert main(["status", str(folder.root)]) == 0
+    assert "policy updates skipped 2 (steps 3, 5)\n" in capsys.readouterr().out
+    log.write(events.ROLLED_BACK, from_step=7, to_step=4)
+    status = read_status(folder.root)
+    assert (status.skipped_steps, status.roll_backs, status.step) == ((3, 5), ((7, 4),), 4)
+    log.write(events.SKIPPED, steps=[5, 6, 7, 8])
+    assert main(["status", str(folder.root)]) == 0
+    line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("policy"))
+    assert line == "policy updates skipped 5 (steps .., 6, 7, 8), roll-backs 1 (last: step 7 to 4)" and len(line) < 80

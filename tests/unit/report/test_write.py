@@ -296,3 +296,43 @@ def test_redone_steps_that_differ_are_reported(tmp_path, logs):
     markdown = write_report(logs.write_events(tmp_path, events)).markdown.read_text()
     assert "30, not all with the same bits" in markdown
     assert f"finished at step {logs.STEPS}" in markdown
+
+
+def test_skipped_updates_and_roll_backs_are_in_the_report_in_order(logs, tmp_path):
+    body, clock = logs.steps_events(1, 40, logs.START)
+    vetoes = [
+        {"kind": "skipped", "time": clock, "steps": [21, 22]},
+        {"kind": "skipped", "time": clock + 9, "steps": list(range(1, 12))},
+        {"kind": "skipped", "time": clock, "steps": "none"},
+    ]
+    rolled = {"kind": "rolled_back", "time": clock + 1, "from_step": 31, "to_step": 20}
+    run = logs.write_events(tmp_path / "run", [logs.started(logs.START, 0, 0), *body, *vetoes, rolled])
+    text = " ".join(" ".join(parse(write_report(run).html.read_text()).text).split())
+    facts = (
+        "skipped the updates of steps 21, 22", "31 rolled back to the checkpoint of step 20; 11 steps trained again",
+        "steps 1, 2, 3, 4, 5, 6, 7, 8 and 3 more", "1 events could not be read",
+    )  # fmt: skip
+    places = [text.index(fact) for fact in facts]
+    assert places == sorted(places)
+
+
+def test_the_loss_comes_first_then_other_curves_and_idle_stages_are_folded(logs, drilled_run, tmp_path):
+    log = (json.loads(line) for line in RunFolder(drilled_run).events.read_text().splitlines())
+    measured = [event | ({"mfu": 0.41} if event["kind"] == "progress" else {}) for event in log]
+    run = logs.write_events(tmp_path / "run", measured)
+    html = write_report(run, corpus=drilled_run.parent / "data/corpus").html.read_text()
+    titles = (
+        'id="training-title"', "Training loss in", "MFU: 88 points", "Peak memory of rank 0", "Tokens per second",
+        "Gradient norm", 'id="data-title"',
+    )  # fmt: skip
+    places = [html.index(title) for title in titles]
+    assert places == sorted(places)
+    assert "MFU: 88 points, from 41.0% to 41.0%" in html and "from 0.40 to 0.40" in html
+    corpus = write_report(drilled_run, out=tmp_path).html.read_text()
+    assert "that dropped nothing" not in corpus
+    manifest = json.loads((drilled_run.parent / "data/corpus/corpus.json").read_text())
+    quiet = {"name": "quiet", "ran": "changed nothing", "documents_in": 2400, "documents_out": 2400, "dropped": {}}
+    (tmp_path / "idle").mkdir()
+    (tmp_path / "idle/corpus.json").write_text(json.dumps(manifest | {"funnel": [*manifest["funnel"], quiet]}))
+    folded = write_report(run, corpus=tmp_path / "idle").html.read_text().partition("1 stage that dropped nothing")
+    assert folded[0].rstrip().endswith("<summary>") and "changed nothing" in folded[2]

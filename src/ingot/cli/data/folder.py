@@ -108,9 +108,9 @@ def configure_card(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--samples",
         type=count("samples", 0, 10**6),
-        default=3,
+        default=10,
         metavar="N",
-        help="sample texts per source and per rule (default: 3)",
+        help="sample texts per source and per rule (default: 10)",
     )
 
 

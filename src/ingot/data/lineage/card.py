@@ -77,7 +77,7 @@ class CardFacts:
     purges: tuple[dict[str, Any], ...] = field(default=())
 
 
-def gather_card(data: Path, samples: int = 3) -> CardFacts:
+def gather_card(data: Path, samples: int = 10) -> CardFacts:
     """Read the facts of a data card from the folder `data`.
 
     samples: number of sample texts per source (kept documents) and per rule (dropped documents). Raises DataError if

@@ -277,19 +277,23 @@ def optimizer_charts(data: RunData) -> Charts | None:
 
 
 def throughput_charts(data: RunData) -> Charts | None:
-    """Return charts of tokens per second, and of the share of a step spent waiting for data, by step; None for fewer
-    than two log lines."""
+    """Return charts by step of MFU and peak memory, if they were measured, of tokens per second, and of the share of a
+    step spent waiting for data; None for fewer than two log lines."""
     if len(data.progress) < 2:
         return None
     events = [data.progress[s] for s in sorted(data.progress)]
     speed = [(float(e["step"]), float(e["tokens_per_second"])) for e in events]
     wait = [(float(e["step"]), e["data_wait_seconds"] / e["step_seconds"]) for e in events if e["step_seconds"] > 0]
-    return Charts(
-        [
-            _small("Tokens per second", speed, ",.0f", data, y_format="si", from_zero=True),
-            _small("Waiting for data (share of a step)", wait, ".2%", data, y_format=".1%", from_zero=True),
-        ]
-    )
+    mfu = [(float(e["step"]), float(e["mfu"])) for e in events if is_finite(e.get("mfu"))]
+    peaks = [(float(e["step"]), e["peak_memory_bytes"]) for e in events if is_finite(e.get("peak_memory_bytes"))]
+    gib = [(step, peak / 2**30) for step, peak in peaks]
+    charts = [_small("MFU", mfu, ".1%", data, y_format=".0%", from_zero=True)] if len(mfu) > 1 else []
+    charts += [_small("Peak memory of rank 0 (GiB)", gib, ".2f", data, from_zero=True)] if len(gib) > 1 else []
+    charts += [
+        _small("Tokens per second", speed, ",.0f", data, y_format="si", from_zero=True),
+        _small("Waiting for data (share of a step)", wait, ".2%", data, y_format=".1%", from_zero=True),
+    ]
+    return Charts(charts)
 
 
 def _small(title: str, points: Sequence[tuple[float, float]], spec: str, data: RunData, *, smoothed=False, **options):

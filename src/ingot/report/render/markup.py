@@ -13,6 +13,7 @@ from ingot.report.render.page import (
     Block,
     Chart,
     Charts,
+    Folded,
     HeadlineFigure,
     LabeledValues,
     ReportPage,
@@ -76,7 +77,7 @@ overflow-wrap:anywhere}
 .track{display:block;height:7px;border-radius:4px;background:var(--grid);margin:5px 0 4px;overflow:hidden}
 .fill{display:block;height:7px;border-radius:4px;background:var(--metal)}
 .ran{display:block;font-size:13px;line-height:1.4;color:var(--soft);font-weight:400}
-details{margin:0 0 16px}
+details{margin:0 0 8px}
 summary{cursor:pointer;font-size:14.5px;color:var(--soft);margin-bottom:6px}
 summary:hover{color:var(--metal)}
 figure{margin:0 0 22px}
@@ -187,6 +188,8 @@ def _html_block(block: Block) -> str:
             return f'<div class="pair-of-charts">{"".join(map(_html_chart, charts))}</div>'
         case Sample(prompt, text):
             return f"<blockquote><b>{escape(prompt)}</b>{escape(text)}</blockquote>"
+        case Folded(caption, blocks):
+            return f"<details><summary>{escape(caption)}</summary>{''.join(map(_html_block, blocks))}</details>"
 
 
 def _html_folded_table(table: TableBlock) -> str:
@@ -271,6 +274,8 @@ def _markdown_block(block: Block) -> str:
             return "\n\n".join(map(_markdown_block, charts))
         case Sample(prompt, text):
             return _markdown_fence(prompt + text)
+        case Folded(caption, blocks):
+            return "\n\n".join([_markdown_escape(caption), *map(_markdown_block, blocks)])
 
 
 def _markdown_table(table: TableBlock) -> str:

@@ -83,7 +83,15 @@ class Sample:
     text: str
 
 
-Block = Text | LabeledValues | TableBlock | Bars | Chart | Charts | Sample
+@dataclass(frozen=True)
+class Folded:
+    """Blocks of which only the caption shows until a reader opens them."""
+
+    caption: str
+    blocks: "list[Block]"
+
+
+Block = Text | LabeledValues | TableBlock | Bars | Chart | Charts | Sample | Folded
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,93 @@
+"""The section of a report on faults and recoveries, and on what the policy of the training loop did."""
+
+import time
+
+from ingot.report.facts import FaultRecord, RunData
+from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
+from ingot.report.sections import plural
+from ingot.units import format_seconds
+
+_SHOWN_STEPS = 8  # of the steps that one event names
+
+
+def recovery_section(data: RunData) -> Section | None:
+    """Return the section on faults, recoveries, skipped updates and roll-backs, and on the undisturbed twin if there is
+    one."""
+    blocks: list[Block] = []
+    for fault in data.faults[:20]:
+        blocks.append(Text(_describe_fault(fault)))
+        blocks.append(LabeledValues(_figures(fault)))
+    if len(data.faults) > 20:
+        blocks.append(Text(f"{len(data.faults) - 20} more faults are in the event log."))
+    if incidents := _policy_rows(data):
+        blocks.append(
+            TableBlock(("Time", "Step", "What the policy did"), incidents, right=(1,), caption="By the policy")
+        )
+    if data.twin:
+        twin = data.twin
+        verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
+        blocks.append(
+            Text(
+                f"A twin ran steps {twin.first_step:,} to {twin.last_step:,} without a fault, from an earlier "
+                f"checkpoint and through step {twin.resumed_from:,}, where this run had to start again after the kill "
+                f"at step {twin.kill_step:,}. Losses and gradient norms of the two are {verdict}."
+            )
+        )
+        blocks.append(
+            LabeledValues(
+                [
+                    ("Steps compared", f"{twin.steps:,}"),
+                    ("Largest difference", f"{twin.max_difference:g}"),
+                    ("Verdict", "equal" if twin.equal else "not equal"),
+                ]
+            )
+        )
+    return Section("recovery", "Faults and recovery", blocks) if blocks else None
+
+
+def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:
+    """Return (time, step, text) of skipped updates and roll-backs, in order of time."""
+    found = []
+    for event in data.vetoes:
+        steps = event["steps"]
+        text = f"skipped the {plural(len(steps), 'update')} of {plural(len(steps), 'step')} {_steps_text(steps)}"
+        found.append((event["time"], f"{steps[0]:,}", text))
+    for event in data.roll_backs:
+        back, again = event["to_step"], event["from_step"] - event["to_step"]
+        text = f"rolled back to the checkpoint of step {back:,}; {again:,} {plural(again, 'step')} trained again"
+        found.append((event["time"], f"{event['from_step']:,}", text))
+    return [(_clock(moment), step, text) for moment, step, text in sorted(found)]
+
+
+def _steps_text(steps: list[int]) -> str:
+    shown = ", ".join(f"{step:,}" for step in steps[:_SHOWN_STEPS])
+    return shown + (f" and {len(steps) - _SHOWN_STEPS:,} more" if len(steps) > _SHOWN_STEPS else "")
+
+
+def _clock(moment: float) -> str:
+    return time.strftime("%H:%M:%S UTC", time.gmtime(moment))
+
+
+def _describe_fault(fault: FaultRecord) -> str:
+    who = "the job" if fault.rank is None else f"rank {fault.rank}"
+    on_purpose = ", on purpose" if fault.injected_at is not None else ""
+    clock = _clock(fault.injected_at or fault.detected_at)
+    lost = f"At {clock}, near step {fault.fault_step:,}, {who} {fault.cause.rstrip('.')}{on_purpose}."
+    if fault.resumed_from is None:
+        return f"{lost} The run did not go on afterwards."
+    place = f"the checkpoint of step {fault.resumed_from:,}" if fault.resumed_from else "the beginning"
+    return f"{lost} All ranks started again from {place}."
+
+
+def _figures(fault: FaultRecord) -> list[tuple[str, str]]:
+    rows = []
+    if fault.detect_seconds is not None:
+        rows.append(("Noticed after", format_seconds(fault.detect_seconds)))
+    if fault.recover_seconds is not None:
+        rows.append(("Training again after", format_seconds(fault.recover_seconds)))
+    if fault.redone_steps is not None:
+        rows.append(("Steps done again", f"{fault.redone_steps:,}"))
+    if fault.compared_steps:
+        equal = "all with the same bits" if fault.compared_equal else "not all with the same bits"
+        rows.append(("Of these logged both times", f"{fault.compared_steps:,}, {equal}"))
+    return rows
