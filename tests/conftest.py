@@ -6,6 +6,7 @@ anything is imported that reads them, and the processes that tests start inherit
 
 import multiprocessing
 import os
+import signal
 import socket
 import time
 import traceback
@@ -36,6 +37,8 @@ for _name in (
 # starts has as many as there are cores; they sleep while they wait.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", LC_ALL="C.UTF-8", TZ="UTC")
 time.tzset()
+# A job that a script starts with & ignores Ctrl-C, and so would the processes that tests start and interrupt.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests that start several processes each run one after the other: one worker of pytest-xdist has those whose processes
 # compute all the time, another one those that wait for starts, kills and pages most of the time.

@@ -87,8 +87,8 @@ def test_sample_repeats_by_seed(trained, capsys):
     "words, exit_code, code, facts",
     [
         (("eval", "nowhere"), 2, "E-RUN-NOT-FOUND", {"path": "nowhere"}),
-        (("eval", "RUN", "--max-tokens", "0"), 2, "E-EVAL-TOKENS", {"max_tokens": 0}),
-        (("sample", "RUN", "--temperature", "-1"), 2, "E-SAMPLING-RANGE", {"temperature": -1}),
+        (("eval", "RUN", "--max-tokens", "0"), 2, "E-OPTION-RANGE", {"option": "max-tokens"}),
+        (("sample", "RUN", "--temperature", "-1"), 2, "E-OPTION-RANGE", {"option": "temperature"}),
         (("sample", "RUN", "--max-tokens", "1000"), 2, "E-CONTEXT-EXCEEDED", {"max_tokens": 1000}),
         (("eval", "RUN", "--tokens", "nowhere"), 3, "E-TOKENS-MISSING", {"folder": "nowhere"}),
     ],

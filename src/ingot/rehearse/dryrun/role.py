@@ -42,7 +42,7 @@ from ingot.trainer.model import attention
 from ingot.trainer.parallel.ring import AttentionTile, masked_tiles, plain_tiles
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.parts import StepParts
-from ingot.trainer.resilience.policy import DefaultPolicy
+from ingot.trainer.resilience.policy import DefaultPolicy, Unwatched
 from ingot.trainer.step import train_step
 from ingot.trainer.torch_private import fake_store
 
@@ -90,7 +90,10 @@ def trace_rank(
         ):
             tracker.begin(BUILD)
             with tracker.within("parameters", "build"):
-                policy = DefaultPolicy(RunFolder(Path()), scaled_loss=train.precision == "fp16")
+                # State on the host waits for the veto, whose value fake tensors do not have.
+                offloads = config.parallel.offload != "none"
+                scaled = train.precision == "fp16"
+                policy = Unwatched() if offloads else DefaultPolicy(RunFolder(Path()), scaled_loss=scaled)
                 run = trainer_run.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
             for moment in (FIRST, STEADY):

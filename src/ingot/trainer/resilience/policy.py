@@ -150,9 +150,9 @@ class DefaultPolicy:
     """A policy that stops on request, skips updates whose gradient is not finite, and ends a run that does not recover.
 
     The decision to skip is made on the device in every step; results are read at log lines. A run ends after
-    SKIPS_IN_A_ROW skipped steps, and if the loss at a log line is EXPLODED times that of a uniform guess. So weights
-    that cannot be used are never saved. Stop requests are read at log lines and every STOP_CHECK_SECONDS, by the time
-    of a step up to the last log line; before the first line, after every step.
+    SKIPS_IN_A_ROW skipped steps, and if the loss at a log line is EXPLODED times that of a uniform guess and the first
+    one. So weights that cannot be used are never saved. Stop requests are read at log lines and every
+    STOP_CHECK_SECONDS, by the time of a step up to the last log line; before the first line, after every step.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
     are a failure. vocab_size: of the model; 0 does not judge the size of the loss.
@@ -161,6 +161,7 @@ class DefaultPolicy:
     def __init__(self, folder: RunFolder, *, scaled_loss: bool = False, vocab_size: int = 0):
         self.folder, self.scaled_loss = folder, scaled_loss
         self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
+        self._first_loss = 0.0  # of this attempt; weights from elsewhere may begin with a large one
         self._vetoes = 0  # skipped steps in a row, up to the last log line
         self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
         self._line_at, self._steps = time.monotonic(), 0  # the time of the last log line, and the steps since
@@ -193,6 +194,8 @@ class DefaultPolicy:
     def judge(self, line: Sequence[StepNumbers]) -> None:
         for numbers in line:
             self._judge(numbers)
+        if line and self._first_loss == 0.0:
+            self._first_loss = line[0].loss
         if line:
             self._judge_size(line[-1])
 
@@ -228,8 +231,8 @@ class DefaultPolicy:
             self._last = numbers
 
     def _judge_size(self, numbers: StepNumbers) -> None:
-        """Raise RunFailed if the loss is far above that of a model that knows nothing."""
-        if not numbers.skipped and numbers.loss > self.largest_loss:
+        """Raise RunFailed if the loss is far above that of a model that knows nothing, and above the first one."""
+        if not numbers.skipped and numbers.loss > max(self.largest_loss, EXPLODED * self._first_loss):
             raise RunFailed(
                 "E-LOSS-EXPLODED",
                 f"loss {numbers.loss:.4g} at step {numbers.step}",

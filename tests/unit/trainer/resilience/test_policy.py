@@ -114,8 +114,9 @@ def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
     """ln(64) is 4.16. A spike between two log lines is no reason to stop; skipped steps change no weights."""
     assert judge(line((4.2, 1.0)), line((9.0, 1.0), (8.3, 1.0)), vocab_size=64) == [Verdict.CONTINUE] * 2
     assert judge(line((9.0, 1.0), skipped=True), vocab_size=64) == [Verdict.CONTINUE]
-    ((code, facts),) = judge(line((4.2, 1.0), (8.4, 1.0)), vocab_size=64)
-    assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.4)
+    assert judge(line((26.0, 1.0), (25.0, 1.0)), vocab_size=64) == [Verdict.CONTINUE]  # weights of another model
+    ((code, facts),) = judge(line((4.2, 1.0), (8.5, 1.0)), vocab_size=64)
+    assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.5)
 
 
 def test_health_is_that_of_the_last_step_that_changed_weights(fork_ranks, tmp_path):
