@@ -78,7 +78,7 @@ def next_commands(torch: bool, args: argparse.Namespace) -> tuple[str, ...]:
     if torch:
         return (f"ingot plan --cluster {args.out}" if args.bench else "ingot doctor --bench", "ingot quickstart")
     return (
-        "pip install 'ingot[train]'   (torch, for training, quickstart and --bench; without it:)",
+        "pip install 'ingot[train]'   (torch, to train; without it:)",
         "ingot data build CRAWL.warc.gz --out data",
         "ingot plan --model llama3-8b --tokens 1.5T --cluster 8xh100",
         "ingot check run.toml --cluster 8xh100",

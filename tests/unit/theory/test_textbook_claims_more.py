@@ -237,7 +237,8 @@ def test_activations_of_70b_by_number_of_sequences(sequences, gigabytes):
 def test_nccl_blocking_wait_has_another_name():
     """PyTorch reads TORCH_NCCL_BLOCKING_WAIT, and the old name only as its alias."""
     found = importlib.util.find_spec("torch")
-    assert found and found.origin
+    if not found or not found.origin:
+        pytest.skip("needs the headers of PyTorch")
     header = Path(found.origin).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     if not header.is_file():
         pytest.skip("this build of PyTorch has no headers")
