@@ -12,9 +12,9 @@ PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not nightly"
 
-# The tests that compile or start many ranks; .ci/run runs them too.
+# The tests that take seconds each: they compile, start many ranks or kill runs; .ci/run runs them too.
 test-slow: $(VENV)/.installed-dev
-	$(PYTEST) -m slow
+	$(PYTEST) -m "slow and not nightly"
 
 # Whole matrices of layouts on real ranks, of which `make test` runs a part; .ci/nightly runs them too.
 test-nightly: $(VENV)/.installed-dev

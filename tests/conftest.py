@@ -4,14 +4,17 @@ Tests do not depend on the caller's environment: variables that change output, t
 anything is imported that reads them, and the processes that tests start inherit them.
 """
 
+import gc
 import multiprocessing
 import os
 import signal
 import socket
+import sys
 import time
 import traceback
 from datetime import timedelta
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -31,8 +34,12 @@ for _name in (
     "LANG",
     "LANGUAGE",
     "INGOT_NATIVE",
+    "PYTHONDONTWRITEBYTECODE",
 ):
     os.environ.pop(_name, None)
+# Compiled modules are kept, whatever the caller wants: every worker and every process that a test starts would compile
+# all of them again, the tests' own with pytest's asserts.
+sys.dont_write_bytecode = False
 # One thread per process: forked ranks share the cores, and results stay the same on every machine. A rank that a run
 # starts has as many as there are cores; they sleep while they wait.
 os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", LC_ALL="C.UTF-8", TZ="UTC")
@@ -60,6 +67,12 @@ def pytest_collection_modifyitems(items):
         elif group.startswith(_COMPUTE) or "fork_ranks" in getattr(item, "fixturenames", ()):
             group = "ranks"
         item.add_marker(pytest.mark.xdist_group(group))
+
+
+def pytest_collection_finish():
+    """Take what exists now out of every later collection of garbage: modules and thousands of test items."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_xdist_auto_num_workers():
@@ -96,6 +109,15 @@ def _rank_main(function, rank, world, listener, arguments, pipe):
         os._exit(0)  # no atexit handlers of the parent's pytest
 
 
+_NEEDED_BY_RANKS = (
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor.parallel",
+    "torch.profiler",
+    "ingot.trainer.parallel.fsdp",
+    "tests.proof.ranks",
+)
+
+
 @pytest.fixture
 def fork_ranks():
     """`fork_ranks(function, world, *arguments)` runs `function(rank, world, *arguments)` on `world` gloo ranks.
@@ -105,9 +127,8 @@ def fork_ranks():
     """
     pytest.importorskip("torch")
     # Imported before the fork, so that the ranks have it.
-    import torch.distributed.fsdp
-    import torch.distributed.tensor.parallel
-    import torch.profiler  # noqa: F401
+    for module in _NEEDED_BY_RANKS:
+        import_module(module)
 
     def run(function, world, *arguments, timeout=120):
         context = multiprocessing.get_context("fork")

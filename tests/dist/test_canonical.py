@@ -66,6 +66,7 @@ def same_run(fork_ranks, folder, settings, reduce):
 
 
 # A sum of few bf16 gradients in float32 is exact, in any order; in bf16 it is not.
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"precision": "fp32"}, {"precision": "bf16", "grads": "bf16"}], ids=str)
 def test_copies_come_and_go_without_a_trace(fork_ranks, tmp_path, settings):
     settings = SETTINGS | settings

@@ -72,6 +72,7 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("device", [pytest.param("cpu", marks=pytest.mark.nightly), "cuda"])
 @pytest.mark.parametrize("name", CASES)
 def test_traces_meet_and_agree_with_the_formulas(name, device):

@@ -53,7 +53,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "recompute": {"dp_shard": 2, "zero": 3, "recompute": "selective"},
 }
 # Forms in which every planted fault of tests/mutants/precision.py shows; the others are in `make test-slow`.
-FEW = ("zero 3", "tp", "ring", "ep")
+FEW = ("zero 3", "tp", "ep")
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,11 @@ CONTEXT_LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.nightly)], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "tied",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.nightly)],
+    ids=["tied", "untied"],
+)
 def test_layouts_equal_the_llama_of_transformers(fork_ranks, transformers_twin, tied):
     compare(fork_ranks, transformers_twin, replace(ARCH, tied_embeddings=tied), LAYOUTS)
 

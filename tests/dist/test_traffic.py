@@ -159,7 +159,7 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 }
 
 
-# The layouts of `make test` (memory: `make test-slow`), on two ranks; all layouts run nightly.
+# The layouts of `make test-slow`, on two ranks; all layouts run nightly.
 FEW = (
     "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "pp", "ring", "ulysses",
     "ep over dp_shard", "experts whole on tp",
@@ -168,7 +168,10 @@ FEW = (
 
 @pytest.mark.parametrize(
     ("world", "names"),
-    [(2, FEW), *(pytest.param(world, tuple(CASES), marks=pytest.mark.nightly) for world in (2, 4, 8))],
+    [
+        pytest.param(2, FEW, marks=pytest.mark.slow),
+        *(pytest.param(world, tuple(CASES), marks=pytest.mark.nightly) for world in (2, 4, 8)),
+    ],
     ids=["few-2", "all-2", "all-4", "all-8"],
 )
 def test_bytes_by_axis_are_those_of_the_formulas(fork_ranks, world, names):

@@ -69,6 +69,7 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
+@pytest.mark.slow
 def test_ten_kills_leave_no_trace(tmp_path):
     crawl, pick, kills, builds = write_crawl(tmp_path), random.Random(1), [], 0
     undisturbed = start(crawl, tmp_path / "undisturbed")
@@ -144,6 +145,7 @@ print("same bytes" if found == expected else "DIFFERENT", sorted(p.name for p in
 """
 
 
+@pytest.mark.slow
 def test_a_full_disk_in_every_phase(tmp_path):
     crawl, place = write_crawl(tmp_path), tmp_path / "disk"
     place.mkdir()

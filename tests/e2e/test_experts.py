@@ -67,6 +67,7 @@ def undisturbed(moe_project) -> dict[int, tuple[float, float]]:
     return moe_project.facts("undisturbed")
 
 
+@pytest.mark.slow
 def test_every_log_line_has_loads_of_all_layers(moe_project, undisturbed):
     found = loads(moe_project, "undisturbed")
     assert list(found) == list(range(2, STEPS + 1, 2))
@@ -77,6 +78,7 @@ def test_every_log_line_has_loads_of_all_layers(moe_project, undisturbed):
         assert sum(layer) == pytest.approx(8, abs=0.01)
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_nothing_but_time(moe_project, undisturbed):
     """Losses, norms, loads and biases are the same bits."""
     out = "killed"
@@ -91,6 +93,7 @@ def test_a_killed_rank_costs_nothing_but_time(moe_project, undisturbed):
     assert learned(moe_project, out) == learned(moe_project, "undisturbed")
 
 
+@pytest.mark.slow
 def test_one_rank_goes_on_from_two(moe_project, undisturbed):
     """Sums in another order: 1e-5 relative over 10 steps, if no token sits on an edge between two experts."""
     out = "alone"

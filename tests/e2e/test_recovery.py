@@ -82,6 +82,7 @@ def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
     assert not workers_of(project.folder(out))
 
 
+@pytest.mark.slow
 def test_2_to_1_to_4_ranks(project, undisturbed):
     """Another number of ranks adds in another order: 1e-6 relative over 20 steps; the samples are exactly the same.
 
@@ -126,6 +127,7 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     assert "is finished" in project.train(out)
 
 
+@pytest.mark.slow
 def test_no_process_outlives_the_supervisor(project, undisturbed):
     """SIGKILL leaves it no chance to clean up, a second Ctrl-C no time to save. Both times the same command goes on."""
     out = "orphaned"
@@ -147,6 +149,7 @@ def test_no_process_outlives_the_supervisor(project, undisturbed):
     prove_ledger(project, out)
 
 
+@pytest.mark.slow
 def test_a_damaged_newest_checkpoint_is_refused_aloud(project, undisturbed):
     out = "damaged"
     project.train(out, "--until-step", "40", code=10)

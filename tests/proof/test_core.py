@@ -8,7 +8,13 @@ from .cases import AXES, KINDS, Case, all_cases, core_cases
 from .compare import prove
 
 
-@pytest.mark.parametrize("case", core_cases(), ids=lambda case: f"{case.ranks}-{case.name}")
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(case, id=f"{case.ranks}-{case.name}", marks=[pytest.mark.slow] if case.ranks > 4 else [])
+        for case in core_cases()
+    ],
+)
 def test_equals_one_process(ranks, case: Case):
     assert prove(ranks, case).wrong == {}
 

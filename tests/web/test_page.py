@@ -195,6 +195,7 @@ def test_a_search_leaves_alone_what_is_to_be_kept(visit):
     assert layouts and all("tp 4" in layout for layout in layouts)
 
 
+@pytest.mark.slow
 def test_two_plans_beside_each_other(visit):
     seen = visit()
     seen.open(f"{SMALL}&recompute=full")
@@ -231,6 +232,7 @@ def test_the_run_file_is_the_servers_and_passes_check(visit, tmp_path, address):
     assert not [found for found in findings if found.severity == "error" and not found.missing_here]
 
 
+@pytest.mark.slow
 def test_the_pipeline_can_be_looked_at_closely(visit):
     seen = visit()
     seen.open(PIPELINE)
@@ -268,6 +270,7 @@ def test_a_server_that_is_gone_is_told(visit):
     seen.complaints.clear()  # of the request that was cut
 
 
+@pytest.mark.slow
 def test_no_control_of_a_telephone_is_too_small_to_touch(visit):
     seen = visit(NARROW, has_touch=True, is_mobile=True)
     seen.open(PIPELINE)

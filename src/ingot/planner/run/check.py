@@ -36,16 +36,20 @@ class Finding:
     """One problem of a run file.
 
     where: "run.toml:14", or the key. fix: the remedy, "" if the message contains it. missing_here: data or disk space
-    is missing on this machine, while the run file itself can be correct. code: the stable name of a piece of advice,
+    is missing on this machine, while the run file itself can be correct; a "note" then, if the run is for another
+    machine. code: the stable name of a piece of advice,
     which `ingot explain CODE` describes; "" for most.
     """
 
-    severity: Literal["error", "warning"]
+    severity: Literal["error", "warning", "note"]
     where: str
     message: str
     fix: str = ""
     missing_here: bool = False
     code: str = ""
+
+    def as_note(self) -> "Finding":
+        return replace(self, severity="note")
 
 
 def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str, ...] = ()) -> list[Finding]:

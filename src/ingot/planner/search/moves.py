@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from ingot.planner.search.candidates import Candidate, Evaluator
+from ingot.planner.search.candidates import EQUAL, Candidate, Evaluator
 from ingot.planner.search.space import RECOMPUTE, WIDE, Space
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
@@ -27,6 +27,11 @@ class LayoutChange:
     candidate: Candidate
     fits: bool
 
+    @property
+    def setting(self) -> str:
+        """The dotted key of the run file."""
+        return f"train.{self.key}" if self.key == "micro_batch" else f"parallel.{self.key}"
+
 
 def neighbors(candidate: Candidate, cluster: Cluster) -> tuple[LayoutChange, ...]:
     """Return one change for each legal step from `candidate`, even if the new layout does not fit.
@@ -47,6 +52,24 @@ def neighbors(candidate: Candidate, cluster: Cluster) -> tuple[LayoutChange, ...
         for key, other in moves(run, Space(run=run, cluster=cluster, pinned={}, reach=WIDE), offload=True)
         if evaluator.legal(other)
     )
+
+
+def best_change(candidate: Candidate, cluster: Cluster) -> LayoutChange | None:
+    """Return the one change of the layout that helps most, None if no change helps.
+
+    If `candidate` fits, that is the fastest change that fits, if it saves more than `EQUAL` of the step time. Otherwise
+    it is the fastest change that fits, or, if none does, the one with the least memory, if that is less.
+    """
+    changes = neighbors(candidate, cluster)
+    fitting = [change for change in changes if change.fits]
+    fits = candidate.memory_bytes <= Evaluator(candidate.run, cluster, candidate.software).limit_bytes(candidate.run)
+    if fitting:
+        best = min(fitting, key=lambda change: (change.candidate.step_seconds, change.candidate.memory_bytes))
+        faster = best.candidate.step_seconds < (1 - EQUAL) * candidate.step_seconds
+        return best if faster or not fits else None
+    least = min(changes, key=lambda change: change.candidate.memory_bytes, default=None)
+    smaller = least is not None and least.candidate.memory_bytes < candidate.memory_bytes
+    return least if smaller and not fits else None
 
 
 def _value(run: RunConfig, key: str) -> object:

@@ -36,10 +36,10 @@ def plans_text(ranked: RankedPlans) -> Iterator[str]:
     yield from _model(ranked)
     yield from _ranking(ranked)
     yield from plan_lines(best)
-    yield from _wrapped("texts", ranked.texts)
-    yield from _wrapped("fix", ranked.fix)
-    yield from _wrapped("idle", ranked.search_result.idle if ranked.search_result else "")
-    yield from _wrapped("look", ranked.why_not_executed)
+    yield from labelled("texts", ranked.texts)
+    yield from labelled("fix", ranked.fix)
+    yield from labelled("idle", ranked.search_result.idle if ranked.search_result else "")
+    yield from labelled("look", ranked.why_not_executed)
 
 
 def _model(ranked: RankedPlans) -> Iterator[str]:
@@ -135,9 +135,9 @@ def plan_lines(planned: PlannedRun) -> Iterator[str]:
     """Yield the lines that describe one plan in full: notes, layout, memory, time, communication, failures, cost."""
     run, plan = planned.run, planned.plan
     for name, text in notes(run, plan.cluster):
-        yield from _wrapped(name, text)
+        yield from labelled(name, text)
     layout = f" ({layout_text(run)})" if run.parallel.world_size > 1 else ""
-    yield from _wrapped(
+    yield from labelled(
         "layout",
         f"{run.parallel.world_size:,} ranks{layout} on {plan.cluster.name},"
         f" {plan.software.recipe or run.train.precision};"
@@ -168,10 +168,10 @@ def _memory(plan: Plan, run: RunConfig) -> Iterator[str]:
     ]
     yield from table(rows, right=(1,))
     if len(plan.stage_memory_bytes) > 1:
-        yield from _wrapped("stages", _stages([sum(stage.values()) for stage in plan.stage_memory_bytes]))
+        yield from labelled("stages", _stages([sum(stage.values()) for stage in plan.stage_memory_bytes]))
     if len(set(plan.moments_bytes.values())) > 1:
         moments = ", ".join(f"{moment} {format_bytes(size)}" for moment, size in plan.moments_bytes.items())
-        yield from _wrapped("phases", moments)
+        yield from labelled("phases", moments)
 
 
 def _stages(totals: list[int]) -> str:
@@ -258,7 +258,7 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
     )
     stall = format_seconds(outlook.checkpoint_stall_seconds)
     yield f"saving    every {format_seconds(outlook.checkpoint_every_seconds)}, a stall of {stall} each"
-    yield from _wrapped("reading", plan.formulas.get("outlook.reading", ""))
+    yield from labelled("reading", plan.formulas.get("outlook.reading", ""))
     if plan.usd:
         total, parts = sum(outlook.usd_by_kind.values()), outlook.usd_by_kind
         yield f"cost      {format_usd(plan.usd)} = {plan.formulas['usd']}"
@@ -266,7 +266,7 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
         yield f"          {format_usd(total)} with failures and storage: {shown}"
 
 
-def _wrapped(name: str, text: str) -> Iterator[str]:
+def labelled(name: str, text: str) -> Iterator[str]:
     """Yield `text` after the label `name`, wrapped to WIDTH; no line for an empty text."""
     for number, line in enumerate(textwrap.wrap(text, WIDTH - _LABEL, break_long_words=False)):
         yield f"{name if not number else '':<{_LABEL}}{line}"

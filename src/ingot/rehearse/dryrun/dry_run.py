@@ -1,27 +1,20 @@
 """The dry run: the work of every rank of a job, derived from a few ranks that are traced on this machine.
 
-role.py traces the ranks in separate processes. This module chooses the ranks, checks that all collectives match
-(mesh_world.py) and compares FLOPs and bytes with the formulas of theory/. It does not import torch.
+role.py traces the ranks in separate processes, which tracing.py starts. This module chooses the ranks, checks that all
+collectives match (mesh_world.py) and compares FLOPs and bytes with the formulas of theory/. It does not import torch.
 """
 
-import json
-import os
-import signal
-import subprocess
-import sys
-import tempfile
-import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
-from ingot.config import to_dict
-from ingot.errors import ConfigError, ResourceError
+from ingot.errors import ConfigError
 from ingot.machine.facts import usable_cores
 from ingot.planner.predict.memory.peak_memory import position_bill
 from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck, check_world
 from ingot.rehearse.dryrun.rendezvous import ISEND, SEND, Call
+from ingot.rehearse.dryrun.tracing import KeptTraces, Request, trace_ranks
 from ingot.schema.run import RunConfig
 from ingot.theory.context import BACKWARD_TO_FORWARD, imbalance
 from ingot.theory.flops import mean_keys
@@ -35,7 +28,7 @@ STEADY = MOMENTS[2]
 _FACTS = ("clip", "balance")  # places of the program whose collectives span all ranks
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
-_DEADLINE_SECONDS = 900
+PATIENCE_SECONDS = 900.0
 _OVER_BILL = 1.05  # a rank whose peak exceeds the planner's prediction of memory by this factor is reported
 # The axis name of collectives over all ranks at the end of a step (gradient norm, loads of experts).
 WORLD = "world"
@@ -111,6 +104,7 @@ class FigureCheck:
 class DryRun:
     """The result of a dry run.
 
+    missing: the chosen ranks that were not traced before patience ended. world: None if there are such ranks.
     bills: peak memory of each pipeline rank as the planner predicts it, in bytes. useful: FLOPs of a step without
     recomputation for each pipeline rank, by formula. overlap_left_out: the run overlaps tp's collectives with matrix
     products (async_tp), which the trace does not.
@@ -118,7 +112,8 @@ class DryRun:
 
     grid: Grid
     traces: list[Trace]
-    world: WorldCheck
+    missing: list[int]
+    world: WorldCheck | None
     compared: list[FigureCheck]
     bills: list[float]
     useful: list[float]
@@ -141,7 +136,18 @@ class DryRun:
 
     @property
     def problems(self) -> bool:
-        return self.world.fault is not None or not all(c.agrees for c in self.compared)
+        fault = self.world is not None and self.world.fault is not None
+        return fault or not all(c.agrees for c in self.compared)
+
+
+class Watcher:
+    """The watcher of a dry run, which hears of each phase and each trace. This one ignores everything."""
+
+    def began(self, rank: int, phase: str) -> None:
+        """`rank` enters `phase`."""
+
+    def traced(self, trace: Trace, done: int, ranks: int, was_kept: bool) -> None:
+        """A rank has been traced, or its trace was kept by an earlier dry run: `done` of `ranks` are there."""
 
 
 def simulate(
@@ -150,13 +156,16 @@ def simulate(
     device: str,
     loads: Sequence[float] = (),
     jobs: int | None = None,
-    progress: Callable[[int, int], None] | None = None,
+    patience: float = PATIENCE_SECONDS,
+    watcher: Watcher | None = None,
+    home: Path | None = None,
 ) -> DryRun:
     """Trace the ranks of `config` that represent all others, and check all ranks with these traces.
 
     device: "cpu" or "cuda", the kind of machine that will train. loads: loads of the experts, in any unit; empty: all
-    equal. jobs: number of processes, of about 350 MB each; None: one per core, at least 2 and at most 8. progress:
-    called with (traced ranks, all ranks to trace) after each trace.
+    equal. jobs: number of processes, of about 350 MB each; None: one per core, at least 2 and at most 8. patience:
+    seconds without progress after which the dry run ends with the ranks that are traced. home: where traces are kept;
+    None: the user's cache.
     Raises ConfigError if the layout breaks a rule or cannot be traced, ResourceError if a trace fails.
     """
     require_layout(config)
@@ -169,16 +178,37 @@ def simulate(
         )
     grid = grid_of(config)
     ranks = chosen_ranks(grid)
-    jobs = jobs or min(max(usable_cores(), 2), 8)
-    answers = _trace(config, ranks, device, loads, jobs, progress)
-    traces = [read_answer(answers[rank], grid) for rank in ranks]
-    names = {trace.rank: trace.name for trace in traces}
-    world = check_world({trace.rank: trace.calls for trace in traces}, grid, names)
+    request = Request(config, device, loads, jobs or min(max(usable_cores(), 2), 8), patience)
+    traces = _traces(request, ranks, grid, watcher or Watcher(), KeptTraces(config, device, loads, home))
+    missing = [rank for rank in ranks if rank not in traces]
+    found = [traces[rank] for rank in ranks if rank in traces]
+    world = None
+    if not missing:
+        world = check_world({trace.rank: trace.calls for trace in found}, grid, {t.rank: t.name for t in found})
     places = positions(config)
-    compared = [c for trace in traces for c in compare(trace, places[trace.position], device, bool(loads))]
+    compared = [c for trace in found for c in compare(trace, places[trace.position], device, bool(loads))]
     bills = [sum(term.value for term in position_bill(place, device).values()) for place in places]
     useful = [useful_flops(place, device) for place in places]
-    return DryRun(grid, traces, world, compared, bills, useful, config.parallel.async_tp)
+    return DryRun(grid, found, missing, world, compared, bills, useful, config.parallel.async_tp)
+
+
+def _traces(request: Request, ranks: list[int], grid: Grid, watcher: Watcher, kept: KeptTraces) -> dict[int, Trace]:
+    """Return the traces by rank: those that were kept, then those that are made now, until patience ends."""
+    traces: dict[int, Trace] = {}
+
+    def add(answer: dict, *, was_kept: bool) -> None:
+        trace = read_answer(answer, grid)
+        traces[trace.rank] = trace
+        watcher.traced(trace, len(traces), len(ranks), was_kept)
+
+    for rank in ranks:
+        if answer := kept.read(rank):
+            add(answer, was_kept=True)
+    if left := [rank for rank in ranks if rank not in traces]:
+        for answer in trace_ranks(request, left, watcher.began):
+            kept.write(answer)
+            add(answer, was_kept=False)
+    return traces
 
 
 def grid_of(config: RunConfig) -> Grid:
@@ -217,76 +247,6 @@ def rank_name(rank: int, grid: Grid) -> str:
     """Return the rank's coordinates on the axes with more than one rank, as text: "pp 3 dp_shard 0 tp 0"."""
     places = zip(grid.sizes.items(), grid.coordinates(rank), strict=True)
     return " ".join(f"{axis} {place}" for (axis, size), place in places if size > 1) or "the only rank"
-
-
-def _trace(
-    config: RunConfig, ranks: list[int], device: str, loads: Sequence[float], jobs: int, progress
-) -> dict[int, dict]:
-    """Run role.py and return its answers by rank. All its processes have ended when this function returns."""
-    settings = {"ranks": ranks, "jobs": jobs, "device": device, "loads": list(loads)}
-    request = json.dumps({"config": to_dict(config), **settings})
-    command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    answers: dict[int, dict] = {}
-    with tempfile.TemporaryFile("w+") as errors:
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=errors,
-            text=True,
-            start_new_session=True,  # a process group, so that `_end` also ends the forked children
-        )
-        assert process.stdin and process.stdout
-        late = threading.Timer(_DEADLINE_SECONDS, _end, (process,))
-        late.start()
-        try:
-            with suppress(BrokenPipeError):  # the process ended early; its error output, read below, has the reason
-                process.stdin.write(request)
-                process.stdin.close()
-            for line in process.stdout:
-                answer = json.loads(line)
-                if "error" in answer:
-                    raise failure(answer)
-                answers[answer["rank"]] = answer
-                if progress:
-                    progress(len(answers), len(ranks))
-        finally:
-            late.cancel()
-            _end(process)
-        errors.seek(0)
-        last = (errors.read().strip().splitlines() or [f"not done within {_DEADLINE_SECONDS} s"])[-1]
-    if len(answers) < len(ranks):
-        raise ResourceError(
-            "E-DRYRUN-ENDED",
-            f"the tracing process ended after {len(answers)} of {len(ranks)} ranks: {last}",
-            rule="every chosen rank is traced before the deadline",
-            fix="free memory (350 MB per process are needed), or try again when the machine is less busy",
-            traced=len(answers),
-            ranks=len(ranks),
-        )
-    return answers
-
-
-def _end(process: subprocess.Popen) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
-
-
-def failure(answer: dict) -> Exception:
-    if "rule" in answer:
-        return ConfigError(answer["code"], answer["error"], rule=answer["rule"], fix=answer["fix"], **answer["facts"])
-    frames = [line for line in answer.get("traceback", "").splitlines() if line.lstrip().startswith("File ")]
-    where = f", at {frames[-1].strip()}" if frames else ""
-    return ResourceError(
-        "E-DRYRUN-RANK",
-        f"rank {answer['rank']} cannot be traced: {answer['error']}{where}",
-        rule="the training program runs without an error on fake tensors",
-        fix="report this with the run file; `ingot check` without --simulate still works",
-        rank=answer["rank"],
-    )
 
 
 def read_answer(answer: dict, grid: Grid) -> Trace:

@@ -32,6 +32,7 @@ _Shape = tuple[torch.Size, tuple[int, ...], int, torch.dtype]  # sizes, strides,
 _Described = tuple[Any, list[_Shape | int | float | None], bool]
 Known = dict[Any, _Described | None]
 
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _UNSEEN: Any = object()
 _WAIT = functional_collectives().wait_tensor.default
 # Namespaces whose operations without a result only write values, which fake tensors do not have.
@@ -61,7 +62,7 @@ class FakeProgram(UncompiledFakeMode):
         if not types and _stays_real(args, kwargs):
             return func(*args, **kwargs)
         try:
-            key = (func, _key(args), _key(tuple(kwargs.items())))
+            key = _key_of_call(func, args, kwargs)
             known = self._known.get(key, _UNSEEN)
         except (_NotRemembered, TypeError):  # TypeError: an argument that cannot be hashed
             known = None
@@ -85,7 +86,7 @@ class FakeProgram(UncompiledFakeMode):
         if namespace == "c10d":  # never cached: process groups are equal only to themselves
             return func(*args, **kwargs)
         try:
-            known = self._known.get((func, _key(args), _key(tuple(kwargs.items()))))
+            known = self._known.get(_key_of_call(func, args, kwargs))
         except (_NotRemembered, TypeError):
             known = None
         if known is None:
@@ -125,6 +126,10 @@ def _stays_real(args, kwargs) -> bool:
     return not materialised
 
 
+def _key_of_call(func, args, kwargs) -> Any:
+    return func, _key(args), _key(tuple(kwargs.items())) if kwargs else ()
+
+
 def _key(value) -> Any:
     kind = type(value)
     if kind is FakeTensor:
@@ -132,7 +137,8 @@ def _key(value) -> Any:
             raise _NotRemembered
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind is tuple or kind is list or kind is torch.Size:
-        return tuple([_key(item) for item in value]) if value else ()
+        # Written out for numbers and the like, of which most arguments consist: a trace makes a million keys.
+        return tuple([(of, item) if (of := type(item)) in _PLAIN else _key(item) for item in value])
     if isinstance(value, (Tensor, torch.ScriptObject)):  # a script object is equal only to itself
         raise _NotRemembered
     return kind, value

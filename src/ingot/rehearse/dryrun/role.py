@@ -2,7 +2,8 @@
 
 Tensors have a shape and a dtype but no memory; collectives of the fake process group return at once. All other code is
 the training program. dry_run.py starts `python -m ingot.rehearse.dryrun.role` with a request on standard input and
-reads one line of JSON per traced rank. The tracing processes are forked from this process after all imports.
+reads one line of JSON per phase that a rank enters, and one per traced rank. The tracing processes are forked from this
+process after all imports.
 """
 
 import dataclasses
@@ -16,6 +17,7 @@ import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
@@ -51,14 +53,20 @@ _CPU = torch.device("cpu")
 
 
 def trace_rank(
-    config: RunConfig, rank: int, device: str = "cpu", known: Known | None = None, loads: Sequence[float] = ()
+    config: RunConfig,
+    rank: int,
+    device: str = "cpu",
+    known: Known | None = None,
+    loads: Sequence[float] = (),
+    began: Callable[[str], None] = str,
 ) -> Tracker:
     """Build the run as `rank`, take two optimizer steps and gather the tensors of a checkpoint; return the tracker.
 
     device: "cuda" traces the operations and logit chunks that the program uses on CUDA. Nothing is compiled, so no
     elementwise operations are fused. parallel.async_tp is ignored, because it only splits collectives into parts.
     known: cache of fake operations, shared with earlier traces. loads: loads of the experts, in any unit; empty: all
-    equal. The process must not have a process group; the one made here is destroyed at the end.
+    equal. began: called with the name of each phase at its start. The process must not have a process group; the one
+    made here is destroyed at the end.
     """
     train = dataclasses.replace(config.train, compile="off", device="cpu")
     parallel = dataclasses.replace(config.parallel, async_tp=False)
@@ -88,6 +96,7 @@ def trace_rank(
             fakes,
             tracker,
         ):
+            began(BUILD)
             tracker.begin(BUILD)
             with tracker.within("parameters", "build"):
                 # State on the host waits for the veto, whose value fake tensors do not have.
@@ -97,11 +106,13 @@ def trace_rank(
                 run = trainer_run.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
             for moment in (FIRST, STEADY):
+                began(moment)
                 tracker.begin(moment)
                 with tracker.within("other", "batch"):
                     batch = empty_batch(config)
                 train_step(run, batch, config.optim.lr)
                 del batch
+            began(SAVE)
             tracker.begin(SAVE)
             with tracker.within("other", "save"):
                 for block in run.state.blocks(run.optimizer.moments(), first_rank=rank == 0):
@@ -257,7 +268,7 @@ def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connect
         while True:
             rank, started = pipe.recv(), time.process_time()
             try:
-                tracker = trace_rank(config, rank, device, known, loads)
+                tracker = trace_rank(config, rank, device, known, loads, partial(_report, pipe, rank))
                 answer = answer_of(config, tracker, rank, time.process_time() - started)
             except IngotError as error:
                 answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
@@ -265,7 +276,13 @@ def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connect
             except Exception as error:
                 text = f"{type(error).__name__}: {error}"
                 answer = {"rank": rank, "error": text, "traceback": traceback.format_exc()}
-            pipe.send_bytes(json.dumps(answer).encode())
+            pipe.send((True, json.dumps(answer)))
+            gc.collect()
+            gc.freeze()  # what is left is the cache, which grows from rank to rank
+
+
+def _report(pipe: Connection, rank: int, phase: str) -> None:
+    pipe.send((False, json.dumps({"rank": rank, "phase": phase})))
 
 
 # The query-key pairs that attention kernels compute on one rank: half of the square for causal attention. Pairs hidden
@@ -318,8 +335,8 @@ def _whole(tokens: int, window: int, masks: int, masked: bool) -> AttendedPairs:
 
 
 def main() -> None:
-    """Trace the ranks of the request on standard input in up to `jobs` processes, and print one line of JSON per rank.
-    If a process dies, no further ranks are started.
+    """Trace the ranks of the request on standard input in up to `jobs` processes, and print one line of JSON per phase
+    and per rank. If a process dies, no further ranks are started.
     """
     request = json.load(sys.stdin)
     config = run_from_dict(request["config"])
@@ -339,17 +356,22 @@ def main() -> None:
     while running:
         for pipe in wait(list(running)):
             assert isinstance(pipe, Connection)
-            process, rank = running.pop(pipe)
+            process, rank = running[pipe]
             try:
-                answer = pipe.recv_bytes().decode()
+                done, line = pipe.recv()
             except EOFError:
                 process.join()
-                answer = json.dumps({"rank": rank, "error": f"its process ended with exit code {process.exitcode}"})
+                done, line = (
+                    True,
+                    json.dumps({"rank": rank, "error": f"process ended with exit code {process.exitcode}"}),
+                )
                 left.clear()
-            if left:
-                running[pipe] = process, left.pop(0)
-                pipe.send(running[pipe][1])
-            print(answer, flush=True)
+            if done:
+                del running[pipe]
+                if left:
+                    running[pipe] = process, left.pop(0)
+                    pipe.send(running[pipe][1])
+            print(line, flush=True)
 
 
 if __name__ == "__main__":

@@ -39,6 +39,7 @@ CASES = {
     "a card": ("qwen3-0.6b", 64, 2048, "rtx4090"),
     "a slice": ("llama3-8b", 256, 8192, "v5p-128"),
 }
+LARGE = ("70b on 1,024", "405b on 16,384", "experts on 1,024", "racks")  # seconds for each search
 
 
 @cache
@@ -51,7 +52,9 @@ def layout(name: str) -> Parallel:
     return found(name).best[0].run.parallel
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in LARGE else name for name in CASES]
+)
 def test_every_layout_found_is_legal_fits_and_uses_all_devices(name):
     cluster = load_cluster(CASES[name][-1])
     assert 3 <= len(found(name).best) <= 10
@@ -75,6 +78,7 @@ def test_a_small_model_on_a_node_is_sharded_and_not_cut():
     assert 0.35 < found("8b on a node").best[0].mfu < 0.6
 
 
+@pytest.mark.slow
 def test_a_large_model_is_cut_inside_of_nodes_and_over_few_stages():
     parallel = layout("70b on 1,024")
     assert parallel.tp * parallel.cp <= 8
@@ -82,6 +86,7 @@ def test_a_large_model_is_cut_inside_of_nodes_and_over_few_stages():
     assert parallel.recompute != "full"
 
 
+@pytest.mark.slow
 def test_the_largest_models_need_tensors_over_a_node_and_a_pipeline_with_virtual_stages():
     parallel = layout("405b on 16,384")
     assert parallel.tp == 8
@@ -89,6 +94,7 @@ def test_the_largest_models_need_tensors_over_a_node_and_a_pipeline_with_virtual
     assert parallel.stages_on_each_rank > 1
 
 
+@pytest.mark.slow
 def test_experts_stay_close_and_memory_is_bought_with_stages_or_recomputation():
     parallel = layout("experts on 1,024")
     assert 4 <= parallel.ep <= 64
@@ -119,6 +125,7 @@ def test_a_slice_of_tpus_is_planned_for():
     assert 0.2 < found("a slice").best[0].mfu < 0.8
 
 
+@pytest.mark.slow
 def test_faster_ones_go_first_but_for_simpler_ones_that_are_as_fast():
     for name in CASES:
         seconds = [candidate.step_seconds for candidate in found(name).best]

@@ -140,6 +140,7 @@ def test_a_checkpoint_at_every_step(trained):
     assert 0 < remedy.seconds <= first(found).seconds
 
 
+@pytest.mark.slow
 def test_micro_batches_of_one(trained):
     found = trained(micro_batch=1, global_batch=16)
     assert first(found).name == "small micro-batches"
@@ -148,6 +149,7 @@ def test_micro_batches_of_one(trained):
     assert remedy.seconds > 0.2 * found.measured.step_seconds
 
 
+@pytest.mark.slow
 def test_recomputation_that_nobody_needs(trained):
     found = trained(parallel={"recompute": "full"}, seq_len=256)
     assert first(found).name == "recompute"
@@ -155,6 +157,7 @@ def test_recomputation_that_nobody_needs(trained):
     assert "would fit" in first(found).evidence
 
 
+@pytest.mark.slow
 def test_a_pipeline_without_micro_batches(trained):
     found = trained(parallel={"pp": 2}, micro_batch=16, global_batch=16, seq_len=128)
     assert first(found).name == "pipeline bubble"

@@ -95,7 +95,7 @@ def test_recomputed_blocks_are_compiled_inside_where_attention_is_not_seen_whole
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "experts" if value.is_moe else "dense",
 )
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_compiled_and_parallel_equals_parallel(fork_ranks, monkeypatch, zero, arch, forms):
     def losses(rank, ranks):
         eager_graphs(monkeypatch)

@@ -1,0 +1,255 @@
+"""The dry run of `ingot check --simulate`: its call, its lines as ranks are traced, and its tables."""
+
+import argparse
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ingot.cli.arguments import fraction
+from ingot.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ingot.rehearse.dryrun.dry_run import DryRun, PhaseMemory, Trace, Watcher
+    from ingot.schema.run import RunConfig
+
+BALANCED = "balanced"
+_PATIENCE = 900.0
+
+
+def add_dry_run(parser: argparse.ArgumentParser) -> None:
+    """Add the options of the dry run to the parser of `ingot check`."""
+    dry = parser.add_argument_group("dry run")
+    dry.add_argument(
+        "--simulate",
+        action="store_true",
+        help="dry run: trace memory, traffic and collectives of every rank, without the cluster's devices, data or"
+        " disk; traces are kept, so a repeated dry run traces only what is missing",
+    )
+    dry.add_argument(
+        "--expert-load",
+        metavar="balanced|FILE",
+        help="the load of each expert, a JSON list of numbers (default: balanced, equal loads)",
+    )
+    dry.add_argument(
+        "--patience",
+        type=fraction("patience", 1.0, 1e6),
+        metavar="SECONDS",
+        help=f"end with what is traced when no rank makes progress for so long (default: {_PATIENCE:.0f})",
+    )
+
+
+def require_simulate(args: argparse.Namespace) -> None:
+    """Raise ConfigError if an option of the dry run is given without --simulate."""
+    from ingot.errors import ConfigError
+
+    alone = [f"--{name.replace('_', '-')}" for name in ("expert_load", "patience") if getattr(args, name) is not None]
+    if alone and not args.simulate:
+        raise ConfigError(
+            "E-SIMULATE-ALONE",
+            f"{alone[0]} is given without --simulate",
+            rule=f"{alone[0]} is an option of the dry run",
+            fix=f"add --simulate, or remove {alone[0]}",
+            option=alone[0],
+        )
+
+
+def dry_run(args: argparse.Namespace, config: "RunConfig", device: str, terminal: Terminal) -> "DryRun":
+    """Trace the ranks of a run that has no problem, and print a line for each as it is traced. device: that of the
+    cluster. Raises IngotError if a rank cannot be traced."""
+    from ingot.errors import require
+    from ingot.rehearse.dryrun.dry_run import simulate
+    from ingot.rehearse.dryrun.expert_load import read_loads
+
+    require("torch", "train")
+    loads = () if args.expert_load in (None, BALANCED) else read_loads(Path(args.expert_load), config.model)
+    wanted = config.train.device
+    terminal.say("\ntraced rank, with its highest peak of memory:")
+    return simulate(
+        config,
+        device=device if wanted == "auto" else wanted,
+        loads=loads,
+        patience=args.patience or _PATIENCE,
+        watcher=_watcher(terminal),
+    )
+
+
+def _watcher(terminal: Terminal) -> "Watcher":
+    from ingot.rehearse.dryrun.dry_run import Watcher
+    from ingot.units import format_bytes
+
+    class Printer(Watcher):
+        def __init__(self):
+            self.fraction = 0.0
+
+        def began(self, rank: int, phase: str) -> None:
+            terminal.progress(self.fraction, f"rank {rank}: {phase}")
+
+        def traced(self, trace: "Trace", done: int, ranks: int, was_kept: bool) -> None:
+            self.fraction = done / ranks
+            phase, peak = trace.peak
+            how = "kept from an earlier dry run" if was_kept else f"{trace.cpu_seconds:.1f} CPU seconds"
+            number = f"{done:>{len(str(ranks))}}/{ranks}"
+            terminal.say(f"{number}  {trace.name}: {format_bytes(peak)} ({phase}), {len(trace.calls):,} calls; {how}")
+            terminal.progress(self.fraction, f"traced {done} of {ranks} ranks")
+
+    return Printer()
+
+
+_KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")
+_SHORT = {"communication": "comms", "activations": "activ.", "parameters": "params", "optimizer": "optim."}
+
+
+def show_dry_run(found: "DryRun", terminal: Terminal) -> None:
+    """Print the tables of a dry run, and whether its collectives match and the formulas agree."""
+    from ingot.rehearse.dryrun.dry_run import MOMENTS, STEADY
+    from ingot.units import format_bytes
+
+    first = [trace for trace in found.traces if trace.rank == found.bases[trace.position]]
+    if not found.traces:
+        _show_missing(found, terminal)
+        return
+    several = found.grid.sizes["pp"] > 1
+    names = [f"pp {t.position}" if several else t.name for t in first]
+    of_each = "; one rank of each pipeline position is shown" if several else ""
+    terminal.say(
+        f"\n{found.grid.world_size:,} ranks, of which {len(found.traces)} were traced{of_each}.\n"
+        "Memory of tensors at the peak, by phase (planner: the prediction of `ingot plan`):"
+    )
+    rows = [
+        [name, *(format_bytes(t.moments[m].bytes) for m in MOMENTS), format_bytes(found.bills[t.position])]
+        for name, t in zip(names, first, strict=True)
+    ]
+    terminal.table(_folded(rows), ("rank", *MOMENTS, "planner"), right=range(1, len(MOMENTS) + 2))
+    _show_over_bill(found, terminal)
+    terminal.say("\nPeak of the steady step, by kind of memory, and the place where it is reached:")
+    kinds = [kind for kind in _KINDS if any(_is_large(t.moments[STEADY], kind) for t in first)]
+    rows = [
+        [name, *(format_bytes(t.moments[STEADY].by_kind.get(kind, 0)) for kind in kinds), t.moments[STEADY].place]
+        for name, t in zip(names, first, strict=True)
+    ]
+    headings = [_SHORT.get(kind, kind) for kind in kinds]
+    terminal.table(_folded(rows), ("rank", *headings, "at"), right=range(1, len(kinds) + 1))
+    terminal.say("\nOne optimizer step: TFLOP (computed ones include recomputation), and bytes sent by axis (calls):")
+    axes = sorted({axis for t in first for axis in t.counts}, key=lambda axis: _outermost(axis, found))
+    rows = [
+        [
+            name,
+            _tera(found.useful[t.position]),
+            _tera(t.matmul_flops + t.attention_flops),
+            *(_sent(t, a) for a in axes),
+        ]
+        for name, t in zip(names, first, strict=True)
+    ]
+    terminal.table(_folded(rows), ("rank", "useful", "computed", *axes), right=(1, 2))
+    if found.overlap_left_out:
+        terminal.say("The overlap of parallel.async_tp is not traced: collectives are shown as if there were none.")
+    _verdicts(found, terminal)
+
+
+def _is_large(phase: "PhaseMemory", kind: str) -> bool:
+    return phase.by_kind.get(kind, 0) > 0.001 * phase.bytes
+
+
+def _folded(rows: list[list[str]]) -> list[list[str]]:
+    """Return the rows of pipeline ranks, with neighbors that differ in nothing but their number as one: "pp 1-8"."""
+    folded: list[list[str]] = []
+    for name, *cells in rows:
+        if folded and folded[-1][1:] == cells:
+            start, _, _ = folded[-1][0].partition("-")
+            folded[-1][0] = f"{start}-{name.removeprefix('pp ')}"
+        else:
+            folded.append([name, *cells])
+    return folded
+
+
+def _show_over_bill(found: "DryRun", terminal: Terminal) -> None:
+    from ingot.units import format_bytes
+
+    if not found.over_bill:
+        return
+    worst, *others = found.over_bill
+    phase, peak = worst.peak
+    bill = found.bills[worst.position]
+    more = f"; {len(others)} more of the {len(found.traces)} traced ranks are above their bills" if others else ""
+    terminal.say(
+        f"More memory than planned: {worst.name} peaks at {format_bytes(peak)} ({phase}), the planner bills"
+        f" {format_bytes(bill)}: {peak / bill - 1:.0%} above it{more}."
+    )
+
+
+def _outermost(axis: str, found: "DryRun") -> tuple[bool, int, int]:
+    """Return a sort key for axes: mesh order, combined axes ("a+b") after their first axis, the whole world last."""
+    from ingot.rehearse.dryrun.dry_run import WORLD
+
+    order, names = list(found.grid.sizes), axis.split("+")
+    return axis == WORLD, order.index(names[0]) if axis != WORLD else 0, len(names)
+
+
+def _tera(flops: float) -> str:
+    return f"{flops / 1e12:,.0f}"
+
+
+def _sent(trace: "Trace", axis: str) -> str:
+    from ingot.rehearse.dryrun.rendezvous import ISEND, MESSAGES, SEND
+    from ingot.units import format_bytes
+
+    counts = trace.counts.get(axis, {})
+    collectives = sum(n for op, n in counts.items() if op not in MESSAGES)
+    sends = sum(counts.get(op, 0) for op in (SEND, ISEND))
+    return f"{format_bytes(trace.sent.get(axis, 0))} ({collectives or f'{sends} sends'})"
+
+
+def _verdicts(found: "DryRun", terminal: Terminal) -> None:
+    world, wrong = found.world, [c for c in found.compared if not c.agrees]
+    if world is None:
+        _show_missing(found, terminal)
+    elif world.fault:
+        terminal.say(terminal.style(f"\nCollectives: {world.fault.kind}", "red"))
+        terminal.say("\n".join(f"  {line}" for line in world.fault.message.splitlines()))
+    else:
+        calls = sum(len(trace.calls) for trace in found.traces)
+        terminal.say(f"\nCollectives: {calls:,} calls of {len(found.traces)} ranks match; no mismatch, no deadlock.")
+    if world and not world.alike:
+        terminal.say(f"First and last ranks differ, so {world.followed} corners of the mesh were traced.")
+    names = {trace.rank: trace.name for trace in found.traces}
+    for c in wrong:
+        terminal.say(
+            f"{names[c.rank]}: {c.what}: traced {c.traced:.4g}, by formula {c.formula:.4g} ({c.deviation:.1%})"
+        )
+    _other_loads(found, names, terminal)
+    if not wrong:
+        worst = max((c.deviation for c in found.compared if not c.other_loads), default=0.0)
+        terminal.say(f"Work and traffic agree with the formulas of the planner within {max(worst, 1e-4):.2%}.")
+
+
+def _show_missing(found: "DryRun", terminal: Terminal) -> None:
+    ranks = len(found.traces) + len(found.missing)
+    terminal.say(
+        terminal.style(f"\nNot finished: {len(found.missing)} of {ranks} ranks were not traced in time.", "red")
+    )
+    terminal.say("Without them, collectives are not checked. What is traced is kept: the same command goes on there.")
+
+
+def _other_loads(found: "DryRun", names: dict[int, str], terminal: Terminal) -> None:
+    """Print the work and traffic that differ with the given expert loads from those with equal loads."""
+    changed = [c for c in found.compared if c.other_loads and c.formula]
+    if changed:
+        terminal.say("\nWith these expert loads, compared with equal loads:")
+        rows = [[names[c.rank], c.what, f"{c.traced:.4g}", f"{c.traced / c.formula:.2f} times"] for c in changed]
+        terminal.table(rows, ("rank", "what", "traced", "of balanced"), right=(2, 3))
+
+
+def dry_run_facts(found: "DryRun") -> dict:
+    """Return the dry run as JSON values."""
+    from dataclasses import asdict, replace
+
+    return {
+        "world_size": found.grid.world_size,
+        "ranks": [asdict(replace(trace, calls=[])) | {"calls": len(trace.calls)} for trace in found.traces],
+        "missing": found.missing,
+        "fault": asdict(found.world.fault) if found.world and found.world.fault else None,
+        "alike": found.world.alike if found.world else None,
+        "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
+        "planner_bytes": found.bills,
+        "over_bill": [trace.rank for trace in found.over_bill],
+        "useful_flops": found.useful,
+    }
