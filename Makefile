@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
-# The tests of a file stay together on one worker; tests/conftest.py sets the number of workers and has the groups.
-PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup
+# tests/conftest.py sets the number of workers, and keeps the tests of a file on one of them.
+PYTEST := $(BIN)/python -m pytest -n auto
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not nightly"
 

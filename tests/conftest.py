@@ -47,9 +47,7 @@ time.tzset()
 # A job that a script starts with & ignores Ctrl-C, and so would the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Tests that start several processes each run one after the other: one worker of pytest-xdist has those whose processes
-# compute all the time, another one those that wait for starts, kills and pages most of the time.
-_COMPUTE = ("tests/dist/", "tests/proof/")
+# Tests that wait for starts, kills and pages most of the time: one worker of pytest-xdist has all of them.
 _WAIT = ("tests/e2e/", "tests/golden/", "tests/web/", "tests/unit/data/tasks/", "tests/unit/trainer/launch/")
 
 
@@ -58,15 +56,16 @@ def pytest_make_parametrize_id(val):
     return f"{len(val)}-bytes" if isinstance(val, bytes) else None
 
 
-def pytest_collection_modifyitems(items):
-    """Keep the tests of a file on one worker, so that their shared fixtures are made once, and all ranks on one."""
-    for item in items:
-        group = item.nodeid.partition("::")[0]
-        if group.startswith(_WAIT):
-            group = "processes that wait"
-        elif group.startswith(_COMPUTE) or "fork_ranks" in getattr(item, "fixturenames", ()):
-            group = "ranks"
-        item.add_marker(pytest.mark.xdist_group(group))
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Keep the tests of a file on one worker, so that their shared fixtures are made once."""
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            return "processes that wait" if nodeid.startswith(_WAIT) else nodeid.partition("::")[0]
+
+    return ByFile(config, log)
 
 
 def pytest_collection_finish():
@@ -75,6 +74,7 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers():
     """`-n auto`: one worker more than cores, because one of them waits most of the time."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)

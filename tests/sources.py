@@ -1,6 +1,7 @@
 """The syntax of every file of ingot, parsed once for all tests of a process that look at the source."""
 
 import ast
+import gc
 from functools import cache
 from pathlib import Path
 
@@ -20,4 +21,6 @@ def parsed(folder: Path) -> dict[Path, list[ast.AST]]:
 
 @cache
 def source_nodes() -> dict[Path, list[ast.AST]]:
-    return parsed(SOURCE)
+    found = parsed(SOURCE)
+    gc.freeze()  # a million nodes, which every collection of garbage would visit
+    return found

@@ -84,7 +84,9 @@ def grids(world):
             yield Parallel(cp=world, context="usp", ulysses=ulysses, context_layout=layout)
 
 
-@pytest.mark.parametrize("world, kv_heads", [(2, (12, 4, 1)), (3, (6, 2)), (4, (12, 2)), (8, (3,))])
+@pytest.mark.parametrize(
+    "world, kv_heads", [(2, (12, 4, 1)), (3, (6, 2)), (4, (12, 2)), pytest.param(8, (3,), marks=pytest.mark.slow)]
+)
 def test_every_form_equals_one_process(fork_ranks, world, kv_heads):
     def check(rank, ranks):
         for parallel in grids(world):

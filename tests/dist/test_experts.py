@@ -179,7 +179,7 @@ def issued(rank, world, run):
     return names.count("all_to_all"), names.count("all_gather"), gradients
 
 
-@pytest.mark.parametrize("zero", [1, 3])
+@pytest.mark.parametrize("zero", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_recompute_keeps_bits_and_selective_runs_no_all_to_all_again(fork_ranks, zero):
     each = {"dp_shard": 4, "ep": 2, "zero": zero, "global_batch": 4}
     plain, full, selective = (

@@ -57,6 +57,7 @@ def first_state(rank, world, run):
     return keep((piece, piece.value) for piece in (*parts.model.shards, *parts.balance.shards))
 
 
+@pytest.mark.slow
 def test_the_first_loss_is_that_of_transformers_and_training_goes_on(fork_ranks, mixtral):
     theirs, folder = mixtral
     runs = {name: starting_from(folder, MIXTRAL, **layout) for name, layout in LAYOUTS.items()}

@@ -193,8 +193,9 @@ def check_all(fork_ranks, pp, kind, names, micro_batches, *options):
         check(results, expected)
 
 
-@pytest.mark.parametrize("kind", [Toy, Transformer])
-@pytest.mark.parametrize("pp", [2, 4])
+@pytest.mark.parametrize(
+    "pp, kind", [(2, Toy), (2, Transformer), (4, Toy), pytest.param(4, Transformer, marks=pytest.mark.slow)]
+)
 def test_every_schedule_equals_one_process(fork_ranks, pp, kind):
     check_all(fork_ranks, pp, kind, SCHEDULES, 2 * pp)
 

@@ -34,12 +34,17 @@ def test_layouts_equal_the_llama_of_transformers(fork_ranks, transformers_twin, 
     compare(fork_ranks, transformers_twin, replace(ARCH, tied_embeddings=tied), LAYOUTS)
 
 
-@pytest.mark.parametrize("qk_norm", [False, pytest.param(True, marks=pytest.mark.nightly)], ids=["mistral", "qwen3"])
+@pytest.mark.parametrize(
+    "qk_norm",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.nightly)],
+    ids=["mistral", "qwen3"],
+)
 def test_a_window_is_that_of_transformers(fork_ranks, transformers_twin, qk_norm):
     """A window of 3 tokens in sequences of 8 shows an error of one token."""
     arch = replace(ARCH, qk_norm=qk_norm, sliding_window=3)
     compare(fork_ranks, transformers_twin, arch, {"one process": {}, "tp": {"tp": 2}} | CONTEXT_LAYOUTS)
 
 
+@pytest.mark.slow
 def test_context_layouts_equal_the_llama_of_transformers(fork_ranks, transformers_twin):
     compare(fork_ranks, transformers_twin, ARCH, CONTEXT_LAYOUTS)

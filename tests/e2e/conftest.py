@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,7 +159,7 @@ def ended(process: subprocess.Popen, code: int, seconds: float = 90) -> str:
 
 
 def workers_of(folder: RunFolder) -> list[int]:
-    """Living processes that carry the run's folder on their command line: torchrun and its ranks."""
+    """Living processes that carry the run's folder on their command line: the fork server and its ranks."""
     name, found = str(folder.root).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -169,6 +170,20 @@ def workers_of(folder: RunFolder) -> list[int]:
             if b"ingot.trainer.main" in line and name in line:
                 found.append(int(entry.name))
     return found
+
+
+@contextmanager
+def paused(folder: RunFolder):
+    """Within the context, the ranks of the run stand still."""
+    workers = workers_of(folder)
+    assert workers
+    for pid in workers:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in workers:
+            os.kill(pid, signal.SIGCONT)
 
 
 def read_json(path: Path) -> dict:

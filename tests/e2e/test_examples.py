@@ -74,6 +74,7 @@ def test_a_program_without_its_communication_fails(name, tmp_path):
     assert "not equal to one process" in errors, errors
 
 
+@pytest.mark.slow
 def test_a_program_starts_from_the_command_line():
     command = [sys.executable, str(EXAMPLES / "ulysses.py")]
     assert "loss" in subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout

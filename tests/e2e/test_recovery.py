@@ -16,7 +16,7 @@ from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.optim.schedule import learning_rate
 
-from .conftest import Project, ended, workers_of
+from .conftest import Project, ended, paused, workers_of
 
 STEPS = 120
 
@@ -108,7 +108,8 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     out = "stopped"
     process = project.start(out)
     project.wait_for_step(out, 30, process)
-    second = project.train(out, code=30)
+    with paused(project.folder(out)):  # the run could end while the second one starts
+        second = project.train(out, code=30)
     assert "E-RUN-BUSY" in second and f":{process.pid} " in second
     process.send_signal(signal.SIGINT)
     output = ended(process, 10)

@@ -105,7 +105,7 @@ def test_a_model_from_elsewhere_is_planned_and_checked(capsys, tmp_path):
     assert "init" not in out(capsys)
     assert main([*check, "--set", "model.moe.top_k=3"]) == 3
     assert "runs/moe.toml:3: init: the model in runs/../hf differs from the run's: " in out(capsys)
-    assert main([*check, "--set", "init=nowhere"]) == 3
+    assert main([*check, "--set", "init=nowhere"]) == 0  # it may exist on the cluster
     assert "--set init: there is no folder runs/nowhere" in out(capsys)
     assert main([*command[:-1], str(arch.max_seq_len * 2)]) == 3
     assert "model.max_seq_len" in out(capsys)

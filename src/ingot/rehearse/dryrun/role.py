@@ -58,7 +58,7 @@ def trace_rank(
     device: str = "cpu",
     known: Known | None = None,
     loads: Sequence[float] = (),
-    began: Callable[[str], None] = str,
+    began: Callable[[str], object] = str,
 ) -> Tracker:
     """Build the run as `rank`, take two optimizer steps and gather the tensors of a checkpoint; return the tracker.
 

@@ -168,6 +168,7 @@ def test_full_saves_one_tensor_per_block_for_the_backward():
     assert [size for size in saved if size] == [x.nbytes]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("wrapped", [False, True])
 @pytest.mark.parametrize("how", ["full", "selective"])
 def test_compiled_blocks_recompute(how, wrapped):
