@@ -174,7 +174,7 @@ def workers_of(folder: RunFolder) -> list[int]:
 
 @contextmanager
 def paused(folder: RunFolder):
-    """Within the context, the ranks of the run stand still."""
+    """Within the context, the ranks of the run are stopped."""
     workers = workers_of(folder)
     assert workers
     for pid in workers:

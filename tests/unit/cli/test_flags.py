@@ -28,6 +28,7 @@ pytest.importorskip("torch")
 pytest.importorskip("uvicorn", reason="needs the part web: pip install 'ingot[web]'")
 
 from ingot.cli.main import _ACTIONS, VERBS, _verb_parser, _with_subcommands, main
+from ingot.cli.terminal import Terminal
 from ingot.config import to_toml
 from ingot.data.build.corpus import SECONDS
 from ingot.errors import UsageError
@@ -36,6 +37,7 @@ from ingot.machine.facts import read_machine
 from ingot.planner.published.run import shipped_rows
 from ingot.planner.request.planning import plan
 from ingot.planner.request.presets import load_model
+from ingot.planner.show import plans
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 
@@ -229,6 +231,29 @@ def called(name: str):
     return show
 
 
+TABLES: set[str] = set()  # lines of all tables that the tests so far made commands print
+
+
+@pytest.fixture(autouse=True)
+def tables(monkeypatch):
+    plain, planned_table = Terminal.table, plans.table
+
+    def table(self, *args, **kwargs):
+        shown = io.StringIO()
+        with contextlib.redirect_stdout(shown):
+            plain(self, *args, **kwargs)
+        TABLES.update(shown.getvalue().splitlines())
+        print(shown.getvalue(), end="")
+
+    def table_of_plan(*args, **kwargs):
+        found = list(planned_table(*args, **kwargs))
+        TABLES.update(found)
+        return iter(found)
+
+    monkeypatch.setattr(Terminal, "table", table)
+    monkeypatch.setattr(plans, "table", table_of_plan)
+
+
 @pytest.fixture(autouse=True)
 def nothing_trains(monkeypatch):
     for module, name in REPLACED:
@@ -293,3 +318,13 @@ def test_every_verb_and_action_has_the_options_of_output(verb, tmp_path, monkeyp
     assert (text[1], quiet[1], text[2]) == ("a line\n", "", quiet[2])
     assert [json.loads(line).get("a") for line in facts[1].splitlines()] == [1, None]
     assert "Traceback" in traced[2] and "Traceback" not in text[2]
+
+
+@pytest.mark.slow
+def test_tables_fit_80_columns(ran):
+    """Tables of all commands that ran before in this file, and of these."""
+    for command in ("explain", "explain E-", "data inspect data", "plan score", "check moe.toml --cluster h100"):
+        ran(command)
+    ran("plan --model moe-671b --tokens 15T --cluster 256x8xh100 --top 9")
+    assert len(TABLES) > 200
+    assert [line for line in TABLES if len(line) > 80] == []

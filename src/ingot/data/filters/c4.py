@@ -3,8 +3,7 @@
 FineWeb leaves out the bad-word list and the rule that every line ends in punctuation, which removes a third of the
 text; the default here leaves them out too. Thresholds and phrases are those of huggingface/datatrove,
 pipeline/filters/c4_filters.py and examples/fineweb.py. The preset `c4` has the thresholds of C4's own code
-(tensorflow/datasets, text/c4_utils.py): 3 sentences, lines of 5 words. It also keeps lines that end in ', as datatrove
-does; C4's code removes them.
+(tensorflow/datasets, text/c4_utils.py): 3 sentences, lines of 5 words, and no line that ends in a single quote.
 """
 
 import re
@@ -31,6 +30,7 @@ class C4Rules:
     lorem_ipsum, curly_bracket: drop documents that contain "lorem ipsum" or "{". Switch the latter off for source code.
     javascript, policy_phrases: remove lines that mention JavaScript, or cookies and policies.
     terminal_punctuation: remove lines that do not end in . ? ! or a quotation mark, or that end in "...".
+    single_quotes: a single quotation mark (') is one of them, as in datatrove; in C4's own code it is not.
     sentences: the least number of sentences; a document that has fewer in its remaining lines is dropped.
     bad_words: file with one word or phrase per line; documents that contain one are dropped. "": no such rule. A list
       comes from the user. Words of scripts without spaces (Chinese, Japanese, Thai) are found inside other words too.
@@ -43,6 +43,7 @@ class C4Rules:
     javascript: bool = True
     policy_phrases: bool = True
     terminal_punctuation: bool = False
+    single_quotes: bool = True
     word_length: Count = 1000
     line_words: Count = 3
     bad_words: str = ""
@@ -74,6 +75,7 @@ class C4:
             rules.lorem_ipsum,
             rules.curly_bracket,
             citations_first=words != "spacy",
+            single_quotes=rules.single_quotes,
         )
         self._bad_words = _pattern(Path(rules.bad_words)) if rules.bad_words else None
 

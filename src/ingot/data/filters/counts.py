@@ -30,7 +30,9 @@ CLOSING_QUOTES = "\"'”’»…"
 _KELVIN = "\u212a"  # its lower-case form is an ASCII "k"
 _CITATION = re.compile(r"\[(?:\d*|edit|citation needed)\]")
 # Bits of C4's switches, as native/quality.c expects them.
-_TERMINAL_PUNCTUATION, _JAVASCRIPT, _POLICY, _LOREM, _CURLY, _CITATIONS_FIRST = (1 << bit for bit in range(6))
+_TERMINAL_PUNCTUATION, _JAVASCRIPT, _POLICY, _LOREM, _CURLY, _CITATIONS_FIRST, _SINGLE_QUOTES = (
+    1 << bit for bit in range(7)
+)
 
 
 class GopherCounts(NamedTuple):
@@ -239,6 +241,7 @@ class LineRules(NamedTuple):
     lorem_ipsum: bool
     curly_bracket: bool
     citations_first: bool
+    single_quotes: bool
 
 
 def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
@@ -255,6 +258,7 @@ def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
             | _LOREM * rules.lorem_ipsum
             | _CURLY * rules.curly_bracket
             | _CITATIONS_FIRST * rules.citations_first
+            | _SINGLE_QUOTES * rules.single_quotes
         )
         try:
             return module.c4(text, rules.word_length, rules.line_words, bits)
@@ -266,6 +270,7 @@ def cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
 def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
     """Return the result of `cut_lines`; the reference implementation in Python."""
     kept: list[str] = []
+    ends = (".", "?", "!", '"', *("'" * rules.single_quotes))
     for line in text.splitlines():
         if rules.citations_first:
             line = _CITATION.sub("", line)
@@ -275,7 +280,7 @@ def plain_cut_lines(text: str, rules: LineRules) -> tuple[str, int, str]:
             continue
         if not rules.citations_first:
             line = _CITATION.sub("", line)
-        if rules.terminal_punctuation and (not line.endswith((".", "?", "!", '"', "'")) or line.endswith("...")):
+        if rules.terminal_punctuation and (not line.endswith(ends) or line.endswith("...")):
             continue
         if len(words) < rules.line_words:
             continue

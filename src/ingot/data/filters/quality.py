@@ -110,7 +110,7 @@ PRESETS: dict[str, QualityRules] = {
     "web": _WEB,
     "fineweb": replace(_WEB, words="spacy", fineweb=FineWebRules(closing_quotes=False)),
     "gopher": replace(_NONE, gopher=GopherRules(), gopher_repetition=RepetitionRules()),
-    "c4": replace(_NONE, c4=C4Rules(sentences=3, line_words=5, terminal_punctuation=True)),
+    "c4": replace(_NONE, c4=C4Rules(sentences=3, line_words=5, terminal_punctuation=True, single_quotes=False)),
     "none": _NONE,
 }
 

@@ -1067,7 +1067,8 @@ done:
 
 static const char *const policies[] = {"terms of use", "privacy policy", "cookie policy",
                                        "uses cookies", "use of cookies", "use cookies"};
-enum { TERMINAL_RULE = 1, JAVASCRIPT = 2, POLICY = 4, LOREM = 8, CURLY = 16, CITATIONS_FIRST = 32 };
+enum { TERMINAL_RULE = 1, JAVASCRIPT = 2, POLICY = 4, LOREM = 8, CURLY = 16, CITATIONS_FIRST = 32,
+       SINGLE_QUOTES = 64 };
 
 /* Checks whether the lower-case text contains `phrase`. */
 static int holds(const byte *p, const byte *end, const char *phrase) {
@@ -1133,8 +1134,8 @@ static size_t line_words(const byte *p, const byte *end, size_t longest, int *to
     return count;
 }
 
-static int ends_sentence(const byte *p, const byte *end) {
-    if (p == end || strchr(".?!\"'", end[-1]) == NULL || end[-1] == 0) return 0;
+static int ends_sentence(const byte *p, const byte *end, int single_quotes) {
+    if (p == end || strchr(single_quotes ? ".?!\"'" : ".?!\"", end[-1]) == NULL || end[-1] == 0) return 0;
     return end - p < 3 || memcmp(end - 3, "...", 3) != 0;
 }
 
@@ -1187,7 +1188,7 @@ static PyObject *c4(PyObject *self, PyObject *args) {
             to = cleaned + without_citations(cleaned, from, to);
             from = cleaned;
         }
-        if (rules & TERMINAL_RULE && !ends_sentence(from, to)) continue;
+        if (rules & TERMINAL_RULE && !ends_sentence(from, to, rules & SINGLE_QUOTES)) continue;
         if (words < (size_t)fewest) continue;
         if (bracket) {
             for (size_t i = 0; i < (size_t)(to - from); i++)

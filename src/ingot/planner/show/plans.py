@@ -8,7 +8,7 @@ from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
 from ingot.planner.run.advice import notes
 from ingot.planner.run.plan import GIVEN_MFU, PlannedRun, RankedPlans
 from ingot.planner.search.candidates import EQUAL
-from ingot.planner.show.layout import layout_text
+from ingot.planner.show.layout import layout_text, settings_text
 from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
@@ -17,6 +17,7 @@ from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 WIDTH = 118
+TABLE_WIDTH = 80
 _BAR_WIDTH = 32
 _MOST_STAGES = 8  # with more pipeline ranks, only the two first, the two last and the fullest are shown
 _LABEL = 10  # columns reserved for the label of a line
@@ -63,7 +64,14 @@ def _ranking(ranked: RankedPlans) -> Iterator[str]:
         else f"fastest first, the simplest of those within {EQUAL:.0%}"
     )
     yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
-    yield from table(ranking_rows(ranked), RANKING, right=range(len(RANKING)))
+    figures = [RANKING.index(name) for name in ("", "memory", "bubble", "exposed", "step", "MFU", "tokens", "days")]
+    rows = [[row[i] for i in figures] for row in ranking_rows(ranked)]
+    head, *lines = table(rows, [RANKING[i] for i in figures], right=range(len(figures)))
+    yield head
+    for line, planned in zip(lines, ranked.plans, strict=True):
+        yield line
+        layout = f"{layout_text(planned.run)}, {settings_text(planned.run)}"
+        yield from textwrap.wrap(layout, TABLE_WIDTH, initial_indent="    ", subsequent_indent="    ")
 
 
 RANKING = (

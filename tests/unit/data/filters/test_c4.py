@@ -93,6 +93,14 @@ def test_terminal_punctuation_cuts_lines_when_it_is_on():
     assert run(text, terminal_punctuation=True) == ("", "\n".join([FIVE, 'He said "yes."', LINE]))  # words: ok
 
 
+def test_a_single_quote_ends_a_line_as_in_datatrove_but_not_in_c4_itself():
+    quoted = "She answered 'I do not know that.'"  # words: ok
+    text = "\n".join([FIVE, quoted, LINE])
+    assert run(text, terminal_punctuation=True) == ("", text)
+    assert run(text, terminal_punctuation=True, single_quotes=False) == ("", "\n".join([FIVE, LINE]))
+    assert not PRESETS["c4"].c4.single_quotes and PRESETS["fineweb"].c4.single_quotes
+
+
 def test_bad_words_are_whole_words_of_a_given_list(tmp_path):
     words = tmp_path / "words.txt"
     words.write_text("darn\nbad phrase\n\n", encoding="utf-8")

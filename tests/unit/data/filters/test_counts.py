@@ -48,8 +48,8 @@ def test_fineweb(text, short, quotes):
 
 @needs_native
 @settings(max_examples=400, deadline=None)
-@given(texts, st.integers(1, 12), st.integers(0, 4), st.tuples(*[st.booleans()] * 6))
-@example("Use coo\u212aies if you li\u212ae them.", 12, 3, (False, False, True, False, False, True))
+@given(texts, st.integers(1, 12), st.integers(0, 4), st.tuples(*[st.booleans()] * 7))
+@example("Use coo\u212aies if you li\u212ae them.", 12, 3, (False, False, True, False, False, True, True))
 def test_cut_lines(text, longest, fewest, switches):
     rules = LineRules(longest, fewest, *switches)
     assert cut_lines(text, rules) == plain_cut_lines(text, rules)
@@ -60,7 +60,7 @@ def test_every_document_of_the_shared_data(test_data):
     import gzip
     import json
 
-    rules = LineRules(1000, 3, False, True, True, True, True, True)
+    rules = LineRules(1000, 3, False, True, True, True, True, True, True)
     for kind in ("wiki", "udhr_labelled"):
         with gzip.open(test_data / "text" / f"{kind}.jsonl.gz", "rt", encoding="utf-8") as file:
             for text in (json.loads(line)["text"][:20_000] for line in file):
