@@ -1,7 +1,7 @@
 """Parsing and formatting of quantities as people write them: 1.5T tokens, 48 GiB, 3 min 20 s."""
 
-import math
 import re
+from fractions import Fraction
 
 from ingot.errors import ConfigError
 
@@ -14,16 +14,23 @@ _YEAR_SECONDS = 365.25 * 86400
 _SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600, "d": 86400}
 
 
-def _parse(text: str | int | float, units: dict[str, int], what: str, example: str) -> float:
-    if isinstance(text, int | float):
-        return float(text)
-    match = re.fullmatch(r"\s*([0-9][0-9_,]*(?:\.[0-9]+)?(?:e[+-]?[0-9]+)?)\s*([a-z]*)\s*", text.lower())
+# Commas only between groups of three digits, so that "1,5T" is not read as 15T; an exponent of at most three digits.
+_NUMBER = re.compile(r"\s*((?:[0-9]{1,3}(?:,[0-9]{3})+|[0-9][0-9_]*)(?:\.[0-9]+)?(?:e[+-]?[0-9]{1,3})?)\s*([a-z]*)\s*")
+
+
+def _parse(text: str | int | float, units: dict[str, int], what: str, example: str) -> Fraction:
+    """Return the exact value of a quantity: as a float, a seed or a count above 2**53 would become another one."""
     rule = f"write a number with a unit, like {example}"
-    if not match or match[2] not in units:
+    match = _NUMBER.fullmatch(text.lower()) if isinstance(text, str) else None
+    if isinstance(text, str) and (not match or match[2] not in units):
         raise ConfigError("E-QUANTITY", f"{text!r} is not {what}", rule=rule, value=text)
-    value = float(match[1].replace("_", "").replace(",", "")) * units[match[2]]
-    if math.isinf(value):
-        raise ConfigError("E-QUANTITY", f"{text!r} is too large for {what}", rule=rule, value=text)
+    try:
+        value = Fraction(match[1].replace("_", "").replace(",", "")) * units[match[2]] if match else Fraction(text)
+        float(value)
+    except OverflowError:
+        raise ConfigError("E-QUANTITY", f"{text!r} is too large for {what}", rule=rule, value=text) from None
+    except ValueError:
+        raise ConfigError("E-QUANTITY", f"{text!r} is not {what}", rule=rule, value=text) from None
     return value
 
 
@@ -33,10 +40,10 @@ def parse_count(text: str | int | float) -> int:
     Raises ConfigError, also for a number that is not whole, like 1.5.
     """
     value = _parse(text, _COUNT, "a count", "300, 8k, 8Ki, 125m, 8b or 1.5T")
-    if math.isnan(value) or math.isinf(value) or abs(value - round(value)) > 1e-6 * max(value, 1.0):
+    if value.denominator != 1:
         rule = "a count is a whole number, with or without a unit: 300, 8k, 8Ki, 1.5T"
         raise ConfigError("E-QUANTITY", f"{text!r} is not a whole number", rule=rule, value=text)
-    return round(value)
+    return int(value)
 
 
 def parse_bytes(text: str | int | float) -> int:
@@ -46,7 +53,7 @@ def parse_bytes(text: str | int | float) -> int:
 
 def parse_seconds(text: str | int | float) -> float:
     """Parse a duration into seconds: '90', '90 s', '2 min', '24h'. Raises ConfigError."""
-    return _parse(text, _SECONDS, "a duration", "90 s, 5 min or 24h")
+    return float(_parse(text, _SECONDS, "a duration", "90 s, 5 min or 24h"))
 
 
 def _scaled(n: float, steps: tuple[tuple[float, str], ...]) -> str:

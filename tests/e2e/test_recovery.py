@@ -111,6 +111,8 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     with paused(project.folder(out)):  # the run could end while the second one starts
         second = project.train(out, code=30)
     assert "E-RUN-BUSY" in second and f":{process.pid} " in second
+    for pid in workers_of(project.folder(out)):
+        os.kill(pid, signal.SIGTERM)  # a scheduler may signal all processes of a job; the supervisor decides
     process.send_signal(signal.SIGINT)
     output = ended(process, 10)
     assert "Next:" in output and f"ingot train {project.folder(out).root}" in output

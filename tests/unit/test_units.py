@@ -2,7 +2,8 @@
 
 import pytest
 
-from ingot.units import format_flops, format_seconds, format_usd
+from ingot.errors import ConfigError
+from ingot.units import format_flops, format_seconds, format_usd, parse_count, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -31,3 +32,33 @@ def test_usd(dollars, text):
 def test_centuries_are_years():
     assert format_seconds(88_688 * 86_400) == "243 years"
     assert format_seconds(400 * 86_400) == "400 d"
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("9007199254740993", 2**53 + 1),  # no float
+        ("9223372036854775807", 2**63 - 1),
+        ("1.5T", 1_500_000_000_000),
+        ("1.1k", 1100),
+        ("1,234,567", 1_234_567),
+        ("1_000k", 10**6),
+        ("8Ki", 8192),
+        ("2e3", 2000),
+        (2.0, 2),
+    ],
+)
+def test_counts_are_exact(text, value):
+    assert parse_count(text) == value
+
+
+@pytest.mark.parametrize(
+    "text", ["1,5T", "600000.5", "1234567.4", "1e-9", "1.5", "1e9999", "9e307T", "1,00", "x", "", float("nan"), 1e400]
+)
+def test_what_is_no_whole_number_is_no_count(text):
+    with pytest.raises(ConfigError):
+        parse_count(text)
+
+
+def test_durations_have_fractions():
+    assert parse_seconds("1.5h") == 5400.0

@@ -52,8 +52,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     require_simulate(args)
     folder = args.run_file.parent
     cluster = find_cluster(args.cluster, folder)
-    # A dry run needs neither data nor disk space, and on another cluster's behalf nothing is known about them.
-    elsewhere = args.simulate or (args.cluster is not None and cluster != find_cluster(None, folder))
+    # A dry run needs neither data nor disk space, and nothing is known about those of another cluster.
+    elsewhere = args.simulate or (args.cluster is not None and not _is_here(cluster, folder))
     config = _sound(args)
     facts: dict = _answer(config, cluster, terminal) if config else {}
     findings = check_run(args.run_file, cluster, cores=usable_cores(), overrides=tuple(args.overrides))
@@ -89,8 +89,22 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.say(f"{summary}. Nothing was started." if findings else f"{args.run_file}: no problem found")
     if failed:
         return ConfigError.exit_code
+    if counts["note"]:
+        return EXIT_OK
     terminal.next(" ".join(["ingot train", str(args.run_file), *(f"--set {quote(o)}" for o in args.overrides)]))
     return EXIT_OK
+
+
+def _is_here(cluster: "Cluster", folder: Path) -> bool:
+    """Return True if the cluster is this machine, as far as its devices tell."""
+    from ingot.errors import IngotError
+    from ingot.planner.request.clusters import find_cluster
+
+    try:
+        here = find_cluster(None, folder)
+    except IngotError:  # an unreadable machine.json
+        return False
+    return all(getattr(cluster, f) == getattr(here, f) for f in ("device", "nodes", "devices_per_node", "device_name"))
 
 
 def _sound(args: argparse.Namespace) -> "RunConfig | None":
@@ -125,6 +139,8 @@ def _show_finding(finding: "Finding", terminal: Terminal) -> None:
     terminal.say(f"{mark}  {finding.where}: {finding.message}" if finding.where else f"{mark}  {finding.message}")
     if finding.fix:
         terminal.say(f"{'':<9}fix: {finding.fix}")
+    if finding.code:
+        terminal.say(f"{'':<9}more: ingot explain {finding.code}")
 
 
 def _init_problems(args: argparse.Namespace, config: "RunConfig | None") -> "list[Finding]":

@@ -26,7 +26,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prove = actions.add_parser(
         "prove", help="prove that a run consumed every sample of its order exactly once per epoch"
     )
-    prove.add_argument("run", metavar="RUN", help="run folder")
+    prove.add_argument("run", type=place, metavar="RUN", help="run folder")
     prove.add_argument("--hashes", action="store_true", help="read every byte of the token shards of the samples")
 
 

@@ -56,6 +56,7 @@ class Terminal:
 
     def table(self, rows: Sequence[Sequence], header: Sequence[str] = (), *, right: Sequence[int] = ()) -> None:
         """Print aligned columns in at most 80 characters: texts that are too long continue below, in their column.
+        Paths and addresses are not broken.
 
         right: indices (from 0) of right-aligned columns, which are not broken. A narrower terminal crops lines.
         """
@@ -130,9 +131,12 @@ def _fitted(widths: list[int], right: Sequence[int]) -> list[int]:
 
 
 def _broken(text: str, width: int) -> list[str]:
+    """Return the lines of a cell. Paths and addresses are not broken, so that they can be copied and searched."""
     import textwrap
 
-    return [text] if len(text) <= width else textwrap.wrap(text, width, break_on_hyphens=False) or [""]
+    if len(text) <= width:
+        return [text]
+    return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words="/" not in text) or [""]
 
 
 def _terminal_width() -> int:

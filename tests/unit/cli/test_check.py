@@ -89,6 +89,11 @@ def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, cap
 def test_data_counts_on_this_machine_and_is_a_note_elsewhere(run_file, capsys):
     assert main(["check", run_file, "--cluster", "8xh100"]) == 0
     assert "note     " in capsys.readouterr().out
+    damaged = Path(run_file).parent / "machine.json"
+    damaged.write_text("{")
+    assert main(["check", run_file, "--cluster", "8xh100"]) == 0  # the machine is not asked for
+    assert "ingot train" not in capsys.readouterr().out
+    damaged.unlink()
     assert main(["check", run_file, "--json"]) == 3
     facts = json.loads(capsys.readouterr().out)
     assert [f["severity"] for f in facts["findings"] if f["missing_here"]] == ["error"]

@@ -167,9 +167,10 @@ def test_tables_fit_80_columns_and_lose_no_text(capsys, monkeypatch, columns):
     rows = [("gopher", 1_234_567, long, address), ("c4", 5, "short", "http://b.example/")]
     Terminal().table(rows, ("stage", "left", "what ran", "url"), right=(1,))
     lines = capsys.readouterr().out.splitlines()
-    assert max(map(len, lines)) == 80 and lines[0].split() == ["stage", "left", "what", "ran", "url"]
+    assert max(len(line) for line in lines if address not in line) <= 80 and len(lines) > 3
+    assert lines[0].split() == ["stage", "left", "what", "ran", "url"]
     place, last = lines[0].index("what ran"), lines[0].index("url")
     below = lines[1:-1]
     assert " ".join(line[place : last - 2].strip() for line in below).split() == long.split()
-    assert "".join(line[last:].strip() for line in below) == address
+    assert lines[1][last:] == address  # whole, so that it can be copied
     assert lines[-1].split() == ["c4", "5", "short", "http://b.example/"]

@@ -199,7 +199,7 @@ def parse_batch(text: str | int, seq_len: int) -> tuple[int, str]:
     if plain.replace("_", "").replace(",", "").isdigit() and not named:
         return count, "as asked for"
     binary = {"k": 1024, "m": 1024**2, "b": 1024**3, "g": 1024**3}.get(plain[-1].lower(), 0)
-    tokens = round(float(plain[:-1]) * binary) if binary and count % seq_len else count
+    tokens = round(float(plain[:-1].replace(",", "")) * binary) if binary and count % seq_len else count
     tokens = tokens if tokens % seq_len == 0 else count
     if tokens < seq_len:
         raise UsageError(

@@ -19,7 +19,8 @@ from ingot.schema.software import INGOT
 class Feasibility:
     """The prediction for a run as it is, and the one change of its layout that helps most.
 
-    available_bytes: memory of a rank's device. change: None if no single change fits and is faster, or fits better.
+    available_bytes: memory of a rank's device. change: None if no single change is faster and fits, or, for a run that
+    does not fit, if none takes less memory.
     """
 
     run: RunConfig
@@ -29,7 +30,13 @@ class Feasibility:
 
     @property
     def fits(self) -> bool:
-        return self.plan.total_memory_bytes <= self.available_bytes
+        return self.has_devices and self.plan.total_memory_bytes <= self.available_bytes
+
+    @property
+    def has_devices(self) -> bool:
+        """True if the cluster has a device for each rank. Ranks share the cores of a CPU."""
+        cluster = self.plan.cluster
+        return cluster.device == "cpu" or self.run.parallel.world_size <= cluster.devices
 
     @property
     def largest(self) -> tuple[str, int]:
@@ -58,6 +65,8 @@ class Feasibility:
         kind, size = self.largest
         return {
             "fits": self.fits,
+            "ranks": self.run.parallel.world_size,
+            "devices": plan.cluster.devices,
             "memory_bytes": plan.total_memory_bytes,
             "available_bytes": self.available_bytes,
             "margin_bytes": self.available_bytes - plan.total_memory_bytes,
@@ -71,7 +80,7 @@ class Feasibility:
             "change": change
             and {
                 "overrides": self.overrides,
-                "fits": change.fits,
+                "fits": change.candidate.memory_bytes <= self.available_bytes,
                 "memory_bytes": change.candidate.memory_bytes,
                 "step_seconds": change.candidate.step_seconds,
             },

@@ -211,7 +211,7 @@ def _schedule(tokens: int, batch: float, parameters: float) -> list[ProposedValu
             name="warm-up",
             value=warmup,
             shown=f"{warmup:,} steps",
-            formula=f"5% of {steps:,} steps, at most 2,000; above 1B parameters at least 1,000",
+            formula=f"5% of {steps:,} steps, at most 2,000; above 1B parameters at least 1,000 or half of them",
             source="Touvron et al. 2023 (LLaMA), section 2.3",
             note="Llama 3 405B had 8,000 steps of warm-up, GPT-3 375M tokens",
         ),

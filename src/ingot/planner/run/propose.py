@@ -191,7 +191,7 @@ def _steps(wanted: Hints, preset: Hints, goal: int, tokens: int, tokens_per_step
 
 def _warmup(steps: int, arch: Arch, reasons: dict[str, str]) -> int:
     parameters = count_parameters(arch)
-    least = ", at least 1,000 above 1B parameters" if least_warmup_steps(steps, parameters) else ""
+    least = ", above 1B parameters at least 1,000 or half of the steps" if least_warmup_steps(steps, parameters) else ""
     reasons["schedule.warmup_steps"] = f"5% of the steps, at most 2,000 (Touvron et al. 2023){least}"
     return warmup_steps(steps, parameters)
 

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
 from ingot.planner.search.candidates import EQUAL, Candidate, Evaluator
 from ingot.planner.search.space import RECOMPUTE, WIDE, Space
 from ingot.schema.cluster import Cluster
@@ -57,19 +58,21 @@ def neighbors(candidate: Candidate, cluster: Cluster) -> tuple[LayoutChange, ...
 def best_change(candidate: Candidate, cluster: Cluster) -> LayoutChange | None:
     """Return the one change of the layout that helps most, None if no change helps.
 
-    If `candidate` fits, that is the fastest change that fits, if it saves more than `EQUAL` of the step time. Otherwise
-    it is the fastest change that fits, or, if none does, the one with the least memory, if that is less.
+    If the candidate's memory is there, that is the fastest change that fits with the margin of the search, if it saves
+    more than `EQUAL` of the step time. Otherwise it is the fastest change that fits, or, if none does, the one with the
+    least memory, if that is less.
     """
     changes = neighbors(candidate, cluster)
     fitting = [change for change in changes if change.fits]
-    fits = candidate.memory_bytes <= Evaluator(candidate.run, cluster, candidate.software).limit_bytes(candidate.run)
-    if fitting:
-        best = min(fitting, key=lambda change: (change.candidate.step_seconds, change.candidate.memory_bytes))
-        faster = best.candidate.step_seconds < (1 - EQUAL) * candidate.step_seconds
-        return best if faster or not fits else None
+    fastest = min(
+        fitting, key=lambda change: (change.candidate.step_seconds, change.candidate.memory_bytes), default=None
+    )
+    if candidate.memory_bytes <= rank_memory_bytes(cluster, candidate.run.parallel.world_size):
+        faster = fastest and fastest.candidate.step_seconds < (1 - EQUAL) * candidate.step_seconds
+        return fastest if faster else None
     least = min(changes, key=lambda change: change.candidate.memory_bytes, default=None)
     smaller = least is not None and least.candidate.memory_bytes < candidate.memory_bytes
-    return least if smaller and not fits else None
+    return fastest or (least if smaller else None)
 
 
 def _value(run: RunConfig, key: str) -> object:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+from ingot.planner.run.advice import degrees
 from ingot.planner.run.feasibility import Feasibility
 from ingot.planner.show.plans import labelled
 from ingot.units import format_bytes, format_seconds
@@ -20,6 +21,11 @@ def feasibility_lines(found: Feasibility) -> Iterator[str]:
 
 
 def _memory(found: Feasibility) -> str:
+    if not found.has_devices:
+        cluster = found.plan.cluster
+        return (
+            f"no: {found.run.parallel.world_size:,} ranks need as many devices, {cluster.name} has {cluster.devices:,}"
+        )
     needed, there = found.plan.total_memory_bytes, found.available_bytes
     kind, size = found.largest
     margin = f"{format_bytes(abs(there - needed))} {'left' if found.fits else 'too much'}"
@@ -38,12 +44,16 @@ def _time(found: Feasibility) -> str:
 
 
 def _change(found: Feasibility) -> str:
+    if not found.has_devices:
+        return f"lower {degrees(found.run.parallel)}, or use a larger cluster"
+    if found.fits and not found.plan.step_seconds:
+        return "unknown, as long as the time of a step is"
     if not found.change:
         return "none of one setting is faster and fits" if found.fits else "none of one setting of the layout fits"
     after, now = found.change.candidate, found.plan.step_seconds
     time = ""
     if now and after.step_seconds:
         time = f"{format_seconds(after.step_seconds)} per step ({after.step_seconds / now - 1:+.0%}), "
-    fits = "" if found.change.fits else ", still too much"
+    fits = "" if after.memory_bytes <= found.available_bytes else ", still too much"
     settings = " ".join(f"--set{_KEPT_TOGETHER}{override}" for override in found.overrides)
     return f"what helps most: {settings}: {time}{format_bytes(after.memory_bytes)}{fits}"

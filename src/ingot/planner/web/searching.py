@@ -38,12 +38,14 @@ def read_keep(text: str) -> tuple[str, ...]:
 
 
 async def best_layouts(
-    settings: PageSettings, keep: tuple[str, ...] = (), deadline_seconds: float = DEADLINE_SECONDS
+    settings: PageSettings, keep: tuple[str, ...] = (), deadline_seconds: float | None = None
 ) -> dict:
     """Return the best layouts for the settings of a link. keep: settings of KEEPABLE that the search must not change.
+    deadline_seconds: None means DEADLINE_SECONDS.
 
     Raises ConfigError for an error in the search, or if the search does not end before the deadline.
     """
+    deadline_seconds = DEADLINE_SECONDS if deadline_seconds is None else deadline_seconds
     command = [sys.executable, "-m", __name__, urlencode(link_pairs(settings)), *keep]
     try:
         with anyio.fail_after(deadline_seconds):

@@ -361,10 +361,7 @@ def main() -> None:
                 done, line = pipe.recv()
             except EOFError:
                 process.join()
-                done, line = (
-                    True,
-                    json.dumps({"rank": rank, "error": f"process ended with exit code {process.exitcode}"}),
-                )
+                done, line = True, json.dumps({"rank": rank, "died": process.exitcode})
                 left.clear()
             if done:
                 del running[pipe]

@@ -53,7 +53,7 @@ def trace_ranks(request: Request, ranks: Sequence[int], began: Callable[[int, st
     message = json.dumps({"config": to_dict(request.config), **settings})
     command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    left = set(ranks)
+    left, died = set(ranks), ""
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
             command,
@@ -71,8 +71,13 @@ def trace_ranks(request: Request, ranks: Sequence[int], began: Callable[[int, st
                 process.stdin.write(message)
                 process.stdin.close()
             for line in process.stdout:
+                if not line.endswith("\n"):  # the process was killed while it wrote
+                    break
                 watchdog.restart()
                 answer = json.loads(line)
+                if "died" in answer:
+                    died = f"the process of rank {answer['rank']} died (exit code {answer['died']})"
+                    break
                 if "error" in answer:
                     raise failure(answer)
                 if "phase" in answer:
@@ -84,7 +89,7 @@ def trace_ranks(request: Request, ranks: Sequence[int], began: Callable[[int, st
             watchdog.stop()
             _end(process)
         errors.seek(0)
-        last = (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
+        last = died or (errors.read().strip().splitlines() or [f"exit code {process.returncode}"])[-1]
     if left and not watchdog.barked:
         raise ResourceError(
             "E-DRYRUN-ENDED",

@@ -30,6 +30,10 @@ DTYPES = {
 }
 FOLDER = re.compile(r"step-(\d{8,})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
+_LEDGER = (
+    "restore this file of the run's ledger folder from a copy. Every later checkpoint lists it too: do not delete any, "
+    "their weights may be sound"
+)
 _NEXT_OLDER = "delete or restore this folder; training then continues from the next older checkpoint"
 
 
@@ -185,7 +189,7 @@ def damaged(folder: Path, what: str, code: str = "E-CKPT-DAMAGED", **facts: obje
         code,
         f"checkpoint {folder}: {what}",
         rule="a checkpoint is used only if every byte is as it was saved",
-        fix=_NEXT_OLDER,
+        fix=_LEDGER if str(facts.get("file", "")).startswith("ledger/") else _NEXT_OLDER,
         path=str(folder),
         **facts,
     )

@@ -13,14 +13,15 @@ The ranks find each other in a store that rank 0 opens on a socket made here. It
 and no port is chosen before it is bound.
 """
 
-import contextlib
 import gc
 import importlib
 import json
 import os
 import runpy
+import signal
 import socket
 import sys
+import traceback
 from pathlib import Path
 
 from ingot.trainer.mesh.start import ATTEMPT_VARIABLE, STORE_VARIABLE
@@ -32,13 +33,19 @@ def main() -> None:
     """Serve orders until the supervisor closes their pipe. In a forked rank: run the job's module and return."""
     orders, reports, ranks = os.fdopen(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     preload, job = sys.argv[4].split(","), sys.argv[5:]
+    # A scheduler may signal all processes of a job. The supervisor alone decides then: it asks the ranks to save and
+    # stop. A handler that does nothing, not SIG_IGN, which programs that a rank starts would inherit.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
     for line in orders:
         order = json.loads(line)
         _report(reports, ordered=order["attempt"])
         _redirect_errors(order["log"])
         for module in filter(None, preload):
-            with contextlib.suppress(Exception):  # a rank imports the module again, and reports the error
+            try:
                 importlib.import_module(module)
+            except Exception:  # a rank imports it again, and may then fail in another way: this is the cause
+                traceback.print_exc()
         gc.freeze()  # a collection in a rank would visit, and so copy, all objects of this process
         running = _fork(ranks, order["attempt"])
         if running is None:

@@ -9,6 +9,7 @@ StepNumbers that `StepResult.read` returns.
 import enum
 import math
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -21,6 +22,7 @@ from ingot.schema.checkpoint import Health
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.mesh.collectives import largest_of_ranks, mean_over_ranks
 
+SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
 SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several in a row are, the weights are
 EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); training starts close to 1
 # Ranks look for a stop request together: after every step, or about this often if steps are shorter. The exchange took
@@ -150,9 +152,10 @@ class DefaultPolicy:
     """A policy that stops on request, skips updates whose gradient is not finite, and ends a run that does not recover.
 
     The decision to skip is made on the device in every step; results are read at log lines. A run ends after
-    SKIPS_IN_A_ROW skipped steps, and if the loss at a log line is EXPLODED times that of a uniform guess and the first
-    one. So weights that cannot be used are never saved. Stop requests are read at log lines and every
-    STOP_CHECK_SECONDS, by the time of a step up to the last log line; before the first line, after every step.
+    SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG, and if the loss at a log line is EXPLODED times that
+    of a uniform guess and of the run's first step. So weights that cannot be used are never saved. Stop requests are
+    read at log lines and every STOP_CHECK_SECONDS, by the time of a step up to the last log line; before the first
+    line, after every step.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
     are a failure. vocab_size: of the model; 0 does not judge the size of the loss.
@@ -161,7 +164,8 @@ class DefaultPolicy:
     def __init__(self, folder: RunFolder, *, scaled_loss: bool = False, vocab_size: int = 0):
         self.folder, self.scaled_loss = folder, scaled_loss
         self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
-        self._first_loss = 0.0  # of this attempt; weights from elsewhere may begin with a large one
+        self._first_loss = 0.0  # of step 1, if this attempt made it: weights from elsewhere may begin with a large loss
+        self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
         self._vetoes = 0  # skipped steps in a row, up to the last log line
         self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
         self._line_at, self._steps = time.monotonic(), 0  # the time of the last log line, and the steps since
@@ -194,14 +198,16 @@ class DefaultPolicy:
     def judge(self, line: Sequence[StepNumbers]) -> None:
         for numbers in line:
             self._judge(numbers)
-        if line and self._first_loss == 0.0:
-            self._first_loss = line[0].loss
-        if line:
-            self._judge_size(line[-1])
+        kept = [numbers for numbers in line if not numbers.skipped]
+        if kept and line[0].step == 1:
+            self._first_loss = kept[0].loss
+        if kept:
+            self._judge_size(kept[-1])
 
     def _judge(self, numbers: StepNumbers) -> None:
         """Raise RunFailed if nothing may be saved after this step."""
         self._vetoes = self._vetoes + 1 if numbers.skipped else 0
+        self._recent.append(numbers.skipped)
         values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
         if self.scaled_loss and self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
@@ -213,13 +219,15 @@ class DefaultPolicy:
                 step=numbers.step,
                 skipped=self._vetoes,
             )
-        lost = not self.scaled_loss and self._vetoes >= SKIPS_IN_A_ROW
+        many = sum(self._recent)
+        lost = not self.scaled_loss and (self._vetoes >= SKIPS_IN_A_ROW or many >= SKIPS)
         if lost or not (numbers.skipped or numbers.is_finite):
             raise RunFailed(
                 "E-LOSS-NOT-FINITE",
-                values + (f", and {self._vetoes} steps in a row were skipped" if lost else ""),
+                values + (f", and {many} of the last {len(self._recent)} steps were skipped" if lost else ""),
                 rule="a step whose gradient is not finite is skipped, but training does not continue after "
-                f"{SKIPS_IN_A_ROW} such steps in a row, or with a loss that is not finite; no such weights were saved",
+                f"{SKIPS_IN_A_ROW} such steps in a row or {SKIPS} of {SKIPS_AMONG}, or with a loss that is not finite; "
+                "no such weights were saved",
                 fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run the same command: it "
                 f"continues from the last checkpoint. The documents of the step: {self._trace(numbers.step)}",
                 step=numbers.step,
@@ -232,7 +240,7 @@ class DefaultPolicy:
 
     def _judge_size(self, numbers: StepNumbers) -> None:
         """Raise RunFailed if the loss is far above that of a model that knows nothing, and above the first one."""
-        if not numbers.skipped and numbers.loss > max(self.largest_loss, EXPLODED * self._first_loss):
+        if numbers.loss > max(self.largest_loss, EXPLODED * self._first_loss):
             raise RunFailed(
                 "E-LOSS-EXPLODED",
                 f"loss {numbers.loss:.4g} at step {numbers.step}",

@@ -44,6 +44,7 @@ def test_the_change_can_be_set_and_does_what_was_said(run, cluster, tmp_path):
         assert after.plan.step_seconds == pytest.approx(found.change.candidate.step_seconds)
         assert after.plan.total_memory_bytes == pytest.approx(found.change.candidate.memory_bytes)
         assert found.change.fits == (after.plan.total_memory_bytes <= MEMORY_SHARE * cluster.memory_bytes)
+        assert found.facts()["change"]["fits"] == after.fits
         if found.fits:
             assert found.change.fits and after.plan.step_seconds < 0.98 * found.plan.step_seconds
 
@@ -69,4 +70,20 @@ def test_the_lines_say_all_of_it():
     text = "\n".join(feasibility_lines(feasibility(run_of("llama3-70b", dp_shard=8), load_cluster("8xh100"))))
     assert "no: " in text and "too much" in text
     slow = replace(load_cluster("8xh100"), peak_flops={})
-    assert "unknown" in "\n".join(feasibility_lines(feasibility(run_of(dp_shard=8), slow)))
+    text = "\n".join(feasibility_lines(feasibility(run_of(dp_shard=8), slow)))
+    assert text.count("unknown") == 2 and "none of one setting" not in text
+
+
+def test_a_run_that_fits_barely_is_advised_to_become_faster_or_nothing():
+    run, cluster = run_of(dp_shard=8), load_cluster("8xh100")
+    needed = feasibility(run, cluster).plan.total_memory_bytes
+    tight = replace(cluster, memory_bytes=round(needed / 0.95))
+    found = feasibility(run, tight)
+    assert found.fits and (found.change is None or found.change.candidate.step_seconds < 0.98 * found.plan.step_seconds)
+
+
+def test_a_cluster_with_too_few_devices_does_not_do():
+    found = feasibility(run_of(dp_shard=8), load_cluster("1xh100"))
+    assert not found.fits and not found.facts()["fits"]
+    text = "\n".join(feasibility_lines(found))
+    assert "8 ranks need as many devices, 1xh100 has 1" in text and "lower parallel.dp_shard" in text

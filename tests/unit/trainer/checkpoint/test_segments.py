@@ -138,8 +138,9 @@ def test_a_damaged_segment_is_refused(run, capsys, change, code, seen_by_ls):
     name = read_manifest(run.checkpoint(30)).ledger[2].file
     file = run.ledger / name
     file.write_bytes(change(file.read_bytes())) if change else file.unlink()
-    with refused(code, path=str(run.checkpoint(30)), file=f"ledger/{name}"):
+    with refused(code, path=str(run.checkpoint(30)), file=f"ledger/{name}") as caught:
         verify_checkpoint(run.checkpoint(30))
+    assert "do not delete any" in caught.value.fix  # other checkpoints list the file too
     found, damaged = verified(run, capsys)
     assert (found, list(damaged)) == (21, [30]) and name in damaged[30]
     assert verified(run, capsys, "ls")[0] == (21 if seen_by_ls else 0)

@@ -8,6 +8,7 @@ import ingot.trainer.resilience.policy as policy_module
 from ingot.errors import RunFailed
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.policy import (
+    SKIPS,
     SKIPS_IN_A_ROW,
     VETOES_IN_A_ROW,
     DefaultPolicy,
@@ -22,9 +23,11 @@ def scalar(value):
     return torch.tensor(float(value))
 
 
-def line(*values, skipped=False):
-    """StepResult at a log line, whose readings from step 41 on have these (loss, gradient norm)."""
-    readings = [StepNumbers(41 + i, loss, norm, skipped) for i, (loss, norm) in enumerate(values)]
+def line(*values, skipped=False, first=41):
+    """StepResult at a log line, whose readings from step `first` on have these (loss, gradient norm). skipped: whether
+    all steps were, or the indices of those that were."""
+    indices = skipped if isinstance(skipped, tuple) else range(len(values) if skipped else 0)
+    readings = [StepNumbers(first + i, loss, norm, i in indices) for i, (loss, norm) in enumerate(values)]
     return StepResult(readings[-1].step, 1e-3, scalar(0), scalar(0), line=readings)
 
 
@@ -114,9 +117,24 @@ def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
     """ln(64) is 4.16. A spike between two log lines is no reason to stop; skipped steps change no weights."""
     assert judge(line((4.2, 1.0)), line((9.0, 1.0), (8.3, 1.0)), vocab_size=64) == [Verdict.CONTINUE] * 2
     assert judge(line((9.0, 1.0), skipped=True), vocab_size=64) == [Verdict.CONTINUE]
-    assert judge(line((26.0, 1.0), (25.0, 1.0)), vocab_size=64) == [Verdict.CONTINUE]  # weights of another model
-    ((code, facts),) = judge(line((4.2, 1.0), (8.5, 1.0)), vocab_size=64)
-    assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.5)
+    of_another_model = (26.0, 1.0), (25.0, 1.0)
+    assert judge(line(*of_another_model, first=1), vocab_size=64) == [Verdict.CONTINUE]
+    for exploded in (
+        line((4.2, 1.0), (8.5, 1.0)),
+        line((4.2, 1.0), (8.5, 1.0), (math.inf, math.inf), skipped=(2,)),  # the last step changed nothing
+        line(*of_another_model[:1], (8.5, 1.0)),  # a restart makes no baseline of what it finds
+        line((math.inf, math.inf), (4.2, 1.0), (8.5, 1.0), first=40, skipped=(0,)),
+    ):
+        ((code, facts),) = judge(exploded, vocab_size=64)
+        assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.5)
+
+
+def test_skipped_steps_pass_until_they_are_a_tenth(judge):
+    bad, fine = (math.nan, math.nan), (2.0, 1.0)
+    now_and_then = [line(bad, *[fine] * 9, skipped=(0,)) for _ in range(SKIPS - 1)]
+    assert judge(*now_and_then, line(*[fine] * 10), *now_and_then) == [Verdict.CONTINUE] * (2 * SKIPS - 1)
+    *before, error = judge(*now_and_then, line(bad, skipped=True))
+    assert len(before) == SKIPS - 1 and error[0] == "E-LOSS-NOT-FINITE"
 
 
 def test_health_is_that_of_the_last_step_that_changed_weights(fork_ranks, tmp_path):
