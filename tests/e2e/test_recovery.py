@@ -128,6 +128,9 @@ def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     assert project.facts(out) == undisturbed
     prove_ledger(project, out)
     assert "is finished" in project.train(out)
+    for checkpoint in list_checkpoints(project.folder(out).checkpoints):
+        (checkpoint.path / "manifest.json").unlink()
+    assert "E-CKPT-NONE-USABLE" in project.train(out, code=21)  # and not "finished"
 
 
 @pytest.mark.slow

@@ -21,8 +21,8 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
     dry.add_argument(
         "--simulate",
         action="store_true",
-        help="dry run: trace memory, traffic and collectives of every rank, without the cluster's devices, data or"
-        " disk; traces are kept, so a repeated dry run traces only what is missing",
+        help="dry run: trace memory, traffic and collectives of a few ranks that represent all, without devices,"
+        " data or disk; traces are kept, so a repeated dry run traces only what is missing",
     )
     dry.add_argument(
         "--expert-load",
@@ -227,6 +227,7 @@ def _show_missing(found: "DryRun", terminal: Terminal) -> None:
         terminal.style(f"\nNot finished: {len(found.missing)} of {ranks} ranks were not traced in time.", "red")
     )
     terminal.say("Without them, collectives are not checked. What is traced is kept: the same command goes on there.")
+    terminal.say("If it makes no progress again, give it a longer --patience.")
 
 
 def _other_loads(found: "DryRun", names: dict[int, str], terminal: Terminal) -> None:

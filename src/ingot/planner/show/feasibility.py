@@ -49,7 +49,7 @@ def _change(found: Feasibility) -> str:
     if found.fits and not found.plan.step_seconds:
         return "unknown, as long as the time of a step is"
     if not found.change:
-        return "none of one setting is faster and fits" if found.fits else "none of one setting of the layout fits"
+        return "no change of a single setting is " + ("faster and fits" if found.fits else "enough to make it fit")
     after, now = found.change.candidate, found.plan.step_seconds
     time = ""
     if now and after.step_seconds:

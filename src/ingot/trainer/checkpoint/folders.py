@@ -10,6 +10,7 @@ from ingot.errors import CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect
+from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
 REMOVED = ".removed-"  # a folder with this prefix is not a checkpoint any more
@@ -60,12 +61,14 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     """Return the run folder and the checkpoint that `path` names; a run folder means its newest checkpoint.
 
-    Raises UsageError if `path` is neither a run folder nor a checkpoint in one, CheckpointError for a run without one.
+    Raises UsageError if `path` is neither a run folder nor a checkpoint in one, CheckpointError for a run that has none
+    yet, or whose checkpoints vanished.
     """
     folder = RunFolder(path)
     if folder.config.is_file():
         candidates = candidate_folders(folder.checkpoints)
         if not candidates:
+            require_checkpoints(folder)
             raise CheckpointError(
                 "E-CKPT-NONE",
                 f"{path} has no checkpoint yet",

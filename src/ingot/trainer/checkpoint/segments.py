@@ -34,9 +34,11 @@ def check_segment_sizes(checkpoint: Path, manifest: CheckpointManifest, segments
         name, steps = f"ledger/{segment.file}", segment.last_step - segment.first_step + 1
         size = size_of(checkpoint, ledger / segment.file, name)
         batch = global_batch(manifest) if segment == manifest.ledger[-1] else 0
-        expected = steps * _ID_BYTES * (batch or max(size // (steps * _ID_BYTES), 1))
-        if size != expected:
-            raise wrong_size(checkpoint, name, size, expected)
+        if batch and size != steps * _ID_BYTES * batch:
+            raise wrong_size(checkpoint, name, size, steps * _ID_BYTES * batch)
+        if not size or size % (steps * _ID_BYTES):
+            what = f"{name} has {size:,} bytes, not equally many samples of {_ID_BYTES} bytes for {steps} steps"
+            raise damaged(checkpoint, what, "E-CKPT-SIZE", file=name, bytes=size)
 
 
 def verify_segments(checkpoint: Path, manifest: CheckpointManifest, segments: Sequence[LedgerSegment]) -> None:

@@ -7,6 +7,7 @@ from ingot.errors import EXIT_OK, CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
 from ingot.trainer.checkpoint.segments import ledger_beside
+from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
@@ -49,7 +50,8 @@ class Inspected:
 def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
     """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte.
 
-    Raises UsageError if `path` is neither of these, or a run without a checkpoint.
+    Raises UsageError if `path` is neither of these, or a run without a checkpoint, CheckpointError if its checkpoints
+    vanished.
     """
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         listed = [c for c in list_checkpoints(path.parent) if c.path == path]
@@ -57,6 +59,8 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
         listed = list_checkpoints(RunFolder(path).checkpoints)
     if not listed:
         is_run = RunFolder(path).events.exists()
+        if is_run:
+            require_checkpoints(RunFolder(path))
         raise UsageError(
             "E-CKPT-NONE" if is_run else "E-RUN-NOT-FOUND",
             f"{path} {'has no checkpoint yet' if is_run else 'is not the folder of a run or of a checkpoint'}",

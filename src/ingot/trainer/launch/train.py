@@ -73,7 +73,7 @@ def train(
         remove_leftovers(folder)
         tokens = preflight(folder, config, say)
         changes = require_same_experiment(folder, config, tokens.fingerprint(), accept)
-        step = newest_step(folder)
+        step = resume_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
             if changes or (folder.config.exists() and load_run(folder.config) != config):
