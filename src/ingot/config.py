@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
-from ingot.toml import MOST_BYTES, MOST_NESTED, key_lines, parse_toml, toml_key, toml_value, too_nested
+from ingot.toml import MOST_BYTES, MOST_NESTED, key_lines, parse_toml, toml_key, toml_value, too_large, too_nested
 from ingot.units import parse_bytes, parse_count, parse_seconds
 from ingot.value_names import bare, close, cut, not_text, number_meant, shown, type_name, value_name
 
@@ -300,7 +300,10 @@ def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typi
 def _text(path: Path) -> str:
     try:
         with path.open("rb") as file:  # not all of it: it may be larger than the memory
-            return file.read(MOST_BYTES + 1).decode("utf-8")
+            data = file.read(MOST_BYTES + 1)
+        if len(data) > MOST_BYTES:
+            raise too_large(str(path), f"more than {MOST_BYTES:,} bytes")
+        return data.decode("utf-8")
     except FileNotFoundError:
         raise ConfigError(
             "E-CONFIG-MISSING",

@@ -14,7 +14,9 @@ from ingot.errors import ConfigError
 MOST_BYTES = 4 << 20
 MOST_NESTED = 32  # sections, tables and lists inside each other
 _MANY_PARTS = 256  # parts of a dotted key: the parser's time grows with their square
-_LONG_KEY = re.compile(rf"(?<![\w\"'-])(?>[\w\"'-]+[ \t]*\.[ \t]*){{{_MANY_PARTS}}}")
+_KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
+# A key begins neither within a word, nor at an escaped quote, where a search would read the rest of the line each time.
+_LONG_KEY = re.compile(rf"(?<![\w\"'.\\-])(?>{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MANY_PARTS}}}")
 _LONG_NUMBER = re.compile(r"[0-9][0-9_]{4300}")  # the digits that Python reads as a number
 _LARGEST = 2**63  # numbers of TOML have 64 bits
 
@@ -25,14 +27,7 @@ def parse_toml(text: str, place: str) -> dict[str, Any]:
     place: the file or the option with the text, for the message.
     """
     if len(text) > MOST_BYTES:
-        raise ConfigError(
-            "E-CONFIG-SIZE",
-            f"{place} has {len(text):,} characters",
-            rule=f"a file of settings has at most {MOST_BYTES:,} characters",
-            fix="give the path of the right file",
-            place=place,
-            characters=len(text),
-        )
+        raise too_large(place, f"{len(text):,} characters")
     if long := _LONG_KEY.search(text):
         raise too_nested(place, _line(text, long.start()))
     try:
@@ -75,6 +70,17 @@ def _walk(values: dict[str, Any]) -> Iterator[tuple[str, Any, int]]:
 
 def _line(text: str, position: int) -> int:
     return text.count("\n", 0, position) + 1
+
+
+def too_large(place: str, size: str) -> ConfigError:
+    return ConfigError(
+        "E-CONFIG-SIZE",
+        f"{place} has {size}",
+        rule=f"a file of settings has at most {MOST_BYTES:,} bytes",
+        fix="give the path of the right file",
+        place=place,
+        most=MOST_BYTES,
+    )
 
 
 def too_nested(place: str, line: int = 0) -> ConfigError:

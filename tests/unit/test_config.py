@@ -1,5 +1,6 @@
 """Strict configuration: everything wrong is reported at once, with its place and the likely key."""
 
+import time
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal, get_args, get_origin, get_type_hints
@@ -18,6 +19,7 @@ from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import Data, Evaluate, RunConfig, Train
 from ingot.theory.rules import load_run, run_from_dict
+from ingot.toml import _LONG_KEY, MOST_BYTES
 
 RUN = RunConfig(
     name="demo",
@@ -205,16 +207,32 @@ def test_a_text_that_would_keep_the_parser_busy_is_refused(tmp_path, run_file, t
             load_run(run_file, [f"{key}={value}"])
 
 
-def test_the_parser_is_not_called_for_a_key_of_thousands_of_parts(tmp_path):
+def test_a_file_is_measured_in_bytes_and_never_cut(tmp_path):
+    path = tmp_path / "large.toml"
+    path.write_text("# " + "é" * (MOST_BYTES // 2) + "\n[not, reached")  # half as many characters as bytes
+    with refused("E-CONFIG-SIZE", place=str(path)):
+        load_run(path)
+
+
+@pytest.mark.parametrize("part", ["a", '"a b"', "'a b'", '"a.b"', r'"a\" b"', '""'])
+def test_the_parser_is_not_called_for_a_key_of_thousands_of_parts(tmp_path, part):
     """tomllib and the lookup of lines need time with the square of the parts: a minute for 20,000."""
     path = tmp_path / "keys.toml"
-    path.write_text(".".join("a" * 20_000) + " = 1")
+    path.write_text(" . ".join([part] * 2_000) + " = 1")
 
     def read():
         with refused("E-CONFIG-NESTING"):
             load_run(path)
 
     assert calls_of(read) < 1_000
+
+
+@pytest.mark.parametrize("unit", ['" ', r"\" ", "' ", '"a b".', "a b ", "'\" "])
+def test_the_search_for_long_keys_takes_time_with_the_length_of_a_line(unit):
+    text = unit * (100_000 // len(unit))
+    started = time.process_time()
+    _LONG_KEY.search(text)
+    assert time.process_time() - started < 5  # the square would be minutes
 
 
 def test_a_thousand_problems_are_counted_and_fifty_listed(run_file):

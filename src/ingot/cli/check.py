@@ -96,7 +96,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _is_here(cluster: "Cluster", folder: Path) -> bool:
-    """Return True if the cluster is this machine, as far as its devices tell."""
+    """Return True if the cluster has the number and kind of devices of this machine."""
     from ingot.errors import IngotError
     from ingot.planner.request.clusters import find_cluster
 

@@ -102,6 +102,17 @@ def test_what_is_no_crawl_file_and_no_recipe_are_two_errors(crawl_files, tmp_pat
         reported(capsys.readouterr().out, code, **facts)
 
 
+def test_a_column_with_another_name_is_told_with_the_setting(tmp_path, capsys):
+    """150 rows: more than are looked at for the names of the columns."""
+    (tmp_path / "other.jsonl").write_text('{"content": "A text.", "id": 1}\n' * 150)
+    (tmp_path / "short.jsonl").write_text('{"text": "A text."}\n')
+    build = ["data", "build", "--out", str(tmp_path / "d"), "--runner", "inline", "--json"]
+    for files, code in (["other"], "E-INPUT-UNREADABLE"), (["other", "short"], "E-CORPUS-EMPTY"):
+        assert main([*build, *(str(tmp_path / f"{file}.jsonl") for file in files)]) == 20
+        error = reported(capsys.readouterr().out, code)
+        assert named([error["found"]], "no column 'text'; its columns are content, id", "other.jsonl text=content")
+
+
 def test_inspect_says_that_no_page_matches(built, capsys):
     assert main(["data", "inspect", built, "--url", "nosuch"]) == 0
     text = capsys.readouterr().out

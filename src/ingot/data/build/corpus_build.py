@@ -379,19 +379,19 @@ def _not_empty(manifest: CorpusManifest, out: Path) -> CorpusManifest:
             fix="give other files",
             inputs=list(manifest.inputs)[:5],
         )
-    if worst[0][1] == records and worst[0][0] == "read.bad_input":
-        warnings = [text.removeprefix("left out: ") for text in cut_files(out)]
+    left_out = [text for text in cut_files(out) if text.startswith("left out: ")][:5]
+    if left_out and {rule for rule, _ in worst} <= {"read.bad_input", "read.bad_row"}:  # rows of a wrong column
         raise DataError(
             "E-INPUT-UNREADABLE",
-            "\n".join(warnings[:5]),
-            rule=f"at least one of the inputs can be read; none of {records:,} could",
-            fix="give other files",
+            "\n".join(text.removeprefix("left out: ") for text in left_out),
+            rule=f"at least one record of the inputs can be read; none of {records:,} could",
+            fix="correct what is named above, or give other files",
             inputs=list(manifest.inputs)[:5],
         )
     listed = ", ".join(f"{rule} {count:,}" for rule, count in worst)
     raise DataError(
         "E-CORPUS-EMPTY",
-        f"none of {records:,} records is left; most were dropped by {listed}",
+        "\n".join([f"none of {records:,} records is left; most were dropped by {listed}", *left_out]),
         rule="a corpus holds at least one document",
         fix=f"see them: ingot data inspect {out} --dropped-by {worst[0][0]}; then relax the recipe with --set",
         path=str(out),

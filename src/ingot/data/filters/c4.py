@@ -2,8 +2,15 @@
 
 FineWeb leaves out the bad-word list and the rule that every line ends in punctuation, which removes a third of the
 text; the default here leaves them out too. Thresholds and phrases are those of huggingface/datatrove,
-pipeline/filters/c4_filters.py and examples/fineweb.py. The preset `c4` has the thresholds of C4's own code
-(tensorflow/datasets, text/c4_utils.py): 3 sentences, lines of 5 words, and no line that ends in a single quote.
+pipeline/filters/c4_filters.py and examples/fineweb.py. The preset `c4` has the thresholds and end marks of
+C4's own code (tensorflow/datasets, text/c4_utils.py): 3 sentences, lines of 5 words, and no line that ends in a single
+quote. It is not that code, which differs in these respects:
+
+- It strips a line before it removes citation marks, and not again: a line that ends in ". [3]" then ends in a space and
+  is removed. Here it stays, without the mark. It also measures long words with their marks.
+- It drops pages of more than 190,000 characters (`is_valid_length`); here there is no such limit.
+- It counts sentences with NLTK's Punkt, here a regular expression counts them: "Dr. Smith" ends a sentence here.
+- It finds a bad word only between two characters of its line, neither of them a letter a-z.
 """
 
 import re

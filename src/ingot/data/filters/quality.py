@@ -3,8 +3,8 @@
 web      FineWeb's rules on whitespace-separated words: the default
 fineweb  the same decisions as datatrove's examples/fineweb.py: its words, limits and peculiarities
 gopher   Gopher's quality and repetition rules alone
-c4       C4's rules as in its authors' code: 3 sentences, lines of 5 words that end in punctuation; bad words if a
-         list is given (quality.c4.bad_words)
+c4       C4's rules alone, with the thresholds and end marks of its authors' code: 3 sentences, lines of 5 words that
+         end in punctuation; bad words if a list is given (quality.c4.bad_words). c4.py names the differences
 none     no quality rules
 """
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.errors import ConfigError, UsageError
+from ingot.errors import ConfigError, IngotError, UsageError
 from ingot.toml import parse_toml
 from ingot.units import format_count
 
@@ -287,13 +287,7 @@ def read_weights(path: Path) -> Weights:
         text = path.read_text(encoding="utf-8")
         values = json.loads(text) if path.suffix == ".json" else parse_toml(text, str(path))
     except (OSError, ValueError, RecursionError, ConfigError) as error:
-        raise ConfigError(
-            "E-WEIGHTS-UNREADABLE",
-            f"no weights can be read from {path} ({error.args[0]})",
-            rule="a file of weights is TOML or JSON",
-            fix="correct the file: write lines like web = 0.7",
-            path=str(path),
-        ) from None
+        raise _unreadable(path, error) from None
     for names in (("data", "weights"), ("weights",)):
         inner = values
         for name in names:
@@ -310,7 +304,20 @@ def read_weights(path: Path) -> Weights:
             fix="write lines like web = 0.7",
             path=str(path),
         )
-    return {str(source): float(value) for source, value in values.items()}
+    try:
+        return {str(source): float(value) for source, value in values.items()}
+    except OverflowError as error:  # JSON has whole numbers of thousands of digits
+        raise _unreadable(path, error) from None
+
+
+def _unreadable(path: Path, error: Exception) -> ConfigError:
+    return ConfigError(
+        "E-WEIGHTS-UNREADABLE",
+        f"no weights can be read from {path} ({error.found if isinstance(error, IngotError) else error})",
+        rule="a file of weights is TOML or JSON, and a weight fits into a float",
+        fix="correct the file: write lines like web = 0.7",
+        path=str(path),
+    )
 
 
 def named_weights(spec: str, available: Mapping[str, int]) -> tuple[str, Weights, tuple[str, ...]]:

@@ -230,12 +230,15 @@ def retry(
                 failures, before = 1, now
             most = min(rules.attempts, _ATTEMPTS_AT_A_NAME) if isinstance(error, NoSuchHost) else rules.attempts
             if failures >= most:
+                shown = without_secrets(location)
+                # The location is replaced first, because it may hold spaces, at which a URL within a text ends.
+                reason = without_secrets(str(error).replace(location, shown))
                 raise DataError(
                     "E-REMOTE-UNREACHABLE",
-                    f"{without_secrets(location)} cannot be fetched: {error}",
+                    f"{shown} cannot be fetched: {reason}",
                     rule=f"a download is given up after {failures} attempts without progress, with growing pauses",
                     fix="run the same command again later: it continues after the bytes fetched so far",
-                    location=without_secrets(location),
+                    location=shown,
                     attempts=failures,
                 ) from None
             wait = min(rules.backoff_seconds * 2 ** (failures - 1), _LONGEST_WAIT_SECONDS) * random.uniform(0.5, 1.0)
@@ -253,7 +256,7 @@ def host_connection(host: str, cache: Path, rules: RemoteRules) -> Iterator[None
         return
     folder = cache / ".hosts"
     folder.mkdir(parents=True, exist_ok=True)
-    name = re.sub(r"[^a-z0-9.-]", "_", host)[:200]
+    name = re.sub(r"[^a-z0-9.-]", "_", host.rpartition("@")[2])[:200]
     fd = -1
     while fd < 0:
         fd = next((fd for slot in range(rules.connections) if (fd := _try_lock(folder / f"{name}.{slot}")) >= 0), -1)

@@ -16,13 +16,13 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 from ingot.data.sources import fetch, s3
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.code import read_code_tar, read_folder, walk
 from ingot.data.sources.parquet import read_parquet
-from ingot.data.sources.remote import RemoteRules, Version, without_secrets
+from ingot.data.sources.remote import RemoteRules, Version, split_url, without_secrets
 from ingot.data.sources.sniff import FORMATS, format_by_name, format_of
 from ingot.data.sources.text import Fields, read_jsonl, read_text
 from ingot.data.sources.warc import read_warc
@@ -31,6 +31,7 @@ from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_bytes, sha256_file
 
 _MAX_NAME = 160
+_PLAIN_HOST = re.compile(r"[a-z0-9]+://(?:\[[^]@]*\]|[^:@/?#]*)(?::\d*)?(?:[/?#]|$)")  # or bucket, without a user
 _NO_REMOTE = RemoteRules()
 
 
@@ -61,7 +62,11 @@ class Input:
             return self.label
         if not self.is_remote:
             return Path(self.location).absolute().name
-        path, _, query = self.location.partition("://")[2].partition("?")
+        # A location with credentials is refused when it is fetched, but its name may be shown before.
+        location = self.location
+        if "@" in location and not _PLAIN_HOST.match(location):
+            location = without_secrets(location)
+        path, _, query = location.partition("://")[2].partition("?")
         base = _safe_name(unquote(path.rstrip("/").rpartition("/")[2]))
         return f"{sha256_bytes(query.encode())[:8]}-{base}" if query else base
 
@@ -123,7 +128,7 @@ def identity(one: Input, cache: Path, rules: RemoteRules = _NO_REMOTE) -> dict:
         try:
             return {"name": one.name, "bytes": path.stat().st_size, "sha256": sha256_file(path)}
         except OSError as error:
-            raise _unreadable(path, error) from None
+            raise _unreadable(str(path), error) from None
     base = rules.common_crawl.rstrip("/") + "/crawl-data/"
     if one.location.startswith(base):
         return {"name": one.name, "bytes": 0, "common_crawl": one.location.removeprefix(base)}
@@ -164,7 +169,7 @@ def read(
             )
         yield from _reader(kind, path, one, limits)
     except OSError as error:
-        raise _unreadable(Path(one.location), error) from None
+        raise _unreadable(without_secrets(one.location) if one.is_remote else str(path), error) from None
     except DataError as error:
         # The user knows the location of a remote file, not its path in the cache.
         found, facts = error.found, error.facts
@@ -202,7 +207,7 @@ def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> li
     if word.startswith("s3://"):
         return _in_bucket(word, cache, rules)
     if word.startswith(("http://", "https://")):
-        path = urlsplit(word).path
+        path = split_url(word)[3].partition("?")[0]
         if path.endswith((".paths", ".paths.gz")):
             root = word[: word.index("/", len("https://"))]
             return [(f"{root}/{line}", "") for line in fetch.fetch_paths(word, cache, rules)]
@@ -321,13 +326,13 @@ def _folder_identity(path: Path) -> dict:
     return {"bytes": total, "sha256": digest.hexdigest()}
 
 
-def _unreadable(path: Path, error: OSError) -> DataError:
+def _unreadable(path: str, error: OSError) -> DataError:
     return DataError(
         "E-INPUT-READ-FAILED",
         f"cannot read {path}: {error.strerror or error}",
         rule="an input must be readable",
         fix="check the path and its permissions",
-        path=str(path),
+        path=path,
     )
 
 

@@ -178,7 +178,8 @@ _GLOBAL_V6 = ipaddress.IPv6Network("2000::/3")
 _SPECIAL_V6 = tuple(
     ipaddress.IPv6Network(net) for net in ("2001::/23", "2001:db8::/32", "2002::/16", "2620:4f:8000::/48", "3fff::/20")
 )
-_URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*://)(?:[^\s/?#]*@)?([^\s?#]*)(?:[?#]\S*)?")
+_ONE_URL = re.compile(r"\s*[A-Za-z][A-Za-z0-9+.-]*://")
+_AFTER_SCHEME = re.compile(r"(?<=://)\S+")
 _MAX_TEXT = 1000
 Resolver = Callable[[str, int], Sequence[str]]
 
@@ -218,16 +219,16 @@ def resolve_url(url: str, allow_hosts: Sequence[str] = (), resolver: Resolver = 
 
     Raises RefusedAddress, and OSError if the name cannot be resolved.
     """
-    scheme, host, port, path = _parts(url)
+    scheme, host, port, path = split_url(url)
     allowed = host in allow_hosts or f"{host}:{port}" in allow_hosts
     literal = _literal(url, host)
     addresses = [literal] if literal else [_without_zone(a) for a in resolver(host, port)]
     if not addresses:
-        raise OSError(f"{host} has no address")
+        raise OSError("the host has no address")
     if not allowed:
         for address in addresses:
             if not is_public(address):
-                raise _refused("E-URL-PRIVATE", url, f"{host} has the address {address}, which is not public")
+                raise _refused("E-URL-PRIVATE", url, f"its host has the address {address}, which is not public")
     return ResolvedUrl(scheme, host, port, addresses[0], path)
 
 
@@ -242,15 +243,22 @@ def is_public(address: str) -> bool:
     return ip in _GLOBAL_V6 and not any(ip in net for net in _SPECIAL_V6)
 
 
-def _parts(url: str) -> tuple[str, str, int, str]:
-    """Return (scheme, host in lower case, port, path with query). Raises RefusedAddress."""
+def split_url(url: str) -> tuple[str, str, int, str]:
+    """Return (scheme, host in lower case, port, path with query). Raises RefusedAddress.
+
+    The reasons do not quote the host and port: before a password with a "/", they are the user and half the password.
+    """
     if _FORBIDDEN.search(url) or not url.isascii():
         raise _refused("E-URL-INVALID", url, "it has characters that are not allowed in a URL")
     try:
         parts = urlsplit(url)
-        host, port = parts.hostname or "", parts.port
-    except ValueError as error:
-        raise _refused("E-URL-INVALID", url, str(error)) from None
+        host = parts.hostname or ""
+    except ValueError:
+        raise _refused("E-URL-INVALID", url, "its host is not valid") from None
+    try:
+        port = parts.port
+    except ValueError:
+        raise _refused("E-URL-INVALID", url, "its port is not a number up to 65535") from None
     if parts.scheme not in _DEFAULT_PORTS:
         raise _refused("E-URL-INVALID", url, f"its scheme is {parts.scheme!r}")
     if "@" in parts.netloc:
@@ -259,7 +267,7 @@ def _parts(url: str) -> tuple[str, str, int, str]:
         raise _refused("E-URL-INVALID", url, "its port is 0")
     host = host.lower().removesuffix(".")
     if ":" not in host and not all(_LABEL.fullmatch(label) for label in host.split(".")):
-        raise _refused("E-URL-INVALID", url, f"{host!r} is not a host name")
+        raise _refused("E-URL-INVALID", url, "its host is not a host name")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
     return parts.scheme, host, port or _DEFAULT_PORTS[parts.scheme], path
 
@@ -272,13 +280,13 @@ def _literal(url: str, host: str) -> str:
                 raise ValueError("a zone")
             return str(ipaddress.IPv6Address(host))
         except ValueError:
-            raise _refused("E-URL-INVALID", url, f"{host!r} is not an IPv6 address") from None
+            raise _refused("E-URL-INVALID", url, "its host is not an IPv6 address") from None
     if _NUMERIC_LABEL.fullmatch(host.rpartition(".")[2]):
         # Resolvers read such a host as a number: 2130706433, 0x7f.1 and 0177.0.0.1 all mean 127.0.0.1.
         try:
             return str(ipaddress.IPv4Address(host))
         except ValueError:
-            raise _refused("E-URL-INVALID", url, f"{host!r} is an IP address in a non-standard form") from None
+            raise _refused("E-URL-INVALID", url, "its host is an IP address in a non-standard form") from None
     return ""
 
 
@@ -301,5 +309,23 @@ def without_secrets(text: str) -> str:
 
     A query may hold signatures and keys under any name, so nothing of it is kept. Documents do not lose their identity:
     lineage has the URLs of pages (url.py), and an input with a query has a hash of it in its name (input.py).
+
+    A password may hold "/", "?" or "#", after which "@" no longer shows where it ends. So nothing before the last "@"
+    is kept, nor anything after the first "?" or "#"; "..." stands for what is left out of the path. A text that begins
+    with a URL is taken for one URL, so that spaces do not end it; a URL within a text ends at a space.
     """
-    return _URL.sub(r"\1\2", text)[:_MAX_TEXT]
+    if _ONE_URL.match(text):
+        before, mark, rest = text.partition("://")
+        return (before + mark + _without_user_and_query(rest))[:_MAX_TEXT]
+    return _AFTER_SCHEME.sub(lambda match: _without_user_and_query(match[0]), text)[:_MAX_TEXT]
+
+
+def _without_user_and_query(rest: str) -> str:
+    """Return what may be shown of `rest`, the part of a URL after "://"."""
+    shown = re.split(r"[?#]", rest, maxsplit=1)[0]
+    if "@" in rest[len(shown) :]:
+        return "..."
+    authority, slash, path = shown.partition("/")
+    if "@" in path:
+        return ".../" + path.rpartition("@")[2]
+    return authority.rpartition("@")[2] + slash + path

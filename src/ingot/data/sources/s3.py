@@ -26,14 +26,18 @@ _MAX_LISTED = 1_000_000
 
 
 def split(location: str) -> tuple[str, str]:
-    """Split a location: 's3://bucket/some/key' -> ('bucket', 'some/key'). Raises ConfigError."""
+    """Split a location: 's3://bucket/some/key' -> ('bucket', 'some/key'). Raises ConfigError.
+
+    A bucket with ":" has a tenant (Ceph), unless an "@" follows: then the location begins with credentials.
+    """
     bucket, _, key = location.removeprefix("s3://").partition("/")
-    if not bucket or any(part in ("", ".", "..") for part in key.rstrip("/").split("/") if key):
+    credentials = "@" in bucket or (":" in bucket and "@" in key)
+    if not bucket or credentials or any(part in ("", ".", "..") for part in key.rstrip("/").split("/") if key):
         raise ConfigError(
             "E-S3-NAME",
             f"{without_secrets(location)!r} is not the name of an S3 object",
-            rule="an object is named s3://bucket/key; no part of the key is empty, '.' or '..'",
-            fix="check the name",
+            rule="an object is named s3://bucket/key, without credentials; no part of the key is empty, '.' or '..'",
+            fix="check the name; give credentials in environment variables",
             location=without_secrets(location),
         )
     return bucket, key
@@ -46,13 +50,13 @@ class S3Object:
 
     def __init__(self, location: str, rules: RemoteRules, store: Any = None):
         """Open `location`. store: the obstore store to use instead of one made for the bucket."""
-        self.location = location
         bucket, self.key = split(location)
+        self.shown = without_secrets(location)
         self.store = store or _store(bucket, rules)
 
     def version(self) -> Version:
         obstore = require("obstore", "data")
-        with _translated_errors(self.location):
+        with _translated_errors(self.shown):
             return _version(obstore.head(self.store, self.key))
 
     def part(self, start: int, version: Version | None) -> RemoteRange:
@@ -68,10 +72,10 @@ class S3Object:
             options: dict[str, Any] = {"range": (start, end)}
             if version.etag:
                 options["if_match"] = version.etag
-            with _translated_errors(self.location):
+            with _translated_errors(self.shown):
                 piece = bytes(obstore.get(self.store, self.key, options=options).bytes())
             if len(piece) != end - start:
-                raise Unreachable(f"{self.location}: {len(piece)} bytes instead of {end - start}")
+                raise Unreachable(f"{self.shown}: {len(piece)} bytes instead of {end - start}")
             yield piece
             start = end
 
@@ -90,10 +94,10 @@ def listed(location: str, rules: RemoteRules, store: Any = None) -> list[str]:
             if len(keys) > _MAX_LISTED:
                 raise ConfigError(
                     "E-S3-COUNT",
-                    f"{location} holds more than {_MAX_LISTED} objects",
+                    f"{without_secrets(location)} holds more than {_MAX_LISTED} objects",
                     rule=f"a prefix holds at most {_MAX_LISTED} objects",
                     fix="name a longer prefix",
-                    location=location,
+                    location=without_secrets(location),
                 )
     return [f"s3://{bucket}/{key}" for key in sorted(keys)]
 
@@ -128,7 +132,7 @@ class _translated_errors:
     """A context manager that turns exceptions of obstore into the exceptions that fetch.py handles."""
 
     def __init__(self, location: str):
-        self.location = location
+        self.location = without_secrets(location)
 
     def __enter__(self) -> None:
         pass

@@ -16,7 +16,7 @@ from ingot.errors import DataError
 from ingot.schema.corpus import Document, Drop, document_id
 
 STAGE = "read"
-_FIRST_ROWS = 100  # of a file: if none of them has a text, the column has another name
+_FIRST_ROWS = 100  # without a text, from which the names of the columns are taken for the message
 _MAX_NAME = 2048  # characters of an id, URL or language; longer values are ignored
 
 
@@ -147,9 +147,12 @@ def read_jsonl(
 
     Drop rules: read.bad_row (not a JSON object, or an object without text), empty_body, too_large; truncated_file and
     bad_stream if the file cannot be read further. Raises DataError for a file that is one JSON array, which could only
-    be parsed as a whole, and for a file whose first rows (_FIRST_ROWS, or all) have no key for the text.
+    be parsed as a whole, and, at its end, for a file with objects of which none has a key for the text. Until then its
+    rows are yielded like any others: held back, they would need memory without limit, and one row would seem to take
+    as long as the file (Attempt.at).
     """
-    rows, missing, keys = 0, 0, dict[str, None]()
+    rows, missing, has_text, keys = 0, 0, False, dict[str, None]()
+    ending = None
     try:
         with Unpacked(path, limits) as stream:
             for number, (line, size) in enumerate(lines(stream, limits.block_bytes)):
@@ -165,23 +168,24 @@ def read_jsonl(
                             path=str(path),
                         )
                     pair, row = _line(line, number, name, source, fields, limits)
-                    if missing == rows < _FIRST_ROWS and isinstance(row, dict) and not has_field(row, fields.text):
-                        missing += 1
-                        keys |= dict.fromkeys(row)
-                        if missing == _FIRST_ROWS:
-                            raise _no_text(path, fields, list(keys))
+                    if not has_text and isinstance(row, dict):
+                        has_text = has_field(row, fields.text)
+                        missing += not has_text
+                        if missing <= _FIRST_ROWS and not has_text:
+                            keys |= dict.fromkeys(row)
                     yield pair
                 else:
                     continue
                 rows += 1
     except BadStream as bad:
         value = f"behind row {rows}: {bad.value}"  # recorded in corpora. words: ok
-        yield dropped(name, source, bad.rule, value, f"row-{rows}-end")
-        return
-    if not rows:
-        yield dropped(name, source, "empty_body", "no rows", "file")
-    elif missing == rows:
+        ending = dropped(name, source, bad.rule, value, f"row-{rows}-end")
+    if missing and not has_text:
         raise _no_text(path, fields, list(keys))
+    if ending:
+        yield ending
+    elif not rows:
+        yield dropped(name, source, "empty_body", "no rows", "file")
 
 
 def _no_text(path: Path, fields: Fields, keys: list[str]) -> DataError:

@@ -130,6 +130,24 @@ def test_files_without_weights_are_refused(tmp_path, content):
         read_weights(tmp_path / "x.toml")
 
 
+@pytest.mark.parametrize(
+    ("name", "content", "reason"),
+    [
+        ("none.toml", None, "No such file or directory"),
+        ("x.toml", b"\xff", "invalid start byte"),
+        ("x.toml", b"a = = 1", "x.toml:1"),
+        ("x.json", b"{", "Expecting property name"),
+        ("x.json", b'{"web": %s}' % (b"9" * 401), "too large"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_with_the_reason(tmp_path, name, content, reason):
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with refused("E-WEIGHTS-UNREADABLE", path=str(tmp_path / name)) as caught:
+        read_weights(tmp_path / name)
+    assert reason in caught.value.found
+
+
 def test_a_mixture_by_name_or_file(tmp_path):
     (tmp_path / "mine.toml").write_text("web = 1.0")
     assert named_weights(str(tmp_path / "mine.toml"), {"web": 5}) == ("mine", {"web": 1.0}, ())

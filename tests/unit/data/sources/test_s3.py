@@ -57,6 +57,20 @@ def test_what_is_not_there_and_what_is_forbidden(site, rules, tmp_path):
         fetch("s3://b/f.warc.gz", tmp_path, rules)
 
 
+def test_errors_name_the_object_without_its_query():
+    for error in (OSError("no route"), obstore.exceptions.PreconditionError("412")):
+        with pytest.raises(s3.Unreachable) as caught, s3._translated_errors("s3://b/k?sig=SECRET"):
+            raise error
+        assert str(caught.value).startswith("s3://b/k") and "SECRET" not in str(caught.value)
+
+
+def test_a_bucket_may_have_a_tenant_but_no_credentials():
+    assert s3.split("s3://tenant:b/k") == ("tenant:b", "k") and s3.split("s3://b/k@2") == ("b", "k@2")
+    for word in ("s3://key@b/k", "s3://key:word@b/k", "s3://key:wo/rd@b/k"):
+        with refused("E-S3-NAME"):
+            s3.split(word)
+
+
 def test_prefixes_and_patterns(site, rules, tmp_path):
     def named(word):
         return [(one.location, one.name) for one in expand([word], "web", cache=tmp_path, rules=rules)]

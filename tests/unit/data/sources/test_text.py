@@ -123,16 +123,36 @@ def test_json_arrays_are_refused_with_the_way_out(tmp_path, data):
 
 
 def test_rows_without_the_text_column_name_the_columns_and_the_setting(tmp_path):
-    row, text = b'{"content": "a", "id": 1}', b'{"text": "a"}'
+    row = b'{"content": "a", "id": 1}'
     with refused("E-JSONL-COLUMN", column="text", columns=["content", "id"]) as caught:
         rows_of(tmp_path, row)
     assert "text=content" in caught.value.fix
     with refused("E-JSONL-COLUMN", column="body.content", columns=["body"]):
         rows_of(tmp_path, b'{"body": {"x": 1}}\n' * 3, text="body.content")
-    with refused("E-JSONL-COLUMN"):  # not read to its end
-        rows_of(tmp_path, b"\n".join([row] * 100 + [text]))
-    assert outcomes(rows_of(tmp_path, b"\n".join([row] * 99 + [text]))) == ["bad_row"] * 99 + ["a"]
     assert outcomes(rows_of(tmp_path, b'{"text": null}')) == ["bad_row"]
+
+
+def test_one_row_with_the_text_column_is_enough_wherever_it_stands(tmp_path):
+    row, text = b'{"content": "a", "id": 1}', b'{"text": "a"}'
+    for count in (1, 99, 100, 150):
+        assert outcomes(rows_of(tmp_path, b"\n".join([row] * count + [text]))) == ["bad_row"] * count + ["a"]
+    assert outcomes(rows_of(tmp_path, b"\n".join([text] + [row] * 150))) == ["a"] + ["bad_row"] * 150
+    assert outcomes(rows_of(tmp_path, b"[1]\nno JSON")) == ["bad_row"] * 2
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b'{"content": "a"}\n' * 150,
+        b'no JSON\n{"content": "a"}\n',
+        b'{"content": "%s"}\n{"content": "a"}' % (b"x" * 2000),
+        gzip.compress(b"".join(b'{"content": "row %d"}\n' % n for n in range(2000)))[:-2000],
+    ],
+    ids=["long", "bad row", "large row", "cut"],
+)
+def test_a_wrong_column_is_told_at_the_end_of_any_file(tmp_path, data):
+    with refused("E-JSONL-COLUMN", columns=["content"]):
+        rows_of(tmp_path, data)
 
 
 def test_pick():
