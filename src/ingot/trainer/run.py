@@ -85,7 +85,12 @@ def build_trainer(
 
     # Until a checkpoint of as many ranks restores its states.
     torch.manual_seed(derive(config.seed, "torch", place.rank))
-    policy = DefaultPolicy(folder, scaled_loss=config.train.precision == "fp16", vocab_size=config.model.vocab_size)
+    policy = DefaultPolicy(
+        folder,
+        scaled_loss=config.train.precision == "fp16",
+        vocab_size=config.model.vocab_size,
+        from_weights=bool(config.init),
+    )
     continues = bool(candidate_folders(folder.checkpoints))
     parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)
     facts = CheckpointFacts(

@@ -104,4 +104,4 @@ def test_a_run_without_checkpoints(trained, capsys):
     shutil.rmtree(trained.checkpoints)
     code, out, _ = call(capsys, "sample", trained.root, "--json")
     assert code == 21
-    reported(out, "E-CKPT-NONE", run=str(trained.root))
+    reported(out, "E-CKPT-VANISHED", folder=str(trained.checkpoints))

@@ -153,18 +153,20 @@ class DefaultPolicy:
 
     The decision to skip is made on the device in every step; results are read at log lines. A run ends after
     SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG, and if the loss at a log line is EXPLODED times that
-    of a uniform guess and of the run's first step. So weights that cannot be used are never saved. Stop requests are
-    read at log lines and every STOP_CHECK_SECONDS, by the time of a step up to the last log line; before the first
-    line, after every step.
+    of a uniform guess. So weights that cannot be used are never saved. Stop requests are read at log lines and every
+    STOP_CHECK_SECONDS, by the time of a step up to the last log line; before the first line, after every step.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
-    are a failure. vocab_size: of the model; 0 does not judge the size of the loss.
+    are a failure. vocab_size: of the model; 0 does not judge the size of the loss. from_weights: the run began with the
+    weights of a folder, which may have a large loss: it has to reach EXPLODED times the first one of the attempt, too.
     """
 
-    def __init__(self, folder: RunFolder, *, scaled_loss: bool = False, vocab_size: int = 0):
+    def __init__(
+        self, folder: RunFolder, *, scaled_loss: bool = False, vocab_size: int = 0, from_weights: bool = False
+    ):
         self.folder, self.scaled_loss = folder, scaled_loss
         self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
-        self._first_loss = 0.0  # of step 1, if this attempt made it: weights from elsewhere may begin with a large loss
+        self._from_weights, self._first_loss = from_weights, 0.0  # the first loss of this attempt
         self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
         self._vetoes = 0  # skipped steps in a row, up to the last log line
         self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
@@ -199,7 +201,7 @@ class DefaultPolicy:
         for numbers in line:
             self._judge(numbers)
         kept = [numbers for numbers in line if not numbers.skipped]
-        if kept and line[0].step == 1:
+        if kept and self._from_weights and self._first_loss == 0.0:
             self._first_loss = kept[0].loss
         if kept:
             self._judge_size(kept[-1])

@@ -118,7 +118,7 @@ def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
     assert judge(line((4.2, 1.0)), line((9.0, 1.0), (8.3, 1.0)), vocab_size=64) == [Verdict.CONTINUE] * 2
     assert judge(line((9.0, 1.0), skipped=True), vocab_size=64) == [Verdict.CONTINUE]
     of_another_model = (26.0, 1.0), (25.0, 1.0)
-    assert judge(line(*of_another_model, first=1), vocab_size=64) == [Verdict.CONTINUE]
+    assert judge(line(*of_another_model), vocab_size=64, from_weights=True) == [Verdict.CONTINUE]
     for exploded in (
         line((4.2, 1.0), (8.5, 1.0)),
         line((4.2, 1.0), (8.5, 1.0), (math.inf, math.inf), skipped=(2,)),  # the last step changed nothing
