@@ -28,7 +28,6 @@ STEADY = MOMENTS[2]
 _FACTS = ("clip", "balance")  # places of the program whose collectives span all ranks
 _BYTES = {"bfloat16": 2, "float16": 2, "float32": 4, "float64": 8, "int64": 8, "int32": 4, "uint8": 1, "bool": 1}
 _RING = {"all_gather": 1, "reduce_scatter": 1, "all_reduce": 2, "broadcast": 1, "all_to_all": 1}
-PATIENCE_SECONDS = 900.0
 _OVER_BILL = 1.05  # a rank whose peak exceeds the planner's prediction of memory by this factor is reported
 # The axis name of collectives over all ranks at the end of a step (gradient norm, loads of experts).
 WORLD = "world"
@@ -154,18 +153,18 @@ def simulate(
     config: RunConfig,
     *,
     device: str,
+    patience: float,
     loads: Sequence[float] = (),
     jobs: int | None = None,
-    patience: float = PATIENCE_SECONDS,
     watcher: Watcher | None = None,
     home: Path | None = None,
 ) -> DryRun:
     """Trace the ranks of `config` that represent all others, and check all ranks with these traces.
 
-    device: "cpu" or "cuda", the kind of machine that will train. loads: loads of the experts, in any unit; empty: all
-    equal. jobs: number of processes, of about 350 MB each; None: one per core, at least 2 and at most 8. patience:
-    seconds without progress after which the dry run ends with the ranks that are traced. home: where traces are kept;
-    None: the user's cache.
+    device: "cpu" or "cuda", the kind of machine that will train. patience: seconds without progress after which the dry
+    run ends with the ranks that are traced. loads: loads of the experts, in any unit; empty: all equal. jobs: number of
+    processes, of about 350 MB each; None: one per core, at least 2 and at most 8. watcher: hears of phases and traces;
+    None: nobody does. home: where traces are kept; None: the user's cache.
     Raises ConfigError if the layout breaks a rule or cannot be traced, ResourceError if a trace fails.
     """
     require_layout(config)

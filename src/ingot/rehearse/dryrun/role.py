@@ -277,8 +277,6 @@ def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connect
                 text = f"{type(error).__name__}: {error}"
                 answer = {"rank": rank, "error": text, "traceback": traceback.format_exc()}
             pipe.send((True, json.dumps(answer)))
-            gc.collect()
-            gc.freeze()  # what is left is the cache, which grows from rank to rank
 
 
 def _report(pipe: Connection, rank: int, phase: str) -> None:

@@ -227,7 +227,7 @@ class Listener(dry_run.Watcher):
 
 def test_the_command_traces_in_processes_of_its_own_and_keeps_what_it_traced(tmp_path):
     seen, run = Listener(), config(pp=2, tp=2)
-    found = dry_run.simulate(run, device="cpu", watcher=seen, home=tmp_path)
+    found = dry_run.simulate(run, device="cpu", patience=600, watcher=seen, home=tmp_path)
     assert [place[1:] for place in seen.traces] == [(n, 4, False) for n in range(1, 5)]
     for rank in range(4):
         assert tuple(phase for each, phase in seen.phases if each == rank) == dry_run.MOMENTS
@@ -235,7 +235,7 @@ def test_the_command_traces_in_processes_of_its_own_and_keeps_what_it_traced(tmp
     assert [trace.name for trace in found.traces] == ["pp 0 tp 0", "pp 1 tp 0", "pp 0 tp 1", "pp 1 tp 1"]
     assert all(trace.memory_bytes < 1 << 30 for trace in found.traces)
     again = Listener()
-    assert dry_run.simulate(run, device="cpu", watcher=again, home=tmp_path) == found
+    assert dry_run.simulate(run, device="cpu", patience=600, watcher=again, home=tmp_path) == found
     assert again.traces == [(rank, n, 4, True) for n, rank in enumerate((0, 2, 1, 3), 1)] and not again.phases
 
 
@@ -325,13 +325,13 @@ def test_a_tracing_process_that_dies_early_is_reported(monkeypatch, tmp_path):
     monkeypatch.setattr(tracing.sys, "executable", str(interpreter))
     with refused("E-DRYRUN-ENDED", traced=0, ranks=2):
         run = replace(config(1, dp_shard=2), data=Data(tokens="x" * 200_000))
-        dry_run.simulate(run, device="cpu", home=tmp_path / "kept")
+        dry_run.simulate(run, device="cpu", patience=600, home=tmp_path / "kept")
 
 
 def test_layouts_that_cannot_be_traced_are_refused():
     with refused("E-DRYRUN-NVME"):
-        dry_run.simulate(config(offload="nvme", offload_folder="state", dp_shard=2, zero=1), device="cpu")
+        dry_run.simulate(config(offload="nvme", offload_folder="state", dp_shard=2, zero=1), device="cpu", patience=600)
     with pytest.raises(ConfigError):
-        dry_run.simulate(config(tp=3), device="cpu")
+        dry_run.simulate(config(tp=3), device="cpu", patience=600)
     with refused("E-DRYRUN-RANK", rank=0):
         raise tracing.failure({"rank": 0, "error": "ValueError: x", "traceback": 'File "a.py", line 1, in f\n  x'})
