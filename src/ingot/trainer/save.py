@@ -17,6 +17,8 @@ from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.accepted import record_resumed
+from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.load import resume
 from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 from ingot.trainer.heldout import data_path
@@ -70,7 +72,8 @@ def load_newest(
 ) -> CheckpointManifest | None:
     """Load the newest undamaged checkpoint of `folder` into `parts`. Returns None for a new run. Collective.
 
-    A checkpoint that cannot be used is logged, and the next older one is tried.
+    A checkpoint that cannot be used is logged, and the next older one is tried. Settings that differ from those of the
+    loaded checkpoint are recorded.
     """
     restored = resume(
         folder,
@@ -83,6 +86,8 @@ def load_newest(
     )
     if restored:
         parts.model.publish()
+        # The order of samples depends on this record: no rank may open the data before it is written.
+        from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
     return restored
 
 

@@ -9,6 +9,7 @@ from ingot.cli.main import main
 from ingot.config import to_toml
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.accepted import read_accepted
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import write_atomic
@@ -26,11 +27,14 @@ BATCH = 4
 def change_weights(folder, weights) -> RunConfig:
     """Accept new weights, as `ingot train RUN --set data.weights=... --accept-change data.weights` does."""
     config = load_run(folder.config)
-    config = replace(config, data=replace(config.data, weights=weights))
+    return accept(folder, replace(config, data=replace(config.data, weights=weights)), "data.weights")
+
+
+def accept(folder, config: RunConfig, *keys: str) -> RunConfig:
     fingerprint = read_token_manifest((folder.root / config.data.tokens).resolve()).fingerprint()
-    with refused("E-RUN-CHANGED", keys=["data.weights"]):
+    with refused("E-RUN-CHANGED", keys=[*keys]):
         require_same_experiment(folder, config, fingerprint, ())
-    changes = require_same_experiment(folder, config, fingerprint, ["data.weights"])
+    changes = require_same_experiment(folder, config, fingerprint, keys)
     record_accepted(folder, config, fingerprint, changes)
     write_atomic(folder.config, to_toml(config))
     return config
@@ -65,6 +69,32 @@ def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run, caps
     assert (proof["steps"], proof["counted_steps"], proof["samples"]) == (12, 12, 12 * BATCH)
     changes = [(c["step"], c["key"]) for c in proof["changes"]]
     assert changes == [(5, "data.weights"), (9, "data.weights"), (5, "layout"), (9, "layout")]
+
+
+def test_a_change_holds_from_the_checkpoint_that_the_run_really_continued_from(fork_ranks, make_run, capsys):
+    """The newest checkpoint is damaged in a byte that only the ranks read: the run continues from the one before."""
+    folder = make_run(steps=8, every_steps=2)
+    fork_ranks(run_rank, 1, folder, 4)
+    change_weights(folder, {"stone": 1.0})
+    fork_ranks(run_rank, 1, folder, 6)
+    flip_a_byte(folder.checkpoint(6) / "rank-00000.safetensors")
+    config = load_run(folder.config)
+    accept(folder, replace(config, seed=config.seed + 1), "seed")
+    (ending, _), *_ = fork_ranks(run_rank, 1, folder)
+    assert ending == (8, False)
+
+    logged = [(e["step"], e["key"]) for e in read_events(folder.events, events.SETTING_CHANGED)]
+    assert logged == [(4, "data.weights"), (4, "seed")]
+    assert [(one.step, {*one.changes}) for one in read_accepted(folder.accepted)] == [(4, {"data.weights", "seed"})]
+    assert main(["ckpt", "prove", str(folder.root), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert [(c["step"], c["key"]) for c in proof["changes"]] == [(5, "seed"), (5, "data.weights")]
+
+
+def flip_a_byte(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
 
 
 def replace_ranks(folder, ranks: int):

@@ -5,7 +5,6 @@ times faster than computing the sample order. Samples of future steps are comput
 """
 
 import fcntl
-import json
 from collections import defaultdict
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
@@ -15,17 +14,18 @@ from pathlib import Path
 import numpy as np
 
 from ingot.data.lineage.purge.history import TokenLayout, find_layout
-from ingot.errors import ConfigError, DataError
+from ingot.errors import ConfigError
 from ingot.report.facts import no_run_folder
+from ingot.schema.accepted import read_accepted
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.accepted import DATA
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.loader.ledger import read_ledger
 from ingot.trainer.loader.order import Order, earlier_weights
 from ingot.trainer.loader.reader import Windows
 
-_DATA = "data.tokens"  # the setting under which a change of the token stream is accepted (launch/checks.py)
 _CHUNK_SAMPLES = 1 << 18
 
 
@@ -228,19 +228,7 @@ def _where(ids: np.ndarray, windows: np.ndarray) -> list[int]:
 def _accepted_tokens(folder: RunFolder) -> list[tuple[int, str, str]]:
     """Return the accepted changes of the token stream, in order: (last step before the change, prefix of the
     fingerprint before the change, prefix of the fingerprint after the change)."""
-    try:
-        accepted = json.loads(folder.accepted.read_bytes())
-        return [(int(one["step"]), *one["changes"][_DATA]) for one in accepted if _DATA in one["changes"]]
-    except FileNotFoundError:
-        return []
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "E-CHANGES-UNREADABLE",
-            f"{folder.accepted} cannot be read ({error})",
-            rule="this file records on which tokens the steps of the run were trained",
-            fix="restore the file from a copy of the run folder",
-            path=str(folder.accepted),
-        ) from None
+    return [(one.step, *one.changes[DATA]) for one in read_accepted(folder.accepted) if DATA in one.changes]
 
 
 def _is_held(lock: Path) -> bool:

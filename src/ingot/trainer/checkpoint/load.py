@@ -1,8 +1,8 @@
 """Resume from the newest undamaged checkpoint, or load a checkpoint into a model in a single process."""
 
-import json
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +10,10 @@ import safetensors
 import torch
 from torch.nn import Module
 
-from ingot.errors import CheckpointError, ConfirmationNeeded
+from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import CheckpointManifest, StoredBlock, file_of
-from ingot.schema.run import setting_changes, settings_sha256
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.accepted import require_accepted
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
@@ -64,7 +64,7 @@ def resume(
     for path in candidates:
         try:
             manifest = _verified_by_all(path)
-            _check_same_experiment(folder, manifest, settings, data_fingerprint)
+            from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
             _load(path, manifest, state)
         except CheckpointError as error:
             step = int(path.name.removeprefix("step-"))
@@ -108,31 +108,6 @@ def _verified_by_all(path: Path) -> CheckpointManifest:
 
     on_all_ranks(verify_share)
     return manifest
-
-
-def _check_same_experiment(
-    folder: RunFolder, manifest: CheckpointManifest, settings: Mapping[str, Any], data: str
-) -> None:
-    # The launcher compares settings key by key and records the changes that the user accepted; this is the last check
-    # before weights are loaded.
-    def check() -> None:
-        same = all(change.kind.is_free for change in setting_changes(manifest.settings, settings))
-        if same and manifest.data_fingerprint == data:
-            return
-        config_sha256 = settings_sha256(settings)
-        accepted = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
-        if not any((a["config_sha256"], a["data_fingerprint"]) == (config_sha256, data) for a in accepted):
-            what = "data" if same else "settings"
-            raise ConfirmationNeeded(
-                "E-RUN-CHANGED",
-                f"the run's {what} differ from those of its checkpoint at step {manifest.step}",
-                rule="a changed setting must be confirmed with --accept-change",
-                fix="run `ingot train`, which shows the changed keys and the flags that accept them",
-                step=manifest.step,
-                changed=what,
-            )
-
-    from_rank_zero(check)
 
 
 def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> None:

@@ -3,45 +3,27 @@
 Without these checks, the same errors would appear minutes later, on every rank. No torch.
 """
 
+import difflib
 import importlib.util
-import json
 from collections.abc import Callable, Collection
 
 from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
-from ingot.events import EventLog
 from ingot.hub.config_file import require_fit
 from ingot.machine.facts import find_gpus, usable_cores
-from ingot.schema import events
-from ingot.schema.changes import ChangeClass, SettingChange
+from ingot.schema.accepted import read_accepted, write_accepted
+from ingot.schema.changes import CLASSES, ChangeClass, SettingChange
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.run import RunConfig, setting_changes
+from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
-from ingot.storage import require_free, write_json
+from ingot.storage import require_free
 from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
+from ingot.trainer.checkpoint.accepted import changes_since, record_for
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
 from ingot.trainer.launch.supervise import resume_step
 
-DATA = "data.tokens"  # the token stream: its fingerprint is compared, not its path
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
-
-
-def changes_since(manifest: CheckpointManifest, config: RunConfig, data_fingerprint: str) -> list[SettingChange]:
-    """Return the settings that differ between a checkpoint and `config` with its data; of all classes."""
-    changes = setting_changes(manifest.settings, config.settings())
-    if manifest.data_fingerprint != data_fingerprint:
-        changes = [change for change in changes if change.key != DATA]
-        changes.append(OtherData(DATA, manifest.data_fingerprint[:12], data_fingerprint[:12]))
-    return changes
-
-
-class OtherData(SettingChange):
-    """A change of the token stream. (A change of its path alone is free.)"""
-
-    @property
-    def kind(self) -> ChangeClass:
-        return ChangeClass.OTHER_NUMBERS
 
 
 def require_same_experiment(
@@ -49,15 +31,21 @@ def require_same_experiment(
 ) -> list[SettingChange]:
     """Compare settings and data with the newest readable checkpoint. Returns all changes. Writes nothing.
 
-    Raises ConfirmationNeeded for changes of OTHER_NUMBERS that are not in `accepted`, ConfigError for REFUSED ones.
+    Changes that were accepted for this checkpoint by an earlier command, which ended before the next one was saved,
+    need no second confirmation.
+    Raises ConfirmationNeeded for other changes of OTHER_NUMBERS that are not in `accepted`, ConfigError for REFUSED
+    ones, UsageError if `accepted` has a key that is no setting.
     """
+    _require_settings(accepted)
     newest = _newest_manifest(folder)
-    changes = changes_since(newest, config, data_fingerprint) if newest else []
+    changes = changes_since(newest, config.settings(), data_fingerprint) if newest else []
     if newest is None or not changes:
         return []
     _require_same_model(changes, newest.step)
     unconfirmed = [c for c in changes if not c.kind.is_free and c.key not in accepted]
-    if unconfirmed:
+    if unconfirmed and record_for(newest.step, config.settings(), data_fingerprint, changes) not in read_accepted(
+        folder.accepted
+    ):
         flags = " ".join(f"--accept-change {c.key}" for c in unconfirmed)
         raise ConfirmationNeeded(
             "E-RUN-CHANGED",
@@ -70,6 +58,24 @@ def require_same_experiment(
             changes={c.key: [c.before, c.after] for c in unconfirmed},
         )
     return changes
+
+
+def _require_settings(keys: Collection[str]) -> None:
+    """Raise UsageError for the first of `keys` that is no setting of a run file."""
+    known = [key for key, _ in CLASSES]
+    for key in keys:
+        if key not in known:
+            close = difflib.get_close_matches(key, known, n=1)
+            raise UsageError(
+                "E-ACCEPT-KEY",
+                f"--accept-change {key}: there is no such setting",
+                rule="the flag names a setting of the run file as section.key, like optim.lr; data.weights is one setting",
+                fix=f"did you mean {close[0]}?"
+                if close
+                else "without the flag, the command shows the keys that changed",
+                key=key,
+                close=close,
+            )
 
 
 def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
@@ -98,28 +104,17 @@ def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
 def record_accepted(
     folder: RunFolder, config: RunConfig, data_fingerprint: str, changes: Collection[SettingChange]
 ) -> None:
-    """Record accepted changes in the run folder, where the ranks read them, and in the event log, for the report.
+    """Record accepted changes in the run folder, where the ranks read them; the first rank logs them when they hold.
 
     changes: of all classes; free ones are not recorded. A second call before the next checkpoint does not record the
     changes again.
     """
-    newest, changes = _newest_manifest(folder), [change for change in changes if not change.kind.is_free]
-    if newest is None or not changes:
+    if (newest := _newest_manifest(folder)) is None:
         return
-    record = json.loads(folder.accepted.read_text()) if folder.accepted.exists() else []
-    accepted = {
-        "step": newest.step,
-        "config_sha256": config.training_sha256(),
-        "data_fingerprint": data_fingerprint,
-        "changes": {c.key: [c.before, c.after] for c in changes},
-    }
-    if record and record[-1] == json.loads(json.dumps(accepted)):
-        return
-    write_json(folder.accepted, [*record, accepted])
-    log = EventLog(folder.events)
-    for change in changes:
-        log.write(events.SETTING_CHANGED, key=change.key, old=change.before, new=change.after, step=newest.step)
-    log.close()
+    now = record_for(newest.step, config.settings(), data_fingerprint, changes)
+    records = read_accepted(folder.accepted)
+    if now.changes and now not in records:
+        write_accepted(folder.accepted, [*records, now])
 
 
 def _newest_manifest(folder: RunFolder) -> CheckpointManifest | None:

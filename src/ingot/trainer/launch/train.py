@@ -68,11 +68,16 @@ def train(
         plan = path.parent / folder.plan.name
         if fresh:
             moved = _move_aside(folder, archive)
+            if moved:
+                say(f"archived  the old run is now in {moved}")
             plan = moved / folder.plan.name if moved and path.parent == folder.root else plan
         require_checkpoints(folder)  # before leftovers are removed: they may be all that is left
         remove_leftovers(folder)
         tokens = preflight(folder, config, say)
         changes = require_same_experiment(folder, config, tokens.fingerprint(), accept)
+        for key in dict.fromkeys(accept):
+            if key not in [change.key for change in changes]:
+                say(f"note: --accept-change {key} has no effect: the setting did not change")
         step = resume_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")

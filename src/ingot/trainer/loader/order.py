@@ -12,7 +12,6 @@ two windows of a group may become neighbors.
 """
 
 import difflib
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import numpy as np
 
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
+from ingot.schema.accepted import read_accepted
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.trainer.loader.reader import Windows
@@ -353,19 +353,7 @@ def earlier_values(folder: RunFolder, key: str, value: Any) -> list[tuple[int, A
     replaced before the next step. The search therefore goes backward from `value` over the records that led to it.
     Raises DataError if the records cannot be read.
     """
-    if not folder.accepted.exists():
-        return []
-    try:
-        records = json.loads(folder.accepted.read_text(encoding="utf-8"))
-        changes = [(int(one["step"]), *one["changes"][key]) for one in records if key in one["changes"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise DataError(
-            "E-RUN-CHANGES-READ",
-            f"{folder.accepted} cannot be read ({error})",
-            rule="this file records the settings that the steps of the run were trained with",
-            fix="restore the file from a copy of the run folder",
-            path=str(folder.accepted),
-        ) from None
+    changes = [(one.step, *one.changes[key]) for one in read_accepted(folder.accepted) if key in one.changes]
     found: list[tuple[int, Any]] = []
     now, before_step = value, float("inf")
     for step, old, new in reversed(changes):

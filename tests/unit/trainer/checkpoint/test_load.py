@@ -135,7 +135,8 @@ def test_another_experiment_needs_consent(folder, training, settings, data, what
     save(folder, 10, *training)
     with refused("E-RUN-CHANGED", changed=what):
         go_on(folder, *make_training(), settings, data)
-    write_json(folder.accepted, [{"config_sha256": settings_sha256(settings), "data_fingerprint": data}])
+    record = {"step": 10, "changes": {}, "config_sha256": settings_sha256(settings), "data_fingerprint": data}
+    write_json(folder.accepted, [record])
     assert go_on(folder, *make_training(), settings, data)[0].step == 10
 
 

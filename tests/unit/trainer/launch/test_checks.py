@@ -4,8 +4,6 @@ from dataclasses import replace
 import pytest
 from tests.expect import named, refused
 
-from ingot.events import read_events
-from ingot.schema import events
 from ingot.schema.arch import Moe
 from ingot.schema.changes import ChangeClass, class_of
 from ingot.trainer.launch.checks import record_accepted, require_same_experiment
@@ -100,15 +98,16 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
     assert not folder.accepted.exists()
     record_accepted(folder, config, DATA, changes)
     record_accepted(folder, config, DATA, changes)  # the same command again, before the next checkpoint
-    (event,) = read_events(folder.events, events.SETTING_CHANGED)
-    assert (event["key"], event["old"], event["new"], event["step"]) == (
-        changes[0].key,
-        changes[0].before,
-        changes[0].after,
-        40,
-    )
     (record,) = json.loads(folder.accepted.read_text())
     assert record["config_sha256"] == config.training_sha256() and record["step"] == 40
+    assert require_same_experiment(folder, config, DATA, ()) == changes  # killed before the next checkpoint
+    assert not folder.events.exists()  # the first rank logs the change when it holds
+    if key == "optim.lr":
+        with refused("E-RUN-CHANGED", keys=[key]):
+            require_same_experiment(folder, changed(trained, key, value / 2), DATA, ())
+        write_checkpoint(folder, 60, trained, DATA)  # the run went on without the change
+        with refused("E-RUN-CHANGED", keys=[key], step=60):
+            require_same_experiment(folder, config, DATA, ())
 
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)
@@ -211,3 +210,11 @@ def test_a_damaged_newest_checkpoint_is_not_the_measure(folder, config):
     write_checkpoint(folder, 60, changed(config, "seed", 9), DATA)
     (folder.checkpoint(60) / "manifest.json").write_text("{}")
     require_same_experiment(folder, config, DATA, ())
+
+
+@pytest.mark.parametrize(
+    ("key", "close"), [("optim.lrr", ["optim.lr"]), ("data.weights.web", ["data.weights"]), ("x", [])]
+)
+def test_a_confirmed_key_must_be_a_setting(folder, trained, key, close):
+    with refused("E-ACCEPT-KEY", key=key, close=close):
+        require_same_experiment(folder, trained, DATA, [key])

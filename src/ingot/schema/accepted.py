@@ -1,0 +1,54 @@
+"""accepted-changes.json of a run folder: the changes of settings or data that its user accepted, oldest first."""
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.errors import DataError
+from ingot.storage import write_json
+
+
+@dataclass(frozen=True, kw_only=True)
+class AcceptedChanges:
+    """Changes that were accepted together, and hold for the steps after `step`.
+
+    step: the checkpoint from which the run continues with them. config_sha256, data_fingerprint: of the run file and
+    the tokens after the changes. changes: setting -> (value before, value after).
+    """
+
+    step: int
+    config_sha256: str
+    data_fingerprint: str
+    changes: dict[str, tuple[Any, Any]]
+
+
+def read_accepted(path: Path) -> list[AcceptedChanges]:
+    """Return the records of the file `path`; none if there is no such file. Raises DataError if it cannot be read."""
+    try:
+        return [_record(values) for values in json.loads(path.read_bytes())]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            "E-RUN-CHANGES-READ",
+            f"{path} cannot be read ({error})",
+            rule="this file records the settings and the tokens that the steps of the run were trained with",
+            fix="restore the file from a copy of the run folder",
+            path=str(path),
+        ) from None
+
+
+def _record(values: dict) -> AcceptedChanges:
+    changes = {key: (before, after) for key, (before, after) in values["changes"].items()}
+    return AcceptedChanges(
+        step=int(values["step"]),
+        config_sha256=values.get("config_sha256", ""),
+        data_fingerprint=values.get("data_fingerprint", ""),
+        changes=changes,
+    )
+
+
+def write_accepted(path: Path, records: list[AcceptedChanges]) -> None:
+    """Replace the file `path`, as one line of JSON per record."""
+    write_json(path, [asdict(record) for record in records])
