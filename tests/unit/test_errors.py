@@ -86,7 +86,7 @@ def test_describe(code, found):
 
 
 # Codes of one cause that ends a command in one place and a build in another.
-TWO_CLASSES = {"E-CKPT-NONE", "E-CLASSIFIER-FORMAT", "E-CORPUS-MISSING", "E-TOKENIZER-MISMATCH", "E-TOKENIZER-UNSET"}
+TWO_CLASSES = {"E-CLASSIFIER-FORMAT", "E-CORPUS-MISSING", "E-TOKENIZER-MISMATCH", "E-TOKENIZER-UNSET"}
 
 
 def test_a_code_belongs_to_one_class_and_so_to_one_exit_code():

@@ -1,4 +1,4 @@
-"""`ingot ckpt ls`, `verify` and `prove`: list checkpoints, compare bytes with hashes, and samples with their order."""
+"""`ingot ckpt`: list checkpoints, compare bytes with hashes and samples with their order, repair a damaged ledger."""
 
 import argparse
 import time
@@ -12,6 +12,7 @@ EXAMPLES = (
     "ingot ckpt verify runs/demo",
     "ingot ckpt verify runs/demo/checkpoints/step-00000400",
     "ingot ckpt prove runs/demo",
+    "ingot ckpt repair runs/demo",
 )
 
 
@@ -26,13 +27,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prove = actions.add_parser(
         "prove", help="prove that a run consumed every sample of its order exactly once per epoch"
     )
-    prove.add_argument("run", type=place, metavar="RUN", help="run folder")
+    prove.add_argument(
+        "run", type=place, metavar="RUN|CHECKPOINT", help="run folder (its newest checkpoint), or a checkpoint folder"
+    )
     prove.add_argument("--hashes", action="store_true", help="read every byte of the token shards of the samples")
+    repair = actions.add_parser(
+        "repair", help="write damaged ledger files again, with the bits that the checkpoint has the hash of"
+    )
+    repair.add_argument("run", type=place, metavar="RUN", help="run folder")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    if args.action == "prove":
-        return _prove(args, terminal)
+    if args.action in ("prove", "repair"):
+        return (_prove if args.action == "prove" else _repair)(args, terminal)
     from ingot.trainer.launch.inspect import inspect_checkpoints
 
     verify = args.action == "verify"
@@ -70,5 +77,19 @@ def _prove(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"proved    {proof.run} consumed exactly the samples of its order, seed {proof.seed}")
     else:
         terminal.say(f"FAULT     {proof.fault['code']}  {proof.fault['found']}")
+        terminal.say(f"fix       {proof.fault['fix']}")
     terminal.result(proof.as_dict())
     return proof.exit_code
+
+
+def _repair(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK
+    from ingot.report.lineage.repair import repair_ledger
+
+    repair = repair_ledger(Path(args.run))
+    for name in repair.written:
+        terminal.say(f"written   ledger/{name}: computed from the order of samples, with the hash in the checkpoint")
+    terminal.say(f"intact    {repair.intact} segments of the checkpoint of step {repair.checkpoint}")
+    terminal.result(repair.as_dict())
+    terminal.next(f"ingot ckpt verify {args.run}")
+    return EXIT_OK

@@ -21,6 +21,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.resumable import find_resume_point
 
 
 @dataclass(kw_only=True)
@@ -154,7 +155,7 @@ class RunData:
     steps, progress, waits, experts: the last event of that kind for each step. vetoes, roll_backs: the `skipped` and
     `rolled_back` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
-    included.
+    included. lost: the sentence about the newest checkpoint, if it cannot be used any more.
     """
 
     folder: RunFolder
@@ -183,6 +184,7 @@ class RunData:
     stopped: dict | None = None
     active_seconds: float = 0.0
     unreadable_events: int = 0
+    lost: str = ""
 
     @property
     def last_step(self) -> int:
@@ -209,6 +211,11 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
     if twin:
         data.twin = _read_json(Twin, twin)
     read_run_events(data)
+    newest = find_resume_point(data.folder)
+    if newest.problem:
+        data.lost = f"The checkpoint of step {newest.newest_step:,} cannot be used: {newest.problem}. " + (
+            f"Training would resume from step {newest.step:,}." if newest.step else "No usable checkpoint is left."
+        )
     if stages:
         data.stages += [event for event in _readable_events(stages, data) if event["kind"] == kinds.STAGE]
     return data

@@ -8,7 +8,8 @@ from ingot.report.facts import no_run_folder
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.checkpoint.manifest import MANIFEST
+from ingot.trainer.checkpoint.resumable import find_resume_point
 from ingot.trainer.resilience.lock import is_locked
 
 _BARS = "▁▂▃▄▅▆▇█"
@@ -22,6 +23,8 @@ class RunStatus:
     state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault), "interrupted"
     (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
+    checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
+    lost_step, lost_reason: the newest checkpoint that was saved and cannot be used, None if it can.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
@@ -45,6 +48,8 @@ class RunStatus:
     restarts: int
     faults: tuple[str, ...]
     losses: tuple[float, ...]
+    lost_step: int | None = None
+    lost_reason: str = ""
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
     log_damage: str = ""
@@ -85,16 +90,15 @@ def read_status(root: Path) -> RunStatus:
             faults.append(str(event.get("cause", "unknown")))
         if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
             last["end"] = event
-    progress, saved = last.get(events.PROGRESS, {}), last.get(events.CHECKPOINT, {})
-    running = is_locked(folder.lock)
-    saved_steps = (
-        () if "end" in last or losses else [c.step for c in list_checkpoints(folder.checkpoints) if c.manifest]
-    )
+    progress = last.get(events.PROGRESS, {})
+    running, resumes = is_locked(folder.lock), find_resume_point(folder)
+    # Without a log of the start, the newest checkpoint is all that is known of the run.
+    unlogged = resumes.step if not (losses or "end" in last) else 0
     return RunStatus(
         name=run.name,
-        state="running" if running else "unknown" if saved_steps else _ended(last),
+        state="running" if running else "unknown" if unlogged else _ended(last),
         steps=run.train.steps,
-        step=max((*losses, *saved_steps), default=0),
+        step=max((*losses, unlogged)),
         ranks=run.parallel.world_size,
         loss=losses[max(losses)] if losses else None,
         bpb=progress.get("bpb"),
@@ -102,17 +106,26 @@ def read_status(root: Path) -> RunStatus:
         tokens_per_second=progress.get("tokens_per_second"),
         eta_seconds=progress.get("eta_seconds") if running else None,
         last_event=latest,
-        checkpoint_step=saved.get("step"),
-        checkpoint_time=saved.get("time"),
+        checkpoint_step=resumes.step or None,
+        checkpoint_time=_time_of(folder, resumes.step),
+        lost_step=resumes.newest_step if resumes.problem else None,
+        lost_reason=resumes.problem,
         restarts=restarts,
         faults=tuple(faults),
         skipped_steps=tuple(sorted(skipped)),
         roll_backs=tuple(roll_backs),
         losses=tuple(losses[step] for step in sorted(losses)),
-        log_damage=_log_damage(folder) if saved_steps else "",
+        log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
         experts=_experts(last.get(events.EXPERTS)),
     )
+
+
+def _time_of(folder: RunFolder, step: int) -> float | None:
+    try:
+        return (folder.checkpoint(step) / MANIFEST).stat().st_mtime if step else None
+    except OSError:  # it was just removed
+        return None
 
 
 def _experts(event: dict | None) -> dict | None:

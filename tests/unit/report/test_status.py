@@ -1,6 +1,7 @@
 """The status of a run, from its event log and its lock."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -45,6 +46,7 @@ def test_a_finished_run(folder):
     log.write(events.EVALUATION, step=10, bpb=2.6)
     log.write(events.CHECKPOINT, step=10)
     log.write(events.FINISHED, step=10)
+    write_checkpoint(folder, 10)
     status = read_status(folder.root)
     assert (status.state, status.step, status.steps, status.loss) == ("finished", 10, 10, 3.0)
     assert (status.bpb, status.heldout_bpb, status.checkpoint_step) == (2.5, 2.6, 10)
@@ -99,6 +101,30 @@ def test_without_a_log_the_newest_checkpoint_gives_the_step(folder, log, damage,
     assert (status.state, status.step) == ("unknown", 6) and damage in status.log_damage
     assert main(["status", str(folder.root)]) == 0
     assert damage in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("how", ["missing", "not JSON", "refused"])
+def test_a_checkpoint_that_cannot_be_used_is_not_shown_as_saved(folder, how, capsys):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    for step in (4, 8):
+        write_checkpoint(folder, step)
+        log.write(events.CHECKPOINT, step=step)
+    assert read_status(folder.root).lost_step is None
+    if how == "missing":
+        shutil.rmtree(folder.checkpoint(8))
+    elif how == "not JSON":
+        (folder.checkpoint(8) / "manifest.json").write_text("torn")
+    else:
+        log.write(events.CHECKPOINT_REFUSED, step=8, path="x", reason="checkpoint x: its bytes were refused by a test")
+    status = read_status(folder.root)
+    assert (status.checkpoint_step, status.lost_step) == (4, 8) and how in status.lost_reason
+    assert main(["status", str(folder.root)]) == 0
+    saved, lost = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("saved", "LOST"))]
+    assert "step 4," in saved and "step 8" in lost and how in lost
+    log.write(events.CHECKPOINT, step=8)
+    write_checkpoint(folder, 8)
+    assert read_status(folder.root).lost_step is None
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):

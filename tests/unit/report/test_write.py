@@ -2,11 +2,13 @@
 
 import json
 import re
+import shutil
 from html.parser import HTMLParser
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.checkpoints import write_checkpoint
 from tests.expect import calls_of, refused
 
 from ingot.config import to_toml
@@ -232,6 +234,15 @@ def test_a_setting_changed_on_the_way_is_reported(tmp_path, logs):
     for text in (report.markdown.read_text(), report.html.read_text()):
         assert "Changed settings" in text and "optim.lr" in text and "0.003" in text and "0.001" in text
     assert "Changed settings" not in write_report(logs.write_events(tmp_path, [start])).markdown.read_text()
+
+
+def test_a_checkpoint_that_cannot_be_used_is_reported(tmp_path, logs):
+    saved = {"kind": "checkpoint", "time": logs.START, "step": 40, "bytes": 1000, "stall_seconds": 0.1}
+    run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0), saved])
+    write_checkpoint(RunFolder(run), 40)
+    assert "cannot be used" not in write_report(run).markdown.read_text()
+    shutil.rmtree(RunFolder(run).checkpoint(40))
+    assert "The checkpoint of step 40 cannot be used: its folder is missing" in write_report(run).markdown.read_text()
 
 
 @pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])

@@ -10,6 +10,9 @@ from tests.checkpoints import write_checkpoint
 
 from ingot.cli.main import main
 from ingot.config import to_toml
+from ingot.errors import DataError, RunBusyError
+from ingot.events import EventLog
+from ingot.schema import events
 from ingot.schema.tokens import MANIFEST, read_token_manifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 from ingot.theory.rules import load_run
@@ -17,6 +20,7 @@ from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
 from ingot.trainer.loader import order as order_module
 from ingot.trainer.loader.ledger import write_segment
 from ingot.trainer.loader.order import Order
+from ingot.trainer.resilience.lock import RunLock
 
 STEPS, EVERY, BATCH = 24, 8, 64
 
@@ -108,7 +112,8 @@ def test_the_first_wrong_sample_is_named(run, capsys, change, step, sample, seal
     facts = {"step": step, "sample": sample, "expected": wanted, "found": found}
     assert facts.items() <= proof["fault"]["facts"].items()
     assert main(["ckpt", "prove", str(run.root)]) == 21
-    assert capsys.readouterr().out.splitlines()[-1].startswith("FAULT ")
+    *_, fault, fix = capsys.readouterr().out.splitlines()
+    assert fault.startswith("FAULT ") and "ckpt verify" in fix
 
 
 @pytest.mark.parametrize("left", [8 * BATCH * (EVERY - 1), 8 * BATCH * EVERY // 2, 8 * BATCH * EVERY - 3, 0])
@@ -215,6 +220,63 @@ def test_a_changed_seed_ends_the_count_but_not_the_comparison(run, capsys):
     proof = proven(run, capsys)
     assert (proof["fault"], proof["steps"], proof["counted_steps"]) == (None, STEPS, 8)
     assert "9 to 24" in proof["unchecked"][-1]
+
+
+def test_steps_of_a_lost_checkpoint_are_named(run, capsys):
+    """The run saved step 32, whose checkpoint is damaged or gone: the proof ends before, and says so."""
+    assert not any("saved" in one for one in proven(run, capsys)["unchecked"])
+    EventLog(run.events).write(events.CHECKPOINT, step=32, bytes=1, stall_seconds=0.1)
+    assert "steps 25 to 32, which were saved" in proven(run, capsys)["unchecked"][0]
+    write_checkpoint(run, 32)
+    (run.checkpoint(32) / "manifest.json").write_text("torn")
+    proof = proven(run, capsys)
+    assert proof["checkpoint"] == 24 and "manifest.json is not JSON" in proof["unchecked"][0]
+
+
+def test_a_checkpoint_can_be_named(run, capsys):
+    manifest = read_manifest(run.checkpoint(STEPS))
+    write_checkpoint(run, 16, manifest.settings, data_fingerprint=manifest.data_fingerprint, ledger=manifest.ledger[:2])
+    assert main(["ckpt", "prove", str(run.checkpoint(16)), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert (proof["checkpoint"], proof["steps"]) == (16, 16)
+    assert "steps 17 to 24, which were saved" in proof["unchecked"]
+
+
+@pytest.mark.parametrize("event", [{}, {"from_step": "x", "layout": 3}, {"from_step": 4}])
+def test_an_odd_start_in_the_log_does_no_harm(run, capsys, event):
+    EventLog(run.events).write(events.RUN_STARTED, **event)
+    assert proven(run, capsys)["changes"] == []
+
+
+@pytest.mark.parametrize("damage", [lambda path: path.unlink(), lambda path: path.write_bytes(path.read_bytes()[:-9])])
+def test_damaged_segments_are_written_again(run, capsys, damage):
+    files = [run.ledger / f"steps-{first:08d}-{first + 7:08d}.i64" for first in (1, 9, 17)]
+    contents = [file.read_bytes() for file in files]
+    damage(files[1])
+    assert main(["ckpt", "verify", str(run.root)]) == 21
+    assert "steps-00000009-00000016.i64" in capsys.readouterr().out
+    assert main(["ckpt", "repair", str(run.root), "--json"]) == 0
+    repair = json.loads(capsys.readouterr().out)
+    assert (repair["written"], repair["intact"], repair["checkpoint"]) == (["steps-00000009-00000016.i64"], 2, 24)
+    assert [file.read_bytes() for file in files] == contents
+    assert main(["ckpt", "verify", str(run.root)]) == 0
+
+
+def test_only_the_lost_bits_are_written(run, capsys):
+    """The order of another seed gives other samples: nothing is written."""
+    file = run.ledger / "steps-00000009-00000016.i64"
+    file.unlink()
+    change_run_file(run, seed=load_run(run.config).seed + 1)
+    assert main(["ckpt", "repair", str(run.root), "--json"]) == DataError.exit_code
+    error = json.loads(capsys.readouterr().out)
+    assert (error["error"], error["facts"]["step"]) == ("E-LEDGER-REPAIR", 9)
+    assert not file.exists()
+
+
+def test_a_run_in_training_is_not_repaired(run, capsys):
+    with RunLock(run.lock):
+        assert main(["ckpt", "repair", str(run.root), "--json"]) == RunBusyError.exit_code
+    assert json.loads(capsys.readouterr().out)["error"] == "E-RUN-BUSY"
 
 
 def test_a_path_that_is_no_run_is_refused(tmp_path, capsys):

@@ -5,27 +5,28 @@ and token manifest. Independently of the order, every window is counted. The fir
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from ingot.data.lineage.purge.history import TokenLayout
-from ingot.errors import EXIT_OK, CheckpointError, DataError, IngotError
+from ingot.errors import EXIT_OK, CheckpointError, IngotError
 from ingot.events import read_events
 from ingot.report.lineage.exposure import RunTokens
+from ingot.report.lineage.order_sections import OrderByStep, OrderSection, identity_of
 from ingot.schema import events
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import find_checkpoint
 from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest
+from ingot.trainer.checkpoint.resumable import find_resume_point
 from ingot.trainer.loader.epochs import EpochCount
 from ingot.trainer.loader.ledger import compare_step, damaged_segment, read_segment
-from ingot.trainer.loader.order import Order, earlier_values
+from ingot.trainer.loader.order import KEY as WEIGHTS
+from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader
 
-WEIGHTS = "data.weights"
 TOKENS = "data.tokens"
 
 
@@ -48,7 +49,7 @@ class Proof:
     stream -> windows of an epoch. counted_steps: the last step in the count; later steps are compared with the order
     only, because seed, seq_len, global_batch or tokens changed, so epochs no longer continue. differences: settings of
     the order that differ between checkpoint and run file. shards: the shard files that were checked. hashed: every byte
-    of them was read. fault: code, found and facts of the first difference, None if there is none.
+    of them was read. fault: code, found, fix and facts of the first difference, None if there is none.
     """
 
     run: str
@@ -76,71 +77,42 @@ class Proof:
         return asdict(self) | {"proved": self.fault is None, "exit_code": self.exit_code}
 
 
-@dataclass(frozen=True)
-class _Section:
-    """Steps first..last, which all have the same settings of the order. earlier: the mixtures before, as (last step,
-    weights). layout: None if the tokens are no longer known. continues: epochs continue from the section before."""
-
-    first: int
-    last: int
-    seed: int
-    seq_len: int
-    global_batch: int
-    weights: Mapping[str, float]
-    earlier: Sequence[tuple[int, Mapping[str, float]]]
-    layout: TokenLayout | None
-    continues: bool
-
-    def order(self) -> Order:
-        """Compute the order as the trainer did in these steps. Raises DataError if the tokens are no longer known."""
-        if self.layout is None:
-            raise DataError(
-                "E-PROVE-TOKENS",
-                f"the steps {self.first} to {self.last} were trained on other tokens than those in data.tokens now",
-                rule="the order of samples is computed from the tokens that the run was trained on",
-                fix="restore these tokens in the folder data.tokens, or set data.tokens to their folder",
-                step=self.first,
-                last_step=self.last,
-            )
-        mixes = [(last * self.global_batch, own) for last, own in self.earlier]
-        return Order(self.layout.manifest, self.seq_len, self.seed, self.weights, earlier=mixes)
-
-
 def prove_run(path: Path, *, hashes: bool = False) -> Proof:
-    """Prove the samples of the run folder `path` up to its newest readable checkpoint.
+    """Prove the samples of the run folder `path` up to its newest readable checkpoint, or up to the checkpoint `path`.
 
     hashes: read every byte of the shards that the samples are from; otherwise their sizes and lists of block hashes are
     checked. Raises IngotError if the run, its run file or its checkpoints cannot be read; a difference is a result.
     """
-    folder, newest = find_checkpoint(path)
-    listed = (c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest)
-    manifest = next(listed, None) or read_manifest(newest)
+    folder, named = find_checkpoint(path)
+    whole_run = path.resolve() == folder.root.resolve()
+    listed = (c.manifest for c in list_checkpoints(folder.checkpoints) if whole_run and c.manifest)
+    manifest = next(listed, None) or read_manifest(named)
     run = RunTokens(folder.root)
-    sections = _sections(run, manifest.step)
-    prover = _Prover(run, sections)
+    orders = OrderByStep(run, manifest.step)
+    prover = _Prover(run, orders)
     fault = None
     try:
         for segment in manifest.ledger:
             prover.segment(segment)
         shards = prover.check_shards(hashes)
     except IngotError as error:
-        fault, shards = {"code": error.code, "found": error.found, "facts": error.facts}, 0
+        fault, shards = {"code": error.code, "found": error.found, "fix": error.fix, "facts": error.facts}, 0
     return Proof(
         run=str(path),
         checkpoint=manifest.step,
         steps=prover.steps,
         samples=prover.samples,
         segments=prover.segments,
-        seed=sections[-1].seed,
+        seed=orders.sections[-1].seed,
         tokens=manifest.data_fingerprint,
         epochs=prover.count.epochs() if prover.count else {},
         windows={name: prover.count.sizes[name] for name in prover.count.taken} if prover.count else {},
         counted_steps=prover.counted,
-        changes=(*_changes(sections), *_layouts(folder, manifest.step)),
+        changes=(*_changes(orders.sections), *_layouts(folder, manifest.step)),
         differences=_differences(run.config, manifest.settings, manifest.step),
         shards=shards,
         hashed=hashes and fault is None,
-        unchecked=tuple(prover.unchecked(hashes)) if fault is None else (),
+        unchecked=() if fault else (*_lost_steps(folder, manifest.step), *prover.unchecked(hashes)),
         fault=fault,
     )
 
@@ -148,13 +120,13 @@ def prove_run(path: Path, *, hashes: bool = False) -> Proof:
 class _Prover:
     """The state of a proof: what was compared so far, without a difference."""
 
-    def __init__(self, run: RunTokens, sections: Sequence[_Section]):
-        self.run, self.sections = run, sections
+    def __init__(self, run: RunTokens, orders: OrderByStep):
+        self.run, self.orders = run, orders
         self.steps = self.samples = self.segments = self.counted = 0
         self.count: EpochCount | None = None
-        self._order: tuple[_Section, Order] | None = None
+        self._section: OrderSection | None = None
         self._shards: set[int] = set()  # of the present tokens
-        self._gone: list[_Section] = []  # sections whose tokens have been purged since
+        self._gone: list[OrderSection] = []  # sections whose tokens have been purged since
 
     def segment(self, segment: LedgerSegment) -> None:
         """Compare all steps of a segment. Raises DataError at the first difference."""
@@ -174,19 +146,19 @@ class _Prover:
             raise damaged_segment(self.run.folder.ledger, segment)
         self.segments += 1
 
-    def _at(self, step: int) -> tuple[_Section, Order]:
-        if self._order is None or step > self._order[0].last:
-            section = next(s for s in self.sections if step <= s.last)
-            self._order = section, section.order()
+    def _at(self, step: int) -> tuple[OrderSection, Order]:
+        section, order = self.orders.at(step)
+        if section is not self._section:
+            self._section = section
             if section.first == 1 and section.layout:
                 self.count = EpochCount(section.layout.manifest, section.seq_len)
             if section.layout and not section.layout.current:
                 self._gone.append(section)
-        return self._order
+        return section, order
 
     def check_shards(self, hashes: bool) -> int:
         """Check the shard files of all samples on the present tokens. Returns their number. Raises DataError."""
-        reader = TokenReader(self.run.tokens, self.sections[-1].seq_len, manifest=self.run.manifest)
+        reader = TokenReader(self.run.tokens, self.orders.sections[-1].seq_len, manifest=self.run.manifest)
         for number in sorted(self._shards):
             reader.check_shard(number, blocks=hashes)
         return len(self._shards)
@@ -202,46 +174,7 @@ class _Prover:
         return found
 
 
-def _sections(run: RunTokens, last_step: int) -> list[_Section]:
-    """Divide the steps 1 to `last_step` wherever a setting of the order changed."""
-    config = run.config
-    now = {
-        "seed": config.seed,
-        "train.seq_len": config.train.seq_len,
-        "train.global_batch": config.train.global_batch,
-        WEIGHTS: dict(config.data.weights),
-    }
-    history = {key: [*earlier_values(run.folder, key, value), (last_step, value)] for key, value in now.items()}
-    ends = {last for values in history.values() for last, _ in values} | {steps.last for steps in run.ranges}
-    found: list[_Section] = []
-    first = 1
-    for last in sorted(end for end in ends if 0 < end <= last_step):
-        own = {key: next(v for end, v in values if first <= end) for key, values in history.items()}
-        section = _Section(
-            first,
-            last,
-            own["seed"],
-            own["train.seq_len"],
-            own["train.global_batch"],
-            own[WEIGHTS],
-            [(end, weights) for end, weights in history[WEIGHTS][:-1] if end < first],
-            run.layout_at(first),
-            continues=first == 1,
-        )
-        if found and _numbers(found[-1]) == _numbers(section):
-            section = replace(section, continues=True)
-        found.append(section)
-        first = last + 1
-    return found
-
-
-def _numbers(section: _Section) -> tuple:
-    """Return the settings that have to stay equal for epochs to continue."""
-    tokens = section.layout and section.layout.manifest.fingerprint()
-    return section.seed, section.seq_len, section.global_batch, tokens
-
-
-def _changes(sections: Sequence[_Section]) -> list[Change]:
+def _changes(sections: Sequence[OrderSection]) -> list[Change]:
     found = []
     for before, after in pairwise(sections):
         pairs = {
@@ -249,7 +182,7 @@ def _changes(sections: Sequence[_Section]) -> list[Change]:
             "train.seq_len": (before.seq_len, after.seq_len),
             "train.global_batch": (before.global_batch, after.global_batch),
             WEIGHTS: (dict(before.weights), dict(after.weights)),
-            TOKENS: (_numbers(before)[-1], _numbers(after)[-1]),
+            TOKENS: (identity_of(before)[-1], identity_of(after)[-1]),
         }
         found += [Change(step=after.first, key=k, before=a, after=b) for k, (a, b) in pairs.items() if a != b]
     return found
@@ -257,12 +190,23 @@ def _changes(sections: Sequence[_Section]) -> list[Change]:
 
 def _layouts(folder: RunFolder, last_step: int) -> list[Change]:
     """Return the changes of the layout up to `last_step`, from the event log; none if there is no log."""
-    starts = [e for e in read_events(folder.events, events.RUN_STARTED) if e["from_step"] < last_step]
+    logged = read_events(folder.events, events.RUN_STARTED)
+    whole = [e for e in logged if isinstance(e.get("from_step"), int) and isinstance(e.get("layout"), dict)]
+    starts = [e for e in whole if e["from_step"] < last_step]
     return [
         Change(step=after["from_step"] + 1, key="layout", before=before["layout"], after=after["layout"])
         for before, after in pairwise(starts)
         if before["layout"] != after["layout"]
     ]
+
+
+def _lost_steps(folder: RunFolder, proved: int) -> list[str]:
+    """Return a phrase about the steps after step `proved` whose checkpoint was saved and cannot be used, if any."""
+    newest = find_resume_point(folder)
+    if newest.newest_step <= proved:
+        return []
+    steps = f"steps {proved + 1} to {newest.newest_step}, which were saved"
+    return [f"{steps}, but the checkpoint of step {newest.newest_step}: {newest.problem}" if newest.problem else steps]
 
 
 def _differences(config: RunConfig, settings: Mapping[str, Any], step: int) -> tuple[Change, ...]:

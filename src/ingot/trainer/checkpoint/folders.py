@@ -31,17 +31,18 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
     """Keep the newest `keep` complete checkpoints up to `step`, which was just saved, and remove the older ones.
 
     A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
-    bit does not change them). Such a folder does not count: it would displace usable checkpoints. Of suspect
-    checkpoints none counts either: the newest others stay.
+    bit does not change them). Such a folder does not count: it would displace usable checkpoints. Suspect checkpoints
+    are counted alone, up to `keep` as well: they never displace others.
     """
-    whole = 0
+    kept = {False: 0, True: 0}  # whether suspect -> number
     for path in candidate_folders(folder.checkpoints):
         if int(path.name.removeprefix("step-")) > step:
             continue
-        if whole >= keep:
+        suspect = is_suspect(path)
+        if keep in (kept[False], kept[suspect]):
             path.rename(path.with_name(REMOVED + path.name))
-        else:
-            whole += (path == folder.checkpoint(step) or is_finished(path)) and not is_suspect(path)
+        elif path == folder.checkpoint(step) or is_finished(path):
+            kept[suspect] += 1
     remove_leftovers(folder)
 
 
@@ -69,13 +70,7 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         candidates = candidate_folders(folder.checkpoints)
         if not candidates:
             require_checkpoints(folder)
-            raise CheckpointError(
-                "E-CKPT-NONE",
-                f"{path} has no checkpoint yet",
-                rule="a run saves its first checkpoint after checkpoint.every_steps steps",
-                fix=f"continue the run: ingot train {path}",
-                run=str(path),
-            )
+            raise no_checkpoint(path)
         return folder, candidates[0]
     run = RunFolder(path.resolve().parent.parent)
     if run.config.is_file() and path.resolve().parent == run.checkpoints.resolve() and path.is_dir():
@@ -86,4 +81,15 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         rule="a run folder contains run.toml, and its checkpoints are the folders checkpoints/step-*",
         fix="name the folder that ingot train wrote",
         path=str(path),
+    )
+
+
+def no_checkpoint(run: Path) -> CheckpointError:
+    """Return the error for a run folder without a checkpoint."""
+    return CheckpointError(
+        "E-CKPT-NONE",
+        f"{run} has no checkpoint yet",
+        rule="a run saves its first checkpoint after checkpoint.every_steps steps",
+        fix=f"continue the run: ingot train {run}",
+        run=str(run),
     )

@@ -84,7 +84,9 @@ def resume(
             f"none of the {len(candidates)} checkpoints in {folder.checkpoints} can be used:\n  "
             + "\n  ".join(refused),
             rule="a run that has checkpoints never starts again from step 0 on its own",
-            fix="restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive",
+            fix=f"ingot ckpt repair {folder.root}, which writes the damaged ledger files again"
+            if any(str(cause.get("file", "")).startswith("ledger/") for cause in causes)
+            else "restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive",
             folder=str(folder.checkpoints),
             checkpoints=len(candidates),
             causes=causes,

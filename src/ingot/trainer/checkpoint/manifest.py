@@ -31,6 +31,7 @@ from ingot.trainer.checkpoint.segments import check_segment_sizes, verify_segmen
 
 MANIFEST = "manifest.json"
 VERSION = 2
+SUSPECT = "suspect"  # the state of the health of weights that a policy doubts
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,12 @@ class ListedCheckpoint:
     @property
     def bytes(self) -> int:
         return sum(f.bytes for f in self.manifest.files.values()) if self.manifest else 0
+
+    @property
+    def suspect(self) -> str:
+        """The reason why the weights were judged suspect; "" if they were not, or the manifest cannot be read."""
+        health = self.manifest.health if self.manifest else None
+        return health.reason or SUSPECT if health and health.state == SUSPECT else ""
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
@@ -91,7 +98,7 @@ def is_suspect(folder: Path) -> bool:
     """Return whether the weights of checkpoint `folder` were judged suspect. A damaged manifest is not: reading it will
     name the damage. No hash is computed."""
     try:
-        return _read_key(folder, "health")["state"] == "suspect"
+        return _read_key(folder, "health")["state"] == SUSPECT
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
 

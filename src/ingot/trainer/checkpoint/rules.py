@@ -31,8 +31,8 @@ DTYPES = {
 FOLDER = re.compile(r"step-(\d{8,})")
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _LEDGER = (
-    "restore this file of the run's ledger folder from a copy. Every later checkpoint lists it too: do not delete any, "
-    "their weights may be sound"
+    "ingot ckpt repair RUN writes this file again from the order of samples; or restore it from a copy. Every later "
+    "checkpoint lists it too: do not delete any, their weights may be sound"
 )
 _NEXT_OLDER = "delete or restore this folder; training then continues from the next older checkpoint"
 

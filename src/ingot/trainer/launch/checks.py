@@ -21,7 +21,7 @@ from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
 from ingot.trainer.checkpoint.accepted import changes_since, record_for
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
-from ingot.trainer.launch.supervise import resume_step
+from ingot.trainer.checkpoint.resumable import resume_step
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
 
@@ -69,7 +69,7 @@ def _require_settings(keys: Collection[str]) -> None:
             raise UsageError(
                 "E-ACCEPT-KEY",
                 f"--accept-change {key}: there is no such setting",
-                rule="the flag names a setting of the run file as section.key, like optim.lr; data.weights is one setting",
+                rule="the flag names a setting of the run file by its whole key, like optim.lr or data.weights",
                 fix=f"did you mean {close[0]}?"
                 if close
                 else "without the flag, the command shows the keys that changed",

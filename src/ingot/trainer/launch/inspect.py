@@ -1,11 +1,13 @@
 """The checkpoints of a run as a table: which exist, which are damaged, and where training would resume. No torch."""
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints
 from ingot.trainer.checkpoint.segments import ledger_beside
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.units import format_bytes
@@ -18,7 +20,7 @@ A_COPY = "a copy outside a run: only its own files are checked, not the ledger o
 class InspectedCheckpoint:
     """A row of the table. saved_at: Unix seconds. state: "yes" if undamaged, otherwise "NO".
 
-    note: the damage, RESUMES_HERE for the checkpoint that training resumes from, or A_COPY.
+    note: the damage; otherwise why the weights are suspect, and RESUMES_HERE where training resumes; or A_COPY.
     """
 
     step: int
@@ -50,30 +52,36 @@ class Inspected:
 def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
     """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte.
 
-    Raises UsageError if `path` is neither of these, or a run without a checkpoint, CheckpointError if its checkpoints
-    vanished.
+    Raises UsageError if `path` is neither of these, CheckpointError if the run has no checkpoint, or they vanished.
     """
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
         listed = [c for c in list_checkpoints(path.parent) if c.path == path]
-    else:
+    elif hash_files:
         listed = list_checkpoints(RunFolder(path).checkpoints)
+    else:
+        listed = judged_checkpoints(RunFolder(path))
     if not listed:
-        is_run = RunFolder(path).events.exists()
-        if is_run:
+        if RunFolder(path).events.exists():
             require_checkpoints(RunFolder(path))
+            raise no_checkpoint(path)
         raise UsageError(
-            "E-CKPT-NONE" if is_run else "E-RUN-NOT-FOUND",
-            f"{path} {'has no checkpoint yet' if is_run else 'is not the folder of a run or of a checkpoint'}",
+            "E-RUN-NOT-FOUND",
+            f"{path} is not the folder of a run or of a checkpoint",
             rule="the path is the folder of a run that has checkpoints, or of one checkpoint",
-            fix=f"ingot status {path} shows the progress of a run; ingot train writes checkpoints",
+            fix="name the folder that ingot train wrote",
             path=str(path),
         )
-    damage = {c.path: c.damage or (_hash_damage(c.path) if hash_files else "") for c in listed}
-    notes = {c.path: "" if ledger_beside(c.path) else A_COPY for c in listed}
-    usable = next((c.path for c in listed if not damage[c.path]), None)
-    if usable and not notes[usable]:
-        notes[usable] = RESUMES_HERE
-    return Inspected(tuple(_inspected(c, damage[c.path], notes[c.path]) for c in reversed(listed)))
+    if hash_files:
+        listed = [c if c.damage else replace(c, damage=_hash_damage(c.path)) for c in listed]
+    usable = first_usable(listed)
+    return Inspected(tuple(_inspected(c, _note(c, resumes=c is usable)) for c in reversed(listed)))
+
+
+def _note(listed: ListedCheckpoint, *, resumes: bool) -> str:
+    if listed.damage or not ledger_beside(listed.path):
+        return listed.damage or A_COPY
+    suspect = listed.suspect and f"weights are suspect: {listed.suspect}"
+    return "  ".join(part for part in (suspect, RESUMES_HERE if resumes else "") if part)
 
 
 def _hash_damage(path: Path) -> str:
@@ -84,13 +92,13 @@ def _hash_damage(path: Path) -> str:
     return ""
 
 
-def _inspected(listed: ListedCheckpoint, damage: str, note: str) -> InspectedCheckpoint:
+def _inspected(listed: ListedCheckpoint, note: str) -> InspectedCheckpoint:
     manifest = listed.path / MANIFEST
     return InspectedCheckpoint(
         step=listed.step,
         path=str(listed.path),
         saved_at=(manifest if manifest.exists() else listed.path).stat().st_mtime,
         bytes=listed.bytes,
-        state="NO" if damage else "yes",
-        note=damage or note,
+        state="NO" if listed.damage else "yes",
+        note=note,
     )

@@ -15,11 +15,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
-from ingot.events import EventLog, read_events
+from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.storage import write_atomic
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_suspect, list_checkpoints
+from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
@@ -179,19 +180,6 @@ def newest_step(folder: RunFolder) -> int:
     """Return the step of the newest checkpoint; 0 if there is none."""
     newest = candidate_folders(folder.checkpoints)[:1]
     return int(newest[0].name.removeprefix("step-")) if newest else 0
-
-
-def resume_step(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint without known damage; 0 if there is none. Tensors are not hashed.
-
-    Known damage: the manifest is damaged, a file is missing or has another size, or the checkpoint was refused on
-    loading and not saved again since.
-    """
-    refused: set[int] = set()
-    for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
-        (refused.add if event["kind"] == events.CHECKPOINT_REFUSED else refused.discard)(event.get("step", 0))
-    whole = [c for c in list_checkpoints(folder.checkpoints) if not c.damage and c.step not in refused]
-    return next((c.step for c in sorted(whole, key=lambda c: is_suspect(c.path))), 0)
 
 
 def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:

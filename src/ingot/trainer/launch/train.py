@@ -21,9 +21,10 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
 from ingot.trainer.launch.checks import check_until_step, past_step, preflight, record_accepted, require_same_experiment
-from ingot.trainer.launch.supervise import JobResult, newest_step, resume_step, supervise
+from ingot.trainer.launch.supervise import JobResult, newest_step, supervise
 from ingot.trainer.mesh.start import rank_threads, worker_environment
 from ingot.trainer.resilience.lock import RunLock
 

@@ -15,6 +15,9 @@ from ingot.schema.checkpoint import LedgerSegment, segment_file
 from ingot.storage import sha256_bytes, write_atomic
 from ingot.trainer.loader.order import Order
 
+# A segment is a pure function of the run's settings and tokens, so its samples are not lost with its file.
+_FIX = "ingot ckpt repair RUN writes the segment again from the order of samples; or restore the file from a copy"
+
 
 class Ledger:
     """The samples that one rank consumed since the last checkpoint, for consecutive steps."""
@@ -128,9 +131,6 @@ def damaged_segment(folder: Path, segment: LedgerSegment) -> DataError:
     )
 
 
-_FIX = "restore the file, or resume from an older checkpoint whose segments are complete (see ingot ckpt ls)"
-
-
 def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: int) -> None:
     """Compare the consumed samples, from step 1, with `order`. Raises DataError that names the first difference."""
     expected = 1
@@ -141,7 +141,7 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
                 "E-LEDGER-STEP",
                 f"step {min(step, expected)} {what}",
                 rule="every step from 1 on is in the ledger exactly once, in order",
-                fix="resume from an older checkpoint (see ingot ckpt ls)",
+                fix="restore the ledger folder of this run from a copy",
                 step=min(step, expected),
                 found=step,
             )
@@ -157,7 +157,8 @@ def compare_step(step: int, ids: np.ndarray, order: Order, global_batch: int) ->
             "E-LEDGER-BATCH",
             f"step {step} consumed {len(ids)} samples, but train.global_batch is {global_batch}",
             rule="a step consumes one global batch",
-            fix="set train.global_batch to the value that the run was trained with",
+            fix="set train.global_batch to the value that the run was trained with; if it has it, the ledger is "
+            "damaged: ingot ckpt verify RUN names the file",
             step=step,
             samples=len(ids),
             expected=global_batch,
@@ -169,7 +170,8 @@ def compare_step(step: int, ids: np.ndarray, order: Order, global_batch: int) ->
             f"step {step}: sample {at} was window {ids[at]}, but the order has window {wanted[at]} "
             f"({wrong.size} of {global_batch} differ)",
             rule="samples depend only on seed, tokens, weights and step",
-            fix="use the seed, tokens and weights that the run was trained with",
+            fix="use the seed, tokens and weights that the run was trained with; if they are the same, the ledger is "
+            "damaged: ingot ckpt verify RUN names the file",
             step=step,
             sample=at,
             found=int(ids[at]),

@@ -65,17 +65,29 @@ def test_damaged_ones_do_not_count_as_kept(folder, training):
     assert steps(folder) == [40, 30, 20]
 
 
+def suspect(folder, step):
+    manifest = read_manifest(folder.checkpoint(step))
+    health = Health(state="suspect", reason="a spike", by="a judge")
+    write_manifest(folder.checkpoint(step), replace(manifest, health=health))
+
+
 def test_suspect_ones_do_not_count_as_kept(folder, training):
     for step in (10, 20):
         save(folder, step, *training, keep=2)
-    manifest = read_manifest(folder.checkpoint(20))
-    write_manifest(
-        folder.checkpoint(20), replace(manifest, health=Health(state="suspect", reason="a spike", by="a judge"))
-    )
+    suspect(folder, 20)
     save(folder, 30, *training, keep=2)
     assert steps(folder) == [30, 20, 10]
     save(folder, 40, *training, keep=2)
     assert steps(folder) == [40, 30]
+
+
+def test_suspect_ones_do_not_fill_the_disk(folder, training):
+    save(folder, 10, *training, keep=2)
+    for step in (20, 30, 40, 50):
+        save(folder, step, *training, keep=2)
+        suspect(folder, step)
+    save(folder, 60, *training, keep=2)
+    assert steps(folder) == [60, 50, 40, 10]
 
 
 def test_a_refused_later_one_does_not_push_out_what_can_be_used(folder, training):

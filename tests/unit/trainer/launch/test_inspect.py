@@ -1,9 +1,15 @@
 import json
+from dataclasses import replace
 
 import pytest
 from tests.expect import refused
 
 from ingot.cli.main import main
+from ingot.events import EventLog
+from ingot.schema import events
+from ingot.schema.checkpoint import Health
+from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
+from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.launch.inspect import RESUMES_HERE, inspect_checkpoints
 
 from .conftest import write_checkpoint
@@ -22,6 +28,20 @@ def test_names_the_damage_and_where_training_resumes(three):
     assert [(c.step, c.state) for c in inspected.checkpoints] == [(10, "yes"), (20, "yes"), (30, "NO")]
     assert [c.note for c in inspected.checkpoints] == ["", RESUMES_HERE, "manifest.json is not JSON"]
     assert inspected.exit_code == 21
+
+
+def test_training_resumes_where_no_one_doubts_the_weights(three):
+    """The order in which a resume tries them: suspect ones last; what the ranks refused is damaged until it is read."""
+    manifest = read_manifest(three.checkpoint(20))
+    write_manifest(three.checkpoint(20), replace(manifest, health=Health(state="suspect", reason="a spike", by="x")))
+    notes = [c.note for c in inspect_checkpoints(three.root, hash_files=True).checkpoints]
+    assert notes[0] == RESUMES_HERE and "a spike" in notes[1] and resume_step(three) == 10
+    log = EventLog(three.events)
+    log.write(events.CHECKPOINT_REFUSED, step=10, path="x", reason="checkpoint x: a bit flipped")
+    (ten, twenty, _) = inspect_checkpoints(three.root, hash_files=False).checkpoints
+    assert ten.state == "NO" and "a bit flipped" in ten.note and twenty.note.endswith(RESUMES_HERE)
+    assert resume_step(three) == 20
+    assert inspect_checkpoints(three.root, hash_files=True).checkpoints[0].note == RESUMES_HERE
 
 
 def test_one_checkpoint_can_be_asked_for(three):

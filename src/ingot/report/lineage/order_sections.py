@@ -1,0 +1,94 @@
+"""The order of samples of a run, step by step: divided wherever a setting of the order changed on the way."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from ingot.data.lineage.purge.history import TokenLayout
+from ingot.errors import DataError
+from ingot.report.lineage.exposure import RunTokens
+from ingot.trainer.loader.order import KEY as WEIGHTS
+from ingot.trainer.loader.order import Order, earlier_values
+
+
+@dataclass(frozen=True)
+class OrderSection:
+    """Steps first..last, which all have the same settings of the order. earlier: the mixtures before, as (last step,
+    weights). layout: None if the tokens are no longer known. continues: epochs continue from the section before."""
+
+    first: int
+    last: int
+    seed: int
+    seq_len: int
+    global_batch: int
+    weights: Mapping[str, float]
+    earlier: Sequence[tuple[int, Mapping[str, float]]]
+    layout: TokenLayout | None
+    continues: bool
+
+    def order(self) -> Order:
+        """Compute the order as the trainer did in these steps. Raises DataError if the tokens are no longer known."""
+        if self.layout is None:
+            raise DataError(
+                "E-PROVE-TOKENS",
+                f"the steps {self.first} to {self.last} were trained on other tokens than those in data.tokens now",
+                rule="the order of samples is computed from the tokens that the run was trained on",
+                fix="restore these tokens in the folder data.tokens, or set data.tokens to their folder",
+                step=self.first,
+                last_step=self.last,
+            )
+        mixes = [(last * self.global_batch, own) for last, own in self.earlier]
+        return Order(self.layout.manifest, self.seq_len, self.seed, self.weights, earlier=mixes)
+
+
+def order_sections(run: RunTokens, last_step: int) -> list[OrderSection]:
+    """Divide the steps 1 to `last_step` wherever a setting of the order changed."""
+    config = run.config
+    now = {
+        "seed": config.seed,
+        "train.seq_len": config.train.seq_len,
+        "train.global_batch": config.train.global_batch,
+        WEIGHTS: dict(config.data.weights),
+    }
+    history = {key: [*earlier_values(run.folder, key, value), (last_step, value)] for key, value in now.items()}
+    ends = {last for values in history.values() for last, _ in values} | {steps.last for steps in run.ranges}
+    found: list[OrderSection] = []
+    first = 1
+    for last in sorted(end for end in ends if 0 < end <= last_step):
+        own = {key: next(v for end, v in values if first <= end) for key, values in history.items()}
+        section = OrderSection(
+            first,
+            last,
+            own["seed"],
+            own["train.seq_len"],
+            own["train.global_batch"],
+            own[WEIGHTS],
+            [(end, weights) for end, weights in history[WEIGHTS][:-1] if end < first],
+            run.layout_at(first),
+            continues=first == 1,
+        )
+        if found and identity_of(found[-1]) == identity_of(section):
+            section = replace(section, continues=True)
+        found.append(section)
+        first = last + 1
+    return found
+
+
+def identity_of(section: OrderSection) -> tuple:
+    """Return the settings that have to stay equal for epochs to continue."""
+    tokens = section.layout and section.layout.manifest.fingerprint()
+    return section.seed, section.seq_len, section.global_batch, tokens
+
+
+class OrderByStep:
+    """The order of every step of a run."""
+
+    def __init__(self, run: RunTokens, last_step: int):
+        self.sections = order_sections(run, last_step)
+        self._at: tuple[OrderSection, Order] | None = None
+
+    def at(self, step: int) -> tuple[OrderSection, Order]:
+        """Return the section that `step` is in, and its order. Raises DataError if its tokens are no longer known."""
+        if self._at is None or not self._at[0].first <= step <= self._at[0].last:
+            section = next(s for s in self.sections if step <= s.last)
+            self._at = section, section.order()
+        return self._at
