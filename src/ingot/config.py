@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
+from ingot.ranges import Range
 from ingot.toml import MOST_BYTES, MOST_NESTED, key_lines, parse_toml, toml_key, toml_value, too_large, too_nested
 from ingot.units import parse_bytes, parse_count, parse_seconds
 from ingot.value_names import bare, close, cut, not_text, number_meant, shown, type_name, value_name
@@ -93,7 +94,7 @@ class _Reader:
                 self.problem(prefix + name, f"{prefix}{name}: {message}")
         return built if self.wrong == before else None
 
-    def value(self, hint, value, key: str) -> Any:
+    def value(self, hint, value, key: str, limits: Range | None = None) -> Any:
         if isinstance(value, float) and not math.isfinite(value):
             self.problem(key, f"{key} = {value} is not a finite number")
             return None
@@ -146,7 +147,7 @@ class _Reader:
             return self.fraction(value, key)
         elif isinstance(hint, type) and isinstance(value, hint) and (hint is bool or not isinstance(value, bool)):
             return value
-        meant = number_meant(hint, value)
+        meant = number_meant(hint, value, limits)
         self.problem(key, f"{key} = {shown(value)} is {value_name(value)}, must be {type_name(hint)}{meant}")
         return None
 
@@ -161,7 +162,7 @@ class _Reader:
         """Return a number of the type and in the range that `hint` (typing.Annotated) gives."""
         kind, limits = get_args(hint)
         before = self.wrong
-        number = self.value(kind, value, key)
+        number = self.value(kind, value, key, limits)
         if self.wrong == before and number not in limits:
             self.problem(key, f"{key} is {shown(value)}, must be {limits}")
             self.facts["ranges"][key] = [limits.low, limits.high]
@@ -337,7 +338,7 @@ class _Word(str):
 
 def _parse_override(key: str, raw: str):
     try:
-        return parse_toml(f"value = {raw}", f"--set {cut(key)}")["value"]
+        return parse_toml(f"{toml_key(key)} = {raw}", f"--set {cut(key)}")[key]
     except ConfigError as error:
         if error.code != "E-CONFIG-SYNTAX" or len(raw) > _LONGEST_WORD:
             raise

@@ -1,6 +1,7 @@
 """Values and types of settings in the words of a user, for messages."""
 
 import difflib
+import math
 import re
 import types
 from collections.abc import Iterable
@@ -8,6 +9,7 @@ from dataclasses import is_dataclass
 from typing import Annotated, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
+from ingot.ranges import Range
 from ingot.units import parse_count
 
 _LONGEST_SHOWN = 200
@@ -73,12 +75,15 @@ def value_name(value) -> str:
     return kinds.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
 
 
-def number_meant(hint, value) -> str:
-    """Return '; write 2000' for "2k", 2000.0 or "2_000" if `hint` is a number type; '' if no number is recognized."""
+def number_meant(hint, value, limits: Range | None = None) -> str:
+    """Return '; write 2000' for "2k", 2000.0 or "2_000" if `hint` is a number type, or ' from 1 to 9' if this number
+    would be refused as well; '' if no number is recognized. limits: the range, None if there is none."""
     if hint not in (int, float) or isinstance(value, bool) or not isinstance(value, str | float):
         return ""
     try:
         number = parse_count(value) if hint is int else float(value)
     except (ConfigError, ValueError, OverflowError):
         return ""
-    return f"; write {number}"
+    if not math.isfinite(number):
+        return ""
+    return f"; write {number}" if limits is None or number in limits else f" {limits}"

@@ -264,6 +264,26 @@ def test_an_absurd_value_is_refused_with_its_range(run_file, override, least, mo
     assert caught.value.facts["ranges"] == ({named_key: [least, most]} if most else {})
 
 
+@pytest.mark.parametrize(
+    ("override", "hint"),
+    [
+        ("train.steps=1e24", "must be a whole number from 1 to 1,000,000,000"),
+        ("train.steps=1e3", "must be a whole number; write 1000"),
+        ('train.steps="10T"', "must be a whole number from 1 to 1,000,000,000"),
+        (f"optim.lr='{'9' * 400}'", "must be a number"),
+    ],
+)
+def test_a_hint_is_a_value_that_would_be_taken(run_file, override, hint):
+    with refused("E-CONFIG-SETTINGS") as caught:
+        load_run(run_file, [override])
+    assert caught.value.found.endswith(hint)
+
+
+def test_a_number_of_more_than_64_bits_is_named_by_its_key(run_file):
+    with refused("E-CONFIG-NUMBER", key="train.steps"):
+        load_run(run_file, [f"train.steps={2**63}"])
+
+
 def test_a_name_with_nul_is_refused(run_file):
     with refused("E-CONFIG-SETTINGS", keys=["data.tokens"]):
         load_run(run_file, ['data.tokens="a\\u0000b"'])

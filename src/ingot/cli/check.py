@@ -28,7 +28,14 @@ EXAMPLES = (
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("run_file", type=path, nargs="?", default=Path("run.toml"), help="run file (default: run.toml)")
+    parser.add_argument(
+        "run_file",
+        type=path,
+        nargs="?",
+        default=Path("run.toml"),
+        metavar="RUN",
+        help="run file, or a folder with a run.toml (default: run.toml)",
+    )
     add_overrides(parser)
     add_cluster(parser, "check for this cluster")
     parser.add_argument(
@@ -50,6 +57,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.run.check import check_run
 
     require_simulate(args)
+    if args.run_file.is_dir():
+        args.run_file /= "run.toml"
     folder = args.run_file.parent
     cluster = find_cluster(args.cluster, folder)
     # A dry run needs neither data nor disk space, and nothing is known about those of another cluster.
@@ -57,7 +66,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     config = _sound(args)
     facts: dict = _answer(config, cluster, terminal) if config else {}
     findings = check_run(args.run_file, cluster, cores=usable_cores(), overrides=tuple(args.overrides))
-    findings += _init_problems(args, config)
+    findings += [*_name_problems(args, config), *_init_problems(args, config)]
     findings = [found.as_note() if elsewhere and found.missing_here else found for found in findings]
     for finding in findings:
         _show_finding(finding, terminal)
@@ -143,13 +152,33 @@ def _show_finding(finding: "Finding", terminal: Terminal) -> None:
         terminal.say(f"{'':<9}more: ingot explain {finding.code}")
 
 
+def _name_problems(args: argparse.Namespace, config: "RunConfig | None") -> "list[Finding]":
+    """Return a finding if `ingot train` cannot make a run folder of the run's name. An existing run has its folder."""
+    from ingot.planner.run.check import Finding
+    from ingot.schema.run_folder import FOLDER_NAME_RULE, RunFolder, is_folder_name
+
+    if config is None or is_folder_name(config.name) or RunFolder(args.run_file.parent).events.exists():
+        return []
+    message = f"name = {config.name!r} cannot be the name of a folder: {FOLDER_NAME_RULE}"
+    fix = "change name, or choose the folder with ingot train --out DIR"
+    return [Finding("error", _place(args, "name"), message, fix)]
+
+
+def _place(args: argparse.Namespace, key: str) -> str:
+    """Return where a setting is given: the option, or the line of the run file."""
+    from ingot.toml import key_lines
+
+    if any(override.partition("=")[0].strip() == key for override in args.overrides):
+        return f"--set {key}"
+    return f"{args.run_file}:{key_lines(args.run_file.read_text()).get(key, '')}"
+
+
 def _init_problems(args: argparse.Namespace, config: "RunConfig | None") -> "list[Finding]":
     """Return a finding if the run cannot start from the model in `init`; [] if it can, or if the run file has problems,
     which are reported already."""
     from ingot.errors import ConfigError
     from ingot.hub.config_file import require_fit
     from ingot.planner.run.check import Finding
-    from ingot.toml import key_lines
 
     if config is None or not config.init:
         return []
@@ -157,9 +186,7 @@ def _init_problems(args: argparse.Namespace, config: "RunConfig | None") -> "lis
     try:
         require_fit(folder, config.model)
     except ConfigError as error:
-        given = any(override.partition("=")[0].strip() == "init" for override in args.overrides)
-        where = "--set init" if given else f"{args.run_file}:{key_lines(args.run_file.read_text()).get('init', '')}"
-        return [Finding("error", where, error.found, error.fix, missing_here=not folder.is_dir())]
+        return [Finding("error", _place(args, "init"), error.found, error.fix, missing_here=not folder.is_dir())]
     return []
 
 

@@ -60,7 +60,7 @@ def _prove(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.report.lineage.prove import prove_run
 
     proof = prove_run(Path(args.run), hashes=args.hashes)
-    done = f"{proof.samples:,} samples in {proof.segments} segments"
+    done = f"{proof.samples:,} samples in {_segments(proof.segments)}"
     terminal.say(f"ledger    {proof.steps} of {proof.checkpoint} steps: {done}, each as in the order")
     for name, epochs in sorted(proof.epochs.items()):
         what, windows = name or "all sources", proof.windows[name]
@@ -89,7 +89,11 @@ def _repair(args: argparse.Namespace, terminal: Terminal) -> int:
     repair = repair_ledger(Path(args.run))
     for name in repair.written:
         terminal.say(f"written   ledger/{name}: computed from the order of samples, with the hash in the checkpoint")
-    terminal.say(f"intact    {repair.intact} segments of the checkpoint of step {repair.checkpoint}")
+    terminal.say(f"intact    {_segments(repair.intact)} of the checkpoint of step {repair.checkpoint}")
     terminal.result(repair.as_dict())
     terminal.next(f"ingot ckpt verify {args.run}")
     return EXIT_OK
+
+
+def _segments(number: int) -> str:
+    return f"{number} segment{'s' if number != 1 else ''}"

@@ -107,7 +107,9 @@ def _explain_code(code: str, terminal: Terminal) -> None:
     entry = describe(code)
     if entry is None:
         known = [one for codes in catalogs().values() for one in codes]
-        near = sorted({*difflib.get_close_matches(code, known, n=5), *(one for one in known if one.startswith(code))})
+        words = set(code.split("-")) - {"E"}
+        near = [one for one in known if words <= set(one.split("-")) or one.startswith(code)]
+        near += [one for one in difflib.get_close_matches(code, known, n=5) if one not in near]
         raise UsageError(
             "E-CODE-UNKNOWN",
             f"there is no error code {code}" + (f"; similar codes: {', '.join(near)}" if near else ""),

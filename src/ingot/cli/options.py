@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ingot.cli.arguments import MOST_STEPS, count, fraction, path
+from ingot.cli.arguments import MOST_STEPS, count, fraction, path, place
 
 if TYPE_CHECKING:
     from ingot.errors import UsageError
@@ -40,6 +40,7 @@ def add_cluster(
     """
     parser.add_argument(
         "--cluster",
+        type=place,
         metavar="NAME|FILE",
         help=f"{text}: 8xh100, 128x8xh100, 16x72xgb200, v5p-256 (planning only), or a machine.json"
         f" (default: {default})",

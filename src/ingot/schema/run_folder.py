@@ -1,8 +1,17 @@
 """The paths inside a run folder, in one place, so that trainer, supervisor, report and status agree; and the processes
 of its job."""
 
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+def is_folder_name(name: str) -> bool:
+    """Return whether `name`, of a run file, can be the name of its run folder."""
+    return bool(re.fullmatch(r"[\w][\w.-]*", name))
+
+
+FOLDER_NAME_RULE = "a name begins with a letter, digit or '_' and has only letters, digits, '_', '-' and '.'"
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,19 @@ def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, cap
     assert len(traced) == 2 and traced[0] < lines.index(next(line for line in lines if "were traced" in line))
 
 
+def test_a_folder_stands_for_its_run_file_and_a_name_must_be_one_of_a_folder(run_file, capsys):
+    """`ingot train` takes both the same way."""
+    folder = str(Path(run_file).parent)
+    assert main(["check", folder, "--cluster", "8xh100"]) == 0
+    assert "2 of the 8 GPUs" in capsys.readouterr().out
+    assert main(["check", folder, "--cluster", "8xh100", "--set", 'name="a/b"', "--json"]) == 3
+    (found,) = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["severity"] == "error"]
+    assert found["where"] == "--set name" and "'a/b'" in found["message"]
+    Path(folder, "events.jsonl").touch()  # the run has its folder already
+    assert main(["check", folder, "--cluster", "8xh100", "--set", 'name="a/b"']) == 0
+    assert main(["check", f"{folder}/empty"]) == 3
+
+
 def test_data_counts_on_this_machine_and_is_a_note_elsewhere(run_file, capsys):
     assert main(["check", run_file, "--cluster", "8xh100"]) == 0
     assert "note     " in capsys.readouterr().out

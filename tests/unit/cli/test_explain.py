@@ -114,6 +114,8 @@ def test_an_unknown_code_suggests_similar_ones(capsys):
     assert main(["explain", "E-RUN-FOLDR", "--json"]) == 2
     facts = json.loads(capsys.readouterr().out)
     assert facts["error"] == "E-CODE-UNKNOWN" and "E-RUN-FOLDER" in facts["facts"]["similar"]
+    assert main(["explain", "E-CHANGED", "--json"]) == 2  # part of a code, and not the most similar ones by letters
+    assert json.loads(capsys.readouterr().out)["facts"]["similar"][0].endswith("-CHANGED")
 
 
 def test_without_a_topic_the_topics_are_listed_and_with_the_prefix_all_codes(capsys):

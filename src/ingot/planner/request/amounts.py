@@ -128,7 +128,7 @@ def _at_least_one(option: str, text: object, count: int, what: str) -> int:
 
 
 def _out_of_range(option: str, text: object, rule: str, fix: str = "") -> UsageError:
-    fix = fix or f"give {option} a value {rule}"
+    fix = fix or f"give {option} a number that is {rule}"
     return UsageError(
         "E-OPTION-RANGE", f"{option} {text}", rule=f"{option} is {rule}", fix=fix, option=option, value=text
     )

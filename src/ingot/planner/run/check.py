@@ -130,12 +130,15 @@ def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:
     where = named.partition(" or ")[0]
     if run.train.device == "cuda" and machine.device != "cuda":
         yield Finding(
-            "error", "train.device", "train.device = 'cuda', but this machine shows no GPU", "set it to 'auto'"
+            "error", "train.device", f"train.device = 'cuda', but {machine.name} has no GPU", "set it to 'auto'"
         )
     elif machine.device == "cuda" and run.train.device != "cpu" and ranks > machine.devices:
         lower = f"set it to {machine.devices}" if where == named == "parallel.dp_shard" else f"lower {named}"
         fix = f"{lower}, or plan on another machine with --cluster"
-        yield Finding("error", where, f"{ranks} ranks need {ranks} GPUs, this machine has {machine.devices}", fix)
+        yield Finding("error", where, f"{ranks} ranks need {ranks} GPUs, {machine.name} has {machine.devices}", fix)
+    elif machine.device == "cuda" and run.train.device != "cpu" and ranks < machine.devices:
+        message = f"{ranks} ranks use {ranks} of the {machine.devices} GPUs of {machine.name}; the others are idle"
+        yield Finding("warning", where, message, f"raise {named}")
     elif machine.device == "cpu" and ranks > cores:
         fix = f"parallel.dp_shard = {cores} is faster" if named == "parallel.dp_shard" else f"{cores} ranks are faster"
         yield Finding("warning", where, f"{ranks} ranks share {cores} cores", fix)

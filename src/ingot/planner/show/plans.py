@@ -13,6 +13,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
 from ingot.theory.failures import DAY_SECONDS
+from ingot.theory.flops import train_flops_6nd, train_flops_per_token
 from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
@@ -20,6 +21,7 @@ WIDTH = 118
 TABLE_WIDTH = 80
 _BAR_WIDTH = 32
 _MOST_STAGES = 8  # with more pipeline ranks, only the two first, the two last and the fullest are shown
+_MUCH_ATTENTION = 0.25  # of 6ND
 _LABEL = 10  # columns reserved for the label of a line
 # The colors of kinds of memory, in the order of the HTML bar. Color-blind people can distinguish them (Okabe & Ito
 # 2008).
@@ -50,6 +52,20 @@ def _model(ranked: RankedPlans) -> Iterator[str]:
     if ranked.parameters:
         yield f"          in the shape of {ranked.shape}; FLOPs are counted as 6 x {ranked.parameters:,} x tokens"
     yield f"compute   {plan.formulas['total_flops']}"
+    if ranked.parameters:
+        yield from _left_out(ranked.best.run, ranked.parameters)
+
+
+def _left_out(run: RunConfig, parameters: float) -> Iterator[str]:
+    """Yield a line if attention is so much of the work that 6ND, and an MFU counted with it, mean little."""
+    counted = train_flops_6nd(parameters, 1)
+    more = train_flops_per_token(run.model, run.train.seq_len) / counted - 1
+    if more > _MUCH_ATTENTION:
+        yield from labelled(
+            "",
+            f"at {run.train.seq_len:,} tokens, attention brings the work to {1 + more:.3g} times 6ND: the MFU below "
+            "counts 6ND only; name the model with --model to count it all",
+        )
 
 
 def _ranking(ranked: RankedPlans) -> Iterator[str]:
@@ -61,7 +77,7 @@ def _ranking(ranked: RankedPlans) -> Iterator[str]:
     order = (
         "in the order predicted, all at the MFU given"
         if GIVEN_MFU in ranked.best.plan.time_seconds
-        else f"fastest first, the simplest of those within {EQUAL:.0%}"
+        else f"fastest first; of those within {EQUAL:.0%}, the simplest first"
     )
     yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
     figures = [RANKING.index(name) for name in ("", "memory", "bubble", "exposed", "step", "MFU", "tokens", "days")]

@@ -1,7 +1,6 @@
 """`ingot train` as a function: find the run, check everything, then keep the run's job running until it ends."""
 
 import os
-import re
 import shutil
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -15,7 +14,7 @@ from ingot.machine.facts import usable_cores
 from ingot.schema import events
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
-from ingot.schema.run_folder import Job, RunFolder
+from ingot.schema.run_folder import FOLDER_NAME_RULE, Job, RunFolder, is_folder_name
 from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run
@@ -126,11 +125,11 @@ def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig)
         return RunFolder(out)
     if run_file.is_dir() or RunFolder(path.parent).events.exists():
         return RunFolder(path.parent)
-    if not re.fullmatch(r"[\w][\w.-]*", config.name):
+    if not is_folder_name(config.name):
         raise ConfigError(
             "E-RUN-NAME",
             f"{path}: name = {config.name!r} cannot be the name of a folder",
-            rule="a name begins with a letter, digit or '_' and has only letters, digits, '_', '-' and '.'",
+            rule=FOLDER_NAME_RULE,
             fix="change name, or choose the run folder with --out DIR",
             name=config.name,
         )

@@ -59,6 +59,13 @@ def test_the_texts_discount_twice(usual):
     assert usual.facts()["layouts"][0]["productive_days"] == pytest.approx(16.0, abs=0.05)
 
 
+def test_a_long_sequence_is_more_work_than_6nd():
+    def text(seq):
+        return " ".join(str(plan(params="8b", tokens="1B", cluster="8x8xh100", seq=seq, top=1)).split())
+
+    assert "times 6ND" not in text(4096) and "times 6ND" in text(131_072)
+
+
 def test_without_an_mfu_it_predicts_its_own():
     found = plan(params="70b", tokens="1.5T", cluster="128x8xh100", pinned=PINNED).best.plan
     assert found.mfu and 0.25 < found.mfu < 0.6

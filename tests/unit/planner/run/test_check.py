@@ -206,7 +206,7 @@ def test_more_ranks_than_cores_and_more_ranks_than_gpus(project):
     slow = findings(project, overrides=ranks)
     assert any(f.severity == "warning" and "4 ranks share 2 cores" in f.message for f in slow)
     gpus = Cluster(name="gpu", device="cuda", devices_per_node=2, memory_bytes=80 * GIB)
-    assert "this machine has 2" in errors(project, machine=gpus, overrides=ranks)[0].message
+    assert f"{gpus.name} has 2" in errors(project, machine=gpus, overrides=ranks)[0].message
 
 
 @pytest.mark.parametrize(
