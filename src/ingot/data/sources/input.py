@@ -172,12 +172,12 @@ def read(
         raise _unreadable(without_secrets(one.location) if one.is_remote else str(path), error) from None
     except DataError as error:
         # The user knows the location of a remote file, not its path in the cache.
-        found, facts = error.found, error.facts
+        found, fix, facts = error.found, error.fix, error.facts
         if one.is_remote:
             location = without_secrets(one.location)
-            found = found.replace(str(path), location)
+            found, fix = found.replace(str(path), location), fix.replace(str(path), location)
             facts = facts | ({"path": location} if "path" in facts else {})
-        raise BadInput(error.code, found, rule=error.rule, fix=error.fix, **facts) from None
+        raise BadInput(error.code, found, rule=error.rule, fix=fix, **facts) from None
 
 
 def forget(one: Input, cache: Path) -> None:

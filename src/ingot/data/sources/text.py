@@ -195,7 +195,7 @@ def _no_text(path: Path, fields: Fields, keys: list[str]) -> DataError:
         "E-JSONL-COLUMN",
         f"{path} has no column {fields.text!r}; its columns are {', '.join(shown) or 'none'}",
         rule="the text of a document is one column of strings",
-        fix=f"name the column: --source NAME {path.name} text={likely} (a dot selects an inner key: meta.text)",
+        fix=f"name the column: --source NAME {path} text={likely} (a dot selects an inner key: meta.text)",
         path=str(path),
         column=fields.text,
         columns=shown,

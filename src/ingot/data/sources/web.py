@@ -110,7 +110,10 @@ def send_request(
         hops += 1
         if hops > redirects:
             raise _bad_redirect(url, f"more than {redirects} redirects")
-        following = urljoin(url, location)
+        try:
+            following = urljoin(url, location)
+        except ValueError:
+            raise _bad_redirect(url, f"a redirect to {location[:100]!r}, which is no URL") from None
         if url.startswith("https:") and following.startswith("http:"):
             raise _bad_redirect(url, "a redirect from https to http")
         url = following

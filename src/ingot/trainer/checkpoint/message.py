@@ -41,7 +41,11 @@ def as_error(error: Exception) -> bytes:
     if isinstance(error, IngotError):
         kind = next(k.__name__ for k in type(error).__mro__ if getattr(errors, k.__name__, None) is k)
         parts = {"code": error.code, "found": error.found, "rule": error.rule, "fix": error.fix, "facts": error.facts}
-        return _ERROR + json.dumps({"kind": kind} | parts, default=str).encode("utf-8", "surrogatepass")
+        try:
+            text = json.dumps({"kind": kind} | parts, default=str)
+        except (TypeError, ValueError):  # facts without a JSON form: the other ranks wait for the error, not for those
+            text = json.dumps({"kind": kind} | parts | {"facts": {"facts": repr(error.facts)}}, default=str)
+        return _ERROR + text.encode("utf-8", "surrogatepass")
     if isinstance(error, OSError):
         parts = {"kind": "OSError", "found": str(error), "errno": error.errno, "strerror": error.strerror}
         return _ERROR + json.dumps(parts | {"filename": error.filename}, default=str).encode("utf-8", "surrogatepass")

@@ -21,9 +21,9 @@ from ingot.schema.run_folder import Job
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, die_with_parent
 
 JOB_VARIABLE = "INGOT_JOB"
-_KILL_SECONDS = 15.0
+_KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
-_REPORT_SECONDS = 2.0
+_REPORT_SECONDS = 10.0
 _POLL_SECONDS = 0.02
 
 
@@ -154,14 +154,18 @@ class LocalJob:
                 os.close(pipe)
         self._orders = self._reports = -1
 
+    @property
+    def server_code(self) -> int | None:
+        """The exit code of the fork server (negative: signal number); None while it runs."""
+        return self._server.poll() if self._server else None
+
     def last_words(self) -> str:
         """Return the last line of the log; if the log is empty, how the fork server ended ("" while it runs)."""
         lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), self._ended())
 
     def _ended(self) -> str:
-        code = self._server.poll() if self._server else None
-        if code is None:
+        if (code := self.server_code) is None:
             return ""
         return (
             f"the fork server was killed (signal {-code})" if code < 0 else f"the fork server exited with code {code}"

@@ -172,7 +172,13 @@ def _follow(
         return None
     lost = _lost_ranks(folder, running)
     return explain(
-        running.job.processes, read_endings(folder), lost, running.exit_codes, log_reader.step, running.last_words()
+        running.job.processes,
+        read_endings(folder),
+        lost,
+        running.exit_codes,
+        log_reader.step,
+        running.last_words(),
+        running.server_code,
     )
 
 

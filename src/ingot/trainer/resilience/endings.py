@@ -147,12 +147,14 @@ def explain(
     exit_codes: Mapping[int, int],
     step: int,
     last_words: str,
+    server_code: int | None = None,
 ) -> JobIncident:
     """Find the rank that ended first and the cause of its end. A pure function of its arguments.
 
     ranks: the number of ranks. endings: those that ranks recorded. dead: the ranks whose process was gone when the
     failure was detected, in any order. exit_codes: rank -> exit code, if the launcher reported one (negative: signal
-    number). last_words: the last line of the launcher's log.
+    number). last_words: the last line of the launcher's log. server_code: the exit code of the fork server, None while
+    it runs.
     """
     failures = sorted((e for e in endings.values() if e.kind), key=lambda e: e.time)
     for ending in failures:
@@ -178,6 +180,10 @@ def explain(
         )
     if failures:
         return JobIncident(rank=failures[0].rank, cause="lost the connection to its peers", signature="", step=step)
+    if (name := _signal_name(server_code)) == "SIGKILL":
+        # Another process did this, such as the kernel when memory is short: it may happen twice at the same step.
+        cause = f"lost its fork server, which was killed ({name}); dmesg shows whether memory was short"
+        return JobIncident(rank=-1, cause=cause, signature="", step=step)
     cause = f"ended, and no rank reported a cause (last log line: {last_words})"
     return JobIncident(rank=-1, cause=cause, signature="launcher", step=step)
 

@@ -136,6 +136,8 @@ REDIRECTS = [
     "ftp://127.0.0.1/",
     "https://0x7f.1/",
     "http://localhost/",
+    "http://[::1",
+    "//[x]/y",
 ]
 
 

@@ -126,7 +126,7 @@ def test_rows_without_the_text_column_name_the_columns_and_the_setting(tmp_path)
     row = b'{"content": "a", "id": 1}'
     with refused("E-JSONL-COLUMN", column="text", columns=["content", "id"]) as caught:
         rows_of(tmp_path, row)
-    assert "text=content" in caught.value.fix
+    assert f"{caught.value.facts['path']} text=content" in caught.value.fix
     with refused("E-JSONL-COLUMN", column="body.content", columns=["body"]):
         rows_of(tmp_path, b'{"body": {"x": 1}}\n' * 3, text="body.content")
     assert outcomes(rows_of(tmp_path, b'{"text": null}')) == ["bad_row"]

@@ -3,12 +3,13 @@ import pickle
 from pathlib import Path
 
 import pytest
+from tests.expect import refused
 
 from ingot.errors import CheckpointError, ResourceError
 from ingot.schema.checkpoint import FileEntry
 from ingot.trainer.checkpoint import agree
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks
-from ingot.trainer.checkpoint.message import RankError, read_message, unpack_json
+from ingot.trainer.checkpoint.message import RankError, as_error, read_message, unpack_json
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
 
 
@@ -106,6 +107,13 @@ def too_large(rank, ranks):
 def test_a_message_has_a_largest_size(fork_ranks):
     refusal = ("E-RANKS-MESSAGE", 100)
     assert fork_ranks(too_large, 2) == [[refusal, refusal, 1]] * 2
+
+
+@pytest.mark.parametrize("odd", [{("a", 1): 2}, float("nan"), {1, 2}, [object()]])
+def test_an_error_with_odd_facts_is_sent(odd):
+    """A rank that cannot send its error would keep the others waiting."""
+    with refused("E-CKPT-SIZE"):
+        read_message(as_error(CheckpointError("E-CKPT-SIZE", "x", rule="r", fix="f", odd=odd)), unpack_json)
 
 
 class Bomb:

@@ -2,6 +2,7 @@ import signal
 from pathlib import Path
 
 import pytest
+from tests.expect import refused
 
 from ingot.errors import DataError, RunFailed
 from ingot.trainer.resilience.endings import JobIncident, RankEnding, explain, refuse_restart
@@ -63,6 +64,16 @@ def test_ranks_that_never_started_show_the_last_line():
     assert incident.rank == -1 and "No module named torch" in incident.cause
     assert refuse_restart([incident], 3, LOG) is None
     assert isinstance(refuse_restart([incident, incident], 3, LOG), RunFailed)
+
+
+def test_a_killed_fork_server_is_an_accident():
+    """Twice at the same step: the kernel kills it when memory is short, which is no bug of the program."""
+    killed = explain(2, {}, [], {}, 7, "a warning", -signal.SIGKILL)
+    assert "fork server" in killed.cause and killed.signature == ""
+    assert refuse_restart([killed, killed], 3, Path("log")) is None
+    failed = explain(2, {}, [], {}, 7, "No module named torch", 1)
+    with refused("E-RUN-REPEATS"):
+        raise refuse_restart([failed, failed], 3, Path("log"))
 
 
 def test_a_rank_that_left_without_starting_is_named():
