@@ -51,6 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.trainer.mesh.start import wait_without_spinning
+
+    wait_without_spinning()
     from ingot.trainer.trained import load_trained, sample_trained
 
     trained = load_trained(args.run, args.device)

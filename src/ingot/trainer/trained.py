@@ -17,7 +17,7 @@ from ingot.trainer.checkpoint.folders import find_checkpoint
 from ingot.trainer.checkpoint.load import load_model
 from ingot.trainer.evaluate import Evaluation, evaluate, local_nats
 from ingot.trainer.heldout import data_path, open_encoder, open_heldout
-from ingot.trainer.mesh.start import choose_device
+from ingot.trainer.mesh.start import choose_device, rank_threads
 from ingot.trainer.model.generate import cached, generate
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel.apply import COMPUTE
@@ -36,7 +36,12 @@ class Trained:
 
 
 def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
-    """Load and verify a checkpoint, or the newest checkpoint of a run, in the compute dtype of its run."""
+    """Load and verify a checkpoint, or the newest checkpoint of a run, in the compute dtype of its run.
+
+    Raises CheckpointError for a damaged checkpoint, ConfigError for a device that is not there, or an OMP_NUM_THREADS
+    that is not a number.
+    """
+    rank_threads(ranks=1)
     folder, checkpoint = find_checkpoint(path)
     config = load_run(folder.config)
     chosen = choose_device(device, local_rank=0)

@@ -50,6 +50,12 @@ def test_eval_gives_what_training_logged(trained, capsys):
     assert code == 0 and "step 5" in out and "unigram" in out
 
 
+def test_a_number_of_threads_that_is_none_is_refused(trained, capsys, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "x")
+    for verb in (["eval", trained.root], ["sample", trained.root, "--prompt", "a"]):
+        reported(call(capsys, *verb, "--json")[1], "E-ENVIRONMENT-NUMBER", variable="OMP_NUM_THREADS")
+
+
 def test_biases_of_routers_are_as_wide_as_in_training(fork_ranks, make_run, capsys):
     """Multiples of 0.003 are no bfloat16 numbers."""
     folder = make_run(steps=6, precision="bf16")

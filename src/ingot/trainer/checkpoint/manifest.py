@@ -247,12 +247,14 @@ def candidate_folders(checkpoints: Path) -> list[Path]:
 
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
     """List the checkpoints in `checkpoints`, newest first. Reads manifests, but only the sizes of other files."""
-    listed = []
+    listed, known = [], set()  # checkpoints share their earlier segments: each file is looked at once
     for path in candidate_folders(checkpoints):
         step, manifest, damage = int(path.name.removeprefix("step-")), None, ""
         try:
             manifest = read_manifest(path)
-            check_segment_sizes(path, manifest, manifest.ledger)
+            check_segment_sizes(path, manifest, [one for one in manifest.ledger[:-1] if one not in known])
+            check_segment_sizes(path, manifest, manifest.ledger[-1:])
+            known.update(manifest.ledger)
         except IngotError as error:
             damage = error.found.partition(": ")[2] or error.found
         listed.append(ListedCheckpoint(path, step, manifest, damage))

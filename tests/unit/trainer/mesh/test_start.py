@@ -6,13 +6,31 @@ import pytest
 import torch
 from tests.expect import refused
 
-from ingot.trainer.mesh.start import choose_device, rank_threads, start, threads_per_rank, use_tf32, worker_environment
+from ingot.trainer.mesh.start import (
+    choose_device,
+    rank_threads,
+    start,
+    threads_per_rank,
+    use_tf32,
+    wait_without_spinning,
+    worker_environment,
+)
 
 
 @pytest.mark.parametrize("ranks, cores, expected", [(1, 2, 2), (2, 2, 1), (4, 2, 1), (2, 16, 8), (3, 16, 5)])
 def test_cores_are_shared_out(ranks, cores, expected):
     assert threads_per_rank(ranks, cores) == expected
     assert worker_environment(ranks, cores)["OMP_NUM_THREADS"] == str(expected)
+
+
+@pytest.mark.parametrize(("own", "value"), [(None, "PASSIVE"), ("active", "active")])
+def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, own, value):
+    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
+    if own:
+        monkeypatch.setenv("OMP_WAIT_POLICY", own)
+    wait_without_spinning()
+    assert os.environ["OMP_WAIT_POLICY"] == value
+    assert worker_environment(1, 2)["OMP_WAIT_POLICY"] == "PASSIVE"  # the job's own; the user's takes precedence
 
 
 @pytest.mark.parametrize(("text", "threads"), [("2", 2), (" 2 ", 2), ("2,1", 2), ("", 6)])
