@@ -57,6 +57,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.run.check import check_run
 
     require_simulate(args)
+    names_folder = not args.run_file.is_dir()  # a run in a folder that is given needs no other
     if args.run_file.is_dir():
         args.run_file /= "run.toml"
     folder = args.run_file.parent
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     config = _sound(args)
     facts: dict = _answer(config, cluster, terminal) if config else {}
     findings = check_run(args.run_file, cluster, cores=usable_cores(), overrides=tuple(args.overrides))
-    findings += [*_name_problems(args, config), *_init_problems(args, config)]
+    findings += [*(_name_problems(args, config) if names_folder else ()), *_init_problems(args, config)]
     findings = [found.as_note() if elsewhere and found.missing_here else found for found in findings]
     for finding in findings:
         _show_finding(finding, terminal)

@@ -89,7 +89,9 @@ def _repair(args: argparse.Namespace, terminal: Terminal) -> int:
     repair = repair_ledger(Path(args.run))
     for name in repair.written:
         terminal.say(f"written   ledger/{name}: computed from the order of samples, with the hash in the checkpoint")
-    terminal.say(f"intact    {_segments(repair.intact)} of the checkpoint of step {repair.checkpoint}")
+    terminal.say(f"sound     the ledger of the checkpoints of steps {', '.join(map(str, sorted(repair.sound)))}")
+    for step, why in sorted(repair.left.items()):
+        terminal.say(f"left      step {step}: {why['code']}  {why['found']}")
     terminal.result(repair.as_dict())
     terminal.next(f"ingot ckpt verify {args.run}")
     return EXIT_OK

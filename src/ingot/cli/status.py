@@ -53,9 +53,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
         terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
-    if status.lost_step is not None:
+    if status.unused_step is not None:
         follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
-        terminal.say(f"LOST   the checkpoint of step {status.lost_step:,}: {status.lost_reason}; {follows}")
+        terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
     if status.restarts or status.faults:
         causes = ", ".join(dict.fromkeys(status.faults))
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")

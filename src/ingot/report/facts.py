@@ -155,7 +155,7 @@ class RunData:
     steps, progress, waits, experts: the last event of that kind for each step. vetoes, roll_backs: the `skipped` and
     `rolled_back` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
-    included. lost: the sentence about the newest checkpoint, if it cannot be used any more.
+    included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
 
     folder: RunFolder
@@ -184,7 +184,7 @@ class RunData:
     stopped: dict | None = None
     active_seconds: float = 0.0
     unreadable_events: int = 0
-    lost: str = ""
+    unused: str = ""
 
     @property
     def last_step(self) -> int:
@@ -213,7 +213,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
     read_run_events(data)
     newest = find_resume_point(data.folder)
     if newest.problem:
-        data.lost = f"The checkpoint of step {newest.newest_step:,} cannot be used: {newest.problem}. " + (
+        data.unused = f"The checkpoint of step {newest.newest_step:,}: {newest.problem}. " + (
             f"Training would resume from step {newest.step:,}." if newest.step else "No usable checkpoint is left."
         )
     if stages:

@@ -161,8 +161,8 @@ def checkpoints_section(data: RunData) -> Section | None:
         f"{format_seconds(stalls[len(stalls) // 2])} at the median, {format_seconds(stalls[-1])} at most."
     )
     blocks: list[Block] = [Text(text)]
-    if data.lost:
-        blocks.append(Text(data.lost))
+    if data.unused:
+        blocks.append(Text(data.unused))
     if data.refused:
         refused = [(f"{e.get('step')}", str(e.get("reason", ""))) for e in data.refused]
         blocks.append(TableBlock(("Step", "Why it was refused"), refused, right=(0,), caption="Refused on load"))

@@ -24,7 +24,7 @@ class RunStatus:
     (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
-    lost_step, lost_reason: the newest checkpoint that was saved and cannot be used, None if it can.
+    unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
@@ -48,8 +48,8 @@ class RunStatus:
     restarts: int
     faults: tuple[str, ...]
     losses: tuple[float, ...]
-    lost_step: int | None = None
-    lost_reason: str = ""
+    unused_step: int | None = None
+    unused_reason: str = ""
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
     log_damage: str = ""
@@ -93,7 +93,7 @@ def read_status(root: Path) -> RunStatus:
     progress = last.get(events.PROGRESS, {})
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
     # Without a log of the start, the newest checkpoint is all that is known of the run.
-    unlogged = resumes.step if not (losses or "end" in last) else 0
+    unlogged = resumes.newest_step if not (losses or "end" in last) else 0
     return RunStatus(
         name=run.name,
         state="running" if running else "unknown" if unlogged else _ended(last),
@@ -108,8 +108,8 @@ def read_status(root: Path) -> RunStatus:
         last_event=latest,
         checkpoint_step=resumes.step or None,
         checkpoint_time=_time_of(folder, resumes.step),
-        lost_step=resumes.newest_step if resumes.problem else None,
-        lost_reason=resumes.problem,
+        unused_step=resumes.newest_step if resumes.problem else None,
+        unused_reason=resumes.problem,
         restarts=restarts,
         faults=tuple(faults),
         skipped_steps=tuple(sorted(skipped)),

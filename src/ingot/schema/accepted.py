@@ -1,6 +1,7 @@
 """accepted-changes.json of a run folder: the changes of settings or data that its user accepted, oldest first."""
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,17 @@ def read_accepted(path: Path) -> list[AcceptedChanges]:
         ) from None
 
 
+def records_for(own: Sequence[AcceptedChanges] | None, step: int, path: Path) -> list[AcceptedChanges]:
+    """Return the records that hold for a checkpoint of step `step`: its `own`, and later ones of the file `path`.
+
+    The file alone is not enough: it is that of the steps the run trained last, and a run that had to continue from an
+    older checkpoint dropped records of later steps. own: None in checkpoints of earlier versions of ingot, which have
+    the file only. Raises DataError like `read_accepted`.
+    """
+    recorded = read_accepted(path)
+    return recorded if own is None else [*own, *(one for one in recorded if one.step >= step)]
+
+
 def _record(values: dict) -> AcceptedChanges:
     changes = {key: (before, after) for key, (before, after) in values["changes"].items()}
     return AcceptedChanges(
@@ -50,5 +62,5 @@ def _record(values: dict) -> AcceptedChanges:
 
 
 def write_accepted(path: Path, records: list[AcceptedChanges]) -> None:
-    """Replace the file `path`, as one line of JSON per record."""
+    """Replace the file `path`."""
     write_json(path, [asdict(record) for record in records])

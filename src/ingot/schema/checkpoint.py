@@ -10,6 +10,8 @@ from typing import Any, Literal
 
 import numpy as np
 
+from ingot.schema.accepted import AcceptedChanges
+
 
 def file_of(rank: int) -> str:
     """Return the name of the checkpoint file that a rank writes."""
@@ -120,6 +122,8 @@ class CheckpointManifest:
       the same number of ranks.
     rng: the random states in hex, in checkpoints of version 1.
     ledger: the samples of all steps from 1 to `step`. The hash of the manifest covers this list.
+    accepted: the changes of settings and data that hold for some of these steps, oldest first; None in checkpoints of
+      earlier versions of ingot.
     """
 
     version: int = 2
@@ -136,6 +140,7 @@ class CheckpointManifest:
     tensors: dict[str, TensorEntry]
     rng: tuple[str, ...] = ()
     ledger: tuple[LedgerSegment, ...]
+    accepted: tuple[AcceptedChanges, ...] | None = None
 
     def chunk(self, name: str, number: int) -> StoredBlock:
         """Return block `number` of tensor `name`, in the order of its layout."""

@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from ingot.errors import RunFailed
 from ingot.schema import events
+from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -100,7 +101,7 @@ def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.
         micro_batch=config.train.micro_batch,
         seed=config.seed,
         weights=config.data.weights,
-        earlier=earlier_weights(folder, config.data.weights),
+        earlier=earlier_weights(read_accepted(folder.accepted), config.data.weights),
         rank=mesh.data_rank,
         ranks=mesh.data_ranks,
         first_step=first_step,

@@ -87,15 +87,17 @@ def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, cap
 
 
 def test_a_folder_stands_for_its_run_file_and_a_name_must_be_one_of_a_folder(run_file, capsys):
-    """`ingot train` takes both the same way."""
+    """`ingot train` trains in a folder that it is given, and makes one with the name of the run for a run file."""
     folder = str(Path(run_file).parent)
     assert main(["check", folder, "--cluster", "8xh100"]) == 0
     assert "2 of the 8 GPUs" in capsys.readouterr().out
-    assert main(["check", folder, "--cluster", "8xh100", "--set", 'name="a/b"', "--json"]) == 3
+    assert main(["check", folder, "--cluster", "8xh100", "--set", 'name="a/b"']) == 0
+    capsys.readouterr()
+    assert main(["check", run_file, "--cluster", "8xh100", "--set", 'name="a/b"', "--json"]) == 3
     (found,) = [one for one in json.loads(capsys.readouterr().out)["findings"] if one["severity"] == "error"]
     assert found["where"] == "--set name" and "'a/b'" in found["message"]
     Path(folder, "events.jsonl").touch()  # the run has its folder already
-    assert main(["check", folder, "--cluster", "8xh100", "--set", 'name="a/b"']) == 0
+    assert main(["check", run_file, "--cluster", "8xh100", "--set", 'name="a/b"']) == 0
     assert main(["check", f"{folder}/empty"]) == 3
 
 

@@ -110,7 +110,7 @@ def test_a_checkpoint_that_cannot_be_used_is_not_shown_as_saved(folder, how, cap
     for step in (4, 8):
         write_checkpoint(folder, step)
         log.write(events.CHECKPOINT, step=step)
-    assert read_status(folder.root).lost_step is None
+    assert read_status(folder.root).unused_step is None
     if how == "missing":
         shutil.rmtree(folder.checkpoint(8))
     elif how == "not JSON":
@@ -118,13 +118,13 @@ def test_a_checkpoint_that_cannot_be_used_is_not_shown_as_saved(folder, how, cap
     else:
         log.write(events.CHECKPOINT_REFUSED, step=8, path="x", reason="checkpoint x: its bytes were refused by a test")
     status = read_status(folder.root)
-    assert (status.checkpoint_step, status.lost_step) == (4, 8) and how in status.lost_reason
+    assert (status.checkpoint_step, status.unused_step) == (4, 8) and how in status.unused_reason
     assert main(["status", str(folder.root)]) == 0
-    saved, lost = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("saved", "LOST"))]
-    assert "step 4," in saved and "step 8" in lost and how in lost
+    saved, unused = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("saved", "unused"))]
+    assert "step 4," in saved and "step 8" in unused and how in unused
     log.write(events.CHECKPOINT, step=8)
     write_checkpoint(folder, 8)
-    assert read_status(folder.root).lost_step is None
+    assert read_status(folder.root).unused_step is None
 
 
 def test_what_is_no_run_folder_is_refused(tmp_path):

@@ -240,9 +240,12 @@ def test_a_checkpoint_that_cannot_be_used_is_reported(tmp_path, logs):
     saved = {"kind": "checkpoint", "time": logs.START, "step": 40, "bytes": 1000, "stall_seconds": 0.1}
     run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0), saved])
     write_checkpoint(RunFolder(run), 40)
-    assert "cannot be used" not in write_report(run).markdown.read_text()
+    assert "its folder is missing" not in write_report(run).markdown.read_text()
     shutil.rmtree(RunFolder(run).checkpoint(40))
-    assert "The checkpoint of step 40 cannot be used: its folder is missing" in write_report(run).markdown.read_text()
+    assert (
+        "The checkpoint of step 40: its folder is missing. No usable checkpoint is left."
+        in write_report(run).markdown.read_text()
+    )
 
 
 @pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])

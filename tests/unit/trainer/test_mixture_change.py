@@ -53,7 +53,7 @@ def test_the_ledger_proves_every_mixture_in_its_steps(fork_ranks, make_run, caps
     logged = [(e["step"], e["old"], e["new"]) for e in read_events(folder.events, events.SETTING_CHANGED)]
     assert logged == [(4, {}, {"metal": 1.0, "stone": 1.0}), (8, {"metal": 1.0, "stone": 1.0}, {"stone": 1.0})]
 
-    earlier = earlier_weights(folder, config.data.weights)
+    earlier = earlier_weights(read_accepted(folder.accepted), config.data.weights)
     assert [step for step, _ in earlier] == [4, 8]
     manifest = read_token_manifest((folder.root / config.data.tokens).resolve())
     mixes = [(step * BATCH, weights) for step, weights in earlier]
@@ -89,6 +89,32 @@ def test_a_change_holds_from_the_checkpoint_that_the_run_really_continued_from(f
     assert main(["ckpt", "prove", str(folder.root), "--json"]) == 0
     proof = json.loads(capsys.readouterr().out)
     assert [(c["step"], c["key"]) for c in proof["changes"]] == [(5, "seed"), (5, "data.weights")]
+
+
+def test_a_checkpoint_knows_the_changes_before_it(fork_ranks, make_run, capsys):
+    """The run goes back to before a change and is killed; then the later checkpoints are there again."""
+    folder = make_run(steps=10, every_steps=2)
+    config = load_run(folder.config)
+    write_atomic(folder.config, to_toml(replace(config, checkpoint=replace(config.checkpoint, keep=9))))
+    fork_ranks(run_rank, 1, folder, 4)
+    change_weights(folder, {"stone": 1.0})
+    fork_ranks(run_rank, 1, folder, 8)
+    away = folder.root / "away"
+    away.mkdir()
+    for step in (4, 6, 8):
+        folder.checkpoint(step).rename(away / folder.checkpoint(step).name)
+    fork_ranks(run_rank, 1, folder, 3)
+    assert [one.step for one in read_accepted(folder.accepted)] == [2]
+    (away / folder.checkpoint(8).name).rename(folder.checkpoint(8))
+    assert main(["ckpt", "prove", str(folder.root)]) == 0
+    (folder.ledger / "steps-00000005-00000006.i64").unlink()
+    assert main(["ckpt", "repair", str(folder.root)]) == 0
+    fork_ranks(run_rank, 1, folder)
+    assert [one.step for one in read_accepted(folder.accepted)] == [4]
+    capsys.readouterr()
+    assert main(["ckpt", "prove", str(folder.root), "--json"]) == 0
+    proof = json.loads(capsys.readouterr().out)
+    assert (proof["steps"], [c["step"] for c in proof["changes"] if c["key"] == "data.weights"]) == (10, [5])
 
 
 def flip_a_byte(path):

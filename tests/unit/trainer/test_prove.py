@@ -13,10 +13,12 @@ from ingot.config import to_toml
 from ingot.errors import DataError, RunBusyError
 from ingot.events import EventLog
 from ingot.schema import events
+from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.tokens import MANIFEST, read_token_manifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
+from ingot.trainer.checkpoint.resumable import ResumePoint, find_resume_point
 from ingot.trainer.loader import order as order_module
 from ingot.trainer.loader.ledger import write_segment
 from ingot.trainer.loader.order import Order
@@ -257,7 +259,7 @@ def test_damaged_segments_are_written_again(run, capsys, damage):
     assert "steps-00000009-00000016.i64" in capsys.readouterr().out
     assert main(["ckpt", "repair", str(run.root), "--json"]) == 0
     repair = json.loads(capsys.readouterr().out)
-    assert (repair["written"], repair["intact"], repair["checkpoint"]) == (["steps-00000009-00000016.i64"], 2, 24)
+    assert (repair["written"], repair["sound"], repair["left"]) == (["steps-00000009-00000016.i64"], [24], {})
     assert [file.read_bytes() for file in files] == contents
     assert main(["ckpt", "verify", str(run.root)]) == 0
 
@@ -271,6 +273,70 @@ def test_only_the_lost_bits_are_written(run, capsys):
     error = json.loads(capsys.readouterr().out)
     assert (error["error"], error["facts"]["step"]) == ("E-LEDGER-REPAIR", 9)
     assert not file.exists()
+
+
+@pytest.fixture
+def went_back(run):
+    """The run trained 24 steps with all windows, had to continue from step 8, took other weights, and saved step 16:
+    the second segment is that of step 16."""
+    config = load_run(run.config)
+    manifest = read_manifest(run.checkpoint(STEPS))
+    change = AcceptedChanges(
+        step=8, config_sha256="", data_fingerprint="", changes={"data.weights": ({}, {"stone": 1.0})}
+    )
+    change_run_file(run, data=dataclasses.replace(config.data, weights={"stone": 1.0}))
+    order = Order(tokens_of(run), 16, config.seed, {"stone": 1.0}, earlier=[(8 * BATCH, {})])
+    again = write_segment(run.ledger, 9, 16, np.stack([order.step(step, BATCH) for step in range(9, 17)]))
+    write_checkpoint(
+        run,
+        16,
+        load_run(run.config).settings(),
+        data_fingerprint=manifest.data_fingerprint,
+        ledger=(manifest.ledger[0], again),
+        accepted=(change,),
+    )
+    return run
+
+
+def repaired(run, capsys):
+    capsys.readouterr()
+    assert main(["ckpt", "repair", str(run.root), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    return found["written"], found["sound"], {step: why["code"] for step, why in found["left"].items()}
+
+
+def test_a_segment_that_another_checkpoint_needs_stays(went_back, capsys):
+    content = (went_back.ledger / "steps-00000009-00000016.i64").read_bytes()
+    assert repaired(went_back, capsys) == ([], [16], {"24": "E-LEDGER-OTHERS"})
+    assert (went_back.ledger / "steps-00000009-00000016.i64").read_bytes() == content
+
+
+def test_of_two_segments_of_a_name_that_of_the_sound_checkpoint_is_written(went_back, capsys):
+    file = went_back.ledger / "steps-00000009-00000016.i64"
+    content = file.read_bytes()
+    file.unlink()
+    (went_back.checkpoint(24) / "rank-00000.safetensors").write_bytes(b"x")
+    assert repaired(went_back, capsys) == ([file.name], [16], {})
+    assert file.read_bytes() == content
+
+
+def test_after_a_repair_no_checkpoint_counts_as_refused(run, capsys):
+    file = run.ledger / "steps-00000009-00000016.i64"
+    file.unlink()
+    refusal = {"step": 24, "path": "x", "reason": f"checkpoint x: ledger/{file.name} is missing"}
+    EventLog(run.events).write(events.CHECKPOINT_REFUSED, **refusal)
+    assert find_resume_point(run).step == 0
+    repaired(run, capsys)
+    assert find_resume_point(run) == ResumePoint(24, 24, "")
+
+
+def test_a_refused_checkpoint_that_was_loaded_later_is_sound(run):
+    """The reading was refused, not the bytes."""
+    log = EventLog(run.events)
+    log.write(events.CHECKPOINT_REFUSED, step=24, path="x", reason="checkpoint x: it cannot be read")
+    assert find_resume_point(run).step == 0
+    log.write(events.RUN_STARTED, from_step=24, layout={})
+    assert find_resume_point(run).step == 24
 
 
 def test_a_run_in_training_is_not_repaired(run, capsys):

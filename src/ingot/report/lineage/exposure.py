@@ -16,7 +16,8 @@ import numpy as np
 from ingot.data.lineage.purge.history import TokenLayout, find_layout
 from ingot.errors import ConfigError
 from ingot.report.facts import no_run_folder
-from ingot.schema.accepted import read_accepted
+from ingot.schema.accepted import AcceptedChanges, records_for
+from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.theory.rules import load_run
@@ -132,24 +133,29 @@ class StepRange:
 
 
 class RunTokens:
-    """A run with the token streams on which its steps were trained."""
+    """A run with the token streams on which its steps were trained.
 
-    def __init__(self, run: Path):
+    manifest: that of the checkpoint up to which the steps are known; by default the newest that can be read.
+    """
+
+    def __init__(self, run: Path, manifest: CheckpointManifest | None = None):
         self.folder = RunFolder(run)
         self.config = load_run(self.folder.config)
         self.tokens = (run / self.config.data.tokens).resolve()
         self.manifest: TokenManifest = read_token_manifest(self.tokens)
         self.checkpoints: list[ListedCheckpoint] = list_checkpoints(self.folder.checkpoints)
-        newest = next((c.manifest for c in self.checkpoints if c.manifest), None)
+        newest = manifest or next((c.manifest for c in self.checkpoints if c.manifest), None)
         self.ledger = newest.ledger if newest else ()
         self.trained_steps = newest.step if newest else 0
+        accepted = newest and newest.accepted
+        self.records = records_for(accepted, self.trained_steps, self.folder.accepted)
         self.ranges = self._ranges(newest.data_fingerprint) if newest else []
 
     def _ranges(self, fingerprint: str) -> list[StepRange]:
         """Return the ranges of steps, in order, split where a change of the token stream was accepted.
         fingerprint: the fingerprint of the newest checkpoint's token stream."""
         found, last = [], self.trained_steps
-        for step, before, after in reversed(_accepted_tokens(self.folder)):
+        for step, before, after in reversed(_accepted_tokens(self.records)):
             if fingerprint.startswith(after) and step < last:
                 found.append(StepRange(step + 1, last, find_layout(self.tokens, fingerprint)))
                 fingerprint, last = before, step
@@ -171,7 +177,7 @@ class RunTokens:
     def order(self, layout: TokenLayout) -> Order:
         """Return the sample order of the run on the token stream of `layout`, with all mixtures that the run had."""
         train, weights = self.config.train, self.config.data.weights
-        earlier = [(last * train.global_batch, own) for last, own in earlier_weights(self.folder, weights)]
+        earlier = [(last * train.global_batch, own) for last, own in earlier_weights(self.records, weights)]
         return Order(layout.manifest, train.seq_len, self.config.seed, weights, earlier=earlier)
 
     def consumed(self, documents: Collection[str]) -> Iterator[Use]:
@@ -225,10 +231,10 @@ def _where(ids: np.ndarray, windows: np.ndarray) -> list[int]:
     return np.flatnonzero(windows[at] == ids).tolist()
 
 
-def _accepted_tokens(folder: RunFolder) -> list[tuple[int, str, str]]:
+def _accepted_tokens(records: Sequence[AcceptedChanges]) -> list[tuple[int, str, str]]:
     """Return the accepted changes of the token stream, in order: (last step before the change, prefix of the
     fingerprint before the change, prefix of the fingerprint after the change)."""
-    return [(one.step, *one.changes[DATA]) for one in read_accepted(folder.accepted) if DATA in one.changes]
+    return [(one.step, *one.changes[DATA]) for one in records if DATA in one.changes]
 
 
 def _is_held(lock: Path) -> bool:

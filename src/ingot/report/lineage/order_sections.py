@@ -49,7 +49,7 @@ def order_sections(run: RunTokens, last_step: int) -> list[OrderSection]:
         "train.global_batch": config.train.global_batch,
         WEIGHTS: dict(config.data.weights),
     }
-    history = {key: [*earlier_values(run.folder, key, value), (last_step, value)] for key, value in now.items()}
+    history = {key: [*earlier_values(run.records, key, value), (last_step, value)] for key, value in now.items()}
     ends = {last for values in history.values() for last, _ in values} | {steps.last for steps in run.ranges}
     found: list[OrderSection] = []
     first = 1

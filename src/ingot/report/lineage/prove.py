@@ -87,7 +87,7 @@ def prove_run(path: Path, *, hashes: bool = False) -> Proof:
     whole_run = path.resolve() == folder.root.resolve()
     listed = (c.manifest for c in list_checkpoints(folder.checkpoints) if whole_run and c.manifest)
     manifest = next(listed, None) or read_manifest(named)
-    run = RunTokens(folder.root)
+    run = RunTokens(folder.root, manifest)
     orders = OrderByStep(run, manifest.step)
     prover = _Prover(run, orders)
     fault = None

@@ -10,58 +10,105 @@ from pathlib import Path
 
 import numpy as np
 
-from ingot.errors import EXIT_OK, DataError
+from ingot.errors import EXIT_OK, CheckpointError, DataError
 from ingot.report.lineage.exposure import RunTokens
 from ingot.report.lineage.order_sections import OrderByStep
-from ingot.schema.checkpoint import LedgerSegment
-from ingot.storage import sha256_bytes, write_atomic
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.folders import find_checkpoint
-from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest
-from ingot.trainer.loader.ledger import read_segment
+from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_tensors
 from ingot.trainer.resilience.lock import RunLock
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """The result of a repair. checkpoint: the step of the checkpoint whose segments were checked. intact: the number of
-    segments that had their hash. written: the files that were written again."""
+    """The result of a repair. written: the files that were written again. sound: the steps of the checkpoints whose
+    segments all have their hash now. left: code and found of the error for each other checkpoint, by step."""
 
     run: str
-    checkpoint: int
-    intact: int
     written: tuple[str, ...]
+    sound: tuple[int, ...]
+    left: dict[int, dict[str, str]]
 
     def as_dict(self) -> dict:
         return asdict(self) | {"exit_code": EXIT_OK}
 
 
 def repair_ledger(path: Path) -> Repair:
-    """Write every damaged or missing segment of the newest readable checkpoint of the run folder `path` again.
+    """Write the damaged and missing segments of the checkpoints of the run folder `path` again, the newest first.
 
-    Raises DataError if the computed samples of a segment do not have its hash, RunBusyError if the run is training,
-    CheckpointError if no manifest can be read. Segments before the one in the error are repaired.
+    A run that had to continue from an older checkpoint may have checkpoints with different segments of one name. Then
+    only those of checkpoints with sound tensors count, and a file that has the hash of one of them stays.
+    Raises DataError if no checkpoint has all its segments afterwards, RunBusyError if the run is training,
+    CheckpointError if no manifest can be read.
     """
     folder, named = find_checkpoint(path)
     with RunLock(folder.lock):
-        listed = (c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest)
-        manifest = next(listed, None) or read_manifest(named)
-        orders = OrderByStep(RunTokens(folder.root), manifest.step)
-        written = []
-        for segment in manifest.ledger:
-            if _is_intact(folder.ledger, segment):
-                continue
-            write_atomic(folder.ledger / segment.file, _computed(segment, orders, folder.ledger))
-            written.append(segment.file)
-    return Repair(
-        run=str(path), checkpoint=manifest.step, intact=len(manifest.ledger) - len(written), written=tuple(written)
-    )
+        manifests = [(c.path, c.manifest) for c in list_checkpoints(folder.checkpoints) if c.manifest]
+        manifests = _with_sound_tensors(manifests or [(named, read_manifest(named))])
+        needed = {(one.file, one.sha256) for _, manifest in manifests for one in manifest.ledger}
+        written, sound, left = [], [], {}
+        for _, manifest in manifests:
+            try:
+                written += _repair(folder, manifest, needed)
+                sound.append(manifest.step)
+            except DataError as error:
+                left[manifest.step] = error
+        if not sound:
+            raise next(iter(left.values()))
+    why = {step: {"code": error.code, "found": error.found} for step, error in left.items()}
+    return Repair(run=str(path), written=tuple(written), sound=tuple(sound), left=why)
 
 
-def _is_intact(ledger: Path, segment: LedgerSegment) -> bool:
+_Manifests = list[tuple[Path, CheckpointManifest]]
+
+
+def _with_sound_tensors(manifests: _Manifests) -> _Manifests:
+    """Return `manifests`; if they disagree on a segment, only those whose tensors have their hashes."""
+    by_file: dict[str, set[str]] = {}
+    for _, manifest in manifests:
+        for one in manifest.ledger:
+            by_file.setdefault(one.file, set()).add(one.sha256)
+    if all(len(hashes) == 1 for hashes in by_file.values()):
+        return manifests
+    return [one for one in manifests if _has_sound_tensors(one[0])] or manifests
+
+
+def _has_sound_tensors(checkpoint: Path) -> bool:
     try:
-        return read_segment(ledger, segment)[1]
-    except DataError:
+        verify_tensors(checkpoint)
+    except CheckpointError:
         return False
+    return True
+
+
+def _repair(folder: RunFolder, manifest: CheckpointManifest, needed: set[tuple[str, str]]) -> list[str]:
+    """Write the segments of one checkpoint that lack their hash. Returns their names.
+
+    needed: (file, hash) of all segments that checkpoints need. Raises DataError for the first segment that cannot be
+    computed, or whose file another checkpoint needs as it is.
+    """
+    orders: OrderByStep | None = None
+    written = []
+    for segment in manifest.ledger:
+        path = folder.ledger / segment.file
+        found = sha256_file(path) if path.is_file() else ""
+        if found == segment.sha256:
+            continue
+        if (segment.file, found) in needed:
+            raise DataError(
+                "E-LEDGER-OTHERS",
+                f"{path} has the samples of another checkpoint, not those of step {manifest.step}",
+                rule="a run that continued from an older checkpoint wrote these steps again; that file stays",
+                fix=f"remove the checkpoint of step {manifest.step}: it is from before the run went back",
+                path=str(path),
+                step=manifest.step,
+            )
+        orders = orders or OrderByStep(RunTokens(folder.root, manifest), manifest.step)
+        write_atomic(path, _computed(segment, orders, folder.ledger))
+        written.append(segment.file)
+    return written
 
 
 def _computed(segment: LedgerSegment, orders: OrderByStep, ledger: Path) -> bytes:

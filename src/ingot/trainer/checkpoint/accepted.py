@@ -84,17 +84,20 @@ def record_resumed(
 ) -> None:
     """Record that the run continues from checkpoint `manifest` with these settings and data. Only rank 0 calls this.
 
-    Records of later steps go: their steps are trained again, with the settings of now. A change that the event log does
-    not have yet is logged.
+    The records are then those of the checkpoint, and the change from it to now: records of later steps go, whose steps
+    are trained again. A change that the event log does not have yet is logged.
     """
     records = read_accepted(folder.accepted)
+    earlier = manifest.accepted
+    if earlier is None:  # a checkpoint of an earlier version of ingot
+        earlier = [one for one in records if one.step < manifest.step]
     now = record_for(manifest.step, settings, data_fingerprint, changes_since(manifest, settings, data_fingerprint))
-    valid = [one for one in records if one.step < manifest.step] + ([now] if now.changes else [])
+    valid = [*earlier, *([now] if now.changes else [])]
     if valid != records:
         write_accepted(folder.accepted, valid)
     if not now.changes:
         return
-    known = [(e["step"], e["key"], e["new"]) for e in read_events(folder.events, events.SETTING_CHANGED)]
+    logged = {e.get("key"): (e.get("step"), e.get("new")) for e in read_events(folder.events, events.SETTING_CHANGED)}
     for key, (before, after) in now.changes.items():
-        if (now.step, key, after) not in known:
+        if logged.get(key) != (now.step, after):
             log(events.SETTING_CHANGED, key=key, old=before, new=after, step=now.step)

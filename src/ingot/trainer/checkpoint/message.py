@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from ingot import errors
 from ingot.errors import IngotError
+from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, Health, LedgerSegment, TensorEntry
 
 T = TypeVar("T")
@@ -97,5 +98,6 @@ def unpack_manifest(data: bytes) -> CheckpointManifest:
             "tensors": tensors,
             "rng": tuple(values["rng"]),
             "ledger": tuple(LedgerSegment(**one) for one in values["ledger"]),
+            "accepted": values["accepted"] and tuple(AcceptedChanges(**one) for one in values["accepted"]),
         }
     )

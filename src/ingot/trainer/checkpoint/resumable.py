@@ -26,34 +26,56 @@ class ResumePoint:
 
 
 def judged_checkpoints(folder: RunFolder) -> list[ListedCheckpoint]:
-    """List the checkpoints of a run, newest first. Damage includes that the ranks refused a checkpoint on loading and
-    did not save it again since."""
+    """List the checkpoints of a run, newest first. Damage includes that the ranks refused a checkpoint on loading, as
+    long as nothing of it was written since, and no attempt started from it."""
     return _judged(folder, _read_log(folder)[1])
 
 
-def _judged(folder: RunFolder, refused: dict[int, str]) -> list[ListedCheckpoint]:
-    listed = list_checkpoints(folder.checkpoints)
-    return [c if c.damage or c.step not in refused else replace(c, damage=refused[c.step]) for c in listed]
+def _judged(folder: RunFolder, refused: "dict[int, _Refusal]") -> list[ListedCheckpoint]:
+    listed = []
+    for one in list_checkpoints(folder.checkpoints):
+        refusal = refused.get(one.step)
+        if refusal and not one.damage and not _written_since(folder, one, refusal.time):
+            one = replace(one, damage=f"refused on loading ({refusal.reason})")
+        listed.append(one)
+    return listed
 
 
-def _read_log(folder: RunFolder) -> tuple[int, dict[int, str]]:
-    """Return the newest step saved, and step -> reason of the checkpoints refused on loading since their last save."""
+@dataclass(frozen=True)
+class _Refusal:
+    time: float
+    reason: str
+
+
+def _read_log(folder: RunFolder) -> tuple[int, dict[int, _Refusal]]:
+    """Return the newest step saved, and step -> the refusal of checkpoints that were neither saved nor loaded since."""
     saved, refused = 0, {}
-    for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED):
-        if not isinstance(step := event.get("step"), int):
+    for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED, events.RUN_STARTED):
+        step = event.get("from_step" if event["kind"] == events.RUN_STARTED else "step")
+        if not isinstance(step, int):
             continue
-        if event["kind"] == events.CHECKPOINT:
+        if event["kind"] == events.CHECKPOINT_REFUSED:
+            reason, time = str(event.get("reason", "")), event.get("time")
+            refused[step] = _Refusal(
+                time if isinstance(time, int | float) else 0.0, reason.partition(": ")[2] or reason
+            )
+        else:
             saved = max(saved, step)
             refused.pop(step, None)
-        else:
-            reason = str(event.get("reason", ""))
-            refused[step] = f"refused on loading ({reason.partition(': ')[2] or reason})"
     return saved, refused
+
+
+def _written_since(folder: RunFolder, listed: ListedCheckpoint, seconds: float) -> bool:
+    """Return whether a file of the checkpoint was written or put in place after a time, as a restored copy is. The time
+    of the last change of an inode is used, which a copy does not preserve."""
+    segments = listed.manifest.ledger if listed.manifest else ()
+    files = [*listed.path.iterdir(), *(folder.ledger / segment.file for segment in segments)]
+    return any(file.stat().st_ctime > seconds for file in files if file.exists())
 
 
 def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:
     """Return the checkpoint that a resume takes first: the newest without damage, suspect ones last."""
-    return next((c for c in sorted(listed, key=lambda c: c.suspect) if not c.damage), None)
+    return next((c for c in sorted(listed, key=lambda c: bool(c.suspect)) if not c.damage), None)
 
 
 def find_resume_point(folder: RunFolder) -> ResumePoint:

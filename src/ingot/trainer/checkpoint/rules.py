@@ -81,6 +81,9 @@ def _number_problem(manifest: CheckpointManifest) -> str:
         return f"it does not list {min(missing)}"
     if any(size < 1 for size in manifest.layout.values()):
         return f"layout is {manifest.layout}, but a degree is at least 1"
+    steps = [0, *(one.step for one in manifest.accepted or ()), step]
+    if steps != sorted(set(steps)):
+        return f"its accepted changes are of the steps {steps[1:-1]}"
     per_step = tokens_per_step(manifest)
     if manifest.tokens < 0 or (per_step and manifest.tokens != step * per_step):
         return f"tokens is {manifest.tokens}, but {step} steps of {per_step or 'any'} tokens were trained"

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import ResourceError
+from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import CheckpointManifest, Health, LedgerSegment, file_of, key_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free
@@ -126,6 +127,7 @@ class CheckpointWriter:
             cuts=cuts,
             tensors=tensors,
             ledger=self.ledger,
+            accepted=tuple(read_accepted(self.folder.accepted)),
         )
         write_manifest(self.temporary, manifest)
         fsync_dir(self.temporary)

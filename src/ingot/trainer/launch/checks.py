@@ -21,7 +21,7 @@ from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
 from ingot.trainer.checkpoint.accepted import changes_since, record_for
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
-from ingot.trainer.checkpoint.resumable import resume_step
+from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
 
@@ -29,14 +29,13 @@ BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never remov
 def require_same_experiment(
     folder: RunFolder, config: RunConfig, data_fingerprint: str, accepted: Collection[str]
 ) -> list[SettingChange]:
-    """Compare settings and data with the newest readable checkpoint. Returns all changes. Writes nothing.
+    """Compare settings and data with the checkpoint that training resumes from. Returns all changes. Writes nothing.
 
     Changes that were accepted for this checkpoint by an earlier command, which ended before the next one was saved,
     need no second confirmation.
     Raises ConfirmationNeeded for other changes of OTHER_NUMBERS that are not in `accepted`, ConfigError for REFUSED
-    ones, UsageError if `accepted` has a key that is no setting.
+    ones.
     """
-    _require_settings(accepted)
     newest = _newest_manifest(folder)
     changes = changes_since(newest, config.settings(), data_fingerprint) if newest else []
     if newest is None or not changes:
@@ -60,7 +59,7 @@ def require_same_experiment(
     return changes
 
 
-def _require_settings(keys: Collection[str]) -> None:
+def require_settings(keys: Collection[str]) -> None:
     """Raise UsageError for the first of `keys` that is no setting of a run file."""
     known = [key for key, _ in CLASSES]
     for key in keys:
@@ -118,7 +117,11 @@ def record_accepted(
 
 
 def _newest_manifest(folder: RunFolder) -> CheckpointManifest | None:
-    return next((c.manifest for c in list_checkpoints(folder.checkpoints) if c.manifest), None)
+    """Return the manifest of the checkpoint that training resumes from, as far as the files show; if none is usable,
+    of the newest that can be read."""
+    listed = judged_checkpoints(folder)
+    usable = first_usable(listed)
+    return usable.manifest if usable else next((c.manifest for c in listed if c.manifest), None)
 
 
 def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> TokenManifest:

@@ -22,7 +22,14 @@ from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
-from ingot.trainer.launch.checks import check_until_step, past_step, preflight, record_accepted, require_same_experiment
+from ingot.trainer.launch.checks import (
+    check_until_step,
+    past_step,
+    preflight,
+    record_accepted,
+    require_same_experiment,
+    require_settings,
+)
 from ingot.trainer.launch.supervise import JobResult, newest_step, supervise
 from ingot.trainer.mesh.start import rank_threads, worker_environment
 from ingot.trainer.resilience.lock import RunLock
@@ -61,6 +68,7 @@ def train(
         )
     path, config = read_run(run_file, overrides)
     check_until_step(until_step, config)
+    require_settings(accept)
     rank_threads(config.parallel.world_size)  # raises ConfigError for an OMP_NUM_THREADS that is not a number
     folder = find_folder(run_file, path, out, config)
     config = _with_paths_from(config, path.parent, folder.root)
@@ -77,7 +85,7 @@ def train(
         changes = require_same_experiment(folder, config, tokens.fingerprint(), accept)
         for key in dict.fromkeys(accept):
             if key not in [change.key for change in changes]:
-                say(f"note: --accept-change {key} has no effect: the setting did not change")
+                say(f"note: --accept-change {key} has no effect: there is no change to confirm")
         step = resume_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")

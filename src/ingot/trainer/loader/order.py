@@ -20,8 +20,7 @@ import numpy as np
 
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
-from ingot.schema.accepted import read_accepted
-from ingot.schema.run_folder import RunFolder
+from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.tokens import TokenManifest
 from ingot.trainer.loader.reader import Windows
 
@@ -338,22 +337,21 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
     return quotas
 
 
-def earlier_weights(folder: RunFolder, weights: Weights) -> list[tuple[int, dict[str, float]]]:
+def earlier_weights(records: Sequence[AcceptedChanges], weights: Weights) -> list[tuple[int, dict[str, float]]]:
     """Return (last step, weights) of every mixture before `weights`, oldest first; empty if the weights never changed.
 
-    weights: the current weights, those of the run file. Raises DataError if the records cannot be read.
+    records: the accepted changes of the run, oldest first. weights: the current weights, those of the run file.
     """
-    return [(step, dict(own)) for step, own in earlier_values(folder, KEY, dict(weights))]
+    return [(step, dict(own)) for step, own in earlier_values(records, KEY, dict(weights))]
 
 
-def earlier_values(folder: RunFolder, key: str, value: Any) -> list[tuple[int, Any]]:
+def earlier_values(records: Sequence[AcceptedChanges], key: str, value: Any) -> list[tuple[int, Any]]:
     """Return (last step, value) of every value of setting `key` before `value`, which is current, oldest first.
 
-    The run folder records accepted changes, but not every recorded change was used in training: it may be undone or
-    replaced before the next step. The search therefore goes backward from `value` over the records that led to it.
-    Raises DataError if the records cannot be read.
+    Not every recorded change was used in training: it may be undone or replaced before the next step. The search
+    therefore goes backward from `value` over the records that led to it.
     """
-    changes = [(one.step, *one.changes[key]) for one in read_accepted(folder.accepted) if key in one.changes]
+    changes = [(one.step, *one.changes[key]) for one in records if key in one.changes]
     found: list[tuple[int, Any]] = []
     now, before_step = value, float("inf")
     for step, old, new in reversed(changes):

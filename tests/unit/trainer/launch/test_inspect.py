@@ -36,6 +36,10 @@ def test_training_resumes_where_no_one_doubts_the_weights(three):
     write_manifest(three.checkpoint(20), replace(manifest, health=Health(state="suspect", reason="a spike", by="x")))
     notes = [c.note for c in inspect_checkpoints(three.root, hash_files=True).checkpoints]
     assert notes[0] == RESUMES_HERE and "a spike" in notes[1] and resume_step(three) == 10
+    manifest = read_manifest(three.checkpoint(10))
+    write_manifest(three.checkpoint(10), replace(manifest, health=Health(state="suspect", reason="older", by="x")))
+    assert resume_step(three) == 20  # of suspect ones the newest, whatever the reasons are
+    write_manifest(three.checkpoint(10), manifest)
     log = EventLog(three.events)
     log.write(events.CHECKPOINT_REFUSED, step=10, path="x", reason="checkpoint x: a bit flipped")
     (ten, twenty, _) = inspect_checkpoints(three.root, hash_files=False).checkpoints

@@ -5,6 +5,7 @@ import json
 import pytest
 from tests.expect import refused
 
+from ingot.schema.accepted import read_accepted
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.loader.order import earlier_weights
 
@@ -25,25 +26,29 @@ def history(tmp_path):
     return make
 
 
+def weights_before(folder, weights):
+    return earlier_weights(read_accepted(folder.accepted), weights)
+
+
 def test_changes_one_after_the_other(history):
     folder = history((40, A, B), (80, B, C))
-    assert earlier_weights(folder, C) == [(40, A), (80, B)]
+    assert weights_before(folder, C) == [(40, A), (80, B)]
 
 
 def test_no_change_no_history(history, tmp_path):
-    assert earlier_weights(RunFolder(tmp_path / "none"), B) == []
-    assert earlier_weights(history(), B) == []
+    assert weights_before(RunFolder(tmp_path / "none"), B) == []
+    assert weights_before(history(), B) == []
 
 
 def test_what_was_taken_back_before_it_was_trained_on_does_not_count(history):
-    assert earlier_weights(history((40, A, B)), A) == []
-    assert earlier_weights(history((40, A, B), (40, A, C)), C) == [(40, A)]
-    assert earlier_weights(history((40, A, B), (80, A, B)), B) == [(80, A)]
-    assert earlier_weights(history((40, A, B), (80, A, C)), C) == [(80, A)]
+    assert weights_before(history((40, A, B)), A) == []
+    assert weights_before(history((40, A, B), (40, A, C)), C) == [(40, A)]
+    assert weights_before(history((40, A, B), (80, A, B)), B) == [(80, A)]
+    assert weights_before(history((40, A, B), (80, A, C)), C) == [(80, A)]
 
 
 def test_a_mixture_that_comes_back(history):
-    assert earlier_weights(history((40, A, B), (80, B, A)), A) == [(40, A), (80, B)]
+    assert weights_before(history((40, A, B), (80, B, A)), A) == [(40, A), (80, B)]
 
 
 @pytest.mark.parametrize("text", ["", "{", "[3]", '[{"step": 4}]', '[{"step": 4, "changes": {"data.weights": 3}}]'])
@@ -51,4 +56,4 @@ def test_what_cannot_be_read_is_an_error(tmp_path, text):
     folder = RunFolder(tmp_path)
     folder.accepted.write_text(text)
     with refused("E-RUN-CHANGES-READ"):
-        earlier_weights(folder, A)
+        weights_before(folder, A)
