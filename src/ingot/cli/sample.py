@@ -51,9 +51,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.trainer.mesh.start import wait_without_spinning
+    from ingot.trainer.mesh.start import spin_briefly
 
-    wait_without_spinning()
+    spin_briefly()
     from ingot.trainer.trained import load_trained, sample_trained
 
     trained = load_trained(args.run, args.device)

@@ -55,17 +55,22 @@ def test_a_node_is_lost(tmp_path, cluster):
     """The tasks of a lost node go to the other node."""
     node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
     cluster.wait_for_nodes()
-    store, tasks = Store(tmp_path / "s"), first_phase(9, 50, wait=0.01)
+    store, tasks, ended = Store(tmp_path / "s"), first_phase(9, 50, wait=0.01), threading.Event()
 
-    def lose():
-        while len(list((store.root / "progress").glob("*"))) < 3:
+    def lose():  # nothing, if the tasks end before this thread sees three of them
+        while (
+            len(list((store.root / "progress").glob("*"))) < 3 and not ended.is_set()
+        ):  # set: this thread was too slow
             time.sleep(0.05)
         cluster.remove_node(node, allow_graceful=False)
 
     thread = threading.Thread(target=lose)
     thread.start()
-    results = run_all(tasks, store, Ray())
-    thread.join()
+    try:
+        results = run_all(tasks, store, Ray())
+    finally:
+        ended.set()
+        thread.join()
     assert [sum(result.values()) for result in results] == [50] * 9
     assert not any("read.killed_worker" in result for result in results)
 

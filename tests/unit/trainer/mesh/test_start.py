@@ -7,12 +7,13 @@ import torch
 from tests.expect import refused
 
 from ingot.trainer.mesh.start import (
+    SPIN_COUNT,
     choose_device,
     rank_threads,
+    spin_briefly,
     start,
     threads_per_rank,
     use_tf32,
-    wait_without_spinning,
     worker_environment,
 )
 
@@ -23,14 +24,18 @@ def test_cores_are_shared_out(ranks, cores, expected):
     assert worker_environment(ranks, cores)["OMP_NUM_THREADS"] == str(expected)
 
 
-@pytest.mark.parametrize(("own", "value"), [(None, "PASSIVE"), ("active", "active")])
-def test_threads_wait_asleep_unless_the_user_says_otherwise(monkeypatch, own, value):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    if own:
-        monkeypatch.setenv("OMP_WAIT_POLICY", own)
-    wait_without_spinning()
-    assert os.environ["OMP_WAIT_POLICY"] == value
-    assert worker_environment(1, 2)["OMP_WAIT_POLICY"] == "PASSIVE"  # the job's own; the user's takes precedence
+@pytest.mark.parametrize(
+    ("own", "count"),
+    [({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "active"}, None)],
+)
+def test_threads_spin_briefly_unless_the_user_chose_how_they_wait(monkeypatch, own, count):
+    for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in own.items():
+        monkeypatch.setenv(name, value)
+    job = worker_environment(1, 2) | dict(os.environ)  # as the launcher starts it
+    spin_briefly()
+    assert job.get("GOMP_SPINCOUNT") == os.environ.get("GOMP_SPINCOUNT") == count
 
 
 @pytest.mark.parametrize(("text", "threads"), [("2", 2), (" 2 ", 2), ("2,1", 2), ("", 6)])
