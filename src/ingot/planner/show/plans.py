@@ -77,7 +77,7 @@ def _ranking(ranked: RankedPlans) -> Iterator[str]:
     order = (
         "in the order predicted, all at the MFU given"
         if GIVEN_MFU in ranked.best.plan.time_seconds
-        else f"fastest first; of those within {EQUAL:.0%}, the simplest first"
+        else f"fastest first, simplest first within {EQUAL:.0%}"
     )
     yield f"layouts   for {cluster.devices:,} devices, {order} ({count})"
     figures = [RANKING.index(name) for name in ("", "memory", "bubble", "exposed", "step", "MFU", "tokens", "days")]

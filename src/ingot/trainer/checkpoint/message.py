@@ -98,6 +98,10 @@ def unpack_manifest(data: bytes) -> CheckpointManifest:
             "tensors": tensors,
             "rng": tuple(values["rng"]),
             "ledger": tuple(LedgerSegment(**one) for one in values["ledger"]),
-            "accepted": values["accepted"] and tuple(AcceptedChanges(**one) for one in values["accepted"]),
+            "accepted": None if values["accepted"] is None else tuple(map(_accepted, values["accepted"])),
         }
     )
+
+
+def _accepted(values: dict[str, Any]) -> AcceptedChanges:
+    return AcceptedChanges(**values | {"changes": {key: tuple(pair) for key, pair in values["changes"].items()}})

@@ -9,6 +9,7 @@ from tests.expect import refused
 
 from ingot.config import to_dict
 from ingot.errors import CheckpointError
+from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_crc32, unpack_crc32
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_json
 from ingot.trainer.checkpoint.manifest import (
@@ -44,7 +45,11 @@ def test_reads_back_what_was_written(saved):
 
 def test_a_manifest_arrives_on_other_ranks_as_it_was(saved):
     manifest = read_manifest(saved)
-    assert unpack_manifest(pack_json(manifest)) == manifest
+    changes = {"data.weights": ({}, {"a": 0.5}), "optim.lr": (1e-3, 2e-3)}
+    accepted = AcceptedChanges(step=20, config_sha256="a", data_fingerprint="b", changes=changes)
+    for own in (None, (), (accepted,)):
+        sent = dataclasses.replace(manifest, accepted=own)
+        assert unpack_manifest(pack_json(sent)) == sent
     old = dataclasses.replace(manifest, rng=("00",))
     assert unpack_manifest(pack_json(old)) == old
 

@@ -10,6 +10,7 @@ import pytest
 from tests.expect import refused
 
 from ingot.cli.main import main
+from ingot.schema.accepted import AcceptedChanges
 from ingot.trainer.checkpoint.load import load_model, resume
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint, write_manifest
 from ingot.trainer.checkpoint.save import save_checkpoint
@@ -80,6 +81,12 @@ LEDGERS = {
     "a step too many": lambda m: {"ledger": (*m.ledger, dataclasses.replace(
         m.ledger[2], first_step=31, last_step=31, file="steps-00000031-00000031.i64"))},
 }  # fmt: skip
+
+
+def changes_at(*steps):
+    return tuple(AcceptedChanges(step=step, config_sha256="", data_fingerprint="", changes={}) for step in steps)
+
+
 NUMBERS = {
     "negative world": {"world": -5},
     "no world": {"world": 0},
@@ -90,6 +97,9 @@ NUMBERS = {
     "negative tokens": {"tokens": -1, "settings": {}},
     "a degree of 0": {"layout": {"dp_shard": 0}},
     "a random state too many": {"rng": ("00", "00")},
+    "a change after its steps": {"accepted": changes_at(30)},
+    "changes in the wrong order": {"accepted": changes_at(20, 10)},
+    "two changes at a step": {"accepted": changes_at(10, 10)},
 }
 FORGED = [*((name, f, "E-CKPT-LEDGER") for name, f in LEDGERS.items()),
           *((name, lambda m, c=c: c, "E-CKPT-MANIFEST") for name, c in NUMBERS.items())]  # fmt: skip
