@@ -159,7 +159,8 @@ def explain(
     failures = sorted((e for e in endings.values() if e.kind), key=lambda e: e.time)
     for ending in failures:
         if error := ending.as_user_error():
-            return JobIncident(rank=ending.rank, cause=error.found, signature="", step=step, error=error)
+            cause = error.found.splitlines()[0].rstrip(":") if error.found else error.code
+            return JobIncident(rank=ending.rank, cause=cause, signature="", step=step, error=error)
     own = [ending for ending in failures if not ending.is_echo]
     silent = [rank for rank in (dead or sorted(exit_codes)) if rank not in endings]
     # If one rank failed on its own, another rank that is gone was most likely ended by the launcher (SIGTERM).

@@ -57,6 +57,8 @@ def test_what_the_user_has_to_mend_is_handed_on():
     incident = find([failed(0, LOST, time=1), failed(2, "block 3 differs", "DataError", time=2)], dead=[0, 2])
     assert isinstance(incident.error, DataError) and incident.rank == 2
     assert refuse_restart([incident], 3, LOG) is incident.error
+    several = find([failed(0, "none of 2 can be used:\n  a\n  b", "CheckpointError")], dead=[0])
+    assert several.cause == "none of 2 can be used" and several.error.found.endswith("b")  # one line in log and status
 
 
 def test_ranks_that_never_started_show_the_last_line():
