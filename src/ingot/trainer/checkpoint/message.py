@@ -104,4 +104,10 @@ def unpack_manifest(data: bytes) -> CheckpointManifest:
 
 
 def _accepted(values: dict[str, Any]) -> AcceptedChanges:
-    return AcceptedChanges(**values | {"changes": {key: tuple(pair) for key, pair in values["changes"].items()}})
+    changes: dict[str, Any] = {key: tuple(pair) for key, pair in values["changes"].items()}
+    return AcceptedChanges(
+        step=values["step"],
+        config_sha256=values["config_sha256"],
+        data_fingerprint=values["data_fingerprint"],
+        changes=changes,
+    )
