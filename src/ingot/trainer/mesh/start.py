@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 ATTEMPT_VARIABLE = "INGOT_ATTEMPT"  # the number of restarts of the job so far
 # How often a thread that waits for another one looks again before it sleeps; GNU OpenMP's own number is 300,000. On a
 # machine with other work, a thread that spins keeps its core from the one that it waits for. One rank with two threads:
-# 2.2 times the tokens per second beside six busy processes, 92% on an idle machine (docs/measurements.md).
+# 2.2 times the tokens per second beside six busy processes, 90% on an idle machine (docs/measurements.md).
 SPIN_COUNT = "10000"
 STORE_VARIABLE = "INGOT_STORE_FD"  # for rank 0: the file descriptor of the socket on which its store listens
 
