@@ -1,0 +1,105 @@
+"""Registries: the parts of one kind by name. Ingot's own parts and those of plug-ins have the same entries."""
+
+import importlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar, Generic, TypeVar
+
+from ingot.errors import ConfigError
+from ingot.value_names import close
+
+INGOT = "ingot"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """A part that a run file or data recipe can choose by `name`.
+
+    settings: a frozen dataclass of the part's own settings, read from the `options` table beside the name and checked
+    like every other setting (ingot.config); None: the part has no settings.
+    """
+
+    name: str
+    settings: type | None = None
+
+
+P = TypeVar("P", bound=Part)
+# A function or class, or "module:name" of one, which is imported when it is first needed: a plug-in whose torch code
+# is in a module of its own does not slow down commands that need no torch.
+Reference = Callable[..., Any] | str
+
+
+@dataclass(frozen=True)
+class Entry(Generic[P]):
+    """A part in a registry. module: the module that registered it, as a run file names it; "ingot": a part of ingot."""
+
+    part: P
+    module: str
+
+
+class Registry(Generic[P]):
+    """The parts of one kind. kind: what the parts are, in the singular. key: the setting that chooses one.
+
+    An entry of a plug-in belongs to the module that is imported when it is registered (plugins/load.py).
+    """
+
+    every: ClassVar["list[Registry[Any]]"] = []
+    importing: ClassVar[str | None] = None  # the plug-in whose import is running
+
+    def __init__(self, kind: str, key: str, built_in: Iterable[P] = ()):
+        self.kind, self.key = kind, key
+        self._entries: dict[str, Entry[P]] = {part.name: Entry(part, INGOT) for part in built_in}
+        Registry.every.append(self)
+
+    def register(self, part: P) -> P:
+        """Add `part`, and return it. Raises ConfigError if the name is taken."""
+        if taken := self._entries.get(part.name):
+            raise ConfigError(
+                "E-PLUGIN-NAME",
+                f"{self.kind} {part.name!r} is already registered by {taken.module}",
+                rule="the parts of one kind have different names",
+                fix="give the part another name",
+                kind=self.kind,
+                name=part.name,
+            )
+        self._entries[part.name] = Entry(part, Registry.importing or "__main__")
+        return part
+
+    def forget(self, module: str) -> None:
+        """Remove the parts that `module` registered, before it is imported again."""
+        self._entries = {name: entry for name, entry in self._entries.items() if entry.module != module}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._entries
+
+    def __getitem__(self, name: str) -> P:
+        return self._entries[name].part
+
+    def entries(self) -> Iterator[Entry[P]]:
+        return iter(self._entries.values())
+
+    def names(self) -> list[str]:
+        return list(self._entries)
+
+    def unknown(self, name: str) -> str:
+        """Return a message about a name that is not in the registry: what was probably meant, and what there is."""
+        near = close(name, self._entries)
+        meant = f"did you mean {near[0]!r}? " if near else ""
+        return f"{name!r} is no registered {self.kind}; {meant}there are: {', '.join(self._entries) or 'none'}"
+
+
+def resolve(reference: Reference) -> Callable[..., Any]:
+    """Return the function or class of a Reference. Raises ConfigError if "module:name" leads nowhere."""
+    if not isinstance(reference, str):
+        return reference
+    module, _, name = reference.partition(":")
+    try:
+        return getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            "E-PLUGIN-REFERENCE",
+            f"{reference!r} names nothing: {error}",
+            rule='a reference is "module:name" of a function or class that can be imported',
+            fix="correct the reference where the part is registered",
+            reference=reference,
+        ) from None
