@@ -1,18 +1,15 @@
-"""The dry run of `ingot check --simulate`: its call, its lines as ranks are traced, and its tables."""
+"""The dry run of `ingot check --simulate`: its options and its tables."""
 
 import argparse
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import fraction
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
-    from ingot.rehearse.dryrun.dry_run import DryRun, PhaseMemory, Trace, Watcher
-    from ingot.schema.run import RunConfig
+    from ingot.rehearse.dryrun.dry_run import DryRun, PhaseMemory, Trace
 
-BALANCED = "balanced"
-_PATIENCE = 900.0
+_PATIENCE_SECONDS = 900.0  # api/checking.py, which is imported only when the verb runs
 
 
 def add_dry_run(parser: argparse.ArgumentParser) -> None:
@@ -33,65 +30,8 @@ def add_dry_run(parser: argparse.ArgumentParser) -> None:
         "--patience",
         type=fraction("patience", 1.0, 1e6),
         metavar="SECONDS",
-        help=f"end with what is traced when no rank makes progress for so long (default: {_PATIENCE:.0f})",
+        help=f"end with what is traced when no rank makes progress for so long (default: {_PATIENCE_SECONDS:.0f})",
     )
-
-
-def require_simulate(args: argparse.Namespace) -> None:
-    """Raise ConfigError if an option of the dry run is given without --simulate."""
-    from ingot.errors import ConfigError
-
-    alone = [f"--{name.replace('_', '-')}" for name in ("expert_load", "patience") if getattr(args, name) is not None]
-    if alone and not args.simulate:
-        raise ConfigError(
-            "E-SIMULATE-ALONE",
-            f"{alone[0]} is given without --simulate",
-            rule=f"{alone[0]} is an option of the dry run",
-            fix=f"add --simulate, or remove {alone[0]}",
-            option=alone[0],
-        )
-
-
-def dry_run(args: argparse.Namespace, config: "RunConfig", device: str, terminal: Terminal) -> "DryRun":
-    """Trace the ranks of a run that has no problem, and print a line for each as it is traced. device: that of the
-    cluster. Raises IngotError if a rank cannot be traced."""
-    from ingot.errors import require
-    from ingot.rehearse.dryrun.dry_run import simulate
-    from ingot.rehearse.dryrun.expert_load import read_loads
-
-    require("torch", "train")
-    loads = () if args.expert_load in (None, BALANCED) else read_loads(Path(args.expert_load), config.model)
-    wanted = config.train.device
-    terminal.say("\ntraced rank, with its highest peak of memory:")
-    return simulate(
-        config,
-        device=device if wanted == "auto" else wanted,
-        loads=loads,
-        patience=args.patience or _PATIENCE,
-        watcher=_watcher(terminal),
-    )
-
-
-def _watcher(terminal: Terminal) -> "Watcher":
-    from ingot.rehearse.dryrun.dry_run import Watcher
-    from ingot.units import format_bytes
-
-    class Printer(Watcher):
-        def __init__(self):
-            self.fraction = 0.0
-
-        def began(self, rank: int, phase: str) -> None:
-            terminal.progress(self.fraction, f"rank {rank}: {phase}")
-
-        def traced(self, trace: "Trace", done: int, ranks: int, was_kept: bool) -> None:
-            self.fraction = done / ranks
-            phase, peak = trace.peak
-            how = "kept from an earlier dry run" if was_kept else f"{trace.cpu_seconds:.1f} CPU seconds"
-            number = f"{done:>{len(str(ranks))}}/{ranks}"
-            terminal.say(f"{number}  {trace.name}: {format_bytes(peak)} ({phase}), {len(trace.calls):,} calls; {how}")
-            terminal.progress(self.fraction, f"traced {done} of {ranks} ranks")
-
-    return Printer()
 
 
 _KINDS = ("parameters", "optimizer", "gradients", "activations", "communication", "logits", "backward", "other", "host")
@@ -237,20 +177,3 @@ def _other_loads(found: "DryRun", names: dict[int, str], terminal: Terminal) -> 
         terminal.say("\nWith these expert loads, compared with equal loads:")
         rows = [[names[c.rank], c.what, f"{c.traced:.4g}", f"{c.traced / c.formula:.2f} times"] for c in changed]
         terminal.table(rows, ("rank", "what", "traced", "of balanced"), right=(2, 3))
-
-
-def dry_run_facts(found: "DryRun") -> dict:
-    """Return the dry run as JSON values."""
-    from dataclasses import asdict, replace
-
-    return {
-        "world_size": found.grid.world_size,
-        "ranks": [asdict(replace(trace, calls=[])) | {"calls": len(trace.calls)} for trace in found.traces],
-        "missing": found.missing,
-        "fault": asdict(found.world.fault) if found.world and found.world.fault else None,
-        "alike": found.world.alike if found.world else None,
-        "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
-        "planner_bytes": found.bills,
-        "over_bill": [trace.rank for trace in found.over_bill],
-        "useful_flops": found.useful,
-    }
