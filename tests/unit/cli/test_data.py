@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.expect import named, reported
 
+from ingot.api.building import find_runner
 from ingot.cli.data import build
 from ingot.cli.main import main
 
@@ -180,7 +181,8 @@ def test_options_reach_their_runner():
     def runner(options) -> Any:
         parser = argparse.ArgumentParser()
         build.configure_build(parser)
-        return build._runner(parser.parse_args(["x", "--out", "d", *options.split()]))
+        args = parser.parse_args(["x", "--out", "d", *options.split()])
+        return find_runner(args.runner, args.workers, args.memory, args.ray_address, args.slurm)
 
     slurm = runner("--runner slurm --workers 7 --memory 3GiB --slurm cpus=4 --slurm partition=cpu --slurm account=me")
     assert (slurm.max_parallel, slurm.cpus, slurm.lines) == (7, 4, ("--account=me",))
