@@ -3,7 +3,7 @@
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from ingot.config import to_dict
 from ingot.data.build.prepare import Prepared, prepare
@@ -194,7 +194,7 @@ def _slurm(words: Sequence[str], workers: int | None, memory_bytes: int) -> Runn
                 key=key,
             )
         options[key] = value
-    known = {key: options.pop(key) for key in ("partition", "time", "mem") if key in options}
+    known: dict[str, Any] = {key: options.pop(key) for key in ("partition", "time", "mem") if key in options}
     cpus = options.pop("cpus", options.pop("cpus-per-task", "8"))
     if not cpus.isdecimal() or int(cpus) < 1:
         raise UsageError(
@@ -205,6 +205,7 @@ def _slurm(words: Sequence[str], workers: int | None, memory_bytes: int) -> Runn
             option="slurm cpus",
             value=cpus,
         )
+    if workers:
+        known["max_parallel"] = workers
     lines = [f"--{key}={value}" for key, value in options.items()]
-    parallel = {"max_parallel": workers} if workers else {}
-    return Slurm(**known, cpus=int(cpus), lines=lines, memory_bytes=memory_bytes, **parallel)
+    return Slurm(**known, cpus=int(cpus), lines=lines, memory_bytes=memory_bytes)

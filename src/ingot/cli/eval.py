@@ -27,19 +27,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.api.model import evaluate, load_model
     from ingot.trainer.mesh.start import spin_briefly
 
     spin_briefly()
-    from ingot.trainer.trained import evaluate_trained, load_trained
-
-    trained = load_trained(args.run, args.device)
-    found = evaluate_trained(trained, args.tokens, args.max_tokens)
+    model = load_model(args.run, args.device)
+    found = evaluate(model, tokens=args.tokens, max_tokens=args.max_tokens)
     rows = [
         (name, f"{s.bpb:.4f}", f"{s.unigram_bpb:.4f}", f"{s.loss:.4f}", f"{s.tokens:,}")
         for name, s in [*found.by_source.items(), ("all", found.total)]
     ]
-    terminal.say(f"{trained.config.name}, step {trained.step:,}, {trained.config.train.precision} on {trained.device}")
+    terminal.say(f"{model.config.name}, step {model.step:,}, {model.config.train.precision} on {model.device}")
     terminal.table(rows, ("source", "bits/byte", "unigram", "nats/token", "tokens"), right=(1, 2, 3, 4))
-    terminal.result({"step": trained.step} | found.facts())
+    terminal.result({"step": model.step} | found.facts())
     terminal.next(f"ingot sample {args.run} --prompt 'The'")
     return 0

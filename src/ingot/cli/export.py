@@ -27,28 +27,18 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.api.model import export
     from ingot.trainer.mesh.start import spin_briefly
-
-    spin_briefly()
-    from ingot.trainer.export.huggingface import export_run
     from ingot.units import format_bytes
 
-    exported = export_run(args.run, args.out, dtype=args.dtype)
+    spin_briefly()
+    exported = export(args.run, args.out, dtype=args.dtype)
     size_bytes = sum(exported.files.values())
     terminal.say(f"exported step {exported.step:,} to {exported.path} ({format_bytes(size_bytes)}, {args.dtype})")
     terminal.say(f"read back: largest logit difference {exported.max_logit_difference:.3g} (limit 1e-05)")
     if args.dtype != "float32":
         terminal.say(f"rounding to {args.dtype} changes logits by up to {exported.rounding_logit_difference:.3g}")
-    terminal.result(
-        {
-            "path": str(exported.path),
-            "step": exported.step,
-            "dtype": args.dtype,
-            "files": exported.files,
-            "max_logit_difference": exported.max_logit_difference,
-            "rounding_logit_difference": exported.rounding_logit_difference,
-        }
-    )
+    terminal.result(exported.facts())
     terminal.say(f"load it with: transformers.AutoModelForCausalLM.from_pretrained({str(exported.path)!r})")
     terminal.next(f"ingot report {shlex.quote(str(args.run))}")
     return 0

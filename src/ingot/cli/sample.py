@@ -51,15 +51,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.api.model import load_model
     from ingot.trainer.mesh.start import spin_briefly
 
     spin_briefly()
-    from ingot.trainer.trained import load_trained, sample_trained
-
-    trained = load_trained(args.run, args.device)
-    prompts = args.prompt or list(trained.config.evaluate.prompts) or [""]
-    texts = sample_trained(
-        trained,
+    model = load_model(args.run, args.device)
+    prompts = args.prompt or list(model.config.evaluate.prompts) or [""]
+    texts = model.generate(
         prompts,
         max_tokens=args.max_tokens,
         temperature=args.temperature,
@@ -69,5 +67,5 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     for prompt, text in zip(prompts, texts, strict=True):
         terminal.say(terminal.style(prompt, "bold") + text)
     samples = [{"prompt": prompt, "text": text} for prompt, text in zip(prompts, texts, strict=True)]
-    terminal.result({"step": trained.step, "samples": samples})
+    terminal.result({"step": model.step, "samples": samples})
     return 0

@@ -1,7 +1,6 @@
 """`ingot train`: start a run or continue it, restart it after lost ranks, and stop it cleanly on Ctrl-C."""
 
 import argparse
-from pathlib import Path
 
 from ingot.cli.arguments import MOST_STEPS, count, place
 from ingot.cli.options import add_overrides
@@ -45,11 +44,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.trainer.launch.train import train
+    from ingot.api.running import train
 
     outcome = train(
-        Path(args.run),
-        Path(args.out) if args.out else None,
+        args.run,
+        args.out or None,
         overrides=args.overrides,
         accept=args.accept_change,
         fresh=args.fresh,
@@ -58,17 +57,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         quiet=terminal.json_mode or terminal.quiet,
         say=terminal.say,
     )
-    terminal.result(
-        {
-            "run": str(outcome.run),
-            "finished": outcome.finished,
-            "step": outcome.step,
-            "saved_step": outcome.saved_step,
-            "restarts": outcome.restarts,
-            "seconds": round(outcome.seconds, 3),
-            "exit_code": outcome.exit_code,
-        }
-    )
+    terminal.result(outcome.facts())
     if outcome.finished:
         terminal.next(f"ingot report {outcome.run}", f"ingot sample {outcome.run} --prompt 'Once'")
     else:

@@ -7,7 +7,7 @@ folder renamed to its final name.
 import json
 import os
 import shutil
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -32,7 +32,8 @@ RECORD = "ingot.json"  # marks a folder as an export: its checkpoint, and the ha
 
 @dataclass(frozen=True, kw_only=True)
 class Exported:
-    """A finished export. path: the folder. step: the step of the checkpoint. files: name -> size in bytes.
+    """A finished export. path: the folder. step: the step of the checkpoint. dtype: of the stored weights. files:
+    name -> size in bytes.
 
     max_logit_difference: largest difference between the logits of the folder, read back, and those of the trained
     weights rounded to the exported dtype. rounding_logit_difference: the same for the trained weights in fp32.
@@ -40,9 +41,14 @@ class Exported:
 
     path: Path
     step: int
+    dtype: str
     files: dict[str, int]
     max_logit_difference: float
     rounding_logit_difference: float
+
+    def facts(self) -> dict:
+        """Return the export as plain values: the JSON object of `ingot export --json`."""
+        return asdict(self) | {"path": str(self.path)}
 
 
 def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> Exported:
@@ -79,6 +85,7 @@ def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", 
     return Exported(
         path=out,
         step=manifest.step,
+        dtype=dtype,
         files=files,
         max_logit_difference=difference,
         rounding_logit_difference=rounding,

@@ -96,6 +96,18 @@ class JobResult:
     def finished(self) -> bool:
         return self.exit_code == EXIT_OK
 
+    def facts(self) -> dict:
+        """Return the result as plain values: the JSON object of `ingot train --json`."""
+        return {
+            "run": str(self.run),
+            "finished": self.finished,
+            "step": self.step,
+            "saved_step": self.saved_step,
+            "restarts": self.restarts,
+            "seconds": round(self.seconds, 3),
+            "exit_code": self.exit_code,
+        }
+
 
 def supervise(
     folder: RunFolder, job: Job, *, max_restarts: int, say: Callable[[str], None], show_output: bool = True

@@ -1,0 +1,77 @@
+"""Training as functions: `ingot.train` starts a run or continues it, `ingot.resume` only continues one."""
+
+from collections.abc import Callable, Collection, Sequence
+from pathlib import Path
+
+from ingot.errors import UsageError
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.launch import train as launch
+from ingot.trainer.launch.supervise import JobResult
+
+
+def train(
+    run_file: str | Path = "run.toml",
+    out: str | Path | None = None,
+    *,
+    overrides: Sequence[str] = (),
+    accept: Collection[str] = (),
+    fresh: bool = False,
+    archive: bool = False,
+    until_step: int | None = None,
+    quiet: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> JobResult:
+    """Start the run of a run file, or continue it, and return when its job has ended. The ranks are other processes.
+
+    run_file: a run file, or the folder of a run. out: the run folder (default: runs/NAME next to the run file).
+    overrides: changes like "train.steps=200". accept: the keys of settings whose change is confirmed for an existing
+    run. fresh: start at step 0; with `archive` an existing run is moved aside, without it that is an error. until_step:
+    save and stop after this step. quiet: the ranks print nothing; False: they print progress to this process's output.
+    say: called with each line about starts, restarts and the end.
+
+    Ctrl-C asks the ranks to save and stop; the result then has `finished` False. Only the main thread of a program may
+    train, because it handles signals. Raises UsageError, ConfigError, DataError, CheckpointError, ConfirmationNeeded
+    for a changed setting, RunBusyError if another process trains this run, RunFailed if a restart would not help.
+
+        result = ingot.train("run.toml", overrides=["train.steps=200"], say=print)
+        result.finished, result.step, result.run
+    """
+    return launch.train(
+        Path(run_file),
+        Path(out) if out is not None else None,
+        overrides=overrides,
+        accept=accept,
+        fresh=fresh,
+        archive=archive,
+        until_step=until_step,
+        quiet=quiet,
+        say=say,
+    )
+
+
+def resume(
+    run: str | Path,
+    *,
+    overrides: Sequence[str] = (),
+    accept: Collection[str] = (),
+    until_step: int | None = None,
+    quiet: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> JobResult:
+    """Continue an existing run from its newest verified checkpoint; a finished run is returned as it is.
+
+    run: the run folder. The other arguments, the result and the errors are those of `train`; UsageError if the folder
+    has no run yet.
+
+        result = ingot.resume("runs/demo", overrides=["optim.lr=1e-3"], accept=["optim.lr"])
+    """
+    folder = RunFolder(Path(run))
+    if not (folder.config.is_file() and folder.events.is_file()):
+        raise UsageError(
+            "E-RESUME-NOTHING",
+            f"{run} has no run to continue",
+            rule="a run folder has a run.toml and an events.jsonl, which training writes",
+            fix='start the run: ingot.train("run.toml")',
+            run=str(run),
+        )
+    return train(folder.root, overrides=overrides, accept=accept, until_step=until_step, quiet=quiet, say=say)
