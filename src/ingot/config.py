@@ -36,6 +36,8 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
     }
 
 
+# For the metadata of a field whose section is written only if it differs from the default: most runs have no plug-ins.
+LEFT_OUT_AT_DEFAULT = {"left_out_at_default": True}
 _MOST_PROBLEMS = 50  # that an error lists
 _LONGEST_WORD = 10_000  # characters of a value of --set without quotes
 
@@ -218,6 +220,14 @@ def from_dict(kind: type[T], values: dict, *, where=lambda key: key, rules: Rule
     return built
 
 
+def problems_of(kind: type, values: typing.Mapping[str, Any], prefix: str) -> typing.Iterator[tuple[str, str]]:
+    """Yield (dotted key, problem) for each problem of the values of a table `prefix`, read as the dataclass `kind`."""
+    reader = _Reader(lambda key: "", kind)
+    reader.dataclass(kind, dict(values), f"{prefix}.")
+    for key, problem in zip(reader.facts["keys"], reader.problems, strict=True):
+        yield key, problem.removeprefix(": ").removeprefix(f"{key}: ")
+
+
 def _listed(problems: list[str], facts: dict[str, Any], left_out: int) -> ConfigError:
     more = [f"and {left_out:,} more problems"] if left_out else []
     return ConfigError(
@@ -353,6 +363,7 @@ def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = Fal
     """
     comments, idle = comments or {}, set() if whole else _default_sections(config)
     out: list[str] = []
+    tables = {f.name for f in dataclasses.fields(config) if isinstance(getattr(config, f.name), dict)}
 
     def section(values: dict, prefix: str) -> None:
         for name, value in values.items():
@@ -360,7 +371,7 @@ def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = Fal
                 remark = comments.get(prefix + name)
                 out.append(f"{toml_key(name)} = {toml_value(value)}" + (f"  # {remark}" if remark else ""))
         for name, value in values.items():
-            if isinstance(value, dict) and value and prefix + name not in idle:
+            if isinstance(value, dict) and (value or prefix.rstrip(".") in tables) and prefix + name not in idle:
                 out.append("")
                 out.append(f"[{prefix}{toml_key(name)}]")
                 section(value, f"{prefix}{toml_key(name)}.")
@@ -370,10 +381,12 @@ def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = Fal
 
 
 def _default_sections(config) -> set[str]:
-    """Return the dotted keys of the subsections that have their default values."""
+    """Return the dotted keys of the subsections, and of the sections LEFT_OUT_AT_DEFAULT, that have their defaults."""
     found = set()
     for section in dataclasses.fields(config):
         value = getattr(config, section.name)
+        if section.metadata == LEFT_OUT_AT_DEFAULT and value == section.default_factory():  # pyright: ignore[reportCallIssue]
+            found.add(section.name)
         for field in dataclasses.fields(value) if dataclasses.is_dataclass(value) else ():
             default = None if field.default_factory is dataclasses.MISSING else field.default_factory()
             if dataclasses.is_dataclass(default) and getattr(value, field.name) == default:

@@ -10,9 +10,11 @@ import torch
 
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Optim
-from ingot.trainer.optim.adamw import AdamW
+from ingot.trainer.optim.adamw import adamw_rules
+from ingot.trainer.optim.build import build_optimizer
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm
-from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
+from ingot.trainer.optim.offload import OffloadedOptimizer
+from ingot.trainer.optim.optimizer import Optimizer
 
 OPTIM = Optim(lr=0.01, weight_decay=0.1)
 ROWS = {"embed": (13, 64), "norm": (64,), "shared": (6, 5)}  # `shared` is on every rank, the others are cut by rows
@@ -52,7 +54,10 @@ def train(rank, world, offload, folder="", steps=5, dtype=torch.float64):
         )
         for name, shape in ROWS.items()
     ]
-    optimizer, norms = build_optimizer(shards, OPTIM, Parallel(offload=offload, offload_folder=folder), Path()), []
+    optimizer, norms = (
+        build_optimizer(shards, adamw_rules(OPTIM), Parallel(offload=offload, offload_folder=folder), Path()),
+        [],
+    )
     for step in range(1, steps + 1):
         for shard in shards:
             whole = torch.randn(ROWS[shard.name], generator=generator, dtype=dtype)
@@ -86,7 +91,7 @@ def test_the_norm_has_the_same_bits_every_time_and_on_every_rank(fork_ranks):
 
 
 def die_in_the_middle(folder, blocks, in_step):
-    optimizer = OffloadedOptimizer(blocks, OPTIM, folder=folder, buffer_bytes=64 * 1024)
+    optimizer = OffloadedOptimizer(blocks, adamw_rules(OPTIM), folder=folder, buffer_bytes=64 * 1024)
     optimizer.step(0.01)
     write, written = optimizer.file.write, []
 
@@ -115,7 +120,10 @@ def test_a_rank_killed_in_a_step_leaves_no_file(tmp_path):
     assert in_step.is_set() and process.exitcode == -signal.SIGKILL
     assert list(tmp_path.iterdir()) == []
     mine, same = blocks(), blocks()
-    after, reference = OffloadedOptimizer(mine, OPTIM, folder=tmp_path), AdamW(same, OPTIM)
+    after, reference = (
+        OffloadedOptimizer(mine, adamw_rules(OPTIM), folder=tmp_path),
+        Optimizer(same, adamw_rules(OPTIM)),
+    )
     assert all(not t.any() for t in after.moments()["w"].values())
     after.step(0.01)
     reference.step(0.01)

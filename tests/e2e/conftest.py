@@ -119,6 +119,11 @@ class Project:
         """Run to the end; the output. Fails unless it exits with `code`."""
         return ended(self.start(out, *options, **variables), code)
 
+    def ingot(self, *arguments: str, code: int = 0) -> str:
+        """Run another verb to its end; the output. Fails unless it exits with `code`."""
+        command = [sys.executable, "-m", "ingot.cli.main", *arguments]
+        return ended(subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True), code)
+
     def folder(self, out: str) -> RunFolder:
         return RunFolder(self.root / out)
 

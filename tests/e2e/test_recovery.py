@@ -29,7 +29,7 @@ def undisturbed(project: Project) -> dict[int, tuple[float, float]]:
     assert list(facts) == list(range(1, STEPS + 1))
     config = load_run(project.run_file)
     for step, (*_, lr) in facts.items():
-        assert lr == learning_rate(step, STEPS, config.optim.lr, config.schedule)
+        assert lr == learning_rate(STEPS, config.optim.lr, config.schedule)(step)
     prove_ledger(project, "undisturbed")
     return facts
 

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ingot.schema.run import Optim
-from ingot.trainer.optim.adamw import AdamW
+from ingot.trainer.optim.adamw import adamw_rules
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.optim.offload import OffloadedOptimizer
+from ingot.trainer.optim.optimizer import Optimizer
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
@@ -32,8 +33,8 @@ def test_the_same_bits_as_on_the_host(tmp_path, kept, on_disk):
     start = torch.randn(1024, 1025, generator=generator)
     there, here = Block("w", start.cuda()), Block("w", start.clone())
     folder = tmp_path if on_disk else None
-    optimizer = OffloadedOptimizer([there], OPTIM, folder=folder, buffer_bytes=BUFFER_BYTES)
-    reference = AdamW([here], OPTIM)
+    optimizer = OffloadedOptimizer([there], adamw_rules(OPTIM), folder=folder, buffer_bytes=BUFFER_BYTES)
+    reference = Optimizer([here], adamw_rules(OPTIM))
     for step in range(1, 6):
         gradient = torch.randn(start.shape, generator=generator).to(kept)
         there.grad, here.grad = gradient.cuda(), gradient.clone()
@@ -49,7 +50,7 @@ def test_device_memory_beyond_the_pieces_is_one_cut():
     block = Block(
         "w", torch.ones(16 * 2**20, device="cuda"), torch.ones(16 * 2**20, device="cuda", dtype=torch.bfloat16)
     )
-    optimizer = OffloadedOptimizer([block], OPTIM, buffer_bytes=BUFFER_BYTES)
+    optimizer = OffloadedOptimizer([block], adamw_rules(OPTIM), buffer_bytes=BUFFER_BYTES)
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
     optimizer.step(0.01)

@@ -9,15 +9,15 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="bias-correction",
         what="the first step has the bias correction of the second",
-        file="trainer/optim/adamw.py",
-        before="step = torch.zeros((), dtype=torch.float32, device=exp_avg.device)",
-        after="step = torch.ones((), dtype=torch.float32, device=exp_avg.device)",
+        file="trainer/optim/optimizer.py",
+        before="STEP: torch.zeros((), dtype=torch.float32, device=device)",
+        after="STEP: torch.ones((), dtype=torch.float32, device=device)",
         tests=(f"{_ADAMW}::test_one_step_is_the_published_update",),
     ),
     Mutant(
         name="decay-of-norms",
         what="weight decay pulls norm weights to zero",
-        file="trainer/shard.py",
+        file="plugins/piece.py",
         before="return len(self.shape) >= 2",
         after="return len(self.shape) >= 1",
         tests=(f"{_ADAMW}::test_matrices_decay_and_norms_do_not",),
@@ -41,7 +41,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="schedule-after-warm-up",
         what="the cosine begins at step 0: the learning rate drops at the end of warm-up",
-        file="trainer/optim/schedule.py",
+        file="plugins/schedule.py",
         before="done = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)",
         after="done = step / steps",
         tests=("tests/unit/trainer/optim/test_schedule.py",),

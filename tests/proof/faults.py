@@ -8,6 +8,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 from unittest.mock import patch
 
+from ingot.plugins.piece import ParameterShard
 from ingot.trainer import run as trainer_run
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.model.loss import Readout, nats_and_slope
@@ -18,7 +19,6 @@ from ingot.trainer.parallel.pipeline import PipelineExecutor, TiedEnds
 from ingot.trainer.parallel.split_backward import WeightGradients
 from ingot.trainer.parallel.tensor import Region
 from ingot.trainer.parallel.zero import Zero
-from ingot.trainer.shard import ParameterShard
 
 from .planting import fault, replaced
 

@@ -16,7 +16,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
-from types import ModuleType
 
 from ingot.errors import ConfigError, IngotError
 from ingot.plugins.registry import Registry
@@ -27,10 +26,12 @@ _HASH_DIGITS = 16
 
 @dataclass(frozen=True)
 class Plugin:
-    """A plug-in that was imported. name: as the file names it. module: the Python module. code: see `code_of`."""
+    """A plug-in that was imported. name: as the file names it. module: the Python module. folder: where modules were
+    looked for, absolute. code: see `code_of`."""
 
     name: str
     module: str
+    folder: Path
     file: Path
     code: str
 
@@ -68,8 +69,8 @@ def _load(name: str, folder: Path) -> Plugin:
             module=module,
             folder=str(folder),
         )
-    plugin = Plugin(name, module, file, code_of(module, file, version))
-    if _loaded.get(module) == plugin:
+    plugin = Plugin(name, module, folder.resolve(), file, code_of(module, file, version))
+    if module in _loaded and (_loaded[module].file, _loaded[module].code) == (file, plugin.code):
         return plugin
     _forget(module)
     with _imported_by(name):
@@ -185,6 +186,6 @@ def _is_machinery(file: str, own: str) -> bool:
     return file.startswith((own, "<frozen")) or "importlib" in file or file == contextlib.__file__
 
 
-def loaded_module(name: str) -> ModuleType | None:
-    """Return the Python module of a plug-in that this process has imported, None if it has not."""
-    return next((sys.modules.get(p.module) for p in _loaded.values() if p.name == name), None)
+def loaded_from(names: Sequence[str]) -> str | None:
+    """Return the folder in which this process looked for these plug-ins, absolute; None if it has imported none."""
+    return next((str(plugin.folder) for plugin in _loaded.values() if plugin.name in names), None)

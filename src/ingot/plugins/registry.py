@@ -1,10 +1,11 @@
 """Registries: the parts of one kind by name. Ingot's own parts and those of plug-ins have the same entries."""
 
 import importlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
+from ingot.config import from_dict, problems_of
 from ingot.errors import ConfigError
 from ingot.value_names import close
 
@@ -86,6 +87,23 @@ class Registry(Generic[P]):
         near = close(name, self._entries)
         meant = f"did you mean {near[0]!r}? " if near else ""
         return f"{name!r} is no registered {self.kind}; {meant}there are: {', '.join(self._entries) or 'none'}"
+
+
+def options_of(part: Part, values: Mapping[str, Any]) -> Any:
+    """Return the instance of `part.settings` that `values` describe; None for a part without settings.
+
+    Raises ConfigError with all problems of the values.
+    """
+    return None if part.settings is None else from_dict(part.settings, dict(values))
+
+
+def options_problems(part: Part, values: Mapping[str, Any], prefix: str) -> Iterator[tuple[str, str]]:
+    """Yield (dotted key, problem and fix) for each problem of a part's own settings. prefix: the key of their table."""
+    if part.settings is None:
+        for name in values:
+            yield f"{prefix}.{name}", f"{part.name!r} has no settings; remove it"
+        return
+    yield from problems_of(part.settings, values, prefix)
 
 
 def resolve(reference: Reference) -> Callable[..., Any]:

@@ -20,7 +20,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
-from ingot.theory.rules import load_run
+from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.resumable import find_resume_point
 
 
@@ -236,7 +236,7 @@ def no_run_folder(root: Path) -> UsageError:
 def _read_artifacts(data: RunData, corpus: Path | None) -> None:
     folder = data.folder
     if folder.config.is_file():
-        data.run = load_run(folder.config)
+        data.run = recorded_run(folder.config)
         data.hashes["run.toml"] = sha256_file(folder.config)
         manifest = folder.root / data.run.data.tokens / "manifest.json"
         if manifest.is_file():

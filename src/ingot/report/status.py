@@ -7,7 +7,7 @@ from ingot.events import read_events
 from ingot.report.facts import no_run_folder
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
-from ingot.theory.rules import load_run
+from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import MANIFEST
 from ingot.trainer.checkpoint.resumable import find_resume_point
 from ingot.trainer.resilience.lock import is_locked
@@ -62,7 +62,7 @@ def read_status(root: Path) -> RunStatus:
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise no_run_folder(root)
-    run = load_run(folder.config)
+    run = recorded_run(folder.config)
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-MIXTURE = "data.weights"  # one setting, however many sources it names
+MIXTURE = "data.weights"
+# Settings that are tables with free keys: each is one setting, however many entries it has.
+TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "plugins.code")
 UNSET = "not set"
 
 
@@ -35,6 +37,7 @@ _TABLE = {
         "watch": "log_every",
         "launch": "max_restarts timeout_seconds",
         "cost": "usd_per_hour",
+        "plugins": "modules folder",  # the identity of their code is compared
     },
     ChangeClass.SAME_MATHEMATICS: {
         "train": "micro_batch compile device",
@@ -42,16 +45,18 @@ _TABLE = {
         "async_tp schedule stages_per_rank stage_layers recompute recompute_every offload offload_parameters",
     },
     ChangeClass.OTHER_NUMBERS: {
-        "": "seed init",
+        "": "seed init callbacks",
         "data": "weights mask_documents",
         "train": "steps seq_len global_batch precision tf32",
-        "optim": "lr beta1 beta2 eps weight_decay clip_norm",
-        "schedule": "kind warmup_steps decay_steps final_fraction",
+        "optim": "lr beta1 beta2 eps weight_decay clip_norm options",
+        "schedule": "kind warmup_steps decay_steps final_fraction options",
         "parallel": "grads reduce virtual_ranks",
+        "plugins": "code",
         # The training of experts, which adds no parameters and removes none.
         "model.moe": "noise capacity_factor sequence_loss global_loss z_loss bias_rate bias_steps",
     },
     ChangeClass.REFUSED: {
+        "optim": "kind",
         "model": "vocab_size d_model num_layers num_heads num_kv_heads head_dim d_ffn max_seq_len rope_theta norm_eps "
         "qk_norm tied_embeddings sliding_window logit_softcap",
         "model.moe": "num_experts top_k d_expert shared_experts first_dense scores normalize scale groups top_groups "
@@ -100,7 +105,8 @@ class SettingChange:
 
 def class_of(key: str) -> ChangeClass:
     """Return the class of the setting `key`, like "optim.lr"; OTHER_NUMBERS for a setting of another version."""
-    return _CLASS_OF.get(MIXTURE if key.startswith(f"{MIXTURE}.") else key, ChangeClass.OTHER_NUMBERS)
+    table = next((table for table in TABLES if key.startswith(f"{table}.")), key)
+    return _CLASS_OF.get(table, ChangeClass.OTHER_NUMBERS)
 
 
 def identity(settings: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -121,7 +127,7 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mappi
     the others, and of _RECORDED_LATER, nothing is known then, and no change is returned.
     """
     records_all = "name" in before
-    old, new = _with_one_mixture(before), _with_one_mixture(after)
+    old, new = _with_whole_tables(before), _with_whole_tables(after)
     changes = []
     for key in sorted(old | new):
         if key not in old and not records_all and (class_of(key).is_free or key in _RECORDED_LATER):
@@ -132,8 +138,13 @@ def compare(before: Mapping[str, Any], after: Mapping[str, Any], defaults: Mappi
     return changes
 
 
-def _with_one_mixture(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return `settings` with "data.weights.web", "data.weights.code", ... merged into one setting, "data.weights"."""
-    prefix = f"{MIXTURE}."
-    weights = {key.removeprefix(prefix): value for key, value in settings.items() if key.startswith(prefix)}
-    return {key: value for key, value in settings.items() if not key.startswith(prefix)} | {MIXTURE: weights}
+def _with_whole_tables(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Return `settings` with the entries of each table as one setting: "data.weights.web" is part of "data.weights"."""
+    merged: dict[str, Any] = {table: {} for table in TABLES}
+    for key, value in settings.items():
+        table = next((table for table in TABLES if key.startswith(f"{table}.")), None)
+        if table is None:
+            merged[key] = value
+        else:
+            merged[table][key.removeprefix(f"{table}.")] = value
+    return merged

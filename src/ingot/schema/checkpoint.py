@@ -124,6 +124,7 @@ class CheckpointManifest:
     ledger: the samples of all steps from 1 to `step`. The hash of the manifest covers this list.
     accepted: the changes of settings and data that hold for some of these steps, oldest first; None in checkpoints of
       earlier versions of ingot.
+    callbacks: the JSON that each callback recorded (plugins/callback.py), by its name.
     """
 
     version: int = 2
@@ -141,6 +142,7 @@ class CheckpointManifest:
     rng: tuple[str, ...] = ()
     ledger: tuple[LedgerSegment, ...]
     accepted: tuple[AcceptedChanges, ...] | None = None
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
     def chunk(self, name: str, number: int) -> StoredBlock:
         """Return block `number` of tensor `name`, in the order of its layout."""

@@ -17,6 +17,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
+  metrics        step, by (name of a callback), values {name: number}  one per log line and callback that has any
   skipped        steps [..] (steps whose updates were vetoed)         one per log line that has any
   rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), path   after the checkpoint was verified
@@ -40,6 +41,7 @@ STEP = "step"
 PROGRESS = "progress"
 WAITS = "waits"
 EXPERTS = "experts"
+METRICS = "metrics"
 SKIPPED = "skipped"
 ROLLED_BACK = "rolled_back"
 CHECKPOINT = "checkpoint"

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
-from ingot.config import to_dict
+from ingot.config import LEFT_OUT_AT_DEFAULT, to_dict
 from ingot.ranges import (
     Deadline,
     Factor,
@@ -29,6 +29,7 @@ from ingot.ranges import (
 from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
 from ingot.schema.parallel import Parallel
+from ingot.schema.plugins import Plugins
 from ingot.storage import canonical_json, sha256_bytes
 
 
@@ -77,17 +78,21 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Optim:
-    """The optimizer, AdamW (Loshchilov & Hutter 2019). Weight decay acts on matrices only.
+    """The optimizer. Weight decay acts on matrices only.
 
+    kind: "adamw" (Loshchilov & Hutter 2019), or an optimizer that a plug-in registers (plugins/optimizer.py).
     clip_norm: global norm to which larger gradients are scaled down; 0: no clipping.
+    options: the settings of a plug-in's optimizer.
     """
 
+    kind: str = "adamw"
     lr: LearningRate = 3e-3
     beta1: Share = 0.9
     beta2: Share = 0.95
     eps: Positive = 1e-8
     weight_decay: Factor = 0.1
     clip_norm: Factor = 1.0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def problems(self):
         for name in ("beta1", "beta2"):
@@ -99,13 +104,16 @@ class Optim:
 class Schedule:
     """The learning rate by step: linear warm-up, then a cosine to `final_fraction` of the peak, or WSD.
 
-    WSD (warm-up, stable, decay): constant after warm-up, then linear to `final_fraction` over the last `decay_steps`.
+    kind: "cosine", "wsd", or a schedule that a plug-in registers (plugins/schedule.py). WSD (warm-up, stable, decay):
+      constant after warm-up, then linear to `final_fraction` over the last `decay_steps`.
+    options: the settings of a plug-in's schedule.
     """
 
-    kind: Literal["cosine", "wsd"] = "cosine"
+    kind: str = "cosine"
     warmup_steps: Steps = 0
     decay_steps: Steps = 0
     final_fraction: Share = 0.1
+    options: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +169,7 @@ class RunConfig:
     init: a Hugging Face model folder, relative to the run file, whose weights the run starts from; "": random weights.
       Only step 0 reads it. The path is part of the experiment's identity, but the tensors are not hashed: if the
       weights at that path change, another experiment has the same identity.
+    callbacks: name of a registered callback -> its settings. All are called, in this order (plugins/callback.py).
     """
 
     name: str
@@ -177,6 +186,8 @@ class RunConfig:
     watch: WatchSettings = field(default_factory=WatchSettings)
     launch: Launch = field(default_factory=Launch)
     cost: Cost = field(default_factory=Cost)
+    plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
+    callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def problems(self):
         """Yield the broken rules between sections; the rules of layouts are in theory/rules."""
@@ -188,11 +199,8 @@ class RunConfig:
         if self.model.moe.bias_steps >= self.train.steps > 0:
             found = f"{self.model.moe.bias_steps} are all {self.train.steps} steps of the run (train.steps)"
             yield "model.moe.bias_steps", f"{found}; lower it, or remove it"
-        decay_steps = self.schedule.decay_steps if self.schedule.kind == "wsd" else 0
-        if self.schedule.warmup_steps + decay_steps > self.train.steps:
-            yield "schedule.warmup_steps", f"warm-up and decay are longer than the {self.train.steps} steps of the run"
-        if self.schedule.kind == "wsd" and self.schedule.decay_steps < 1:
-            yield "schedule.decay_steps", "WSD needs decay_steps of at least 1 (about 10-20% of the steps)"
+        if self.schedule.warmup_steps > self.train.steps:
+            yield "schedule.warmup_steps", f"warm-up is longer than the {self.train.steps} steps of the run"
 
     @property
     def accumulation(self) -> int:
@@ -203,8 +211,8 @@ class RunConfig:
         return self.train.global_batch * self.train.seq_len
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings, flat: "optim.lr" -> 0.003."""
-        return _flat(to_dict(self))
+        """Return all settings, flat: "optim.lr" -> 0.003. A callback without settings of its own has the value {}."""
+        return _flat(to_dict(self)) | {f"callbacks.{name}": {} for name, own in self.callbacks.items() if not own}
 
     def training_sha256(self) -> str:
         """Return the identity of the experiment: equal for two runs that may continue each other's checkpoints."""

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
@@ -22,7 +23,7 @@ from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompt
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import Trainer
-from ingot.trainer.resilience.policy import StepNumbers, StepResult, read_steps
+from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
 

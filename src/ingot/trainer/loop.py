@@ -5,11 +5,12 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from ingot.errors import RunFailed
+from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import Trainer
-from ingot.trainer.resilience.policy import StepNumbers, StepResult, Verdict
+from ingot.trainer.resilience.policy import StepResult
 from ingot.trainer.save import reload, save
 from ingot.trainer.step import train_step
 
@@ -34,6 +35,7 @@ def train(trainer: Trainer) -> Ending:
     """
     config = trainer.config
     steps, done, stopped = config.train.steps, trainer.first_step - 1, False
+    rate = learning_rate(steps, config.optim.lr, config.schedule)
     began = time.monotonic()
     recent: list[StepResult] = []
     interval = Interval.begin(trainer)
@@ -44,8 +46,7 @@ def train(trainer: Trainer) -> Ending:
         return Ending(done, stopped=True)
 
     while (batch := next(trainer.loader, None)) is not None:
-        lr = learning_rate(batch.step, steps, config.optim.lr, config.schedule)
-        recent.append(train_step(trainer, batch, lr))
+        recent.append(train_step(trainer, batch, rate(batch.step)))
         trainer.ledger.record(batch.step, batch.sample_ids)
         interval.add(batch.wait_seconds)
         done = batch.step
@@ -56,7 +57,9 @@ def train(trainer: Trainer) -> Ending:
         if save_now or evaluate_now or is_due(done, config.watch.log_every):
             line = log_interval(trainer, recent, interval, saves=save_now)
         verdict = trainer.policy.verdict(replace(recent[-1], line=line))
-        if not line:
+        if line:
+            verdict = later(verdict, trainer.callbacks.line(line, trainer.log))
+        else:
             if verdict is Verdict.CONTINUE:
                 continue
             line = log_interval(trainer, recent, interval, saves=verdict is Verdict.STOP)
@@ -86,6 +89,11 @@ def train(trainer: Trainer) -> Ending:
         seconds = round(time.monotonic() - began, 3)
         trainer.log(events.FINISHED, step=done, tokens=done * config.tokens_per_step, seconds=seconds)
     return Ending(done, stopped)
+
+
+def later(first: Verdict, second: Verdict) -> Verdict:
+    """Return the more urgent of two verdicts: a stop before a roll-back, a roll-back before going on."""
+    return first if list(Verdict).index(first) >= list(Verdict).index(second) else second
 
 
 def is_due(step: int, every_steps: int) -> bool:

@@ -7,6 +7,7 @@ from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.tokenizer.encoder import Encoder
+from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.save import CheckpointFacts
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.heldout import Heldout
@@ -14,8 +15,8 @@ from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.optim.adamw import AdamW
 from ingot.trainer.optim.gradients import LossScale
+from ingot.trainer.optim.optimizer import Optimizer
 from ingot.trainer.parallel.apply import ShardedModel
 from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.pipeline import PipelineExecutor
@@ -38,13 +39,14 @@ class StepParts:
     mesh: Mesh
     model: ShardedModel
     program: PipelineExecutor
-    optimizer: AdamW
+    optimizer: Optimizer
     loss_scale: LossScale | None
     state: TrainingState
     policy: Policy
     readers: list[int]
     token_readers: list[int]
     balance: Balance | None
+    callbacks: Callbacks
 
 
 @dataclass(kw_only=True)

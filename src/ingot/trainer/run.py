@@ -9,6 +9,7 @@ import torch
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog
+from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.rng import derive
 from ingot.schema import events
 from ingot.schema.run import RunConfig
@@ -18,6 +19,7 @@ from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import require_layout, resolve_parallel
 from ingot.theory.rules import load_run
 from ingot.theory.schedule import ScheduleTable, build_table
+from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.save import CheckpointFacts
 from ingot.trainer.checkpoint.state import TrainingState
@@ -33,9 +35,10 @@ from ingot.trainer.model.experts import LocalDispatch
 from ingot.trainer.model.init import initial_value
 from ingot.trainer.model.routing import RouterLoss
 from ingot.trainer.model.transformer import SHARDING, Transformer
+from ingot.trainer.optim.build import build_optimizer, optimizer_rules
 from ingot.trainer.optim.gradients import STATE as LOSS_SCALE
 from ingot.trainer.optim.gradients import LossScale
-from ingot.trainer.optim.offload import build_optimizer
+from ingot.trainer.optim.matrices import Matrices
 from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, parallelize, should_compile
 from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.context import ContextParallelism
@@ -53,7 +56,7 @@ def run_rank(folder: RunFolder, until_step: int | None = None, say: Callable[[st
 
     until_step: the step to save and stop after. say: on rank 0, called with each line for people.
     """
-    config = load_run(folder.config)
+    config = load_run(folder.config, same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     trainer = build_trainer(config, folder, place, until_step=until_step, say=say or _silent)
     try:
@@ -144,7 +147,8 @@ def build_parts(
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
-    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe)
+    whole = OPTIMIZERS[config.optim.kind].whole_matrices
+    mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe, copy=whole)
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
     first_value = _first_value(config, base, continues) if first_values else None
     model = _build_model(config, mesh, table, device, first_value)
@@ -160,18 +164,25 @@ def build_parts(
         router_loss=RouterLoss if arch.is_moe else None,
         split=model.split,
     )
-    optimizer = build_optimizer(model.shards, config.optim, settings, base)
+    rules = optimizer_rules(config.optim)
+    matrices = None
+    if whole:
+        like = model.shards[0].value
+        matrices = Matrices(model.placement(), rules, mesh.ranks("copy"), mesh.group("copy"), like)
+    optimizer = build_optimizer(model.shards, rules, settings, base, matrices)
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None
     balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
     if balance and first_value and config.init and not continues:
         for buffer in balance.shards:
             buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
+    callbacks = Callbacks(config, model.shards, device)
     state = TrainingState(
         model.shards,
         optimizer,
         extras=loss_scale.state() if loss_scale else {},
         optional_extras=frozenset(LOSS_SCALE),  # the run may have begun in another precision
         buffers=balance.shards if balance else (),
+        callbacks=callbacks.tensors(),
     )
     return StepParts(
         config=config,
@@ -185,6 +196,7 @@ def build_parts(
         readers=mesh.one_per_data_rank(table.rank_of_stage[-1]),
         token_readers=mesh.one_per_token_rank(table.rank_of_stage[-1]),
         balance=balance,
+        callbacks=callbacks,
     )
 
 

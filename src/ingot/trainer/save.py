@@ -36,7 +36,13 @@ def save(trainer: Trainer, step: int) -> None:
     began = time.monotonic()
     trainer.segments.append(next_segment(trainer, step))
     tokens = step * trainer.config.tokens_per_step
-    facts = replace(trainer.checkpoint_facts, step=step, tokens=tokens, health=trainer.policy.health())
+    facts = replace(
+        trainer.checkpoint_facts,
+        step=step,
+        tokens=tokens,
+        health=trainer.policy.health(),
+        callbacks=trainer.callbacks.records(),
+    )
     keep = trainer.config.checkpoint.keep
     saved = save_checkpoint(trainer.folder, facts, trainer.state, tuple(trainer.segments), keep=keep)
     trainer.ledger.forget(step)
@@ -87,6 +93,7 @@ def load_newest(
     )
     if restored:
         parts.model.publish()
+        parts.callbacks.restore(restored.callbacks)
         # The order of samples depends on this record: no rank may open the data before it is written.
         from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
     return restored

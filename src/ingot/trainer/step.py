@@ -16,10 +16,12 @@ def train_step(parts: StepParts, batch: MicroBatches, lr: float) -> StepResult:
     loss = parts.program.train(batch, scale)
     parts.model.reduce()
     grad_norm = gradient_norm(parts.model.shards, scale=scale)
+    parts.callbacks.gradients(batch.step)
     veto = parts.policy.veto(loss, grad_norm)
     parts.optimizer.step(lr, scale=clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale), found_inf=veto)
     if parts.loss_scale and veto is not None:
         parts.loss_scale.update(veto)
     parts.model.publish()
+    parts.callbacks.updated(batch.step)
     experts = parts.balance.step(batch.step, veto) if parts.balance else None
     return StepResult(batch.step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts)

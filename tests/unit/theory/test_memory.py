@@ -213,7 +213,7 @@ def test_whole_parameters_are_there_once():
 
 def test_the_optimizer_converts_as_much_at_a_time_as_is_counted():
     pytest.importorskip("torch")
-    from ingot.trainer.optim.adamw import CONVERT_BYTES
+    from ingot.trainer.optim.optimizer import CONVERT_BYTES
 
     assert memory.CONVERT_BYTES == CONVERT_BYTES
     n = count_parameters(LARGE)

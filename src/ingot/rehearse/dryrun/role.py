@@ -28,6 +28,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ingot.errors import IngotError
+from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.rehearse.dryrun.fake import FakeProgram, Known
 from ingot.rehearse.dryrun.rendezvous import Call
 from ingot.rehearse.dryrun.stand_ins import as_on_cuda, dealt_to_experts, own_groups_only, replaced
@@ -76,9 +77,9 @@ def trace_rank(
         fakes = FakeProgram(known)
         tracker = Tracker(fakes)
 
-        def within_state(original: Callable) -> Callable:
+        def within(original: Callable, *kind: str) -> Callable:
             def build_within(*args, **kwargs):
-                with tracker.within(_state_kind(config)):
+                with tracker.within(*kind):
                     return original(*args, **kwargs)
 
             return build_within
@@ -86,11 +87,13 @@ def trace_rank(
         new_group = own_groups_only(dist.new_group, rank)
         with replaced(dist, "new_group", new_group):
             # Built outside the fake mode, because the mesh contains a real tensor of ranks.
-            mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe)
+            whole = OPTIMIZERS[config.optim.kind].whole_matrices
+            mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe, copy=whole)
         with (
             replaced(dist, "new_group", new_group),
             replaced(trainer_run, "build_mesh", lambda *_, **__: mesh),
-            replaced(trainer_run, "build_optimizer", within_state(trainer_run.build_optimizer)),
+            replaced(trainer_run, "build_optimizer", within(trainer_run.build_optimizer, _state_kind(config))),
+            replaced(trainer_run, "Callbacks", within(trainer_run.Callbacks, "other", "callbacks")),
             dealt_to_experts(config, mesh, loads),
             as_on_cuda() if device == "cuda" else nullcontext(),
             fakes,

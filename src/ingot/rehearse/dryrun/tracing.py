@@ -17,7 +17,7 @@ import threading
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -25,6 +25,7 @@ from pathlib import Path
 import ingot
 from ingot.config import to_dict
 from ingot.errors import ConfigError, ResourceError
+from ingot.plugins.load import loaded_from
 from ingot.schema.run import RunConfig
 from ingot.storage import canonical_json, sha256_bytes, write_atomic
 
@@ -50,7 +51,9 @@ def trace_ranks(request: Request, ranks: Sequence[int], began: Callable[[int, st
     Raises ConfigError or ResourceError if a rank cannot be traced or the processes end early.
     """
     settings = {"ranks": list(ranks), "jobs": request.jobs, "device": request.device, "loads": list(request.loads)}
-    message = json.dumps({"config": to_dict(request.config), **settings})
+    plugins = request.config.plugins
+    plugins = replace(plugins, folder=loaded_from(plugins.modules) or plugins.folder)
+    message = json.dumps({"config": to_dict(replace(request.config, plugins=plugins)), **settings})
     command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     left, died = set(ranks), ""
@@ -193,8 +196,9 @@ def _home() -> Path:
 def key_of(config: RunConfig, device: str, loads: Sequence[float]) -> str:
     """Return the hash of everything on which a trace depends: settings, device, loads, ingot's source and torch."""
     settings = to_dict(config)
-    seen = {name: settings[name] for name in ("model", "train", "optim", "parallel")}
+    seen = {name: settings[name] for name in ("model", "train", "optim", "parallel", "callbacks")}
     seen["train"] = {name: value for name, value in seen["train"].items() if name not in ("steps", "device", "compile")}
+    seen["plugins"] = config.plugins.code
     seen["data"] = {"mask_documents": config.data.mask_documents}
     program = [_source_sha256(), _torch_version(), sys.version]
     return sha256_bytes(canonical_json([seen, device, list(loads), program]).encode())[:32]

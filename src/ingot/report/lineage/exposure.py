@@ -20,7 +20,7 @@ from ingot.schema.accepted import AcceptedChanges, records_for
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
-from ingot.theory.rules import load_run
+from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.accepted import DATA
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.loader.ledger import read_ledger
@@ -83,7 +83,7 @@ def runs_on(data: Path, named: Sequence[Path] = ()) -> list[Path]:
 
 def _tokens_of(run: Path) -> Path | None:
     try:
-        return (run / load_run(RunFolder(run).config).data.tokens).resolve()
+        return (run / recorded_run(RunFolder(run).config).data.tokens).resolve()
     except (ConfigError, OSError):  # a run file of another version, or a run file that is being written
         return None
 
@@ -140,7 +140,7 @@ class RunTokens:
 
     def __init__(self, run: Path, manifest: CheckpointManifest | None = None):
         self.folder = RunFolder(run)
-        self.config = load_run(self.folder.config)
+        self.config = recorded_run(self.folder.config)
         self.tokens = (run / self.config.data.tokens).resolve()
         self.manifest: TokenManifest = read_token_manifest(self.tokens)
         self.checkpoints: list[ListedCheckpoint] = list_checkpoints(self.folder.checkpoints)

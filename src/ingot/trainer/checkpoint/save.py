@@ -36,6 +36,7 @@ class CheckpointFacts:
     data_fingerprint: str
     layout: dict[str, int]
     health: Health = field(default_factory=Health)
+    callbacks: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

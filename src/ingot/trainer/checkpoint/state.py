@@ -5,6 +5,8 @@
     optim.exp_avg_sq.<parameter>
     optim.step.<parameter>         a scalar, the same for every block
     extra.<name>                   small tensors that are the same on every rank, such as a loss scale
+    callback.<name>.<key>          tensors of a callback: one that is the same on every rank, or
+    callback.<name>.<key>.<parameter>  one that is cut like the parameter
 
 Nothing else here depends on the layout: another layout loads the same tensors in different blocks. Learning rates are
 not part of the state, because they are a function of the step.
@@ -21,7 +23,7 @@ from torch import Tensor
 
 from ingot.errors import CheckpointError
 
-MODEL, OPTIM, EXTRA = "model.", "optim.", "extra."
+MODEL, OPTIM, EXTRA, CALLBACK = "model.", "optim.", "extra.", "callback."
 CPU, CUDA = "random.cpu", "random.cuda"
 # The suffix of the names of experts' loads in the previous step. Only a balance loss reads them, and a run may add or
 # remove the loss; the model's outputs do not depend on them.
@@ -96,6 +98,8 @@ class TrainingState:
     buffers: shards of the model that no optimizer updates. A checkpoint may lack them, for example if its run did not
     balance experts; then they begin as in a new run. If only the checkpoint has loads, they are ignored; if only the
     checkpoint has biases, it is of another model, because without them a router chooses other experts.
+    callbacks: "NAME.key" -> a tensor with the same value on every rank, or parameter -> a tensor cut like it. A
+    checkpoint may lack them or have others: callbacks come and go.
     """
 
     pieces: Sequence[SavedShard]
@@ -103,22 +107,34 @@ class TrainingState:
     extras: Mapping[str, Tensor] = field(default_factory=dict)
     optional_extras: frozenset[str] = frozenset()
     buffers: Sequence[SavedShard] = ()
+    callbacks: Mapping[str, Tensor | Mapping[str, Tensor]] = field(default_factory=dict)
 
     def blocks(self, moments: Moments, *, first_rank: bool) -> list[StateBlock]:
         """Return this rank's blocks. moments: the optimizer's. Raises CheckpointError if a tensor's shape is wrong."""
         blocks = [block for piece in self.pieces for block in _blocks_of(piece, moments)]
         blocks += [_block(MODEL + piece.name, piece.value, piece, optional=True) for piece in self.buffers]
         for name, tensor in self.extras.items():
-            optional = name in self.optional_extras
-            place = tuple(tensor.shape), (0,) * tensor.dim()
-            blocks.append(StateBlock(EXTRA + name, *place, tensor, written=first_rank, optional=optional))
+            blocks.append(_everywhere(EXTRA + name, tensor, first_rank, optional=name in self.optional_extras))
+        for name, tensor in self.callbacks.items():
+            if isinstance(tensor, Tensor):
+                blocks.append(_everywhere(CALLBACK + name, tensor, first_rank, optional=True))
+                continue
+            by_piece = [(piece, tensor[piece.name]) for piece in self.pieces if piece.name in tensor]
+            blocks += [_block(f"{CALLBACK}{name}.{p.name}", own, p, optional=True) for p, own in by_piece]
         return blocks
 
     def is_skipped(self, name: str) -> bool:
         """Return whether loading may ignore the stored tensor `name`. The answer is the same on every rank."""
         if name.startswith(MODEL):
             return name.endswith(LOAD)
+        if name.startswith(CALLBACK):
+            return True
         return name.startswith(EXTRA) and name.removeprefix(EXTRA) in self.optional_extras
+
+
+def _everywhere(name: str, tensor: Tensor, first_rank: bool, *, optional: bool) -> StateBlock:
+    """Return the block of a tensor that every rank has with the same value."""
+    return StateBlock(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor, written=first_rank, optional=optional)
 
 
 def _block(name: str, tensor: Tensor, piece: SavedShard, *, optional: bool = False) -> StateBlock:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ingot.errors import ConfigError
+from ingot.plugins.piece import ParameterShard
 from ingot.schema.arch import Arch
 from ingot.schema.run import Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
 from ingot.schema.tokens import TokenManifest, check_vocabulary
@@ -19,10 +20,10 @@ from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.optim.adamw import AdamW
+from ingot.trainer.optim.build import optimizer_rules
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm
+from ingot.trainer.optim.optimizer import Optimizer
 from ingot.trainer.optim.schedule import learning_rate
-from ingot.trainer.shard import ParameterShard
 
 HEAD_DIM = 32
 
@@ -110,7 +111,7 @@ class Proxy:
             ParameterShard(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.data, owner=True)
             for name, p in self._parameters.items()
         ]
-        self._optimizer = AdamW(self._pieces, config.optim)
+        self._optimizer = Optimizer(self._pieces, optimizer_rules(config.optim))
 
     @torch.no_grad()
     def nats(self, batches: Sequence[Tensor]) -> list[Tensor]:
@@ -127,7 +128,7 @@ class Proxy:
             piece.grad = self._parameters[piece.name].grad
         optim, train = self.config.optim, self.config.train
         norm = gradient_norm(self._pieces, world=1)
-        lr = learning_rate(step, train.steps, optim.lr, self.config.schedule)
+        lr = learning_rate(train.steps, optim.lr, self.config.schedule)(step)
         self._optimizer.step(lr, scale=clip_factor(norm, optim.clip_norm))
         self.model.zero_grad(set_to_none=True)
 

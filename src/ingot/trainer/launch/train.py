@@ -17,7 +17,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import FOLDER_NAME_RULE, Job, RunFolder, is_folder_name
 from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
-from ingot.theory.rules import load_run
+from ingot.theory.rules import load_run, recorded_run
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.resumable import resume_step
@@ -89,7 +89,7 @@ def train(
         step = resume_step(folder)
         if step >= config.train.steps and any(read_events(folder.events, events.FINISHED)):
             say(f"{folder.root} is finished: step {step} of {config.train.steps}")
-            if changes or (folder.config.exists() and load_run(folder.config) != config):
+            if changes or (folder.config.exists() and recorded_run(folder.config) != config):
                 say("its settings stay as they were; to train with new settings, raise train.steps or change --out")
             return JobResult(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
         if past := past_step(folder, config, until_step):
@@ -155,11 +155,13 @@ def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
     data = config.data
     data = replace(data, tokens=moved(data.tokens), heldout=moved(data.heldout), tokenizer=moved(data.tokenizer))
     parallel = replace(config.parallel, offload_folder=moved(config.parallel.offload_folder))
-    return replace(config, init=moved(config.init), data=data, parallel=parallel)
+    own = config.plugins
+    plugins = replace(own, folder=moved(own.folder)) if own.modules else own
+    return replace(config, init=moved(config.init), data=data, parallel=parallel, plugins=plugins)
 
 
 def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:
-    if not folder.config.exists() or load_run(folder.config) != config:
+    if not folder.config.exists() or recorded_run(folder.config) != config:
         write_atomic(folder.config, to_toml(config))
 
 

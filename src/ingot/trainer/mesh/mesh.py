@@ -7,6 +7,7 @@ Besides the axes there are views: other divisions of the ranks into groups, each
     ring, ulysses  the two dimensions of the grid of cp ranks
     ep             neighbors among dp_shard x cp x tp: the ranks that divide the experts
     expert_shard   across ep: the ranks that hold the same experts and divide their state
+    copy           dp_shard x cp x tp: the ranks of one copy of a pipeline stage
 """
 
 from collections.abc import Mapping, Sequence
@@ -31,13 +32,14 @@ class Mesh:
     """The mesh of a run. It has all axes, including axes of size 1.
 
     timeout: the timeout of every process group of the run. views: for each view, the global ranks that form a group
-    with this rank, and their process group.
+    with this rank, and their process group. lines: for each view, the global ranks of all its groups.
     """
 
     parallel: Parallel
     devices: DeviceMesh
     timeout: timedelta
     views: Mapping[str, tuple[list[int], dist.ProcessGroup]]
+    lines: Mapping[str, list[list[int]]]
 
     def size(self, axis: str) -> int:
         return len(self.views[axis][0]) if axis in self.views else getattr(self.parallel, axis)
@@ -92,13 +94,18 @@ class Mesh:
 
 
 def build_mesh(
-    parallel: Parallel, device_type: str, timeout_seconds: float = Launch.timeout_seconds, *, experts: bool = False
+    parallel: Parallel,
+    device_type: str,
+    timeout_seconds: float = Launch.timeout_seconds,
+    *,
+    experts: bool = False,
+    copy: bool = False,
 ) -> Mesh:
     """Build the mesh and its process groups. Collective.
 
-    parallel: the degrees, with every "auto" resolved. experts: make the views for experts as well. timeout_seconds: the
-    timeout of all new groups; a group of all ranks is the world group, which keeps its timeout. Raises ConfigError if
-    the product of the degrees is not the number of processes.
+    parallel: the degrees, with every "auto" resolved. experts: make the views for experts as well. copy: make the view
+    "copy" as well. timeout_seconds: the timeout of all new groups; a group of all ranks is the world group, which keeps
+    its timeout. Raises ConfigError if the product of the degrees is not the number of processes.
     """
     if parallel.world_size != dist.get_world_size():
         degrees = " x ".join(f"{axis}={getattr(parallel, axis)}" for axis in AXES if getattr(parallel, axis) > 1)
@@ -115,20 +122,15 @@ def build_mesh(
     ranks = torch.arange(parallel.world_size).view([getattr(parallel, axis) for axis in AXES])
     groups = [_axis_group(ranks, dim, timeout) for dim in range(len(AXES))]
     devices = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
-    return Mesh(parallel, devices, timeout, _views(parallel, ranks, groups, timeout, experts))
+    lines = _view_lines(parallel, ranks, experts, copy)
+    return Mesh(parallel, devices, timeout, _views(lines, ranks, groups, timeout), lines)
 
 
-def _views(
-    parallel: Parallel, ranks: torch.Tensor, axes: list[dist.ProcessGroup], timeout: timedelta, experts: bool
-) -> dict[str, tuple[list[int], dist.ProcessGroup]]:
-    """Make the groups of the views. Collective.
-
-    A view that divides the ranks as an axis or an earlier view does shares its groups. Exchanges inside a block get
-    groups of their own: a communicator works in order, so messages of a ring would wait for gathers of later units.
-    """
+def _view_lines(parallel: Parallel, ranks: torch.Tensor, experts: bool, copy: bool) -> dict[str, list[list[int]]]:
+    """Return, for each view, the global ranks of its groups."""
     pp, copies, dp_shard, cp, tp = ranks.shape
     over_cp = ranks.movedim(3, -1).reshape(-1, parallel.ring, cp // parallel.ring)
-    lines = {
+    tables = {
         "shard": ranks.permute(0, 1, 4, 3, 2) if parallel.shard_ranks == dp_shard else ranks.permute(0, 1, 4, 2, 3),
         "ulysses": over_cp,
         "ring": over_cp.transpose(1, 2),
@@ -136,13 +138,25 @@ def _views(
     sizes = {"shard": parallel.shard_ranks, "ulysses": cp // parallel.ring, "ring": parallel.ring}
     if experts:
         over_experts = ranks.reshape(pp * copies, -1, parallel.ep)
-        lines |= {"sequence": ranks, "ep": over_experts, "expert_shard": over_experts.transpose(1, 2)}
+        tables |= {"sequence": ranks, "ep": over_experts, "expert_shard": over_experts.transpose(1, 2)}
         sizes |= {"sequence": cp * tp, "ep": parallel.ep, "expert_shard": parallel.expert_ranks}
+    if copy:
+        tables["copy"], sizes["copy"] = ranks, dp_shard * cp * tp
+    return {name: sorted(table.reshape(-1, sizes[name]).tolist()) for name, table in tables.items()}
+
+
+def _views(
+    lines: Mapping[str, list[list[int]]], ranks: torch.Tensor, axes: list[dist.ProcessGroup], timeout: timedelta
+) -> dict[str, tuple[list[int], dist.ProcessGroup]]:
+    """Make the groups of the views. Collective.
+
+    A view that divides the ranks as an axis or an earlier view does shares its groups. Exchanges inside a block get
+    groups of their own: a communicator works in order, so messages of a ring would wait for gathers of later units.
+    """
     known = {(False, str(sorted(_lines(ranks, dim)))): group for dim, group in enumerate(axes)}
     views = {}
-    for name, table in lines.items():
-        of_all = sorted(table.reshape(-1, sizes[name]).tolist())
-        apart = name in _IN_BLOCKS and sizes[name] > 1
+    for name, of_all in lines.items():
+        apart = name in _IN_BLOCKS and len(of_all[0]) > 1
         key = apart, str(of_all)
         if key not in known:
             is_world = len(of_all) == 1 and not apart

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.trainer.shard import ParameterShard
+from ingot.plugins.piece import ParameterShard
 
 
 @torch.no_grad()

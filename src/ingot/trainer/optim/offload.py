@@ -1,17 +1,17 @@
-"""AdamW with its moments in host memory (ZeRO-Offload, Ren et al. 2021) or in a file (ZeRO-Infinity, Rajbhandari et al.
-2021). The update runs on the host.
+"""An optimizer with its state in host memory (ZeRO-Offload, Ren et al. 2021) or in a file (ZeRO-Infinity, Rajbhandari
+et al. 2021). The update runs on the host.
 
 The master copies are the values of the shards and stay where the layout put them. Tensors outside host memory pass
 through two staging slots, one range of a shard's elements at a time: while one slot is updated, the results of the
-other are written and its next range is read. AdamW is elementwise, so a shard can be updated range by range; ranges
-that start at multiples of 64 bytes give the same bits as one update of the whole shard.
+other are written and its next range is read. The rules are elementwise, so a shard can be updated range by range.
+AdamW in ranges that start at multiples of 64 bytes has the same bits as one update of the whole shard.
 """
 
 import mmap
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeout
 from contextlib import nullcontext
@@ -23,33 +23,14 @@ import torch
 from torch import Tensor
 
 from ingot.errors import ResourceError
-from ingot.schema.parallel import Parallel
-from ingot.schema.run import Optim
-from ingot.trainer.optim.adamw import AdamW, State, gradient_of, update, zero_state
-from ingot.trainer.shard import ParameterShard
+from ingot.plugins.optimizer import RuleOf
+from ingot.plugins.piece import ParameterShard
+from ingot.trainer.optim.optimizer import STEP, Optimizer, State, gradient_of, zero_state
 
 BUFFER_BYTES = 256 * 2**20
 DEADLINE_SECONDS = 600.0
-KINDS = ("exp_avg", "exp_avg_sq")
+VALUE, GRADIENT = "value", "grad"
 RANGE_ELEMENTS = 1024  # the length of a range is a multiple of this number: 4 KiB of float32
-
-
-def build_optimizer(
-    shards: Iterable[ParameterShard],
-    optim: Optim,
-    parallel: Parallel,
-    base: Path,
-) -> AdamW:
-    """Build the optimizer that `parallel.offload` selects.
-
-    base: the folder to which `parallel.offload_folder` is relative. The result should be on a local disk; ranks may
-    share it.
-    """
-    if parallel.offload == "none":
-        return AdamW(shards, optim)
-    if parallel.offload == "cpu":
-        return OffloadedOptimizer(shards, optim)
-    return OffloadedOptimizer(shards, optim, folder=base / parallel.offload_folder)
 
 
 @dataclass(frozen=True)
@@ -87,7 +68,7 @@ class StagingSlot:
     def take(self, kind: str, like: Tensor) -> Tensor:
         key = (kind, like.dtype)
         if key not in self.buffers:
-            pinned = kind not in KINDS and torch.cuda.is_available()  # moments never go to the device
+            pinned = kind in (VALUE, GRADIENT) and torch.cuda.is_available()  # moments never go to the device
             self.buffers[key] = torch.empty(self.elements, dtype=like.dtype, pin_memory=pinned)
         return self.buffers[key][: like.numel()]
 
@@ -132,8 +113,8 @@ class TransferThreads:
             del task, future, call, args  # they hold staging memory
 
 
-class OffloadedOptimizer(AdamW):
-    """AdamW with its state in host memory, or in a file in `folder`; its updates have the bits of `AdamW` on a CPU.
+class OffloadedOptimizer(Optimizer):
+    """Elementwise rules with their state in host memory, or in a file in `folder`. The bits are those of `Optimizer`.
 
     buffer_bytes: the size of both staging slots together; with `folder`, the state takes no other host memory.
     A step waits for the device, whose gradients the host needs, and takes device memory for one range of elements.
@@ -144,7 +125,7 @@ class OffloadedOptimizer(AdamW):
     def __init__(
         self,
         shards: Iterable[ParameterShard],
-        optim: Optim,
+        rule_of: RuleOf,
         *,
         folder: Path | None = None,
         buffer_bytes: int = BUFFER_BYTES,
@@ -152,13 +133,15 @@ class OffloadedOptimizer(AdamW):
     ):
         shards = [p for p in shards if p.value.numel()]
         self.deadline_seconds = deadline_seconds
-        self.file = MomentFile(folder, {p.name: p.value for p in shards}) if folder else None
+        kinds = {p.name: rule_of(p.name, p.shape).state for p in shards}
+        self.file = MomentFile(folder, {p.name: p.value for p in shards}, kinds) if folder else None
         self.threads = TransferThreads(2) if folder else None
         self.torn = False
-        super().__init__(shards, optim)
-        # A slot holds the value, gradient and two moments of a range.
+        super().__init__(shards, rule_of)
+        # A slot holds the value, gradient and state of a range.
+        tensors = 2 + max(map(len, kinds.values()), default=0)
         itemsize = max((p.value.itemsize for p in shards), default=4)
-        self.range_elements = max(buffer_bytes // (2 * 4 * itemsize) // RANGE_ELEMENTS, 1) * RANGE_ELEMENTS
+        self.range_elements = max(buffer_bytes // (2 * tensors * itemsize) // RANGE_ELEMENTS, 1) * RANGE_ELEMENTS
         self.stream: torch.cuda.Stream | None = None
         self.slots = (StagingSlot(self.range_elements), StagingSlot(self.range_elements))
 
@@ -166,11 +149,12 @@ class OffloadedOptimizer(AdamW):
         """Return zero tensors: mapped from the file if there is one, otherwise in host memory."""
         states = {}
         for shard in self.shards:
+            kinds = self.kinds(shard)
             if self.file is not None:
-                blocks = [self.file.tensor(shard.name, kind) for kind in KINDS]
+                blocks = [self.file.tensor(shard.name, kind) for kind in kinds]
             else:
-                blocks = [torch.zeros(shard.value.shape, dtype=shard.value.dtype) for _ in KINDS]
-            states[shard.name] = zero_state(*blocks)
+                blocks = [torch.zeros(shard.value.shape, dtype=shard.value.dtype) for _ in kinds]
+            states[shard.name] = zero_state(shard, dict(zip(kinds, blocks, strict=True)))
         return states
 
     @torch.no_grad()
@@ -243,13 +227,13 @@ class OffloadedOptimizer(AdamW):
         with nullcontext() if stream is None else torch.cuda.stream(stream):
             if done is not None and not in_host_memory(done.shard.value):
                 value = done.of(done.shard.value)
-                value.copy_(slot.take("value", value), non_blocking=True)
+                value.copy_(slot.take(VALUE, value), non_blocking=True)
             if coming is not None:
                 value, gradient = coming.of(coming.shard.value), coming.gradient()
                 if not in_host_memory(value):
-                    slot.take("value", value).copy_(value, non_blocking=True)
+                    slot.take(VALUE, value).copy_(value, non_blocking=True)
                 if not in_host_memory(gradient):
-                    slot.take("grad", value).copy_(scaled(gradient, value.dtype, scale), non_blocking=True)
+                    slot.take(GRADIENT, value).copy_(scaled(gradient, value.dtype, scale), non_blocking=True)
             if stream is not None:
                 slot.copied = torch.cuda.Event()
                 slot.copied.record(stream)
@@ -260,7 +244,7 @@ class OffloadedOptimizer(AdamW):
         assert self.file is not None
         for part, transfer in ((done, self.file.write), (coming, self.file.read)):
             if part is not None:
-                for kind in KINDS:
+                for kind in self.kinds(part.shard):
                     transfer(part.shard.name, kind, part.start, slot.take(kind, part.of(part.shard.value)))
 
     def _wait(self, slot: StagingSlot) -> None:
@@ -285,15 +269,12 @@ class OffloadedOptimizer(AdamW):
         shard, state = part.shard, self.states[part.shard.name]
         value, gradient = part.of(shard.value), part.gradient()
         dtype = value.dtype
-        gradient = scaled(gradient, dtype, scale) if in_host_memory(gradient) else slot.take("grad", value)
-        blocks = [part.of(state[k]) if self.file is None else slot.take(k, value) for k in KINDS]
+        gradient = scaled(gradient, dtype, scale) if in_host_memory(gradient) else slot.take(GRADIENT, value)
+        own = {k: part.of(state[k]) if self.file is None else slot.take(k, value) for k in self.kinds(shard)}
         if not in_host_memory(value):
-            value = slot.take("value", value)
-        counted = {
-            **dict(zip(KINDS, blocks, strict=True)),
-            "step": state["step"] if part.is_last else state["step"].clone(),
-        }
-        update([value], [gradient], [counted], lr, self.optim, decays=shard.decays)
+            value = slot.take(VALUE, value)
+        own[STEP] = state[STEP] if part.is_last else state[STEP].clone()
+        self.rules[shard.name].update([value], [gradient], [own], lr, decays=shard.decays)
         if part.is_last:
             shard.grad = None
 
@@ -312,17 +293,17 @@ def scaled(gradient: Tensor, dtype: torch.dtype, scale: Tensor | None) -> Tensor
 class MomentFile:
     """The moments of one rank in one raw file, zeros at first.
 
-    For each of `values` and each kind of moment, the file has a block that starts at a multiple of the page size. The
-    file has no name in its folder, so a killed process leaves no file that could be mistaken for a saved state. The
-    constructor reserves the whole size and raises ResourceError if the disk has no room.
+    For each of `values` and each of its `kinds` of state, the file has a block that starts at a multiple of the page
+    size. The file has no name in its folder, so a killed process leaves no file that could be mistaken for a saved
+    state. The constructor reserves the whole size and raises ResourceError if the disk has no room.
     """
 
-    def __init__(self, folder: Path, values: Mapping[str, Tensor]):
+    def __init__(self, folder: Path, values: Mapping[str, Tensor], kinds: Mapping[str, Sequence[str]]):
         self.folder, self.values = folder, values
         self.positions: dict[tuple[str, str], int] = {}
         size = 0
         for name, value in values.items():
-            for kind in KINDS:
+            for kind in kinds[name]:
                 self.positions[name, kind] = size
                 size += -(-value.nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
         self.size_bytes = max(size, mmap.PAGESIZE)

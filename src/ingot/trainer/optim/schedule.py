@@ -1,23 +1,23 @@
 """The learning rate, a pure function of the step: a resumed run follows the same curve."""
 
-import math
+from collections.abc import Callable
 
+from ingot.plugins.registry import options_of
+from ingot.plugins.schedule import SCHEDULES
 from ingot.schema.run import Schedule
 
 
-def learning_rate(step: int, steps: int, peak: float, schedule: Schedule) -> float:
-    """Return the learning rate of optimizer step 1..steps.
+def learning_rate(steps: int, peak: float, schedule: Schedule) -> Callable[[int], float]:
+    """Return the function from optimizer step 1..steps to its learning rate: linear warm-up, then `schedule.kind`.
 
-    The rate reaches `peak` at the end of warm-up and peak * final_fraction at the last step.
-
-    cosine: half a cosine after warm-up (Loshchilov & Hutter 2017, eq. 5, one cycle).
-    wsd: constant after warm-up, then linear over the last `decay_steps` (Hu et al. 2024, MiniCPM, section 4).
+    The rate reaches `peak` at the end of warm-up; ingot's own schedules end at peak * final_fraction.
     """
-    if step <= schedule.warmup_steps:
-        return peak * step / schedule.warmup_steps
-    floor = peak * schedule.final_fraction
-    if schedule.kind == "wsd":
-        left = min((steps - step) / schedule.decay_steps, 1.0)
-        return floor + (peak - floor) * left
-    done = (step - schedule.warmup_steps) / (steps - schedule.warmup_steps)
-    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
+    part = SCHEDULES[schedule.kind]
+    options = options_of(part, schedule.options)
+
+    def rate(step: int) -> float:
+        if step <= schedule.warmup_steps:
+            return peak * step / schedule.warmup_steps
+        return part.rate(step, steps, peak, schedule, options)
+
+    return rate

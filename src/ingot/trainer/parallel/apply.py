@@ -7,14 +7,15 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ingot.plugins.piece import ParameterShard, PlacedParameter
 from ingot.schema.run import Train
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.pipeline import TiedEnds, cut_stage
 from ingot.trainer.parallel.recompute import KeptResults, recompute
 from ingot.trainer.parallel.split_backward import SplitBackward, split_linears
-from ingot.trainer.parallel.tensor import cut_tensors, sum_partial_gradients, use_async_tensor_parallel
+from ingot.trainer.parallel.tensor import TensorCut, cut_tensors, sum_partial_gradients, use_async_tensor_parallel
+from ingot.trainer.parallel.units import placement
 from ingot.trainer.parallel.zero import Zero
-from ingot.trainer.shard import ParameterShard
 from ingot.trainer.torch_private import allocate
 
 if TYPE_CHECKING:
@@ -41,6 +42,7 @@ class ShardedModel:
     shards: list[ParameterShard]
     hidden: torch.dtype
     split: SplitBackward | None
+    _cuts: dict[str, TensorCut]
     _partial: list[ParameterShard]
     _tied: TiedEnds | None
     _mesh: Mesh
@@ -51,6 +53,13 @@ class ShardedModel:
         sum_partial_gradients(self._partial, self._mesh)
         if self._tied is not None:
             self._tied.sum_gradients()
+
+    def placement(self) -> dict[str, PlacedParameter]:
+        """Return, for each parameter of this rank's stages, its blocks on all ranks of this copy of the stages.
+
+        The mesh needs the view "copy".
+        """
+        return placement(self._cuts, self._mesh)
 
     def publish(self) -> None:
         """Copy the masters to the parameters in the compute dtype. Call after the masters changed."""
@@ -137,7 +146,7 @@ def parallelize(
     partial = [shard for shard in data.shards if every_cut[shard.name].partial]
     two_ranks = tied and rank_of_stage[0] != rank_of_stage[-1]
     ends = TiedEnds(mesh, rank_of_stage, data.shards) if two_ranks else None
-    return ShardedModel(stages, data, data.shards, compute, split, partial, ends, mesh)
+    return ShardedModel(stages, data, data.shards, compute, split, every_cut, partial, ends, mesh)
 
 
 def should_compile(train: Train, device: torch.device, splits_backward: bool = False) -> bool:

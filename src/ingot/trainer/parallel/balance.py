@@ -14,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ingot.plugins.piece import ParameterShard
 from ingot.schema.arch import Moe
 from ingot.trainer.mesh.collectives import all_sum
 from ingot.trainer.mesh.mesh import AXES, Mesh
-from ingot.trainer.shard import ParameterShard
 
 AFTER_LOADS = 3  # columns of a router's `seen` after the loads: dropped assignments, entropy, tokens
 

@@ -15,10 +15,10 @@ from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from ingot.plugins.piece import ParameterShard
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.tensor import TensorCut
 from ingot.trainer.parallel.units import ShardingUnit, cut_units, is_owner, own_rows
-from ingot.trainer.shard import ParameterShard
 from ingot.trainer.torch_private import gather_before_backward
 
 

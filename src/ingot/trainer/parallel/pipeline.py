@@ -21,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ingot.errors import ConfigError
+from ingot.plugins.piece import ParameterShard
 from ingot.theory.context import token_multiple
 from ingot.theory.schedule import Action, Channel, ScheduleTable
 from ingot.theory.schedule.table import needed_by, sent_by
@@ -28,7 +29,6 @@ from ingot.trainer.mesh.mesh import Mesh, own_group
 from ingot.trainer.parallel.channels import Channels
 from ingot.trainer.parallel.context import TokenShare
 from ingot.trainer.parallel.split_backward import SplitBackward, WeightGradients
-from ingot.trainer.shard import ParameterShard
 
 
 class DataParallel(Protocol):

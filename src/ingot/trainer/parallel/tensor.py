@@ -22,9 +22,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.errors import ConfigError
+from ingot.plugins.piece import ParameterShard
 from ingot.trainer.mesh.collectives import all_sum, gather, scatter_sum, start_all_sum
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.shard import ParameterShard
 from ingot.trainer.torch_private import overlap_products_with_collectives
 
 TOKENS = 1  # the dim of [B, T, D] that sequence parallelism splits
@@ -36,13 +36,18 @@ class TensorCut:
 
     shape: shape of the whole parameter. offsets: position of the local tensor. partial: every tp rank holds the whole
     parameter and applies it to a part of the activations, so its gradients are summed over tp. view: the view of the
-    mesh (mesh/mesh.py) whose ranks hold the same local tensor and divide its state.
+    mesh (mesh/mesh.py) whose ranks hold the same local tensor and divide its state. dim: the dim that the ranks of
+    `axis` ("tp", or "ep" for experts) divide; None: each holds the whole parameter. stack: the number of matrices that
+    the whole parameter stacks along its rows: experts, else 1.
     """
 
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     partial: bool = False
     view: str = "shard"
+    dim: int | None = None
+    axis: str = "tp"
+    stack: int = 1
 
 
 def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, TensorCut]:
@@ -97,9 +102,10 @@ def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, TensorCu
     cuts, ranks = {}, mesh.size("ep")
     for name in names:
         parameter, (module_name, _, leaf) = stage.get_parameter(name), name.rpartition(".")
-        cuts[name] = replace(_cut(parameter, 0, ranks, mesh.index("ep"), partial=False), view="expert_shard")
-        own = nn.Parameter(parameter.new_empty(_local_shape(parameter, 0, ranks)))
-        setattr(stage.get_submodule(module_name), leaf, own)
+        module = stage.get_submodule(module_name)
+        cut = _cut(parameter, 0, ranks, mesh.index("ep"), partial=False)
+        cuts[name] = replace(cut, view="expert_shard", axis="ep", stack=len(parameter) // module.outputs)
+        setattr(module, leaf, nn.Parameter(parameter.new_empty(_local_shape(parameter, 0, ranks))))
     return cuts
 
 
@@ -109,7 +115,7 @@ def _local_shape(parameter: Tensor, dim: int | None, ranks: int) -> tuple[int, .
 
 def _cut(parameter: Tensor, dim: int | None, ranks: int, index: int, partial: bool) -> TensorCut:
     offsets = tuple(n // ranks * index if d == dim else 0 for d, n in enumerate(parameter.shape))
-    return TensorCut(tuple(parameter.shape), offsets, partial)
+    return TensorCut(tuple(parameter.shape), offsets, partial, dim=dim)
 
 
 class Region:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from ingot.plugins.piece import PlacedBlock, PlacedParameter
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.tensor import TensorCut
 
@@ -60,6 +61,29 @@ def own_rows(rows: int, ranks: int, index: int) -> range:
     """Return the rows that rank `index` of `ranks` owns: equal parts, rounded up; the last ranks may have fewer."""
     part = -(-rows // ranks)
     return range(min(index * part, rows), min((index + 1) * part, rows))
+
+
+def placement(cuts: Mapping[str, TensorCut], mesh: Mesh) -> dict[str, PlacedParameter]:
+    """Return, for each parameter, its blocks on all ranks of this copy of the stage.
+
+    mesh: with the view "copy". Every rank computes the same, without communication.
+    """
+    ranks = mesh.ranks("copy")
+    index = {view: {rank: i for line in lines for i, rank in enumerate(line)} for view, lines in mesh.lines.items()}
+    index["tp"] = {rank: place % mesh.size("tp") for place, rank in enumerate(ranks)}  # tp is the innermost axis
+    return {
+        name: PlacedParameter(cut.shape, cut.stack, tuple(_placed(cut, rank, index, mesh) for rank in ranks))
+        for name, cut in cuts.items()
+    }
+
+
+def _placed(cut: TensorCut, rank: int, index: Mapping[str, Mapping[int, int]], mesh: Mesh) -> PlacedBlock:
+    offsets, sizes = [0] * len(cut.shape), list(cut.shape)
+    if cut.dim is not None:
+        sizes[cut.dim] //= mesh.size(cut.axis)
+        offsets[cut.dim] = sizes[cut.dim] * index[cut.axis][rank]
+    rows = own_rows(sizes[0], mesh.size(cut.view), index[cut.view][rank])
+    return PlacedBlock(rank, (offsets[0] + rows.start, *offsets[1:]), (len(rows), *sizes[1:]))
 
 
 def is_owner(cut: TensorCut, parameter: Tensor, mesh: Mesh) -> bool:

@@ -21,12 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ingot.plugins.piece import ParameterShard
 from ingot.trainer.mesh.collectives import start_all_sum, start_gather, start_scatter_sum
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.canonical import ReductionTree
 from ingot.trainer.parallel.tensor import TensorCut
 from ingot.trainer.parallel.units import ShardingUnit, cut_units, is_owner, own_rows
-from ingot.trainer.shard import ParameterShard
 
 
 class Reduction(Enum):

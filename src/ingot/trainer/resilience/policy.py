@@ -6,7 +6,6 @@ ranks must reach the same verdict, so a policy uses values that are equal on all
 StepNumbers that `StepResult.read` returns.
 """
 
-import enum
 import math
 import time
 from collections import deque
@@ -18,6 +17,7 @@ import torch
 from torch import Tensor
 
 from ingot.errors import RunFailed
+from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.checkpoint import Health
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.mesh.collectives import largest_of_ranks, mean_over_ranks
@@ -29,33 +29,6 @@ EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); train
 # 0.3 ms (median, two Gloo ranks that share two busy cores), and no rank waits for its device.
 STOP_CHECK_SECONDS = 0.2
 VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
-
-
-class Verdict(enum.Enum):
-    """The ways to continue after a step. SKIP: the step's update was vetoed; report this and continue.
-
-    ROLL_BACK: continue from the newest checkpoint. STOP: save and end, as after a stop request.
-    """
-
-    CONTINUE = enum.auto()
-    SKIP = enum.auto()
-    ROLL_BACK = enum.auto()
-    STOP = enum.auto()
-
-
-@dataclass(frozen=True)
-class StepNumbers:
-    """The result of a step as numbers, equal on every rank. loss: nats per token, mean over the global batch."""
-
-    step: int
-    loss: float
-    grad_norm: float
-    skipped: bool
-
-    @property
-    def is_finite(self) -> bool:
-        """True if loss and gradient norm are finite."""
-        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
 
 
 @dataclass(frozen=True)

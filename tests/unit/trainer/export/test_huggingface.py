@@ -12,6 +12,7 @@ from tests.expect import named, refused
 
 from ingot.config import to_dict, to_toml
 from ingot.events import EventLog, read_events
+from ingot.plugins.piece import ParameterShard
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
@@ -24,7 +25,6 @@ from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export import huggingface
 from ingot.trainer.export.huggingface import export_run
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.shard import ParameterShard
 
 TEXTS = [
     "The mean of a list of numbers is their sum divided by how many there are.",

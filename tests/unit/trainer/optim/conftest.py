@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from ingot.plugins.piece import ParameterShard
 from ingot.schema.run import Optim
-from ingot.trainer.shard import ParameterShard
 
 SHAPES = {"embed": (37, 129), "up": (1, 1024), "norm": (129,), "empty": (0, 129), "down": (129, 31)}
 

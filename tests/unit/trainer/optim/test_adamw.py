@@ -1,8 +1,9 @@
 import pytest
 import torch
 
-from ingot.trainer.optim import adamw
-from ingot.trainer.optim.adamw import AdamW
+from ingot.trainer.optim import optimizer as optimizer_module
+from ingot.trainer.optim.adamw import adamw_rules
+from ingot.trainer.optim.optimizer import Optimizer
 
 
 def torch_adamw(blocks, optim):
@@ -19,7 +20,7 @@ def torch_adamw(blocks, optim):
 def test_the_same_bits_as_torch(blocks, gradients, optim, dtype):
     mine = blocks(dtype)
     parameters, reference = torch_adamw(mine, optim)
-    optimizer = AdamW(mine, optim)
+    optimizer = Optimizer(mine, adamw_rules(optim))
     for step in range(1, 6):
         gradients(mine, step)
         for block in mine:
@@ -41,7 +42,7 @@ def test_the_same_bits_as_torch(blocks, gradients, optim, dtype):
 def test_one_step_is_the_published_update(optim, blocks):
     (block,) = (b for b in blocks(torch.float64) if b.name == "up")
     block.value.fill_(2.0)
-    optimizer = AdamW([block], optim)
+    optimizer = Optimizer([block], adamw_rules(optim))
     w, m, v = 2.0, 0.0, 0.0
     for step, g in enumerate((0.5, -0.2, 0.1), 1):
         block.grad = torch.full_like(block.value, g)
@@ -56,7 +57,7 @@ def test_matrices_decay_and_norms_do_not(blocks, optim):
     before = {b.name: b.value.clone() for b in mine}
     for block in mine:
         block.grad = torch.zeros_like(block.value)
-    AdamW(mine, optim).step(0.1)
+    Optimizer(mine, adamw_rules(optim)).step(0.1)
     for block in mine:
         kept = 1.0 if block.name == "norm" else 1 - 0.1 * optim.weight_decay
         assert torch.allclose(block.value, before[block.name] * kept), block.name
@@ -64,7 +65,7 @@ def test_matrices_decay_and_norms_do_not(blocks, optim):
 
 def test_a_vetoed_step_leaves_everything_but_gradients(blocks, gradients, optim):
     mine, same = blocks(), blocks()
-    optimizer, reference = AdamW(mine, optim), AdamW(same, optim)
+    optimizer, reference = Optimizer(mine, adamw_rules(optim)), Optimizer(same, adamw_rules(optim))
     for step, veto in ((1, False), (2, True), (3, False)):
         gradients(mine, step)
         gradients(same, step)
@@ -85,8 +86,8 @@ def test_scale_is_a_factor_of_the_gradients(blocks, gradients, optim):
     gradients(same, 1)
     for block in same:
         block.grad.mul_(0.37)
-    AdamW(mine, optim).step(0.01, scale=torch.tensor(0.37))
-    AdamW(same, optim).step(0.01)
+    Optimizer(mine, adamw_rules(optim)).step(0.01, scale=torch.tensor(0.37))
+    Optimizer(same, adamw_rules(optim)).step(0.01)
     assert all(torch.equal(a.value, b.value) for a, b in zip(mine, same, strict=True))
 
 
@@ -95,16 +96,16 @@ def test_low_precision_gradients_are_converted_in_parts(blocks, gradients, optim
     gradients(mine, 1, torch.bfloat16)
     for a, b in zip(mine, same, strict=True):
         b.grad = a.grad.float()
-    monkeypatch.setattr(adamw, "CONVERT_BYTES", 4000)
-    assert len(list(adamw._batches(mine))) > 2
-    AdamW(mine, optim).step(0.01, scale=torch.tensor(0.37))
-    AdamW(same, optim).step(0.01, scale=torch.tensor(0.37))
+    monkeypatch.setattr(optimizer_module, "CONVERT_BYTES", 4000)
+    assert len(list(optimizer_module._batches(mine))) > 2
+    Optimizer(mine, adamw_rules(optim)).step(0.01, scale=torch.tensor(0.37))
+    Optimizer(same, adamw_rules(optim)).step(0.01, scale=torch.tensor(0.37))
     assert all(torch.equal(a.value, b.value) for a, b in zip(mine, same, strict=True))
 
 
 def test_moments_are_there_before_the_first_step_and_can_be_put(blocks, gradients, optim):
     mine, other = blocks(), blocks(seed=5)
-    optimizer, restored = AdamW(mine, optim), AdamW(other, optim)
+    optimizer, restored = Optimizer(mine, adamw_rules(optim)), Optimizer(other, adamw_rules(optim))
     live = restored.moments()
     assert set(live) == {"embed", "up", "norm", "down"}
     assert all(not t.any() and t.is_contiguous() for s in live.values() for t in s.values())
@@ -129,4 +130,4 @@ def test_a_missing_gradient_is_not_passed_over(blocks, gradients, optim):
     gradients(mine, 1)
     mine[1].grad = None
     with pytest.raises(AssertionError, match="up has no gradient"):
-        AdamW(mine, optim).step(0.01)
+        Optimizer(mine, adamw_rules(optim)).step(0.01)

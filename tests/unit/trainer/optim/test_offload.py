@@ -9,9 +9,11 @@ from tests.expect import refused
 
 from ingot.schema.parallel import Parallel
 from ingot.trainer.optim import offload
-from ingot.trainer.optim.adamw import AdamW
+from ingot.trainer.optim.adamw import adamw_rules
+from ingot.trainer.optim.build import build_optimizer
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm
-from ingot.trainer.optim.offload import OffloadedOptimizer, build_optimizer
+from ingot.trainer.optim.offload import OffloadedOptimizer
+from ingot.trainer.optim.optimizer import Optimizer
 
 FEW = 64 * 1024  # bytes of staging: ranges of 2048 float32 or 1024 float64 elements, so that `embed` has several
 
@@ -35,7 +37,7 @@ def offloaded(request, tmp_path, optim, monkeypatch):
     made = []
 
     def make(shards, **options):
-        made.append(OffloadedOptimizer(shards, optim, folder=folder, **{"buffer_bytes": FEW, **options}))
+        made.append(OffloadedOptimizer(shards, adamw_rules(optim), folder=folder, **{"buffer_bytes": FEW, **options}))
         return made[-1]
 
     yield make
@@ -49,7 +51,7 @@ def offloaded(request, tmp_path, optim, monkeypatch):
 )
 def test_the_same_bits_as_on_the_device(offloaded, blocks, gradients, optim, dtype, kept):
     mine, same = blocks(dtype), blocks(dtype)
-    optimizer, reference = offloaded(mine), AdamW(same, optim)
+    optimizer, reference = offloaded(mine), Optimizer(same, adamw_rules(optim))
     ranges = list(optimizer._ranges())
     assert len(ranges) > 4 and all(part.start * dtype.itemsize % 64 == 0 for part in ranges)
     for step in range(1, 6):
@@ -85,7 +87,7 @@ def test_a_vetoed_step_leaves_everything_but_gradients(offloaded, blocks, gradie
 
 def test_moments_can_be_read_filled_in_place_and_put(offloaded, blocks, gradients, optim):
     source = blocks()
-    reference = AdamW(source, optim)
+    reference = Optimizer(source, adamw_rules(optim))
     for step in (1, 2):
         gradients(source, step)
         reference.step(0.01)
@@ -126,7 +128,7 @@ def test_moments_in_a_file_are_not_in_memory(tmp_path, blocks, optim):
     ones = torch.ones(8 * 2**20)  # its moments: 64 MiB
     block.value, block.grad = torch.ones(8 * 2**20), ones
     before = resident_bytes()
-    optimizer = OffloadedOptimizer([block], optim, folder=tmp_path, buffer_bytes=2**20)
+    optimizer = OffloadedOptimizer([block], adamw_rules(optim), folder=tmp_path, buffer_bytes=2**20)
     optimizer.step(0.01)
     assert resident_bytes() - before < 16 * 2**20
     assert optimizer.moments()["embed"]["exp_avg"].sum().item() == pytest.approx(0.1 * 8 * 2**20, rel=1e-4)
@@ -141,16 +143,16 @@ def test_a_full_disk_stops_it_before_the_first_step(tmp_path, blocks, optim):
     (block,) = blocks()[:1]
     block.value = torch.empty(2**58, device="meta")
     with refused("E-OFFLOAD-SPACE"):
-        OffloadedOptimizer([block], optim, folder=tmp_path / "deep" / "folder")
+        OffloadedOptimizer([block], adamw_rules(optim), folder=tmp_path / "deep" / "folder")
     assert list((tmp_path / "deep" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("")
     with refused("E-OFFLOAD-SPACE"):
-        OffloadedOptimizer(blocks(), optim, folder=tmp_path / "file")
+        OffloadedOptimizer(blocks(), adamw_rules(optim), folder=tmp_path / "file")
 
 
 def test_a_disk_that_fails_in_a_step_tears_the_state(tmp_path, blocks, gradients, optim):
     mine = blocks()
-    optimizer = OffloadedOptimizer(mine, optim, folder=tmp_path, buffer_bytes=FEW)
+    optimizer = OffloadedOptimizer(mine, adamw_rules(optim), folder=tmp_path, buffer_bytes=FEW)
     full = os.open("/dev/full", os.O_RDWR)  # reads zeros, takes nothing
     os.dup2(full, optimizer.file.file.fileno())
     os.close(full)
@@ -164,7 +166,7 @@ def test_a_disk_that_fails_in_a_step_tears_the_state(tmp_path, blocks, gradients
 
 def test_a_disk_that_hangs_meets_a_deadline(tmp_path, blocks, gradients, optim, monkeypatch):
     mine = blocks()
-    optimizer = OffloadedOptimizer(mine, optim, folder=tmp_path, deadline_seconds=0.05)
+    optimizer = OffloadedOptimizer(mine, adamw_rules(optim), folder=tmp_path, deadline_seconds=0.05)
     answers = threading.Event()
     monkeypatch.setattr(optimizer.file, "read", lambda *args: answers.wait(120))
     gradients(mine, 1)
@@ -181,12 +183,13 @@ from pathlib import Path
 import torch
 from ingot.errors import ResourceError
 from ingot.trainer.optim.offload import OffloadedOptimizer
-from ingot.trainer.shard import ParameterShard
+from ingot.plugins.piece import ParameterShard
 from ingot.schema.run import Optim
 
 value = torch.zeros(8)
 shard = ParameterShard("w", (8,), (0,), (8,), value, True, torch.ones(8))
-optimizer = OffloadedOptimizer([shard], Optim(), folder=Path(sys.argv[1]), deadline_seconds=0.1)
+from ingot.trainer.optim.adamw import adamw_rules
+optimizer = OffloadedOptimizer([shard], adamw_rules(Optim()), folder=Path(sys.argv[1]), deadline_seconds=0.1)
 optimizer.file.read = lambda *args: threading.Event().wait()
 try:
     optimizer.step(0.1)
@@ -204,7 +207,7 @@ def test_a_process_ends_with_a_read_that_never_returns(tmp_path):
 
 def test_files_have_no_name_and_their_space_comes_back(tmp_path, blocks, gradients, optim):
     mine = blocks()
-    optimizer = OffloadedOptimizer(mine, optim, folder=tmp_path)
+    optimizer = OffloadedOptimizer(mine, adamw_rules(optim), folder=tmp_path)
     gradients(mine, 1)
     optimizer.step(0.01)
     assert list(tmp_path.iterdir()) == []
@@ -216,9 +219,9 @@ def test_files_have_no_name_and_their_space_comes_back(tmp_path, blocks, gradien
 
 
 def test_the_setting_chooses(tmp_path, blocks, optim):
-    assert type(build_optimizer(blocks(), optim, Parallel(), tmp_path)) is AdamW
-    on_host = build_optimizer(blocks(), optim, Parallel(offload="cpu"), tmp_path)
+    assert type(build_optimizer(blocks(), adamw_rules(optim), Parallel(), tmp_path)) is Optimizer
+    on_host = build_optimizer(blocks(), adamw_rules(optim), Parallel(offload="cpu"), tmp_path)
     assert type(on_host) is OffloadedOptimizer and on_host.file is None
-    on_disk = build_optimizer(blocks(), optim, Parallel(offload="nvme", offload_folder="new"), tmp_path)
+    on_disk = build_optimizer(blocks(), adamw_rules(optim), Parallel(offload="nvme", offload_folder="new"), tmp_path)
     assert on_disk.file.folder == tmp_path / "new" and (tmp_path / "new").is_dir()
     on_disk.close()

@@ -9,7 +9,8 @@ from ingot.trainer.optim.schedule import learning_rate
 
 
 def curve(steps, schedule, peak=1.0):
-    return [learning_rate(step, steps, peak, schedule) for step in range(1, steps + 1)]
+    rate = learning_rate(steps, peak, schedule)
+    return [rate(step) for step in range(1, steps + 1)]
 
 
 def test_cosine_warms_up_peaks_and_ends_at_its_floor():
@@ -32,9 +33,9 @@ def test_wsd_is_flat_then_linear():
 def test_edges(kind, warmup):
     # Warm-up and decay that fill the whole run, and runs of one step.
     schedule = Schedule(kind=kind, warmup_steps=warmup, decay_steps=1)
-    assert learning_rate(warmup + 1, warmup + 1, 1.0, schedule) == pytest.approx(0.1)
+    assert learning_rate(warmup + 1, 1.0, schedule)(warmup + 1) == pytest.approx(0.1)
     if warmup:
-        assert learning_rate(warmup, warmup, 1.0, schedule) == 1.0
+        assert learning_rate(warmup, 1.0, schedule)(warmup) == 1.0
 
 
 @given(st.data())

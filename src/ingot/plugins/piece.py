@@ -6,8 +6,10 @@ update it; one of them, the owner, saves it and counts it in the gradient norm.
 """
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from torch import Tensor
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 @dataclass
@@ -26,11 +28,32 @@ class ParameterShard:
     shape: tuple[int, ...]
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    value: Tensor
+    value: "Tensor"
     owner: bool
-    grad: Tensor | None = None
+    grad: "Tensor | None" = None
 
     @property
     def decays(self) -> bool:
         """True for matrices: weight decay does not act on norm weights."""
         return len(self.shape) >= 2
+
+
+@dataclass(frozen=True)
+class PlacedBlock:
+    """The block of a parameter on the global rank `rank`."""
+
+    rank: int
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PlacedParameter:
+    """A parameter and its blocks on the ranks of one copy of the model, in the order of the ranks.
+
+    shape: of the whole parameter. stack: the number of matrices that it stacks along its rows: experts, else 1.
+    """
+
+    shape: tuple[int, ...]
+    stack: int
+    blocks: tuple[PlacedBlock, ...]

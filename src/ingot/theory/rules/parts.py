@@ -1,0 +1,39 @@
+"""Rules of the parts that a run file chooses by name: each is registered, and its own settings are correct."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ingot.plugins.callback import CALLBACKS
+from ingot.plugins.optimizer import OPTIMIZERS
+from ingot.plugins.registry import Registry, options_problems
+from ingot.plugins.schedule import SCHEDULES
+from ingot.schema.run import RunConfig
+
+Problems = Iterator[tuple[str, str]]
+
+
+def part_rules(run: RunConfig) -> Problems:
+    """Yield (dotted key of the run file, problem and fix) for every chosen part that is unknown or has wrong settings.
+
+    The plug-ins of the run have to be imported before.
+    """
+    yield from _chosen(OPTIMIZERS, run.optim.kind, "optim.kind", run.optim.options, "optim.options", run)
+    yield from _chosen(SCHEDULES, run.schedule.kind, "schedule.kind", run.schedule.options, "schedule.options", run)
+    if run.schedule.kind in SCHEDULES:
+        for name, problem in SCHEDULES[run.schedule.kind].problems(run.schedule, run.train.steps):
+            yield f"schedule.{name}", problem
+    for name, options in run.callbacks.items():
+        key = f"callbacks.{name}"
+        yield from _chosen(CALLBACKS, name, key, options, key, run)
+
+
+def _chosen(
+    registry: Registry[Any], name: str, key: str, options: Mapping[str, Any], table: str, run: RunConfig
+) -> Problems:
+    """Yield the problems of the part `name` that the setting `key` chooses. table: the key of its own settings."""
+    if name in registry:
+        yield from options_problems(registry[name], options, table)
+        return
+    modules = ", ".join(run.plugins.modules)
+    where = f"the plug-ins {modules} register no other" if modules else "a plug-in's part needs [plugins] modules"
+    yield key, f"{registry.unknown(name)}; {where}"
