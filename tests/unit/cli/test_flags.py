@@ -148,6 +148,11 @@ def project(tmp_path_factory) -> Path:
     write_lines(folder / "labeled.jsonl", [row | {"language": f"{n % 2}"} for n, row in enumerate(good + law)])
     (folder / "text.txt").write_text("the cat sat on the mat, the dog did not\n" * 40)
     (folder / "recipe.toml").write_text("[quality.gopher]\nword_count = [60, 900]\n")
+    (folder / "mixture.toml").write_text('[plugins]\nmodules = ["policies"]\n')
+    policy = 'MixturePolicy(name="most", weights=lambda available, settings: ({"web": 1.0}, []))'
+    (folder / "policies.py").write_text(
+        f"from ingot.plugins.mixture import MIXTURES, MixturePolicy\nMIXTURES.register({policy})\n"
+    )
     (folder / "weights.toml").write_text("web = 0.25\nlaw = 0.75\n")
     (folder / "loads.json").write_text("[2, 1, 1, 1, 1, 1, 1, 1]")
     (folder / "twin.json").write_text(json.dumps({"kill_step": 1, "resumed_from": 1, "first_step": 1, "last_step": 2,

@@ -149,9 +149,12 @@ def configure_recipe(parser: argparse.ArgumentParser) -> None:
 
 
 def run_recipe(args: argparse.Namespace, terminal: Terminal) -> None:
+    from dataclasses import replace
+
     from ingot.config import to_dict, to_toml
     from ingot.data.build.recipe import load_recipe
 
     recipe = load_recipe(Path(args.recipe) if args.recipe else None, args.set, args.preset)
+    recipe = replace(recipe, plugins=replace(recipe.plugins, code={}))  # ingot writes the code, and never reads it
     terminal.say(to_toml(recipe, whole=True))
     terminal.result(to_dict(recipe))

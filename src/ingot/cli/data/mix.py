@@ -25,7 +25,7 @@ def configure_mix(parser: argparse.ArgumentParser) -> None:
     how.add_argument(
         "--weights", nargs="+", metavar="SOURCE=SHARE", help="shares in any unit (default: those of --preset natural)"
     )
-    how.add_argument("--preset", metavar="NAME", help="preset weights: classic, natural or equal")
+    how.add_argument("--preset", metavar="NAME", help="preset weights: classic, natural, equal, or a plug-in's policy")
     how.add_argument(
         "--weights-from",
         type=place,
@@ -38,6 +38,12 @@ def configure_mix(parser: argparse.ArgumentParser) -> None:
     how.add_argument("--doremi", action="store_true", help="tune the weights with a small proxy model")
     how.add_argument(
         "--ablate", nargs="+", metavar="MIXTURE", help="train on each of these presets or files, and compare them"
+    )
+    parser.add_argument(
+        "--recipe",
+        type=place,
+        metavar="FILE",
+        help="data recipe with the plug-ins of --preset and --ablate (default: none)",
     )
     parser.add_argument(
         "--tokens",
@@ -110,6 +116,7 @@ def run_mix(args: argparse.Namespace, terminal: Terminal) -> None:
 def _by_hand(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.mixture.shares import NATURAL, parse_weights, preset_weights, read_weights
 
+    tables = _tables(args)
     tokens, available, _ = _tokens(args)
     notes: tuple[str, ...] = ()
     if args.weights:
@@ -117,8 +124,17 @@ def _by_hand(args: argparse.Namespace, terminal: Terminal) -> None:
     elif args.weights_from:
         weights = read_weights(Path(args.weights_from))
     else:
-        weights, notes = preset_weights(args.preset or NATURAL, available)
+        weights, notes = preset_weights(args.preset or NATURAL, available, tables)
     _show(args, terminal, available, weights, notes, {"tokens_folder": str(tokens)})
+
+
+def _tables(args: argparse.Namespace) -> dict[str, dict]:
+    """Import the plug-ins of --recipe. Return the settings of their policies: name -> table."""
+    if not args.recipe:
+        return {}
+    from ingot.data.build.recipe import load_recipe
+
+    return load_recipe(Path(args.recipe)).mixture
 
 
 def _show(
@@ -254,10 +270,11 @@ def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.trainer.experiments.ablation import ablate
     from ingot.units import format_count
 
+    tables = _tables(args)
     tokens, available, manifest = _tokens(args)
     mixtures: dict[str, dict[str, float]] = {}
     for spec in args.ablate:
-        name, weights, notes = named_weights(spec, available)
+        name, weights, notes = named_weights(spec, available, tables)
         if name in mixtures:
             raise UsageError(
                 "E-MIXTURE-NAME",

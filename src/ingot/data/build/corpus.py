@@ -14,9 +14,11 @@ import gzip
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 
 from ingot.config import from_dict, to_dict
+from ingot.data.guard import RULE
 from ingot.data.lineage.verify import raise_all
 from ingot.errors import ConfigError, DataError, DataMissing
 from ingot.schema.corpus import CorpusManifest
@@ -182,24 +184,37 @@ def read_dropped(corpus: Path) -> Iterator[dict]:
 
 
 def cut_files(corpus: Path) -> tuple[str, ...]:
-    """Return a warning for every input that is truncated or could not be read. The funnel counts each as one record."""
+    """Return a warning for every input that is truncated or could not be read, which the funnel counts as one record,
+    and for every stage in which a plug-in raised."""
     manifest = load_corpus(corpus)
+    counts = {rule: count for stage in manifest.funnel for rule, count in stage.dropped.items()}
     cut, bad = "read.truncated_file", "read.bad_input"
-    if not any(rule in stage.dropped for stage in manifest.funnel for rule in (cut, bad)):
-        return ()
-    paths = [corpus / part.name for part in manifest.lineage]
-    if paths:
-        from ingot.data.lineage.records import lineage_connection
-
-        with lineage_connection(paths) as lineage:  # reads only these columns; the files of dropped records hold text
-            query = "SELECT file, rule, value FROM lineage WHERE rule IN (?, ?) ORDER BY filename, file_row_number"
-            found = lineage.execute(query, [cut, bad]).fetchall()
-    else:
-        rows = (row for row in read_dropped(corpus) if row["rule"] in (cut, bad))
-        found = [(row["file"], row["rule"], row["value"]) for row in rows]
-    return tuple(
+    warnings = [
         f"{file} is cut at {value.partition(':')[0]}; its whole records were kept"
         if rule == cut
         else f"left out: {value}"
-        for file, rule, value in found
-    )
+        for file, rule, value in (_dropped_by(corpus, manifest, (cut, bad)) if counts.keys() & {cut, bad} else ())
+    ]
+    for rule in (rule for rule in counts if rule.endswith(f".{RULE}")):
+        documents = "a document" if counts[rule] == 1 else f"{counts[rule]:,} documents"
+        for _, _, value in _dropped_by(corpus, manifest, (rule,), first=1):
+            warnings.append(f"{rule}: a plug-in raised on {documents}, dropped; the first error: {value}")
+    return tuple(warnings)
+
+
+def _dropped_by(
+    corpus: Path, manifest: CorpusManifest, rules: tuple[str, ...], first: int | None = None
+) -> list[tuple[str, str, str]]:
+    """Return (file, rule, value) of the first records that `rules` dropped, all of them by default."""
+    paths = [corpus / part.name for part in manifest.lineage]
+    if not paths:
+        rows = (row for row in read_dropped(corpus) if row["rule"] in rules)
+        return [(row["file"], row["rule"], row["value"]) for row in islice(rows, first)]
+    from ingot.data.lineage.records import lineage_connection
+
+    with lineage_connection(paths) as lineage:  # reads only these columns; the files of dropped records hold text
+        query = (
+            "SELECT file, rule, value FROM lineage WHERE rule IN (SELECT unnest(?)) ORDER BY filename, file_row_number"
+        )
+        limit = f" LIMIT {first}" if first else ""
+        return lineage.execute(query + limit, [list(rules)]).fetchall()

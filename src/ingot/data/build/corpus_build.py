@@ -8,8 +8,6 @@ until the corpus is finished: after Ctrl-C or a crash, the same command continue
 
 import contextlib
 import difflib
-import functools
-import importlib.metadata
 import json
 import re
 import shutil
@@ -19,10 +17,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from ingot.config import to_dict
 from ingot.data.build.corpus import MANIFEST, cut_files, load_corpus, write_manifest
 from ingot.data.build.corpus_files import WriteCorpusFile, find_repeated_spans, write_corpus_file
 from ingot.data.build.duplicates import find_duplicates
+from ingot.data.build.plugin_code import check_filters, code_beside_ingot, import_plugins, used_code, written_recipe
 from ingot.data.build.process_input import (
     EvaluationSetsIndex,
     IndexEvaluationSets,
@@ -44,6 +42,7 @@ from ingot.data.tasks.store import Store, open_store
 from ingot.data.tasks.task import PLACE, Attempt, R, Task, task_function
 from ingot.errors import ConfigError, DataError, ResourceError
 from ingot.schema.corpus import CorpusManifest
+from ingot.schema.plugins import Plugins
 from ingot.storage import canonical_json, exclusive, fsync_dir, require_free, sha256_bytes, sha256_file
 
 _PROCESS_SHARE, _DUPLICATES_SHARE = 0.85, 0.95  # progress bar: share of a build's time until the end of this step
@@ -80,8 +79,9 @@ def build_corpus(
     Raises ConfigError, ResourceError, RunBusyError; DataError for an input that cannot be fetched, for one whose
     workers die repeatedly, and if no document is left (`out` then holds the dropped documents).
     """
-    recipe, report = recipe or DataRecipe(), progress or (lambda fraction, text: None)
+    recipe, report = import_plugins(recipe or DataRecipe()), progress or (lambda fraction, text: None)
     _check_inputs(inputs, recipe)
+    check_filters(recipe)
     inputs = sorted(inputs, key=lambda one: one.name)
     list_folder = purged.absolute() if purged and (purged / LIST).exists() else None
     with _work_folder(out) as work:
@@ -125,6 +125,7 @@ def corpus_identity(
             store.forget(task)
     found = run_all(tasks, store, runner, lambda status: report(0.0, f"hashing: {describe(status)}"))
     decides = fingerprint(recipe) | ({"against": sha256_file(against / INDEX)} if against else {})
+    decides |= {"plugins": code} if (code := used_code(recipe, inputs)) else {}
     pairs = zip(inputs, found, strict=True)
     identity = CorpusIdentity(
         inputs={one.name: version.get("sha256") or canonical_json(version) for one, version in pairs},
@@ -211,7 +212,7 @@ def _check_out(out: Path, replace: bool) -> None:
     if not replace and (out / MANIFEST).exists():
         raise ConfigError(
             "E-TOKENS-FINISHED",
-            f"{out.parent} holds finished tokens of another corpus (other crawl files, sources or recipe)",
+            f"{out.parent} holds finished tokens of another corpus (other crawl files, sources, recipe or plug-ins)",
             rule="finished tokens are not overwritten: a run may be training on them",
             fix=f"choose another --out, or remove {out} and {out.parent}/tokens first",
             path=str(out.parent),
@@ -289,7 +290,7 @@ class _Build:
             dropped=tuple(one.dropped for one in written if one.dropped),
             lineage=tuple(one.lineage for one in written),
             funnel=funnel(sum(one.records for one in results), [one.drops for one in written], ran, seconds),
-            recipe=to_dict(replace(self.recipe, remote=self.recipe.remote.without_secrets())),
+            recipe=written_recipe(self.recipe, self.inputs),
         )
         shutil.rmtree(folder, ignore_errors=True)  # left by a build that was stopped in this function
         folder.mkdir()
@@ -321,7 +322,8 @@ class _Build:
         self, evaluation_sets: Task[EvaluationSetsIndex] | None, decides: dict[str, Any]
     ) -> list[Task[InputResult]]:
         listed = PurgedList.load(self.purged).sha256 if self.purged else ""
-        recipe = replace(self.recipe, remote=RemoteRules())  # rules for fetching do not affect the corpus
+        # Neither rules for fetching nor weights affect the corpus; the code of plug-ins is in `libraries`.
+        recipe = replace(self.recipe, remote=RemoteRules(), plugins=Plugins(), mixture={})
         return [
             process_input.task(
                 ProcessInput(
@@ -330,7 +332,7 @@ class _Build:
                     input=replace(one, location=""),
                     recipe=recipe,
                     recipe_files=decides["files"],
-                    libraries=_libraries(),
+                    libraries=code_beside_ingot(self.recipe, one),
                     purged_sha256=listed,
                     evaluation_sets=evaluation_sets.ref if evaluation_sets else None,
                     location=one.location,
@@ -338,21 +340,12 @@ class _Build:
                     cache=self.store.root / "fetched",
                     remote=self.recipe.remote,
                     purged=self.purged,
+                    plugins=self.recipe.plugins,
                 ),
                 one.name,
             )
             for one in self.inputs
         ]
-
-
-@functools.cache
-def _libraries() -> dict[str, str]:
-    """Return library name -> version. It is in each task's key, so an update does not mix old and new results."""
-    found = {}
-    for name in ("fastwarc", "resiliparse", "trafilatura", "lxml", "spacy", "pyarrow"):
-        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            found[name] = importlib.metadata.version(name)
-    return found
 
 
 def _publish(folder: Path, out: Path, work: Path) -> None:

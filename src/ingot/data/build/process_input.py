@@ -31,7 +31,6 @@ from ingot.data.build.stages import (
     PURGED,
     READ,
     URL,
-    DocumentStage,
     DocumentStages,
     StageSettings,
     document_stages,
@@ -45,7 +44,10 @@ from ingot.data.sources.remote import RemoteRules, without_secrets
 from ingot.data.sources.url import UrlDuplicates, canonical_url
 from ingot.data.tasks.task import PLACE, Attempt, TaskRef, task_function
 from ingot.errors import DataError
+from ingot.plugins.filters import DocumentStage
+from ingot.plugins.load import load_plugins
 from ingot.schema.corpus import Document, Drop, document_id
+from ingot.schema.plugins import Plugins
 from ingot.storage import write_json
 
 # start, bytes: position and length of the line in rows.jsonl; reached_url: the document reached the stage `url`;
@@ -93,9 +95,10 @@ class ProcessInput:
     name: the input's name. identity: the hash of its content, or the version of a remote input. input: the input
     without its location. recipe: the recipe without rules for remote inputs, which do not affect the result.
     recipe_files: the hashes of the files that the recipe names. libraries: name -> version of the libraries that read
-    pages. purged_sha256: hash of the purge list, or "". evaluation_sets: the index of evaluation sets, None if the
-    recipe names none. location: path or URL of the input. stamp: see `stamp`. cache: the folder of fetched inputs.
-    remote: rules for fetching. purged: the data folder with the purge list, None if there is no list.
+    pages, and the code of the plug-ins that can change this input's documents. purged_sha256: hash of the purge list,
+    or "". evaluation_sets: the index of evaluation sets, None if the recipe names none. location: path or URL of the
+    input. stamp: see `stamp`. cache: the folder of fetched inputs. remote: rules for fetching. purged: the data folder
+    with the purge list, None if there is no list. plugins: the plug-ins to import first, with an absolute folder.
     """
 
     name: str
@@ -111,6 +114,7 @@ class ProcessInput:
     cache: Annotated[Path, PLACE]
     remote: Annotated[RemoteRules, PLACE]
     purged: Annotated[Path | None, PLACE]
+    plugins: Annotated[Plugins, PLACE]
 
 
 @dataclass(frozen=True)
@@ -125,8 +129,9 @@ def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
     """Read one input and drop, change or keep each of its documents.
 
     Raises DataError for an input that cannot be fetched or opened, or that changed during the build. An input with the
-    wrong content gives one dropped record instead.
+    wrong content gives one dropped record instead. Raises ConfigError for plug-ins that cannot be used.
     """
+    _import_plugins(specification)
     index = specification.evaluation_sets
     settings = StageSettings(specification.recipe, index.folder if index else None, specification.purged)
     settings = settings.of_source(specification.input.source)
@@ -148,6 +153,22 @@ def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
             counts[outcome.drop.rule if outcome.drop else "kept"] += 1
     write_json(attempt.out / "seconds_by_stage.json", clock.seconds)
     return InputResult(output.records)
+
+
+def _import_plugins(specification: ProcessInput) -> None:
+    """Import the plug-ins. Raises DataError if the code of one that matters is not the code that the key names."""
+    plugins = specification.plugins
+    for name, code in load_plugins(plugins.modules, Path(plugins.folder)).items():
+        if specification.libraries.get(name, code) != code:
+            raise DataError(
+                "E-DATA-PLUGIN-CHANGED",
+                f"plug-in {name!r} in {plugins.folder} is not the one with which the build began",
+                rule="plug-ins must not change during a build, and are the same on every machine",
+                fix="run the same command again: the inputs that the plug-in can change are read again",
+                module=name,
+                found=code,
+                expected=specification.libraries[name],
+            )
 
 
 @dataclass
@@ -222,7 +243,9 @@ class _InputReader:
         self._specification, self._attempt = specification, attempt
         self._input = replace(specification.input, location=specification.location)
         known = json.loads(specification.identity) if specification.identity.startswith("{") else None
-        self._records = read(self._input, specification.cache, recipe.limits, specification.remote, known=known)
+        self._records = read(
+            self._input, specification.cache, recipe.limits, specification.remote, known=known, tables=recipe.format
+        )
 
     def records(self, counts: Counter) -> Iterator[tuple[Document, Drop | None]]:
         """Yield the pairs that `read` yields. Each record is reported to the attempt before it is read."""

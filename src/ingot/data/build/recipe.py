@@ -10,12 +10,13 @@ import difflib
 import json
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from ingot import config
-from ingot.data import decontaminate
+from ingot.config import LEFT_OUT_AT_DEFAULT
+from ingot.data import decontaminate, parts
 from ingot.data.classify import stage as classify
 from ingot.data.classify.stage import ClassifierRules
 from ingot.data.decontaminate import DecontaminationRules
@@ -32,10 +33,15 @@ from ingot.data.pii import PiiRules
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.remote import RemoteRules
 from ingot.errors import ConfigError
+from ingot.plugins.load import load_plugins
+from ingot.schema.plugins import Plugins
 from ingot.storage import sha256_file
 
 DEFAULT_PRESET = "web"
-OF_ONE_SOURCE = ("preset", "extract", "blocklist", "language", "quality", "junk", "classifier", "toxicity", "pii")
+OF_ONE_SOURCE = (
+    "preset", "extract", "blocklist", "language", "quality", "junk", "classifier", "toxicity", "pii",
+    "filter", "format", "extractor", "pii_kind",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +50,8 @@ class DataRecipe:
 
     preset: name of the quality preset; it gives the values of [quality] that the recipe file does not set. remote:
     rules for fetching inputs, which have no effect on the documents. source: source name -> values that differ for its
-    documents (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ.
+    documents (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ. plugins: modules
+    that register parts; filter, format, extractor, pii_kind, mixture: name of such a part -> its settings (parts.py).
     """
 
     preset: str = DEFAULT_PRESET
@@ -62,6 +69,17 @@ class DataRecipe:
     dedup: DedupRules = field(default_factory=DedupRules)
     substrings: SubstringRules = field(default_factory=SubstringRules)
     source: dict[str, dict[str, Any]] = field(default_factory=dict)
+    plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
+    filter: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
+    format: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
+    extractor: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
+    pii_kind: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
+    mixture: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
+
+    @property
+    def tables(self) -> dict[str, dict[str, dict[str, Any]]]:
+        """The settings of the parts of plug-ins: kind -> name -> table."""
+        return {kind: getattr(self, kind) for kind in parts.KINDS}
 
     def problems(self):
         if self.preset not in PRESETS:
@@ -85,10 +103,30 @@ def load_recipe(path: Path | None = None, overrides: Sequence[str] = (), preset:
         )
     overrides = [f'preset="{preset}"', *overrides] if preset else overrides
     values, where = config.read(path, overrides)
+    values = _with_plugins(values, path.parent if path else Path())
     recipe = config.from_dict(DataRecipe, _with_preset(values), where=where)
+    parts.check_tables(recipe.tables, where)
     for name in recipe.source:
-        recipe_of(recipe, name)  # raises ConfigError now if the rules of a source are wrong
+        own = recipe_of(recipe, name)  # raises ConfigError now if the rules of a source are wrong
+        parts.check_tables(own.tables, lambda key, name=name: f"source.{name}.{key}")
     return recipe
+
+
+def _with_plugins(values: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Import the plug-ins that the values of a recipe name. Return the values with the plug-ins' absolute folder and
+    the identities of their code.
+
+    folder: the folder of the recipe file.
+    """
+    try:
+        plugins = config.from_dict(Plugins, values.get("plugins", {}))
+    except (ConfigError, TypeError, AttributeError):
+        return values  # the whole recipe is checked next, and the message names the line
+    if not plugins.modules:
+        return values
+    place = (folder / plugins.folder).resolve()
+    code = load_plugins(plugins.modules, place)
+    return values | {"plugins": {"modules": list(plugins.modules), "folder": str(place), "code": code}}
 
 
 def recipe_of(recipe: DataRecipe, source: str) -> DataRecipe:
@@ -131,15 +169,28 @@ def _merged(base: dict, changes: dict) -> dict:
 
 def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
     """Return everything that decides the effect of a recipe: its values, and the hashes of the files it names."""
-    values = config.to_dict(recipe)
+    values = recipe_values(replace(recipe, plugins=Plugins(), mixture={}))
     del values["remote"]
     files = {name: _files(recipe_of(recipe, name)) for name in ("", *recipe.source)}
     return {"recipe": values, "files": files}
 
 
+def recipe_values(recipe: DataRecipe) -> dict[str, Any]:
+    """Return a recipe as JSON values, without the sections about plug-ins that it does not have.
+
+    So a recipe without plug-ins has the values, and the hash, that it had before there were plug-ins.
+    """
+    values = config.to_dict(recipe)
+    for one in dataclasses.fields(DataRecipe):
+        if one.metadata == LEFT_OUT_AT_DEFAULT and getattr(recipe, one.name) == getattr(_DEFAULT, one.name):
+            del values[one.name]
+    return values
+
+
 def _files(recipe: DataRecipe) -> dict[str, Any]:
     bad_words = recipe.quality.c4.bad_words if recipe.quality.c4.enabled else ""
-    return {
+    of_plugins = parts.files_of_filters(recipe.filter)
+    return ({"plugins": of_plugins} if of_plugins else {}) | {
         "bad_words": sha256_file(Path(bad_words)) if bad_words else "",
         "blocklist": blocklist.fingerprint(recipe.blocklist) if recipe.blocklist.enabled else {},
         "classifier": classify.fingerprint(recipe.classifier) if recipe.classifier.enabled else {},
@@ -147,6 +198,9 @@ def _files(recipe: DataRecipe) -> dict[str, Any]:
         "language": language.fingerprint(recipe.language) if recipe.language.enabled else "",
         "decontamination": decontaminate.fingerprint(recipe.decontamination) if recipe.decontamination.enabled else {},
     }
+
+
+_DEFAULT = DataRecipe()
 
 
 def setting_of(rule: str) -> str:
@@ -167,7 +221,7 @@ def value_of(setting: str, recipe: dict[str, Any] | None = None) -> str:
 
     recipe: the values of a recipe as they are in corpus.json; if None, those of the preset `web`.
     """
-    value: typing.Any = recipe or config.to_dict(DataRecipe())
+    value: typing.Any = recipe or config.to_dict(_DEFAULT)
     for name in setting.split("."):
         value = value[name]
     return "" if isinstance(value, dict) else json.dumps(value)  # for numbers, strings and lists JSON is also TOML

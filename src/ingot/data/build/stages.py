@@ -1,52 +1,25 @@
 """The stages of a data build in their order, and the funnel that counts the documents that each of them drops.
 
-`STAGES` is the only list of them: the rows of the funnel, the stage names in dropped documents, and the stages that run
-all follow from its entries. A `PerDocument` entry looks at one document at a time (process_input.py); a `PerCorpus`
-entry reads inputs or compares documents (duplicates.py, corpus_files.py).
+`STAGES` is the only list of them, and `stages_of` adds the filters of plug-ins: the rows of the funnel, the stage names
+in dropped documents, and the stages that run all follow from its entries. A `PerDocument` entry looks at one document
+at a time (process_input.py); a `PerCorpus` entry reads inputs or compares documents (duplicates.py, corpus_files.py).
 """
 
+import functools
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
-from typing import Protocol
 
+from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.recipe import DataRecipe, recipe_of
-from ingot.data.classify.stage import Classify
-from ingot.data.decontaminate import Decontaminate
-from ingot.data.extract.html import Extract
-from ingot.data.filters.blocklist import Blocklist
-from ingot.data.filters.c4 import C4
-from ingot.data.filters.gopher import Gopher
-from ingot.data.filters.junk import Junk
-from ingot.data.filters.language import Language
-from ingot.data.filters.quality import FineWeb, quality_stages
-from ingot.data.filters.toxicity import Toxicity
 from ingot.data.lineage.purge.history import Purged, PurgedList
-from ingot.data.pii import Pii
-from ingot.schema.corpus import Document, Drop, FunnelStage
+from ingot.data.parts import is_on
+from ingot.plugins.filters import FILTERS, DocumentStage, Filter
+from ingot.plugins.registry import resolve
+from ingot.schema.corpus import Drop, FunnelStage
 
 SWITCHED_OFF = "switched off"
-
-
-class DocumentStage(Protocol):
-    """A stage that is called once per document, in crawl order, and returns a Drop if the document is dropped.
-
-    name: the name of its row in the funnel, and `Drop.stage` of every document that the stage drops.
-    ran: a description of the model and settings, for the funnel ("lid.176.ftz, keeps en, threshold 0.65").
-
-    A stage may change the document in place. It must not raise on any document: a document that the stage cannot handle
-    gets a Drop with a separate rule.
-    """
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def ran(self) -> str: ...
-
-    def __call__(self, document: Document) -> Drop | None: ...
 
 
 @dataclass(frozen=True)
@@ -61,10 +34,6 @@ class StageSettings:
     evaluation_sets: Path | None = None
     purged: Path | None = None
 
-    @cached_property
-    def quality(self) -> Mapping[str, DocumentStage | None]:
-        return quality_stages(self.recipe.quality)
-
     def of_source(self, source: str) -> "StageSettings":
         """Return the settings for documents of `source`."""
         return StageSettings(recipe_of(self.recipe, source), self.evaluation_sets, self.purged)
@@ -72,14 +41,10 @@ class StageSettings:
 
 @dataclass(frozen=True)
 class PerDocument:
-    """A stage that looks at one document. kind: its class. make: creates the stage, or returns None if switched off."""
+    """A stage that looks at one document. make: creates the stage, or returns None if it is switched off."""
 
-    kind: type
+    name: str
     make: Callable[[StageSettings], DocumentStage | None]
-
-    @property
-    def name(self) -> str:
-        return self.kind.name
 
     def ran(self, settings: StageSettings) -> str:
         stage = self.make(settings)
@@ -98,9 +63,9 @@ class PerCorpus:
         return Drop(self.name, f"{self.name}.{rule}", value)
 
 
-def _language(settings: StageSettings) -> Language | None:
-    rules = settings.recipe.language
-    return Language(rules.keep, rules.threshold, rules.thresholds) if rules.enabled else None
+def _own(name: str) -> PerDocument:
+    """Return the stage of a filter of ingot."""
+    return PerDocument(name, lambda settings: resolve(FILTERS[name].make)(settings.recipe))
 
 
 def _exact(settings: StageSettings) -> str:
@@ -114,30 +79,55 @@ DUPLICATES = PerCorpus("duplicates", _exact)
 NEAR_DUPLICATES = PerCorpus("near_duplicates", lambda settings: _if_enabled(settings.recipe.dedup))
 SUBSTRINGS = PerCorpus("substrings", lambda settings: _if_enabled(settings.recipe.substrings))
 # Every record is looked up in the purge list once its text is known, even if an earlier stage dropped the record.
-PURGED = PerDocument(Purged, lambda s: Purged(PurgedList.load(s.purged)) if s.purged else None)
+PURGED = PerDocument(Purged.name, lambda s: Purged(PurgedList.load(s.purged)) if s.purged else None)
+CONTAMINATED = PerDocument(
+    "contaminated",
+    lambda s: resolve("ingot.data.build.own_filters:make_contaminated")(s.recipe, s.evaluation_sets),
+)
 # A document that is dropped before URL does not count as the first page with its URL.
 STAGES: tuple[PerCorpus | PerDocument, ...] = (
     READ,
-    PerDocument(Blocklist, lambda s: Blocklist(s.recipe.blocklist) if s.recipe.blocklist.enabled else None),
-    PerDocument(Extract, lambda s: Extract(s.recipe.extract)),
+    _own("blocklist"),
+    _own("extract"),
     PURGED,
     URL,
-    PerDocument(Language, _language),
-    PerDocument(Gopher, lambda s: s.quality[Gopher.name]),
-    PerDocument(C4, lambda s: s.quality[C4.name]),
-    PerDocument(FineWeb, lambda s: s.quality[FineWeb.name]),
-    PerDocument(Junk, lambda s: Junk(s.recipe.junk) if s.recipe.junk.enabled else None),
-    PerDocument(Classify, lambda s: Classify(s.recipe.classifier) if s.recipe.classifier.enabled else None),
-    PerDocument(Toxicity, lambda s: Toxicity(s.recipe.toxicity) if s.recipe.toxicity.enabled else None),
-    PerDocument(Pii, lambda s: Pii(s.recipe.pii) if s.recipe.pii.enabled else None),
-    PerDocument(
-        Decontaminate,
-        lambda s: Decontaminate(s.recipe.decontamination, s.evaluation_sets) if s.evaluation_sets else None,
-    ),
+    _own("language"),
+    _own("gopher"),
+    _own("c4"),
+    _own("fineweb"),
+    _own("junk"),
+    _own("classifier"),
+    _own("toxicity"),
+    _own("pii"),
+    CONTAMINATED,
     DUPLICATES,
     NEAR_DUPLICATES,
     SUBSTRINGS,
 )
+
+
+def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
+    """Return STAGES with the filters of plug-ins that the recipe switches on, for all sources or for some.
+
+    Filters with the same place run in the order in which they are registered.
+    """
+    tables = [recipe.filter, *(recipe_of(recipe, source).filter for source in recipe.source)]
+    named = {name for table in tables for name in table}
+    rows: list[PerCorpus | PerDocument] = list(STAGES)
+    last: dict[str, str] = {}  # stage -> the last filter so far that follows it
+    for part in (entry.part for entry in FILTERS.entries() if entry.part.name in named):
+        after, names = part.after, [row.name for row in rows]
+        while after not in names:  # a filter that is not switched on
+            after = FILTERS[after].after
+        row = PerDocument(part.name, functools.partial(_of_plugin, part))
+        rows.insert(names.index(last.get(after, after)) + 1, row)
+        last[after] = part.name
+    return tuple(rows)
+
+
+def _of_plugin(part: Filter, settings: StageSettings) -> DocumentStage | None:
+    table = settings.recipe.filter.get(part.name)
+    return checked_stage(part, table) if is_on(table) else None
 
 
 def _if_enabled(rules) -> str:
@@ -158,21 +148,23 @@ class DocumentStages:
 
 def document_stages(settings: StageSettings) -> DocumentStages:
     """Return the stages that look at one document at a time."""
-    middle = STAGES.index(URL)
+    every = stages_of(settings.recipe)
+    middle = every.index(URL)
 
     def made(rows: Sequence[PerCorpus | PerDocument]) -> tuple[DocumentStage, ...]:
         stages = [row.make(settings) for row in rows if isinstance(row, PerDocument) and row is not PURGED]
         return tuple(stage for stage in stages if stage is not None)
 
-    return DocumentStages(made(STAGES[:middle]), PURGED.make(settings), made(STAGES[middle:]))
+    return DocumentStages(made(every[:middle]), PURGED.make(settings), made(every[middle:]))
 
 
 def what_ran(settings: StageSettings) -> dict[str, str]:
     """Return stage name -> description of the model and settings, including the differences between sources."""
-    ran = {stage.name: stage.ran(settings) for stage in STAGES}
+    every = stages_of(settings.recipe)
+    ran = {stage.name: stage.ran(settings) for stage in every}
     for source in settings.recipe.source:
         mine = settings.of_source(source)
-        for stage in STAGES:
+        for stage in every:
             if isinstance(stage, PerDocument) and (text := stage.ran(mine)) != ran[stage.name].partition("; of ")[0]:
                 ran[stage.name] += f"; of {source}: {text}"
     return ran
@@ -185,7 +177,7 @@ def funnel(
 
     drops: for each input, stage -> rule -> dropped documents. ran: see `what_ran`. seconds: stage -> CPU seconds.
     """
-    dropped: dict[str, Counter[str]] = {stage.name: Counter() for stage in STAGES}
+    dropped: dict[str, Counter[str]] = {name: Counter() for name in ran}
     for one in drops:
         for stage, rules in one.items():
             dropped[stage].update(rules)

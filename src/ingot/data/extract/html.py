@@ -10,23 +10,21 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import version
+from typing import Any
 
 from resiliparse.extract.html2text import extract_plain_text
 from resiliparse.parse.encoding import detect_encoding, map_encoding_to_html5
 from resiliparse.parse.html import HTMLTree, traverse_dom
 
 from ingot.data.extract.page import TOO_DEEP, TOO_MANY, ParsedPage, parse_page
+from ingot.data.guard import PluginCalls, broken_contract
+from ingot.data.parts import Table, created, in_words, module_of, settings_of
 from ingot.data.sources.sniff import HTML_TYPES
 from ingot.errors import require
+from ingot.plugins.extractor import EXTRACTORS
+from ingot.plugins.registry import INGOT, resolve
 from ingot.ranges import PositiveBytes, PositiveCount, PositiveQueue
 from ingot.schema.corpus import Document, Drop
-
-_RAN = {
-    "fast": ("resiliparse", "main content"),
-    "accurate": ("ingot", "main content"),
-    "trafilatura": ("trafilatura", "fast"),
-}
-
 
 _USUAL_DEPTH = 64
 # Control characters except tab and line feed; marks that control bidirectional layout; soft hyphens and zero-width
@@ -48,11 +46,12 @@ class PageRefused(Exception):
 
 @dataclass(frozen=True, kw_only=True)
 class ExtractRules:
-    """The method of extraction ("fast", "accurate" or "trafilatura") and limits; a page beyond a limit is dropped.
+    """The method of extraction and limits; a page beyond a limit is dropped.
 
+    method: "fast", "accurate", "trafilatura", or an extractor that a plug-in registers (plugins/extractor.py).
     max_bytes: size of the page. max_depth: levels of nested elements. max_work: sum of the depths of all elements (for
     "fast", whose time is proportional to this sum; 4 million take under a second). max_nodes: elements and pieces of
-    text (for "accurate" and "trafilatura").
+    text (for the other methods).
     """
 
     method: str = "accurate"
@@ -62,8 +61,8 @@ class ExtractRules:
     max_nodes: PositiveCount = 1_000_000
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        if self.method not in _RAN:
-            yield "method", f"is {self.method!r}, must be one of {', '.join(_RAN)}"
+        if self.method not in EXTRACTORS:
+            yield "method", EXTRACTORS.unknown(self.method)
         for name in ("max_bytes", "max_depth", "max_work", "max_nodes"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
@@ -80,40 +79,59 @@ def extract_text(html: str, rules: ExtractRules | None = None) -> str:
     beyond a limit, MissingPartError if the package of the method is not installed, and the errors of that package.
     """
     rules = rules or ExtractRules()
-    if rules.method == "fast":
-        return clean_text(resiliparse_text(html, rules.max_depth, rules.max_work))
-    page = parse_page(html.encode("utf-8", "replace"), rules.max_depth, rules.max_nodes)
-    _check(page, rules)
-    if rules.method == "accurate":
-        from ingot.data.extract.accurate import main_text
+    return clean_text(resolve(EXTRACTORS[rules.method].extract)(html, rules))
 
-        return clean_text(main_text(page))
+
+def extract_fast(html: str, rules: ExtractRules) -> str:
+    return resiliparse_text(html, rules.max_depth, rules.max_work)
+
+
+def extract_accurate(html: str, rules: ExtractRules) -> str:
+    from ingot.data.extract.accurate import main_text
+
+    return main_text(parse_within(html, rules))
+
+
+def extract_trafilatura(html: str, rules: ExtractRules) -> str:
+    parse_within(html, rules)
     trafilatura = require("trafilatura", "trafilatura")
-    return clean_text(trafilatura.extract(html, fast=True, include_comments=False) or "")
+    return trafilatura.extract(html, fast=True, include_comments=False) or ""
 
 
-def _check(page: ParsedPage, rules: ExtractRules) -> None:
+def parse_within(html: str, rules: ExtractRules) -> ParsedPage:
+    """Return the parsed page. Raises PageRefused if it is beyond `max_depth` or `max_nodes`."""
+    page = parse_page(html.encode("utf-8", "replace"), rules.max_depth, rules.max_nodes)
     if page.status == TOO_DEEP:
         raise PageRefused("extract.too_deep", f"over {rules.max_depth} levels")
     if page.status == TOO_MANY:
         raise PageRefused("extract.too_many_nodes", f"over {rules.max_nodes} elements and texts")
+    return page
 
 
 class Extract:
     """The stage that sets document.text from document.raw and clears raw. Plain text is cleaned in the same way.
 
     Drop rules: extract.too_large, extract.too_deep, extract.too_many_nodes, extract.failed (with the name of the
-    exception), extract.empty. The constructor raises MissingPartError if the package of the method is not installed.
+    exception), extract.plugin (with the error of a plug-in's method), extract.empty. table: the settings of a plug-in's
+    method. The constructor raises MissingPartError if the package of the method is not installed.
     """
 
     name = "extract"
 
-    def __init__(self, rules: ExtractRules | None = None):
+    def __init__(self, rules: ExtractRules | None = None, table: Table | None = None):
         self.rules = rules or ExtractRules()
-        package, what = _RAN[self.rules.method]
-        if self.rules.method == "trafilatura":
+        method, part = self.rules.method, EXTRACTORS[self.rules.method]
+        if method == "trafilatura":
             require("trafilatura", "trafilatura")
-        self.ran = f"{self.rules.method}: {package} {version(package)}, {what}"
+        self._extract = resolve(part.extract)
+        self._settings: Any = self.rules
+        self._calls: PluginCalls | None = None
+        package = f"{part.package} {created('extractor', method, version, part.package)}" if part.package else ""
+        if (module := module_of("extractor", method)) != INGOT:
+            self._settings = settings_of("extractor", method, table)
+            self._calls = PluginCalls(in_words("extractor", method), self.name)
+            package = ", ".join(filter(None, (f"plug-in {module}", package)))
+        self.ran = f"{method}: {package}, {part.describes}"
 
     def __call__(self, document: Document) -> Drop | None:
         raw, document.raw = document.raw, b""
@@ -123,15 +141,28 @@ class Extract:
         document.notes["encoding"] = encoding
         if document.content_type in HTML_TYPES:
             try:
-                document.text = extract_text(text, self.rules)
+                document.text = clean_text(self._text(text))
             except PageRefused as refused:
                 return Drop(self.name, refused.rule, refused.value)
-            except Exception as error:  # parsers raise exceptions of many types; an exception drops only this page
+            except Exception as error:
+                if self._calls:
+                    return self._calls.raised(error)
+                # parsers raise exceptions of many types; an exception drops only this page
                 return Drop(self.name, "extract.failed", type(error).__name__)
         else:
             # Blank lines and indentation of source code are kept.
             document.text = clean_text(text, blank_lines="code_language" in document.notes)
         return None if document.text else Drop(self.name, "extract.empty")
+
+    def _text(self, html: str) -> str:
+        if self._calls is None:
+            return self._extract(html, self._settings)
+        parse_within(html, self.rules)
+        text = self._extract(html, self._settings)
+        self._calls.returned()
+        if not isinstance(text, str):
+            raise broken_contract(self._calls.part, f"returned {type(text).__name__}", "an extractor returns a str")
+        return text
 
 
 def resiliparse_text(html: str, max_depth: int, max_work: int) -> str:

@@ -9,6 +9,7 @@ none     no quality rules
 """
 
 from dataclasses import dataclass, field, replace
+from typing import TypedDict
 
 from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.counts import count_fineweb, problems_of_limits
@@ -115,8 +116,16 @@ PRESETS: dict[str, QualityRules] = {
 }
 
 
-def quality_stages(rules: QualityRules) -> dict[str, Gopher | C4 | FineWeb | None]:
-    """Return the stages by name, in the order in which they run; None for a stage that is switched off."""
+class QualityStages(TypedDict):
+    """The stages of a quality section by name, in the order in which they run; None: switched off."""
+
+    gopher: Gopher | None
+    c4: C4 | None
+    fineweb: FineWeb | None
+
+
+def quality_stages(rules: QualityRules) -> QualityStages:
+    """Return the stages of `rules`."""
     gopher = rules.gopher.enabled or rules.gopher_repetition.enabled
     return {
         "gopher": Gopher(rules.gopher, rules.gopher_repetition, words=rules.words) if gopher else None,

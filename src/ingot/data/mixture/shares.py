@@ -10,8 +10,13 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from ingot.data.guard import broken_contract
+from ingot.data.parts import Table, created, in_words, module_of, settings_of
 from ingot.errors import ConfigError, IngotError, UsageError
+from ingot.plugins.mixture import MIXTURES
+from ingot.plugins.registry import INGOT, resolve
 from ingot.toml import parse_toml
 from ingot.units import format_count
 
@@ -19,13 +24,11 @@ from ingot.units import format_count
 # (Muennighoff et al. 2023, arXiv:2305.16264, figure 5 and section 6).
 EPOCHS_WELL_SPENT = 4.0
 
-# Shares that add up to one. `classic` is an often quoted mixture for general models. Its parts add up to 95%; the rest
-# is given to forums (questions and answers), which are also a source of LLaMA (Touvron et al. 2023, table 1).
-PRESETS: dict[str, dict[str, float]] = {
-    "classic": {"web": 0.70, "code": 0.10, "books": 0.05, "papers": 0.05, "encyclopedia": 0.05, "forums": 0.05},
-}
-NATURAL, EQUAL = "natural", "equal"  # presets whose shares follow from the available sources
-PRESET_NAMES = (*PRESETS, NATURAL, EQUAL)
+# Shares that add up to one: an often quoted mixture for general models. Its parts add up to 95%; the rest is given to
+# forums (questions and answers), which are also a source of LLaMA (Touvron et al. 2023, table 1).
+CLASSIC = {"web": 0.70, "code": 0.10, "books": 0.05, "papers": 0.05, "encyclopedia": 0.05, "forums": 0.05}
+NATURAL = "natural"  # the preset whose shares are those of the tokens
+Weights = dict[str, float]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,42 +63,68 @@ class Mixture:
         return {one.source: round(one.share, 6) for one in self.sources if one.tokens}
 
 
-def preset_weights(name: str, available: Mapping[str, int]) -> tuple[dict[str, float], tuple[str, ...]]:
-    """Return (weights of preset `name` for the available sources, notes on sources left out).
+def preset_weights(
+    name: str, available: Mapping[str, int], tables: Mapping[str, Table] | None = None
+) -> tuple[dict[str, float], tuple[str, ...]]:
+    """Return (weights of preset `name` for the available sources, notes for the user).
 
-    available: the number of tokens of each source. The share of a missing source goes to the others. Raises UsageError
-    for an unknown preset, or if none of its sources is available.
+    name: a registered policy (plugins/mixture.py). available: the number of tokens of each source. tables: the settings
+    of policies of plug-ins, by name. Raises UsageError for an unknown preset, or if none of its sources is available;
+    ConfigError for a policy of a plug-in that raises, or that breaks its contract.
     """
-    if name == NATURAL:
-        return {source: float(tokens) for source, tokens in available.items()}, ()
-    if name == EQUAL:
-        return dict.fromkeys(available, 1.0), ()
-    if name not in PRESETS:
+    if name not in MIXTURES:
         raise UsageError(
             "E-MIXTURE-UNKNOWN",
             f"no mixture is called {name!r}",
-            rule=f"the presets are {', '.join(PRESET_NAMES)}",
+            rule=f"the presets are {', '.join(MIXTURES.names())}",
             fix="name one of the presets, or a file with weights",
             name=name,
         )
-    preset = PRESETS[name]
-    weights = {source: share for source, share in preset.items() if source in available}
+    policy = MIXTURES[name].weights
+    if module_of("mixture", name) == INGOT:
+        return resolve(policy)(available, None)
+    settings = settings_of("mixture", name, (tables or {}).get(name))
+    return _checked(name, created("mixture", name, policy, dict(available), settings))
+
+
+def _checked(name: str, found: Any) -> tuple[dict[str, float], tuple[str, ...]]:
+    rule = "a policy returns (dict of source -> weight, list of notes); a weight is a number"
+    if not (isinstance(found, tuple) and len(found) == 2 and isinstance(found[0], Mapping)):
+        raise broken_contract(in_words("mixture", name), f"returned {found!r}"[:200], rule)
+    weights, notes = found
+    numbers = all(isinstance(source, str) and type(w) in (int, float) for source, w in weights.items())
+    if not (numbers and isinstance(notes, list | tuple) and all(isinstance(note, str) for note in notes)):
+        raise broken_contract(in_words("mixture", name), f"returned {found!r}"[:200], rule)
+    return {source: float(weight) for source, weight in weights.items()}, tuple(notes)
+
+
+def natural_weights(available: Mapping[str, int], settings: None) -> tuple[Weights, tuple[str, ...]]:
+    return {source: float(tokens) for source, tokens in available.items()}, ()
+
+
+def equal_weights(available: Mapping[str, int], settings: None) -> tuple[Weights, tuple[str, ...]]:
+    return dict.fromkeys(available, 1.0), ()
+
+
+def classic_weights(available: Mapping[str, int], settings: None) -> tuple[Weights, tuple[str, ...]]:
+    """Return the weights of `CLASSIC`, and notes on sources left out. The others get the share of a missing source."""
+    weights = {source: share for source, share in CLASSIC.items() if source in available}
     if not weights:
         raise UsageError(
             "E-MIXTURE-NO-SOURCE",
-            f"the preset {name!r} has none of the sources of these tokens",
-            rule=f"the preset mixes {', '.join(preset)}; these tokens have {', '.join(sorted(available))}",
+            "the preset 'classic' has none of the sources of these tokens",
+            rule=f"the preset mixes {', '.join(CLASSIC)}; these tokens have {', '.join(sorted(available))}",
             fix="name sources when building (data build --source NAME FILES), or give --weights",
-            name=name,
+            name="classic",
             sources=sorted(available),
         )
-    missing, unnamed = [s for s in preset if s not in available], sorted(set(available) - set(preset))
+    missing, unnamed = [s for s in CLASSIC if s not in available], sorted(set(available) - set(CLASSIC))
     notes = []
     if missing:
-        share = sum(preset[source] for source in missing)
+        share = sum(CLASSIC[source] for source in missing)
         notes.append(f"{', '.join(missing)}: not in these tokens; the other sources get their share of {share:.0%}")
     if unnamed:
-        notes.append(f"{', '.join(unnamed)}: not in the preset {name!r}, so not used")
+        notes.append(f"{', '.join(unnamed)}: not in the preset 'classic', so not used")
     return weights, tuple(notes)
 
 
@@ -254,9 +283,6 @@ def _whole(amounts: Mapping[str, float], tokens: int) -> dict[str, int]:
     return whole
 
 
-Weights = dict[str, float]
-
-
 def parse_weights(pairs: Sequence[str]) -> Weights:
     """Return the weights in `pairs`, such as ["web=.7", "code=0.3"]. Raises UsageError for another form."""
     found: Weights = {}
@@ -320,17 +346,19 @@ def _unreadable(path: Path, error: Exception) -> ConfigError:
     )
 
 
-def named_weights(spec: str, available: Mapping[str, int]) -> tuple[str, Weights, tuple[str, ...]]:
+def named_weights(
+    spec: str, available: Mapping[str, int], tables: Mapping[str, Table] | None = None
+) -> tuple[str, Weights, tuple[str, ...]]:
     """Return (name, weights, notes) of the mixture `spec`: the name of a preset, or the path of a file, whose stem is
-    then the name."""
-    if spec in PRESET_NAMES:
-        return spec, *preset_weights(spec, available)
+    then the name. tables: see `preset_weights`."""
+    if spec in MIXTURES:
+        return spec, *preset_weights(spec, available, tables)
     path = Path(spec)
     if not path.exists():
         raise UsageError(
             "E-MIXTURE-UNKNOWN",
             f"no mixture is called {spec!r}",
-            rule=f"a mixture is a file with weights, or one of {', '.join(PRESET_NAMES)}",
+            rule=f"a mixture is a file with weights, or one of {', '.join(MIXTURES.names())}",
             fix="correct the path, or name one of the presets",
             name=spec,
         )

@@ -60,7 +60,9 @@ _MAX_LINE, _MAX_MEAN_LINE, _MIN_ALPHANUMERIC = 1000, 100, 0.25
 _ALPHANUMERIC = bytes(byte for byte in range(256) if byte > 127 or chr(byte).isalnum())
 
 
-def read_folder(path: Path, name: str, source: str, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
+def read_folder(
+    path: Path, name: str, source: str, limits: Limits, settings: None = None
+) -> Iterator[tuple[Document, Drop | None]]:
     """Yield one pair (document, drop or None) per file in the folder `path` and its subfolders, in the order of names.
 
     Symbolic links are not followed, and only regular files are opened.
@@ -88,7 +90,9 @@ def read_folder(path: Path, name: str, source: str, limits: Limits) -> Iterator[
         yield dropped(name, source, "empty_body", "no files", "folder")
 
 
-def read_code_tar(path: Path, name: str, source: str, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
+def read_code_tar(
+    path: Path, name: str, source: str, limits: Limits, settings: None = None
+) -> Iterator[tuple[Document, Drop | None]]:
     """Yield one pair (document, drop or None) per file of a tar archive (plain, gzip or zstd).
 
     Drop rules: those of read_folder; bad_member for damage after which reading continues; truncated_file and bad_stream

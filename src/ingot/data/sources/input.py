@@ -13,24 +13,27 @@ import hashlib
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import unquote
 
+from ingot.data.parts import Table, module_of
 from ingot.data.sources import fetch, s3
 from ingot.data.sources.bounded import Limits
-from ingot.data.sources.code import read_code_tar, read_folder, walk
-from ingot.data.sources.parquet import read_parquet
+from ingot.data.sources.code import walk
+from ingot.data.sources.custom import read_checked
 from ingot.data.sources.remote import RemoteRules, Version, split_url, without_secrets
-from ingot.data.sources.sniff import FORMATS, format_by_name, format_of
-from ingot.data.sources.text import Fields, read_jsonl, read_text
-from ingot.data.sources.warc import read_warc
+from ingot.data.sources.sniff import format_by_name, format_of
+from ingot.data.sources.text import Fields
 from ingot.errors import ConfigError, DataError
+from ingot.plugins.registry import INGOT, resolve
+from ingot.plugins.source import FORMATS
 from ingot.schema.corpus import Document, Drop
 from ingot.storage import sha256_bytes, sha256_file
 
 _MAX_NAME = 160
+_WITH_FIELDS = ("jsonl", "parquet")
 _PLAIN_HOST = re.compile(r"[a-z0-9]+://(?:\[[^]@]*\]|[^:@/?#]*)(?::\d*)?(?:[/?#]|$)")  # or bucket, without a user
 _NO_REMOTE = RemoteRules()
 
@@ -44,7 +47,8 @@ class Input:
     """A file or folder to read, and the name of the source to which its documents belong (mixture weights, evaluation).
 
     location: a local path, s3://bucket/key, or http(s)://...
-    format: one of FORMATS, or "auto" (by name, then by first bytes; a folder is never read as source code).
+    format: a registered format (plugins/source.py), or "auto" (by name, then by first bytes; a folder is never read as
+    source code).
     fields: the keys or columns of JSON lines and Parquet. label: the name of the input, if the last part of `location`
     is not unique.
     """
@@ -142,12 +146,14 @@ def read(
     rules: RemoteRules = _NO_REMOTE,
     *,
     known: dict | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield pairs (document, drop or None) in the order of the input, in constant memory.
 
     A remote file is fetched into `cache` and stays there until `forget` removes it. known: the earlier `identity` of
-    the input; if the server has another version, DataError is raised. Raises BadInput for a file whose content does not
-    have its format, and DataError for a file that cannot be read or fetched.
+    the input; if the server has another version, DataError is raised. tables: the settings of formats of plug-ins, by
+    name. Raises BadInput for a file whose content does not have its format, DataError for a file that cannot be read or
+    fetched, and ConfigError for a plug-in that breaks its contract.
     """
     limits = limits or Limits()
     path = Path(one.location)
@@ -167,7 +173,7 @@ def read(
                 path=str(path),
                 format=kind,
             )
-        yield from _reader(kind, path, one, limits)
+        yield from _reader(kind, path, one, limits, tables or {})
     except OSError as error:
         raise _unreadable(without_secrets(one.location) if one.is_remote else str(path), error) from None
     except DataError as error:
@@ -186,18 +192,18 @@ def forget(one: Input, cache: Path) -> None:
         fetch.forget(one.location, cache)
 
 
-def _reader(kind: str, path: Path, one: Input, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
-    if kind in ("warc", "wet"):
-        return read_warc(path, one.source, limits, name=one.name)
-    if kind == "text":
-        return read_text(path, one.name, one.source, limits)
-    if kind == "jsonl":
-        return read_jsonl(path, one.name, one.source, one.fields, limits)
-    if kind == "parquet":
-        return read_parquet(path, one.name, one.source, one.fields, limits)
-    if kind == "tar":
-        return read_code_tar(path, one.name, one.source, limits)
-    return read_folder(path, one.name, one.source, limits)
+def format_by_input(one: Input) -> str:
+    """Return the format of an input as far as its name shows it, "" if only its first bytes do."""
+    return one.format if one.format != "auto" else format_by_name(one.name)
+
+
+def _reader(
+    kind: str, path: Path, one: Input, limits: Limits, tables: Mapping[str, Table]
+) -> Iterator[tuple[Document, Drop | None]]:
+    if module_of("format", kind) == INGOT:
+        settings = one.fields if kind in _WITH_FIELDS else None
+        return resolve(FORMATS[kind].read)(path, one.name, one.source, limits, settings)
+    return read_checked(kind, path, one.name, one.source, limits, tables.get(kind))
 
 
 def _locations_of(word: str, format: str, cache: Path, rules: RemoteRules) -> list[tuple[str, str]]:
@@ -290,8 +296,8 @@ def _names_nothing(word: str, found: str) -> ConfigError:
 
 def _check_settings(format: str, rules: RemoteRules) -> None:
     problems = [f"{name} {text}" for name, text in rules.problems()]
-    if format not in (*FORMATS, "auto"):
-        problems.append(f"format is {format!r}, must be auto or one of {', '.join(FORMATS)}")
+    if format != "auto" and format not in FORMATS:
+        problems.append(f"format is {format!r}, must be auto or a format; {FORMATS.unknown(format)}")
     if problems:
         raise ConfigError(
             "E-INPUT-SETTINGS",

@@ -216,7 +216,7 @@ _MAGIC = b"PAR1"
 
 
 def read_parquet(
-    path: Path, name: str, source: str, fields: Fields, limits: Limits
+    path: Path, name: str, source: str, limits: Limits, fields: Fields
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield one pair (document, drop or None) per row.
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.unpack import BadStream, Unpacked
 from ingot.errors import DataError
+from ingot.plugins.source import FORMATS
 
 HTML_TYPES = frozenset({"text/html", "application/xhtml+xml"})
 _HEAD_BYTES = 1024
@@ -102,19 +103,14 @@ def foreign(head: bytes) -> str:
     return next((f" ({kind})" for magic, kind in _FOREIGN.items() if head.startswith(magic)), "")
 
 
-FORMATS = ("warc", "wet", "text", "jsonl", "parquet", "tar", "folder")
-_SUFFIXES = {
-    "warc": "warc", "wet": "wet", "wat": "warc", "txt": "text", "text": "text", "jsonl": "jsonl",
-    "json": "jsonl", "ndjson": "jsonl", "parquet": "parquet", "tar": "tar", "tgz": "tar",
-}  # fmt: skip
 _PACKED = frozenset({"gz", "zst"})
 _FILE_HEAD_BYTES = 4096
 
 
 def format_of(path: Path, name: str, limits: Limits) -> str:
-    """Return the format of the local file or folder `path`, by the suffix of `name`, or else by its first bytes.
+    """Return the format of the local file or folder `path`, by the ending of `name`, or else by its first bytes.
 
-    Raises DataError for a file in none of FORMATS.
+    Raises DataError for a file in no registered format (plugins/source.py).
     """
     if path.is_dir():
         return "folder"
@@ -138,7 +134,7 @@ def format_of(path: Path, name: str, limits: Limits) -> str:
     raise DataError(
         "E-INPUT-FORMAT",
         f"the format of {name} is not known: it starts with {start!r}{foreign(start)}",
-        rule=f"the formats are {', '.join(FORMATS)}; warc, wet, text, jsonl and tar also as .gz and .zst",
+        rule=f"the formats are {', '.join(FORMATS.names())}; warc, wet, text, jsonl and tar also as .gz and .zst",
         fix="unpack zip, bzip2, xz and lz4 first; name the format if the file name does not show it",
         name=name,
         archive=foreign(start).strip(" ()"),
@@ -146,8 +142,12 @@ def format_of(path: Path, name: str, limits: Limits) -> str:
 
 
 def format_by_name(name: str) -> str:
-    """Return the format that belongs to the suffix of a file name, "" for an unknown suffix."""
-    *_, last = parts = name.lower().split(".")
-    if last in _PACKED and len(parts) > 2:
-        return _SUFFIXES.get(parts[-2], "")
-    return _SUFFIXES.get(last, "") if len(parts) > 1 else ""
+    """Return the format that belongs to the ending of a file name, "" for an unknown ending."""
+    name = name.lower()
+    stem, _, last = name.rpartition(".")
+    unpacked = stem if last in _PACKED and "." in stem else ""
+    for entry in FORMATS.entries():
+        endings = tuple(f".{ending}" for ending in entry.part.endings)
+        if name.endswith(endings) or (entry.part.packed and unpacked.endswith(endings)):
+            return entry.part.name
+    return ""

@@ -115,7 +115,9 @@ def _json_name(value: Any) -> str:
     return names.get(type(value), "null" if value is None else type(value).__name__)
 
 
-def read_text(path: Path, name: str, source: str, limits: Limits) -> Iterator[tuple[Document, Drop | None]]:
+def read_text(
+    path: Path, name: str, source: str, limits: Limits, settings: None = None
+) -> Iterator[tuple[Document, Drop | None]]:
     """Yield a single pair (document, drop or None) for a text file.
 
     Drop rules: read.too_large, not_text, empty_body, truncated_file, bad_stream.
@@ -141,7 +143,7 @@ def read_text(path: Path, name: str, source: str, limits: Limits) -> Iterator[tu
 
 
 def read_jsonl(
-    path: Path, name: str, source: str, fields: Fields, limits: Limits
+    path: Path, name: str, source: str, limits: Limits, fields: Fields
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield one pair (document, drop or None) per line that is not blank.
 

@@ -68,6 +68,13 @@ def read_warc(
         yield _document(name, source, Record(offset=0)), Drop(STAGE, f"{STAGE}.no_pages", value)
 
 
+def read_crawl(
+    path: Path, name: str, source: str, limits: Limits, settings: None = None
+) -> Iterator[tuple[Document, Drop | None]]:
+    """Read a file by the contract of a format (plugins/source.py); see `read_warc`."""
+    return read_warc(path, source, limits, name=name)
+
+
 def _is_page(record: Record) -> bool:
     """Return True if a resource record holds a page. Crawlers also store logs and screenshots in such records."""
     return (

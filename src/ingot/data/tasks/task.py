@@ -33,6 +33,7 @@ from pathlib import Path
 from typing import Annotated, Any, Generic, TypeVar, Union, get_args, get_origin, overload
 
 from ingot import __version__, errors
+from ingot.config import LEFT_OUT_AT_DEFAULT
 from ingot.storage import canonical_json, sha256_bytes
 
 S = TypeVar("S")
@@ -308,12 +309,19 @@ def encode(value: Any) -> Any:
     if isinstance(value, Path):
         return str(value)
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {one.name: encode(getattr(value, one.name)) for one in dataclasses.fields(value)}
+        return {one.name: encode(getattr(value, one.name)) for one in dataclasses.fields(value) if _kept(value, one)}
     if isinstance(value, dict):
         return {str(key): encode(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [encode(one) for one in value]
     return value
+
+
+def _kept(value: Any, one: dataclasses.Field) -> bool:
+    """Return False for a field that has its default and is left out then, so that keys of tasks stay what they were."""
+    if one.metadata != LEFT_OUT_AT_DEFAULT or one.default_factory is dataclasses.MISSING:
+        return True
+    return getattr(value, one.name) != one.default_factory()
 
 
 def decode(hint: Any, value: Any, root: Path | None = None) -> Any:

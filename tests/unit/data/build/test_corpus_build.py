@@ -12,7 +12,7 @@ import pytest
 from tests.expect import refused
 
 from ingot.data.build import corpus_build as build
-from ingot.data.build import duplicates
+from ingot.data.build import duplicates, plugin_code
 from ingot.data.build import process_input as process_module
 from ingot.data.build.corpus import cut_files, load_corpus, read_documents, read_dropped, verify_corpus
 from ingot.data.build.corpus_build import build_corpus
@@ -401,7 +401,7 @@ def test_a_build_that_goes_on_with_other_libraries_begins_again(crawl, tmp_path,
 
     monkeypatch.setattr(build, "run_all", stop)
     for version in ("1", "1", "2"):
-        monkeypatch.setattr(build, "_libraries", lambda version=version: {"resiliparse": version})
+        monkeypatch.setattr(plugin_code, "_libraries", lambda version=version: {"resiliparse": version})
         with pytest.raises(KeyboardInterrupt):
             build_corpus(inputs_of(crawl), tmp_path / "corpus")
     assert processed == [2, 0, 2]

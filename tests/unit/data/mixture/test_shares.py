@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.expect import refused
 
-from ingot.data.mixture.shares import PRESETS, mix, named_weights, parse_weights, preset_weights, read_weights
+from ingot.data.mixture.shares import CLASSIC, mix, named_weights, parse_weights, preset_weights, read_weights
 from ingot.errors import ConfigError
 
 
@@ -79,10 +79,9 @@ def test_the_budget_is_met_and_no_cap_is_passed(sources, part, epochs):
     assert all(ratio == pytest.approx(free[0]) for ratio in free) and all(ratio >= 1 - 1e-9 for ratio in free)
 
 
-def test_presets_add_up_to_one():
-    for weights in PRESETS.values():
-        assert sum(weights.values()) == pytest.approx(1)
-    assert PRESETS["classic"]["web"] == 0.7 and PRESETS["classic"]["forums"] == pytest.approx(0.05)
+def test_the_classic_shares_add_up_to_one():
+    assert sum(CLASSIC.values()) == pytest.approx(1)
+    assert CLASSIC["web"] == 0.7 and CLASSIC["forums"] == pytest.approx(0.05)
 
 
 def test_a_preset_is_fitted_to_the_sources_that_are_there():

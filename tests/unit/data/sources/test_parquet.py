@@ -25,7 +25,7 @@ LIMITS = Limits()
 
 
 def read(path, limits=LIMITS, **fields):
-    return list(read_parquet(path, path.name, "books", Fields(**fields), limits))
+    return list(read_parquet(path, path.name, "books", limits, Fields(**fields)))
 
 
 def outcomes(pairs):
@@ -140,7 +140,7 @@ def test_dictionary_that_expands_is_read_few_rows_at_once(write):
     """150 rows of 1 MB each that share one value."""
     path = write({"text": ["y" * (1 << 20)] * 150}, compression="none", dictionary_pagesize_limit=1 << 22)
     assert path.stat().st_size < 4 << 20
-    count = sum(1 for document, _ in read_parquet(path, "x", "s", Fields(), LIMITS) if len(document.raw) == 1 << 20)
+    count = sum(1 for document, _ in read_parquet(path, "x", "s", LIMITS, Fields()) if len(document.raw) == 1 << 20)
     assert count == 150
 
 

@@ -32,7 +32,7 @@ def outcomes(pairs):
 def rows_of(tmp_path, data, limits=SMALL, **fields):
     path = tmp_path / "x.jsonl"
     path.write_bytes(data)
-    return list(read_jsonl(path, "x.jsonl", "books", Fields(**fields), limits))
+    return list(read_jsonl(path, "x.jsonl", "books", limits, Fields(**fields)))
 
 
 @pytest.mark.parametrize("packing", PACKINGS)
