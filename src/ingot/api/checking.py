@@ -105,7 +105,8 @@ def check(
     the fraction done and a text.
 
     Problems of the file are findings, not exceptions. Raises UsageError for an unknown cluster, ConfigError for options
-    that do not fit together, MissingPartError if a dry run needs a package that is not installed.
+    that do not fit together or the timeline of a run without a pipeline, MissingPartError if a dry run needs a package
+    that is not installed.
 
         result = ingot.check("run.toml", cluster="8xh100")
         if not result.ok:

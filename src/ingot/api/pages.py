@@ -32,7 +32,7 @@ def read_wet(path: str | Path) -> Iterator[tuple[Document, Drop | None]]:
     """Yield (document, None) for each text of a WET file, in its order, and (document, drop) for each other record.
 
     `document.text` has the text, decoded and cleaned as in a data build; an empty text has the drop "extract.empty".
-    The other properties and errors are those of `read_warc`. The pages of a WARC file are extracted, with "accurate".
+    The pages of a WARC file are extracted, with "accurate". Raises DataError as `read_warc` does.
 
         texts = [document.text for document, drop in ingot.read_wet("crawl.wet.gz") if drop is None]
     """
@@ -68,7 +68,7 @@ def extract(html: str | bytes, *, method: str = "accurate", charset: str = "") -
             f"the page has {refused.value}",
             rule="a page has at most 1,000 nested elements and a million elements and texts",
             fix="leave the page out: a data build drops it",
-            rule_name=refused.rule,
+            page_rule=refused.rule,
         ) from None
 
 

@@ -60,8 +60,8 @@ def resume(
 ) -> JobResult:
     """Continue an existing run from its newest verified checkpoint; a finished run is returned as it is.
 
-    run: the run folder. The other arguments, the result and the errors are those of `train`; UsageError if the folder
-    has no run yet.
+    run: the run folder. The other arguments and the result are those of `train`. Raises UsageError if the folder has no
+    run yet, and the errors of `train`.
 
         result = ingot.resume("runs/demo", overrides=["optim.lr=1e-3"], accept=["optim.lr"])
     """

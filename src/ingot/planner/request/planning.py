@@ -89,6 +89,9 @@ def plan(
     run: a run file, which is planned with its own layout. overrides: changes to the run file, like "train.steps=100".
     recipe: recipe of low-precision matrix products (--fp8). relative_to: folder of the new run file, to which its
     paths are relative. Raises UsageError, ConfigError or DataError.
+
+        plans = ingot.plan("llama3-8b", tokens="1.5T", cluster="8xh100")
+        plans.best.plan.step_seconds, plans.best.run.parallel
     """
     conditions = _conditions(
         cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures

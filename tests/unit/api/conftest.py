@@ -1,0 +1,51 @@
+"""A crawl, and copies of the golden artifacts, which earlier versions wrote."""
+
+import importlib.util
+import json
+import shutil
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+from ingot.cli.main import main
+
+TESTS = Path(__file__).parents[2]
+
+
+def crawl_module() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("crawl_for_api", TESTS / "unit" / "data" / "conftest.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="session")
+def golden(tmp_path_factory) -> Path:
+    """`data`, and runs of 6 steps that were stopped after step 4."""
+    folder = tmp_path_factory.mktemp("golden") / "artifacts"
+    return Path(shutil.copytree(TESTS / "golden", folder, ignore=shutil.ignore_patterns("*.py", "__pycache__", "old")))
+
+
+@pytest.fixture(scope="session")
+def crawl_file(tmp_path_factory) -> Path:
+    """A WARC file of 40 good pages, a page in German, a short page and a missing page."""
+    crawl = crawl_module()
+    pages = [(f"http://a.example/{n}", crawl.english(n, 24), 200) for n in range(40)]
+    german = "Der Hund und die Katze gehen heute nicht in den Wald, weil es regnet. " * 9
+    pages += [("http://a.example/missing", "not found", 404), ("http://a.example/german", german, 200)]
+    pages += [("http://a.example/short", "too short to stay", 200)]
+    return crawl.write_crawl(tmp_path_factory.mktemp("crawl") / "crawl.warc.gz", pages)
+
+
+@pytest.fixture
+def command(capsys):
+    """`command(*words)` runs a command in this process. Returns its exit code and the object that --json prints."""
+
+    def run(*words: object) -> tuple[int, dict]:
+        capsys.readouterr()
+        code = main([*map(str, words), "--json"])
+        return code, json.loads(capsys.readouterr().out)
+
+    return run
