@@ -239,6 +239,8 @@ def _provenance(facts: CardFacts) -> Section:
     if manifest := next(iter(facts.tokens.values()), None):
         rows.append(("tokenizer", manifest.tokenizer_sha256))
         pairs.append(("Tokens", f"{manifest.dtype}, vocabulary {manifest.vocab_size:,}, end of text {manifest.eot_id}"))
+    code = facts.corpus.recipe.get("plugins", {}).get("code", {})
+    rows += [(f"plug-in {clean(name, 80)}", clean(str(one), 80)) for name, one in code.items()]
     inputs = [(clean(name, _URL_CHARACTERS), str(sha256)) for name, sha256 in sorted(facts.corpus.inputs.items())]
     return Section(
         "provenance",

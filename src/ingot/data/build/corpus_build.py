@@ -20,7 +20,7 @@ from typing import Annotated, Any
 from ingot.data.build.corpus import MANIFEST, cut_files, load_corpus, write_manifest
 from ingot.data.build.corpus_files import WriteCorpusFile, find_repeated_spans, write_corpus_file
 from ingot.data.build.duplicates import find_duplicates
-from ingot.data.build.plugin_code import check_filters, code_beside_ingot, import_plugins, used_code, written_recipe
+from ingot.data.build.plugin_code import check_parts, code_beside_ingot, import_plugins, used_code, written_recipe
 from ingot.data.build.process_input import (
     EvaluationSetsIndex,
     IndexEvaluationSets,
@@ -81,7 +81,7 @@ def build_corpus(
     """
     recipe, report = import_plugins(recipe or DataRecipe()), progress or (lambda fraction, text: None)
     _check_inputs(inputs, recipe)
-    check_filters(recipe)
+    check_parts(recipe, inputs)
     inputs = sorted(inputs, key=lambda one: one.name)
     list_folder = purged.absolute() if purged and (purged / LIST).exists() else None
     with _work_folder(out) as work:

@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 from ingot.data.build.custom_filter import checked_stage
+from ingot.data.build.own_filters import make_extract, make_pii
 from ingot.data.build.recipe import DataRecipe, recipe_of, recipe_values
-from ingot.data.parts import code_of_parts, is_on
+from ingot.data.parts import code_of_parts, is_on, module_of, settings_of
 from ingot.data.sources.input import Input, format_by_input
 from ingot.plugins.filters import FILTERS
 from ingot.plugins.load import load_plugins
+from ingot.plugins.registry import INGOT, resolve
+from ingot.plugins.source import FORMATS
 from ingot.schema.plugins import Plugins
 
 
@@ -45,7 +48,8 @@ def used_code(recipe: DataRecipe, inputs: Sequence[Input]) -> dict[str, str]:
 def written_recipe(recipe: DataRecipe, inputs: Sequence[Input]) -> dict[str, Any]:
     """Return the recipe as a corpus records it: without secrets, places on this machine, and code that was not used."""
     code = used_code(recipe, inputs)
-    plugins = Plugins(modules=tuple(name for name in recipe.plugins.modules if name in code), code=code)
+    modules = tuple(name for name in recipe.plugins.modules if name in code)
+    plugins = Plugins(modules=modules, code={name: code[name] for name in modules})
     return recipe_values(replace(recipe, remote=recipe.remote.without_secrets(), plugins=plugins, mixture={}))
 
 
@@ -58,9 +62,19 @@ def import_plugins(recipe: DataRecipe) -> DataRecipe:
     return replace(recipe, plugins=replace(recipe.plugins, folder=place, code=code))
 
 
-def check_filters(recipe: DataRecipe) -> None:
-    """Create the filters of plug-ins once for every source, before a build begins. Raises ConfigError."""
-    for own in (recipe, *(recipe_of(recipe, source) for source in recipe.source)):
+def check_parts(recipe: DataRecipe, inputs: Sequence[Input]) -> None:
+    """Create the parts of plug-ins that the inputs need, before a build begins. Raises ConfigError."""
+    if not recipe.plugins.modules:
+        return
+    for source, format in sorted({(one.source, format_by_input(one)) for one in inputs}):
+        own = recipe_of(recipe, source)
+        if module_of("format", format) != INGOT:
+            resolve(FORMATS[format].read)
+            settings_of("format", format, own.format.get(format))
+        if module_of("extractor", own.extract.method) != INGOT:
+            make_extract(own)
+        if any(module_of("pii_kind", kind) != INGOT for kind in own.pii.kinds):
+            make_pii(own)
         for name, table in own.filter.items():
             if is_on(table):
                 checked_stage(FILTERS[name], table)
