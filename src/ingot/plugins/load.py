@@ -12,13 +12,14 @@ import importlib
 import importlib.util
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
 from ingot.plugins.registry import Registry
+from ingot.value_names import close
 
 GROUP = "ingot.plugins"
 _HASH_DIGITS = 16
@@ -27,16 +28,18 @@ _HASH_DIGITS = 16
 @dataclass(frozen=True)
 class Plugin:
     """A plug-in that was imported. name: as the file names it. module: the Python module. folder: where modules were
-    looked for, absolute. code: see `code_of`."""
+    looked for, absolute. code: see `code_of`. version: of the distribution that gives the module its name, or ""."""
 
     name: str
     module: str
     folder: Path
     file: Path
     code: str
+    version: str = ""
 
 
 _loaded: dict[str, Plugin] = {}  # by the name of the Python module
+_folders: list[Path] = []  # those that this module added to sys.path
 
 
 def load_plugins(names: Sequence[str], folder: Path) -> dict[str, str]:
@@ -45,35 +48,48 @@ def load_plugins(names: Sequence[str], folder: Path) -> dict[str, str]:
     folder: where modules are looked for, besides the installed packages. A plug-in that this process has imported
     already is imported again only if its file or code changed. Raises ConfigError if a plug-in cannot be imported.
     """
+    return {plugin.name: plugin.code for plugin in import_plugins(names, folder)}
+
+
+def import_plugins(names: Sequence[str], folder: Path) -> list[Plugin]:
+    """Import the plug-ins `names` as `load_plugins` does, and return them."""
     if not names:
-        return {}
-    place = str(folder.resolve())
-    if place not in sys.path:
-        sys.path.append(place)  # at the end: a file like random.py must not replace a module of the standard library
+        return []
+    folder = folder.resolve()
+    _look_in(folder)
     importlib.invalidate_caches()
-    return {name: _load(name, folder).code for name in names}
+    return [_load(name, folder) for name in names]
+
+
+def _look_in(folder: Path) -> None:
+    """Let Python find the modules of `folder`, before those of the folders of earlier calls.
+
+    All of them are at the end of sys.path: a file like random.py must not replace a module of the standard library.
+    """
+    if folder not in _folders:
+        if str(folder) in sys.path:
+            return
+        _folders.append(folder)
+    own = [str(one) for one in _folders]
+    sys.path[:] = [place for place in sys.path if place not in own]
+    sys.path += [str(folder), *(place for place in own if place != str(folder))]
 
 
 def _load(name: str, folder: Path) -> Plugin:
+    there = frozenset(sys.modules)
     module, version = name, ""
-    file = _file_of(name, folder)
+    file = _file_of(name, name, folder, there)
     if file is None and (point := installed_plugins().get(name)):
-        module, version = point.value, point.dist.version if point.dist else ""
-        file = _file_of(module, folder)
+        module, version = point.module, point.dist.version if point.dist else ""
+        file = _file_of(module, name, folder, there)
     if file is None:
-        raise ConfigError(
-            "E-PLUGIN-MISSING",
-            f"there is no module {module!r} in {folder} or among the installed packages",
-            rule="a plug-in is a Python file beside the run file or recipe, or an installed module",
-            fix="correct [plugins] modules, set plugins.folder to the folder of the module, or install its package",
-            module=module,
-            folder=str(folder),
-        )
-    plugin = Plugin(name, module, folder.resolve(), file, code_of(module, file, version))
+        raise _missing(module, folder)
+    plugin = Plugin(name, module, folder, file, code_of(module, file, version), version)
     if module in _loaded and (_loaded[module].file, _loaded[module].code) == (file, plugin.code):
         return plugin
-    _forget(module)
-    with _imported_by(name):
+    if module in _loaded:
+        _forget(module, name)
+    with _imported_by(name, module, there):
         importlib.import_module(module)
     _loaded[module] = plugin
     return plugin
@@ -84,22 +100,47 @@ def installed_plugins() -> dict[str, EntryPoint]:
     return {point.name: point for point in entry_points(group=GROUP)}
 
 
-def _file_of(module: str, folder: Path) -> Path | None:
-    """Return the file of a Python module, without importing the module itself (its package is imported); None if there
-    is no such module."""
+def _missing(module: str, folder: Path) -> ConfigError:
+    beside = [path.stem for path in folder.glob("*.py")] + [path.parent.name for path in folder.glob("*/__init__.py")]
+    near = close(module, sorted({*beside, *installed_plugins()}))
+    meant = f"; did you mean {near[0]!r}?" if near else ""
+    return ConfigError(
+        "E-PLUGIN-MISSING",
+        f"there is no module {module!r} in {folder} or among the installed packages{meant}",
+        rule="a plug-in is a Python file beside the run file or recipe, or an installed module",
+        fix="correct [plugins] modules, set plugins.folder to the folder of the module, or install its package",
+        module=module,
+        folder=str(folder),
+        meant=near,
+    )
+
+
+def _file_of(module: str, name: str, folder: Path, there: Collection[str]) -> Path | None:
+    """Return the file of a Python module, without importing the module itself; None if there is no such module.
+
+    The package of the module is imported, for the plug-in `name`. there: see `_imported_by`.
+    """
+    old = _loaded.get(module)
+    if old is not None and old.folder != folder and _is_beside(old.file, module, old.folder):
+        _forget(module, old.name)  # a file of the same name beside another run file
     try:
-        spec = importlib.util.find_spec(module)
-    except ValueError:  # a module without a specification, such as __main__
-        spec = None
-    except (Exception, SystemExit) as error:
-        if not (isinstance(error, ModuleNotFoundError) and f"{module}.".startswith(f"{error.name}.")):
-            raise _failed(module, error) from error
-        spec = None  # its package does not exist
+        with _imported_by(name, module, there):
+            spec = importlib.util.find_spec(module)
+    except ConfigError as error:
+        cause = error.__cause__
+        if isinstance(cause, ValueError) and not error.facts["file"]:  # a module without a specification: __main__
+            return None
+        if isinstance(cause, ModuleNotFoundError) and f"{module}.".startswith(f"{cause.name}."):
+            return None  # its package does not exist
+        raise
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return None
     found, first = Path(spec.origin).resolve(), module.partition(".")[0]
-    own = [path for path in (folder / f"{first}.py", folder / first / "__init__.py") if path.exists()]
-    if own and not found.is_relative_to(folder.resolve()):
+    if _is_beside(found, module, folder):
+        return found
+    if any(_is_beside(found, module, other) for other in _folders):
+        return None  # beside the file of an earlier call, which other processes do not search
+    if own := [path for path in (folder / f"{first}.py", folder / first / "__init__.py") if path.exists()]:
         raise ConfigError(
             "E-PLUGIN-SHADOWED",
             f"{own[0]} would not be imported: Python finds {first!r} in {found}",
@@ -109,6 +150,12 @@ def _file_of(module: str, folder: Path) -> Path | None:
             found=str(found),
         )
     return found
+
+
+def _is_beside(file: Path, module: str, folder: Path) -> bool:
+    """Return whether `file`, without symbolic links, is the file of a module that `folder` itself holds."""
+    first = module.partition(".")[0]
+    return file == (folder / f"{first}.py").resolve() or file.is_relative_to((folder / first).resolve())
 
 
 def code_of(module: str, file: Path, version: str = "") -> str:
@@ -125,31 +172,40 @@ def code_of(module: str, file: Path, version: str = "") -> str:
     return f"{version} {digest.hexdigest()[:_HASH_DIGITS]}".strip()
 
 
-def _forget(module: str) -> None:
-    """Undo an earlier import of `module` by this process, because its code or place has changed."""
-    old = _loaded.pop(module, None)
-    if old is None:
-        return
+def _forget(module: str, name: str, kept: Collection[str] = ()) -> None:
+    """Undo the import of `module` as the plug-in `name`, and of all plug-ins of the same package.
+
+    kept: modules that stay unless a plug-in imported them.
+    """
+    top = f"{module.partition('.')[0]}."
+    plugins = [_loaded.pop(other) for other in list(_loaded) if f"{other}.".startswith(top)]
     for registry in Registry.every:
-        registry.forget(old.name)
-    top = module.partition(".")[0]
-    for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
-        del sys.modules[name]
+        for plugin in {name, *(plugin.name for plugin in plugins)}:
+            registry.forget(plugin)
+    kept = () if plugins else kept
+    for other in [other for other in sys.modules if f"{other}.".startswith(top) and other not in kept]:
+        # Python takes a compiled module for current if its source has the same size and was changed in the same second.
+        if cached := getattr(sys.modules[other], "__cached__", None):
+            Path(cached).unlink(missing_ok=True)
+        del sys.modules[other]
 
 
 @contextlib.contextmanager
-def _imported_by(name: str) -> Iterator[None]:
+def _imported_by(name: str, module: str, there: Collection[str]) -> Iterator[None]:
     """Attribute what is registered inside to the plug-in `name`, and turn what it raises into a ConfigError.
 
-    What a plug-in prints goes to standard error: the output of a command with --json stays JSON.
+    After an error only the modules `there` remain. What a plug-in prints goes to standard error: the output of a
+    command with --json stays JSON.
     """
     before, Registry.importing = Registry.importing, name
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except IngotError:
+        _forget(module, name, there)
         raise
     except (Exception, SystemExit) as error:
+        _forget(module, name, there)
         raise _failed(name, error) from error
     finally:
         Registry.importing = before

@@ -9,7 +9,7 @@ from ingot.config import from_dict, problems_of
 from ingot.errors import ConfigError
 from ingot.value_names import close
 
-INGOT = "ingot"
+INGOT, MAIN = "ingot", "__main__"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,7 +32,8 @@ Reference = Callable[..., Any] | str
 
 @dataclass(frozen=True)
 class Entry(Generic[P]):
-    """A part in a registry. module: the module that registered it, as a run file names it; "ingot": a part of ingot."""
+    """A part in a registry. module: the module that registered it, as a run file names it; "ingot": a part of ingot;
+    "__main__": it was not registered by the import of a plug-in."""
 
     part: P
     module: str
@@ -63,7 +64,7 @@ class Registry(Generic[P]):
                 kind=self.kind,
                 name=part.name,
             )
-        self._entries[part.name] = Entry(part, Registry.importing or "__main__")
+        self._entries[part.name] = Entry(part, Registry.importing or MAIN)
         return part
 
     def forget(self, module: str) -> None:
@@ -75,6 +76,10 @@ class Registry(Generic[P]):
 
     def __getitem__(self, name: str) -> P:
         return self._entries[name].part
+
+    def module_of(self, name: str) -> str:
+        """Return the module that registered the part `name`: see Entry."""
+        return self._entries[name].module
 
     def entries(self) -> Iterator[Entry[P]]:
         return iter(self._entries.values())

@@ -5,7 +5,7 @@ from typing import Any
 
 from ingot.plugins.callback import CALLBACKS
 from ingot.plugins.optimizer import OPTIMIZERS
-from ingot.plugins.registry import Registry, options_problems
+from ingot.plugins.registry import INGOT, MAIN, Registry, options_problems
 from ingot.plugins.schedule import SCHEDULES
 from ingot.schema.run import RunConfig
 
@@ -25,6 +25,17 @@ def part_rules(run: RunConfig) -> Problems:
     for name, options in run.callbacks.items():
         key = f"callbacks.{name}"
         yield from _chosen(CALLBACKS, name, key, options, key, run)
+    yield from _offload_rules(run)
+
+
+def _offload_rules(run: RunConfig) -> Problems:
+    if run.optim.kind not in OPTIMIZERS or not OPTIMIZERS[run.optim.kind].whole_matrices:
+        return
+    why = f"not possible with optim.kind = {run.optim.kind!r}, which looks at whole matrices on the device"
+    if run.parallel.offload != "none":
+        yield "parallel.offload", f'{run.parallel.offload!r} is {why}; use "none", or another optimizer'
+    if run.parallel.offload_parameters:
+        yield "parallel.offload_parameters", f"is {why}; remove it, or use another optimizer"
 
 
 def _chosen(
@@ -32,6 +43,9 @@ def _chosen(
 ) -> Problems:
     """Yield the problems of the part `name` that the setting `key` chooses. table: the key of its own settings."""
     if name in registry:
+        module = registry.module_of(name)
+        if module not in (INGOT, MAIN, *run.plugins.modules):  # this process imported it for another run
+            yield key, f"{name!r} is a part of the plug-in {module!r}; add it to plugins.modules"
         yield from options_problems(registry[name], options, table)
         return
     modules = ", ".join(run.plugins.modules)

@@ -1,0 +1,42 @@
+"""Plug-ins of a test: files in a folder of its own, and nothing of them in the process afterwards."""
+
+import sys
+
+import pytest
+
+from ingot.plugins import load
+from ingot.plugins.registry import Registry
+
+
+@pytest.fixture
+def process(monkeypatch):
+    """Undo, after the test, every change of sys.path, sys.modules, the registries and the loaded plug-ins."""
+    parts = [(registry, dict(registry._entries)) for registry in Registry.every]
+    modules = set(sys.modules)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(load, "_loaded", {})
+    monkeypatch.setattr(load, "_folders", [])
+    yield
+    for registry, entries in parts:
+        registry._entries = entries
+    for name in set(sys.modules) - modules:
+        del sys.modules[name]
+
+
+@pytest.fixture
+def lab(process, tmp_path):
+    """`lab(**files)` writes Python files below the folder of a run file, and returns the folder: lab(parts="x = 1")
+    writes parts.py, lab(my="", my__parts="x = 1") the package my/__init__.py with the module my/parts.py.
+    """
+    folder = tmp_path / "lab"
+
+    def write(**files: str):
+        packages = {name.rpartition("__")[0] for name in files}
+        for name, text in files.items():
+            place = [*name.split("__"), *["__init__"] * (name in packages)]
+            path = folder.joinpath(*place).with_suffix(".py")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text)
+        return folder
+
+    return write
