@@ -11,8 +11,6 @@ from ingot.data.sources import warc
 from ingot.errors import DataError, UsageError
 from ingot.schema.corpus import Document, Drop
 
-_METHODS = ("accurate", "fast", "trafilatura")
-
 
 def read_warc(path: str | Path) -> Iterator[tuple[Document, Drop | None]]:
     """Yield (document, None) for each page of a WARC file, in its order, and (document, drop) for each record that is
@@ -46,22 +44,23 @@ def extract(html: str | bytes, *, method: str = "accurate", charset: str = "") -
     of a table; a blank line separates blocks.
 
     html: text, or bytes, whose encoding is found as browsers find it. charset: the encoding that an HTTP header gives,
-    for bytes. method: "accurate", "fast" (resiliparse) or "trafilatura". Raises UsageError for another method,
-    DataError for a page beyond the limits of depth or size, MissingPartError if a package is not installed.
+    for bytes. method: "accurate", "fast" (resiliparse), "trafilatura", or one of a plug-in. Raises UsageError for any
+    other method, DataError for a page beyond the limits of depth or size, MissingPartError if a package is missing.
 
         ingot.extract("<nav>Home</nav><p>Copper melts at 1,085 degrees Celsius.</p>")
     """
-    if method not in _METHODS:
+    rules = ExtractRules(method=method)
+    if problems := list(rules.problems()):
         raise UsageError(
             "E-EXTRACT-METHOD",
-            f"method = {method!r}",
-            rule=f"the methods are {', '.join(_METHODS)}",
+            " ".join(problems[0]),
+            rule="a method is one of ingot's own, or of a plug-in that was imported",
             fix='use extract(html, method="accurate")',
             method=method,
         )
     text = decode_page(html, charset)[0] if isinstance(html, bytes) else html
     try:
-        return extract_text(text, ExtractRules(method=method))
+        return extract_text(text, rules)
     except PageRefused as refused:
         raise DataError(
             "E-PAGE-LIMIT",
@@ -114,7 +113,8 @@ def passes_quality(text: str, preset: str = "web") -> QualityVerdict:
             preset=preset,
         )
     document = Document(id="", url="", source="", file="", record_id="", text=text, language="en")
-    for stage in quality_stages(PRESETS[preset]).values():
+    stages = quality_stages(PRESETS[preset])
+    for stage in (stages["gopher"], stages["c4"], stages["fineweb"]):
         if stage is not None and (drop := stage(document)) is not None:
             return QualityVerdict(drop.rule, drop.value)
     return QualityVerdict()

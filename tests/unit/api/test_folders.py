@@ -34,16 +34,17 @@ def test_steps_that_were_trained_again_have_their_last_values(run):
     def step(number: int, loss: float, **more) -> dict:
         return {"kind": "step", "step": number, "loss": loss, "grad_norm": 1.0, "lr": 0.1} | more
 
-    log(
-        run,
+    history = [
         {"kind": "run_started", "from_step": 0},
         *(step(number, 9.0) for number in range(1, 6)),
         {"kind": "run_started", "from_step": 2},
         step(3, 8.0),
         step(4, 8.0),
         {"kind": "rolled_back", "from_step": 4, "to_step": 3},
-        step(4, 7.0, scale=2.0),
-    )
+    ]
+    log(run, *history)
+    assert run.metrics()["step"] == [1, 2, 3], "step 4 was undone"
+    log(run, *history, step(4, 7.0, scale=2.0))
     metrics = run.metrics()
     assert (metrics["step"], metrics["loss"]) == ([1, 2, 3, 4], [9.0, 9.0, 8.0, 7.0])
     assert metrics["scale"] == [None, None, None, 2.0] and "kind" not in metrics
