@@ -46,4 +46,4 @@ class NoiseScale(StepCallback):
         return {"previous": self.previous, "squares": self.squares, "steps": self.steps}
 
 
-CALLBACKS.register(CallbackPart(name="noise_scale", make=NoiseScale, settings=Options))
+CALLBACKS.register(CallbackPart(name="noise_scale", make=NoiseScale, settings=Options, pieces=1))

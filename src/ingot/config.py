@@ -55,7 +55,7 @@ class _Reader:
         self.facts: dict[str, Any] = {"problems": self.problems, "keys": [], "meant": {}, "ranges": {}}
         self.wrong = 0  # problems other than unknown keys, which do not prevent checks of the known keys
         self.left_out = 0  # problems after the first _MOST_PROBLEMS
-        self.sections: dict[str, Any] = {}  # name -> built dataclass, for top-level sections without a problem
+        self.sections: dict[str, Any] = {}  # name -> built dataclass or table, for top-level sections without a problem
 
     def problem(self, key: str, message: str, *, unknown: bool = False) -> None:
         self.wrong += not unknown
@@ -142,7 +142,11 @@ class _Reader:
                 return tuple(self.value(a, v, f"{key}[{i}]") for i, (a, v) in enumerate(zip(args, value, strict=True)))
         elif origin is dict:
             if isinstance(value, dict):
-                return {k: self.value(args[1], v, f"{key}.{k}") for k, v in value.items()}
+                before = self.wrong
+                table = {k: self.value(args[1], v, f"{key}.{k}") for k, v in value.items()}
+                if "." not in key and self.wrong == before:
+                    self.sections[key] = table
+                return table
         elif hint is Any:
             return value
         elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):

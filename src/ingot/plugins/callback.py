@@ -96,9 +96,14 @@ class StepCallback:
 
 @dataclass(frozen=True, kw_only=True)
 class CallbackPart(Part):
-    """A callback, chosen by a table [callbacks.NAME]. make: a subclass of StepCallback, or a reference to one."""
+    """A callback, chosen by a table [callbacks.NAME].
+
+    make: a subclass of StepCallback, or a reference to one. pieces: the number of tensors in `tensors` that are given
+    by piece, each as large as the rank's pieces together: the planner counts their memory.
+    """
 
     make: Reference
+    pieces: int = 0
 
 
 CALLBACKS = Registry[CallbackPart]("callback", "callbacks")

@@ -71,6 +71,10 @@ def keep(old: "Tensor", new: "Tensor", found_inf: "Tensor | None") -> None:
     old.copy_(new if found_inf is None else old.where(found_inf.bool(), new))
 
 
+def _no_flops(rows: int, columns: int) -> float:
+    return 0.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class OptimizerPart(Part):
     """An optimizer, chosen by `optim.kind`.
@@ -80,11 +84,13 @@ class OptimizerPart(Part):
     moments(name, dims): the number of state tensors of a parameter with `dims` dimensions: for the planner, without
       torch, and compared with the rule when a run starts.
     whole_matrices: some rule is a MatrixRule. Such state cannot be offloaded.
+    matrix_flops(rows, columns): the floating-point operations of `of_matrix` for one matrix, for the planner.
     """
 
     make: Reference
     moments: Callable[[str, int], int]
     whole_matrices: bool = False
+    matrix_flops: Callable[[int, int], float] = _no_flops
 
 
 def _two(name: str, dims: int) -> int:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from ingot.errors import ConfigError
+from ingot.plugins.callback import CALLBACKS
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import V_SHAPED, Parallel
 from ingot.schema.run import RunConfig, Train
@@ -131,7 +132,8 @@ class Position:
     counts.
 
     parallel: settings with every "auto" decided. accumulation: micro-batches per step. rank: index on the axis pp.
-    software: the training system that executes the run.
+    software: the training system that executes the run. optimizer: the registered one, by name.
+    callback_tensors: the number of tensors that callbacks keep per parameter.
     """
 
     arch: Arch
@@ -141,6 +143,8 @@ class Position:
     rank: int
     stages: tuple[PipelineStage, ...]
     software: Software = INGOT
+    optimizer: str = "adamw"
+    callback_tensors: int = 0
 
     @property
     def parameters(self) -> int:
@@ -237,9 +241,16 @@ def positions(run: RunConfig, software: Software = INGOT) -> tuple[Position, ...
             rank=rank,
             stages=tuple(stage for stage in stages if owner[stage.number] == rank),
             software=software,
+            optimizer=run.optim.kind,
+            callback_tensors=callback_tensors(run),
         )
         for rank in range(parallel.pp)
     )
+
+
+def callback_tensors(run: RunConfig) -> int:
+    """Return the number of tensors that the callbacks of a run keep per parameter."""
+    return sum(CALLBACKS[name].pieces for name in run.callbacks)
 
 
 def _stage(arch: Arch, parallel: Parallel, number: int) -> PipelineStage:

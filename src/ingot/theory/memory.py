@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from ingot.schema.arch import Arch
 from ingot.theory.layout import Position
 from ingot.theory.params import (
+    ADAMW_MOMENTS,
     COMPUTE_BYTES,
     STORED_BYTES,
     StateBytes,
@@ -19,6 +20,7 @@ from ingot.theory.params import (
     kept_gradient_bytes,
     state_per_parameter,
 )
+from ingot.theory.update import common_moments, expert_moments
 
 
 @dataclass(frozen=True)
@@ -39,12 +41,13 @@ CONVERT_BYTES = 256 << 20
 @dataclass(frozen=True)
 class Share:
     """A part of this rank's parameters: those that one group of `ranks` ranks holds. These ranks divide the optimizer
-    state of the parameters.
+    state of the parameters. moments: state tensors per parameter.
     """
 
     parameters: int
     ranks: int
     what: str
+    moments: float = ADAMW_MOMENTS
 
     @property
     def divided(self) -> str:
@@ -56,12 +59,13 @@ def shares(position: Position) -> list[Share]:
     from that of all other parameters.
     """
     parallel = position.parallel
-    experts = Share(position.routed, parallel.expert_ranks, "parameters of experts")
-    return [Share(position.common, parallel.shard_ranks, "parameters"), *([experts] if experts.parameters else [])]
+    experts = Share(position.routed, parallel.expert_ranks, "parameters of experts", expert_moments(position))
+    common = Share(position.common, parallel.shard_ranks, "parameters", common_moments(position))
+    return [common, *([experts] if experts.parameters else [])]
 
 
 def _state(position: Position, share: Share) -> StateBytes:
-    return state_per_parameter(position.parallel, position.train.precision, share.ranks)
+    return state_per_parameter(position.parallel, position.train.precision, share.ranks, share.moments)
 
 
 def _total(terms: Iterable[Term]) -> Term:
@@ -77,9 +81,10 @@ def weights(position: Position) -> Term:
 
 
 def optimizer(position: Position) -> Term:
-    """Return the bytes of AdamW's two moments for the parameters that this rank updates."""
+    """Return the bytes of the optimizer's state, such as AdamW's two moments, of the parameters that this rank updates."""
     where = "" if position.parallel.offload == "none" else f"; in {position.parallel.offload} instead"
-    return _total(_kept(share, _state(position, share).moments, "2 moments", where) for share in shares(position))
+    known = shares(position)
+    return _total(_kept(s, _state(position, s).moments, f"{s.moments:.3g} moments", where) for s in known)
 
 
 def _kept(share: Share, per: float, what: str, where: str = "") -> Term:
@@ -220,7 +225,11 @@ def _whole_logits(position: Position) -> Term:
     return Term(float(tokens * vocabulary * each), f"{tokens:,} tokens x {vocabulary:,} ids x {each} B")
 
 
-def checkpoint_bytes(arch: Arch, precision: str) -> Term:
-    """Return the bytes of a checkpoint: master parameters and both moments of the whole model, without gradients."""
+def checkpoint_bytes(arch: Arch, precision: str, moments: float = ADAMW_MOMENTS) -> Term:
+    """Return the bytes of a checkpoint: master parameters and optimizer state of the whole model, without gradients.
+
+    moments: state tensors per parameter (theory/update.py).
+    """
     n, s = count_parameters(arch), STORED_BYTES[precision]
-    return Term(3 * n * s, f"{n:,} parameters x {3 * s} B (master and two moments)")
+    each = (1 + moments) * s
+    return Term(n * each, f"{n:,} parameters x {each:.4g} B (master and {moments:.3g} moments)")

@@ -156,6 +156,7 @@ def count_matrix_parameters(arch: Arch) -> int:
     return active_block_matrices(arch) + arch.head_passes * arch.vocab_size * arch.d_model
 
 
+ADAMW_MOMENTS = 2.0
 COMPUTE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4, "fp64": 8}
 STORED_BYTES = {"bf16": 4, "fp16": 4, "fp32": 4, "fp64": 8}
 
@@ -174,19 +175,22 @@ class StateBytes:
         return self.copy + self.gradient + self.master + self.moments
 
 
-def state_per_parameter(parallel: Parallel, precision: str, ranks: int = 0) -> StateBytes:
+def state_per_parameter(
+    parallel: Parallel, precision: str, ranks: int = 0, moments: float = ADAMW_MOMENTS
+) -> StateBytes:
     """Return the bytes of state per parameter on the device, for a resolved layout (theory/layout.py).
 
-    ranks: N of the table at the top of this module; 0: the N of all parameters except routed experts.
+    ranks: N of the table at the top of this module; 0: the N of all parameters except routed experts. moments: state
+    tensors of the optimizer per parameter (theory/update.py).
     With `offload`, moments are in host memory or files and count 0; the masters stay on the device. With
     `offload_parameters` the shards and their gradients are on the host too.
     """
     e, s, n = COMPUTE_BYTES[precision], STORED_BYTES[precision], ranks or parallel.shard_ranks
-    g, moments = kept_gradient_bytes(parallel, precision), 0.0 if parallel.offload != "none" else 2 * s / n
+    g, kept = kept_gradient_bytes(parallel, precision), 0.0 if parallel.offload != "none" else moments * s / n
     if parallel.zero == 3:
-        return StateBytes(0.0, 0.0, 0.0, 0.0) if parallel.offload_parameters else StateBytes(0.0, s / n, s / n, moments)
+        return StateBytes(0.0, 0.0, 0.0, 0.0) if parallel.offload_parameters else StateBytes(0.0, s / n, s / n, kept)
     gradient = g / n if parallel.zero == 2 else g
-    return StateBytes(e, gradient, s / n, moments) if e != s else StateBytes(0.0, gradient, s, moments)
+    return StateBytes(e, gradient, s / n, kept) if e != s else StateBytes(0.0, gradient, s, kept)
 
 
 def kept_gradient_bytes(parallel: Parallel, precision: str) -> int:

@@ -22,6 +22,8 @@ P: parameters of this rank's stages without routed experts. e: bytes of a number
              micro-batch (Lepikhin et al. 2020), and one of the numbers of rows. All experts are assumed to have the
              same load; then (ep-1)/ep of the rows go to other ranks
     pp       X forward and X backward, X/tp with `sequence`, every boundary between ranks and micro-batch
+    update   2 all-to-alls of whole matrices in the dtype of the masters, over dp_shard x cp x tp, once per step, for
+             optimizers that look at them
 
 The axis of a collective is the mesh axes on which the ranks of its group differ, joined by "+".
 """
@@ -37,6 +39,7 @@ from ingot.theory.context import Volume, ring_bytes, ulysses_bytes
 from ingot.theory.layout import PipelineStage, Position, rank_of_stage
 from ingot.theory.memory import Share, chunks, shares
 from ingot.theory.params import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
+from ingot.theory.update import matrix_update
 
 Kind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"]
 # A rank sends this number x (n-1)/n of an operation's bytes.
@@ -73,6 +76,9 @@ def step_traffic(position: Position, device: str = "cpu") -> tuple[Traffic, ...]
     for share, view in zip(shares(position), ("shard", "expert_shard"), strict=False):
         found += _data_parallel(position, share, view)
     found += _pipeline(position)
+    if matrices := matrix_update(position):
+        axis = spanned(position.parallel, "copy")
+        found.append(Traffic("all_to_all", axis, "whole matrices", matrices.ranks, 2, matrices.sent_bytes))
     return tuple(t for t in found if t.count and (t.ranks > 1 or t.kind == "send"))
 
 
@@ -265,6 +271,7 @@ def _spanned(sizes: tuple[int, ...], ep: int, canonical: bool, view: str) -> str
         "sequence": ranks[: cp * columns],
         "ep": ranks[:ep],
         "expert_shard": ranks[::ep],
+        "copy": ranks,
     }[view]
     places = [coordinates(rank, sizes) for rank in line]
     return "+".join(axis for i, axis in enumerate(_IN_A_COPY) if len({place[i] for place in places}) > 1)

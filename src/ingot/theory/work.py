@@ -23,6 +23,7 @@ from ingot.theory.params import (
 )
 from ingot.theory.saved import block_bytes as saved_bytes
 from ingot.theory.saved import norm_bytes
+from ingot.theory.update import matrix_update
 
 # A saved activation causes five passes through memory: it is written and read in the forward, and read in the backward;
 # its gradient is written and read.
@@ -208,9 +209,9 @@ def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
 
 
 def update_work(position: Position, in_place: bool = False) -> Work:
-    """Return the work that is done once per step: parameter gather, gradient reduction, clipping and AdamW.
+    """Return the work that is done once per step: parameter gather, gradient reduction, clipping and the update.
 
-    Per parameter whose update this rank computes: master, gradient and two moments are read, all but the gradient are
+    Per parameter whose update this rank computes: master, gradient and moments are read, all but the gradient are
       written, and the gradient is read for its norm. Per parameter of its stages: the gathered copy is written and
       unpacked; the gradient is widened, written and summed. in_place: the whole step is one compiled program, which
       needs no such copies of gathered parameters and of gradients.
@@ -218,9 +219,11 @@ def update_work(position: Position, in_place: bool = False) -> Work:
     precision, n = position.train.precision, position.parameters
     e, s, g = COMPUTE_BYTES[precision], STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
     units = sum(map(position.units, position.stages))
-    owned = sum(share.parameters / share.ranks for share in memory.shares(position))
+    numbers = sum(share.parameters / share.ranks * (4 + 2 * share.moments) for share in memory.shares(position))
+    matrices = matrix_update(position)
     whole = e + g if in_place else 4 * e + 3 * g
     return Work(
-        moved_bytes=owned * 8 * s + n * whole,
+        matmul_flops=matrices.flops if matrices else 0.0,
+        moved_bytes=numbers * s + n * whole,
         operations=_STEP_OPERATIONS + _UNIT_OPERATIONS * units,
     )

@@ -62,6 +62,10 @@ class Callbacks:
             wrong = [n for n, p in own.items() if n not in tensor or tuple(tensor[n].shape) != tuple(p.sizes)]
             if wrong or (wrong := [n for n in tensor if n not in own]):
                 raise _broken(name, "tensors", f"{key!r} has no tensor of the shape of piece {wrong[0]!r}")
+        by_piece, declared = sum(not isinstance(tensor, Tensor) for tensor in state.values()), CALLBACKS[name].pieces
+        if by_piece != declared:
+            found = f"returns {by_piece} tensors by piece, but its CallbackPart declares {declared}"
+            raise _broken(name, "tensors", found)
         return state
 
     def gradients(self, step: int) -> None:

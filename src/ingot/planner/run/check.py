@@ -25,6 +25,7 @@ from ingot.theory.layout import derived_problems
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.params import count_parameters
 from ingot.theory.rules import load_run_sections, run_problems
+from ingot.theory.update import mean_moments
 from ingot.toml import key_lines
 from ingot.units import format_bytes, format_count
 
@@ -72,7 +73,7 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
             manifest = read if key == "tokens" else manifest
         findings += _tokenizer(run, path.parent, manifest, sound)
         findings += _sources(run, manifest)
-    if sound >= {"model", "train", "checkpoint"}:
+    if sound >= {"model", "train", "checkpoint", "optim", "callbacks"}:
         findings += _disk(run, path.parent)
     if sound >= {f.name for f in fields(RunConfig) if is_dataclass(f.type)}:
         findings += _whole(RunConfig(name="checked", **sections), machine, manifest)
@@ -244,7 +245,7 @@ def _sources(run, manifest: TokenManifest | None) -> Iterator[Finding]:
 
 
 def _disk(run, base: Path) -> Iterator[Finding]:
-    one = checkpoint_bytes(run.model, run.train.precision).value
+    one = checkpoint_bytes(run.model, run.train.precision, mean_moments(run)).value
     needed = one * (run.checkpoint.keep + 1)
     place = base.absolute()
     while not place.exists():

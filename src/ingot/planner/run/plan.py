@@ -23,6 +23,7 @@ from ingot.theory.flops import mean_keys, model_flops_utilization, train_flops_p
 from ingot.theory.layout import positions
 from ingot.theory.memory import Term, checkpoint_bytes
 from ingot.theory.params import count_active_parameters, count_matrix_parameters, count_parameters, value_width
+from ingot.theory.update import mean_moments
 from ingot.theory.work import step_work
 from ingot.units import format_bytes, format_count, format_flops, format_seconds
 
@@ -189,7 +190,7 @@ def make_plan(
     tokens = manifest.tokens if manifest else tokens
     bills = stage_bills(run, cluster, software)
     bill = max(bills, key=lambda stage: sum(term.value for term in stage.values()))
-    flops, size = _flops_per_token(run, parameters), checkpoint_bytes(run.model, run.train.precision)
+    flops, size = _flops_per_token(run, parameters), checkpoint_bytes(run.model, run.train.precision, mean_moments(run))
     timing = _timing(run, cluster, software, flops.value, mfu)
     seconds = sum(term.value for term in timing.terms.values())
     reached, worked = _mfu(run, cluster, flops.value, seconds), _hfu(run, cluster, seconds)

@@ -12,6 +12,7 @@ from ingot.theory.failures import DAY_SECONDS
 from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import state_per_parameter
+from ingot.theory.update import mean_moments
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 # From this sequence length on, context parallelism is a decision of its own, even if it is not used (Llama team 2024,
@@ -50,7 +51,7 @@ def decision_lines(context: DecisionContext) -> Iterator[str]:
 def _bill(context: DecisionContext) -> Decision:
     plan, run = context.planned.plan, context.run
     alone = Parallel(zero=1)
-    each = state_per_parameter(alone, run.train.precision)
+    each = state_per_parameter(alone, run.train.precision, moments=mean_moments(run))
     state, device = each.total * plan.parameters, rank_memory_bytes(context.cluster, run.parallel.world_size)
     count = math.ceil(state / device)
     needs = "one device can hold it" if count == 1 else f"{count} devices can just hold it, without activations"
@@ -117,7 +118,7 @@ def _pipeline(context: DecisionContext) -> Decision:
 
 def _data(context: DecisionContext) -> Decision:
     run, parallel = context.run, resolve_parallel(context.run)
-    each = state_per_parameter(parallel, run.train.precision)
+    each = state_per_parameter(parallel, run.train.precision, moments=mean_moments(run))
     names = {1: "optimizer state is split", 2: "gradients are split too", 3: "parameters are split too (FSDP)"}
     ranks = parallel.shard_ranks
     what = f"zero {parallel.zero}: {names[int(parallel.zero)]}" if ranks > 1 else "DDP: nothing is split"

@@ -19,6 +19,7 @@ from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_mani
 from ingot.storage import require_free
 from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
+from ingot.theory.update import mean_moments
 from ingot.trainer.checkpoint.accepted import changes_since, record_for
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
@@ -186,7 +187,7 @@ def _fewer(config: RunConfig, ranks: int) -> str:
 
 def _check_disk(folder: RunFolder, config: RunConfig) -> None:
     """Check that the disk has room for `keep` checkpoints and the checkpoint being written."""
-    one = round(checkpoint_bytes(config.model, config.train.precision).value)
+    one = round(checkpoint_bytes(config.model, config.train.precision, mean_moments(config)).value)
     there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
     needed = one * (config.checkpoint.keep + 1) - there
     require_free(folder.checkpoints, max(needed, 0), f"{config.checkpoint.keep + 1} checkpoints")

@@ -29,6 +29,7 @@ NAMES = {
     "ulysses": "heads to ranks",
     "ring": "ring",
     "ep": "tokens to experts",
+    "copy": "whole matrices of the optimizer",
 }
 TIED = "tied matrix"
 

@@ -164,6 +164,7 @@ _LINES = {
     "parameters": "shard",
     "gradients of experts": "expert_shard",
     "parameters of experts": "expert_shard",
+    "whole matrices": "copy",
 }
 
 
@@ -186,6 +187,7 @@ def stride(parallel: Parallel, line: str) -> int:
         "ring": parallel.tp * max(parallel.ulysses, 1),
         "sequence": 1,
         "ep": 1,
+        "copy": 1,
         "shard": parallel.tp,
         "expert_shard": parallel.ep,
         "dp_replicate": copy,
@@ -204,6 +206,7 @@ def span(parallel: Parallel, line: str) -> int:
         "ep": parallel.ep,
         "shard": copy,
         "expert_shard": copy,
+        "copy": copy,
         "dp_replicate": copy * parallel.dp_replicate,
         "pp": parallel.world_size,
     }[line]
