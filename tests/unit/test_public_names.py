@@ -73,6 +73,12 @@ def test_names_that_compute_with_no_model_import_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_the_functions_print_nothing():
+    for path in (ROOT / "src" / "ingot" / "api").glob("*.py"):
+        calls = {ast.unparse(node.func) for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call)}
+        assert not {name for name in calls if name == "print" or name.startswith(("sys.stdout", "sys.stderr"))}, path
+
+
 def test_python_dash_m_ingot_is_the_command():
     def run(*program: str) -> tuple[int, str, str]:
         done = subprocess.run([*program], capture_output=True, text=True)

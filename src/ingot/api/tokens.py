@@ -20,9 +20,9 @@ class TokenDataset:
     """The batches of a token folder, memory-mapped, in the order in which `ingot train` reads them.
 
     The order is a function of (seed, folder, seq_len, weights) alone: for the same `global_batch`, step n has the same
-    samples as step n of a training run, and rank r of `ranks` has the r-th equal part of them. Every window of an epoch
-    is read once, then the next epoch begins in another order. A block of a shard is compared with its hash when it is
-    first read. Memory is O(shards).
+    samples as step n of a training run (unless the weights of that run were changed on the way), and rank r of `ranks`
+    has the r-th equal part of them. Every window of an epoch is read once, then the next epoch begins in another order.
+    A block of a shard is compared with its hash when it is first read. Memory is O(shards).
 
     folder: a token folder, or DATA of `ingot data build --out DATA`. seq_len: T, tokens per sequence. global_batch:
     sequences per step over all ranks. weights: source -> share of the samples (default: by size). A `for` loop gives
