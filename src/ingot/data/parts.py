@@ -91,7 +91,7 @@ def _checked_settings(kind: str, part: Any) -> type:
     if kind != "filter" or "enabled" in {field.name for field in dataclasses.fields(settings)}:
         return settings
     enabled = ("enabled", bool, dataclasses.field(default=True, kw_only=True))
-    frozen = settings.__dataclass_params__.frozen
+    frozen = vars(settings)["__dataclass_params__"].frozen
     return dataclasses.make_dataclass(settings.__name__, [enabled], bases=(settings,), frozen=frozen)
 
 

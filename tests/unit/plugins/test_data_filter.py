@@ -9,6 +9,7 @@ from ingot.data.build.recipe import DataRecipe, fingerprint, load_recipe, recipe
 from ingot.data.build.stages import STAGES, StageSettings, document_stages, stages_of, what_ran
 from ingot.data.guard import FIRST_DOCUMENTS
 from ingot.data.sources.input import Input
+from ingot.data.tasks.task import encode
 from ingot.errors import IngotError
 from ingot.plugins.filters import FILTERS, STAGE_NAMES, Filter
 
@@ -190,7 +191,10 @@ def test_a_wrong_result_ends_the_build(plugins, look):  # noqa: F811
 
 
 def test_a_recipe_without_plugins_keeps_its_values(plugins):  # noqa: F811
-    assert not {"plugins", "filter", "format", "extractor", "pii_kind", "mixture"} & recipe_values(DataRecipe()).keys()
+    added = {"plugins", "filter", "format", "extractor", "pii_kind", "mixture"}
+    assert not added & recipe_values(DataRecipe()).keys()
+    assert not added & encode(DataRecipe()).keys()  # what the keys of tasks are made of
+    assert "filter" in encode(DataRecipe(filter={"odd": {}}))
     plugins.write("place", odd("return None"))
     plugins.write("policy", 'MIXTURES.register(MixturePolicy(name="mine", weights=lambda a, s: ({}, [])))')
     mixtures = plugins.recipe("[mixture.mine]", "place", "policy")

@@ -50,6 +50,12 @@ def test_wrong_spans_drop_the_document(plugins, spans):  # noqa: F811
     assert drop.value
 
 
+def test_spans_may_touch_and_have_any_order(plugins):  # noqa: F811
+    page = document("B1B2 is read." + LONG)
+    assert stage_of(plugins, "return [(2, 4), (0, 2)]")(page) is None
+    assert page.text.startswith("<BADGE><BADGE> is read.")
+
+
 def test_a_kind_that_raises_on_each_of_the_first_documents_ends_the_build(plugins):  # noqa: F811
     stage = stage_of(plugins, "1 / 0")
     assert "badges.py:" in stage(document("x")).value

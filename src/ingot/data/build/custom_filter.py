@@ -1,5 +1,7 @@
 """The stage of a filter of a plug-in: every call is checked, and a document on which it raises is dropped."""
 
+from typing import cast
+
 from ingot.data.guard import PluginCalls, broken_contract, wrong_notes
 from ingot.data.parts import Table, created, in_words, settings_of
 from ingot.plugins.filters import DocumentStage, Filter
@@ -15,7 +17,7 @@ def checked_stage(part: Filter, table: Table | None) -> "CheckedStage":
         found = f"creates {type(stage).__name__} {getattr(stage, 'name', '')!r} with ran = {ran!r}"
         rule = f"`make` returns an object with name = {part.name!r}, a text `ran`, and __call__(document)"
         raise broken_contract(words, found, rule)
-    return CheckedStage(part, stage, ran, words)
+    return CheckedStage(part, cast(DocumentStage, stage), ran, words)
 
 
 class CheckedStage:
