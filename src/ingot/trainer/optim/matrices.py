@@ -102,7 +102,10 @@ class Matrices:
             own = [[(m.name, b) for m in ms for b in m.blocks if b.rank == self.own] for ms in by_worker]
             placed = [(i, b) for i, matrix in enumerate(by_worker[self.own]) for b in matrix.blocks]
             mine = [[(i, b) for i, b in placed if b.rank == rank] for rank in self.positions]
-            sent = [[pieces.direction(name, b) for name, b in blocks if b.sends] for blocks in own]
+            # Every rank updates the state of all its blocks, also of those that another rank sends.
+            directions = [[(b, pieces.direction(name, b)) for name, b in blocks] for blocks in own]
+            sent = [[direction for b, direction in blocks if b.sends] for blocks in directions]
+            del directions
             arrived = self._exchange(sent, [[b for _, b in blocks if b.sends] for blocks in mine])
             wholes = [self.like.new_empty(matrix.rows, matrix.columns) for matrix in by_worker[self.own]]
             for blocks, parts in zip(mine, arrived, strict=True):
