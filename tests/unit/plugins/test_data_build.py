@@ -20,6 +20,7 @@ from ingot.data.build import duplicates, process_input
 from ingot.data.build.corpus import cut_files, load_corpus
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.sources.input import Input
+from ingot.data.tasks.worker import write_phase
 
 MAIN = "import sys; from ingot.cli.main import main; sys.exit(main())"
 RECIPE = """
@@ -124,6 +125,24 @@ def test_a_killed_worker_and_a_killed_build_leave_no_trace(example):
     assert sorted(path.name for path in marks.iterdir()) == ["build", "worker"]
     assert run("disturbed", str(marks)) == 0
     assert snapshot(folder / "disturbed") == snapshot(folder / "undisturbed")
+
+
+class ByCommand:
+    """A runner that does tasks by the command that elements of a Slurm array run, in fresh processes."""
+
+    def run(self, tasks, store, watch):
+        phase = write_phase(tasks, store, len(tasks))
+        words = [sys.executable, "-m", "ingot.data.tasks.worker", str(store.root.absolute()), phase.name, "--all"]
+        subprocess.run([*words, "--workers", "2"], check=True, timeout=60, stdout=subprocess.DEVNULL)
+        watch(tasks, [])
+
+
+@pytest.mark.slow
+def test_processes_of_other_machines_import_the_plugins(example):
+    recipe = example.recipe(RECIPE, "domain_filter", "sqlite_source")
+    for out, runner in (("here", None), ("there", ByCommand())):
+        build_corpus(inputs_of(example.folder), example.folder / out, recipe, runner=runner)
+    assert snapshot(example.folder / "here") == snapshot(example.folder / "there")
 
 
 def inputs_of(folder: Path) -> list[Input]:
