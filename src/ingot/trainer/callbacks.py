@@ -55,16 +55,14 @@ class Callbacks:
     def _checked_state(self, name: str, callback: StepCallback) -> State:
         with _blamed(name, "tensors"):
             state = callback.tensors()
-        own = {piece.name: piece for piece in self.pieces if piece.value.numel()}
-        for key, tensor in state.items():
-            if isinstance(tensor, Tensor):
-                continue
-            wrong = [n for n, p in own.items() if n not in tensor or tuple(tensor[n].shape) != tuple(p.sizes)]
-            if wrong or (wrong := [n for n in tensor if n not in own]):
-                raise _broken(name, "tensors", f"{key!r} has no tensor of the shape of piece {wrong[0]!r}")
-        by_piece, declared = sum(not isinstance(tensor, Tensor) for tensor in state.values()), CALLBACKS[name].pieces
-        if by_piece != declared:
-            found = f"returns {by_piece} tensors by piece, but its CallbackPart declares {declared}"
+            by_piece = {key: tensor for key, tensor in state.items() if not isinstance(tensor, Tensor)}
+            for key, tensors in by_piece.items():
+                found = {n: tuple(tensor.shape) for n, tensor in tensors.items()}
+                own = {piece.name: tuple(piece.sizes) for piece in self.pieces if piece.value.numel()}
+                if wrong := [n for n in own | found if own.get(n) != found.get(n)]:
+                    raise _broken(name, "tensors", f"{key!r} has no tensor of the shape of piece {wrong[0]!r}")
+        if len(by_piece) != CALLBACKS[name].pieces:
+            found = f"returns {len(by_piece)} tensors by piece, but its CallbackPart declares {CALLBACKS[name].pieces}"
             raise _broken(name, "tensors", found)
         return state
 
@@ -154,10 +152,11 @@ def _blamed(name: str, method: str) -> Iterator[None]:
         raise
     except Exception as error:
         file, line = place_of(error)
-        raise _broken(name, method, f"raised {last_line(error)}" + (f" ({file}:{line})" if file else "")) from error
+        where = f" ({file}:{line})" if file else ""
+        raise _broken(name, method, f"raised {last_line(error)}{where}", file=file, line=line) from error
 
 
-def _broken(name: str, method: str, found: str) -> RunFailed:
+def _broken(name: str, method: str, found: str, **place: str | int) -> RunFailed:
     return RunFailed(
         "E-CALLBACK",
         f"callback {name!r}: {method} {found}",
@@ -165,4 +164,5 @@ def _broken(name: str, method: str, found: str) -> RunFailed:
         fix=f"correct the plug-in, or remove [callbacks.{name}] from the run file with --accept-change callbacks",
         callback=name,
         method=method,
+        **place,
     )

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 
 from ingot.config import to_dict, to_toml
+from ingot.plugins.callback import CALLBACKS, CallbackPart
+from ingot.plugins.registry import MAIN
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
@@ -148,6 +150,18 @@ def make_run(tmp_path, token_folders):
         return folder
 
     return make
+
+
+@pytest.fixture
+def register():
+    """`register(cls)` makes a class, or any other factory, the callback "probe" of this process and of its forks."""
+
+    def add(make, pieces: int = 0):
+        CALLBACKS.register(CallbackPart(name="probe", make=make, pieces=pieces))
+        return make
+
+    yield add
+    CALLBACKS.forget(MAIN)
 
 
 KNOWN = {
