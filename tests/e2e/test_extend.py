@@ -14,7 +14,7 @@ from ingot.theory.rules import recorded_run
 from .conftest import RUN_FILE, Project, ended, write_tokens
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
-MODULES = ("muon", "inverse_sqrt", "noise_scale", "loss_metric")
+MODULES = ("muon", "inverse_sqrt", "noise_scale", "loss_metric", "squared_relu", "parallel_block")
 STEPS = 60
 OWN = f"""
 [optim]
@@ -46,6 +46,7 @@ def lab(tmp_path_factory) -> Project:
     for module in MODULES:
         shutil.copyfile(EXAMPLES / f"{module}.py", root / "lab" / f"{module}.py")
     text = RUN_FILE.replace("steps = 120", f"steps = {STEPS}").replace('"fp32"', '"fp64"')
+    text = text.replace("d_ffn = 64", 'd_ffn = 64\nfeed_forward = "squared_relu"\nblock = "parallel"')
     (root / "run.toml").write_text(text + OWN)
     return Project(root)
 

@@ -35,7 +35,13 @@ _GROUPED_ATTENTION_MOE = {
     "moe.shared_experts": 0,
     "moe.bias_rate": 0.0,
 }
-_ONLY_OF_ALL = {"logit_softcap": 0.0}  # classes with a cap on logits differ elsewhere (norms after blocks, GELU, ...)
+_ONLY_OF_ALL = {
+    "logit_softcap": 0.0,  # classes with a cap on logits differ elsewhere (norms after blocks, GELU, ...)
+    "feed_forward": "swiglu",
+    "norm": "rms",
+    "attention": "grouped_query",
+    "block": "pre_norm",
+}
 _ONLY = {
     "llama": {},
     "mistral": {},

@@ -182,6 +182,8 @@ class Arch:
     moe: experts in place of the feed-forward; d_ffn is then the feed-forward width of the blocks before the first block
       with experts.
     mla: latent attention in place of grouped-query attention.
+    feed_forward, norm, attention, block: registered layers (plugins/layers.py), by default those above; a plug-in may
+      register others. options: name of such a layer -> its settings.
 
     Shape letters used in the code: B batch, T tokens, D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn, V
       vocab_size, E experts.
@@ -202,10 +204,13 @@ class Arch:
     sliding_window: Count = 0
     logit_softcap: Factor = 0.0
     moe: Moe = field(default_factory=Moe)
+    feed_forward: str = "swiglu"
+    norm: str = "rms"
+    attention: str = "grouped_query"
+    block: str = "pre_norm"
+    options: dict[str, dict[str, Any]] = field(default_factory=dict, hash=False)
     mla: Mla = field(default_factory=Mla)
 
-    # Matrices of one feed-forward: gate, up and down. Models of other systems, in the planner, may have two (GELU).
-    ffn_matrices: ClassVar[int] = 3
     # Times that a token passes the head. Models of other systems, in the planner, may predict several tokens.
     head_passes: ClassVar[int] = 1
 

@@ -9,7 +9,7 @@ from typing import Any
 
 MIXTURE = "data.weights"
 # Settings that are tables with free keys: each is one setting, however many entries it has.
-TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "plugins.code")
+TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "plugins.code", "model.options")
 UNSET = "not set"
 
 
@@ -58,7 +58,7 @@ _TABLE = {
     ChangeClass.REFUSED: {
         "optim": "kind",
         "model": "vocab_size d_model num_layers num_heads num_kv_heads head_dim d_ffn max_seq_len rope_theta norm_eps "
-        "qk_norm tied_embeddings sliding_window logit_softcap",
+        "qk_norm tied_embeddings sliding_window logit_softcap feed_forward norm attention block options",
         "model.moe": "num_experts top_k d_expert shared_experts first_dense scores normalize scale groups top_groups "
         "overflow",
         "model.mla": "q_rank kv_rank nope_dim rope_dim v_dim",

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ingot.errors import ConfigError
 from ingot.plugins.callback import CALLBACKS
+from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import V_SHAPED, Parallel
 from ingot.schema.run import RunConfig, Train
@@ -20,13 +21,17 @@ from ingot.theory.params import (
     block_norm_parameters,
     count_parameters,
     expert_parameters,
+    last_norm_parameters,
     latent_down_parameters,
     router_parameters,
     shared_parameters,
+    stream_norm_parameters,
 )
 from ingot.theory.rules import run_problems
 from ingot.theory.schedule import ScheduleTable, build_table, schedule_problems
 
+# The parameters that stand for all matrices of a block, and for those of routed experts, in `OptimizerPart.moments`.
+BLOCK_NAME, EXPERT_NAME = "blocks.0.attention.q.weight", "blocks.0.moe.experts.up.weight"
 # Below this many parameters, splitting them is not worth its collectives, because it saves little memory.
 WHOLE_PARAMETERS = 20_000_000
 
@@ -182,6 +187,23 @@ class Position:
         return assignments * min(1.0, moe.capacity(seq_len) * moe.num_experts / (moe.top_k * seq_len))
 
     @cached_property
+    def common_moments(self) -> float:
+        """The mean number of state tensors per parameter, with those of callbacks, routed experts left out."""
+        moments, norms = OPTIMIZERS[self.optimizer].moments, block_norm_parameters(self.arch)
+        total = 0.0
+        for stage in self.stages:
+            of_norms = len(stage.layers) * norms
+            total += stage.embedding * moments("embed.weight", 2) + stage.head * moments("head.weight", 2)
+            total += stage.norm * moments("norm.weight", 1) + of_norms * moments("blocks.0.attention_norm.weight", 1)
+            total += (stage.common - stage.outside - of_norms) * moments(BLOCK_NAME, 2)
+        return total / self.common + self.callback_tensors if self.common else 0.0
+
+    @cached_property
+    def expert_moments(self) -> float:
+        """The number of state tensors per parameter of routed experts, with those of callbacks."""
+        return OPTIMIZERS[self.optimizer].moments(EXPERT_NAME, 2) + self.callback_tensors
+
+    @cached_property
     def table(self) -> ScheduleTable:
         parallel = self.parallel
         name = parallel.schedule if parallel.pp > 1 else "1f1b"
@@ -261,10 +283,11 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> PipelineStage:
     sparse = range(max(own.start, arch.expert_layers.start), own.stop) if arch.is_moe else range(own.stop, own.stop)
     vocabulary = arch.vocab_size * arch.d_model // tp
     norms = block_norm_parameters(arch)
-    of_heads = _shared_by_heads(arch, tp) + norms - 2 * arch.d_model  # each tp rank applies them to its own heads
-    stream = arch.d_model if parallel.sequence else 0  # norms between regions see only a part of the tokens
+    last_norm, between = last_norm_parameters(arch), stream_norm_parameters(arch)
+    of_heads = _shared_by_heads(arch, tp) + norms - between  # each tp rank applies them to its own heads
+    stream = int(parallel.sequence)  # norms between regions see only a part of the tokens
     routing = _routing_of_rank(arch)
-    partial = len(own) * (of_heads + 2 * stream) + len(sparse) * routing + (stream if last else 0)
+    partial = len(own) * (of_heads + stream * between) + len(sparse) * routing + (stream * last_norm if last else 0)
     around = attention_matrices(arch, tp) + norms
     return PipelineStage(
         number=number,
@@ -276,7 +299,7 @@ def _stage(arch: Arch, parallel: Parallel, number: int) -> PipelineStage:
         expert_block=around + routing + shared_parameters(arch) // tp,
         experts=arch.moe.num_experts // parallel.ep * expert_parameters(arch),
         embedding=vocabulary if first else 0,
-        norm=arch.d_model if last else 0,
+        norm=last_norm if last else 0,
         head=vocabulary if last and not (arch.tied_embeddings and owner[0] == owner[-1]) else 0,
         partial=partial if tp > 1 else 0,
     )

@@ -20,7 +20,6 @@ from ingot.theory.params import (
     kept_gradient_bytes,
     state_per_parameter,
 )
-from ingot.theory.update import common_moments, expert_moments
 
 
 @dataclass(frozen=True)
@@ -59,8 +58,8 @@ def shares(position: Position) -> list[Share]:
     from that of all other parameters.
     """
     parallel = position.parallel
-    experts = Share(position.routed, parallel.expert_ranks, "parameters of experts", expert_moments(position))
-    common = Share(position.common, parallel.shard_ranks, "parameters", common_moments(position))
+    experts = Share(position.routed, parallel.expert_ranks, "parameters of experts", position.expert_moments)
+    common = Share(position.common, parallel.shard_ranks, "parameters", position.common_moments)
     return [common, *([experts] if experts.parameters else [])]
 
 
@@ -81,7 +80,7 @@ def weights(position: Position) -> Term:
 
 
 def optimizer(position: Position) -> Term:
-    """Return the bytes of the optimizer's state, such as AdamW's two moments, of the parameters that this rank updates."""
+    """Return the bytes of the optimizer state, such as the two moments of AdamW, of what this rank updates."""
     where = "" if position.parallel.offload == "none" else f"; in {position.parallel.offload} instead"
     known = shares(position)
     return _total(_kept(s, _state(position, s).moments, f"{s.moments:.3g} moments", where) for s in known)

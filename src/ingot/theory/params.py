@@ -18,6 +18,7 @@ In fp32 and fp64 the computation uses the master of s = 4 or 8 B itself: no copy
 
 from dataclasses import dataclass
 
+from ingot.plugins.layers import extra_attention_matrices, feed_forward_of, norm_vectors, stream_norms
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 
@@ -25,9 +26,10 @@ from ingot.schema.parallel import Parallel
 def block_attention_parameters(arch: Arch) -> int:
     """Return the parameters of one attention: q [N·H, D], k and v [G·H, D] each, o [D, N·H]; or those of
     latent attention, its down and up matrices."""
+    extra = sum(rows * columns for rows, columns in extra_attention_matrices(arch))
     if arch.is_mla:
-        return latent_down_parameters(arch) + latent_up_parameters(arch)
-    return 2 * arch.d_model * arch.head_dim * (arch.num_heads + arch.num_kv_heads)
+        return latent_down_parameters(arch) + latent_up_parameters(arch) + extra
+    return 2 * arch.d_model * arch.head_dim * (arch.num_heads + arch.num_kv_heads) + extra
 
 
 def latent_down_parameters(arch: Arch) -> int:
@@ -59,7 +61,7 @@ def feed_forward_parameters(arch: Arch, width: int) -> int:
     """Return the parameters of one feed-forward: gate and up [F, D], down [D, F] (SwiGLU, Shazeer 2020); with GELU
     there is no gate.
     """
-    return arch.ffn_matrices * arch.d_model * width
+    return feed_forward_of(arch).matrices * arch.d_model * width
 
 
 def block_mlp_parameters(arch: Arch) -> int:
@@ -99,11 +101,21 @@ def block_active_moe_parameters(arch: Arch) -> int:
 
 
 def block_norm_parameters(arch: Arch) -> int:
-    """Return the number of norm weights of a block: two RMSNorms [D]; with QK-norm also one [H] for queries and one [H]
-    for keys; with latent attention also one of the width of each latent.
+    """Return the number of norm weights of a block: those of the residual stream; with QK-norm also one [H] for queries
+    and one [H] for keys; with latent attention also one of the width of each latent.
     """
     heads = 2 * arch.head_dim if arch.qk_norm else 0
-    return 2 * arch.d_model + heads + (arch.mla.q_rank + arch.mla.kv_rank if arch.is_mla else 0)
+    return stream_norm_parameters(arch) + heads + (arch.mla.q_rank + arch.mla.kv_rank if arch.is_mla else 0)
+
+
+def stream_norm_parameters(arch: Arch) -> int:
+    """Return the number of weights of a block's norms of the residual stream."""
+    return stream_norms(arch) * last_norm_parameters(arch)
+
+
+def last_norm_parameters(arch: Arch) -> int:
+    """Return the number of weights of one norm of the residual stream, such as the last one."""
+    return norm_vectors(arch) * arch.d_model
 
 
 def parameters_by_part(arch: Arch) -> dict[str, int]:
@@ -118,7 +130,7 @@ def parameters_by_part(arch: Arch) -> dict[str, int]:
         "attention": arch.num_layers * block_attention_parameters(arch),
         "mlp": (arch.num_layers - sparse) * block_mlp_parameters(arch),
         **({"experts": sparse * block_moe_parameters(arch)} if sparse else {}),
-        "norms": arch.num_layers * block_norm_parameters(arch) + arch.d_model,
+        "norms": arch.num_layers * block_norm_parameters(arch) + last_norm_parameters(arch),
         "head": 0 if arch.tied_embeddings else embedding,
     }
 

@@ -12,6 +12,7 @@ Shape letters: D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn or d_
 
 import math
 
+from ingot.plugins.layers import extra_attention_saved, feed_forward_of, stream_norms
 from ingot.schema.arch import Moe
 from ingot.theory.layout import Position
 from ingot.theory.params import COMPUTE_BYTES, value_width
@@ -45,7 +46,7 @@ def block_bytes(position: Position, device: str = "cpu", *, experts: bool = Fals
     return {
         "attention norm": norm,
         **(_latent_bytes if position.arch.is_mla else _attention_bytes)(position, device),
-        "mlp norm": norm,
+        "mlp norm": norm * (stream_norms(position.arch) - 1),
         **(_expert_bytes(position) if experts else _mlp_bytes(position)),
     }
 
@@ -72,6 +73,7 @@ def _attention_bytes(position: Position, device: str) -> dict[str, float]:
         # Saved twice: in the layout of queries, heads first, and as the token-by-token copy that the o matrix reads.
         "attention out": 2 * heads * arch.head_dim * e,
         "log-sum-exp": heads * max(e, 4),
+        "extra of attention": extra_attention_saved(arch) / tp * e,
     }
 
 
@@ -92,7 +94,7 @@ def _latent_bytes(position: Position, device: str) -> dict[str, float]:
 
 def _mlp_bytes(position: Position) -> dict[str, float]:
     arch, (e, tp, _) = position.arch, degrees(position)
-    inside = 2 * (arch.ffn_matrices - 1)  # without a gate: up and its activation
+    inside = feed_forward_of(arch).saved
     return {"input of gate, up": arch.d_model * e, "gate, silu(gate), up, product": inside * arch.d_ffn / tp * e}
 
 
@@ -145,7 +147,8 @@ def recomputed_block_bytes(position: Position, *, experts: bool = False) -> floa
     heads, kept = arch.num_heads / tp, 1 - position.software.products_recomputed
     attention = heads * arch.head_dim * e + heads * max(e, 4)
     products = products_for_attention(position) * e + stream  # and o, or its sum
-    fed = _expert_products(position) if experts else 2 * arch.d_ffn / tp * e + stream  # gate, up; down, or its sum
+    before_down = (feed_forward_of(arch).matrices - 1) * arch.d_ffn  # gate, up
+    fed = _expert_products(position) if experts else before_down / tp * e + stream  # and down, or its sum
     return stream + attention + kept * (products + fed)
 
 

@@ -1,4 +1,4 @@
-"""What an optimizer costs: the state that it keeps per parameter, and the work and traffic of whole matrices.
+"""The cost of an optimizer: the state that it keeps per parameter, and the work and traffic of whole matrices.
 
 Parameters count by kind, with one name standing for each kind: an optimizer treats the matrices inside blocks alike,
 and embedding, head and norms on their own (plugins/optimizer.py).
@@ -7,13 +7,12 @@ and embedding, head and norms on their own (plugins/optimizer.py).
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from ingot.plugins.layers import extra_attention_matrices, feed_forward_of
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.schema.arch import Arch
 from ingot.schema.run import RunConfig
-from ingot.theory.layout import PipelineStage, Position, callback_tensors
-from ingot.theory.params import STORED_BYTES, block_norm_parameters, count_parameters, parameters_by_part
-
-BLOCK, EXPERT = "blocks.0.attention.q.weight", "blocks.0.moe.experts.up.weight"
+from ingot.theory.layout import BLOCK_NAME, EXPERT_NAME, Position, callback_tensors
+from ingot.theory.params import STORED_BYTES, count_parameters, parameters_by_part
 
 
 @dataclass(frozen=True)
@@ -26,38 +25,13 @@ class MatrixUpdate:
     ranks: int
 
 
-def common_moments(position: Position) -> float:
-    """Return the mean number of state tensors per parameter of this rank, with those of callbacks, routed experts left
-    out."""
-    found = [pair for stage in position.stages for pair in _kinds(position, stage)]
-    total = sum(count for count, _ in found)
-    own = sum(count * moments for count, moments in found) / total if total else 0.0
-    return own + position.callback_tensors
-
-
-def expert_moments(position: Position) -> float:
-    """Return the number of state tensors per parameter of routed experts, with those of callbacks."""
-    return OPTIMIZERS[position.optimizer].moments(EXPERT, 2) + position.callback_tensors
-
-
 def mean_moments(run: RunConfig) -> float:
     """Return the mean number of state tensors per parameter of a whole model, with those of callbacks."""
     arch, moments = run.model, OPTIMIZERS[run.optim.kind].moments
     names = {"embedding": ("embed.weight", 2), "head": ("head.weight", 2), "norms": ("norm.weight", 1)}
-    names |= {"attention": (BLOCK, 2), "mlp": ("blocks.0.mlp.up.weight", 2), "experts": (EXPERT, 2)}
+    names |= {"attention": (BLOCK_NAME, 2), "mlp": ("blocks.0.mlp.up.weight", 2), "experts": (EXPERT_NAME, 2)}
     weighted = sum(count * moments(*names[part]) for part, count in parameters_by_part(arch).items())
     return weighted / count_parameters(arch) + callback_tensors(run)
-
-
-def _kinds(position: Position, stage: PipelineStage) -> Iterator[tuple[int, float]]:
-    """Yield (number of parameters, state tensors of each) of the parts of a stage, routed experts left out."""
-    moments = OPTIMIZERS[position.optimizer].moments
-    norms = len(stage.layers) * block_norm_parameters(position.arch)
-    yield stage.embedding, moments("embed.weight", 2)
-    yield stage.head, moments("head.weight", 2)
-    yield stage.norm, moments("norm.weight", 1)
-    yield norms, moments("blocks.0.attention_norm.weight", 1)
-    yield stage.common - stage.outside - norms, moments(BLOCK, 2)
 
 
 def matrix_update(position: Position) -> MatrixUpdate | None:
@@ -78,6 +52,7 @@ def matrix_update(position: Position) -> MatrixUpdate | None:
 def _matrices(arch: Arch, layer: int) -> Iterator[tuple[int, int, int]]:
     """Yield (rows, columns, number) of the matrices of one block, without the router, which is never large."""
     d, moe = arch.d_model, arch.moe
+    yield from ((rows, columns, 1) for rows, columns in extra_attention_matrices(arch))
     if arch.is_mla:
         mla, heads = arch.mla, arch.num_heads
         yield mla.kv_rank + mla.rope_dim, d, 1
@@ -100,5 +75,5 @@ def _matrices(arch: Arch, layer: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _feed_forward(arch: Arch, width: int, count: int) -> Iterator[tuple[int, int, int]]:
-    yield width, arch.d_model, count * (arch.ffn_matrices - 1)
+    yield width, arch.d_model, count * (feed_forward_of(arch).matrices - 1)
     yield arch.d_model, width, count

@@ -34,7 +34,7 @@ from ingot.trainer.model.attention import attend_locally
 from ingot.trainer.model.experts import LocalDispatch
 from ingot.trainer.model.init import initial_value
 from ingot.trainer.model.routing import RouterLoss
-from ingot.trainer.model.transformer import SHARDING, Transformer
+from ingot.trainer.model.transformer import Transformer, sharding_of
 from ingot.trainer.optim.build import build_optimizer, optimizer_rules
 from ingot.trainer.optim.gradients import STATE as LOSS_SCALE
 from ingot.trainer.optim.gradients import LossScale
@@ -229,7 +229,7 @@ def _build_model(
         mesh,
         config.train,
         device,
-        sharding=SHARDING,
+        sharding=sharding_of(arch),
         rank_of_stage=table.rank_of_stage,
         micro_batches=config.accumulation,
         initial_value=first_value,

@@ -57,7 +57,7 @@ DEVICE_BYTES = 80e9
 # The shape that texts call 7B, and one of 80 layers of 8,192, with a GELU feed-forward of four times the width.
 WIDE = ForeignArch(
     vocab_size=32_000, d_model=8192, num_layers=80, num_heads=64, num_kv_heads=64, head_dim=128, d_ffn=32_768,
-    max_seq_len=8192, tied_embeddings=False, ffn_matrices=2,
+    max_seq_len=8192, tied_embeddings=False, feed_forward="gelu",
 )  # fmt: skip
 SEVEN = replace(WIDE, d_model=4096, num_layers=32, num_heads=32, num_kv_heads=32, d_ffn=16_384)
 GPT3 = replace(WIDE, vocab_size=51_200, d_model=12_288, num_layers=96, num_heads=96, num_kv_heads=96, d_ffn=49_152)

@@ -20,14 +20,12 @@ _SEQUENCES = {2023: 4096, 2024: 8192}  # for sources that state none, from that 
 class ForeignArch(Arch):
     """An Arch with the properties that only models of other systems have.
 
-    ffn_matrices: number of matrices in one feed-forward; 2 without a gate (GELU, squared ReLU).
     head_passes: how many times each token goes through the head: 2 with a multi-token-prediction module (DeepSeek-V3,
       DeepSeek-AI 2024, section 2.2), whose block is counted in num_layers.
     sliding_window: if only some layers have a window, one window that, used in every layer, gives the same total number
       of keys.
     """
 
-    ffn_matrices: int = 3
     head_passes: int = 1
 
 
@@ -69,7 +67,7 @@ def _given_shape(row: PublishedRow) -> ForeignArch | None:
         d_ffn=ffn,
         max_seq_len=sequence_of(row),
         tied_embeddings=bool(row.flag("model", "tied_embeddings")),
-        ffn_matrices=3 if gated else 2,
+        feed_forward="swiglu" if gated else "gelu",
     )
 
 

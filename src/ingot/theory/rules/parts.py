@@ -4,6 +4,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ingot.plugins.callback import CALLBACKS
+from ingot.plugins.layers import LAYERS
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import INGOT, MAIN, Registry, options_problems
 from ingot.plugins.schedule import SCHEDULES
@@ -26,6 +27,23 @@ def part_rules(run: RunConfig) -> Problems:
         key = f"callbacks.{name}"
         yield from _chosen(CALLBACKS, name, key, options, key, run)
     yield from _offload_rules(run)
+    yield from _layer_rules(run)
+
+
+def _layer_rules(run: RunConfig) -> Problems:
+    arch, chosen = run.model, [getattr(run.model, key) for key in LAYERS]
+    for (key, registry), name in zip(LAYERS.items(), chosen, strict=True):
+        table = f"model.options.{name}"
+        yield from _chosen(registry, name, f"model.{key}", arch.options.get(name, {}), table, run)
+    for name in arch.options:
+        if name not in chosen:
+            yield f"model.options.{name}", f"no layer of the model is {name!r}; choose it, or remove its settings"
+    if arch.is_moe and arch.feed_forward != "swiglu":
+        found = f"{arch.feed_forward!r} in a model with experts"
+        yield "model.feed_forward", f'{found}: experts, and dense blocks beside them, are SwiGLU; use "swiglu"'
+    if arch.is_mla and arch.attention != "grouped_query":
+        found = f"{arch.attention!r} in a model with latent attention (model.mla)"
+        yield "model.attention", f'{found}, which replaces it; use "grouped_query", or remove model.mla'
 
 
 def _offload_rules(run: RunConfig) -> Problems:

@@ -16,8 +16,8 @@ from ingot.hub.config_file import CONFIG, read_config, require_fit
 from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
+from ingot.trainer.checkpoint.state import BIAS as ROUTER_BIAS
 from ingot.trainer.export.weights import StoredWeights, write_weights
-from ingot.trainer.model.init import ROUTER_BIAS
 from ingot.trainer.model.transformer import Transformer
 
 # -- folders --

@@ -173,7 +173,14 @@ class Attention(nn.Module):
         if cache is not None:
             k_BGSH, v_BGSH = cache.append(k_BGSH, v_BGSH)
         out_BNTH = self.attend(q_BNTH, k_BGSH, v_BGSH, mask_spec)
-        return self.o(out_BNTH.transpose(1, 2).reshape(batch, tokens, -1))
+        return self.output(x_BTD, out_BNTH.transpose(1, 2).reshape(batch, tokens, -1))
+
+    def output(self, x_BTD: Tensor, attended_BTN: Tensor) -> Tensor:
+        """Return [B, T, D], the input of this module being `x_BTD`. attended_BTN: the heads of this rank, side by side.
+
+        A plug-in's attention may override it.
+        """
+        return self.o(attended_BTN)
 
 
 class LatentAttention(nn.Module):
@@ -237,3 +244,8 @@ class LatentAttention(nn.Module):
         k_BNTP, v_BNTU = up.split((mla.nope_dim, mla.v_dim), dim=-1)
         k_BNTR = rotate(k_BTR[:, None], *rotary).expand(-1, k_BNTP.shape[1], -1, -1)
         return torch.cat((k_BNTP, k_BNTR), dim=-1), v_BNTU
+
+
+def grouped_query(arch: Arch, attend: Attend, options: None = None) -> Attention | LatentAttention:
+    """Return grouped-query attention, or latent attention if the model has latents."""
+    return (LatentAttention if arch.is_mla else Attention)(arch, attend)

@@ -6,8 +6,8 @@ numbers on every layout.)
 
 Scheme: matrices come from N(0, 0.02^2). The matrices that write into the residual stream (attention.o, and `down` of
 every feed-forward and expert) have a deviation divided by sqrt(2 * num_layers), so that the variance of the stream does
-not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights begin at 1, router biases at 0, and expert
-loads at 1 (the mean load).
+not grow with depth (Radford et al. 2019, GPT-2, section 2.3). Norm weights begin at 1, biases at 0, and expert loads at
+1 (the mean load).
 """
 
 import math
@@ -21,7 +21,7 @@ from ingot.schema.arch import Arch
 
 DEVIATION = 0.02
 RESIDUAL_WRITERS = ("attention.o.weight", ".down.weight")
-ROUTER_BIAS = "router.bias"
+BIAS = ".bias"
 # The number of elements of one group of rows: a whole matrix of a small model, or 256 rows of width 4,096.
 GROUP_ELEMENTS = 1 << 20
 
@@ -40,7 +40,7 @@ def initial_value(
     """
     offsets, sizes = offsets or (0,) * len(shape), shape if sizes is None else sizes
     if len(shape) == 1:
-        return torch.full(tuple(sizes), 0.0 if name.endswith(ROUTER_BIAS) else 1.0)
+        return torch.full(tuple(sizes), 0.0 if name.endswith(BIAS) else 1.0)
     block = torch.empty(tuple(sizes))
     deviation = DEVIATION / (math.sqrt(2 * arch.num_layers) if name.endswith(RESIDUAL_WRITERS) else 1.0)
     (rows, columns), (first, left), (height, width) = shape, offsets, sizes

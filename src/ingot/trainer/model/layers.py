@@ -46,6 +46,10 @@ def rotate(x_BNTH: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return rotated.type_as(x_BNTH)
 
 
+def rms_norm(dim: int, eps: float, options: None = None) -> RMSNorm:
+    return RMSNorm(dim, eps)
+
+
 class SwiGLU(nn.Module):
     """The feed-forward down(silu(gate(x)) * up(x)), without biases (Shazeer 2020, eq. 6)."""
 
@@ -57,3 +61,23 @@ class SwiGLU(nn.Module):
 
     def forward(self, x_BTD: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class GELU(nn.Module):
+    """The feed-forward down(gelu(up(x))), without biases (Hendrycks & Gimpel 2016; GPT-2)."""
+
+    def __init__(self, d_model: int, d_ffn: int):
+        super().__init__()
+        self.up = nn.Linear(d_model, d_ffn, bias=False)
+        self.down = nn.Linear(d_ffn, d_model, bias=False)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x_BTD)))
+
+
+def swiglu(d_model: int, d_ffn: int, options: None = None) -> SwiGLU:
+    return SwiGLU(d_model, d_ffn)
+
+
+def gelu(d_model: int, d_ffn: int, options: None = None) -> GELU:
+    return GELU(d_model, d_ffn)

@@ -10,10 +10,13 @@ Shape letters: B batch, T tokens, D d_model, V vocab_size.
 import torch
 from torch import Tensor, nn
 
+from ingot.plugins.layers import ATTENTIONS, BLOCKS, FEED_FORWARDS
+from ingot.plugins.registry import resolve
 from ingot.schema.arch import Arch
-from ingot.trainer.model.attention import Attend, Attention, AttentionMaskSpec, LatentAttention, attend_locally
+from ingot.trainer.model.attention import Attend, AttentionMaskSpec, attend_locally
+from ingot.trainer.model.chosen import attention_of, feed_forward, require_declared, stream_norm
 from ingot.trainer.model.experts import Dispatch, LocalDispatch, MoeLayer
-from ingot.trainer.model.layers import RMSNorm, SwiGLU, rotary_tables
+from ingot.trainer.model.layers import rotary_tables
 from ingot.trainer.model.loss import Readout
 from ingot.trainer.model.routing import RouterLoss
 
@@ -23,10 +26,10 @@ class TransformerBlock(nn.Module):
 
     def __init__(self, arch: Arch, layer: int, attend: Attend, dispatch: Dispatch):
         super().__init__()
-        self.attention_norm = RMSNorm(arch.d_model, arch.norm_eps)
-        self.attention = (LatentAttention if arch.is_mla else Attention)(arch, attend)
-        self.mlp_norm = RMSNorm(arch.d_model, arch.norm_eps)
-        self.mlp = None if arch.has_experts(layer) else SwiGLU(arch.d_model, arch.d_ffn)
+        self.attention_norm = stream_norm(arch)
+        self.attention = attention_of(arch, attend)
+        self.mlp_norm = stream_norm(arch)
+        self.mlp = None if arch.has_experts(layer) else feed_forward(arch)
         self.moe = MoeLayer(arch, layer, dispatch) if arch.has_experts(layer) else None
 
     def forward(
@@ -82,6 +85,14 @@ SHARDING = {
 }
 
 
+def sharding_of(arch: Arch) -> dict[str, str]:
+    """Return SHARDING with the roles of the layers that the model chooses."""
+    own = {f"attention.{name}": role for name, role in ATTENTIONS[arch.attention].sharding.items()}
+    own |= {f"mlp.{name}": role for name, role in FEED_FORWARDS[arch.feed_forward].sharding.items()}
+    biases = {f"{name}.bias": "stream" for name in ("attention_norm", "mlp_norm", "norm")}
+    return SHARDING | biases | own
+
+
 class Transformer(nn.Module):
     """The model. Context and expert parallelism pass their own `attend` and `dispatch`.
 
@@ -91,7 +102,7 @@ class Transformer(nn.Module):
     """
 
     embed: nn.Embedding | None
-    norm: RMSNorm | None
+    norm: nn.Module | None
     head: nn.Linear | None
 
     def __init__(self, arch: Arch, attend: Attend = attend_locally, dispatch: Dispatch | None = None):
@@ -101,14 +112,14 @@ class Transformer(nn.Module):
         first_values = nn.init.trunc_normal_(torch.empty(arch.vocab_size, arch.d_model))
         self.embed = nn.Embedding.from_pretrained(first_values, freeze=False)
         dispatch = dispatch or LocalDispatch()
-        self.blocks = nn.ModuleDict(
-            {str(i): TransformerBlock(arch, i, attend, dispatch) for i in range(arch.num_layers)}
-        )
-        self.norm = RMSNorm(arch.d_model, arch.norm_eps)
+        make_block = resolve(BLOCKS[arch.block].make)
+        self.blocks = nn.ModuleDict({str(i): make_block(arch, i, attend, dispatch) for i in range(arch.num_layers)})
+        self.norm = stream_norm(arch)
         self.head = None if arch.tied_embeddings else nn.Linear(arch.d_model, arch.vocab_size, bias=False)
         self.readout = Readout(arch)
         # Other attention functions make their own masks, for the parts of the sequence that they process.
         self.makes_mask = attend is attend_locally
+        require_declared(self, arch)
 
     def forward(
         self,

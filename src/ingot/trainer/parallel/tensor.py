@@ -54,7 +54,7 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
     """Reduce `stage`, a Transformer on the meta device, to this tp rank's part of its matrices and this ep rank's
     experts.
 
-    Returns parameter name -> TensorCut. sharding: end of a parameter's name -> its role (SHARDING in
+    Returns parameter name -> TensorCut. sharding: end of a parameter's name -> its role (`sharding_of` in
     model/transformer.py). The degrees of parallelism must have been checked before.
     """
     roles = {name: _role(name, sharding) for name, _ in stage.named_parameters()}
@@ -93,7 +93,16 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
 
 
 def _role(name: str, sharding: Mapping[str, str]) -> str:
-    return sharding[max((end for end in sharding if name.endswith(end)), key=len)]
+    ends = [end for end in sharding if name.endswith(end)]
+    if not ends:
+        raise ConfigError(
+            "E-LAYER-SHARDING",
+            f"parameter {name} has no role under tensor parallelism",
+            rule="a layer of a plug-in declares the role of each of its parameters (plugins/layers.py)",
+            fix="add the parameter to `sharding` of the plug-in's part",
+            parameter=name,
+        )
+    return sharding[max(ends, key=len)]
 
 
 def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, TensorCut]:

@@ -19,6 +19,8 @@ Engine), and attention keeps its output in 16 bits in addition to the copy that 
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ingot.plugins.layers import feed_forward_of
+from ingot.schema.software import INGOT
 from ingot.theory.layout import PipelineStage, Position
 from ingot.theory.params import COMPUTE_BYTES, value_width
 from ingot.theory.saved import block_bytes, degrees, norm_bytes, products_for_attention, recomputed_block_bytes
@@ -173,7 +175,8 @@ def is_megatrons(position: Position) -> bool:
     """Return True if the software's blocks keep the tensors that Megatron's do. Otherwise they keep those of ingot's
     own blocks (theory/saved.py)."""
     software = position.software
-    return software.core_recompute or software.attention == "unfused" or position.arch.ffn_matrices == 2
+    without_gate = software != INGOT and feed_forward_of(position.arch).matrices == 2
+    return software.core_recompute or software.attention == "unfused" or without_gate
 
 
 def megatron_block_bytes(position: Position, *, experts: bool = False) -> dict[str, float]:
@@ -234,7 +237,7 @@ def _inside(position: Position, width: float) -> float:
     """Return the bytes per token kept inside a feed-forward of `width`: the input of GELU, or gate and up, and the
     input of the last matrix.
     """
-    before = 1 if position.arch.ffn_matrices == 2 else 2
+    before = 1 if feed_forward_of(position.arch).matrices == 2 else 2
     after = 0.0 if position.software.parts_recomputed else _input_bytes(position)
     return width / position.parallel.tp * (before * COMPUTE_BYTES[position.train.precision] + after)
 

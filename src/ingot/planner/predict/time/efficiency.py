@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from ingot.planner.predict.time.constants import Constants
+from ingot.plugins.layers import feed_forward_of
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.software import Software
@@ -86,7 +87,7 @@ def _latent(arch: Arch, heads: float, m: float) -> Iterator[Product]:
 
 def _pair(arch: Arch, what: str, rows: float, width: float, groups: int = 1) -> Iterator[Product]:
     """Yield the products of a feed-forward: "gate, up" (only up if the model has no gate), then "down"."""
-    yield Product(f"gate, up{what}", rows, (arch.ffn_matrices - 1) * width, arch.d_model, groups)
+    yield Product(f"gate, up{what}", rows, (feed_forward_of(arch).matrices - 1) * width, arch.d_model, groups)
     yield Product(f"down{what}", rows, arch.d_model, width, groups)
 
 

@@ -21,6 +21,7 @@ from ingot.planner.predict.time.efficiency import (
     repeated_products,
 )
 from ingot.planner.predict.time.links import counted_as
+from ingot.plugins.layers import feed_forward_of
 from ingot.schema.cluster import Cluster
 from ingot.theory import work
 from ingot.theory.layout import PipelineStage, Position
@@ -79,7 +80,11 @@ class StageTimer:
     def __init__(self, position: Position, cluster: Cluster, constants: Constants):
         self._position, self._cluster, self._constants = position, cluster, constants
         self.rates: Rates = rates_of(
-            cluster, position.software, position.train.precision, constants, position.arch.ffn_matrices == 3
+            cluster,
+            position.software,
+            position.train.precision,
+            constants,
+            feed_forward_of(position.arch).matrices == 3,
         )
 
     def stage(self, position: Position, stage: PipelineStage) -> tuple[WorkTime, WorkTime, WorkTime]:

@@ -24,8 +24,8 @@ MEGATRON = Software(
 )
 
 
-class Gelu(Arch):
-    ffn_matrices = 2
+def gelu(**shape) -> Arch:
+    return Arch(**shape | {"feed_forward": "gelu"})
 
 
 def run_of(
@@ -59,7 +59,7 @@ def test_megatrons_blocks_are_those_of_table_2(recompute, tp, sequence):
     """Korthikanti et al. 2022, table 2: s b h (34 + 5as/h), with tensor parallelism (10 + 24/t + 5as/ht), with sequence
     parallelism all of it over t; selective recomputation leaves out the scores; full keeps 2 s b h."""
     h, heads, s = 1024, 16, 512
-    arch = Gelu(vocab_size=512, d_model=h, num_layers=4, num_heads=heads, num_kv_heads=heads, head_dim=64, d_ffn=4 * h)
+    arch = gelu(vocab_size=512, d_model=h, num_layers=4, num_heads=heads, num_kv_heads=heads, head_dim=64, d_ffn=4 * h)
     run = run_of(arch, seq_len=s, tp=tp, sequence=sequence, recompute=recompute)
     (position,) = positions(run, MEGATRON)
     size = block_sizes(position, "cuda")
@@ -95,7 +95,7 @@ def test_parts_that_are_made_again_leave_inputs_of_norms_of_activation_functions
 
 
 def test_megatrons_state_is_18_bytes_or_6_and_12_over_ranks():
-    run = run_of(Gelu(**vars(LLAMA8)), dp_replicate=2, zero=1)
+    run = run_of(gelu(**vars(LLAMA8)), dp_replicate=2, zero=1)
     parameters = positions(run)[0].parameters
     for layout, per in ((run, 18), (run_of(run.model, dp_shard=4, zero=1), 6 + 12 / 4)):
         bill = live_bill(layout, "cuda", MEGATRON)
