@@ -211,6 +211,26 @@ def test_a_vetoed_step_leaves_values_and_state(fork_ranks, form):
     assert all(np.isfinite(values).all() for values in whole(last).values())
 
 
+def first_step(rank, world, run):
+    """The gradients of the first step before clipping, their norm, and the momentum after it."""
+    parts, gradients = build_parts(run, CPU, Path()), []
+    parts.callbacks.gradients = lambda step: gradients.extend(
+        keep((piece, piece.grad) for piece in parts.model.shards if piece.grad is not None)
+    )
+    norm = float(train_step(parts, batch_of(run, parts.mesh, 1), run.optim.lr).grad_norm)
+    moments = parts.optimizer.moments()
+    return gradients, norm, {name: state["momentum"].numpy() for name, state in moments.items() if "momentum" in state}
+
+
+def test_momentum_is_that_of_clipped_gradients(fork_ranks):
+    run = run_with({})
+    ((gradients, norm, momentum),) = fork_ranks(first_step, 1, run)
+    assert norm > run.optim.clip_norm and len(momentum) > 10
+    for name, _, _, gradient in gradients:
+        if name in momentum:
+            np.testing.assert_allclose(momentum[name], gradient * run.optim.clip_norm / norm, rtol=1e-5)
+
+
 def updates(fork_ranks, run, start):
     """The change of the masters since the first weights."""
     ended = whole(fork_ranks(trained, run.parallel.world_size, run))

@@ -68,8 +68,8 @@ class StepCallback:
         """Make the callback at the start of an attempt. options: an instance of the part's `settings`."""
 
     def on_gradients(self, step: int) -> None:
-        """Look at `grad` of the pieces: the mean over the batch, before clipping; in fp16, times the loss scale. Must not
-        wait for the device."""
+        """Look at `grad` of the pieces: the mean over the batch, before clipping; times the loss scale in an fp16 run.
+        Must not wait for the device."""
 
     def on_update(self, step: int) -> None:
         """Look at `value` of the pieces after the optimizer's step. Must not wait for the device."""

@@ -198,7 +198,7 @@ def test_a_verdict_is_the_same_on_all_ranks(fork_ranks, counted):
             run_rank(rank, ranks, folder)
         return True
 
-    assert fork_ranks(differ, 2) == [True, True]
+    assert fork_ranks(differ, 2, timeout=30) == [True, True]
 
 
 def test_a_callback_that_is_added_needs_consent_and_begins_anew(fork_ranks, counted, make_run, capsys):
