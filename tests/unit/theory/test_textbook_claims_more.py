@@ -11,7 +11,7 @@ from tests.unit.theory.test_textbook_claims import published_block_bytes
 from ingot.config import to_dict
 from ingot.data.filters.c4 import C4, C4Rules
 from ingot.data.filters.quality import PRESETS
-from ingot.data.mixture.shares import PRESETS as MIXTURES
+from ingot.data.mixture.shares import CLASSIC
 from ingot.planner.predict.time.links import CollectiveGroup, all_reduce, ring_all_reduce, tree_all_reduce
 from ingot.planner.predict.time.links import all_gather as reduce_scatter
 from ingot.planner.published.run import shipped_rows
@@ -225,7 +225,7 @@ def test_parts_of_redpajama():
     }
     assert sum(parts.values()) == 1210 and sum(drawn.values()) == pytest.approx(1.0)
     assert (parts["crawl"] + parts["c4"]) / 1210 == pytest.approx(0.87, abs=0.001)
-    assert drawn["crawl"] + drawn["c4"] == pytest.approx(0.82) and MIXTURES["classic"]["web"] == 0.70
+    assert drawn["crawl"] + drawn["c4"] == pytest.approx(0.82) and CLASSIC["web"] == 0.70
 
 
 @pytest.mark.parametrize(("sequences", "gigabytes"), [(1, 91), (2, 183), (4, 365), (8, 730)])
