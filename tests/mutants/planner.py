@@ -87,8 +87,8 @@ MUTANTS: list[Mutant] = [
         name="bytes-of-the-update",
         what="the update is planned without the reads and writes of AdamW's moments",
         file="theory/work.py",
-        before="moved_bytes=owned * 8 * s + n * whole,",
-        after="moved_bytes=owned * 4 * s + n * whole,",
+        before="share.parameters / share.ranks * (4 + 2 * share.moments)",
+        after="share.parameters / share.ranks * 4",
         tests=(
             "tests/unit/theory/test_work.py::test_the_update_moves_eight_numbers_of_every_parameter_that_a_rank_owns",
         ),

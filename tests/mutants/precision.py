@@ -50,8 +50,8 @@ MUTANTS: list[Mutant] = [
         name="rate-of-the-step-before",
         what="a step has the learning rate of the step before",
         file="trainer/loop.py",
-        before="lr = learning_rate(batch.step, steps",
-        after="lr = learning_rate(max(batch.step - 1, 1), steps",
+        before="train_step(trainer, batch, rate(batch.step))",
+        after="train_step(trainer, batch, rate(max(batch.step - 1, 1)))",
         tests=("tests/e2e/test_recovery.py::test_a_rank_imports_neither_the_compiler_nor_fsdp",),
     ),
     Mutant(
