@@ -119,8 +119,8 @@ MUTANTS: list[Mutant] = [
         name="verdict-ignored",
         what="the verdict of callbacks is asked for and ignored",
         file="trainer/loop.py",
-        before="verdict = later(verdict, trainer.callbacks.line(line, trainer.log))",
-        after="verdict = later(verdict, trainer.callbacks.line(line, trainer.log) and verdict)",
+        before="self.trainer.callbacks.line(self.line, self.trainer.log))",
+        after="self.trainer.callbacks.line(self.line, self.trainer.log) and self.verdict)",
         tests=(f"{_CALLBACKS}::test_a_verdict_to_stop_saves_and_stops",),
     ),
     Mutant(
@@ -160,8 +160,8 @@ MUTANTS: list[Mutant] = [
         name="gradients-of-the-step-before",
         what="callbacks get the number of the step before with the gradients",
         file="trainer/step.py",
-        before="    parts.callbacks.gradients(batch.step)\n",
-        after="    parts.callbacks.gradients(batch.step - 1)\n",
+        before="    parts.callbacks.gradients(step)\n",
+        after="    parts.callbacks.gradients(step - 1)\n",
         tests=(f"{_CALLBACKS}::test_callbacks_see_gradients_before_clipping_in_every_layout",),
     ),
     Mutant(

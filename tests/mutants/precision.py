@@ -50,8 +50,8 @@ MUTANTS: list[Mutant] = [
         name="rate-of-the-step-before",
         what="a step has the learning rate of the step before",
         file="trainer/loop.py",
-        before="train_step(trainer, batch, rate(batch.step))",
-        after="train_step(trainer, batch, rate(max(batch.step - 1, 1)))",
+        before="train_step(trainer, batch, loop.learning_rate(batch.step))",
+        after="train_step(trainer, batch, loop.learning_rate(max(batch.step - 1, 1)))",
         tests=("tests/e2e/test_recovery.py::test_a_rank_imports_neither_the_compiler_nor_fsdp",),
     ),
     Mutant(
@@ -66,8 +66,8 @@ MUTANTS: list[Mutant] = [
         name="biases-of-a-skipped-step",
         what="a skipped step moves the biases that balance experts",
         file="trainer/step.py",
-        before="parts.balance.step(batch.step, veto)",
-        after="parts.balance.step(batch.step, None)",
+        before="parts.balance.step(step, veto)",
+        after="parts.balance.step(step, None)",
         tests=_KEPT,
     ),
     Mutant(

@@ -18,7 +18,7 @@ from ingot.trainer.heldout import Heldout
 from ingot.trainer.loader.reader import document_numbers
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.model.generate import NextLogits, cached, generate
-from ingot.trainer.parts import Trainer
+from ingot.trainer.parts import RunParts
 
 # Settings of samples for people to read: varied, but without the long tail of unlikely tokens.
 SAMPLE_TEMPERATURE, SAMPLE_TOP_K = 0.8, 50
@@ -140,7 +140,7 @@ def sample_prompts(
     return samples
 
 
-def run_nats(trainer: Trainer) -> Nats:
+def run_nats(trainer: RunParts) -> Nats:
     """Return the scoring function of a run's model. The result is zeros except on the last pipeline stage. Each call is
     collective over pp, cp and tp."""
 
@@ -151,7 +151,7 @@ def run_nats(trainer: Trainer) -> Nats:
     return nats_of
 
 
-def run_logits(trainer: Trainer, capacity: int) -> NextLogits:
+def run_logits(trainer: RunParts, capacity: int) -> NextLogits:
     """Return the function that computes the next token's logits, for one text of at most `capacity` tokens. Collective.
 
     All ranks get the same logits. A rank with the whole model and whole sequences caches keys and values. Otherwise the

@@ -22,7 +22,7 @@ from ingot.theory.params import count_parameters
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.parts import Trainer
+from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
@@ -41,7 +41,7 @@ class Interval:
     data_wait_seconds: float = 0.0
 
     @classmethod
-    def begin(cls, trainer: Trainer) -> "Interval":
+    def begin(cls, trainer: RunParts) -> "Interval":
         return cls(ThreadTime.now(), trainer.program.channels.waited_seconds)
 
     def add(self, data_wait_seconds: float) -> None:
@@ -49,7 +49,7 @@ class Interval:
         self.data_wait_seconds += data_wait_seconds
 
 
-def log_interval(trainer: Trainer, recent: list[StepResult], interval: Interval, *, saves: bool) -> list[StepNumbers]:
+def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval, *, saves: bool) -> list[StepNumbers]:
     """Write a `step` event for each step, one `progress` event, one line, and the load of experts. Collective.
 
     The host waits for the device here. saves: a checkpoint follows, so the load of every expert is written, too.
@@ -99,13 +99,13 @@ def log_interval(trainer: Trainer, recent: list[StepResult], interval: Interval,
     return numbers
 
 
-def log_waits(trainer: Trainer, step: int, steps: int, own: Waits) -> None:
+def log_waits(trainer: RunParts, step: int, steps: int, own: Waits) -> None:
     """Write one `waits` event with the waits of all ranks. Collective."""
     rows = gather_from(range(trainer.place.world_size), own.row())
     trainer.log(events.WAITS, step=step, steps=steps, **summary(rows, steps))
 
 
-def log_experts(trainer: Trainer, recent: list[StepResult], *, with_loads: bool) -> dict[str, Any]:
+def log_experts(trainer: RunParts, recent: list[StepResult], *, with_loads: bool) -> dict[str, Any]:
     """Write an `experts` event about all tokens of the steps `recent`, if there are experts. Collective.
 
     Returns the fields of the progress line about experts.
@@ -128,7 +128,7 @@ def log_experts(trainer: Trainer, recent: list[StepResult], *, with_loads: bool)
     return {"load_cv": fmean(found.load_cv), "max_load": max(found.max_load), **means}
 
 
-def log_evaluation(trainer: Trainer, step: int) -> None:
+def log_evaluation(trainer: RunParts, step: int) -> None:
     """Score the held-out text, if the run has one. Collective."""
     if trainer.heldout is None:
         return
@@ -146,7 +146,7 @@ def log_evaluation(trainer: Trainer, step: int) -> None:
     trainer.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
 
 
-def log_samples(trainer: Trainer, step: int) -> None:
+def log_samples(trainer: RunParts, step: int) -> None:
     """Continue the prompts of the run file, if it has any. Collective."""
     wanted = trainer.config.evaluate
     if trainer.encoder is None or not wanted.prompts:
@@ -165,7 +165,7 @@ def log_samples(trainer: Trainer, step: int) -> None:
         trainer.say(f"sample    {prompt!r} {text!r}")
 
 
-def log_start(trainer: Trainer) -> None:
+def log_start(trainer: RunParts) -> None:
     """Write the `run_started` event: layout, model size, versions, hardware and the step to start from."""
     config, place, facts = trainer.config, trainer.place, trainer.checkpoint_facts
     on_gpu = place.device.type == "cuda"

@@ -1,4 +1,8 @@
-"""The training loop: next batch, step, verdict of the policy; at intervals log, save, evaluate, stop."""
+"""The training loop: next batch, step, verdict; then save, evaluate, go back or stop.
+
+`train` is the loop of `ingot train`. `RunLoop` has what happens between two steps, for this loop and for loops of
+research programs (ingot.Trainer).
+"""
 
 import time
 from collections import Counter
@@ -7,9 +11,10 @@ from dataclasses import dataclass, replace
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
+from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples
 from ingot.trainer.optim.schedule import learning_rate
-from ingot.trainer.parts import Trainer
+from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult
 from ingot.trainer.save import reload, save
 from ingot.trainer.step import train_step
@@ -26,69 +31,120 @@ class Ending:
     stopped: bool
 
 
-def train(trainer: Trainer) -> Ending:
+def train(trainer: RunParts) -> Ending:
     """Train from `trainer.first_step` to the last step or a stop request, and save the last completed step. Collective.
 
-    `trainer.until_step` is a stop requested in advance. Between two log lines the results of the steps stay on the
-    device, and the host waits for it only if the policy does. Any verdict except CONTINUE takes effect at once, after
-    the steps so far are logged. A step is saved only after the policy has judged all steps up to it.
+    `trainer.until_step` is a stop requested in advance.
     """
-    config = trainer.config
-    steps, done, stopped = config.train.steps, trainer.first_step - 1, False
-    rate = learning_rate(steps, config.optim.lr, config.schedule)
-    began = time.monotonic()
-    recent: list[StepResult] = []
-    interval = Interval.begin(trainer)
-    roll_backs: Counter[int] = Counter()
+    loop = RunLoop(trainer)
+    while (batch := loop.next_batch()) is not None:
+        result = train_step(trainer, batch, loop.learning_rate(batch.step))
+        loop.judge(batch, result)
+        if loop.save_is_due:
+            loop.save()
+        loop.finish_step()
+    return loop.end()
 
-    if trainer.until_step < trainer.first_step <= steps:  # an earlier attempt reached until_step
-        trainer.log(events.STOPPED, step=done, reason="requested")
-        return Ending(done, stopped=True)
 
-    while (batch := next(trainer.loader, None)) is not None:
-        recent.append(train_step(trainer, batch, rate(batch.step)))
-        trainer.ledger.record(batch.step, batch.sample_ids)
-        interval.add(batch.wait_seconds)
-        done = batch.step
+class RunLoop:
+    """The loop of a run between its steps. All methods are collective.
 
-        save_now = done == trainer.until_step or done % config.checkpoint.every_steps == 0
-        evaluate_now = done < steps and is_due(done, config.evaluate.every_steps)
-        line: list[StepNumbers] = []
-        if save_now or evaluate_now or is_due(done, config.watch.log_every):
-            line = log_interval(trainer, recent, interval, saves=save_now)
-        verdict = trainer.policy.verdict(replace(recent[-1], line=line))
-        if line:
-            verdict = later(verdict, trainer.callbacks.line(line, trainer.log))
-        else:
-            if verdict is Verdict.CONTINUE:
-                continue
-            line = log_interval(trainer, recent, interval, saves=verdict is Verdict.STOP)
-            if verdict is Verdict.STOP:
-                trainer.policy.judge(line)
-        recent.clear()
+    Between two log lines the results of the steps stay on the device, and the host waits for it only if the policy
+    does. Any verdict except CONTINUE takes effect at once, after the steps so far are logged. A step is saved only
+    after the policy has judged all steps up to it.
 
-        if verdict is Verdict.SKIP:
-            require_vetoed(line[-1])
-        if verdict is Verdict.ROLL_BACK:
-            done = roll_back(trainer, done, roll_backs)
-            interval = Interval.begin(trainer)
-            continue
-        stopped = done < steps and (done == trainer.until_step or verdict is Verdict.STOP)
-        if save_now or stopped:
-            save(trainer, done)
-        if evaluate_now:  # also before a stop: a later attempt continues after this step
-            log_evaluation(trainer, done)
-        if stopped:
+    done: the last completed step. line: the numbers of the steps since the previous log line, if the last step wrote
+    one. verdict: the verdict on the last step. save_is_due: the last step has to be saved. stopped: the run stops early
+    after the last step, or has stopped.
+    """
+
+    def __init__(self, trainer: RunParts):
+        config = trainer.config
+        self.trainer, self.steps = trainer, config.train.steps
+        self.learning_rate = learning_rate(self.steps, config.optim.lr, config.schedule)
+        self.done = trainer.first_step - 1
+        self.line: list[StepNumbers] = []
+        self.verdict = Verdict.CONTINUE
+        self.save_is_due = self._evaluation_is_due = False
+        self.stopped = trainer.until_step <= self.done < self.steps  # an earlier attempt reached until_step
+        self._began = time.monotonic()
+        self._recent: list[StepResult] = []
+        self._interval = Interval.begin(trainer)
+        self._roll_backs: Counter[int] = Counter()
+
+    def next_batch(self) -> Batch | None:
+        """Return the batch of the next step; None after the last step or a stop."""
+        return None if self.stopped else next(self.trainer.loader, None)
+
+    def judge(self, batch: Batch, result: StepResult) -> None:
+        """Record the samples of a completed step, write the log line if one is due, and decide how to continue."""
+        trainer, config, step = self.trainer, self.trainer.config, batch.step
+        self._recent.append(result)
+        trainer.ledger.record(step, batch.sample_ids)
+        self._interval.add(batch.wait_seconds)
+        self.done, self.line = step, []
+
+        save_now = step == trainer.until_step or step % config.checkpoint.every_steps == 0
+        self._evaluation_is_due = step < self.steps and is_due(step, config.evaluate.every_steps)
+        if save_now or self._evaluation_is_due or is_due(step, config.watch.log_every):
+            self._write_line(saves=save_now)
+        self.verdict = trainer.policy.verdict(replace(result, line=self.line))
+        if self.line:
+            self._ask_callbacks()
+        elif self.verdict is not Verdict.CONTINUE:
+            self._write_line(saves=self.verdict is Verdict.STOP)
+            self._ask_callbacks()
+            if self.verdict is Verdict.STOP:
+                trainer.policy.judge(self.line)
+
+        if self.verdict is Verdict.SKIP:
+            require_vetoed(self.line[-1])
+        back = self.verdict is Verdict.ROLL_BACK
+        self.stopped = not back and step < self.steps and (step == trainer.until_step or self.verdict is Verdict.STOP)
+        self.save_is_due = not back and (save_now or self.stopped)
+        self._evaluation_is_due = self._evaluation_is_due and not back
+
+    def _write_line(self, *, saves: bool) -> None:
+        self.line = log_interval(self.trainer, self._recent, self._interval, saves=saves)
+        self._recent.clear()
+
+    def _ask_callbacks(self) -> None:
+        self.verdict = later(self.verdict, self.trainer.callbacks.line(self.line, self.trainer.log))
+
+    def save(self) -> None:
+        """Save and verify the checkpoint of the last completed step."""
+        save(self.trainer, self.done)
+        self.save_is_due = False
+
+    def finish_step(self) -> None:
+        """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""
+        if self.verdict is Verdict.ROLL_BACK:
+            self.done = roll_back(self.trainer, self.done, self._roll_backs)
+        elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
+            log_evaluation(self.trainer, self.done)
+        if self.line:
+            self._interval = Interval.begin(self.trainer)
+
+    def stop(self) -> None:
+        """Stop after the last completed step, which is saved, like a stop request."""
+        if self._recent:
+            self._write_line(saves=True)
+            self.trainer.policy.judge(self.line)
+            self._ask_callbacks()
+        self.save()
+        self.stopped = self.done < self.steps
+
+    def end(self) -> Ending:
+        """Write how the run ended; a finished run is evaluated before that."""
+        trainer, done = self.trainer, self.done
+        if self.stopped:
             trainer.log(events.STOPPED, step=done, reason="requested")
-            break
-        interval = Interval.begin(trainer)
-
-    if not stopped:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
-        log_evaluation(trainer, done)
-        log_samples(trainer, done)
-        seconds = round(time.monotonic() - began, 3)
-        trainer.log(events.FINISHED, step=done, tokens=done * config.tokens_per_step, seconds=seconds)
-    return Ending(done, stopped)
+        else:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
+            log_evaluation(trainer, done)
+            log_samples(trainer, done)
+            seconds = round(time.monotonic() - self._began, 3)
+            trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)
+        return Ending(done, self.stopped)
 
 
 def later(first: Verdict, second: Verdict) -> Verdict:
@@ -113,7 +169,7 @@ def require_vetoed(numbers: StepNumbers) -> None:
         )
 
 
-def roll_back(trainer: Trainer, step: int, so_far: Counter[int]) -> int:
+def roll_back(trainer: RunParts, step: int, so_far: Counter[int]) -> int:
     """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective.
 
     so_far: step -> the number of roll-backs from there. Raises RunFailed after too many roll-backs from `step`.

@@ -50,7 +50,7 @@ class StepParts:
 
 
 @dataclass(kw_only=True)
-class Trainer(StepParts):
+class RunParts(StepParts):
     """The parts of a run on this rank. The loop (loop.py) drives them.
 
     place: the rank and device of this process. segments: the ledger segments that checkpoints hold so far.

@@ -45,7 +45,7 @@ from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
-from ingot.trainer.parts import StepParts, Trainer
+from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.save import load_newest, open_loader
 from ingot.trainer.telemetry.usage import CostMeter
@@ -70,7 +70,7 @@ def run_rank(folder: RunFolder, until_step: int | None = None, say: Callable[[st
 
 def build_trainer(
     config: RunConfig, folder: RunFolder, place: RankInfo, *, until_step: int | None = None, say: Callable[[str], None]
-) -> Trainer:
+) -> RunParts:
     """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
     Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
@@ -106,7 +106,7 @@ def build_trainer(
     )
     restored = load_newest(parts, folder, facts, log)
     first_step = restored.step + 1 if restored else 1
-    trainer = Trainer(
+    trainer = RunParts(
         **vars(parts),
         folder=folder,
         place=place,

@@ -27,11 +27,11 @@ from ingot.trainer.loader.ledger import Ledger, write_segment
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.parts import StepParts, Trainer
+from ingot.trainer.parts import RunParts, StepParts
 from ingot.units import format_bytes, format_seconds
 
 
-def save(trainer: Trainer, step: int) -> None:
+def save(trainer: RunParts, step: int) -> None:
     """Save and verify the checkpoint of `step`, and report it. Collective."""
     began = time.monotonic()
     trainer.segments.append(next_segment(trainer, step))
@@ -51,7 +51,7 @@ def save(trainer: Trainer, step: int) -> None:
     trainer.say(f"saved     step {step}  {format_bytes(saved.bytes)}  stall {format_seconds(stall_seconds)}  verified")
 
 
-def next_segment(trainer: Trainer, step: int) -> LedgerSegment:
+def next_segment(trainer: RunParts, step: int) -> LedgerSegment:
     """Write the ids of the samples that all ranks consumed since the last segment to one file. Collective."""
     first = trainer.segments[-1].last_step + 1 if trainer.segments else 1
     own = trainer.ledger.segment(first, step)
@@ -119,7 +119,7 @@ def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.
     )
 
 
-def reload(trainer: Trainer) -> int:
+def reload(trainer: RunParts) -> int:
     """Load the newest undamaged checkpoint into the running `trainer`. Returns its step. Collective.
 
     Raises RunFailed if there is no checkpoint yet, CheckpointError if no checkpoint can be used.
