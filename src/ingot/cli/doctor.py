@@ -1,13 +1,23 @@
-"""`ingot doctor`: check whether this machine can train, and with --bench measure its speed."""
+"""`ingot doctor`: check whether this machine can train, measure its speed (--bench), or import plug-ins (--plugins)."""
 
 import argparse
 import textwrap
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import count, path
 from ingot.cli.terminal import Terminal
 
-EXAMPLES = ("ingot doctor", "ingot doctor --bench --out machine.json", "ingot doctor --json")
+if TYPE_CHECKING:
+    from ingot.plugins.listing import ListedPlugin
+
+EXAMPLES = (
+    "ingot doctor",
+    "ingot doctor --bench --out machine.json",
+    "ingot doctor --json",
+    "ingot doctor --plugins run.toml",
+    "ingot doctor --plugins",
+)
 
 # If a fit deviates from its own timings by more than this, other programs disturbed the measurement.
 _ROUGH = 0.15
@@ -18,7 +28,17 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "folder", nargs="?", type=path, default=Path(), help="folder for runs; its disk is checked (default: .)"
     )
-    parser.add_argument(
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument(
+        "--plugins",
+        type=path,
+        nargs="?",
+        const=False,
+        metavar="FILE",
+        help="only import the plug-ins that a run file or recipe names, and list what they register; "
+        "without FILE: list the short names of installed plug-ins, and import nothing",
+    )
+    what.add_argument(
         "--bench",
         action="store_true",
         help="time a training step for `ingot plan`: about 15 s, on a busy machine a minute or more",
@@ -40,6 +60,49 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    if args.plugins is None:
+        return _run_checks(args, terminal)
+    return _run_plugins(args.plugins or None, terminal)
+
+
+def _run_plugins(file: Path | None, terminal: Terminal) -> int:
+    from dataclasses import asdict
+
+    from ingot.errors import EXIT_OK
+    from ingot.plugins.listing import list_plugins, offered_plugins
+
+    named = list_plugins(file) if file else []
+    for plugin in named:
+        _say_plugin(plugin, terminal)
+    if file and not named:
+        terminal.say(f"{file} names no plug-ins")
+    offered = offered_plugins()
+    if offered:
+        terminal.say("installed plug-ins, by the short names for [plugins] modules:")
+        terminal.table([(f"  {one.name}", one.module, f"{one.distribution} {one.version}".strip()) for one in offered])
+    else:
+        terminal.say("no installed distribution offers plug-ins")
+    terminal.result({"plugins": [asdict(one) for one in named], "installed": [asdict(one) for one in offered]})
+    return EXIT_OK
+
+
+def _say_plugin(plugin: "ListedPlugin", terminal: Terminal) -> None:
+    terminal.say(terminal.style(plugin.name, "bold"))
+    if plugin.module != plugin.name:
+        terminal.say(f"  module   {plugin.module}")
+    terminal.say(f"  file     {plugin.file}\n  code     {plugin.code}")
+    if plugin.version:
+        terminal.say(f"  version  {plugin.version}")
+    for part in plugin.parts:
+        terminal.say(f"  {part.kind} {part.name!r}, chosen by {part.key}")
+        rows = [(f"    {s.name}", "required" if s.default is None else s.default, s.type) for s in part.settings]
+        terminal.table(rows)
+    if not plugin.parts:
+        terminal.say("  registers nothing")
+    terminal.say()
+
+
+def _run_checks(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
     from ingot.errors import EXIT_OK, ResourceError

@@ -2,7 +2,7 @@
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, is_dataclass
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ingot.config import from_dict, problems_of
@@ -54,13 +54,22 @@ class Registry(Generic[P]):
         Registry.every.append(self)
 
     def register(self, part: P) -> P:
-        """Add `part`, and return it. Raises ConfigError if the name is taken."""
+        """Add `part`, and return it. Raises ConfigError if the name is taken, or its settings are no dataclass."""
         if taken := self._entries.get(part.name):
             raise ConfigError(
                 "E-PLUGIN-NAME",
                 f"{self.kind} {part.name!r} is already registered by {taken.module}",
                 rule="the parts of one kind have different names",
                 fix="give the part another name",
+                kind=self.kind,
+                name=part.name,
+            )
+        if part.settings is not None and not (isinstance(part.settings, type) and is_dataclass(part.settings)):
+            raise ConfigError(
+                "E-PLUGIN-SETTINGS",
+                f"the settings of {self.kind} {part.name!r} are {part.settings!r}",
+                rule="a dataclass describes the settings of a part, so that they are checked before a run starts",
+                fix="register the part with a frozen dataclass, or without settings",
                 kind=self.kind,
                 name=part.name,
             )
