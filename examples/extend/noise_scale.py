@@ -34,8 +34,9 @@ class NoiseScale(StepCallback):
                 sums[1] += (gradient - previous).square().sum(dtype=torch.float64) / 2
             previous.copy_(gradient)
         sums = self.run.sum_over_ranks(sums)
-        weight = torch.where(self.steps == 0, 0.0, 1 - self.options.smoothing)  # the first step has no previous one
-        self.squares.mul_(1 - weight).add_(sums * weight)
+        known = (self.steps > 0) & sums.isfinite().all()  # not the first step; no step with a broken gradient
+        weight = torch.where(known, 1 - self.options.smoothing, 0.0)
+        self.squares.mul_(1 - weight).add_(sums.nan_to_num(0.0, 0.0, 0.0) * weight)
         self.steps.add_(1)
 
     def on_line(self, steps):

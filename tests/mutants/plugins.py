@@ -165,6 +165,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_CALLBACKS}::test_callbacks_see_gradients_before_clipping_in_every_layout",),
     ),
     Mutant(
+        name="lost-ranks-blamed",
+        what="a callback that waits for a lost rank is blamed, and the run is not restarted",
+        file="trainer/callbacks.py",
+        before="if is_about_a_peer(str(error)):",
+        after="if is_about_a_peer(name):",
+        tests=(f"{_GUARDS}::test_a_lost_rank_is_not_blamed_on_the_callback_that_waited_for_it",),
+    ),
+    Mutant(
+        name="rates-not-checked",
+        what="a schedule may return a learning rate that is not a number",
+        file="trainer/optim/schedule.py",
+        before="0 <= float(rate) < math.inf:",
+        after="not float(rate) < 0:",
+        tests=("tests/unit/plugins/test_trainer_examples.py::test_a_schedule_returns_rates",),
+    ),
+    Mutant(
         name="gradients-kept",
         what="a callback that keeps gradients, and so their memory, goes unnoticed",
         file="trainer/callbacks.py",

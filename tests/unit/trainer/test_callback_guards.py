@@ -6,6 +6,7 @@ import pytest
 import torch
 from tests.expect import calls_of, refused
 
+from ingot.errors import IngotError
 from ingot.plugins.callback import StepCallback, StepNumbers, Verdict
 from ingot.plugins.piece import ParameterShard
 from ingot.trainer.callbacks import MOST_RECORD_BYTES, Callbacks
@@ -53,6 +54,21 @@ def test_an_error_names_the_callback_its_method_and_the_line(register, method, c
     with broken(shown, file=__file__, line=line) as caught:
         call(callbacks_of())
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+@pytest.mark.parametrize(
+    "message", ["[../third_party/gloo/gloo/transport/tcp/pair.cc:553] Connection closed by peer [127.0.0.1]:4242"]
+)
+def test_a_lost_rank_is_not_blamed_on_the_callback_that_waited_for_it(register, message):
+    """The error of a callback ends the run for good; a lost rank costs a restart."""
+
+    def wait(self, step):
+        raise RuntimeError(message)
+
+    register(type("Waiting", (StepCallback,), {"on_gradients": wait}))
+    with pytest.raises(RuntimeError) as caught:
+        callbacks_of().gradients(1)
+    assert str(caught.value) == message and not isinstance(caught.value, IngotError)
 
 
 def test_a_callback_is_a_step_callback(register):

@@ -56,7 +56,7 @@ class RankEnding:
     @property
     def is_echo(self) -> bool:
         """True if the error is about a lost peer, not about this rank."""
-        return bool(self.kind) and self.as_user_error() is None and bool(_ECHO.search(self.found))
+        return bool(self.kind) and self.as_user_error() is None and is_about_a_peer(self.found)
 
     @property
     def is_timeout(self) -> bool:
@@ -69,6 +69,11 @@ class RankEnding:
         if isinstance(kind, type) and issubclass(kind, IngotError):
             return kind(self.code or kind.kind, self.found, rule=self.rule, fix=self.fix, **self.facts)
         return None
+
+
+def is_about_a_peer(message: str) -> bool:
+    """Return whether the message of an error is about another rank that was lost, or about the connection to it."""
+    return bool(_ECHO.search(message))
 
 
 @contextlib.contextmanager
