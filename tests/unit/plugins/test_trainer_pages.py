@@ -1,0 +1,82 @@
+"""The pages about plug-ins of the trainer: their contracts and code are those of the source, and they run."""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.errors import describe
+from ingot.plugins.callback import CallbackPart, CallbackRun, StepCallback
+from ingot.plugins.optimizer import MatrixRule, OptimizerPart, UpdateRule
+from ingot.plugins.piece import ParameterShard
+from ingot.plugins.registry import Part, options_problems
+from ingot.plugins.schedule import SchedulePart
+from ingot.schema.run import Optim
+from ingot.theory.rules import load_run
+from ingot.trainer.optim.build import optimizer_rules
+from ingot.trainer.optim.optimizer import Optimizer
+
+from .test_registry import RUN
+
+ROOT = Path(__file__).parents[3]
+PAGES, EXAMPLES = ROOT / "docs" / "extend", ROOT / "examples" / "extend"
+CONTRACTS = {
+    "optimizer": [UpdateRule, MatrixRule, OptimizerPart],
+    "schedule": [SchedulePart],
+    "callback": [StepCallback, CallbackPart, CallbackRun, ParameterShard],
+}
+SHOWN = {"optimizer": ["muon"], "schedule": ["inverse_sqrt"], "callback": ["loss_metric", "noise_scale"]}
+
+
+def blocks(page: str, language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```", (PAGES / f"{page}.md").read_text(), re.DOTALL | re.MULTILINE)
+
+
+@pytest.mark.parametrize("page", CONTRACTS)
+def test_a_page_shows_the_contract_and_whole_examples(page):
+    code, contracts = blocks(page, "python"), CONTRACTS[page]
+    assert code[: len(contracts)] == [inspect.getsource(one) for one in contracts]
+    assert code[-len(SHOWN[page]) :] == [(EXAMPLES / f"{name}.py").read_text() for name in SHOWN[page]]
+
+
+@pytest.mark.parametrize("page", CONTRACTS)
+def test_the_settings_of_a_page_are_those_of_a_run(process, tmp_path, page):
+    for name in SHOWN[page]:
+        (tmp_path / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
+    (text,) = blocks(page, "toml")
+    (tmp_path / "run.toml").write_text(RUN.replace("steps = 10", "steps = 1000") + text)
+    assert load_run(tmp_path / "run.toml").plugins.code.keys() == set(SHOWN[page])
+
+
+@pytest.mark.parametrize("page", CONTRACTS)
+def test_a_page_names_errors_that_exist(page):
+    mentioned = set(re.findall(r"`(E-[A-Z-]+)`", (PAGES / f"{page}.md").read_text()))
+    assert mentioned and [code for code in mentioned if describe(code) is None] == []
+
+
+def test_the_small_optimizer_of_the_page_is_sgd(process):
+    (code,) = [one for one in blocks("optimizer", "python") if "class Sgd" in one]
+    exec(code, {})
+    optim = Optim(kind="sgd", beta1=0.8, weight_decay=0.1)
+    start, gradients = torch.randn(5, 3), [torch.randn(5, 3) for _ in range(3)]
+    piece = ParameterShard("w", (5, 3), (0, 0), (5, 3), start.clone(), True)
+    ours = Optimizer([piece], optimizer_rules(optim))
+    parameter = torch.nn.Parameter(start.clone())
+    theirs = torch.optim.SGD([parameter], lr=0.1, momentum=0.8, weight_decay=0.1)
+    for gradient in gradients:
+        piece.grad, parameter.grad = gradient.clone(), gradient.clone()
+        ours.step(0.1)
+        theirs.step()
+    torch.testing.assert_close(piece.value, parameter.data)
+
+
+def test_the_settings_of_the_overview_are_checked(process):
+    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(code, names)
+    part = Part(name="x", settings=names["Options"])
+    assert list(options_problems(part, {}, "x")) == []
+    problems = dict(options_problems(part, {"timescale": 11, "momentum": 2.0, "temperature": 0.0}, "x"))
+    assert problems.keys() == {"x.timescale", "x.momentum", "x.temperature"}
