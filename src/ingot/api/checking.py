@@ -23,6 +23,7 @@ from ingot.units import format_bytes
 
 if TYPE_CHECKING:
     from ingot.rehearse.dryrun.dry_run import DryRun, Trace
+    from ingot.rehearse.proof.proof import Proof
 
 BALANCED = "balanced"
 PATIENCE_SECONDS = 900.0
@@ -36,7 +37,7 @@ class CheckResult:
     config: the settings; None if the file has problems, which are then among the findings. predicted: time and memory
     of the run on `cluster`, None without a config. findings: problems, those with a line of the run file first. notes:
     name -> text about experts and context parallelism. timeline: the lines of the pipeline's drawing, None if it was
-    not asked for. simulated: the dry run, None without one.
+    not asked for. simulated: the dry run. proof: the layouts compared with one process. Both are None without them.
     """
 
     run_file: Path
@@ -48,6 +49,7 @@ class CheckResult:
     notes: dict[str, str]
     timeline: tuple[str, ...] | None = None
     simulated: "DryRun | None" = None
+    proof: "Proof | None" = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -57,7 +59,7 @@ class CheckResult:
     @property
     def code(self) -> str:
         """The error code of the check, "" if the run can start."""
-        if self.counts["error"] or (self.simulated and self.simulated.problems):
+        if self.counts["error"] or (self.simulated and self.simulated.problems) or (self.proof and not self.proof.ok):
             return "E-CHECK-FAILED"
         return "E-DRYRUN-PATIENCE" if self.simulated and self.simulated.missing else ""
 
@@ -77,6 +79,8 @@ class CheckResult:
             facts["timeline"] = list(self.timeline)
         if self.simulated is not None:
             facts["simulated"] = _dry_run_facts(self.simulated)
+        if self.proof is not None:
+            facts["proof"] = self.proof.facts()
         facts |= {"errors": self.counts["error"], "findings": [asdict(f) for f in self.findings]}
         if self.code:
             facts |= {"error": self.code, "kind": ConfigError.kind, "exit_code": self.exit_code}
@@ -90,6 +94,7 @@ def check(
     cluster: str | None = None,
     timeline: str | None = None,
     simulate: bool = False,
+    proof: bool = False,
     expert_load: str | Path | None = None,
     patience: float | None = None,
     say: Callable[[str], None] = lambda text: None,
@@ -100,7 +105,8 @@ def check(
     run_file: a run file, or a folder with a run.toml. overrides: changes like "optim.lr=1e-3". cluster: "8xh100", or
     a machine.json (default: machine.json next to the run file, else this machine). timeline: the schedule under which
     the pipeline is drawn, "" for that of the run. simulate: trace a few ranks of the real program on fake tensors, for
-    memory, traffic and collectives. expert_load: a JSON file with the load of each expert. patience: seconds without
+    memory, traffic and collectives. proof: train a tiny version of the model, with its layers, optimizer and callbacks,
+    on every layout of up to four processes, and compare with one process in float64. expert_load: a JSON file with the load of each expert. patience: seconds without
     progress after which a dry run ends (default: 900). say, progress: called as ranks are traced, with a line, and with
     the fraction done and a text.
 
@@ -114,9 +120,9 @@ def check(
     """
     require_simulate(simulate, expert_load=expert_load, patience=patience)
     result = examine(run_file, overrides=overrides, cluster=cluster, timeline=timeline, anywhere=simulate)
-    if not simulate:
-        return result
-    return add_dry_run(result, expert_load=expert_load, patience=patience, say=say, progress=progress)
+    if simulate:
+        result = add_dry_run(result, expert_load=expert_load, patience=patience, say=say, progress=progress)
+    return add_proof(result, say) if proof else result
 
 
 def examine(
@@ -215,6 +221,29 @@ def require_simulate(simulate: bool, **options: object) -> None:
             fix=f"add --simulate, or remove {alone[0]}",
             option=alone[0],
         )
+
+
+def add_proof(result: CheckResult, say: Callable[[str], None] = lambda text: None) -> CheckResult:
+    """Return `result` with the proof of its layouts; unchanged if the run file has problems.
+
+    say: called with a line for each layout. Raises MissingPartError without torch.
+    """
+    if result.config is None:
+        return result
+    require("torch", "train")
+    from ingot.rehearse.proof.proof import Proof, case_line, prove_layouts
+
+    compared, left_out = [], []
+    for found in prove_layouts(result.config):
+        say(case_line(found))
+        (compared if found.ran else left_out).append(found)
+    proof = Proof(tuple(compared), tuple(left_out))
+    if proof.ok:
+        return replace(result, proof=proof)
+    wrong = sum(not case.ok for case in compared)
+    message = f"{wrong} of {len(compared)} layouts do not compute what one process computes"
+    fix = "correct the layer, optimizer or callback that is not the same under these layouts, or train without them"
+    return replace(result, proof=proof, findings=(*result.findings, Finding("error", "--proof", message, fix)))
 
 
 def add_dry_run(

@@ -20,6 +20,7 @@ EXAMPLES = (
     "ingot check run.toml --set optim.lr=1e-3",
     "ingot check run.toml --json",
     "ingot check run.toml --cluster 128x8xh100 --simulate",
+    "ingot check run.toml --proof",
     "ingot check run.toml --set parallel.pp=4 --timeline zb_v",
 )
 
@@ -41,6 +42,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="SCHEDULE",
         help="draw the pipeline of the run, under its own schedule or another one (zb_v, dualpipe, ...)",
+    )
+    parser.add_argument(
+        "--proof",
+        action="store_true",
+        help="train a tiny version of the model, with its own layers, optimizer and callbacks, on every layout of up to "
+        "four processes, and compare with one process in float64 (about half a minute)",
     )
     add_dry_run(parser)
 
@@ -75,12 +82,30 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             show_dry_run(found.simulated, terminal)
         elif not found.config:
             terminal.say("Not simulated: correct the run file first.")
+    if args.proof:
+        found = _prove(found, terminal)
     terminal.result(found.facts())
     summary = ", ".join(f"{n} {kind}{'s' if n != 1 else ''}" for kind, n in found.counts.items() if n)
     terminal.say(f"{summary}. Nothing was started." if summary else f"{found.run_file}: no problem found")
     if found.ok and not found.counts["note"]:
         terminal.next(" ".join(["ingot train", str(found.run_file), *(f"--set {quote(o)}" for o in args.overrides)]))
     return found.exit_code
+
+
+def _prove(found: "CheckResult", terminal: Terminal) -> "CheckResult":
+    from ingot.api import checking
+
+    if not found.config:
+        terminal.say("Not proven: correct the run file first.")
+        return found
+    terminal.say("Layouts against one process, tiny model, float64:")
+    problems = len(found.findings)
+    found = checking.add_proof(found, terminal.say)
+    if found.proof and found.proof.ok:
+        terminal.say(f"All {len(found.proof.compared)} layouts are equal to one process.")
+    for finding in found.findings[problems:]:
+        _show_finding(finding, terminal)
+    return found
 
 
 def _show(found: "CheckResult", terminal: Terminal) -> None:

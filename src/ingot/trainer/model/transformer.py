@@ -90,7 +90,7 @@ def sharding_of(arch: Arch) -> dict[str, str]:
     own = {f"attention.{name}": role for name, role in ATTENTIONS[arch.attention].sharding.items()}
     own |= {f"mlp.{name}": role for name, role in FEED_FORWARDS[arch.feed_forward].sharding.items()}
     biases = {f"{name}.bias": "stream" for name in ("attention_norm", "mlp_norm", "norm")}
-    return SHARDING | biases | own
+    return {name: role for name, role in SHARDING.items() if not name.startswith("mlp.")} | biases | own
 
 
 class Transformer(nn.Module):

@@ -1,0 +1,117 @@
+"""The program of a proof: train each case on forked ranks, and write what they found to a folder.
+
+proof.py starts it with a JSON object on standard input: {"cases": [configuration, ...], "folder": path}. One line of
+JSON per case goes to standard output: {"case": number, "error": text or null}.
+"""
+
+import json
+import multiprocessing
+import os
+import socket
+import sys
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import torch
+
+from ingot.errors import IngotError
+from ingot.plugins.load import last_line
+from ingot.schema.run import RunConfig
+from ingot.theory.rules import run_from_dict
+from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.mesh.start import start
+from ingot.trainer.run import build_parts
+from ingot.trainer.step import train_step
+
+STEPS = 3
+_SECONDS = 120.0
+
+
+def batch_of(run: RunConfig, mesh: Mesh, step: int) -> SimpleNamespace:
+    """Return this rank's part of the batch of `step`, of random tokens that do not depend on the layout."""
+    train, generator = run.train, torch.Generator().manual_seed(step)
+    ids = torch.randint(0, run.model.vocab_size, (train.global_batch, train.seq_len + 1), generator=generator)
+    own = ids.chunk(mesh.data_ranks)[mesh.data_rank].unflatten(0, (-1, train.micro_batch))
+    return SimpleNamespace(step=step, inputs=own[..., :-1], targets=own[..., 1:], document_ids=None)
+
+
+def train(run: RunConfig, folder: Path, rank: int) -> None:
+    """Train STEPS steps as this rank, and write its losses, gradient norms, masters and optimizer state."""
+    parts = build_parts(run, torch.device("cpu"), folder)
+    facts = [train_step(parts, batch_of(run, parts.mesh, step), run.optim.lr) for step in range(1, STEPS + 1)]
+    if parts.mesh.index("pp") == parts.program.table.rank_of_stage[-1]:
+        losses = [float(fact.loss) for fact in facts]
+    else:
+        losses = []
+    blocks, moments = {}, parts.optimizer.moments()
+    for piece in parts.model.shards:
+        state = {kind: tensor for kind, tensor in moments.get(piece.name, {}).items() if tensor.dim()}
+        for kind, tensor in {"value": piece.value, **state}.items():
+            blocks[f"{kind} of {piece.name}|{','.join(map(str, piece.offsets))}"] = tensor.numpy()
+    norms = [float(fact.grad_norm) for fact in facts]
+    np.savez(folder / f"rank{rank}.npz", losses=np.array(losses), norms=np.array(norms), **blocks)
+    parts.optimizer.close()
+
+
+def _rank(run: RunConfig, folder: Path, rank: int, port: int, pipe: Connection) -> None:
+    """Be one rank of a case, and send an error as text, or ""."""
+    world = run.parallel.world_size
+    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
+    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    try:
+        start("cpu", _SECONDS)
+        train(run, folder, rank)
+        pipe.send("")
+    except IngotError as error:
+        pipe.send(f"{error.code}: {error.found}")
+    except Exception as error:
+        pipe.send(f"rank {rank}: {last_line(error)}")
+    pipe.close()
+    os._exit(0)  # ranks that wait for a rank that failed would wait in the destructors of their groups
+
+
+def run_case(run: RunConfig, folder: Path) -> str:
+    """Train a case on forked ranks. Returns the first error, or ""."""
+    folder.mkdir(parents=True)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context, pipes, processes = multiprocessing.get_context("fork"), [], []
+    for rank in range(run.parallel.world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_rank, args=(run, folder, rank, port, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    errors = []
+    waiting = list(pipes)
+    while waiting and not errors:
+        for pipe in wait(waiting, _SECONDS) or [None]:
+            if pipe is None:
+                errors.append(f"nothing for {_SECONDS:g} s: the ranks wait for each other")
+                break
+            waiting.remove(pipe)
+            try:
+                errors += [found] if (found := pipe.recv()) else []
+            except EOFError:
+                errors.append("a rank died")
+    for process in processes:
+        process.kill() if errors else None
+        process.join()
+    return errors[0] if errors else ""
+
+
+def main() -> None:
+    """Train all cases of the request, one after the other."""
+    request = json.load(sys.stdin)
+    torch.set_num_threads(1)
+    for number, settings in enumerate(request["cases"]):
+        error = run_case(run_from_dict(settings), Path(request["folder"]) / str(number))
+        print(json.dumps({"case": number, "error": error or None}), flush=True)
+
+
+if __name__ == "__main__":
+    main()
