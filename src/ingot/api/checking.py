@@ -23,7 +23,7 @@ from ingot.units import format_bytes
 
 if TYPE_CHECKING:
     from ingot.rehearse.dryrun.dry_run import DryRun, Trace
-    from ingot.rehearse.proof.proof import Proof
+    from ingot.rehearse.proof.proof import LayoutProof
 
 BALANCED = "balanced"
 PATIENCE_SECONDS = 900.0
@@ -49,7 +49,7 @@ class CheckResult:
     notes: dict[str, str]
     timeline: tuple[str, ...] | None = None
     simulated: "DryRun | None" = None
-    proof: "Proof | None" = None
+    proof: "LayoutProof | None" = None
 
     @property
     def counts(self) -> dict[str, int]:
@@ -106,9 +106,9 @@ def check(
     a machine.json (default: machine.json next to the run file, else this machine). timeline: the schedule under which
     the pipeline is drawn, "" for that of the run. simulate: trace a few ranks of the real program on fake tensors, for
     memory, traffic and collectives. proof: train a tiny version of the model, with its layers, optimizer and callbacks,
-    on every layout of up to four processes, and compare with one process in float64. expert_load: a JSON file with the load of each expert. patience: seconds without
-    progress after which a dry run ends (default: 900). say, progress: called as ranks are traced, with a line, and with
-    the fraction done and a text.
+    on every layout of up to four processes, and compare with one process in float64. expert_load: a JSON file with the
+    load of each expert. patience: seconds without progress after which a dry run ends (default: 900). say, progress:
+    called as ranks are traced or layouts compared, with a line, and with the fraction done and a text.
 
     Problems of the file are findings, not exceptions. Raises UsageError for an unknown cluster, ConfigError for options
     that do not fit together or the timeline of a run without a pipeline, MissingPartError if a dry run needs a package
@@ -231,13 +231,13 @@ def add_proof(result: CheckResult, say: Callable[[str], None] = lambda text: Non
     if result.config is None:
         return result
     require("torch", "train")
-    from ingot.rehearse.proof.proof import Proof, case_line, prove_layouts
+    from ingot.rehearse.proof.proof import LayoutProof, case_line, prove_layouts
 
     compared, left_out = [], []
     for found in prove_layouts(result.config):
         say(case_line(found))
         (compared if found.ran else left_out).append(found)
-    proof = Proof(tuple(compared), tuple(left_out))
+    proof = LayoutProof(tuple(compared), tuple(left_out))
     if proof.ok:
         return replace(result, proof=proof)
     wrong = sum(not case.ok for case in compared)

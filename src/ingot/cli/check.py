@@ -46,8 +46,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--proof",
         action="store_true",
-        help="train a tiny version of the model, with its own layers, optimizer and callbacks, on every layout of up to "
-        "four processes, and compare with one process in float64 (about half a minute)",
+        help="train a tiny version of the model, with its layers, optimizer and callbacks, on each layout of up to four "
+        "processes, and compare with one process in float64 (about half a minute)",
     )
     add_dry_run(parser)
 

@@ -43,8 +43,8 @@ _LAYOUTS: tuple[dict[str, Any], ...] = (
 
 
 @dataclass(frozen=True)
-class Case:
-    """A layout to compare. name: its settings as text. run: None if the layout does not fit the model. why: then why."""
+class LayoutCase:
+    """A layout to compare. name: its settings as text. run: None if it does not fit the model; `why` then says why."""
 
     name: str
     run: RunConfig | None
@@ -112,14 +112,14 @@ def _tiny_mla(arch: Arch):
     return replace(arch.mla, q_rank=12 if arch.mla.q_rank else 0, kv_rank=12, nope_dim=4, rope_dim=4, v_dim=6)
 
 
-def cases(run: RunConfig, most_ranks: int = MOST_RANKS) -> Iterator[Case]:
+def cases(run: RunConfig, most_ranks: int = MOST_RANKS) -> Iterator[LayoutCase]:
     """Yield a case for each layout. run: what `tiny` returned."""
     for layout in _LAYOUTS:
         name = ", ".join(f"{key} {str(value).lower()}" for key, value in layout.items())
         case = replace(run, parallel=replace(run.parallel, **layout))
         if case.parallel.world_size > most_ranks:
-            yield Case(name, None, f"needs {case.parallel.world_size} processes")
+            yield LayoutCase(name, None, f"needs {case.parallel.world_size} processes")
         elif problems := list(layout_problems(case)):
-            yield Case(name, None, f"{problems[0][0]}: {problems[0][1]}")
+            yield LayoutCase(name, None, f"{problems[0][0]}: {problems[0][1]}")
         else:
-            yield Case(name, case)
+            yield LayoutCase(name, case)

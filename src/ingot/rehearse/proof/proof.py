@@ -48,7 +48,7 @@ class CaseResult:
 
 
 @dataclass(frozen=True)
-class Proof:
+class LayoutProof:
     """compared: the layouts that fit the model, in order. left_out: the layouts that do not fit it."""
 
     compared: tuple[CaseResult, ...]
@@ -120,7 +120,7 @@ def prove_layouts(run: RunConfig) -> Iterator[CaseResult]:
 
 
 def _answers(runs: Sequence[RunConfig], folder: Path) -> Iterator[str]:
-    """Start ranks.py and yield the error of each run, "" for none. The process has ended when the iterator is closed."""
+    """Start ranks.py and yield the error of each run, or "". The process has ended when the iterator is closed."""
     request = json.dumps({"cases": [to_dict(run) for run in runs], "folder": str(folder)})
     command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.proof.ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}

@@ -11,7 +11,6 @@ import socket
 import sys
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import torch
@@ -20,6 +19,7 @@ from ingot.errors import IngotError
 from ingot.plugins.load import last_line
 from ingot.schema.run import RunConfig
 from ingot.theory.rules import run_from_dict
+from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import start
 from ingot.trainer.run import build_parts
@@ -29,12 +29,12 @@ STEPS = 3
 _SECONDS = 120.0
 
 
-def batch_of(run: RunConfig, mesh: Mesh, step: int) -> SimpleNamespace:
+def batch_of(run: RunConfig, mesh: Mesh, step: int) -> Batch:
     """Return this rank's part of the batch of `step`, of random tokens that do not depend on the layout."""
     train, generator = run.train, torch.Generator().manual_seed(step)
     ids = torch.randint(0, run.model.vocab_size, (train.global_batch, train.seq_len + 1), generator=generator)
     own = ids.chunk(mesh.data_ranks)[mesh.data_rank].unflatten(0, (-1, train.micro_batch))
-    return SimpleNamespace(step=step, inputs=own[..., :-1], targets=own[..., 1:], document_ids=None)
+    return Batch(step, np.zeros(0, np.int64), own[..., :-1], own[..., 1:], None, 0.0)
 
 
 def train(run: RunConfig, folder: Path, rank: int) -> None:
@@ -89,10 +89,11 @@ def run_case(run: RunConfig, folder: Path) -> str:
     errors = []
     waiting = list(pipes)
     while waiting and not errors:
-        for pipe in wait(waiting, _SECONDS) or [None]:
-            if pipe is None:
-                errors.append(f"nothing for {_SECONDS:g} s: the ranks wait for each other")
-                break
+        answered = wait(waiting, _SECONDS)
+        if not answered:
+            errors.append(f"nothing for {_SECONDS:g} s: the ranks wait for each other")
+        for pipe in answered:
+            assert isinstance(pipe, Connection)
             waiting.remove(pipe)
             try:
                 errors += [found] if (found := pipe.recv()) else []

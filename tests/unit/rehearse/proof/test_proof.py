@@ -7,7 +7,7 @@ from tests.expect import refused
 
 from ingot.rehearse.proof import cases as cases_module
 from ingot.rehearse.proof.cases import cases, tiny
-from ingot.rehearse.proof.proof import Proof, case_line, prove_layouts
+from ingot.rehearse.proof.proof import LayoutProof, case_line, prove_layouts
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.rules import load_run
@@ -46,9 +46,8 @@ class OverPiece(UpdateRule):
 PAIR = {"up.weight": "column", "down.weight": "row"}
 for name, matrices in (("over_width", 2), ("counts_three", 3)):
     FEED_FORWARDS.register(FeedForwardPart(name=name, make=OverWidth, sharding=PAIR, matrices=matrices, saved=2))
-OPTIMIZERS.register(
-    OptimizerPart(name="over_piece", make=lambda optim, options: lambda name, shape: OverPiece(), moments=lambda n, d: 0)
-)
+make = lambda optim, options: lambda name, shape: OverPiece()
+OPTIMIZERS.register(OptimizerPart(name="over_piece", make=make, moments=lambda name, dims: 0))
 """
 RUN = """name = "x"
 [model]
@@ -114,7 +113,7 @@ def test_a_part_that_is_not_the_same_under_a_layout_is_found(few_layouts, load, 
     found = list(prove_layouts(load(override)))
     assert [case.name for case in found if case.ran and not case.ok] == wrong
     assert all("DIFFERS" in case_line(case) and case.where for case in found if case.name in wrong)
-    proof = Proof(tuple(case for case in found if case.ran), ())
+    proof = LayoutProof(tuple(case for case in found if case.ran), ())
     assert not proof.ok and [row["layout"] for row in proof.facts()["compared"] if not row["equal"]] == wrong
 
 
