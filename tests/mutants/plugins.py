@@ -167,9 +167,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="lost-ranks-blamed",
         what="a callback that waits for a lost rank is blamed, and the run is not restarted",
-        file="trainer/callbacks.py",
+        file="trainer/blame.py",
         before="if is_about_a_peer(str(error)):",
-        after="if is_about_a_peer(name):",
+        after="if is_about_a_peer(type(error).__name__):",
         tests=(f"{_GUARDS}::test_a_lost_rank_is_not_blamed_on_the_callback_that_waited_for_it",),
     ),
     Mutant(

@@ -3,26 +3,24 @@
 import contextlib
 import json
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.errors import IngotError, RunFailed
+from ingot.errors import RunFailed
 from ingot.plugins.callback import CALLBACKS, CallbackRun, StepCallback, StepNumbers, Verdict
-from ingot.plugins.load import last_line, place_of
 from ingot.plugins.piece import ParameterShard
 from ingot.plugins.registry import options_of, resolve
 from ingot.schema import events
 from ingot.schema.run import RunConfig
+from ingot.trainer.blame import blamed
 from ingot.trainer.mesh.collectives import largest_of_ranks
-from ingot.trainer.resilience.endings import is_about_a_peer
 
 ALLOWED = (Verdict.CONTINUE, Verdict.ROLL_BACK, Verdict.STOP)  # by urgency
 MOST_RECORD_BYTES = 64 << 10
-_DeviceError: type[Exception] = getattr(torch, "AcceleratorError", IngotError)  # torch 2.8 and later
 State = Mapping[str, Tensor | Mapping[str, Tensor]]
 
 
@@ -145,22 +143,9 @@ def _sum_over_ranks(tensor: Tensor) -> Tensor:
     return total
 
 
-@contextlib.contextmanager
-def _blamed(name: str, method: str) -> Iterator[None]:
-    """Turn an error of a callback into a RunFailed that names it.
-
-    Errors about a lost rank or a broken device, which a callback may be the first to see, stay: a restart helps.
-    """
-    try:
-        yield
-    except (IngotError, _DeviceError):
-        raise
-    except Exception as error:
-        if is_about_a_peer(str(error)):
-            raise
-        file, line = place_of(error)
-        where = f" ({file}:{line})" if file else ""
-        raise _broken(name, method, f"raised {last_line(error)}{where}", file=file, line=line) from error
+def _blamed(name: str, method: str) -> contextlib.AbstractContextManager[None]:
+    """Turn an error of a callback into a RunFailed that names it."""
+    return blamed(lambda found, file, line: _broken(name, method, found, file=file, line=line))
 
 
 def _broken(name: str, method: str, found: str, **place: str | int) -> RunFailed:

@@ -1,7 +1,14 @@
 """One optimizer step, which never waits for the device: measured values stay there until the log reads them."""
 
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
 from torch import Tensor
 
+from ingot.errors import RunFailed
+from ingot.plugins.optimizer import OPTIMIZERS
+from ingot.plugins.registry import INGOT
+from ingot.trainer.blame import blamed
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm
 from ingot.trainer.parallel.pipeline import MicroBatches
 from ingot.trainer.parts import StepParts
@@ -22,6 +29,18 @@ def forward_backward(parts: StepParts, batch: MicroBatches) -> Tensor:
     return parts.program.train(batch, loss_scale(parts))
 
 
+def backward(parts: StepParts, loss: Tensor, *, last: bool) -> None:
+    """Run the backward of one micro-batch whose loss a program computed with the only stage of the model.
+
+    loss: the micro-batch's part of this rank's loss. last: it is the last micro-batch of the step. Collective.
+    """
+    (stage,) = parts.model.stages.values()
+    scale = loss_scale(parts)
+    parts.model.data.before_backward(stage, last)
+    (loss if scale is None else loss * scale).backward()
+    parts.model.data.after_backward(stage, last)
+
+
 def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     """Reduce the gradients of `step`, clip, update unless the policy vetoes, publish, balance experts. Collective."""
     scale = loss_scale(parts)
@@ -29,13 +48,32 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     grad_norm = gradient_norm(parts.model.shards, scale=scale)
     parts.callbacks.gradients(step)
     veto = parts.policy.veto(loss, grad_norm)
-    parts.optimizer.step(lr, scale=clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale), found_inf=veto)
+    with _errors_of_rules(parts.config.optim.kind):
+        factor = clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale)
+        parts.optimizer.step(lr, scale=factor, found_inf=veto)
     if parts.loss_scale and veto is not None:
         parts.loss_scale.update(veto)
     parts.model.publish()
     parts.callbacks.updated(step)
     experts = parts.balance.step(step, veto) if parts.balance else None
     return StepResult(step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts)
+
+
+def _errors_of_rules(kind: str) -> AbstractContextManager[None]:
+    """Return the context that turns an error of a plug-in's update rule into a RunFailed."""
+    return nullcontext() if OPTIMIZERS.module_of(kind) == INGOT else blamed(partial(_broken_rule, kind))
+
+
+def _broken_rule(kind: str, found: str, file: str, line: int) -> RunFailed:
+    return RunFailed(
+        "E-OPTIMIZER-RAISED",
+        f"the update of optimizer {kind!r} {found}",
+        rule="an update rule raises nothing, for any piece of a parameter (plugins/optimizer.py)",
+        fix="correct the plug-in of optim.kind; if the device has too little memory, use more ranks or smaller batches",
+        optimizer=kind,
+        file=file,
+        line=line,
+    )
 
 
 def loss_scale(parts: StepParts) -> Tensor | None:

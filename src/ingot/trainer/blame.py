@@ -1,0 +1,29 @@
+"""Errors of plug-ins during a run. An error of their code ends a run for good: a restart would repeat it. A rank or a
+device that was lost while a plug-in waited for it costs a restart, as always."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+import torch
+
+from ingot.errors import IngotError
+from ingot.plugins.load import last_line, place_of
+from ingot.trainer.resilience.endings import is_about_a_peer
+
+_DeviceError: type[Exception] = getattr(torch, "AcceleratorError", IngotError)  # torch 2.8 and later
+# (what was raised, with its place; file; line) -> the error that ends the run
+MadeError = Callable[[str, str, int], IngotError]
+
+
+@contextlib.contextmanager
+def blamed(made: MadeError) -> Iterator[None]:
+    """Turn an error of a plug-in's code into the one that `made` returns."""
+    try:
+        yield
+    except (IngotError, _DeviceError):
+        raise
+    except Exception as error:
+        if is_about_a_peer(str(error)):
+            raise
+        file, line = place_of(error)
+        raise made(f"raised {last_line(error)}" + (f" ({file}:{line})" if file else ""), file, line) from error
