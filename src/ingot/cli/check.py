@@ -46,7 +46,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--proof",
         action="store_true",
-        help="train a tiny version of the model, with its layers, optimizer and callbacks, on each layout of up to four "
+        help="train a tiny version of the model, with its layers, optimizer and callbacks, on layouts of up to four "
         "processes, and compare with one process in float64 (about half a minute)",
     )
     add_dry_run(parser)

@@ -9,7 +9,7 @@ from typing import Any
 
 MIXTURE = "data.weights"
 # Settings that are tables with free keys: each is one setting, however many entries it has.
-TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "plugins.code", "model.options")
+TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "loss", "plugins.code", "model.options")
 UNSET = "not set"
 
 
@@ -45,7 +45,7 @@ _TABLE = {
         "async_tp schedule stages_per_rank stage_layers recompute recompute_every offload offload_parameters",
     },
     ChangeClass.OTHER_NUMBERS: {
-        "": "seed init callbacks",
+        "": "seed init callbacks loss",
         "data": "weights mask_documents",
         "train": "steps seq_len global_batch precision tf32",
         "optim": "lr beta1 beta2 eps weight_decay clip_norm options",

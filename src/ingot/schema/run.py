@@ -170,6 +170,7 @@ class RunConfig:
       Only step 0 reads it. The path is part of the experiment's identity, but the tensors are not hashed: if the
       weights at that path change, another experiment has the same identity.
     callbacks: name of a registered callback -> its settings. All are called, in this order (plugins/callback.py).
+    loss: name of a registered loss term -> its `weight` and its own settings (plugins/loss.py).
     """
 
     name: str
@@ -188,6 +189,7 @@ class RunConfig:
     cost: Cost = field(default_factory=Cost)
     plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
+    loss: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def problems(self):
         """Yield the broken rules between sections; the rules of layouts are in theory/rules."""

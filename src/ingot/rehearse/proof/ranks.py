@@ -17,9 +17,11 @@ import torch
 
 from ingot.errors import IngotError
 from ingot.plugins.load import last_line
+from ingot.plugins.loss import VocabularyPart
 from ingot.schema.run import RunConfig
 from ingot.theory.rules import run_from_dict
 from ingot.trainer.loader.loader import Batch
+from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import start
 from ingot.trainer.run import build_parts
@@ -53,6 +55,22 @@ def train(run: RunConfig, folder: Path, rank: int) -> None:
     norms = [float(fact.grad_norm) for fact in facts]
     np.savez(folder / f"rank{rank}.npz", losses=np.array(losses), norms=np.array(norms), **blocks)
     parts.optimizer.close()
+
+
+def wrong_slope(run: RunConfig) -> str:
+    """Return the name of a loss term whose slope is not the derivative of its values, as text, or ""."""
+    logits = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    targets, whole = torch.tensor([0, 3, 6]), VocabularyPart(0, lambda x: x, lambda x: x)
+    for term in loss_terms(run):
+        slope = term.measure(logits, targets, whole)[1]
+        for token, column in ((0, 0), (1, 5), (2, 6)):
+            moved = torch.zeros_like(logits)
+            moved[token, column] = 1e-5
+            more, less = (term.measure(logits + sign * moved, targets, whole)[0][token] for sign in (1, -1))
+            right, own = float(more - less) / 2e-5, float(slope[token, column])
+            if not abs(right - own) <= 1e-4 * max(abs(right), abs(own), 1e-3):
+                return f"the slope of loss term {term.name!r} is {own:.6g} where its values rise by {right:.6g}"
+    return ""
 
 
 def _rank(run: RunConfig, folder: Path, rank: int, port: int, pipe: Connection) -> None:
@@ -110,7 +128,8 @@ def main() -> None:
     request = json.load(sys.stdin)
     torch.set_num_threads(1)
     for number, settings in enumerate(request["cases"]):
-        error = run_case(run_from_dict(settings), Path(request["folder"]) / str(number))
+        run = run_from_dict(settings)
+        error = (number == 0 and wrong_slope(run)) or run_case(run, Path(request["folder"]) / str(number))
         print(json.dumps({"case": number, "error": error or None}), flush=True)
 
 

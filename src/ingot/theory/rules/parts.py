@@ -3,8 +3,10 @@
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from ingot.config import problems_of
 from ingot.plugins.callback import CALLBACKS
 from ingot.plugins.layers import LAYERS
+from ingot.plugins.loss import LOSS_TERMS, TermWeight
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import INGOT, MAIN, Registry, options_problems
 from ingot.plugins.schedule import SCHEDULES
@@ -26,6 +28,11 @@ def part_rules(run: RunConfig) -> Problems:
     for name, options in run.callbacks.items():
         key = f"callbacks.{name}"
         yield from _chosen(CALLBACKS, name, key, options, key, run)
+    for name, values in run.loss.items():
+        key = f"loss.{name}"
+        own = {option: value for option, value in values.items() if option != "weight"}
+        yield from _chosen(LOSS_TERMS, name, key, own, key, run)
+        yield from problems_of(TermWeight, {"weight": values["weight"]} if "weight" in values else {}, key)
     yield from _offload_rules(run)
     yield from _layer_rules(run)
 

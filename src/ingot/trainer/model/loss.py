@@ -9,11 +9,14 @@ Shape letters: B batch, T tokens, M tokens (batch and sequence flattened), D d_m
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ingot.errors import RunFailed
+from ingot.plugins.loss import VocabularyPart
 from ingot.schema.arch import Arch
 from ingot.theory.memory import chunk_tokens
 
@@ -53,18 +56,62 @@ def with_softcap(measure: NatsAndSlope, cap: float) -> NatsAndSlope:
     return measure_softcapped
 
 
+@dataclass
+class LossTerm:
+    """A loss term of a plug-in (plugins/loss.py). measure: term(logits, targets, vocabulary) -> (values, slope).
+
+    sums: of its values and of tokens since `take`, float64 [2].
+    """
+
+    name: str
+    weight: float
+    measure: Callable[[Tensor, Tensor, VocabularyPart], tuple[Tensor, Tensor]]
+    sums: Tensor | None = None
+
+    def add_slope(self, slope_MV: Tensor, logits_MV: Tensor, targets_M: Tensor, readout: "Readout") -> None:
+        """Add the weighted derivative of the term to `slope_MV`, and its values to the sums."""
+
+        def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
+            return self.measure(wide, targets, readout.vocabulary)
+
+        values, own = (with_softcap(measure, readout.softcap) if readout.softcap else measure)(logits_MV, targets_M)
+        if own.shape != slope_MV.shape or values.shape != targets_M.shape:
+            raise RunFailed(
+                "E-LOSS-TERM",
+                f"loss term {self.name!r} returned values {list(values.shape)} and a slope {list(own.shape)} "
+                f"for logits {list(logits_MV.shape)}",
+                rule="a loss term returns a value for each token, and a slope of the shape of the logits",
+                fix="correct the plug-in (plugins/loss.py)",
+                term=self.name,
+            )
+        slope_MV.add_(own.to(slope_MV.dtype), alpha=self.weight)
+        if self.sums is None:
+            self.sums = torch.zeros(2, dtype=torch.float64, device=logits_MV.device)
+        self.sums += torch.stack((values.double().sum(), self.sums.new_tensor(float(len(values)))))
+
+    def take(self) -> Tensor:
+        """Return the sums, and begin again; on the CPU."""
+        taken, self.sums = self.sums, None
+        return torch.zeros(2, dtype=torch.float64) if taken is None else taken.cpu()
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     """The sum of nats over tokens. The forward computes both gradients; the backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk: int, measure) -> Tensor:
+    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk: int, readout) -> Tensor:
         # Partial sums in float32 or wider: bf16 would lose the small contributions of late chunks.
         accurate = torch.promote_types(weight_VD.dtype, torch.float32)
         total = torch.zeros((), dtype=accurate, device=hidden_MD.device)
         hidden_grad, weight_grad = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=accurate)
         for start in range(0, len(hidden_MD), chunk):
             part = slice(start, start + chunk)
-            nats, slope = measure(hidden_MD[part] @ weight_VD.T, targets_M[part])
+            logits = hidden_MD[part] @ weight_VD.T
+            nats, slope = readout.nats_and_slope(logits, targets_M[part])
+            for term in readout.terms:
+                term.add_slope(slope, logits, targets_M[part], readout)
+            del logits
             total += nats.sum()
             hidden_grad[part] = slope @ weight_VD
             weight_grad += slope.T @ hidden_MD[part]
@@ -92,26 +139,29 @@ class Readout(nn.Module):
     """The loss or the logits of the last hidden states, with the softcap of `arch.logit_softcap`.
 
     The module has no parameters: the head's weight is an argument, because it may be tied to the embedding.
+    terms: the loss terms of the run; they act on gradients, not on the returned nats.
     """
 
     def __init__(self, arch: Arch):
         super().__init__()
         self.softcap = arch.logit_softcap
-        self.use(nats_and_slope, _unchanged)
+        self.terms: list[LossTerm] = []
+        self.use(nats_and_slope, _unchanged, VocabularyPart(0, _unchanged, _unchanged))
 
-    def use(self, measure: NatsAndSlope, whole: Callable[[Tensor], Tensor]) -> None:
+    def use(self, measure: NatsAndSlope, whole: Callable[[Tensor], Tensor], vocabulary: VocabularyPart) -> None:
         """Set the functions that compute the loss and that complete the logits.
 
         measure: computes nats and their gradient from softcapped logits. whole: logits of this rank's part of the
-        vocabulary -> all logits.
+        vocabulary -> all logits. vocabulary: this rank's part, for loss terms.
         """
+        self.vocabulary = vocabulary
         self.nats_and_slope = with_softcap(measure, self.softcap) if self.softcap else measure
         self.whole = whole
 
     def forward(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
         """Return the sum over M of -log p(target): a scalar, float32 (float64 for float64 input). Differentiable."""
         chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
-        return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self.nats_and_slope)
+        return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self)
 
     @torch.no_grad()
     def nats(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:

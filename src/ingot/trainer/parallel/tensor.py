@@ -22,6 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ingot.errors import ConfigError
+from ingot.plugins.loss import VocabularyPart
 from ingot.plugins.piece import ParameterShard
 from ingot.trainer.mesh.collectives import all_sum, gather, scatter_sum, start_all_sum
 from ingot.trainer.mesh.mesh import Mesh
@@ -208,8 +209,10 @@ def _look_up_own_ids(embed: Any, region: Region, first: int) -> None:
 def _read_out_own_ids(stage: Any, region: Region, mesh: Mesh) -> None:
     rows = (stage.head or stage.embed).weight.shape[0]
     stage.norm.register_forward_hook(lambda _, args, output: region.enter(output))
-    measure = own_nats_and_slope(region.group, mesh.index("tp") * rows)
-    stage.readout.use(measure, lambda logits: gather(logits, logits.dim() - 1, region.group))
+    first, group = mesh.index("tp") * rows, region.group
+    vocabulary = VocabularyPart(first, lambda x_M: all_sum(x_M, group), lambda x_M: all_sum(x_M, group, "max"))
+    whole = lambda logits: gather(logits, logits.dim() - 1, group)  # noqa: E731
+    stage.readout.use(own_nats_and_slope(group, first), whole, vocabulary)
 
 
 def own_nats_and_slope(group: dist.ProcessGroup, first: int):

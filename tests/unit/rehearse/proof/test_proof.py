@@ -28,6 +28,7 @@ MODELS = {
 PLUGIN = """
 from torch import nn
 from ingot.plugins.layers import FEED_FORWARDS, FeedForwardPart
+from ingot.plugins.loss import LOSS_TERMS, LossTermPart
 from ingot.plugins.optimizer import OPTIMIZERS, OptimizerPart, UpdateRule
 
 class OverWidth(nn.Module):
@@ -46,6 +47,23 @@ class OverPiece(UpdateRule):
 PAIR = {"up.weight": "column", "down.weight": "row"}
 for name, matrices in (("over_width", 2), ("counts_three", 3)):
     FEED_FORWARDS.register(FeedForwardPart(name=name, make=OverWidth, sharding=PAIR, matrices=matrices, saved=2))
+def z(logits, targets, vocabulary, options):
+    largest = vocabulary.largest(logits.amax(-1))
+    exponentials = (logits - largest[:, None]).exp()
+    total = vocabulary.sum(exponentials.sum(-1))
+    log_z = total.log() + largest
+    return log_z.square(), exponentials * (2 * log_z / total)[:, None]
+
+def own_part(logits, targets, vocabulary, options):
+    log_z = logits.logsumexp(-1)
+    return log_z.square(), logits.softmax(-1) * (2 * log_z)[:, None]
+
+def half_slope(logits, targets, vocabulary, options):
+    values, slope = z(logits, targets, vocabulary, options)
+    return values, slope / 2
+
+for term in (z, own_part, half_slope):
+    LOSS_TERMS.register(LossTermPart(name=term.__name__, term=term))
 make = lambda optim, options: lambda name, shape: OverPiece()
 OPTIMIZERS.register(OptimizerPart(name="over_piece", make=make, moments=lambda name, dims: 0))
 """
@@ -98,7 +116,7 @@ def test_tiny_models_keep_their_kind_and_fit_most_layouts(name):
 
 
 def test_sound_layouts_are_equal(few_layouts, load):
-    found = list(prove_layouts(load()))
+    found = list(prove_layouts(load("loss.z.weight=0.1")))
     assert [case.ok for case in found if case.ran] == [True] * 3
     assert [case.name for case in found if not case.ran] == ["tp 2, ep 2"]
     assert all(case.deviation < 1e-12 for case in found if case.ran)
@@ -107,7 +125,11 @@ def test_sound_layouts_are_equal(few_layouts, load):
 
 @pytest.mark.parametrize(
     ("override", "wrong"),
-    [("model.feed_forward=over_width", ["tp 2"]), ("optim.kind=over_piece", ["dp_shard 2, zero 3", "tp 2"])],
+    [
+        ("model.feed_forward=over_width", ["tp 2"]),
+        ("optim.kind=over_piece", ["dp_shard 2, zero 3", "tp 2"]),
+        ("loss.own_part.weight=0.1", ["tp 2"]),
+    ],
 )
 def test_a_part_that_is_not_the_same_under_a_layout_is_found(few_layouts, load, override, wrong):
     found = list(prove_layouts(load(override)))
@@ -117,7 +139,8 @@ def test_a_part_that_is_not_the_same_under_a_layout_is_found(few_layouts, load, 
     assert not proof.ok and [row["layout"] for row in proof.facts()["compared"] if not row["equal"]] == wrong
 
 
-def test_a_layer_that_declares_wrong_counts_is_named(few_layouts, load):
+@pytest.mark.parametrize("override", ["model.feed_forward=counts_three", "loss.half_slope.weight=1.0"])
+def test_a_part_that_is_wrong_on_one_process_is_named(few_layouts, load, override):
     with refused("E-PROOF-ONE-PROCESS") as caught:
-        list(prove_layouts(load("model.feed_forward=counts_three")))
-    assert "counts_three" in caught.value.facts["cause"]
+        list(prove_layouts(load(override)))
+    assert caught.value.facts["cause"].count(override.replace("=", ".").split(".")[1 if "loss" in override else 2])
