@@ -4,12 +4,15 @@ The conversion was checked against the configuration classes of transformers 5 t
 transformers 4 (top-level `rope_theta`, `torch_dtype`) are read and written too.
 """
 
+from collections.abc import Mapping
+from functools import partial
 from operator import attrgetter
-from typing import TypeGuard
+from typing import Any, TypeGuard
 
 from ingot.config import from_dict
 from ingot.errors import ConfigError
-from ingot.hub.kinds import CLASSES, class_problems, kind_of
+from ingot.hub.kinds import CLASSES, DIFFERENT, TITLES, class_problems, kind_of
+from ingot.plugins.family import FAMILIES, FamilyPart
 from ingot.schema.arch import Arch
 
 # ingot's name -> Hugging Face's name, for both directions. For a part that the model lacks, ingot's 0 is their null.
@@ -96,14 +99,10 @@ def _keys(kind: str, *, experts: bool = True) -> dict[str, str]:
 
 def huggingface_config(arch: Arch, *, eot_id: int, dtype: str) -> dict:
     """Return the config.json of `arch` as a dict. Raises ConfigError if no Hugging Face class computes this model."""
-    kind = kind_of(arch)
-    config = {theirs: attrgetter(ours)(arch) for ours, theirs in _keys(kind, experts=arch.is_moe).items()}
-    config |= {
-        "architectures": [CLASSES[kind]],
-        "model_type": kind,
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "attention_dropout": 0.0,
+    family = family_of(arch)
+    return dict(family.config(arch)) | {
+        "architectures": [family.class_name],
+        "model_type": family.name,
         "bos_token_id": eot_id,
         "eos_token_id": eot_id,
         "use_cache": True,
@@ -113,7 +112,17 @@ def huggingface_config(arch: Arch, *, eot_id: int, dtype: str) -> dict:
         "dtype": dtype,
         "torch_dtype": dtype,
     }
-    return config | _own_keys(arch, kind)
+
+
+def family_of(arch: Arch) -> FamilyPart:
+    """Return the family as which a model is exported. Raises ConfigError if no class computes this model."""
+    return FAMILIES[kind_of(arch)]
+
+
+def _shape_keys(arch: Arch, kind: str) -> dict:
+    """Return the keys of config.json that describe the shape of `arch`, for a class of Hugging Face."""
+    config = {theirs: attrgetter(ours)(arch) for ours, theirs in _keys(kind, experts=arch.is_moe).items()}
+    return config | {"hidden_act": "silu", "attention_bias": False, "attention_dropout": 0.0} | _own_keys(arch, kind)
 
 
 def _own_keys(arch: Arch, kind: str) -> dict:
@@ -141,17 +150,27 @@ def arch_of(config: dict, where: str) -> Arch:
     where: the path of the file, for messages.
     """
     kind = config.get("model_type")
-    expected = CLASSES.get(kind) if isinstance(kind, str) else None
-    if not isinstance(kind, str) or expected is None or config.get("architectures", [expected]) != [expected]:
+    family = FAMILIES[kind] if isinstance(kind, str) and kind in FAMILIES else None
+    if family is None or config.get("architectures", [family.class_name]) != [family.class_name]:
         raise ConfigError(
             "E-HF-CLASS",
             f"{where}: model_type {kind!r}, architectures {config.get('architectures')!r}",
-            rule="ingot reads " + ", ".join(f"{k!r} ({v})" for k, v in CLASSES.items()),
-            fix="choose a model of one of these classes",
+            rule="ingot reads " + ", ".join(f"{e.part.name!r} ({e.part.class_name})" for e in FAMILIES.entries()),
+            fix="choose a model of one of these classes, or name the plug-in of its family in the run file",
             model_type=str(kind),
             architectures=config.get("architectures"),
             path=where,
         )
+    values, problems = family.model(config)
+    _require(where, list(problems))
+    keys = _keys(family.name)
+    arch = from_dict(Arch, dict(values), where=lambda key: f"{where} ({keys.get(key, key)})")
+    _require(where, list(family.problems(arch)))
+    return arch
+
+
+def _settings_of(config: Mapping[str, Any], kind: str) -> tuple[dict, list[str]]:
+    """Return (the settings of the model, the keys that ingot does not compute) of a class of Hugging Face."""
     config = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | {_ALIASES.get(kind, {}).get(k, k): v for k, v in config.items()}
     experts = not (kind == "deepseek_v3" and _all_dense(config))
     keys = _keys(kind, experts=experts)
@@ -167,13 +186,13 @@ def arch_of(config: dict, where: str) -> Arch:
     ]
     window, window_problems = _window(config, kind)
     theta, rope_problems = _rope(config)
-    _require(where, problems + window_problems + rope_problems + _own_problems(config, kind))
+    problems += window_problems + rope_problems + _own_problems(config, kind)
+    if problems:
+        return {}, problems
     values = {ours: config[theirs] for ours, theirs in keys.items() if theirs in config}
     values |= {"qk_norm": kind in ("qwen3", "qwen3_moe"), "rope_theta": theta, "sliding_window": window}
     values |= _implied(config, kind, values)
-    arch = from_dict(Arch, _nested(values), where=lambda key: f"{where} ({keys.get(key, key)})")
-    _require(where, list(class_problems(arch, kind)))
-    return arch
+    return _nested(values), []
 
 
 def _require(where: str, problems: list[str]) -> None:
@@ -283,3 +302,17 @@ def _rope(config: dict) -> tuple[float, list[str]]:
         problems.append(f"rope_theta = {theta!r}; it must be a positive number")
         return 0.0, problems
     return float(theta), problems
+
+
+for _kind in CLASSES:
+    FAMILIES.add_built_in(
+        FamilyPart(
+            name=_kind,
+            class_name=CLASSES[_kind],
+            title=TITLES[_kind],
+            problems=partial(class_problems, kind=_kind),
+            config=partial(_shape_keys, kind=_kind),
+            model=partial(_settings_of, kind=_kind),
+            names=DIFFERENT.get(_kind, {}),
+        )
+    )

@@ -6,6 +6,8 @@ from collections.abc import Iterable, Iterator
 from operator import attrgetter
 
 from ingot.errors import ConfigError
+from ingot.plugins.family import FAMILIES
+from ingot.plugins.registry import INGOT
 from ingot.schema.arch import Arch
 
 # `model_type` of config.json -> the class of transformers.
@@ -58,8 +60,8 @@ _ONLY = {
 
 
 def kind_of(arch: Arch) -> str:
-    """Return the `model_type` for `arch`. Raises a ConfigError that lists all settings that its class does not
-    support.
+    """Return the `model_type` for `arch`: of a class of Hugging Face, else of the first family of a plug-in that
+    computes it. Raises a ConfigError that lists all settings that no class supports.
     """
     if arch.is_mla:
         kind = "deepseek_v3"
@@ -72,6 +74,12 @@ def kind_of(arch: Arch) -> str:
         kind = "mistral" if arch.sliding_window or arch.d_model % arch.num_heads else "llama"
     problems = list(class_problems(arch, kind))
     if problems:
+        own = [entry.part for entry in FAMILIES.entries() if entry.module != INGOT]
+        for family in own:
+            if not list(family.problems(arch)):
+                return family.name
+        for family in own:
+            problems += [f"{text} ({family.class_name})" for text in family.problems(arch)]
         raise ConfigError(
             "E-HF-EXPORT",
             "\n".join(problems),
@@ -149,7 +157,7 @@ _BLOCK = {
     "moe.shared.down": "mlp.shared_experts.down_proj",
 }
 # `model_type` -> names that differ from _BLOCK.
-_DIFFERENT = {
+DIFFERENT = {
     "mixtral": {
         "moe.router": "block_sparse_moe.gate",
         "moe.experts.gate": "block_sparse_moe.experts.{e}.w1",
@@ -165,14 +173,24 @@ def huggingface_names(arch: Arch, tensors: Iterable[str]) -> dict[str, tuple[str
     If a tensor has several Hugging Face names, they are in the order in which ingot stacks their rows. Raises
     ConfigError if Hugging Face has no class for `arch`.
     """
-    block = _BLOCK | _DIFFERENT.get(kind_of(arch), {})
+    family = FAMILIES[kind_of(arch)]
+    block, outside = _BLOCK | dict(family.names), _OUTSIDE | dict(family.outside)
 
     def theirs(ours: str) -> tuple[str, ...]:
         place, stem, ending = "", ours.removesuffix(".weight"), ".weight" if ours.endswith(".weight") else ""
         if stem.startswith("blocks."):
             _, layer, stem = stem.split(".", 2)
             place = f"model.layers.{layer}."
-        name = f"{place}{(block if place else _OUTSIDE)[stem]}{ending}"
+        names = block if place else outside
+        if stem not in names:
+            raise ConfigError(
+                "E-HF-NAME",
+                f"{family.class_name} has no name for {ours}",
+                rule="a family names every tensor of its models (plugins/family.py)",
+                fix="add the tensor to `names` of the family",
+                tensor=ours,
+            )
+        name = f"{place}{names[stem]}{ending}"
         return tuple(name.format(e=e) for e in range(arch.moe.num_experts)) if "{e}" in name else (name,)
 
     return {ours: theirs(ours) for ours in tensors}

@@ -76,6 +76,10 @@ class Registry(Generic[P]):
         self._entries[part.name] = Entry(part, Registry.importing or MAIN)
         return part
 
+    def add_built_in(self, part: P) -> None:
+        """Add a part of ingot that a floor above the registry makes."""
+        self._entries[part.name] = Entry(part, INGOT)
+
     def forget(self, module: str) -> None:
         """Remove the parts that `module` registered, before it is imported again."""
         self._entries = {name: entry for name, entry in self._entries.items() if entry.module != module}

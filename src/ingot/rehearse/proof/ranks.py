@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import socket
 import sys
+import time
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 
@@ -86,8 +87,8 @@ def _rank(run: RunConfig, folder: Path, rank: int, port: int, pipe: Connection) 
         pipe.send(f"{error.code}: {error.found}")
     except Exception as error:
         pipe.send(f"rank {rank}: {last_line(error)}")
-    pipe.close()
-    os._exit(0)  # ranks that wait for a rank that failed would wait in the destructors of their groups
+    # The parent kills all ranks: those that wait for a rank that failed would wait in the destructors of their groups.
+    time.sleep(2 * _SECONDS)
 
 
 def run_case(run: RunConfig, folder: Path) -> str:
@@ -118,7 +119,7 @@ def run_case(run: RunConfig, folder: Path) -> str:
             except EOFError:
                 errors.append("a rank died")
     for process in processes:
-        process.kill() if errors else None
+        process.kill()
         process.join()
     return errors[0] if errors else ""
 

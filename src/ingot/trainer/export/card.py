@@ -4,7 +4,8 @@ import re
 
 from ingot import __version__
 from ingot.events import read_events
-from ingot.hub.kinds import TITLES, kind_of
+from ingot.hub.arch_config import family_of
+from ingot.plugins.layers import LAYERS
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.events import EVALUATION
@@ -50,7 +51,10 @@ def _introduction(run: RunConfig, checkpoint: CheckpointManifest) -> str:
 def _architecture(run: RunConfig, dtype: str) -> list[tuple[str, str]]:
     arch = run.model
     attention = "latent attention" if arch.is_mla else "grouped-query attention"
-    kind = f"{TITLES[kind_of(arch)]}: pre-norm RMSNorm, RoPE (theta {arch.rope_theta:g}), {attention}, SwiGLU"
+    chosen = {key: getattr(arch, key) for key in LAYERS}
+    own = [f"{key.replace('_', '-')} {name}" for key, name in chosen.items() if name != getattr(Arch, key)]
+    layers = ", ".join(["pre-norm RMSNorm", f"RoPE (theta {arch.rope_theta:g})", attention, "SwiGLU"])
+    kind = f"{family_of(arch).title}: {layers}{'; instead: ' if own else ''}{', '.join(own)}"
     window = [("Sliding window", f"{arch.sliding_window:,} tokens")] if arch.sliding_window else []
     return [
         ("Type", kind),
