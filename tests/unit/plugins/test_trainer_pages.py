@@ -9,12 +9,17 @@ import torch
 
 from ingot.errors import describe
 from ingot.plugins.callback import CallbackPart, CallbackRun, StepCallback
+from ingot.plugins.family import FamilyPart
+from ingot.plugins.layers import AttentionPart, BlockPart, FeedForwardPart, NormPart
+from ingot.plugins.loss import LossTermPart, TermWeight, VocabularyPart
 from ingot.plugins.optimizer import MatrixRule, OptimizerPart, UpdateRule
 from ingot.plugins.piece import ParameterShard
 from ingot.plugins.registry import Part, options_problems
 from ingot.plugins.schedule import SchedulePart
 from ingot.schema.run import Optim
 from ingot.theory.rules import load_run
+from ingot.trainer.model.attention import Attention
+from ingot.trainer.model.transformer import TransformerBlock
 from ingot.trainer.optim.build import optimizer_rules
 from ingot.trainer.optim.optimizer import Optimizer
 
@@ -26,8 +31,24 @@ CONTRACTS = {
     "optimizer": [UpdateRule, MatrixRule, OptimizerPart],
     "schedule": [SchedulePart],
     "callback": [StepCallback, CallbackPart, CallbackRun, ParameterShard],
+    "feed_forward": [FeedForwardPart],
+    "norm": [NormPart],
+    "attention": [AttentionPart, Attention],
+    "block": [BlockPart, TransformerBlock],
+    "loss": [LossTermPart, VocabularyPart, TermWeight],
+    "family": [FamilyPart],
 }
-SHOWN = {"optimizer": ["muon"], "schedule": ["inverse_sqrt"], "callback": ["loss_metric", "noise_scale"]}
+SHOWN = {
+    "optimizer": ["muon"],
+    "schedule": ["inverse_sqrt"],
+    "callback": ["loss_metric", "noise_scale"],
+    "feed_forward": ["squared_relu"],
+    "norm": ["layer_norm"],
+    "attention": ["gated_attention"],
+    "block": ["parallel_block"],
+    "loss": ["z_loss"],
+    "family": ["parallel_family"],
+}
 
 
 def blocks(page: str, language: str) -> list[str]:
@@ -38,16 +59,24 @@ def blocks(page: str, language: str) -> list[str]:
 def test_a_page_shows_the_contract_and_whole_examples(page):
     code, contracts = blocks(page, "python"), CONTRACTS[page]
     assert code[: len(contracts)] == [inspect.getsource(one) for one in contracts]
-    assert code[-len(SHOWN[page]) :] == [(EXAMPLES / f"{name}.py").read_text() for name in SHOWN[page]]
+    examples = [(EXAMPLES / f"{name}.py").read_text() for name in SHOWN[page]]
+    assert [one for one in code if one in examples] == examples
+
+
+def run_file(page: str) -> str:
+    """Return a run file with the settings of a page; those of its section [model] join that section."""
+    (text,) = blocks(page, "toml")
+    before, found, model = text.partition("[model]\n")
+    return RUN.replace("steps = 10", "steps = 1000").replace("[model]\n", found + model or "[model]\n") + before
 
 
 @pytest.mark.parametrize("page", CONTRACTS)
 def test_the_settings_of_a_page_are_those_of_a_run(process, tmp_path, page):
-    for name in SHOWN[page]:
+    modules = [*SHOWN[page], *(["parallel_block"] if page == "family" else [])]
+    for name in modules:
         (tmp_path / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text())
-    (text,) = blocks(page, "toml")
-    (tmp_path / "run.toml").write_text(RUN.replace("steps = 10", "steps = 1000") + text)
-    assert load_run(tmp_path / "run.toml").plugins.code.keys() == set(SHOWN[page])
+    (tmp_path / "run.toml").write_text(run_file(page))
+    assert load_run(tmp_path / "run.toml").plugins.code.keys() == set(modules)
 
 
 @pytest.mark.parametrize("page", CONTRACTS)
