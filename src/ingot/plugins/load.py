@@ -245,3 +245,14 @@ def _is_machinery(file: str, own: str) -> bool:
 def loaded_from(names: Sequence[str]) -> str | None:
     """Return the folder in which this process looked for these plug-ins, absolute; None if it has imported none."""
     return next((str(plugin.folder) for plugin in _loaded.values() if plugin.name in names), None)
+
+
+def frame_of(error: BaseException) -> tuple[str, str, int] | None:
+    """Return (plug-in, file, line) of the innermost code of a plug-in that was running when `error` was raised."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        for plugin in _loaded.values():
+            of_package = "." in plugin.module or plugin.file.name == "__init__.py"
+            file = Path(frame.filename)
+            if file == plugin.file or (of_package and file.is_relative_to(plugin.file.parent)):
+                return plugin.name, frame.filename, frame.lineno or 0
+    return None

@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from ingot.errors import IngotError
-from ingot.plugins.load import last_line, place_of
+from ingot.errors import IngotError, RunFailed
+from ingot.plugins.load import frame_of, last_line, place_of
 from ingot.trainer.resilience.endings import is_about_a_peer
 
 _DeviceError: type[Exception] = getattr(torch, "AcceleratorError", IngotError)  # torch 2.8 and later
@@ -27,3 +27,26 @@ def blamed(made: MadeError) -> Iterator[None]:
             raise
         file, line = place_of(error)
         raise made(f"raised {last_line(error)}" + (f" ({file}:{line})" if file else ""), file, line) from error
+
+
+@contextlib.contextmanager
+def plugins_blamed() -> Iterator[None]:
+    """Turn an error that was raised while code of a plug-in ran, such as a layer, into a RunFailed that names it."""
+    try:
+        yield
+    except (IngotError, _DeviceError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        place = frame_of(error)
+        if place is None or is_about_a_peer(str(error)):
+            raise
+        plugin, file, line = place
+        raise RunFailed(
+            "E-PLUGIN-RAISED",
+            f"plug-in {plugin!r} raised {last_line(error)} ({file}:{line})",
+            rule="an error of a plug-in's code ends the run: a restart would repeat it",
+            fix="correct the plug-in, then run the same command again: it continues from the last checkpoint",
+            plugin=plugin,
+            file=file,
+            line=line,
+        ) from error
