@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ingot.api.shards import tokenize_to_shards
     from ingot.api.sizing import chinchilla_optimal, memory_per_gpu, recommend_config
     from ingot.api.tokens import TokenDataset
+    from ingot.api.trainer import Trainer
     from ingot.planner.request.planning import plan
 
 __version__ = "0.1.0"
@@ -34,6 +35,7 @@ _NAMES = {
     "ingot.api.shards": ("tokenize_to_shards",),
     "ingot.api.sizing": ("chinchilla_optimal", "memory_per_gpu", "recommend_config"),
     "ingot.api.tokens": ("TokenDataset",),
+    "ingot.api.trainer": ("Trainer",),
 }
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 __all__ = [
@@ -42,6 +44,7 @@ __all__ = [
     "Deduper",
     "Run",
     "TokenDataset",
+    "Trainer",
     "build_data",
     "check",
     "chinchilla_optimal",

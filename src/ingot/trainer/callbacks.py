@@ -17,6 +17,7 @@ from ingot.plugins.registry import options_of, resolve
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.trainer.blame import blamed
+from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.mesh.collectives import largest_of_ranks
 
 ALLOWED = (Verdict.CONTINUE, Verdict.ROLL_BACK, Verdict.STOP)  # by urgency
@@ -27,10 +28,17 @@ State = Mapping[str, Tensor | Mapping[str, Tensor]]
 class Callbacks:
     """The callbacks of a run, in the order of the run file. Every call takes the same path on every rank.
 
+    given: the callbacks that a program gave to the run; `config` has their names.
     An error that a callback raises becomes a RunFailed with its name, file and line.
     """
 
-    def __init__(self, config: RunConfig, pieces: Sequence[ParameterShard], device: torch.device):
+    def __init__(
+        self,
+        config: RunConfig,
+        pieces: Sequence[ParameterShard],
+        device: torch.device,
+        given: GivenCallbacks = NOTHING_GIVEN,
+    ):
         distributed = dist.is_initialized()
         run = CallbackRun(
             config=config,
@@ -40,12 +48,11 @@ class Callbacks:
             pieces=pieces,
             sum_over_ranks=_sum_over_ranks,
         )
-        self.pieces = pieces
+        self.pieces, self._given, self._is_first = pieces, given, run.rank == 0
         self._own: dict[str, StepCallback] = {}
         for name, values in config.callbacks.items():
-            part = CALLBACKS[name]
             with _blamed(name, "start"):
-                made = resolve(part.make)(run, options_of(part, values))
+                made = given.make(name, run) if name in given.callbacks else _registered(name, run, values)
             if not isinstance(made, StepCallback):
                 raise _broken(name, "start", f"made {type(made).__name__}, which is no StepCallback")
             self._own[name] = made
@@ -61,7 +68,7 @@ class Callbacks:
                 own = {piece.name: tuple(piece.sizes) for piece in self.pieces if piece.value.numel()}
                 if wrong := [n for n in own | found if own.get(n) != found.get(n)]:
                     raise _broken(name, "tensors", f"{key!r} has no tensor of the shape of piece {wrong[0]!r}")
-        if len(by_piece) != CALLBACKS[name].pieces:
+        if name not in self._given.callbacks and len(by_piece) != CALLBACKS[name].pieces:
             found = f"returns {len(by_piece)} tensors by piece, but its CallbackPart declares {CALLBACKS[name].pieces}"
             raise _broken(name, "tensors", found)
         return state
@@ -109,6 +116,9 @@ class Callbacks:
             if highest != -lowest:
                 raise _broken(name, "verdict", "returned another verdict on other ranks")
             asked = max(asked, mine)
+        for function in self._given.functions if self._is_first else ():
+            with _blamed(getattr(function, "__name__", "function"), "call"):
+                function(steps)
         return ALLOWED[asked]
 
     def tensors(self) -> dict[str, Tensor | Mapping[str, Tensor]]:
@@ -136,6 +146,11 @@ class Callbacks:
                     own.restore(records[name])
 
 
+def _registered(name: str, run: CallbackRun, values: Mapping[str, Any]) -> object:
+    part = CALLBACKS[name]
+    return resolve(part.make)(run, options_of(part, values))
+
+
 def _sum_over_ranks(tensor: Tensor) -> Tensor:
     total = tensor.detach().clone()
     if dist.is_initialized():
@@ -153,7 +168,7 @@ def _broken(name: str, method: str, found: str, **place: str | int) -> RunFailed
         "E-CALLBACK",
         f"callback {name!r}: {method} {found}",
         rule="a callback does the same on every rank, raises nothing and keeps to its contract (plugins/callback.py)",
-        fix=f"correct the plug-in, or remove [callbacks.{name}] from the run file with --accept-change callbacks",
+        fix=f"correct the callback, or leave it out (table [callbacks.{name}]) with --accept-change callbacks",
         callback=name,
         method=method,
         **place,

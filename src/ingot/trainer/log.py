@@ -20,6 +20,7 @@ from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts
+from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import RunParts
@@ -88,6 +89,7 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
         **log_experts(trainer, recent, with_loads=saves),
     )
     trainer.log(events.PROGRESS, **asdict(progress))
+    log_loss_terms(trainer, step)
     waits = Waits.of(
         passed,
         data=interval.data_wait_seconds,

@@ -53,16 +53,16 @@ class RunLoop:
     does. Any verdict except CONTINUE takes effect at once, after the steps so far are logged. A step is saved only
     after the policy has judged all steps up to it.
 
-    done: the last completed step. line: the numbers of the steps since the previous log line, if the last step wrote
-    one. verdict: the verdict on the last step. save_is_due: the last step has to be saved. stopped: the run stops early
-    after the last step, or has stopped.
+    done: the last completed step. saved: the step of the newest checkpoint. line: the numbers of the steps since the
+    previous log line, if the last step wrote one. verdict: the verdict on the last step. save_is_due: the last step has
+    to be saved. stopped: the run stops early after the last step, or has stopped.
     """
 
     def __init__(self, trainer: RunParts):
         config = trainer.config
         self.trainer, self.steps = trainer, config.train.steps
         self.learning_rate = learning_rate(self.steps, config.optim.lr, config.schedule)
-        self.done = trainer.first_step - 1
+        self.done = self.saved = trainer.first_step - 1
         self.line: list[StepNumbers] = []
         self.verdict = Verdict.CONTINUE
         self.save_is_due = self._evaluation_is_due = False
@@ -114,24 +114,27 @@ class RunLoop:
     def save(self) -> None:
         """Save and verify the checkpoint of the last completed step."""
         save(self.trainer, self.done)
-        self.save_is_due = False
+        self.saved, self.save_is_due = self.done, False
 
     def finish_step(self) -> None:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""
         if self.verdict is Verdict.ROLL_BACK:
-            self.done = roll_back(self.trainer, self.done, self._roll_backs)
+            self.done = self.saved = roll_back(self.trainer, self.done, self._roll_backs)
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
             log_evaluation(self.trainer, self.done)
         if self.line:
             self._interval = Interval.begin(self.trainer)
+        self.verdict, self._evaluation_is_due = Verdict.CONTINUE, False
 
     def stop(self) -> None:
-        """Stop after the last completed step, which is saved, like a stop request."""
+        """Stop after the last completed step, as on request: it is judged, and saved if it is not."""
         if self._recent:
             self._write_line(saves=True)
-            self.trainer.policy.judge(self.line)
             self._ask_callbacks()
-        self.save()
+            self.trainer.policy.judge(self.line)
+        if self.verdict is not Verdict.ROLL_BACK and self.done > self.saved:
+            self.save()
+        self.finish_step()
         self.stopped = self.done < self.steps
 
     def end(self) -> Ending:

@@ -20,13 +20,18 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run_folder", type=Path, help="folder with the resolved run.toml; all output goes there")
     parser.add_argument("--until-step", type=int, help="save and stop after this step (default: the run's last step)")
     parser.add_argument("--quiet", action="store_true", help="print no progress lines")
+    parser.add_argument(
+        "--callback", nargs=2, action="append", default=[], help="folder and module:Class of another callback"
+    )
     args = parser.parse_args(argv)
     folder = RunFolder(args.run_folder)
     try:
         with guarded(folder, environment_number("RANK", 0)):
+            from ingot.trainer.given import imported_callbacks
             from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
 
-            return run_rank(folder, args.until_step, None if args.quiet else _say)
+            given = imported_callbacks(args.callback)
+            return run_rank(folder, args.until_step, None if args.quiet else _say, given)
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from ingot.events import EventLog
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -58,7 +59,7 @@ class RunParts(StepParts):
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
     all devices together, FLOP/s; None if unknown.
     first_step: the next step to run. until_step: the step to stop after, by default the last.
-    log: writes an event. say: prints a line for people. Both do nothing except on rank 0.
+    log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
     folder: RunFolder
@@ -75,5 +76,15 @@ class RunParts(StepParts):
     peak_flops: float | None
     first_step: int
     until_step: int
+    event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]
+
+    def close(self) -> None:
+        """End the threads, close the files and release the model. Raises ResourceError if a thread hangs in a read."""
+        try:
+            self.loader.close()
+        finally:
+            self.optimizer.close()
+            self.model.close()
+            self.event_log.close()

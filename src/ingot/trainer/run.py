@@ -1,5 +1,6 @@
 """A run on one rank, in this order: config -> mesh -> model -> parallelize -> optimizer -> resume -> loader -> loop."""
 
+import gc
 import os
 import socket
 from collections.abc import Callable
@@ -19,15 +20,18 @@ from ingot.theory.flops import train_flops_per_token
 from ingot.theory.layout import require_layout, resolve_parallel
 from ingot.theory.rules import load_run
 from ingot.theory.schedule import ScheduleTable, build_table
+from ingot.trainer.blame import plugins_blamed
 from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.save import CheckpointFacts
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export.model_folder import first_weights
+from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
 from ingot.trainer.loop import train
+from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.mesh import Mesh, build_mesh
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.model.attention import attend_locally
@@ -51,25 +55,40 @@ from ingot.trainer.save import load_newest, open_loader
 from ingot.trainer.telemetry.usage import CostMeter
 
 
-def run_rank(folder: RunFolder, until_step: int | None = None, say: Callable[[str], None] | None = None) -> int:
+@plugins_blamed()
+def run_rank(
+    folder: RunFolder,
+    until_step: int | None = None,
+    say: Callable[[str], None] | None = None,
+    given: GivenCallbacks = NOTHING_GIVEN,
+) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code.
 
-    until_step: the step to save and stop after. say: on rank 0, called with each line for people.
+    until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
+    besides those of the run file.
     """
     config = load_run(folder.config, same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
-    trainer = build_trainer(config, folder, place, until_step=until_step, say=say or _silent)
+    trainer = build_trainer(config, folder, place, until_step=until_step, say=say or _silent, given=given)
     try:
         ending = train(trainer)
     finally:
-        trainer.loader.close()
-        trainer.optimizer.close()
+        trainer.close()
+    # The model is in cycles of references. Its groups have threads, which must not end while the interpreter does.
+    del trainer
+    gc.collect()
     stop()
     return EXIT_PREEMPTED if ending.stopped else EXIT_OK
 
 
 def build_trainer(
-    config: RunConfig, folder: RunFolder, place: RankInfo, *, until_step: int | None = None, say: Callable[[str], None]
+    config: RunConfig,
+    folder: RunFolder,
+    place: RankInfo,
+    *,
+    until_step: int | None = None,
+    say: Callable[[str], None],
+    given: GivenCallbacks = NOTHING_GIVEN,
 ) -> RunParts:
     """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
@@ -95,12 +114,13 @@ def build_trainer(
         from_weights=bool(config.init),
     )
     continues = bool(candidate_folders(folder.checkpoints))
-    parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues)
+    parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues, given=given)
+    recorded = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
-        settings=config.settings(),
-        config_sha256=config.training_sha256(),
+        settings=recorded.settings(),
+        config_sha256=recorded.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
     )
@@ -110,7 +130,6 @@ def build_trainer(
         **vars(parts),
         folder=folder,
         place=place,
-        loader=open_loader(config, folder, parts.mesh, place.device, first_step),
         ledger=Ledger(),
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
@@ -122,6 +141,8 @@ def build_trainer(
         peak_flops=total_peak(config, place),
         first_step=first_step,
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
+        loader=open_loader(config, folder, parts.mesh, place.device, first_step),
+        event_log=event_log,
         log=log,
         say=say if place.is_first else _silent,
     )
@@ -137,12 +158,13 @@ def build_parts(
     *,
     first_values: bool = True,
     continues: bool = False,
+    given: GivenCallbacks = NOTHING_GIVEN,
 ) -> StepParts:
     """Build this rank's part of the model, with its first weights and its optimizer. Collective.
 
     base: the folder that relative paths of the run file start from. policy: None in a benchmark or a dry run.
     first_values: False leaves weights unset, for a dry run. continues: a checkpoint will replace the weights, so the
-    folder of config.init is not read and may be missing.
+    folder of config.init is not read and may be missing. given: callbacks that a program gave to the run.
     Raises ConfigError with every problem of the layout, or if the model in config.init has a different shape.
     """
     require_layout(config)
@@ -175,7 +197,7 @@ def build_parts(
     if balance and first_value and config.init and not continues:
         for buffer in balance.shards:
             buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
-    callbacks = Callbacks(config, model.shards, device)
+    callbacks = Callbacks(given.added_to(config), model.shards, device, given)
     state = TrainingState(
         model.shards,
         optimizer,
@@ -222,7 +244,9 @@ def _build_model(
 
     def make() -> Transformer:
         with torch.device("meta"):
-            return Transformer(arch, context.attend, dispatch)
+            model = Transformer(arch, context.attend, dispatch)
+        model.readout.terms = loss_terms(config)
+        return model
 
     return parallelize(
         make,

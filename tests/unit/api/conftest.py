@@ -2,7 +2,10 @@
 
 import importlib.util
 import json
+import multiprocessing
+import os
 import shutil
+import traceback
 from pathlib import Path
 from types import ModuleType
 
@@ -49,3 +52,50 @@ def command(capsys):
         return code, json.loads(capsys.readouterr().out)
 
     return run
+
+
+@pytest.fixture
+def run_file(golden, tmp_path) -> Path:
+    """The run file of a small model for one rank: 6 steps, a log line at every second one, a checkpoint at the 4th."""
+    text = (golden / "dense-1-rank" / "run.toml").read_text()
+    text = text.replace("../data", str(golden / "data")).replace("log_every = 1", "log_every = 2")
+    path = tmp_path / "run.toml"
+    path.write_text(text.replace('name = "dense-1-rank"', 'name = "own"'))
+    return path
+
+
+@pytest.fixture
+def forked():
+    """`forked(function, *arguments)` calls a function in a process forked from this one, and returns its result.
+
+    What trains in the calling process leaves the process of the tests alone. An error becomes the test's failure.
+    """
+    pytest.importorskip("torch")
+
+    def call(function, *arguments, seconds: float = 60):
+        context = multiprocessing.get_context("fork")
+        ours, theirs = context.Pipe(duplex=False)
+
+        def child() -> None:
+            try:
+                theirs.send((True, function(*arguments)))
+            except BaseException:
+                theirs.send((False, traceback.format_exc()))
+            finally:
+                theirs.close()
+                os._exit(0)
+
+        process = context.Process(target=child)
+        process.start()
+        theirs.close()
+        try:
+            fine, value = ours.recv() if ours.poll(seconds) else (False, f"no answer within {seconds} s")
+        except EOFError:
+            fine, value = False, "died"
+        if not fine:
+            process.kill()
+            pytest.fail(value, pytrace=False)
+        process.join()
+        return value
+
+    return call

@@ -1,4 +1,4 @@
-"""What the loop does between two steps, beyond the whole runs of test_loop.py."""
+"""The loop between two steps, beyond the whole runs of test_loop.py."""
 
 from ingot.events import read_events
 from ingot.plugins.callback import StepCallback, Verdict

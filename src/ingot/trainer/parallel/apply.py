@@ -65,6 +65,12 @@ class ShardedModel:
         """Copy the masters to the parameters in the compute dtype. Call after the masters changed."""
         self.data.publish()
 
+    def close(self) -> None:
+        """Remove the hooks of parameters, so that the model can be freed: the garbage collector does not see that they
+        hold it. No step can follow."""
+        for hook in self.data.hooks:
+            hook.remove()
+
 
 def parallelize(
     make: Callable[[], nn.Module],

@@ -106,7 +106,7 @@ class Fsdp:
     """
 
     def __init__(self, stages: list[nn.Module], cuts: dict[str, TensorCut], mesh: Mesh):
-        self.stages = stages
+        self.stages, self.hooks = stages, []  # FSDP2 owns its hooks
         settings = mesh.parallel
         self.copied, self.on_host = settings.dp_replicate > 1, settings.offload_parameters
         # FSDP2 takes the mean over the ranks that share a parameter; `reduce` turns it into the mean over token ranks.

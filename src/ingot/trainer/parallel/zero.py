@@ -145,6 +145,7 @@ class Zero:
         self.prefetch = settings.prefetch
         self.shards: list[ParameterShard] = []
         self._known: set[nn.Parameter] = set()  # in a V-shaped pipeline, tied embedding and head are one parameter
+        self.hooks = []  # handles of the hooks of parameters, see ShardedModel.close
         self.buckets: dict[nn.Module, list[Bucket]] = {}
         self.in_order: list[Bucket] = []
         self._scattering: _Scatter | None = None
@@ -181,7 +182,8 @@ class Zero:
             bucket.slots.append(slot)
             self.shards.append(slot.shard)
             bucket.elements += length
-            parameter.register_post_accumulate_grad_hook(lambda p, b=bucket, s=slot: self._arrived(b, s))
+            arrived = parameter.register_post_accumulate_grad_hook(lambda p, b=bucket, s=slot: self._arrived(b, s))
+            self.hooks.append(arrived)
         if bucket.slots:
             first.register_forward_pre_hook(lambda module, args: self._before_forward(bucket))
         return bucket
