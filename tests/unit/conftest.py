@@ -1,16 +1,24 @@
 """Plug-ins of a test: files in a folder of its own, and nothing of them in the process afterwards."""
 
 import sys
+import sysconfig
+from pathlib import Path
 
 import pytest
 
+import ingot
 from ingot.plugins import load
 from ingot.plugins.registry import Registry
+
+INSTALLED = tuple(str(Path(path)) for path in (*sysconfig.get_paths().values(), Path(ingot.__file__).parent))
 
 
 @pytest.fixture
 def process(monkeypatch):
-    """Undo, after the test, every change of sys.path, sys.modules, the registries and the loaded plug-ins."""
+    """Undo, after the test, every change of sys.path, sys.modules, the registries and the loaded plug-ins.
+
+    Modules of ingot and of installed packages stay: torch cannot be imported twice.
+    """
     parts = [(registry, dict(registry._entries)) for registry in Registry.every]
     modules = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
@@ -20,7 +28,10 @@ def process(monkeypatch):
     for registry, entries in parts:
         registry._entries = entries
     for name in set(sys.modules) - modules:
-        del sys.modules[name]
+        module = sys.modules[name]
+        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+        if any(place and not place.startswith(INSTALLED) for place in places):
+            del sys.modules[name]
 
 
 @pytest.fixture

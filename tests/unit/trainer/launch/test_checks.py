@@ -60,6 +60,7 @@ OTHER_NUMBERS = [
     ("parallel.reduce", "canonical"),
     ("data.mask_documents", True),
     ("data.weights", {"web": 1.0}),
+    ("loss", {"z": {"weight": 1e-4}}),
 ]
 REFUSED = [
     ("model.d_model", 64),
@@ -68,6 +69,11 @@ REFUSED = [
     ("model.num_heads", 2),
     ("model.rope_theta", 5e5),
     ("model.tied_embeddings", False),
+    ("model.feed_forward", "squared_relu"),
+    ("model.norm", "layer"),
+    ("model.attention", "gated"),
+    ("model.block", "parallel"),
+    ("model.options", {"parallel": {"scale": 0.5}}),
 ]
 
 
