@@ -1,4 +1,4 @@
-"""An error of a plug-in's code is told apart from one of ingot and from the loss of another rank."""
+"""An error of a plug-in's code is not confused with one of ingot or with the loss of another rank."""
 
 import pytest
 import torch
