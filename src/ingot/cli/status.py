@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from ingot.report.status import RunStatus
 
 _SHOWN_STEPS = 3
+_SHOWN_METRICS = 6
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
@@ -50,6 +51,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
     if status.experts:
         _say_experts(status.experts, terminal)
+    if status.metrics:
+        terminal.say(f"own    {_metrics_text(status.metrics)}")
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
         terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
@@ -68,6 +71,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     }
     terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
     return EXIT_OK
+
+
+def _metrics_text(metrics: dict[str, dict[str, float]]) -> str:
+    """Return the newest values of the first metrics, each with the callback that wrote it."""
+    found = [(by, name, value) for by, values in metrics.items() for name, value in values.items()]
+    parts = [f"{by}.{name} {value:.4g}" for by, name, value in found[:_SHOWN_METRICS]]
+    more = len(found) - len(parts)
+    return "   ".join(parts) + (f"   and {more} more" if more else "")
 
 
 def _policy_text(status: "RunStatus") -> str:

@@ -112,6 +112,7 @@ _NUMBERS = {
     kinds.PROGRESS: ("step", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
     kinds.WAITS: ("step", "steps"),
     kinds.EXPERTS: ("step", "steps"),
+    kinds.METRICS: ("step",),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
     kinds.EVALUATION: ("step", "tokens"),
     kinds.SAMPLE: ("step",),
@@ -152,7 +153,8 @@ class Twin:
 class RunData:
     """The events and artifacts of one run; events are dicts as in schema/events.py.
 
-    steps, progress, waits, experts: the last event of that kind for each step. vetoes, roll_backs: the `skipped` and
+    steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
+    terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs: the `skipped` and
     `rolled_back` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
     included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
@@ -170,6 +172,7 @@ class RunData:
     progress: dict[int, dict] = field(default_factory=dict)
     waits: dict[int, dict] = field(default_factory=dict)
     experts: dict[int, dict] = field(default_factory=dict)
+    metrics: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
     changed_settings: list[dict] = field(default_factory=list)
@@ -303,6 +306,9 @@ def read_run_events(data: RunData) -> None:
             data.waits[event["step"]] = event
         elif kind == kinds.EXPERTS:
             data.experts[event["step"]] = event
+        elif kind == kinds.METRICS:
+            for name, value in event["values"].items():
+                data.metrics.setdefault((event["by"], name), {})[event["step"]] = value
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
             setattr(data, kind, event)
         if kind == kinds.RUN_STARTED:
@@ -342,6 +348,8 @@ def _is_readable(event) -> bool:
         return False
     if kind == kinds.SKIPPED and not _has_steps(event):
         return False
+    if kind == kinds.METRICS and not has_values(event):
+        return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
 
@@ -349,6 +357,16 @@ def _is_readable(event) -> bool:
 def _has_steps(event: dict) -> bool:
     steps = event.get("steps")
     return isinstance(steps, list) and bool(steps) and all(isinstance(step, int) for step in steps)
+
+
+def has_values(event: dict) -> bool:
+    """Check whether a `metrics` event has numbers by name, and the name of the callback that wrote them."""
+    values = event.get("values")
+    return (
+        isinstance(event.get("by"), str)
+        and isinstance(values, dict)
+        and all(isinstance(value, float) or is_finite(value) for value in values.values())
+    )
 
 
 def _has_numbers_by_layer(event: dict) -> bool:

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.events import read_events
-from ingot.report.facts import no_run_folder
+from ingot.report.facts import has_values, no_run_folder
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
@@ -30,6 +30,7 @@ class RunStatus:
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
     layer; telemetry/progress.py), without the load of every expert.
+    metrics: callback, or "loss" for loss terms -> metric -> its newest value.
     """
 
     name: str
@@ -55,6 +56,7 @@ class RunStatus:
     log_damage: str = ""
     layout: dict[str, int | str] = field(default_factory=dict)
     experts: dict | None = None
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
 def read_status(root: Path) -> RunStatus:
@@ -68,6 +70,7 @@ def read_status(root: Path) -> RunStatus:
     restarts, faults, latest = 0, [], None
     skipped: set[int] = set()
     roll_backs: list[tuple[int, int]] = []
+    metrics: dict[str, dict[str, float]] = {}
     for event in read_events(folder.events):
         if not isinstance(event, dict):
             continue
@@ -79,6 +82,8 @@ def read_status(root: Path) -> RunStatus:
         elif kind == events.RUN_STARTED:
             # Steps after the checkpoint from which this attempt started are repeated.
             losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
+        elif kind == events.METRICS and has_values(event):
+            metrics.setdefault(event["by"], {}).update(event["values"])
         elif kind == events.SKIPPED:
             skipped.update(event["steps"])
         elif kind == events.ROLLED_BACK:
@@ -118,6 +123,7 @@ def read_status(root: Path) -> RunStatus:
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
         experts=_experts(last.get(events.EXPERTS)),
+        metrics=metrics,
     )
 
 

@@ -99,6 +99,10 @@ def drilled_events() -> list[dict]:
     body, clock = steps_events(RESUMED + 1, STEPS, clock + 4.52)
     for event in body:
         events.append(event)
+        if event["kind"] == "progress":
+            step, own = event["step"], {"kind": "metrics", "time": event["time"], "step": event["step"]}
+            events.append(own | {"by": "noise_scale", "values": {"noise_scale_tokens": 2.0 * step, "odd": math.nan}})
+            events.append(own | {"by": "loss", "values": {"z": 69.25 + 1 / step}})
         if event["kind"] == "progress" and event["step"] in (440, STEPS):
             events.append(evaluation(event["time"] + 0.5, event["step"], 2.07 if event["step"] == STEPS else 2.31))
             text = " a list of numbers is returned when the argument is not given, and the result is the same type"

@@ -179,6 +179,27 @@ def test_layout_and_experts_are_shown(folder, capsys):
     assert facts["experts"]["max_load"] == [1.5, 3.25] and "loads" not in facts["experts"]
 
 
+def test_the_newest_own_metrics_are_shown(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    assert read_status(folder.root).metrics == {}
+    assert main(["status", str(folder.root)]) == 0
+    assert not any(line.startswith("own") for line in capsys.readouterr().out.splitlines())
+    log.write(events.METRICS, step=1, by="best_loss", values={"lowest": 5.0, "early": 1.0})
+    log.write(events.METRICS, step=1, by="loss", values={"z": 69.0})
+    log.write(events.METRICS, step=2, by="best_loss", values={"lowest": 4.25})
+    log.write(events.METRICS, step=3, by="best_loss", values={"lowest": "damaged"})
+    assert main(["status", str(folder.root), "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["metrics"] == {"best_loss": {"lowest": 4.25, "early": 1.0}, "loss": {"z": 69.0}}
+    assert main(["status", str(folder.root)]) == 0
+    assert "own    best_loss.lowest 4.25   best_loss.early 1   loss.z 69\n" in capsys.readouterr().out
+    log.write(events.METRICS, step=3, by="many", values={f"m{n}": float(n) for n in range(9)})
+    assert main(["status", str(folder.root)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("own")]
+    assert line.endswith("many.m2 2   and 6 more")
+
+
 def test_skipped_updates_and_roll_backs_are_counted_and_shown(folder, capsys):
     log = EventLog(folder.events)
     log.write(events.RUN_STARTED, from_step=0)

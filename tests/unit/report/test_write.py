@@ -110,7 +110,10 @@ def test_hostile_names_stay_text(tmp_path, logs):
                   "unigram_bpb": 3.0, "by_source": {attack: {"bpb": 2, "unigram_bpb": 3, "tokens": 9}}}  # fmt: skip
     stage = {"kind": "stage", "time": logs.START, "name": attack, "seconds": 1, "summary": attack}
     fault = {"kind": "fault", "time": logs.START + 2, "rank": attack, "cause": attack, "step": 3}
-    run = logs.write_events(tmp_path, [start, evaluation, stage, fault])
+    own = [
+        {"kind": "metrics", "time": logs.START + 1, "step": n, "by": attack, "values": {attack: n}} for n in range(3)
+    ]
+    run = logs.write_events(tmp_path, [start, evaluation, stage, fault, *own])
     RunFolder(run).config.write_text(to_toml(logs.run_config()).replace('"quickstart"', json.dumps(attack)))
     html = write_report(run, command=attack).html.read_text()
     assert "img" not in {tag for tag, _ in parse(html).tags}
@@ -194,6 +197,9 @@ def test_not_a_number_is_left_out_of_lines(tmp_path, logs):
      '{"kind": "evaluation", "time": 1, "step": 1, "bpb": null}', '{"kind": ["step"], "time": 1}',
      '{"kind": "step", "time": "x", "step": 1, "loss": 1, "grad_norm": 1, "lr": 1}',
      '{"kind": "fault", "time": 1, "step": 1' + "0" * 400 + "}", '{"kind": "fault", "time": 1e17, "step": 1}',
+     '{"kind": "metrics", "time": 1, "step": 1, "by": "x", "values": {"a": "b"}}',
+     '{"kind": "metrics", "time": 1, "step": 1, "by": "x", "values": {"a": 1' + "0" * 400 + "}}",
+     '{"kind": "metrics", "time": 1, "step": 1, "by": "x"}',
      '{"kind": "sample", "time": 1}', '{"kind": "stage", "time": 1, "name": "x"}'],
 )  # fmt: skip
 def test_unreadable_events_are_counted_not_used(line, tmp_path, logs):
@@ -328,6 +334,30 @@ def test_skipped_updates_and_roll_backs_are_in_the_report_in_order(logs, tmp_pat
     )  # fmt: skip
     places = [text.index(fact) for fact in facts]
     assert places == sorted(places)
+
+
+def test_own_metrics_are_in_the_report(report, logs):
+    markdown = report.markdown.read_text()
+    section = markdown.partition("## Own metrics")[2].partition("\n## ")[0].replace("\\_", "_")
+    rows = {cells[1]: cells[2:-1] for line in section.splitlines() if len(cells := line.split("|")) == 10}
+    rows = {name.strip(): [cell.strip() for cell in cells] for name, cells in rows.items()}
+    lines, first, lowest, highest, last, step = rows["noise_scale_tokens"][1:]
+    assert rows["noise_scale_tokens"][0] == "noise_scale" and rows["z"][0] == "loss" and int(lines) > 1
+    assert step == f"{logs.STEPS:,}" and last == highest == f"{2 * logs.STEPS:,.4g}" and first == lowest
+    assert rows["odd"][1:] == [lines, "nan", "nan", "nan", "nan", step]
+    html = report.html.read_text()
+    labels = [attrs["aria-label"] for tag, attrs in parse(html).tags if tag == "svg"]
+    assert any(label.startswith("noise_scale_tokens (noise_scale): ") for label in labels)
+    assert not any(label.startswith("odd") for label in labels), "a metric without finite values has no chart"
+
+
+def test_a_repeated_line_replaces_the_metrics_of_its_step(tmp_path, logs):
+    def own(step, value):
+        return {"kind": "metrics", "time": logs.START + step, "step": step, "by": "x", "values": {"a": value}}
+
+    start = logs.started(logs.START, 0, 0)
+    run = logs.write_events(tmp_path, [start, own(10, 1.0), own(20, 2.0), own(10, 3.0)])
+    assert gather(run).metrics == {("x", "a"): {10: 3.0, 20: 2.0}}
 
 
 def test_the_loss_comes_first_then_other_curves_and_idle_stages_are_folded(logs, drilled_run, tmp_path):

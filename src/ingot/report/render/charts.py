@@ -308,6 +308,12 @@ def _small(title: str, points: Sequence[tuple[float, float]], spec: str, data: R
     return _chart(title, lines, table, label, _SMALL, marks=_fault_marks(data, labeled=False), **options)
 
 
+def metric_chart(data: RunData, by: str, name: str) -> Chart | None:
+    """Return the chart of a metric of a callback or loss term by step, None for fewer than two finite values."""
+    points = _finite([(float(step), float(value)) for step, value in sorted(data.metrics[by, name].items())])
+    return _small(f"{name} ({by})", points, ".4g", data) if len(points) > 1 else None
+
+
 def expert_charts(data: RunData) -> Charts | None:
     """Return charts of the balance of expert loads by step: means over layers, or the largest and smallest load of all
     experts; None for fewer than two events."""
