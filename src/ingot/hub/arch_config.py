@@ -169,9 +169,10 @@ def arch_of(config: dict, where: str) -> Arch:
     return arch
 
 
-def _settings_of(config: Mapping[str, Any], kind: str) -> tuple[dict, list[str]]:
+def _settings_of(given: Mapping[str, Any], kind: str) -> tuple[dict, list[str]]:
     """Return (the settings of the model, the keys that ingot does not compute) of a class of Hugging Face."""
-    config = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | {_ALIASES.get(kind, {}).get(k, k): v for k, v in config.items()}
+    config: dict = {_ALIASES.get(kind, {}).get(k, k): v for k, v in given.items()}
+    config = _DEFAULTS_OF_ALL | _DEFAULTS[kind] | config
     experts = not (kind == "deepseek_v3" and _all_dense(config))
     keys = _keys(kind, experts=experts)
     problems = [
