@@ -58,6 +58,14 @@ def train(run: RunConfig, folder: Path, rank: int) -> None:
     parts.optimizer.close()
 
 
+def wrong_term(run: RunConfig) -> str:
+    """Return what is wrong with a loss term, as text, or "": an error that it raises, or its slope."""
+    try:
+        return wrong_slope(run)
+    except Exception as error:
+        return f"a loss term raised {last_line(error)}"
+
+
 def wrong_slope(run: RunConfig) -> str:
     """Return the name of a loss term whose slope is not the derivative of its values, as text, or ""."""
     logits = torch.randn(3, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -130,7 +138,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for number, settings in enumerate(request["cases"]):
         run = run_from_dict(settings)
-        error = (number == 0 and wrong_slope(run)) or run_case(run, Path(request["folder"]) / str(number))
+        error = (number == 0 and wrong_term(run)) or run_case(run, Path(request["folder"]) / str(number))
         print(json.dumps({"case": number, "error": error or None}), flush=True)
 
 

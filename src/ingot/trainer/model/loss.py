@@ -73,22 +73,27 @@ class LossTerm:
 
         def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
             wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            return self.measure(wide, targets, readout.vocabulary)
+            values, slope = self.measure(wide, targets, readout.vocabulary)
+            self._require_shapes(values, slope, logits)
+            # The derivative of the softcap changes the slope in place, and a term may return `wide` or a view as slope.
+            return values, slope.clone() if readout.softcap else slope
 
         values, own = (with_softcap(measure, readout.softcap) if readout.softcap else measure)(logits_MV, targets_M)
-        if own.shape != slope_MV.shape or values.shape != targets_M.shape:
+        slope_MV.add_(own.to(slope_MV.dtype), alpha=self.weight)
+        if self.sums is None:
+            self.sums = torch.zeros(2, dtype=torch.float64, device=logits_MV.device)
+        self.sums += torch.stack((values.double().sum(), self.sums.new_tensor(float(len(values)))))
+
+    def _require_shapes(self, values_M: Tensor, slope_MV: Tensor, logits_MV: Tensor) -> None:
+        if slope_MV.shape != logits_MV.shape or values_M.shape != logits_MV.shape[:1]:
             raise RunFailed(
                 "E-LOSS-TERM",
-                f"loss term {self.name!r} returned values {list(values.shape)} and a slope {list(own.shape)} "
+                f"loss term {self.name!r} returned values {list(values_M.shape)} and a slope {list(slope_MV.shape)} "
                 f"for logits {list(logits_MV.shape)}",
                 rule="a loss term returns a value for each token, and a slope of the shape of the logits",
                 fix="correct the plug-in (plugins/loss.py)",
                 term=self.name,
             )
-        slope_MV.add_(own.to(slope_MV.dtype), alpha=self.weight)
-        if self.sums is None:
-            self.sums = torch.zeros(2, dtype=torch.float64, device=logits_MV.device)
-        self.sums += torch.stack((values.double().sum(), self.sums.new_tensor(float(len(values)))))
 
     def take(self) -> Tensor:
         """Return the sums, and begin again; on the CPU."""

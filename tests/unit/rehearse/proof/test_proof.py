@@ -62,7 +62,10 @@ def half_slope(logits, targets, vocabulary, options):
     values, slope = z(logits, targets, vocabulary, options)
     return values, slope / 2
 
-for term in (z, own_part, half_slope):
+def raises(logits, targets, vocabulary, options):
+    raise ValueError("raises on purpose")
+
+for term in (z, own_part, half_slope, raises):
     LOSS_TERMS.register(LossTermPart(name=term.__name__, term=term))
 make = lambda optim, options: lambda name, shape: OverPiece()
 OPTIMIZERS.register(OptimizerPart(name="over_piece", make=make, moments=lambda name, dims: 0))
@@ -139,7 +142,9 @@ def test_a_part_that_is_not_the_same_under_a_layout_is_found(few_layouts, load, 
     assert not proof.ok and [row["layout"] for row in proof.facts()["compared"] if not row["equal"]] == wrong
 
 
-@pytest.mark.parametrize("override", ["model.feed_forward=counts_three", "loss.half_slope.weight=1.0"])
+@pytest.mark.parametrize(
+    "override", ["model.feed_forward=counts_three", "loss.half_slope.weight=1.0", "loss.raises.weight=1.0"]
+)
 def test_a_part_that_is_wrong_on_one_process_is_named(few_layouts, load, override):
     with refused("E-PROOF-ONE-PROCESS") as caught:
         list(prove_layouts(load(override)))

@@ -56,8 +56,32 @@ def test_evaluation_does_not_count(z_term):
     assert z_term.take().tolist() == [0.0, 0.0]
 
 
-def test_wrong_shapes_are_refused():
-    readout = Readout(ARCH)
-    readout.terms = [LossTerm("mean", 1.0, lambda logits, targets, vocabulary: (logits.mean(), logits))]
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+def test_a_term_may_return_its_logits_as_slope(softcap):
+    readout = Readout(replace(ARCH, logit_softcap=softcap))
+    readout.terms = [
+        LossTerm("square", 0.25, lambda logits, targets, vocabulary: (logits.square().sum(-1) / 2, logits))
+    ]
+    hidden, weight, targets = inputs()
+    readout(hidden, weight, targets).backward()
+    ours, hidden.grad = hidden.grad.clone(), None
+    logits = hidden @ weight.T
+    logits = softcap * torch.tanh(logits / softcap) if softcap else logits
+    (F.cross_entropy(logits, targets, reduction="sum") + 0.25 * logits.square().sum() / 2).backward()
+    assert torch.allclose(ours, hidden.grad, rtol=1e-10)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 3.0])
+@pytest.mark.parametrize(
+    "term",
+    [
+        lambda logits, targets, vocabulary: (logits.mean(), logits),
+        lambda logits, targets, vocabulary: (logits.mean(-1), logits.mean(-1)),
+        lambda logits, targets, vocabulary: (logits.mean(-1), logits[:, :5]),
+    ],
+)
+def test_wrong_shapes_are_refused(softcap, term):
+    readout = Readout(replace(ARCH, logit_softcap=softcap))
+    readout.terms = [LossTerm("mean", 1.0, term)]
     with refused("E-LOSS-TERM", term="mean"):
         readout(*inputs())
