@@ -9,4 +9,4 @@ def make(dim, eps, options):
     return nn.LayerNorm(dim, eps)
 
 
-NORMS.register(NormPart(name="layer", make=make, vectors=2))  # weight and bias
+NORMS.register(NormPart(name="layer", make=make, vectors=2, saved=1))  # weight and bias; keeps its input

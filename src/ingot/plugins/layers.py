@@ -40,10 +40,13 @@ class NormPart(Part):
 
     make(dim, eps, options): returns a module [..., dim] -> [..., dim]. eps: model.norm_eps.
     vectors: the number of its parameters, all of shape [dim].
+    saved: the number of tensors of width dim, in the dtype of the computation, that the backward keeps per token; None:
+      it keeps what RMSNorm keeps, which differs between devices.
     """
 
     make: Reference
     vectors: int = 1
+    saved: int | None = None
 
 
 def _nothing(arch: Arch, options: Any) -> int:
@@ -77,10 +80,12 @@ class BlockPart(Part):
 
     make(arch, layer, attend, dispatch): returns a module like trainer/model/transformer.py's TransformerBlock, usually
       a subclass. norms: the number of its norms of the residual stream.
+    one_input: attention and the feed-forward or experts get the same tensor, which is kept once for the backward.
     """
 
     make: Reference
     norms: int = 2
+    one_input: bool = False
 
 
 _MODEL = "ingot.trainer.model"
@@ -116,6 +121,16 @@ def feed_forward_of(arch: Arch) -> FeedForwardPart:
 def stream_norms(arch: Arch) -> int:
     """Return the number of norms of the residual stream in one block."""
     return BLOCKS[arch.block].norms
+
+
+def has_one_input(arch: Arch) -> bool:
+    """Check whether the attention and the feed-forward of a block have the same input."""
+    return BLOCKS[arch.block].one_input
+
+
+def norm_saved(arch: Arch) -> int | None:
+    """Return the number of tensors of width d_model that a norm keeps per token; None: what RMSNorm keeps."""
+    return NORMS[arch.norm].saved
 
 
 def norm_vectors(arch: Arch) -> int:

@@ -12,8 +12,15 @@ Shape letters: D d_model, N num_heads, G num_kv_heads, H head_dim, F d_ffn or d_
 
 import math
 
-from ingot.plugins.layers import extra_attention_saved, feed_forward_of, stream_norms
-from ingot.schema.arch import Moe
+from ingot.plugins.layers import (
+    extra_attention_matrices,
+    extra_attention_saved,
+    feed_forward_of,
+    has_one_input,
+    norm_saved,
+    stream_norms,
+)
+from ingot.schema.arch import Arch, Moe
 from ingot.theory.layout import Position
 from ingot.theory.params import COMPUTE_BYTES, value_width
 
@@ -36,19 +43,29 @@ def norm_bytes(width: int, e: int, device: str) -> float:
     return 2 * width * wide + wide if device == "cpu" else width * e + 4
 
 
+def stream_norm_bytes(arch: Arch, e: int, device: str) -> float:
+    """Return the bytes that one norm of the residual stream saves per token, of numbers of `e` bytes."""
+    saved = norm_saved(arch)
+    return norm_bytes(arch.d_model, e, device) if saved is None else saved * arch.d_model * e
+
+
 def block_bytes(position: Position, device: str = "cpu", *, experts: bool = False) -> dict[str, float]:
     """Return the bytes per token that one block saves, by tensor, without recomputation and with flash attention.
 
     experts: the block has experts.
     """
-    e, _, cut = degrees(position)
-    norm = norm_bytes(position.arch.d_model, e, device) / cut
-    return {
+    e, tp, cut = degrees(position)
+    norm = stream_norm_bytes(position.arch, e, device) / cut
+    found = {
         "attention norm": norm,
         **(_latent_bytes if position.arch.is_mla else _attention_bytes)(position, device),
         "mlp norm": norm * (stream_norms(position.arch) - 1),
         **(_expert_bytes(position) if experts else _mlp_bytes(position)),
     }
+    gathered_twice = tp > 1 and position.parallel.sequence
+    if has_one_input(position.arch) and not gathered_twice:
+        found["input of the router" if experts else "input of gate, up"] = 0.0
+    return found
 
 
 def _key_value_heads(position: Position) -> tuple[float, float]:
@@ -153,14 +170,16 @@ def recomputed_block_bytes(position: Position, *, experts: bool = False) -> floa
 
 
 def products_for_attention(position: Position) -> float:
-    """Return how many numbers per token the matrices before attention produce: q, k and v, or those of latents."""
+    """Return how many numbers per token the matrices before attention produce: q, k and v, or those of latents, and
+    the matrices that a plug-in's attention adds."""
     arch, tp = position.arch, position.parallel.tp
     queries = arch.num_heads * arch.head_dim / tp
     if arch.is_mla:
         mla = arch.mla
         down = mla.q_rank + mla.kv_rank + mla.rope_dim
         return down + queries + arch.num_heads * (mla.nope_dim + value_width(arch)) / tp
-    return queries + 2 * arch.num_kv_heads * arch.head_dim / (1 if arch.num_kv_heads % tp else tp)
+    extra = sum(rows for rows, _ in extra_attention_matrices(arch)) / tp
+    return queries + 2 * arch.num_kv_heads * arch.head_dim / (1 if arch.num_kv_heads % tp else tp) + extra
 
 
 def _expert_products(position: Position) -> float:

@@ -22,7 +22,7 @@ from ingot.theory.params import (
     value_width,
 )
 from ingot.theory.saved import block_bytes as saved_bytes
-from ingot.theory.saved import norm_bytes
+from ingot.theory.saved import stream_norm_bytes
 from ingot.theory.update import matrix_update
 
 # A saved activation causes five passes through memory: it is written and read in the forward, and read in the backward;
@@ -191,7 +191,7 @@ def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
         return total
     vocabulary, wide = arch.vocab_size / position.parallel.tp, max(e, 4)
     chunks = memory.chunks(arch.vocab_size // position.parallel.tp, tokens, device)
-    outside = norm_bytes(arch.d_model, e, device) / position.sequence_ranks + arch.d_model * e + 16
+    outside = stream_norm_bytes(arch, e, device) / position.sequence_ranks + arch.d_model * e + 16
     # Passes over each logit in the loss: written, widened, reduced (two), shifted, exponentiated, narrowed, read twice.
     passes = arch.head_passes
     moved = passes * (

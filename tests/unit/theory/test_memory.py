@@ -16,6 +16,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory import memory
 from ingot.theory.layout import Position, positions
 from ingot.theory.params import count_parameters
+from ingot.theory.saved import norm_bytes
 
 TINY = Arch(
     vocab_size=512, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, d_ffn=176, max_seq_len=128
@@ -129,7 +130,7 @@ def test_tensor_parallelism_divides_activations_like_korthikanti():
     )
     inputs = 2 * arch.d_model * 2
     assert cut - inputs == pytest.approx((whole - inputs) / 4)
-    assert plain - cut == pytest.approx(2 * activations.norm_bytes(arch.d_model, 2, "cuda") * 3 / 4)
+    assert plain - cut == pytest.approx(2 * norm_bytes(arch.d_model, 2, "cuda") * 3 / 4)
 
 
 @pytest.mark.parametrize(

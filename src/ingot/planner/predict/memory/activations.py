@@ -23,7 +23,13 @@ from ingot.plugins.layers import feed_forward_of
 from ingot.schema.software import INGOT
 from ingot.theory.layout import PipelineStage, Position
 from ingot.theory.params import COMPUTE_BYTES, value_width
-from ingot.theory.saved import block_bytes, degrees, norm_bytes, products_for_attention, recomputed_block_bytes
+from ingot.theory.saved import (
+    block_bytes,
+    degrees,
+    products_for_attention,
+    recomputed_block_bytes,
+    stream_norm_bytes,
+)
 
 
 @dataclass(frozen=True)
@@ -78,7 +84,7 @@ def output_bytes(position: Position, stage: PipelineStage, device: str = "cpu") 
     """
     e, _, cut = degrees(position)
     stream = position.arch.d_model * e
-    return norm_bytes(position.arch.d_model, e, device) / cut + stream + 8 if stage.last else stream / cut
+    return stream_norm_bytes(position.arch, e, device) / cut + stream + 8 if stage.last else stream / cut
 
 
 def head_gradient_bytes(position: Position, stage: PipelineStage) -> float:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 
 from ingot.planner.predict.time.constants import Constants
-from ingot.plugins.layers import feed_forward_of
+from ingot.plugins.layers import extra_attention_matrices, feed_forward_of
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.software import Software
@@ -76,6 +76,8 @@ def _attention(position: Position) -> Iterator[Product]:
         pairs = arch.num_kv_heads if arch.num_kv_heads % tp else arch.num_kv_heads / tp
         yield Product("q, k, v", m, (heads + 2 * pairs) * arch.head_dim, d)
     yield Product("o", m, d, heads * value_width(arch))
+    for rows, columns in extra_attention_matrices(arch):
+        yield Product("own of attention", m, rows / tp, columns)
 
 
 def _latent(arch: Arch, heads: float, m: float) -> Iterator[Product]:
