@@ -7,6 +7,11 @@ _REGISTRY = "tests/unit/plugins/test_registry.py"
 _MATRICES = "tests/dist/test_matrices.py"
 _CALLBACKS = "tests/unit/trainer/test_callbacks.py"
 _GUARDS = "tests/unit/trainer/test_callback_guards.py"
+_LAYERS = "tests/unit/trainer/model/test_own_layers.py"
+_COSTS = "tests/unit/theory/test_own_layers.py"
+_SETTINGS = "tests/unit/plugins/test_layer_settings.py::test_a_wrong_choice_or_setting_is_reported_with_its_line"
+_TERMS = "tests/unit/trainer/model/test_loss_terms.py"
+_LAYOUTS = "tests/dist/test_layers.py::test_every_layout_equals_one_process"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -195,5 +200,125 @@ MUTANTS: list[Mutant] = [
         before="if wrong := [n for n in own | found if own.get(n) != found.get(n)]:",
         after="if wrong := [n for n in found if own.get(n) != found[n]]:",
         tests=(f"{_GUARDS}::test_tensors_of_another_shape_than_the_pieces_are_refused",),
+    ),
+    Mutant(
+        name="layer-counts-without-norms",
+        what="a norm that has another number of parameters than it declares is accepted",
+        file="trainer/model/chosen.py",
+        before='"norm": (_count(model.get_submodule("norm")), last_norm_parameters(arch)),',
+        after='"norm": (0, 0),',
+        tests=(f"{_LAYERS}::test_a_layer_with_other_parameters_than_it_declares_is_named",),
+    ),
+    Mutant(
+        name="layer-counts-without-block",
+        what="a block with another number of norms than it declares is accepted",
+        file="trainer/model/chosen.py",
+        before='"block": (between, stream_norm_parameters(arch)),',
+        after='"block": (between, between),',
+        tests=(f"{_LAYERS}::test_a_layer_with_other_parameters_than_it_declares_is_named",),
+    ),
+    Mutant(
+        name="layer-counts-of-built-in",
+        what="layers are not counted if one of them is a part of ingot",
+        file="trainer/model/chosen.py",
+        before="    if all(\n        entry.module == INGOT",
+        after="    if any(\n        entry.module == INGOT",
+        tests=(f"{_LAYERS}::test_a_layer_with_other_parameters_than_it_declares_is_named",),
+    ),
+    Mutant(
+        name="layer-roles-forgotten",
+        what="the roles that a plug-in declares for its parameters are not used",
+        file="trainer/model/transformer.py",
+        before="| biases | own",
+        after="| biases",
+        tests=(f"{_LAYOUTS}[tp]",),
+    ),
+    Mutant(
+        name="layer-bias-begins-at-one",
+        what="the bias of a norm begins at 1",
+        file="trainer/model/init.py",
+        before="0.0 if name.endswith(BIAS) else 1.0",
+        after="1.0 if name.endswith(BIAS) else 1.0",
+        tests=(f"{_LAYERS}::test_a_norm_begins_as_the_identity_of_normed_vectors",),
+    ),
+    Mutant(
+        name="layer-matrices-not-counted",
+        what="the matrices that an attention adds are not counted",
+        file="theory/params.py",
+        before="extra = sum(rows * columns for rows, columns in extra_attention_matrices(arch))",
+        after="extra = 0 * len(extra_attention_matrices(arch))",
+        tests=(f"{_COSTS}::test_parameters_are_those_of_the_real_model",),
+    ),
+    Mutant(
+        name="layer-norm-kept-as-rms",
+        what="every norm counts as one that keeps what RMSNorm keeps",
+        file="theory/saved.py",
+        before="if saved is None else saved",
+        after="if saved != 0 else saved",
+        tests=(f"{_COSTS}::test_kept_bytes_are_what_autograd_saves",),
+    ),
+    Mutant(
+        name="layer-input-kept-twice",
+        what="the common input of attention and feed-forward counts twice",
+        file="theory/saved.py",
+        before="if has_one_input(position.arch) and not gathered_twice:",
+        after="if has_one_input(position.arch) and gathered_twice:",
+        tests=(f"{_COSTS}::test_kept_bytes_are_what_autograd_saves",),
+    ),
+    Mutant(
+        name="layer-settings-of-no-layer",
+        what="settings of a layer that the model does not choose are ignored",
+        file="theory/rules/parts.py",
+        before="        if name not in chosen:",
+        after="        if name in chosen and not arch.options:",
+        tests=(_SETTINGS,),
+    ),
+    Mutant(
+        name="layer-beside-experts",
+        what="a feed-forward that experts do not use is accepted",
+        file="theory/rules/parts.py",
+        before='if arch.is_moe and arch.feed_forward != "swiglu":',
+        after='if arch.is_mla and arch.feed_forward != "swiglu":',
+        tests=(_SETTINGS,),
+    ),
+    Mutant(
+        name="term-without-softcap",
+        what="the derivative of the softcap is left out of a loss term's slope",
+        file="trainer/model/loss.py",
+        before="(with_softcap(measure, readout.softcap) if readout.softcap else measure)(logits_MV, targets_M)",
+        after="measure(logits_MV, targets_M)",
+        tests=(f"{_TERMS}::test_gradients_are_those_of_nats_plus_the_weighted_term",),
+    ),
+    Mutant(
+        name="term-slope-in-place",
+        what="the derivative of the softcap is multiplied into the logits that a term returns",
+        file="trainer/model/loss.py",
+        before="slope.clone() if readout.softcap else slope",
+        after="slope",
+        tests=(f"{_TERMS}::test_a_term_may_return_its_logits_as_slope",),
+    ),
+    Mutant(
+        name="term-without-weight",
+        what="the weight of a loss term is ignored",
+        file="trainer/model/loss.py",
+        before="alpha=self.weight",
+        after="alpha=1.0",
+        tests=(f"{_TERMS}::test_gradients_are_those_of_nats_plus_the_weighted_term",),
+    ),
+    Mutant(
+        name="term-of-own-vocabulary",
+        what="a loss term sums over the vocabulary of its rank only",
+        file="trainer/parallel/tensor.py",
+        before="VocabularyPart(first, lambda x_M: all_sum(x_M, group),",
+        after="VocabularyPart(first, lambda x_M: x_M,",
+        tests=(f"{_LAYOUTS}[tp]",),
+    ),
+    Mutant(
+        name="term-slope-tolerance",
+        what="the proof accepts a slope that is half as large as it has to be",
+        file="rehearse/proof/ranks.py",
+        before="<= 1e-4 * max(",
+        after="<= 0.6 * max(",
+        tests=("tests/unit/rehearse/proof/test_proof.py::test_a_part_that_is_wrong_on_one_process_is_named",),
     ),
 ]

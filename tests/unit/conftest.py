@@ -28,8 +28,8 @@ def process(monkeypatch):
     for registry, entries in parts:
         registry._entries = entries
     for name in set(sys.modules) - modules:
-        module = sys.modules[name]
-        places = [getattr(module, "__file__", None) or "", *getattr(module, "__path__", ())]
+        own = vars(sys.modules[name])  # attributes of torch.classes are made when they are asked for
+        places = [own.get("__file__") or "", *own.get("__path__", ())]
         if any(place and not place.startswith(INSTALLED) for place in places):
             del sys.modules[name]
 
