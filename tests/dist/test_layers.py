@@ -6,12 +6,15 @@ All four layers act at once. `ingot check --proof` compares more layouts; these 
 import runpy
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from ingot.plugins.loss import LOSS_TERMS, LossTermPart
 from ingot.plugins.registry import MAIN, Registry
 from ingot.schema.arch import Moe
+from ingot.trainer.loss_terms import log_loss_terms
 
 from .steps import ARCH, join, keep, mean_losses, run_of, state_of, train
 
@@ -42,9 +45,15 @@ def examples():
     """The examples, registered in this process and so in the ranks that are forked from it."""
     for name in ("squared_relu", "layer_norm", "gated_attention", "parallel_block", "z_loss"):
         runpy.run_path(str(EXAMPLES / f"{name}.py"))
+    LOSS_TERMS.register(LossTermPart(name="twice", term=twice))
     yield
     for registry in Registry.every:
         registry.forget(MAIN)
+
+
+def twice(logits, *rest):
+    values, slope = LOSS_TERMS["z"].term(logits, *rest)
+    return 2 * values, 2 * slope
 
 
 def run_with(loss, **form):
@@ -98,12 +107,32 @@ def test_every_layer_and_the_term_have_parameters_and_an_effect(fork_ranks, alon
     assert losses[0] == plain[0] and losses[-1] != plain[-1], "the term changes gradients, not the reported loss"
 
 
-@pytest.mark.parametrize("form", ["tp", "cp", "zero 3"])
-def test_the_mean_of_the_term_is_that_of_one_process(fork_ranks, alone, form):
-    run = run_with(Z, **FORMS[form])
-    *_, expected = alone(fork_ranks, run)
-    ranks = [sums for *_, sums in fork_ranks(trained, 2, run)]
-    if form == "tp":  # both ranks have read the same tokens
-        np.testing.assert_allclose(ranks, [expected] * 2, rtol=1e-12)
-    else:
-        np.testing.assert_allclose(sum(ranks), expected, rtol=1e-12)
+def logged(rank, world, run):
+    """The values of the `metrics` events after one step and after two more."""
+    written, parts = [], None
+    for steps in ((1,), (2, 3)):
+        parts = train(run, steps, parts).parts
+        own = SimpleNamespace(**vars(parts), log=lambda kind, **fields: written.append((kind, fields)))
+        log_loss_terms(own, steps[-1])
+    return written
+
+
+@pytest.mark.parametrize("form", ["tp", "cp", "zero 3", "pp", "two stages on each rank"])
+def test_the_logged_mean_of_a_term_is_that_of_all_tokens(fork_ranks, form):
+    layout = FORMS.get(form, {"pp": 2, "schedule": "zb_v", "arch": replace(LAYERS, num_layers=4)})
+    run = run_with(Z | {"twice": {"weight": 0.0}}, **layout)
+    (expected,) = fork_ranks(logged, 1, run_with(run.loss, arch=run.model))
+    assert [(kind, fields["by"], fields["step"]) for kind, fields in expected] == [
+        ("metrics", "loss", 1),
+        ("metrics", "loss", 3),
+    ]
+    first, second = (fields["values"] for _, fields in expected)
+    assert first["twice"] == 2 * first["z"] and first["z"] != second["z"]
+    assert first["z"] == pytest.approx(np.log(48) ** 2, rel=0.05)
+    for found in fork_ranks(logged, 2, run):
+        for (_, ours), (_, theirs) in zip(found, expected, strict=True):
+            assert ours["values"] == pytest.approx(theirs["values"], rel=1e-10)
+
+
+def test_without_terms_nothing_is_logged(fork_ranks):
+    assert fork_ranks(logged, 1, run_with({})) == [[]]

@@ -321,4 +321,12 @@ MUTANTS: list[Mutant] = [
         after="<= 0.6 * max(",
         tests=("tests/unit/rehearse/proof/test_proof.py::test_a_part_that_is_wrong_on_one_process_is_named",),
     ),
+    Mutant(
+        name="term-mean-of-one-rank",
+        what="the logged mean of a loss term is that of the tokens of the first rank",
+        file="trainer/loss_terms.py",
+        before="gather_from(parts.token_readers, own)",
+        after="gather_from(parts.token_readers[:1], own)",
+        tests=("tests/dist/test_layers.py::test_the_logged_mean_of_a_term_is_that_of_all_tokens[zero 3]",),
+    ),
 ]
