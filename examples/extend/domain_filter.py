@@ -19,7 +19,7 @@ class DomainRules:
         for name in ("keep", "drop"):
             for domain in getattr(self, name):
                 if "/" in domain or domain != domain.lower():
-                    yield name, f"{domain!r} is no domain; write it like example.org"
+                    yield name, f"{domain!r} is not a domain; write it like example.org"
 
 
 class DomainFilter:

@@ -62,7 +62,10 @@ class _Reader:
         if len(self.problems) >= _MOST_PROBLEMS:
             self.left_out += 1
             return
-        self.problems.append(f"{self.where(key)}: {message}")
+        place = self.where(key)
+        if place == f"--set {key}":  # the place names the key
+            message = message.removeprefix(f"{key}: ").replace(f"unknown key {cut(repr(key))}", "unknown key", 1)
+        self.problems.append(f"{place}: {message}")
         self.facts["keys"].append(key)
 
     def dataclass(self, kind: type, values: dict, prefix: str) -> Any:
@@ -93,7 +96,9 @@ class _Reader:
         further = self.rules(built) if self.rules and not prefix else ()
         for name, message in chain(own, further):
             if name not in broken:
-                self.problem(prefix + name, f"{prefix}{name}: {message}")
+                key = prefix + name
+                named = message.startswith((f"{key} ", f"unknown key {cut(repr(key))}"))  # a part's own settings
+                self.problem(key, message if named else f"{key}: {message}")
         return built if self.wrong == before else None
 
     def value(self, hint, value, key: str, limits: Range | None = None) -> Any:
@@ -238,7 +243,7 @@ def _listed(problems: list[str], facts: dict[str, Any], left_out: int) -> Config
         "E-CONFIG-SETTINGS",
         "\n".join([*problems, *more]),
         rule="every key is known and has a value of the right type and range; nothing was started",
-        fix=f"correct the {'line' if len(problems) == 1 else f'{len(problems)} lines'} above",
+        fix=f"correct the {'setting' if len(problems) == 1 else f'{len(problems)} settings'} above",
         **facts,
     )
 

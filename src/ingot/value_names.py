@@ -71,7 +71,7 @@ def type_name(hint) -> str:
 
 
 def value_name(value) -> str:
-    kinds = {bool: "true or false", int: "a whole number", float: "a fraction", str: "text", list: "a list"}
+    kinds = {bool: "true or false", int: "a whole number", float: "a decimal number", str: "text", list: "a list"}
     return kinds.get(type(value), "a section" if isinstance(value, dict) else type(value).__name__)
 
 

@@ -88,6 +88,17 @@ def test_an_override_is_blamed_on_the_command_line(run_file):
     assert caught.value.facts["problems"][0].startswith("--set optim.lrr: ")
 
 
+def test_an_override_is_named_once(run_file):
+    """Compares sentences: a key is not repeated after the words that name it."""
+    for override, rest in (
+        ("schedule.options.a=1", "'cosine' has no settings; remove it"),
+        ("train.step=1", "unknown key;"),
+    ):
+        with refused("E-CONFIG-SETTINGS") as caught:
+            load_run(run_file, [override])
+        assert caught.value.facts["problems"][0].startswith(f"--set {override.partition('=')[0]}: {rest}")
+
+
 @pytest.mark.parametrize("value", ["true", '"8"', "[8]", "8.0"])
 def test_an_integer_is_an_integer(run_file, value):
     with refused("E-CONFIG-SETTINGS", keys=["train.micro_batch"]):

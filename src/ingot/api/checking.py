@@ -242,7 +242,10 @@ def add_proof(result: CheckResult, say: Callable[[str], None] = lambda text: Non
         return replace(result, proof=proof)
     wrong = sum(not case.ok for case in compared)
     message = f"{wrong} of {len(compared)} layouts do not compute what one process computes"
-    fix = "correct the layer, optimizer or callback that is not the same under these layouts, or train without them"
+    fix = (
+        "correct the layer, optimizer or callback that is not the same under these layouts, or train without them; "
+        "an optimizer's sum, mean or norm needs a MatrixRule"
+    )
     return replace(result, proof=proof, findings=(*result.findings, Finding("error", "--proof", message, fix)))
 
 

@@ -91,7 +91,7 @@ def load_model(run: str | Path | Run, device: DeviceName = "auto") -> LanguageMo
     """Load and verify a checkpoint: the newest of a run, or the checkpoint folder that `run` names.
 
     device: "auto" uses a GPU if there is one. Raises CheckpointError for a damaged checkpoint, or a run without one,
-    ConfigError for a device that is not there, UsageError for a path that is no run, MissingPartError without torch.
+    ConfigError for a device that is not there, UsageError for a path that is not a run, MissingPartError without torch.
 
         model = ingot.load_model("runs/demo", device="cpu")
         model.generate("The", max_tokens=20)

@@ -36,8 +36,8 @@ def train(
 
     A class or instance is a part of the run: checkpoints record it under the name of its class, with its state, and to
     continue without it needs accept=["callbacks"], as for a table [callbacks.NAME]. A class is made with options None;
-    an instance is used as it is, so give a new one to a new run. Functions are no part of the run. With several ranks,
-    only a class that can be imported by module and name is possible. A run in this process is not restarted.
+    an instance is used as it is, so give a new one to a new run. Functions are not a part of the run. With several
+    ranks, only a class that can be imported by module and name is possible. A run in this process is not restarted.
 
     Ctrl-C asks the ranks to save and stop; the result then has `finished` False. Only the main thread of a program may
     train, because it handles signals. Raises UsageError, ConfigError, DataError, CheckpointError, ConfirmationNeeded

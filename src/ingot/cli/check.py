@@ -47,7 +47,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--proof",
         action="store_true",
         help="train a tiny version of the model, with its layers, optimizer and callbacks, on layouts of up to four "
-        "processes, and compare with one process in float64 (about half a minute)",
+        "processes, and compare with one process in float64 (half a minute to two minutes)",
     )
     add_dry_run(parser)
 

@@ -80,7 +80,7 @@ def _run_plugins(file: Path | None, terminal: Terminal) -> int:
     if offered:
         terminal.say("installed plug-ins, by the short names for [plugins] modules:")
         terminal.table([(f"  {one.name}", one.module, f"{one.distribution} {one.version}".strip()) for one in offered])
-    else:
+    elif not file:
         terminal.say("no installed distribution offers plug-ins")
     terminal.result({"plugins": [asdict(one) for one in named], "installed": [asdict(one) for one in offered]})
     return EXIT_OK
@@ -94,7 +94,8 @@ def _say_plugin(plugin: "ListedPlugin", terminal: Terminal) -> None:
     if plugin.version:
         terminal.say(f"  version  {plugin.version}")
     for part in plugin.parts:
-        terminal.say(f"  {part.kind} {part.name!r}, chosen by {part.key}")
+        chosen = "switched on" if part.key.startswith("[") else "chosen"
+        terminal.say(f"  {part.kind} {part.name!r}, {chosen} by {part.key}")
         rows = [(f"    {s.name}", "required" if s.default is None else s.default, s.type) for s in part.settings]
         terminal.table(rows)
     if not plugin.parts:

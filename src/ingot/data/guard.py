@@ -56,7 +56,7 @@ def failure(error: BaseException) -> str:
 
 
 def broken_contract(part: str, found: str, rule: str) -> ConfigError:
-    """Return the error for a part that returned something else than its contract says."""
+    """Return the error for a part that returned something other than its contract allows."""
     return ConfigError(
         "E-DATA-PLUGIN-RESULT",
         f"{part} {found}",
@@ -72,7 +72,7 @@ def wrong_notes(document: Document) -> str:
         return f"{type(document.notes).__name__} as `notes` instead of a dict"
     for name, value in document.notes.items():
         if not (isinstance(name, str) and isinstance(value, str | int | float)):
-            return f"the note {name!r} = {value!r}, which is no text and no number"[:200]
+            return f"the note {name!r} = {value!r}, which is neither text nor a number"[:200]
     return ""
 
 

@@ -85,7 +85,7 @@ def _checked_settings(kind: str, part: Any) -> type:
     """Return the dataclass of a table: that of the part's settings, and for a filter also the field `enabled`."""
     settings = part.settings or _NoSettings
     if not (dataclasses.is_dataclass(settings) and part.name.isidentifier()):
-        found = f"has the settings {settings!r}" if part.name.isidentifier() else "has a name that is no identifier"
+        found = f"has the settings {settings!r}" if part.name.isidentifier() else "has a name that is not an identifier"
         rule = "a name has letters, digits and _; settings are a dataclass, or None"
         raise broken_contract(in_words(kind, part.name), found, rule)
     if kind != "filter" or "enabled" in {field.name for field in dataclasses.fields(settings)}:

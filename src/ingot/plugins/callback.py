@@ -107,4 +107,4 @@ class CallbackPart(Part):
     pieces: int = 0
 
 
-CALLBACKS = Registry[CallbackPart]("callback", "callbacks")
+CALLBACKS = Registry[CallbackPart]("callback", "[callbacks.NAME]")

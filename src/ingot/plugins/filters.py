@@ -6,6 +6,7 @@ from typing import Protocol
 from ingot.errors import ConfigError
 from ingot.plugins.registry import Part, Reference, Registry
 from ingot.schema.corpus import Document, Drop
+from ingot.value_names import close
 
 
 class DocumentStage(Protocol):
@@ -60,8 +61,11 @@ class FilterRegistry(Registry[Filter]):
     def register(self, part: Filter) -> Filter:
         if part.name in STAGE_NAMES and part.name not in self:
             raise _refused(part, f"filter {part.name!r} has the name of a stage of ingot", "give it another name")
-        if part.after not in _PER_DOCUMENT and part.after not in self:
-            raise _refused(part, f"filter {part.name!r}: {self.unknown(part.after)}", "correct `after`")
+        places = [*_PER_DOCUMENT, *(name for name in self.names() if name not in _PER_DOCUMENT)]
+        if part.after not in places:
+            near = close(part.after, places)
+            fix = f"write after={near[0]!r}" if near else "correct `after`"
+            raise _refused(part, f"filter {part.name!r} follows {part.after!r}, which is not a place", fix)
         if wrong := [rule for rule in part.rules if not rule.startswith(f"{part.name}.")]:
             raise _refused(part, f"filter {part.name!r} has the rule {wrong[0]!r}", f"write {part.name}.RULE")
         return super().register(part)
@@ -82,6 +86,6 @@ def _refused(part: Filter, found: str, fix: str) -> ConfigError:
 
 FILTERS = FilterRegistry(
     "filter",
-    "filter",
+    "[filter.NAME]",
     [Filter(name=name, make=f"ingot.data.build.own_filters:make_{name}") for name in _OWN],
 )

@@ -27,7 +27,8 @@ class ListedSetting:
 
 @dataclass(frozen=True)
 class ListedPart:
-    """A part that a plug-in registered. kind: what it is. key: the setting that chooses it."""
+    """A part that a plug-in registered. kind: what it is. key: the setting that chooses it, or the table that switches
+    it on, such as [filter.domain]."""
 
     kind: str
     name: str
@@ -91,7 +92,12 @@ def offered_plugins() -> list[OfferedPlugin]:
 
 def _listed(plugin: Plugin) -> ListedPlugin:
     parts = [
-        ListedPart(registry.kind, entry.part.name, registry.key, settings_of(entry.part.settings))
+        ListedPart(
+            registry.kind,
+            entry.part.name,
+            registry.key.replace("NAME", entry.part.name),
+            settings_of(entry.part.settings),
+        )
         for registry in Registry.every
         for entry in registry.entries()
         if entry.module == plugin.name

@@ -45,4 +45,4 @@ class TermWeight:
     weight: Factor
 
 
-LOSS_TERMS = Registry[LossTermPart]("loss term", "loss")
+LOSS_TERMS = Registry[LossTermPart]("loss term", "[loss.NAME]")

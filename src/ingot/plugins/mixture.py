@@ -20,7 +20,7 @@ class MixturePolicy(Part):
 
 MIXTURES = Registry(
     "mixture",
-    "--preset",
+    "--preset NAME",
     (
         MixturePolicy(name="classic", weights="ingot.data.mixture.shares:classic_weights"),
         MixturePolicy(name="natural", weights="ingot.data.mixture.shares:natural_weights"),

@@ -40,7 +40,8 @@ class Entry(Generic[P]):
 
 
 class Registry(Generic[P]):
-    """The parts of one kind. kind: what the parts are, in the singular. key: the setting that chooses one.
+    """The parts of one kind. kind: what the parts are, in the singular. key: the setting that chooses one, or the table
+    that switches one on; NAME in it is replaced by the part's name.
 
     An entry of a plug-in belongs to the module that is imported when it is registered (plugins/load.py).
     """
@@ -54,7 +55,7 @@ class Registry(Generic[P]):
         Registry.every.append(self)
 
     def register(self, part: P) -> P:
-        """Add `part`, and return it. Raises ConfigError if the name is taken, or its settings are no dataclass."""
+        """Add `part`, and return it. Raises ConfigError if the name is taken, or its settings are not a dataclass."""
         if taken := self._entries.get(part.name):
             raise ConfigError(
                 "E-PLUGIN-NAME",
@@ -104,7 +105,7 @@ class Registry(Generic[P]):
         """Return a message about a name that is not in the registry: what was probably meant, and what there is."""
         near = close(name, self._entries)
         meant = f"did you mean {near[0]!r}? " if near else ""
-        return f"{name!r} is no registered {self.kind}; {meant}there are: {', '.join(self._entries) or 'none'}"
+        return f"{name!r} is not a registered {self.kind}; {meant}there are: {', '.join(self._entries) or 'none'}"
 
 
 def options_of(part: Part, values: Mapping[str, Any]) -> Any:

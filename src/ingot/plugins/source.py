@@ -64,7 +64,7 @@ class FormatRegistry(Registry[InputFormat]):
 
 FORMATS = FormatRegistry(
     "format",
-    "format",
+    "format=NAME",
     (
         InputFormat(name="warc", read="ingot.data.sources.warc:read_crawl", endings=("warc", "wat"), packed=True),
         InputFormat(name="wet", read="ingot.data.sources.warc:read_crawl", endings=("wet",), packed=True),

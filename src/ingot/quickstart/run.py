@@ -200,11 +200,7 @@ class QuickstartRun:
             lines += [f"notice: {prepared.notice}"] if prepared.notice else []
             lines += [f"warning: {warning}" for warning in prepared.warnings]
         header, rows = funnel_table(prepared.corpus.funnel)
-        self.output.table(
-            [("            " + row[0], *row[1:]) for row in rows],
-            ("            " + header[0], *header[1:]),
-            right=(1, 2),
-        )
+        self.output.table(rows, header, right=(1, 2))
         return prepared
 
     def plan(self, prepared: Prepared) -> tuple[RunConfig, Plan]:

@@ -24,4 +24,4 @@ class Plugins:
             yield "modules", f"{name!r} is there twice; remove one of them"
         for name in self.modules:
             if not all(part.isidentifier() for part in name.replace("-", "_").split(".")):
-                yield "modules", f"{name!r} is no name of a Python module; write it like my_lab.parts, without .py"
+                yield "modules", f"{name!r} is not the name of a Python module; write it like my_lab.parts, without .py"

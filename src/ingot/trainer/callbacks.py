@@ -54,7 +54,7 @@ class Callbacks:
             with _blamed(name, "start"):
                 made = given.make(name, run) if name in given.callbacks else _registered(name, run, values)
             if not isinstance(made, StepCallback):
-                raise _broken(name, "start", f"made {type(made).__name__}, which is no StepCallback")
+                raise _broken(name, "start", f"made {type(made).__name__}, which is not a StepCallback")
             self._own[name] = made
         self.state: dict[str, State] = {name: self._checked_state(name, own) for name, own in self._own.items()}
         self._lent: list[weakref.ref[Tensor]] | None = []  # gradients of the first step, to see whether they are freed

@@ -73,7 +73,7 @@ def given_callbacks(items: Iterable[Given]) -> GivenCallbacks:
         elif callable(item) and not isinstance(item, type):
             functions.append(item)
         else:
-            raise _unusable(kind.__name__, f"{item!r} is no StepCallback and no function")
+            raise _unusable(kind.__name__, f"{item!r} is neither a StepCallback nor a function")
     return GivenCallbacks(callbacks, tuple(functions))
 
 

@@ -21,6 +21,11 @@ class Options:
 
 SCHEDULES.register(SchedulePart(name="power_law", rate=lambda *args: 1.0, settings=Options))
 """
+FILTER = """
+from ingot.plugins.filters import FILTERS, Filter
+
+FILTERS.register(Filter(name="digits", make=lambda settings: None))
+"""
 
 
 @pytest.fixture
@@ -54,6 +59,17 @@ def test_plug_ins_as_json(project, capsys):
     (part,) = plugin["parts"]
     assert part["settings"] == [{"name": "power", "type": "a number", "default": "0.5"}]
     assert found["installed"] == [{"name": "lab-parts", "module": "lab_parts", "distribution": "lab", "version": "2.1"}]
+
+
+def test_a_file_is_not_answered_with_what_is_not_installed(project, monkeypatch, capsys):
+    """Compares lines: without installed plug-ins, only the command without FILE reports that there are none."""
+    monkeypatch.setattr(load, "entry_points", lambda group: [])
+    (project / "power_law_parts.py").write_text(PART + FILTER)
+    assert main(["doctor", "--plugins", "run.toml"]) == 0
+    text = capsys.readouterr().out
+    assert "filter 'digits', switched on by [filter.digits]" in text and "installed" not in text
+    assert main(["doctor", "--plugins"]) == 0
+    assert "installed" in capsys.readouterr().out
 
 
 def test_without_a_file_nothing_is_imported(project, capsys):

@@ -55,7 +55,7 @@ def test_one_more_line_and_the_plan_is_of_experts(capsys):
     assert json.loads(capsys.readouterr().out)["notes"]["experts"].startswith("8 experts")
     assert main(["check", *command, "--set", "parallel.ep=3"]) == 3
     text = out(capsys)
-    assert "--set parallel.ep: parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
+    assert "--set parallel.ep: 3 does not divide model.moe.num_experts=8; nearest: 2 or 4" in text
     assert "8 experts, 2 to a token" not in text  # no note on a broken layout
 
 

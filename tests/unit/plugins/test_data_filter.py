@@ -89,6 +89,13 @@ def test_a_wrong_registration_is_refused(plugins, register, code):  # noqa: F811
         plugins.recipe("", "wrong")
 
 
+def test_the_nearest_place_is_named(plugins):  # noqa: F811
+    plugins.write("wrong", 'FILTERS.register(Filter(name="odd", make=Stage, after="contaminate"))')
+    with refused("E-FILTER-PLACE", after="contaminate") as caught:
+        plugins.recipe("", "wrong")
+    assert named([caught.value.fix], "'contaminated'")
+
+
 SETTINGS = """
 @dataclass(frozen=True, kw_only=True)
 class Rules:

@@ -40,8 +40,9 @@ def test_a_plug_in_is_described_with_its_parts_and_settings(lab):
         assert (plugin.name, plugin.module, plugin.version) == ("parts", "parts", "")
         assert (plugin.file, plugin.code) == (str(folder / "parts.py"), code_of("parts", folder / "parts.py"))
         parts = {part.name: part for part in plugin.parts}
-        assert parts["watch"] == ListedPart("callback", "watch", "callbacks", ())
-        assert parts["odd"].kind == "filter" and parts["inverse"].key == "schedule.kind"
+        assert parts["watch"] == ListedPart("callback", "watch", "[callbacks.watch]", ())
+        assert (parts["odd"].kind, parts["odd"].key) == ("filter", "[filter.odd]")
+        assert parts["inverse"].key == "schedule.kind"
         assert parts["inverse"].settings == (
             ListedSetting("timescale", "a whole number from 0 to 1,000,000,000", None),
             ListedSetting("way", "one of 'up', 'down'", '"up"'),

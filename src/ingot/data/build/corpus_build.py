@@ -214,7 +214,7 @@ def _check_out(out: Path, replace: bool) -> None:
             "E-TOKENS-FINISHED",
             f"{out.parent} holds finished tokens of another corpus (other crawl files, sources, recipe or plug-ins)",
             rule="finished tokens are not overwritten: a run may be training on them",
-            fix=f"choose another --out, or remove {out} and {out.parent}/tokens first",
+            fix=f"choose another --out, or remove {out.parent}/tokens: the same command then replaces the corpus",
             path=str(out.parent),
         )
     if out.exists() and not (out / MANIFEST).exists() and (not out.is_dir() or any(out.iterdir())):

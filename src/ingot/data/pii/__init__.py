@@ -132,7 +132,7 @@ class _KindOfPlugin:
         found = []
         for pair in self._find(text, self._settings):
             if not (isinstance(pair, tuple) and len(pair) == 2 and all(type(place) is int for place in pair)):
-                raise WrongSpan(f"{self.calls.part}: {pair!r} is no pair of positions"[:200])
+                raise WrongSpan(f"{self.calls.part}: {pair!r} is not a pair of positions"[:200])
             if not 0 <= pair[0] < pair[1] <= len(text):
                 raise WrongSpan(f"{self.calls.part}: span {pair} is not in the text of {len(text)} characters")
             found.append(Span(*pair, self._placeholder))

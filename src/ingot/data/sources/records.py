@@ -272,7 +272,7 @@ class _RecordReader:
             if member is None or not member.whole:
                 return (yield from self._leftover(position, member, reason))
             if not member.blank:
-                yield Record(offset=position, problem="packed bytes that are no record")
+                yield Record(offset=position, problem="packed bytes that are not a record")
             position = member.end
         return None
 
@@ -284,7 +284,7 @@ class _RecordReader:
         following = self.packing.next_start(position + 1)
         end = self.file.size if following is None else following
         if member or reason or self.file.at(position, min(end - position, _JUNK_BYTES)).strip(b"\0\r\n "):
-            problem = _unread(member) if member else reason or f"{end - position} bytes that are no record"
+            problem = _unread(member) if member else reason or f"{end - position} bytes that are not a record"
             yield Record(offset=position, problem=problem, cut=following is None)
         return following
 

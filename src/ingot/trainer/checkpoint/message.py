@@ -55,7 +55,7 @@ def as_error(error: Exception) -> bytes:
 
 
 def read_message(message: bytes, unpack: Callable[[bytes], T]) -> T:
-    """Return the value of a message, or raise its error. Raises RankError for bytes that are no message."""
+    """Return the value of a message, or raise its error. Raises RankError for bytes that are not a message."""
     try:
         if message[:1] == _VALUE:
             return unpack(message[1:])

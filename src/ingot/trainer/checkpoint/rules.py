@@ -76,7 +76,7 @@ def _number_problem(manifest: CheckpointManifest) -> str:
         return f"world is {world}, but it lists {len(manifest.rng or manifest.files)} ranks"
     names = {file_of(rank) for rank in range(world)}
     if foreign := manifest.files.keys() - names:
-        return f"it lists {min(foreign)!r}, which is no file of its {world} ranks"
+        return f"it lists {min(foreign)!r}, which is not a file of its {world} ranks"
     if not manifest.rng and (missing := names - manifest.files.keys()):  # in version 1 some ranks wrote no file
         return f"it does not list {min(missing)}"
     if any(size < 1 for size in manifest.layout.values()):
