@@ -20,4 +20,4 @@ class ParallelBlock(TransformerBlock):
         return x + self.mlp(normed)
 
 
-BLOCKS.register(BlockPart(name="parallel", make=ParallelBlock, norms=1, one_input=True))
+BLOCKS.register(BlockPart(name="parallel", make=ParallelBlock, norms=("attention_norm",), one_input=True))

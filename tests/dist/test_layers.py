@@ -37,7 +37,7 @@ FORMS = {
     "ep": {"dp_shard": 2, "ep": 2, "zero": 1, "arch": EXPERTS},
     "ep over tp": {"tp": 2, "ep": 2, "arch": EXPERTS},
 }
-LONG = ("tp over shared heads",)
+LONG = ("tp over shared heads", "ep over tp")
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -117,7 +117,9 @@ def logged(rank, world, run):
     return written
 
 
-@pytest.mark.parametrize("form", ["tp", "cp", "zero 3", "pp", "two stages on each rank"])
+@pytest.mark.parametrize(
+    "form", ["tp", "cp", "zero 3", "pp", pytest.param("two stages on each rank", marks=pytest.mark.slow)]
+)
 def test_the_logged_mean_of_a_term_is_that_of_all_tokens(fork_ranks, form):
     layout = FORMS.get(form, {"pp": 2, "schedule": "zb_v", "arch": replace(LAYERS, num_layers=4)})
     run = run_with(Z | {"twice": {"weight": 0.0}}, **layout)

@@ -229,8 +229,8 @@ MUTANTS: list[Mutant] = [
         name="layer-roles-forgotten",
         what="the roles that a plug-in declares for its parameters are not used",
         file="trainer/model/transformer.py",
-        before="| biases | own",
-        after="| biases",
+        before='not name.startswith("mlp.")} | own',
+        after='not name.startswith("mlp.")}',
         tests=(f"{_LAYOUTS}[tp]",),
     ),
     Mutant(

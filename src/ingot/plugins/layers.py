@@ -79,12 +79,12 @@ class BlockPart(Part):
     """The block, chosen by `model.block`: how attention, feed-forward or experts, and norms are put together.
 
     make(arch, layer, attend, dispatch): returns a module like trainer/model/transformer.py's TransformerBlock, usually
-      a subclass. norms: the number of its norms of the residual stream.
+      a subclass. norms: the names of its norms of the residual stream, which the planner counts.
     one_input: attention and the feed-forward or experts get the same tensor, which is kept once for the backward.
     """
 
     make: Reference
-    norms: int = 2
+    norms: Sequence[str] = ("attention_norm", "mlp_norm")
     one_input: bool = False
 
 
@@ -120,7 +120,7 @@ def feed_forward_of(arch: Arch) -> FeedForwardPart:
 
 def stream_norms(arch: Arch) -> int:
     """Return the number of norms of the residual stream in one block."""
-    return BLOCKS[arch.block].norms
+    return len(BLOCKS[arch.block].norms)
 
 
 def has_one_input(arch: Arch) -> bool:

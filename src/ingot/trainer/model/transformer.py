@@ -89,8 +89,9 @@ def sharding_of(arch: Arch) -> dict[str, str]:
     """Return SHARDING with the roles of the layers that the model chooses."""
     own = {f"attention.{name}": role for name, role in ATTENTIONS[arch.attention].sharding.items()}
     own |= {f"mlp.{name}": role for name, role in FEED_FORWARDS[arch.feed_forward].sharding.items()}
-    biases = {f"{name}.bias": "stream" for name in ("attention_norm", "mlp_norm", "norm")}
-    return {name: role for name, role in SHARDING.items() if not name.startswith("mlp.")} | biases | own
+    norms = (*BLOCKS[arch.block].norms, "norm")
+    own |= {f"{name}.{leaf}": "stream" for name in norms for leaf in ("weight", "bias")}
+    return {name: role for name, role in SHARDING.items() if not name.startswith("mlp.")} | own
 
 
 class Transformer(nn.Module):

@@ -131,7 +131,7 @@ WRONG = {
     "feed_forward": FeedForwardPart(name="odd", make=Biased, sharding={}, matrices=1, saved=1),
     "norm": NormPart(name="odd", make=lambda dim, eps, options: nn.LayerNorm(dim), vectors=1),
     "attention": AttentionPart(name="odd", make=extra_gate),
-    "block": BlockPart(name="odd", make=SecondNorm, norms=2),
+    "block": BlockPart(name="odd", make=SecondNorm),
 }
 COUNTS = {"feed_forward": (77, 70), "norm": (20, 10), "attention": (360, 320), "block": (30, 20)}
 
