@@ -20,10 +20,12 @@ class BestLoss(StepCallback):
         self.sum, self.steps, self.lowest, self.lowest_step = 0.0, 0, float("inf"), 0
 
     def on_line(self, steps):
-        for one in steps:
+        for one in (one for one in steps if one.is_finite):
             self.sum, self.steps = self.sum + one.loss, self.steps + 1
             if one.loss < self.lowest:
                 self.lowest, self.lowest_step = one.loss, one.step
+        if not self.steps:
+            return {}
         return {"mean_loss": self.sum / self.steps, "lowest_loss": self.lowest, "lowest_step": self.lowest_step}
 
     def verdict(self, steps):
@@ -31,7 +33,8 @@ class BestLoss(StepCallback):
         return Verdict.STOP if 0 < self.options.patience <= waited else Verdict.CONTINUE
 
     def record(self):
-        return {"sum": self.sum, "steps": self.steps, "lowest": self.lowest, "lowest_step": self.lowest_step}
+        if self.steps:  # JSON has no infinity
+            return {"sum": self.sum, "steps": self.steps, "lowest": self.lowest, "lowest_step": self.lowest_step}
 
     def restore(self, record):
         self.sum, self.steps = record["sum"], record["steps"]

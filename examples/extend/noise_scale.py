@@ -27,8 +27,9 @@ class NoiseScale(StepCallback):
 
     def on_gradients(self, step):
         sums = torch.zeros(2, dtype=torch.float64, device=self.run.device)  # g . previous, |g - previous|^2 / 2
+        scale = 1.0 if self.run.loss_scale is None else self.run.loss_scale
         for piece in self.own:
-            gradient, previous = piece.grad.to(piece.value.dtype), self.previous[piece.name]
+            gradient, previous = piece.grad.to(piece.value.dtype) / scale, self.previous[piece.name]
             if piece.owner:
                 sums[0] += (gradient * previous).sum(dtype=torch.float64)
                 sums[1] += (gradient - previous).square().sum(dtype=torch.float64) / 2

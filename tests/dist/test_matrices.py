@@ -165,7 +165,7 @@ def test_work_is_shared_out_in_rounds_with_the_same_bits(fork_ranks, monkeypatch
 def workers(rank, world, run):
     calls, parts = [], build_parts(run, CPU, Path())
     of_matrix = parts.optimizer.matrices._of_matrix
-    parts.optimizer.matrices._of_matrix = lambda name, matrix: calls.append(name) or of_matrix(name, matrix)
+    parts.optimizer.matrices._of_matrix = lambda name, *more: calls.append(name) or of_matrix(name, *more)
     train_step(parts, batch_of(run, parts.mesh, 1), run.optim.lr)
     return calls
 
@@ -177,6 +177,23 @@ def test_each_matrix_has_one_worker_and_no_rank_has_all(fork_ranks, form):
     calls = fork_ranks(workers, 2, run)
     assert sorted(calls[0] + calls[1]) == sorted(one)
     assert abs(len(calls[0]) - len(calls[1])) <= len(one) // 3
+
+
+def rounded(rank, world, run):
+    """Weights after two steps whose matrix updates are bfloat16, as those of a Newton-Schulz iteration often are."""
+    parts = build_parts(run, CPU, Path())
+    for rule in parts.optimizer.matrices.rules.values():
+        rule.of_matrix = lambda direction: direction.bfloat16()
+    for step in (1, 2):
+        train_step(parts, batch_of(run, parts.mesh, step), run.optim.lr)
+    return keep((piece, piece.value) for piece in parts.model.shards)
+
+
+@pytest.mark.parametrize("form", ["zero 1", "tp"])
+def test_updates_of_another_dtype_arrive_as_they_are(fork_ranks, form):
+    run = run_with(FORMS[form])
+    one, two = join(fork_ranks(rounded, 1, run_with({"arch": run.model}))), join(fork_ranks(rounded, 2, run))
+    assert all(np.allclose(two[name], one[name], rtol=0, atol=1e-2 * run.optim.lr) for name in one)
 
 
 def vetoed(rank, world, run):

@@ -31,7 +31,7 @@ class Run:
         self.paths = RunFolder(self.path)
         if not self.paths.config.is_file():
             raise no_run_folder(self.path)
-        self.config: RunConfig = rules.load_run(self.paths.config)
+        self.config: RunConfig = rules.recorded_run(self.paths.config)
 
     @property
     def name(self) -> str:

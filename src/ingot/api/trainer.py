@@ -216,11 +216,11 @@ class Trainer:
     def model(self) -> Any:
         """The torch module: `model(inputs, targets)`, int64 [B, T] each, is the sum of nats; without targets, logits.
 
-        Raises ConfigError for pipeline or context parallelism and for experts: there the module is a part, and
-        `forward_backward` has what belongs to it.
+        Raises ConfigError for pipeline or context parallelism, for experts and for loss terms: there the module is a
+        part, and `forward_backward` has what belongs to it.
         """
         parallel = self.parts.mesh.parallel
-        if parallel.pp > 1 or parallel.cp > 1 or self.config.model.is_moe:
+        if parallel.pp > 1 or parallel.cp > 1 or self.config.model.is_moe or self.config.loss:
             raise ConfigError(
                 "E-LOOP-LAYOUT",
                 "the layout has no module that computes the loss of a batch alone: it has pipeline stages, parts of "

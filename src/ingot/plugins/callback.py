@@ -47,6 +47,7 @@ class CallbackRun:
     """The run as callbacks see it. pieces: this rank's blocks of the parameters, the same objects in every step.
 
     sum_over_ranks: returns the sum of a tensor over all ranks. Collective. Count a piece only where it is `owner`.
+    loss_scale: in fp16 the live scalar by which gradients are multiplied at `on_gradients`; None in other precisions.
     """
 
     config: RunConfig
@@ -55,6 +56,7 @@ class CallbackRun:
     device: "torch.device"
     pieces: Sequence[ParameterShard]
     sum_over_ranks: "Callable[[Tensor], Tensor]"
+    loss_scale: "Tensor | None" = None
 
 
 class StepCallback:

@@ -248,11 +248,20 @@ def loaded_from(names: Sequence[str]) -> str | None:
 
 
 def frame_of(error: BaseException) -> tuple[str, str, int] | None:
-    """Return (plug-in, file, line) of the innermost code of a plug-in that was running when `error` was raised."""
+    """Return (plug-in, file, line) if code of a plug-in raised `error`, or called the library that did; else None.
+
+    Code of ingot that a plug-in called is no such library: what it raises is about ingot, or about the device.
+    """
+    own = str(Path(__file__).parents[1])
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        file = Path(frame.filename)
+        if not file.is_absolute():  # <frozen ...> and the like
+            continue
+        file = file.resolve()
         for plugin in _loaded.values():
             of_package = "." in plugin.module or plugin.file.name == "__init__.py"
-            file = Path(frame.filename)
             if file == plugin.file or (of_package and file.is_relative_to(plugin.file.parent)):
                 return plugin.name, frame.filename, frame.lineno or 0
+        if str(file).startswith(own):
+            return None
     return None

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ingot.errors import RunFailed
 from ingot.plugins.registry import Part, Reference, Registry
 
 if TYPE_CHECKING:
@@ -45,9 +46,9 @@ class UpdateRule:
         for value, gradient, state in zip(values, gradients, states, strict=True):
             state["step"].add_(1 if found_inf is None else 1 - found_inf)
             new_value, new_state = self.new(value, gradient, state, lr, decays=decays)
+            require_like("new value", "a piece", new_value, value)
             keep(value, new_value, found_inf)
-            for name, tensor in new_state.items():
-                keep(state[name], tensor, found_inf)
+            keep_state("a piece", state, new_state, found_inf)
 
 
 class MatrixRule(UpdateRule):
@@ -69,6 +70,31 @@ class MatrixRule(UpdateRule):
 def keep(old: "Tensor", new: "Tensor", found_inf: "Tensor | None") -> None:
     """Overwrite `old` with `new`, or with itself if the scalar `found_inf` is 1."""
     old.copy_(new if found_inf is None else old.where(found_inf.bool(), new))
+
+
+def keep_state(what: str, old: "Mapping[str, Tensor]", new: State, found_inf: "Tensor | None") -> None:
+    """Overwrite the state `old`, without "step", with `new`. Raises RunFailed unless both have the same tensors."""
+    if old.keys() - {"step"} != new.keys() - {"step"}:
+        raise RunFailed(
+            "E-OPTIMIZER-UPDATE",
+            f"the rule of {what} returned the state {sorted(new)}, but it keeps {sorted(old.keys() - {'step'})}",
+            rule="a rule returns all tensors of its state (plugins/optimizer.py)",
+            fix="correct the plug-in of optim.kind",
+        )
+    for name in new.keys() - {"step"}:
+        require_like(f"state {name!r}", what, new[name], old[name])
+        keep(old[name], new[name], found_inf)
+
+
+def require_like(made: str, of: str, new: "Tensor", old: "Tensor") -> None:
+    """Raise RunFailed unless `new` has the shape of `old`: it would be broadcast into it."""
+    if new.shape != old.shape:
+        raise RunFailed(
+            "E-OPTIMIZER-UPDATE",
+            f"the {made} of {of} has the shape {list(new.shape)}, must have {list(old.shape)}",
+            rule="what a rule returns has the shape of what it replaces (plugins/optimizer.py)",
+            fix="correct the plug-in of optim.kind",
+        )
 
 
 def _no_flops(rows: int, columns: int) -> float:

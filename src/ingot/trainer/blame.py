@@ -2,6 +2,7 @@
 device that was lost while a plug-in waited for it costs a restart, as always."""
 
 import contextlib
+import re
 from collections.abc import Callable, Iterator
 
 import torch
@@ -11,6 +12,7 @@ from ingot.plugins.load import frame_of, last_line, place_of
 from ingot.trainer.resilience.endings import is_about_a_peer
 
 _DeviceError: type[Exception] = getattr(torch, "AcceleratorError", IngotError)  # torch 2.8 and later
+_DEVICE = re.compile(r"CUDA error|CUDA driver|cuBLAS|cuDNN|CUBLAS_|CUDNN_|NVML", re.I)  # a device that fails
 # (what was raised, with its place; file; line) -> the error that ends the run
 MadeError = Callable[[str, str, int], IngotError]
 
@@ -23,9 +25,9 @@ def blamed(made: MadeError) -> Iterator[None]:
     except (IngotError, _DeviceError):
         raise
     except Exception as error:
-        if is_about_a_peer(str(error)):
+        if is_about_a_peer(str(error)) or _DEVICE.search(str(error)):
             raise
-        file, line = place_of(error)
+        _, file, line = frame_of(error) or ("", *place_of(error))
         raise made(f"raised {last_line(error)}" + (f" ({file}:{line})" if file else ""), file, line) from error
 
 
@@ -38,7 +40,7 @@ def plugins_blamed() -> Iterator[None]:
         raise
     except Exception as error:
         place = frame_of(error)
-        if place is None or is_about_a_peer(str(error)):
+        if place is None or is_about_a_peer(str(error)) or _DEVICE.search(str(error)):
             raise
         plugin, file, line = place
         raise RunFailed(

@@ -38,6 +38,7 @@ class Callbacks:
         pieces: Sequence[ParameterShard],
         device: torch.device,
         given: GivenCallbacks = NOTHING_GIVEN,
+        loss_scale: Tensor | None = None,
     ):
         distributed = dist.is_initialized()
         run = CallbackRun(
@@ -47,6 +48,7 @@ class Callbacks:
             device=device,
             pieces=pieces,
             sum_over_ranks=_sum_over_ranks,
+            loss_scale=loss_scale,
         )
         self.pieces, self._given, self._is_first = pieces, given, run.rank == 0
         self._own: dict[str, StepCallback] = {}

@@ -197,7 +197,7 @@ def build_parts(
     if balance and first_value and config.init and not continues:
         for buffer in balance.shards:
             buffer.value.copy_(first_value(buffer.name, buffer.shape, buffer.offsets, buffer.sizes))
-    callbacks = Callbacks(given.added_to(config), model.shards, device, given)
+    callbacks = Callbacks(given.added_to(config), model.shards, device, given, loss_scale.scale if loss_scale else None)
     state = TrainingState(
         model.shards,
         optimizer,

@@ -60,6 +60,7 @@ def noise_scale():
         pieces=[piece],
         device=torch.device("cpu"),
         sum_over_ranks=torch.clone,
+        loss_scale=None,
         config=SimpleNamespace(tokens_per_step=8),
     )
     part = CALLBACKS["noise_scale"]

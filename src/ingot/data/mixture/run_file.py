@@ -25,7 +25,7 @@ def write_weights(run_file: Path, weights: Mapping[str, float]) -> dict[str, flo
     changed = with_weights(text, weights)
     wanted = tomllib.loads(text)
     wanted["data"]["weights"] = dict(weights)
-    run_from_dict(wanted)
+    run_from_dict(wanted, base=run_file.parent)
     if not _parses_to(changed, wanted):
         raise ConfigError(
             "E-WEIGHTS-FORM",

@@ -17,6 +17,8 @@ from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_by
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.run.advice import check_warnings, degrees, memory_warnings
 from ingot.planner.run.scaling import least_warmup_steps
+from ingot.plugins.callback import CALLBACKS
+from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
@@ -58,7 +60,9 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
     try:
         sections, problems = load_run_sections(path, overrides)
     except ConfigError as error:
-        return [Finding("error", "", error.found, error.fix)]
+        return [
+            Finding("error", "", error.found, error.fix, code=error.code if error.code != "E-CONFIG-SETTINGS" else "")
+        ]
     findings = [_config_finding(line) for line in problems]
     run = SimpleNamespace(**sections)
     sound = sections.keys()
@@ -73,7 +77,7 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
             manifest = read if key == "tokens" else manifest
         findings += _tokenizer(run, path.parent, manifest, sound)
         findings += _sources(run, manifest)
-    if sound >= {"model", "train", "checkpoint", "optim", "callbacks"}:
+    if sound >= {"model", "train", "checkpoint", "optim", "callbacks"} and _has_known_state(run):
         findings += _disk(run, path.parent)
     if sound >= {f.name for f in fields(RunConfig) if is_dataclass(f.type)}:
         findings += _whole(RunConfig(name="checked", **sections), machine, manifest)
@@ -242,6 +246,11 @@ def _sources(run, manifest: TokenManifest | None) -> Iterator[Finding]:
         if source not in manifest.sources:
             message = f"data.weights names {source!r}; the sources are {', '.join(manifest.sources)}"
             yield Finding("error", "data.weights", message, "give weights only to these sources")
+
+
+def _has_known_state(run) -> bool:
+    """Return whether the optimizer and the callbacks are registered, so that the bytes of a checkpoint are known."""
+    return run.optim.kind in OPTIMIZERS and all(name in CALLBACKS for name in run.callbacks)
 
 
 def _disk(run, base: Path) -> Iterator[Finding]:

@@ -32,7 +32,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.layout import layout_problems, positions
 from ingot.trainer.mesh.start import worker_environment
 
-_RANK = ("-m", "ingot.rehearse.calibrate.rank")
+_RANK = ("-P", "-m", "ingot.rehearse.calibrate.rank")
 _DEADLINE_SECONDS = 300  # a machine with eight busy programs per core needed 70 s
 # With a bandwidth of 1 B/s, the seconds of collectives are the bytes that they send.
 _UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)

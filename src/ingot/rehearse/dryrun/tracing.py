@@ -54,7 +54,7 @@ def trace_ranks(request: Request, ranks: Sequence[int], began: Callable[[int, st
     plugins = request.config.plugins
     plugins = replace(plugins, folder=loaded_from(plugins.modules) or plugins.folder)
     message = json.dumps({"config": to_dict(replace(request.config, plugins=plugins)), **settings})
-    command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "ingot.rehearse.dryrun.role"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     left, died = set(ranks), ""
     with tempfile.TemporaryFile("w+") as errors:
@@ -196,7 +196,7 @@ def _home() -> Path:
 def key_of(config: RunConfig, device: str, loads: Sequence[float]) -> str:
     """Return the hash of everything on which a trace depends: settings, device, loads, ingot's source and torch."""
     settings = to_dict(config)
-    seen = {name: settings[name] for name in ("model", "train", "optim", "parallel", "callbacks")}
+    seen = {name: settings[name] for name in ("model", "train", "optim", "parallel", "callbacks", "loss")}
     seen["train"] = {name: value for name, value in seen["train"].items() if name not in ("steps", "device", "compile")}
     seen["plugins"] = config.plugins.code
     seen["data"] = {"mask_documents": config.data.mask_documents}

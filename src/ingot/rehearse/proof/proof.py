@@ -5,9 +5,11 @@ callbacks of the run and of its plug-ins, makes a few steps on each layout, and 
 compared: losses, gradient norms, parameters and optimizer state.
 """
 
+import contextlib
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -122,11 +124,17 @@ def prove_layouts(run: RunConfig) -> Iterator[CaseResult]:
 def _answers(runs: Sequence[RunConfig], folder: Path) -> Iterator[str]:
     """Start ranks.py and yield the error of each run, or "". The process has ended when the iterator is closed."""
     request = json.dumps({"cases": [to_dict(run) for run in runs], "folder": str(folder)})
-    command = [sys.executable, "-W", "ignore", "-m", "ingot.rehearse.proof.ranks"]
+    command = [sys.executable, "-P", "-W", "ignore", "-m", "ingot.rehearse.proof.ranks"]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with tempfile.TemporaryFile("w+") as errors:
         process = subprocess.Popen(
-            command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True
+            command,
+            env=environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=errors,
+            text=True,
+            start_new_session=True,
         )
         assert process.stdin and process.stdout
         try:
@@ -145,7 +153,8 @@ def _answers(runs: Sequence[RunConfig], folder: Path) -> Iterator[str]:
                     )
                 yield json.loads(line)["error"] or ""
         finally:
-            process.kill()
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
             process.wait()
 
 

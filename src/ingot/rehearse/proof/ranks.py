@@ -84,6 +84,7 @@ def wrong_slope(run: RunConfig) -> str:
 
 def _rank(run: RunConfig, folder: Path, rank: int, port: int, pipe: Connection) -> None:
     """Be one rank of a case, and send an error as text, or ""."""
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a plug-in prints is no answer
     world = run.parallel.world_size
     place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
     os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")

@@ -25,6 +25,7 @@ from ingot.report.diagnose.causes import (
 from ingot.report.diagnose.evidence import Case, Cause, MeasuredSteps, Prospect, measure
 from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.cluster import Cluster
+from ingot.theory.rules.parts import with_known_parts
 from ingot.trainer.resilience.lock import is_locked
 
 # Causes below this share of the wall-clock time per step are not shown.
@@ -76,7 +77,7 @@ def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Clust
     yet, DataError if the log cannot be read.
     """
     data = gather(root)
-    run = data.run
+    run = data.run = with_known_parts(data.run) if data.run else None
     if run is None:
         raise no_run_folder(root)
     found = measure(data)

@@ -84,7 +84,8 @@ def _require_same_code(recorded: RunConfig, here: RunConfig) -> None:
             "E-PLUGIN-DIFFERS",
             f"plug-in {name!r} has the code {here.plugins.code[name]} here, but the run has "
             f"{recorded.plugins.code.get(name, 'none')}",
-            rule="every rank of a run imports the same code, that of the machine on which the run was started",
-            fix="copy the module to every machine, and do not change it while a run starts",
+            rule="every rank of a run imports the code with which the run was started, also after a restart",
+            fix="restore the module, or run the command again, which asks whether the run continues with the changed "
+            "code; on several machines, copy it to each",
             module=name,
         )

@@ -1,18 +1,37 @@
 """Rules of the parts that a run file chooses by name: each is registered, and its own settings are correct."""
 
+import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 from ingot.config import problems_of
 from ingot.plugins.callback import CALLBACKS
 from ingot.plugins.layers import LAYERS
+from ingot.plugins.load import frame_of, last_line
 from ingot.plugins.loss import LOSS_TERMS, TermWeight
 from ingot.plugins.optimizer import OPTIMIZERS
-from ingot.plugins.registry import INGOT, MAIN, Registry, options_problems
+from ingot.plugins.registry import INGOT, MAIN, Registry, options_of, options_problems
 from ingot.plugins.schedule import SCHEDULES
-from ingot.schema.run import RunConfig
+from ingot.schema.arch import Arch
+from ingot.schema.run import Optim, RunConfig, Schedule
 
 Problems = Iterator[tuple[str, str]]
+_RATES = 2000  # of a schedule that are looked at before a run
+
+
+def with_known_parts(run: RunConfig) -> RunConfig:
+    """Return `run` with ingot's own part in place of each that is not registered here: for estimates about a run whose
+    plug-ins are not imported."""
+    layers = {key: name for key in LAYERS if (name := getattr(run.model, key)) not in LAYERS[key]}
+    model = replace(run.model, options={}, **{key: getattr(Arch, key) for key in layers}) if layers else run.model
+    optim = run.optim if run.optim.kind in OPTIMIZERS else replace(run.optim, kind=Optim.kind, options={})
+    schedule = run.schedule
+    if schedule.kind not in SCHEDULES:
+        schedule = replace(schedule, kind=Schedule.kind, options={})
+    callbacks = {name: own for name, own in run.callbacks.items() if name in CALLBACKS}
+    loss = {name: own for name, own in run.loss.items() if name in LOSS_TERMS}
+    return replace(run, model=model, optim=optim, schedule=schedule, callbacks=callbacks, loss=loss)
 
 
 def part_rules(run: RunConfig) -> Problems:
@@ -25,6 +44,7 @@ def part_rules(run: RunConfig) -> Problems:
     if run.schedule.kind in SCHEDULES:
         for name, problem in SCHEDULES[run.schedule.kind].problems(run.schedule, run.train.steps):
             yield f"schedule.{name}", problem
+        yield from _rate_rules(run)
     for name, options in run.callbacks.items():
         key = f"callbacks.{name}"
         yield from _chosen(CALLBACKS, name, key, options, key, run)
@@ -35,6 +55,31 @@ def part_rules(run: RunConfig) -> Problems:
         yield from problems_of(TermWeight, {"weight": values["weight"]} if "weight" in values else {}, key)
     yield from _offload_rules(run)
     yield from _layer_rules(run)
+
+
+def _rate_rules(run: RunConfig) -> Problems:
+    """Yield the first step at which the schedule of a plug-in gives no learning rate, of up to _RATES steps."""
+    part, schedule, steps = SCHEDULES[run.schedule.kind], run.schedule, run.train.steps
+    if SCHEDULES.module_of(part.name) == INGOT or steps <= schedule.warmup_steps:
+        return
+    if list(options_problems(part, schedule.options, "schedule.options")):
+        return
+    options = options_of(part, schedule.options)
+    first = schedule.warmup_steps + 1
+    for step in dict.fromkeys((*range(first, steps, max((steps - first) // _RATES, 1)), steps)):
+        try:
+            rate = float(part.rate(step, steps, run.optim.lr, schedule, options))
+        except Exception as error:
+            place = frame_of(error)
+            where = f" ({place[1]}:{place[2]})" if place else ""
+            yield (
+                "schedule.kind",
+                f"{part.name!r} raises {last_line(error)} for step {step}{where}; correct the plug-in",
+            )
+            return
+        if not 0 <= rate < math.inf:
+            yield "schedule.kind", f"{part.name!r} gives the learning rate {rate} for step {step}; correct the plug-in"
+            return
 
 
 def _layer_rules(run: RunConfig) -> Problems:

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from ingot.errors import ConfigError
-from ingot.plugins.piece import ParameterShard
+from ingot.plugins.optimizer import RuleOf
+from ingot.plugins.piece import ParameterShard, PlacedBlock, PlacedParameter
 from ingot.schema.arch import Arch
 from ingot.schema.run import Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
 from ingot.schema.tokens import TokenManifest, check_vocabulary
@@ -22,6 +23,7 @@ from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.optim.build import optimizer_rules
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm
+from ingot.trainer.optim.matrices import Matrices
 from ingot.trainer.optim.optimizer import Optimizer
 from ingot.trainer.optim.schedule import learning_rate
 
@@ -77,6 +79,14 @@ def proxy_run(
     )
 
 
+def _matrices(pieces: Sequence[ParameterShard], rules: RuleOf) -> Matrices:
+    """Return the matrices of a model without experts that one process holds."""
+    placed = {
+        p.name: PlacedParameter(p.shape, 1, (PlacedBlock(0, p.offsets, p.sizes),)) for p in pieces if len(p.shape) == 2
+    }
+    return Matrices(placed, rules, [0], None, pieces[0].value)
+
+
 class SourceBatches:
     """Batches with `per_source` samples of every source. Like those of a run, a function of (seed, tokens, step)."""
 
@@ -111,7 +121,8 @@ class Proxy:
             ParameterShard(name, tuple(p.shape), (0,) * p.dim(), tuple(p.shape), p.data, owner=True)
             for name, p in self._parameters.items()
         ]
-        self._optimizer = Optimizer(self._pieces, optimizer_rules(config.optim))
+        rules = optimizer_rules(config.optim)
+        self._optimizer = Optimizer(self._pieces, rules, _matrices(self._pieces, rules))
 
     @torch.no_grad()
     def nats(self, batches: Sequence[Tensor]) -> list[Tensor]:

@@ -70,7 +70,7 @@ class LocalJob:
         os.set_blocking(self._reports, False)
         self._unread = b""
         job, marks = self.job, {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid())}
-        command = [sys.executable, "-m", "ingot.trainer.launch.fork_server", str(theirs), str(reports)]
+        command = [sys.executable, "-P", "-m", "ingot.trainer.launch.fork_server", str(theirs), str(reports)]
         with self.log.open("ab") as errors:
             self._server = subprocess.Popen(
                 [*command, str(job.processes), ",".join(job.preload), job.module, *job.arguments],

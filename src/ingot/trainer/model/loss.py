@@ -69,13 +69,12 @@ class LossTerm:
     sums: Tensor | None = None
 
     def add_slope(self, slope_MV: Tensor, logits_MV: Tensor, targets_M: Tensor, readout: "Readout") -> None:
-        """Add the weighted derivative of the term to `slope_MV`, and its values to the sums."""
+        """Add the weighted derivative of the term to `slope_MV`, float32 or wider, and its values to the sums."""
 
         def measure(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-            wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            values, slope = self.measure(wide, targets, readout.vocabulary)
+            values, slope = self.measure(logits, targets, readout.vocabulary)
             self._require_shapes(values, slope, logits)
-            # The derivative of the softcap changes the slope in place, and a term may return `wide` or a view as slope.
+            # The derivative of the softcap changes the slope in place, and a term may return its logits or a view.
             return values, slope.clone() if readout.softcap else slope
 
         values, own = (with_softcap(measure, readout.softcap) if readout.softcap else measure)(logits_MV, targets_M)
@@ -113,10 +112,14 @@ class _SummedCrossEntropy(torch.autograd.Function):
         for start in range(0, len(hidden_MD), chunk):
             part = slice(start, start + chunk)
             logits = hidden_MD[part] @ weight_VD.T
+            if readout.terms:
+                # The sum of all slopes is rounded once: a small term would vanish in an already rounded bf16 slope.
+                logits = logits.to(accurate)
             nats, slope = readout.nats_and_slope(logits, targets_M[part])
             for term in readout.terms:
                 term.add_slope(slope, logits, targets_M[part], readout)
             del logits
+            slope = slope.type_as(hidden_MD)
             total += nats.sum()
             hidden_grad[part] = slope @ weight_VD
             weight_grad += slope.T @ hidden_MD[part]

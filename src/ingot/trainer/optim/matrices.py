@@ -15,8 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ingot.errors import RunFailed
-from ingot.plugins.optimizer import MatrixRule, RuleOf, keep
+from ingot.plugins.optimizer import MatrixRule, RuleOf, keep, keep_state, require_like
 from ingot.plugins.piece import ParameterShard, PlacedParameter
 from ingot.trainer.mesh.collectives import finish, start_all_to_all
 
@@ -63,6 +62,11 @@ class WholeMatrix:
         return self.rows * self.columns * min(self.rows, self.columns)
 
 
+# (the matrices of which this rank is the worker; by worker: this rank's blocks, with their parameter; by rank: the
+# blocks that it holds of the matrices of this worker, with the index of the matrix)
+MatrixRound = tuple[list[WholeMatrix], list[list[tuple[str, MatrixBlock]]], list[list[tuple[int, MatrixBlock]]]]
+
+
 class Matrices:
     """The matrices that the ranks of `group` hold together, and their workers.
 
@@ -80,11 +84,11 @@ class Matrices:
     ):
         self.group, self.like = group, like
         self.own = ranks.index(dist.get_rank()) if group is not None else 0
-        self.positions = range(len(ranks))
         rules = {name: rule_of(name, parameter.shape) for name, parameter in placed.items()}
         self.rules = {name: rule for name, rule in rules.items() if isinstance(rule, MatrixRule)}
         matrices = [matrix for name in sorted(self.rules) for matrix in _matrices(name, placed[name], ranks)]
         self.rounds = _rounds(_shared_out(matrices, len(ranks)))
+        self._seen_here = [self._round(by_worker) for by_worker in self.rounds]
 
     @torch.no_grad()
     def update(
@@ -98,20 +102,17 @@ class Matrices:
     ) -> None:
         """Update `shards`, this rank's pieces of the matrices, and free their gradients. Collective over the group."""
         pieces = _Pieces(self.rules, {shard.name: shard for shard in shards}, states, lr, scale, found_inf)
-        for by_worker in self.rounds:
-            own = [[(m.name, b) for m in ms for b in m.blocks if b.rank == self.own] for ms in by_worker]
-            placed = [(i, b) for i, matrix in enumerate(by_worker[self.own]) for b in matrix.blocks]
-            mine = [[(i, b) for i, b in placed if b.rank == rank] for rank in self.positions]
+        for matrices, own, mine in self._seen_here:
             # Every rank updates the state of all its blocks, also of those that another rank sends.
             directions = [[(b, pieces.direction(name, b)) for name, b in blocks] for blocks in own]
             sent = [[direction for b, direction in blocks if b.sends] for blocks in directions]
             del directions
             arrived = self._exchange(sent, [[b for _, b in blocks if b.sends] for blocks in mine])
-            wholes = [self.like.new_empty(matrix.rows, matrix.columns) for matrix in by_worker[self.own]]
+            wholes = [self.like.new_empty(matrix.rows, matrix.columns) for matrix in matrices]
             for blocks, parts in zip(mine, arrived, strict=True):
                 for (i, block), part in zip([(i, b) for i, b in blocks if b.sends], parts, strict=True):
                     block.of_matrix(wholes[i]).copy_(part)
-            updates = [self._of_matrix(m.name, w) for m, w in zip(by_worker[self.own], wholes, strict=True)]
+            updates = [self._of_matrix(m.name, w, found_inf) for m, w in zip(matrices, wholes, strict=True)]
             del wholes
             back = [[block.of_matrix(updates[i]) for i, block in blocks] for blocks in mine]
             returned = self._exchange(back, [[b for _, b in blocks] for blocks in own])
@@ -121,17 +122,23 @@ class Matrices:
         for shard in shards:
             shard.grad = None
 
-    def _of_matrix(self, name: str, whole: Tensor) -> Tensor:
+    def _round(self, by_worker: Sequence[Sequence[WholeMatrix]]) -> "MatrixRound":
+        """Return a round as this rank sees it."""
+        own = [[(m.name, b) for m in ms for b in m.blocks if b.rank == self.own] for ms in by_worker]
+        mine: list[list[tuple[int, MatrixBlock]]] = [[] for _ in range(len(by_worker))]
+        for i, matrix in enumerate(by_worker[self.own]):
+            for block in matrix.blocks:
+                mine[block.rank].append((i, block))
+        return list(by_worker[self.own]), own, mine
+
+    def _of_matrix(self, name: str, whole: Tensor, found_inf: Tensor | None) -> Tensor:
+        """Return the update of a whole matrix, in its dtype. A step that is vetoed has zeros: decompositions may raise
+        for a direction that is not finite."""
+        if found_inf is not None:
+            whole.masked_fill_(found_inf.bool(), 0.0)
         update = self.rules[name].of_matrix(whole)
-        if update.shape != whole.shape:
-            raise RunFailed(
-                "E-OPTIMIZER-UPDATE",
-                f"the rule of {name} made an update of shape {list(update.shape)} of a matrix {list(whole.shape)}",
-                rule="of_matrix returns a tensor of the shape that it gets (plugins/optimizer.py)",
-                fix="correct the plug-in of optim.kind",
-                name=name,
-            )
-        return update
+        require_like("update of a whole matrix", name, update, whole)
+        return update.to(whole.dtype)  # a worker and a rank without matrices must agree about what is sent
 
     def _exchange(self, sent: list[list[Tensor]], arriving: list[list[MatrixBlock]]) -> list[list[Tensor]]:
         """Send sent[r] to each rank r of the group; return the blocks arriving[r] from each, [rows, columns]."""
@@ -171,9 +178,9 @@ class _Pieces:
         gradient = block.of_piece(shard.grad).to(shard.value.dtype)
         gradient = gradient if self.scale is None else gradient * self.scale
         direction, new_state = self.rules[name].direction(gradient, own)
-        for kind, tensor in new_state.items():
-            keep(own[kind], tensor, self.found_inf)
-        return direction
+        require_like("direction", name, direction, gradient)
+        keep_state(name, own, new_state, self.found_inf)
+        return direction.to(gradient.dtype)
 
     def apply(self, name: str, block: MatrixBlock, update: Tensor) -> None:
         """Update the value of a block."""

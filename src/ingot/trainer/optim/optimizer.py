@@ -33,6 +33,7 @@ class Optimizer:
         self.matrices = matrices
         self.elementwise = [p for p in self.shards if not isinstance(self.rules[p.name], MatrixRule)]
         self.whole = [p for p in self.shards if isinstance(self.rules[p.name], MatrixRule)]
+        assert matrices is not None or not self.whole, "rules for whole matrices need them"
         self.states: dict[str, State] = self._zero_states()
 
     def _zero_states(self) -> dict[str, State]:

@@ -28,6 +28,7 @@ from ingot.trainer.mesh.collectives import all_sum, gather, scatter_sum, start_a
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.torch_private import overlap_products_with_collectives
 
+ROLES = ("column", "row", "vocab", "kv", "stream", "heads", "expert")
 TOKENS = 1  # the dim of [B, T, D] that sequence parallelism splits
 
 
@@ -94,7 +95,7 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
 
 
 def _role(name: str, sharding: Mapping[str, str]) -> str:
-    ends = [end for end in sharding if name.endswith(end)]
+    ends = [end for end in sharding if f".{name}".endswith(f".{end}")]
     if not ends:
         raise ConfigError(
             "E-LAYER-SHARDING",
@@ -103,7 +104,16 @@ def _role(name: str, sharding: Mapping[str, str]) -> str:
             fix="add the parameter to `sharding` of the plug-in's part",
             parameter=name,
         )
-    return sharding[max(ends, key=len)]
+    role = sharding[max(ends, key=len)]
+    if role not in ROLES:
+        raise ConfigError(
+            "E-LAYER-SHARDING",
+            f"parameter {name} has the role {role!r}",
+            rule=f"a role is one of {', '.join(ROLES)}",
+            fix="correct `sharding` of the plug-in's part (plugins/layers.py)",
+            parameter=name,
+        )
+    return role
 
 
 def _cut_experts(stage: Any, names: list[str], mesh: Mesh) -> dict[str, TensorCut]:

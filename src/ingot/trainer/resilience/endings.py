@@ -8,6 +8,7 @@ not an accident, and a wrong setting stays wrong.
 import contextlib
 import ctypes
 import json
+import math
 import os
 import re
 import signal
@@ -105,8 +106,13 @@ def _ending_of(rank: int, error: BaseException) -> RankEnding:
     kind, now = type(error).__name__, time.time()
     if isinstance(error, IngotError):
         about = {"code": error.code, "found": error.found, "rule": error.rule, "fix": error.fix}
-        return RankEnding(rank=rank, time=now, kind=kind, **about, facts=error.facts)
+        return RankEnding(rank=rank, time=now, kind=kind, **about, facts=_plain(error.facts))
     return RankEnding(rank=rank, time=now, kind=kind, found=str(error) or kind)
+
+
+def _plain(facts: dict[str, Any]) -> dict[str, Any]:
+    """Return `facts` with numbers that are not finite as text: JSON has none, and a reader would drop the ending."""
+    return {key: str(v) if isinstance(v, float) and not math.isfinite(v) else v for key, v in facts.items()}
 
 
 def _write(folder: RunFolder, ending: RankEnding) -> None:

@@ -85,3 +85,22 @@ def test_wrong_shapes_are_refused(softcap, term):
     readout.terms = [LossTerm("mean", 1.0, term)]
     with refused("E-LOSS-TERM", term="mean"):
         readout(*inputs())
+
+
+def test_a_small_term_survives_bf16(z_term):
+    """The gradient without the term is subtracted; what is left has to lie along the exact gradient of the term."""
+    z_term.weight, targets = 1e-4, torch.arange(256)
+    generator = torch.Generator().manual_seed(5)
+    hidden_16, weight_16 = (torch.randn(n, 8, generator=generator).bfloat16() for n in (256, 512))
+
+    def gradient(terms):
+        readout = Readout(replace(ARCH, vocab_size=512))
+        readout.terms = terms
+        hidden = hidden_16.clone().requires_grad_()
+        readout(hidden, weight_16.clone().requires_grad_(), targets).backward()
+        return hidden.grad.double()
+
+    wide = hidden_16.double().requires_grad_()
+    (1e-4 * (wide @ weight_16.double().T).logsumexp(-1).square().sum()).backward()
+    found = gradient([z_term]) - gradient([])
+    assert float((found * wide.grad).sum() / wide.grad.square().sum()) == pytest.approx(1.0, abs=0.3)

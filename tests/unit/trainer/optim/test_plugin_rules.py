@@ -31,14 +31,14 @@ class Plain(UpdateRule):
     state = ("momentum",)
 
     def new(self, value, gradient, state, lr, *, decays):
-        return value - lr * gradient, {}
+        return value - lr * gradient, state
 
 
 class Whole(MatrixRule):
     state = ("momentum",)
 
     def direction(self, gradient, state):
-        return gradient, {}
+        return gradient, state
 
     def of_matrix(self, direction):
         return direction
@@ -95,6 +95,28 @@ def test_an_update_has_the_shape_of_its_matrix(fork_ranks, register):
             return direction[:1]
 
     register(matrices_of(Odd()), whole_matrices=True)
+    ends(fork_ranks, step, "E-OPTIMIZER-UPDATE")
+
+
+@pytest.mark.parametrize("wrong", ["value", "state", "missing", "misspelled", "direction"])
+def test_what_a_rule_returns_is_like_what_it_was_given(fork_ranks, register, wrong):
+    class Odd(Plain):
+        def new(self, value, gradient, state, lr, *, decays):
+            momentum = state["momentum"]
+            results = {
+                "value": (value.sum(), state),
+                "state": (value, {"momentum": momentum.sum()}),
+                "missing": (value, {}),
+                "misspelled": (value, {"momentun": momentum}),
+            }
+            return results[wrong]
+
+    class OddDirection(Whole):
+        def direction(self, gradient, state):
+            return gradient.sum(), state
+
+    rule_of = matrices_of(OddDirection()) if wrong == "direction" else lambda name, shape: Odd()
+    register(rule_of, whole_matrices=wrong == "direction")
     ends(fork_ranks, step, "E-OPTIMIZER-UPDATE")
 
 
