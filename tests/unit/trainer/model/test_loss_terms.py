@@ -88,7 +88,7 @@ def test_wrong_shapes_are_refused(softcap, term):
 
 
 def test_a_small_term_survives_bf16(z_term):
-    """The gradient without the term is subtracted; what is left has to lie along the exact gradient of the term."""
+    """The gradient without the term is subtracted; what is left has to point along the exact gradient of the term."""
     z_term.weight, targets = 1e-4, torch.arange(256)
     generator = torch.Generator().manual_seed(5)
     hidden_16, weight_16 = (torch.randn(n, 8, generator=generator).bfloat16() for n in (256, 512))
