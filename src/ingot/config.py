@@ -62,8 +62,7 @@ class _Reader:
         if len(self.problems) >= _MOST_PROBLEMS:
             self.left_out += 1
             return
-        place = self.where(key)
-        if place == f"--set {key}":  # the place names the key
+        if (place := self.where(key)) == f"--set {key}":  # which names the key
             message = message.removeprefix(f"{key}: ").replace(f"unknown key {cut(repr(key))}", "unknown key", 1)
         self.problems.append(f"{place}: {message}")
         self.facts["keys"].append(key)
@@ -96,9 +95,8 @@ class _Reader:
         further = self.rules(built) if self.rules and not prefix else ()
         for name, message in chain(own, further):
             if name not in broken:
-                key = prefix + name
-                named = message.startswith((f"{key} ", f"unknown key {cut(repr(key))}"))  # a part's own settings
-                self.problem(key, message if named else f"{key}: {message}")
+                named = message.startswith((f"{prefix}{name} ", "unknown key "))  # by the settings of a part
+                self.problem(prefix + name, message if named else f"{prefix}{name}: {message}")
         return built if self.wrong == before else None
 
     def value(self, hint, value, key: str, limits: Range | None = None) -> Any:
@@ -171,8 +169,7 @@ class _Reader:
 
     def within(self, hint, value, key: str) -> Any:
         """Return a number of the type and in the range that `hint` (typing.Annotated) gives."""
-        kind, limits = get_args(hint)
-        before = self.wrong
+        (kind, limits), before = get_args(hint), self.wrong
         number = self.value(kind, value, key, limits)
         if self.wrong == before and number not in limits:
             self.problem(key, f"{key} is {shown(value)}, must be {limits}")

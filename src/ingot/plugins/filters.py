@@ -16,7 +16,7 @@ class DocumentStage(Protocol):
     ran: a description of the model and settings, for the funnel ("lid.176.ftz, keeps en, threshold 0.65").
 
     A stage may change the document in place. Its result depends on nothing but the document and the settings. A stage
-    of ingot must not raise on any document: a document that it cannot handle gets a Drop with a separate rule.
+    of a plug-in may raise: the document is dropped by the rule NAME.plugin. Ingot's own stages never raise.
     """
 
     @property

@@ -98,8 +98,8 @@ class Document:
 
 @dataclass(frozen=True, slots=True)
 class Drop:
-    """The reason why a document was dropped. rule: a stable, dotted name ("gopher.word_count"). value: the measured
-    value that broke the rule.
+    """The reason why a document was dropped. stage: the name of the stage. rule: a stable, dotted name that begins with
+    it ("gopher.word_count"). value: a text for people, the measured value that broke the rule ("4 < 50").
     """
 
     stage: str

@@ -19,10 +19,11 @@ from ingot.plugins.filters import DocumentStage, Filter
 from ingot.plugins.mixture import MixturePolicy
 from ingot.plugins.pii import PiiKind
 from ingot.plugins.source import InputFormat
+from ingot.schema.corpus import Document, Drop
 
 PAGES = Path(__file__).parents[3] / "docs" / "extend"
 CONTRACTS = {
-    "filter": [Filter, DocumentStage],
+    "filter": [Filter, DocumentStage, Document, Drop],
     "source": [InputFormat],
     "extractor": [Extractor],
     "pii": [PiiKind],
@@ -44,16 +45,22 @@ def test_a_page_shows_the_contract(page, contracts):
 @pytest.mark.parametrize(("page", "file"), [("filter", "domain_filter.py"), ("source", "sqlite_source.py")])
 def test_a_page_shows_the_whole_example(page, file):
     code = (EXAMPLES / file).read_text()
-    assert blocks(page, "python")[-1] == code
+    assert code in blocks(page, "python")
     assert len(code.splitlines()) <= 60
 
 
 def written(folder: Path, page: str) -> Path:
     """Write the example and the recipe of a page into `folder`; return the path of the recipe."""
-    (name,) = re.findall(r"`(?:examples/extend/)?(\w+\.py)`:\n", (PAGES / f"{page}.md").read_text())
-    (folder / name).write_text(blocks(page, "python")[-1])
+    text = (PAGES / f"{page}.md").read_text()
+    ((name, code),) = re.findall(r"`(?:examples/extend/)?(\w+\.py)`:\n\n```python\n(.*?)```", text, re.DOTALL)
+    (folder / name).write_text(code)
     (folder / "recipe.toml").write_text(blocks(page, "toml")[0])
     return folder / "recipe.toml"
+
+
+def test_the_test_of_the_page_passes(plugins, monkeypatch):  # noqa: F811
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    exec(blocks("filter", "python")[-1], {})
 
 
 def test_the_extractor_of_the_page(plugins, tmp_path):  # noqa: F811

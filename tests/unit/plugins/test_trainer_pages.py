@@ -1,27 +1,36 @@
 """The pages about plug-ins of the trainer: their contracts and code are those of the source, and they run."""
 
 import inspect
+import json
 import re
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
+from tests.expect import refused
+from tests.unit.data.conftest import english
 
+from ingot import ranges
+from ingot.cli.main import main
 from ingot.errors import describe
+from ingot.events import read_events
 from ingot.plugins.callback import CallbackPart, CallbackRun, StepCallback
 from ingot.plugins.family import FamilyPart
 from ingot.plugins.layers import AttentionPart, BlockPart, FeedForwardPart, NormPart
 from ingot.plugins.loss import LossTermPart, TermWeight, VocabularyPart
 from ingot.plugins.optimizer import MatrixRule, OptimizerPart, UpdateRule
 from ingot.plugins.piece import ParameterShard
-from ingot.plugins.registry import Part, options_problems
+from ingot.plugins.registry import Part, options_of, options_problems
 from ingot.plugins.schedule import SchedulePart
+from ingot.quickstart.run import VOCAB_SIZE
 from ingot.schema.run import Optim
 from ingot.theory.rules import load_run
 from ingot.trainer.model.attention import Attention
 from ingot.trainer.model.transformer import TransformerBlock
 from ingot.trainer.optim.build import optimizer_rules
 from ingot.trainer.optim.optimizer import Optimizer
+from ingot.value_names import type_name
 
 from .test_registry import RUN
 
@@ -102,10 +111,39 @@ def test_the_small_optimizer_of_the_page_is_sgd(process):
 
 
 def test_the_settings_of_the_overview_are_checked(process):
-    (code,) = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "extend.md").read_text(), re.DOTALL | re.MULTILINE)
+    (code,) = blocks("../extend", "python")
     names = {}
     exec(code, names)
     part = Part(name="x", settings=names["Options"])
     assert list(options_problems(part, {}, "x")) == []
     problems = dict(options_problems(part, {"timescale": 11, "momentum": 2.0, "temperature": 0.0}, "x"))
     assert problems.keys() == {"x.timescale", "x.momentum", "x.temperature"}
+    assert names["Options"](momentum=7).momentum == 7
+    with refused("E-CONFIG-SETTINGS", keys=["momentum"]):
+        options_of(part, {"momentum": 7})
+
+
+def test_the_ranges_of_the_overview_are_those_of_the_source():
+    text = (ROOT / "docs" / "extend.md").read_text()
+    rows = re.findall(r"^\| `(\w+)` \| (a .*number .*) \|$", text, re.MULTILINE)
+    hints = {name: getattr(ranges, name) for name, _ in rows}
+    assert {"Share", "Factor", "Positive", "PositiveCount", "Steps", "PositiveSteps"} <= hints.keys()
+    assert dict(rows) == {name: f"{type_name(hint)} {get_args(hint)[1]}" for name, hint in hints.items()}
+
+
+def test_the_small_run_of_the_overview_is_a_run(tmp_path):
+    (tmp_path / "try.toml").write_text(blocks("../extend", "toml")[-1])
+    run = load_run(tmp_path / "try.toml")
+    assert (run.model.vocab_size, run.data.tokens) == (VOCAB_SIZE, "quickstart/data/tokens/train")
+
+
+@pytest.mark.slow
+def test_the_small_run_of_the_overview_trains(tmp_path, monkeypatch, capsys):
+    """Trains on tokens of another text, with a smaller vocabulary."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "try.toml").write_text(blocks("../extend", "toml")[-1])
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": english(n)}) + "\n" for n in range(40)))
+    data = ["text.jsonl", "--out", "quickstart/data", "--vocab-size", "300", "--runner", "inline"]
+    assert main(["data", "build", *data, "--set", "dedup.enabled=false"]) == 0
+    assert main(["train", "try.toml", "--out", "runs/try", "--set", "model.vocab_size=300"]) == 0
+    assert {event["rank"] for event in read_events(tmp_path / "runs/try/events.jsonl", "rank_started")} == {0, 1}
