@@ -63,7 +63,7 @@ def require_declared(model: nn.Module, arch: Arch) -> None:
             raise ConfigError(
                 "E-LAYER-COUNTS",
                 f"model.{key} = {chosen[key]!r} has {found:,} parameters where it declares {declared:,}",
-                rule="a layer has the parameters that it declares where it is registered: the planner counts on it",
+                rule="a layer has exactly the parameters that its part declares, because the planner counts those",
                 fix="correct the numbers of the plug-in's part (plugins/layers.py), or its module",
                 key=f"model.{key}",
                 found=found,
