@@ -14,4 +14,4 @@ def z_loss(logits, targets, vocabulary, options):
     return log_z.square(), exponentials * (2 * log_z / total)[:, None]  # d log Z / d logits = softmax
 
 
-LOSS_TERMS.register(LossTermPart(name="z", term=z_loss))
+LOSS_TERMS.register(LossTermPart(name="z", term=z_loss, tensors=2))

@@ -329,4 +329,12 @@ MUTANTS: list[Mutant] = [
         after="gather_from(parts.token_readers[:1], own)",
         tests=("tests/dist/test_layers.py::test_the_logged_mean_of_a_term_is_that_of_all_tokens[zero 3]",),
     ),
+    Mutant(
+        name="term-memory",
+        what="the tensors of loss terms are not counted",
+        file="theory/memory.py",
+        before="    if position.term_tensors:",
+        after="    if position.term_tensors < 0:",
+        tests=(f"{_COSTS}::test_a_loss_term_adds_its_tensors_to_a_chunk",),
+    ),
 ]

@@ -33,9 +33,11 @@ class LossTermPart(Part):
       logits: [M, V], float32 (float64 in a float64 run), softcapped, those of `vocabulary`; they must not change.
       targets: [M], ids in the whole vocabulary. values: [M], the same on all ranks. slope: [M, V], the derivative of
       each token's value with respect to its logits here.
+    tensors: the number of tensors of the shape and dtype of the logits that exist at a time in a call, for the planner.
     """
 
     term: Reference
+    tensors: int = 3
 
 
 @dataclass(frozen=True, kw_only=True)

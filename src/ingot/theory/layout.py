@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ingot.errors import ConfigError
 from ingot.plugins.callback import CALLBACKS
+from ingot.plugins.loss import LOSS_TERMS
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import V_SHAPED, Parallel
@@ -138,7 +139,8 @@ class Position:
 
     parallel: settings with every "auto" decided. accumulation: micro-batches per step. rank: index on the axis pp.
     software: the training system that executes the run. optimizer: the registered one, by name.
-    callback_tensors: the number of tensors that callbacks keep per parameter.
+    callback_tensors: the number of tensors that callbacks keep per parameter. term_tensors: the number of tensors of
+    the logits' shape that loss terms add to a chunk of the loss.
     """
 
     arch: Arch
@@ -150,6 +152,7 @@ class Position:
     software: Software = INGOT
     optimizer: str = "adamw"
     callback_tensors: int = 0
+    term_tensors: int = 0
 
     @property
     def parameters(self) -> int:
@@ -265,6 +268,7 @@ def positions(run: RunConfig, software: Software = INGOT) -> tuple[Position, ...
             software=software,
             optimizer=run.optim.kind,
             callback_tensors=callback_tensors(run),
+            term_tensors=max((LOSS_TERMS[name].tensors for name in run.loss), default=0),
         )
         for rank in range(parallel.pp)
     )

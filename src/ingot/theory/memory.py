@@ -185,7 +185,8 @@ def logits(position: Position, device: str = "cpu") -> Term:
 
     The parts are the hidden states that the loss reads, the head's gradient summed in float32, and the larger of two
     peaks: a chunk of logits (two float32 tensors, one in compute precision, or two with tensor parallelism) with the
-    gradient of the previous chunk; or a chunk's gradient with its contribution to the head's gradient.
+    gradient of the previous chunk, or with the tensors of a loss term; or a chunk's gradient with its contribution to
+    the head's gradient.
     """
     if not any(stage.last for stage in position.stages):
         return Term(0.0, "the last stage is on another rank")
@@ -200,6 +201,8 @@ def logits(position: Position, device: str = "cpu") -> Term:
     rest = tokens % chunk or chunk
     before = chunk if tokens > chunk else 0
     alive = max(chunk * each + (chunk * e if before and tokens >= 2 * chunk else 0), rest * each + before * e)
+    if position.term_tensors:  # beside logits, slope and, under a cap, capped logits; the previous gradient is gone
+        alive = max(alive, chunk * wide * (2 + (position.arch.logit_softcap > 0) + position.term_tensors))
     larger = max(alive * vocabulary, chunk * vocabulary * e + head * e)
     value = larger + head * wide + tokens * width * e
     formula = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} ids: {larger:,.0f} B, head gradient {head:,} x {wide} B"

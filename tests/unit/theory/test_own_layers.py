@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode  # noqa: E402
 
 from ingot.cli.main import main  # noqa: E402
 from ingot.plugins.registry import MAIN, Registry  # noqa: E402
+from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.theory.params import count_parameters, parameters_by_part  # noqa: E402
 from ingot.theory.work import _block_flops, block_attention_flops  # noqa: E402
 from ingot.trainer.model.transformer import Transformer  # noqa: E402
@@ -132,3 +133,39 @@ def test_a_dry_run_agrees_with_every_figure(process, tmp_path, capsys, recompute
     assert found["over_bill"] == []
     traced = max(moment["bytes"] for moment in found["ranks"][0]["moments"].values())
     assert found["planner_bytes"][0] == pytest.approx(traced, rel=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_a_dry_run_agrees_with_the_memory_of_a_loss_term(process, tmp_path, capsys, softcap):
+    text = RUN.partition("[parallel]")[0].replace("vocab_size = 512", f"vocab_size = 2048\nlogit_softcap = {softcap}")
+    text = text.replace("seq_len = 64", "seq_len = 1024").replace(
+        "micro_batch = 1", 'micro_batch = 1\nprecision = "fp32"'
+    )
+    text += '[loss.z]\nweight = 0.1\n[plugins]\nmodules = ["z_loss"]\n'
+    (tmp_path / "run.toml").write_text(text + f'folder = "{ROOT / "examples" / "extend"}"\n')
+    main(["check", str(tmp_path / "run.toml"), "--simulate", "--json"])
+    found = json.loads(capsys.readouterr().out)["simulated"]
+    phase = found["ranks"][0]["moments"]["steady step"]
+    assert phase["place"] == "forward readout"
+    assert found["planner_bytes"][0] == pytest.approx(phase["bytes"], rel=0.01)
+
+
+def test_a_loss_term_adds_its_tensors_to_a_chunk(process):
+    from ingot.plugins.loss import LOSS_TERMS, LossTermPart
+    from ingot.theory.layout import positions
+    from ingot.theory.memory import chunk_tokens, logits
+
+    for name, tensors in (("small", 1), ("large", 5)):
+        LOSS_TERMS.register(LossTermPart(name=name, term="none:none", tensors=tensors))
+    arch = replace(TINY, vocab_size=2048)
+    train = Train(steps=1, seq_len=1024, global_batch=1, micro_batch=1, precision="fp32")
+    run = RunConfig(name="x", model=arch, data=Data(tokens=""), train=train)
+
+    def peak(*names):
+        (position,) = positions(replace(run, loss={name: {"weight": 1.0} for name in names}))
+        return logits(position).value
+
+    tensor = chunk_tokens(2048, "cpu") * 2048 * 4
+    assert peak("small") == peak(), "the loss itself needs as much"
+    assert peak("small", "large") == peak("large") == peak() + 4 * tensor
