@@ -174,10 +174,15 @@ def test_experts_beside_a_wrong_block_are_checked_too():
             AttentionPart(name="odd", make=extra_gate, matrices=lambda arch, options: [(4, arch.d_model)]),
             "blocks.0.attention.gate.weight",
         ),
+        (
+            "block",  # it declares three norms, and calls one of them by another name
+            BlockPart(name="odd", make=SecondNorm, norms=("attention_norm", "mlp_norm", "third")),
+            "blocks.0.last_norm.weight",
+        ),
     ],
 )
 def test_a_parameter_without_a_role_is_named(key, part, parameter):
-    {"feed_forward": FEED_FORWARDS, "norm": NORMS, "attention": ATTENTIONS}[key].register(part)
+    {"feed_forward": FEED_FORWARDS, "norm": NORMS, "attention": ATTENTIONS, "block": BLOCKS}[key].register(part)
     arch = replace(ARCH, **{key: "odd"})
     with refused("E-LAYER-SHARDING", parameter=parameter):
         cut_tensors(Transformer(arch), sharding_of(arch), None)
