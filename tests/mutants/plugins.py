@@ -100,8 +100,8 @@ MUTANTS: list[Mutant] = [
         name="veto-of-matrices",
         what="the momentum of whole matrices changes in a vetoed step",
         file="trainer/optim/matrices.py",
-        before="keep(own[kind], tensor, self.found_inf)",
-        after="keep(own[kind], tensor, None)",
+        before="keep_state(name, own, new_state, self.found_inf)",
+        after="keep_state(name, own, new_state, None)",
         tests=(f"{_MATRICES}::test_a_vetoed_step_leaves_values_and_state[zero 1]",),
     ),
     Mutant(
@@ -173,8 +173,8 @@ MUTANTS: list[Mutant] = [
         name="lost-ranks-blamed",
         what="a callback that waits for a lost rank is blamed, and the run is not restarted",
         file="trainer/blame.py",
-        before="if is_about_a_peer(str(error)):",
-        after="if is_about_a_peer(type(error).__name__):",
+        before="if is_about_a_peer(str(error)) or _DEVICE",
+        after="if is_about_a_peer(type(error).__name__) or _DEVICE",
         tests=(f"{_GUARDS}::test_a_lost_rank_is_not_blamed_on_the_callback_that_waited_for_it",),
     ),
     Mutant(
