@@ -33,8 +33,8 @@ class BestLoss(StepCallback):
         return Verdict.STOP if 0 < self.options.patience <= waited else Verdict.CONTINUE
 
     def record(self):
-        if self.steps:  # JSON has no infinity
-            return {"sum": self.sum, "steps": self.steps, "lowest": self.lowest, "lowest_step": self.lowest_step}
+        own = {"sum": self.sum, "steps": self.steps, "lowest": self.lowest, "lowest_step": self.lowest_step}
+        return own if self.steps else None  # JSON has no infinity
 
     def restore(self, record):
         self.sum, self.steps = record["sum"], record["steps"]

@@ -18,7 +18,7 @@ from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
-from ingot.plugins.registry import Registry
+from ingot.plugins.registry import MAIN, Registry
 from ingot.value_names import close
 
 GROUP = "ingot.plugins"
@@ -123,6 +123,8 @@ def _file_of(module: str, name: str, folder: Path, there: Collection[str]) -> Pa
     old = _loaded.get(module)
     if old is not None and old.folder != folder and _is_beside(old.file, module, old.folder):
         _forget(module, old.name)  # a file of the same name beside another run file
+    if module == MAIN:
+        return None
     try:
         with _imported_by(name, module, there):
             spec = importlib.util.find_spec(module)

@@ -119,5 +119,7 @@ def _chosen(
         yield from options_problems(registry[name], options, table)
         return
     modules = ", ".join(run.plugins.modules)
-    where = f"the plug-ins {modules} register no other" if modules else "a plug-in's part needs [plugins] modules"
+    where = (
+        f"no plug-in of this file ({modules}) registers it" if modules else "a plug-in's part needs [plugins] modules"
+    )
     yield key, f"{registry.unknown(name)}; {where}"

@@ -28,7 +28,7 @@ def optimizer_rules(optim: Optim) -> RuleOf:
             raise ConfigError(
                 "E-OPTIMIZER-RULE",
                 f"optimizer {part.name!r}: the rule of {name} {found}",
-                rule="an optimizer's rules are what it declares where it is registered: the planner counts on it",
+                rule="an optimizer's rules keep exactly what its part declares, because the planner counts that",
                 fix="correct the plug-in: `moments` and `whole_matrices` of its OptimizerPart, or its rules",
                 optimizer=part.name,
                 parameter=name,
@@ -47,7 +47,8 @@ def _undeclared(part: OptimizerPart, rule: object, name: str, shape: tuple[int, 
     if isinstance(rule, MatrixRule) and len(shape) != 2:
         return f"looks at whole matrices, but the parameter has {len(shape)} dims"
     if len(rule.state) != part.moments(name, len(shape)):
-        return f"keeps {len(rule.state)} tensors, but {part.moments(name, len(shape))} were declared"
+        kept, declared = len(rule.state), part.moments(name, len(shape))
+        return f"keeps {kept} tensor{'s' if kept != 1 else ''}, but declares {declared}"
     return ""
 
 
