@@ -322,4 +322,5 @@ def _dry_run_facts(found: "DryRun") -> dict:
         "planner_bytes": found.bills,
         "over_bill": [trace.rank for trace in found.over_bill],
         "useful_flops": found.useful,
+        "declared": list(found.declared),
     }

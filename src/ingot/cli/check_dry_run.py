@@ -114,6 +114,13 @@ def _show_over_bill(found: "DryRun", terminal: Terminal) -> None:
         f"More memory than planned: {worst.name} peaks at {format_bytes(peak)} ({phase}), the planner bills"
         f" {format_bytes(bill)}: {peak / bill - 1:.0%} above it{more}."
     )
+    _blame_declared(found, terminal)
+
+
+def _blame_declared(found: "DryRun", terminal: Terminal) -> None:
+    """Name the parts of plug-ins, if there are any: the formulas rest on what they declare."""
+    if found.declared:
+        terminal.say(f"The formulas rest on what plug-ins declare: {'; '.join(found.declared)}. Compare their costs.")
 
 
 def _outermost(axis: str, found: "DryRun") -> tuple[bool, int, int]:
@@ -155,6 +162,8 @@ def _verdicts(found: "DryRun", terminal: Terminal) -> None:
         terminal.say(
             f"{names[c.rank]}: {c.what}: traced {c.traced:.4g}, by formula {c.formula:.4g} ({c.deviation:.1%})"
         )
+    if wrong:
+        _blame_declared(found, terminal)
     _other_loads(found, names, terminal)
     if not wrong:
         worst = max((c.deviation for c in found.compared if not c.other_loads), default=0.0)

@@ -136,6 +136,17 @@ def test_a_dry_run_agrees_with_every_figure(process, tmp_path, capsys, recompute
 
 
 @pytest.mark.slow
+def test_a_layer_that_declares_too_little_is_named(process, tmp_path, capsys):
+    example = (ROOT / "examples" / "extend" / "squared_relu.py").read_text()
+    (tmp_path / "frugal.py").write_text(example.replace("saved=2", "saved=0").replace("squared_relu", "frugal"))
+    text = RUN.replace("[data]", 'feed_forward = "frugal"\n[data]').partition("[plugins]")[0]
+    (tmp_path / "run.toml").write_text(text + '[plugins]\nmodules = ["frugal"]\n')
+    main(["check", str(tmp_path / "run.toml"), "--simulate"])
+    shown = capsys.readouterr().out
+    assert "More memory than planned" in shown and "model.feed_forward 'frugal' of frugal" in shown
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("softcap", [0.0, 30.0])
 def test_a_dry_run_agrees_with_the_memory_of_a_loss_term(process, tmp_path, capsys, softcap):
     text = RUN.partition("[parallel]")[0].replace("vocab_size = 512", f"vocab_size = 2048\nlogit_softcap = {softcap}")

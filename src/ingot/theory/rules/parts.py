@@ -34,6 +34,17 @@ def with_known_parts(run: RunConfig) -> RunConfig:
     return replace(run, model=model, optim=optim, schedule=schedule, callbacks=callbacks, loss=loss)
 
 
+def parts_of_plugins(run: RunConfig) -> Iterator[str]:
+    """Yield, as text, the parts of plug-ins that a run chooses and that declare costs."""
+    chosen = [("optim.kind", OPTIMIZERS, run.optim.kind)]
+    chosen += [(f"model.{key}", registry, getattr(run.model, key)) for key, registry in LAYERS.items()]
+    chosen += [(f"callbacks.{name}", CALLBACKS, name) for name in run.callbacks]
+    chosen += [(f"loss.{name}", LOSS_TERMS, name) for name in run.loss]
+    for key, registry, name in chosen:
+        if registry.module_of(name) != INGOT:
+            yield f"{key} {name!r} of {registry.module_of(name)}"
+
+
 def part_rules(run: RunConfig) -> Problems:
     """Yield (dotted key of the run file, problem and fix) for every chosen part that is unknown or has wrong settings.
 
