@@ -7,9 +7,10 @@ from urllib.parse import quote
 
 import xxhash
 
-from ingot.data.build.corpus import json_line, jsonl_writer, write_manifest
+from ingot.data.build.corpus import MANIFEST, json_line, jsonl_writer, load_corpus, write_manifest
 from ingot.data.build.shards import build_shards
 from ingot.data.tasks.run import Runner
+from ingot.errors import IngotError, UsageError
 from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
 from ingot.schema.tokens import TokenManifest
 from ingot.storage import exclusive, sha256_bytes, sha256_file
@@ -17,6 +18,7 @@ from ingot.tokenizer.encoder import load_encoder
 from ingot.units import parse_bytes
 
 _PART_CHARACTERS = 64 << 20  # of the texts of one corpus file, which one task tokenizes
+_CONFIG = sha256_bytes(b"texts without filters")  # of every corpus that this module writes, and of no build
 
 
 def tokenize_to_shards(
@@ -41,8 +43,9 @@ def tokenize_to_shards(
     shard_size: the largest size of a shard. seed: of the shuffle. runner: where tasks run (default: this process).
 
     The same texts give the same shards. Finished tokens in `out` are kept if the texts and settings are the same.
-    Raises ConfigError if they are not, or if the tokenizer has no end-of-text token; DataError for a source with fewer
-    than two documents; ResourceError if the disk is too small; RunBusyError if another process writes `out`.
+    Raises ConfigError if they are not, or if the tokenizer has no end-of-text token; UsageError if `out/corpus` exists
+    and is not of this function; DataError for a source with fewer than two documents; ResourceError if the disk is too
+    small; RunBusyError if another process writes `out`.
 
         train, heldout = ingot.tokenize_to_shards(texts, "tokenizer.json", "data")
         ingot.TokenDataset("data", seq_len=1024, global_batch=8)
@@ -51,8 +54,10 @@ def tokenize_to_shards(
     encoder = load_encoder(Path(tokenizer), eot=eot)
     out.mkdir(parents=True, exist_ok=True)
     with exclusive(out, f"writing texts into {out}"):
-        fresh, corpus = out / ".corpus", out / "corpus"
-        shutil.rmtree(fresh, ignore_errors=True)
+        fresh, replaced, corpus = out / ".corpus", out / ".corpus.replaced", out / "corpus"
+        _require_own(corpus)
+        for unfinished in (fresh, replaced):
+            shutil.rmtree(unfinished, ignore_errors=True)
         _write_corpus(texts if isinstance(texts, Mapping) else {"text": texts}, fresh)
         manifests = build_shards(
             fresh,
@@ -66,9 +71,31 @@ def tokenize_to_shards(
             progress=progress,
         )
         # Only now: tokens of other texts are refused above, and keep their corpus.
-        shutil.rmtree(corpus, ignore_errors=True)
+        # Renamed before it is removed: half of a corpus, after a kill, would be taken for a folder of the user.
+        if corpus.exists():
+            corpus.rename(replaced)
         fresh.rename(corpus)
+        shutil.rmtree(replaced, ignore_errors=True)
     return manifests
+
+
+def _require_own(corpus: Path) -> None:
+    """Raise UsageError if `corpus` exists and was not written by this module: it would be replaced."""
+    if (corpus.exists() or corpus.is_symlink()) and not _is_own(corpus):
+        raise UsageError(
+            "E-TEXTS-FOLDER",
+            f"{corpus} exists and was not written by tokenize_to_shards",
+            rule=f"only a corpus of tokenize_to_shards is replaced, which its {MANIFEST} identifies",
+            fix="choose another folder: tokenize_to_shards(texts, tokenizer, OUT)",
+            path=str(corpus),
+        )
+
+
+def _is_own(corpus: Path) -> bool:
+    try:
+        return not corpus.is_symlink() and load_corpus(corpus).config_sha256 == _CONFIG
+    except IngotError:
+        return False
 
 
 def _write_corpus(sources: Mapping[str, Iterable[str]], folder: Path) -> None:
@@ -77,7 +104,7 @@ def _write_corpus(sources: Mapping[str, Iterable[str]], folder: Path) -> None:
     manifest = CorpusManifest(
         inputs={part.name: part.sha256 for part in parts},
         sources={part.name: part.source for part in parts},
-        config_sha256=sha256_bytes(b"texts without filters"),
+        config_sha256=_CONFIG,
         parts=tuple(parts),
         funnel=(),
     )

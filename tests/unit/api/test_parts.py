@@ -2,6 +2,7 @@
 
 import gzip
 import random
+import shutil
 
 import pytest
 from tests.expect import refused
@@ -128,6 +129,31 @@ def test_texts_become_the_shards_that_training_reads(golden, tmp_path, command):
     assert ingot.Corpus(tmp_path / "own").sources == {"a": 30, "b/c": 10}, "a refused call changes nothing"
     with refused("E-SOURCE-SMALL"):
         ingot.tokenize_to_shards(["only one"], tokenizer, tmp_path / "one")
+
+
+@pytest.mark.parametrize("kind", ["files", "another corpus", "damaged", "link"])
+def test_a_corpus_folder_of_the_user_is_not_replaced(golden, tmp_path, kind):
+    corpus = tmp_path / "out" / "corpus"
+    tokenizer = golden / "data" / "tokens" / "tokenizer.json"
+    if kind == "link":
+        ingot.tokenize_to_shards([english(n) for n in range(4)], tokenizer, tmp_path / "own")
+        corpus.parent.mkdir()
+        corpus.symlink_to(tmp_path / "own" / "corpus")
+    elif kind == "another corpus":
+        shutil.copytree(golden / "data" / "corpus", corpus)
+    else:
+        corpus.mkdir(parents=True)
+        (corpus / ("notes.txt" if kind == "files" else "corpus.json")).write_text("mine")
+    before = {path: path.read_bytes() for path in corpus.iterdir()}
+
+    def texts():
+        pytest.fail("no text is read before the refusal")
+        yield ""
+
+    with refused("E-TEXTS-FOLDER", path=str(corpus)):
+        ingot.tokenize_to_shards(texts(), tokenizer, tmp_path / "out")
+    assert {path: path.read_bytes() for path in corpus.iterdir()} == before
+    assert [path.name for path in corpus.parent.iterdir()] == ["corpus"]
 
 
 def test_memory_per_gpu(golden):
