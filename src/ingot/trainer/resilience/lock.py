@@ -1,6 +1,7 @@
 """The lock of a run folder: two runs in one folder would overwrite each other's checkpoints.
 
-The kernel holds the lock (flock) and releases it however its owner ends; a crash leaves nothing to clean up.
+The kernel holds the lock (flock) and releases it however its owner ends; a crash leaves nothing to clean up. A forked
+child would share the lock and keep it when its parent is gone, so every child closes its copy of the descriptor.
 """
 
 import fcntl
@@ -13,10 +14,13 @@ from pathlib import Path
 from ingot.errors import ResourceError, RunBusyError
 from ingot.units import format_seconds
 
+_open: "set[RunLock]" = set()  # the locks of this process
+
 
 class RunLock:
     """The lock of a run folder, held from construction until `release`, or the end of a with block or of the process.
 
+    A forked child does not hold it: there `release` has no effect.
     Raises RunBusyError with host, process id and age of the owner if another process holds the lock.
     """
 
@@ -32,11 +36,12 @@ class RunLock:
                 fix="make the run folder writable, or train into another folder (--out DIR)",
                 path=str(path),
             ) from None
+        _open.add(self)
         try:
             fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             owner = _describe(os.pread(self._fd, 4096, 0))
-            os.close(self._fd)
+            self._close()
             raise RunBusyError(
                 "E-RUN-BUSY",
                 f"{path.parent} is in use by {owner}",
@@ -53,14 +58,28 @@ class RunLock:
         """Release the lock; a second call has no effect."""
         if self._fd >= 0:
             os.ftruncate(self._fd, 0)
-            os.close(self._fd)
-            self._fd = -1
+            fcntl.flock(self._fd, fcntl.LOCK_UN)  # to close is not enough while a copy of the descriptor is open
+            self._close()
+
+    def _close(self) -> None:
+        os.close(self._fd)
+        self._fd = -1
+        _open.discard(self)
 
     def __enter__(self) -> "RunLock":
         return self
 
     def __exit__(self, *_) -> None:
         self.release()
+
+
+def _close_in_child() -> None:
+    """Close the descriptors that a forked child has from its parent. The parent keeps its locks."""
+    for lock in list(_open):
+        lock._close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)
 
 
 def is_locked(path: Path) -> bool:

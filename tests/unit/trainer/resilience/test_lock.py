@@ -51,6 +51,42 @@ def test_children_do_not_inherit_the_lock(tmp_path):
         child.wait()
 
 
+def test_a_copy_of_the_descriptor_does_not_keep_a_released_lock(tmp_path):
+    lock = RunLock(tmp_path / "lock")
+    copy = os.dup(lock._fd)  # as in a child that was forked by C code
+    try:
+        lock.release()
+        assert not is_locked(tmp_path / "lock")
+    finally:
+        os.close(copy)
+
+
+def test_a_forked_child_does_not_hold_the_lock_of_its_parent(tmp_path):
+    path = tmp_path / "lock"
+    read, write = os.pipe()
+    owner = os.fork()
+    if owner == 0:
+        lock = RunLock(path)
+        child = os.fork()
+        if child == 0:
+            lock.release()  # has no effect: the lock is that of the parent
+            os.write(write, f"{int(is_locked(path))} {os.getpid()}".encode())
+            time.sleep(60)
+        time.sleep(60)
+        os._exit(0)
+    held, orphan = map(int, os.read(read, 100).split())
+    try:
+        assert held and is_locked(path) and json.loads(path.read_text())["pid"] == owner
+        os.kill(owner, signal.SIGKILL)
+        os.waitpid(owner, 0)
+        os.kill(orphan, 0)
+        assert not is_locked(path)
+    finally:
+        os.kill(orphan, signal.SIGKILL)
+        os.close(read)
+        os.close(write)
+
+
 @pytest.mark.parametrize("content", [b"", b"\xff\xff", b"[]", b"{}", b'{"host": 1, "pid": 2, "started": "x"}'])
 def test_an_owner_that_cannot_be_read_is_still_an_owner(tmp_path, content):
     path = tmp_path / "lock"
