@@ -12,7 +12,7 @@ A table is checked as strictly as every other section, against the dataclass tha
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from ingot.plugins.extractor import EXTRACTORS
 from ingot.plugins.filters import FILTERS
 from ingot.plugins.mixture import MIXTURES
 from ingot.plugins.pii import PII_KINDS
-from ingot.plugins.registry import INGOT, Reference, Registry, resolve
+from ingot.plugins.registry import INGOT, MAIN, Reference, Registry, resolve
 from ingot.plugins.source import FORMATS
 from ingot.storage import sha256_file
 from ingot.value_names import close
@@ -116,17 +116,55 @@ def files_of_filters(tables: Mapping[str, Table]) -> dict[str, str]:
     return found
 
 
+def _used(recipe: Any, format: str) -> list[tuple[str, str]]:
+    """Return (kind, name) of the parts that can change the documents of an input of this format."""
+    used = [("format", format), ("extractor", recipe.extract.method)]
+    used += [("filter", name) for name, table in recipe.filter.items() if is_on(table)]
+    return used + [("pii_kind", name) for name in recipe.pii.kinds if recipe.pii.enabled]
+
+
+def check_modules(recipe: Any, format: str, modules: Collection[str]) -> None:
+    """Check that ingot or a plug-in of the recipe registered each part that an input of this format uses.
+
+    Other processes import only the plug-ins of the recipe, and only their code is in the identity of a corpus.
+    modules: the plug-ins of the recipe. Raises ConfigError.
+    """
+    for kind, name in _used(recipe, format):
+        if name in KINDS[kind]:
+            module = KINDS[kind].module_of(name)
+            if module in modules or (module == INGOT and kind != "filter"):
+                continue
+            by = "the program itself" if module == MAIN else module
+            found = f"{KINDS[kind].kind} {name!r} is registered by {by}"
+            fix = (
+                "put the part into a module of its own, and name it in [plugins] modules"
+                if module == MAIN
+                else f"switch it in its own section, and remove [filter.{name}]"
+                if module == INGOT
+                else f"add {module!r} to [plugins] modules"
+            )
+        elif kind == "format" and not name:  # the first bytes of the input decide, for formats of ingot only
+            continue
+        else:
+            found, fix = KINDS[kind].unknown(name), "correct the name, or add its plug-in to [plugins] modules"
+        raise ConfigError(
+            "E-DATA-PLUGIN-MODULE",
+            found,
+            rule="a part that a build uses is registered by a plug-in of [plugins] modules: every process imports them",
+            fix=fix,
+            kind=kind,
+            name=name,
+        )
+
+
 def code_of_parts(recipe: Any, format: str, code: Mapping[str, str]) -> dict[str, str]:
     """Return module -> identity of the code that can change the documents of an input.
 
     recipe: the DataRecipe for the input's source. format: the format of the input. code: module -> identity, of all
     plug-ins of the recipe.
     """
-    used = [("format", format), ("extractor", recipe.extract.method)]
-    used += [("filter", name) for name, table in recipe.filter.items() if is_on(table)]
-    used += [("pii_kind", name) for name in recipe.pii.kinds if recipe.pii.enabled]
     found = {}
-    for kind, name in used:
+    for kind, name in _used(recipe, format):
         if (module := module_of(kind, name)) in code:
             found[module] = code[module]
     method = EXTRACTORS[recipe.extract.method]

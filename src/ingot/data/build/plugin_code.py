@@ -11,7 +11,7 @@ from typing import Any
 from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.own_filters import make_extract, make_pii
 from ingot.data.build.recipe import DataRecipe, recipe_of, recipe_values
-from ingot.data.parts import code_of_parts, is_on, module_of, settings_of
+from ingot.data.parts import check_modules, code_of_parts, is_on, module_of, settings_of
 from ingot.data.sources.input import Input, format_by_input
 from ingot.plugins.filters import FILTERS
 from ingot.plugins.load import load_plugins
@@ -63,11 +63,13 @@ def import_plugins(recipe: DataRecipe) -> DataRecipe:
 
 
 def check_parts(recipe: DataRecipe, inputs: Sequence[Input]) -> None:
-    """Create the parts of plug-ins that the inputs need, before a build begins. Raises ConfigError."""
-    if not recipe.plugins.modules:
-        return
+    """Create the parts of plug-ins that the inputs need, before a build begins.
+
+    Raises ConfigError, also for a part that no plug-in of the recipe registered.
+    """
     for source, format in sorted({(one.source, format_by_input(one)) for one in inputs}):
         own = recipe_of(recipe, source)
+        check_modules(own, format, recipe.plugins.modules)
         if module_of("format", format) != INGOT:
             resolve(FORMATS[format].read)
             settings_of("format", format, own.format.get(format))

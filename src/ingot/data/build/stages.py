@@ -15,6 +15,7 @@ from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.recipe import DataRecipe, recipe_of
 from ingot.data.lineage.purge.history import Purged, PurgedList
 from ingot.data.parts import is_on
+from ingot.errors import ConfigError
 from ingot.plugins.filters import FILTERS, DocumentStage, Filter
 from ingot.plugins.registry import resolve
 from ingot.schema.corpus import Drop, FunnelStage
@@ -109,10 +110,21 @@ STAGES: tuple[PerCorpus | PerDocument, ...] = (
 def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
     """Return STAGES with the filters of plug-ins that the recipe switches on, for all sources or for some.
 
-    Filters with the same place run in the order in which they are registered.
+    Filters with the same place run in the order in which they are registered. Raises ConfigError for a filter that is
+    not registered: a process that did not import its plug-in must not build a corpus without it.
     """
     tables = [recipe.filter, *(recipe_of(recipe, source).filter for source in recipe.source)]
     named = {name for table in tables for name in table}
+    for name in sorted({name for table in tables for name in table if is_on(table[name])}):
+        if name not in FILTERS:
+            raise ConfigError(
+                "E-DATA-PLUGIN-MODULE",
+                FILTERS.unknown(name),
+                rule="a filter that a recipe switches on is registered by a plug-in of [plugins] modules",
+                fix="correct the name, or add its plug-in to [plugins] modules",
+                kind="filter",
+                name=name,
+            )
     rows: list[PerCorpus | PerDocument] = list(STAGES)
     last: dict[str, str] = {}  # stage -> the last filter so far that follows it
     for part in (entry.part for entry in FILTERS.entries() if entry.part.name in named):
