@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ingot.config import to_dict
+from ingot.data.build.plugin_code import import_plugins
 from ingot.data.build.prepare import Prepared, prepare
 from ingot.data.build.recipe import DataRecipe, load_recipe
 from ingot.data.sources.input import Input, expand
@@ -59,6 +60,7 @@ def build_data(
     """
     if not isinstance(recipe, DataRecipe):
         recipe = load_recipe(Path(recipe) if recipe else None, overrides, preset)
+    recipe = import_plugins(recipe)  # before inputs are found: their formats can be those of plug-ins
     prepared = prepare(
         _found(inputs, Path(out), recipe),
         Path(out),
