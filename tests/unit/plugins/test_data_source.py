@@ -1,12 +1,15 @@
 """Formats of plug-ins: how files are recognized, and what happens when a reader is wrong."""
 
+import dataclasses
 import sqlite3
 
 import pytest
 from tests.expect import named, refused
 from tests.unit.plugins.data_plugins import EXAMPLES, plugins  # noqa: F401
 
+from ingot.data.build.corpus_build import build_corpus
 from ingot.data.build.plugin_code import check_parts
+from ingot.data.filters.quality import PRESETS
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.input import BadInput, Input, expand, read
 from ingot.data.sources.sniff import format_by_name
@@ -91,13 +94,47 @@ def test_a_wrong_record_ends_the_build(plugins, tmp_path, body):  # noqa: F811
         list(pairs_of(plugins, tmp_path, body))
 
 
-@pytest.mark.parametrize("error", ["1 / 0", "raise OSError('no')", "open('/nowhere')"])
+DAMAGED = "raise __import__('gzip').BadGzipFile('no gzip')"
+
+
+@pytest.mark.parametrize("error", ["1 / 0", "raise EOFError", DAMAGED])
 def test_a_reader_that_raises_leaves_out_the_rest_of_its_input(plugins, tmp_path, error):  # noqa: F811
     pairs = pairs_of(plugins, tmp_path, f"yield good, None; {error}")
     assert next(pairs)[0].raw == b"a text"
     with pytest.raises(BadInput) as caught:
         next(pairs)
     assert named([caught.value.found], "a.odd", "plug-in odd_reader") and "odd_reader.py:" in caught.value.found
+
+
+@pytest.mark.parametrize("error", ["raise OSError(5, 'no disk')", "open('/nowhere')", "raise ConnectionError"])
+def test_an_error_of_the_disk_or_network_ends_the_build(plugins, tmp_path, error):  # noqa: F811
+    pairs = pairs_of(plugins, tmp_path, f"yield good, None; {error}")
+    assert next(pairs)[0].raw == b"a text"
+    with refused("E-INPUT-READ-FAILED", path=str(tmp_path / "a.odd")) as caught:
+        next(pairs)
+    assert not isinstance(caught.value, BadInput)  # which would leave out the rest of the input
+
+
+def test_an_input_whose_disk_failed_is_read_whole_by_the_next_build(plugins, tmp_path):  # noqa: F811
+    body = f"""
+        from pathlib import Path
+        mark = Path({str(tmp_path / "mark")!r})
+        for number in range(3):
+            text = (f"The pages of book {{number}} are about a river and of towns. " * 9).encode()
+            yield Document(document_id(name, str(number), ""), "", source, name, str(number), raw=text,
+                           content_type="text/plain"), None
+            if not mark.exists():
+                mark.touch()
+                raise OSError(5, "no disk")
+    """
+    plugins.write("odd_reader", reader(body))
+    recipe = plugins.recipe("[language]\nenabled = false", "odd_reader")
+    recipe = dataclasses.replace(recipe, quality=PRESETS["none"])
+    (tmp_path / "a.odd").write_bytes(b"x")
+    one = Input(location=str(tmp_path / "a.odd"))
+    with refused("E-INPUT-READ-FAILED"):
+        build_corpus([one], tmp_path / "corpus", recipe)
+    assert build_corpus([one], tmp_path / "corpus", recipe).funnel[0].documents_in == 3
 
 
 def test_a_setting_that_is_missing_is_reported_before_the_build(plugins, tmp_path):  # noqa: F811

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Iterator
+from gzip import BadGzipFile
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ def read_checked(
 ) -> Iterator[tuple[Document, Drop | None]]:
     """Yield the pairs (document, drop or None) of a format of a plug-in. Documents over the limit are dropped.
 
-    Raises ConfigError for a record of the wrong type, DataError for a file that the reader cannot read.
+    Raises ConfigError for a record of the wrong type, DataError for a file that the reader cannot read; an OSError of
+    the reader ends the build, so that the same command tries the input again.
     """
     part, number = in_words("format", kind), 0
     records = iter(_opened(part, kind, path, name, source, limits, table))
@@ -64,6 +66,8 @@ def _unreadable(part: str, name: str, error: Exception) -> Exception:
     """Return the error to raise for what a reader raised."""
     if isinstance(error, MemoryError) or is_broken_contract(error):
         return error
+    if isinstance(error, OSError) and not isinstance(error, BadGzipFile):
+        return error  # ends the build, as for a format of ingot: the same command may find the disk or network working
     fix = error.fix if isinstance(error, IngotError) else "correct the plug-in, or leave this input out"
     found = f"{part} cannot read {name}: {failure(error)}"
     rule = "the records before the error are kept; the rest of the input is left out"
