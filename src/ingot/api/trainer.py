@@ -25,7 +25,9 @@ class Trainer:
     either continues the other's run. Everything that protects a run is in the methods: the lock of the folder, settings
     that need consent, the ledger of samples, the policy's veto and verdict, stop requests, verified checkpoints. A part
     of a step that the loop left out raises RunFailed at the next batch. To leave the loop with `break` saves the last
-    completed step, and an exception saves nothing; both times the same program continues.
+    completed step, and an exception saves nothing; both times the same program continues. A call that raised halfway,
+    like one that ran out of memory, cannot be repeated: gradients would count twice. Every later call raises RunFailed,
+    and nothing more is saved.
 
     One process is one rank: start a program for N ranks with `torchrun --nproc_per_node N`. All methods are collective.
     The first Ctrl-C or SIGTERM makes the loop end after a saved step. Nothing restarts the program.
@@ -72,6 +74,7 @@ class Trainer:
         self._batch: Batch | None = None  # the batch of the step that is not complete
         self._loss: Any = None
         self._backwards = 0
+        self._broken = ""  # the method that raised halfway through a step
 
     def __enter__(self) -> "Trainer":
         require("torch", "train")
@@ -89,7 +92,7 @@ class Trainer:
             stack.__exit__(kind, error, trace)
             return
         with stack:
-            if self._loop is not None and not self._ended:
+            if self._loop is not None and not self._ended and not self._broken:
                 self._loop.stop()
                 self._loop.end()
 
@@ -109,6 +112,7 @@ class Trainer:
         is not complete.
         """
         self._opened()
+        self._require_whole()
         while self._loop is not None and not self._ended:
             batch = self._loop.next_batch()
             if batch is None:
@@ -117,6 +121,7 @@ class Trainer:
                 return
             self._batch, self._loss, self._backwards = batch, None, 0
             yield batch
+            self._require_whole()
             self._require(self._batch is None, "optimizer_step() was not called", "update the weights in every step")
             self._require(not self._loop.save_is_due, "save() was not called", "if trainer.should_save: trainer.save()")
             self._loop.finish_step()
@@ -125,13 +130,14 @@ class Trainer:
         """Run forward and backward of all micro-batches in any layout. Returns the mean loss of this rank's tokens, in
         nats, float64; zero on ranks without the last pipeline stage. Does not wait for the device.
 
-        Raises RunFailed unless `batch` is the last one that `batches` gave.
+        Raises RunFailed unless `batch` is the last one that `batches` gave, and after an error that stopped it halfway.
         """
         from ingot.trainer.step import forward_backward
 
         self._require_batch(batch, self._loss is None)
-        self._loss = forward_backward(self.parts, batch)
-        self._backwards = len(batch.inputs)
+        with self._uninterrupted("forward_backward()"):
+            self._loss = forward_backward(self.parts, batch)
+            self._backwards = len(batch.inputs)
         return self._loss
 
     def backward(self, loss: "torch.Tensor") -> None:
@@ -149,13 +155,15 @@ class Trainer:
         from ingot.trainer.step import backward
 
         _ = self.model
+        self._require_whole()
         self._require(self._batch is not None, "there is no batch", "call backward() within the loop over batches()")
         count = self.config.accumulation
         self._require(self._backwards < count, f"more than {count} backwards", "call it once per micro-batch")
-        self._backwards += 1
-        backward(self.parts, loss, last=self._backwards == count)
-        before = torch.zeros((), dtype=torch.float64, device=loss.device) if self._loss is None else self._loss
-        self._loss = before + loss.detach()
+        with self._uninterrupted("backward()"):
+            self._backwards += 1
+            backward(self.parts, loss, last=self._backwards == count)
+            before = torch.zeros((), dtype=torch.float64, device=loss.device) if self._loss is None else self._loss
+            self._loss = before + loss.detach()
 
     def optimizer_step(self, lr: float | None = None) -> None:
         """Reduce and clip the gradients, update unless the policy vetoes it, and decide how to continue.
@@ -167,18 +175,21 @@ class Trainer:
         from ingot.trainer.step import update
 
         batch, loop = self._batch, self._opened_loop()
+        self._require_whole()
         complete = batch is not None and self._backwards == self.config.accumulation
         self._require(complete, "the gradients are not complete", "call forward_backward(batch) once before it")
         assert batch is not None
         lr = loop.learning_rate(batch.step) if lr is None else lr
-        loop.judge(batch, update(self.parts, batch.step, self._loss, lr))
-        self._batch = None
+        with self._uninterrupted("optimizer_step()"):
+            loop.judge(batch, update(self.parts, batch.step, self._loss, lr))
+            self._batch = None
 
     def save(self) -> None:
         """Save and verify a checkpoint of the step that `optimizer_step` completed. Raises RunFailed unless
         `should_save` or `should_log`: only steps that the policy has judged are saved.
         """
         loop = self._opened_loop()
+        self._require_whole()
         judged = self._batch is None and bool(loop.line) and loop.verdict is not Verdict.ROLL_BACK
         self._require(judged or loop.save_is_due, "the step has no log line", "save if should_save or should_log")
         if loop.done > loop.saved:
@@ -265,7 +276,19 @@ class Trainer:
             )
         return self._loop
 
+    @contextlib.contextmanager
+    def _uninterrupted(self, method: str) -> Iterator[None]:
+        """Mark the step as broken if the block raises: its gradients or weights are of a part of it."""
+        self._broken = method
+        yield
+        self._broken = ""
+
+    def _require_whole(self) -> None:
+        fix = "let the error end the loop, then run the program again: it continues from the newest checkpoint"
+        self._require(not self._broken, f"an error stopped {self._broken} halfway", fix)
+
     def _require_batch(self, batch: "Batch", fresh: bool) -> None:
+        self._require_whole()
         self._require(batch is self._batch, "the batch is not that of this step", "pass the batch that batches() gave")
         self._require(fresh and not self._backwards, "its backward has run", "call forward_backward(batch) once a step")
 

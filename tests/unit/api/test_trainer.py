@@ -199,6 +199,54 @@ def test_a_step_that_is_not_complete_is_refused(run_file, tmp_path, forked, name
     assert forked(forget, run_file, tmp_path / "run", PARTS[name])
 
 
+CALLS = {
+    "forward_backward": lambda trainer, batch: trainer.forward_backward(batch),
+    "backward": lambda trainer, batch: [one_backward(trainer, batch) for _ in batch.inputs],
+    "optimizer_step": lambda trainer, batch: [trainer.forward_backward(batch), trainer.optimizer_step()],
+}
+
+
+def fail_at(owner, name, number):
+    """Make call `number` of a method of `owner` run out of memory."""
+    method, calls = getattr(owner, name), []
+
+    def fail_once(*arguments, **options):
+        calls.append(name)
+        if len(calls) == number:
+            raise torch.OutOfMemoryError
+        return method(*arguments, **options)
+
+    setattr(owner, name, fail_once)
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_a_call_that_raised_halfway_cannot_be_repeated(run_file, tmp_path, forked, call):
+    """The second micro-batch of step 3 runs out of memory (or the update), and the loop catches the error."""
+    again = [CALLS[call], CALLS["forward_backward"], CALLS["optimizer_step"], lambda trainer, batch: trainer.save()]
+    name = "step" if call == "optimizer_step" else "after_backward"
+
+    def train():
+        refusals = []
+        with ingot.Trainer(run_file, tmp_path / "run") as trainer:
+            for batch in trainer.batches():
+                if batch.step < 3:
+                    whole_step(trainer, batch)
+                    continue
+                owner = trainer.parts.optimizer if call == "optimizer_step" else trainer.parts.model.data
+                fail_at(owner, name, 1 if call == "optimizer_step" else 2)
+                with pytest.raises(torch.OutOfMemoryError):
+                    CALLS[call](trainer, batch)
+                for part in again:
+                    with refused("E-LOOP-ORDER", step=3) as error:
+                        part(trainer, batch)
+                    refusals.append(f"{call}()" in error.value.found and "newest checkpoint" in error.value.fix)
+                break
+        return refusals
+
+    assert forked(train) == [True] * 4
+    assert not ingot.Run(tmp_path / "run").checkpoints(), "a broken step ends a run as an error does"
+
+
 def test_the_policy_ends_a_loop_and_saves_nothing(run_file, tmp_path, forked):
     def broken(trainer, batch):
         trainer.parts.model.shards[0].value.fill_(math.nan)
