@@ -12,7 +12,7 @@ A table is checked as strictly as every other section, against the dataclass tha
 """
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from ingot import config
 from ingot.data.guard import broken_contract, failure
 from ingot.errors import ConfigError, IngotError
 from ingot.plugins.extractor import EXTRACTORS
-from ingot.plugins.filters import FILTERS
+from ingot.plugins.filters import FILTERS, Filter
 from ingot.plugins.mixture import MIXTURES
 from ingot.plugins.pii import PII_KINDS
 from ingot.plugins.registry import INGOT, MAIN, Reference, Registry, resolve
@@ -103,6 +103,25 @@ def settings_of(kind: str, name: str, table: Table | None) -> Any:
     own = {field.name for field in dataclasses.fields(part.settings)}
     values = {key: value for key, value in (table or {}).items() if key != "enabled" or key in own}
     return config.from_dict(part.settings, values, where=lambda key: f"{kind}.{name}.{key}")
+
+
+def in_order(names: Collection[str], modules: Sequence[str]) -> list[Filter]:
+    """Return the filters `names` of plug-ins in the order of `modules`, then in the order in which each registers them.
+
+    The order of all entries of the registry depends on the modules that this process imported earlier.
+    """
+    entries = [entry for entry in FILTERS.entries() if entry.part.name in names and entry.module != INGOT]
+    places = {module: place for place, module in enumerate(modules)}
+    return [entry.part for entry in sorted(entries, key=lambda entry: places.get(entry.module, len(places)))]
+
+
+def filters_on(recipe: Any) -> tuple[str, ...]:
+    """Return the names of the filters of plug-ins that a DataRecipe switches on, in the order of `in_order`.
+
+    With the places of the filters, which are in their code, this order decides the order of the stages.
+    """
+    names = [name for name, table in recipe.filter.items() if is_on(table)]
+    return tuple(part.name for part in in_order(names, recipe.plugins.modules))
 
 
 def files_of_filters(tables: Mapping[str, Table]) -> dict[str, str]:

@@ -31,10 +31,11 @@ from ingot.data.build.process_input import (
     process_input,
     stamp,
 )
-from ingot.data.build.recipe import DataRecipe, fingerprint
+from ingot.data.build.recipe import DataRecipe, fingerprint, recipe_of
 from ingot.data.build.stages import SUBSTRINGS, StageSettings, funnel, most_dropped, what_ran
 from ingot.data.dedup.index import INDEX
 from ingot.data.lineage.purge.history import LIST, PurgedList
+from ingot.data.parts import filters_on
 from ingot.data.sources.input import Input, identity
 from ingot.data.sources.remote import RemoteRules
 from ingot.data.tasks.run import Inline, PhaseStatus, ReportProgress, Runner, describe, run_all
@@ -341,6 +342,7 @@ class _Build:
                     remote=self.recipe.remote,
                     purged=self.purged,
                     plugins=self.recipe.plugins,
+                    filters=filters_on(recipe_of(self.recipe, one.source)),
                 ),
                 one.name,
             )

@@ -17,13 +17,14 @@ import json
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
 import xxhash
 
+from ingot.config import LEFT_OUT_AT_DEFAULT
 from ingot.data.build.corpus import EXCERPT_CHARACTERS, json_line
 from ingot.data.build.recipe import DataRecipe
 from ingot.data.build.stages import (
@@ -99,6 +100,7 @@ class ProcessInput:
     or "". evaluation_sets: the index of evaluation sets, None if the recipe names none. location: path or URL of the
     input. stamp: see `stamp`. cache: the folder of fetched inputs. remote: rules for fetching. purged: the data folder
     with the purge list, None if there is no list. plugins: the plug-ins to import first, with an absolute folder.
+    filters: the filters of plug-ins that are switched on for the input's source, in their order.
     """
 
     name: str
@@ -115,6 +117,7 @@ class ProcessInput:
     remote: Annotated[RemoteRules, PLACE]
     purged: Annotated[Path | None, PLACE]
     plugins: Annotated[Plugins, PLACE]
+    filters: tuple[str, ...] = field(default_factory=tuple, metadata=LEFT_OUT_AT_DEFAULT)
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,8 @@ def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
     """
     _import_plugins(specification)
     index = specification.evaluation_sets
-    settings = StageSettings(specification.recipe, index.folder if index else None, specification.purged)
+    recipe = replace(specification.recipe, plugins=specification.plugins)  # their order is that of filters
+    settings = StageSettings(recipe, index.folder if index else None, specification.purged)
     settings = settings.of_source(specification.input.source)
     recipe, stages = settings.recipe, document_stages(settings)
     clock, seen, counts = _StageClock(), UrlDuplicates(), Counter()

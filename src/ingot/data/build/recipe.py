@@ -168,11 +168,15 @@ def _merged(base: dict, changes: dict) -> dict:
 
 
 def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
-    """Return everything that decides the effect of a recipe: its values, and the hashes of the files it names."""
+    """Return everything that decides the effect of a recipe: its values, the hashes of the files it names, and the
+    order of the filters of plug-ins if it switches any on.
+    """
     values = recipe_values(replace(recipe, plugins=Plugins(), mixture={}))
     del values["remote"]
-    files = {name: _files(recipe_of(recipe, name)) for name in ("", *recipe.source)}
-    return {"recipe": values, "files": files}
+    owns = {name: recipe_of(recipe, name) for name in ("", *recipe.source)}
+    order = {name: filters for name, own in owns.items() if (filters := list(parts.filters_on(own)))}
+    files = {name: _files(own) for name, own in owns.items()}
+    return {"recipe": values, "files": files} | ({"filters": order} if order else {})
 
 
 def recipe_values(recipe: DataRecipe) -> dict[str, Any]:

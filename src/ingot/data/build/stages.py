@@ -14,7 +14,7 @@ from pathlib import Path
 from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.recipe import DataRecipe, recipe_of
 from ingot.data.lineage.purge.history import Purged, PurgedList
-from ingot.data.parts import is_on
+from ingot.data.parts import in_order, is_on
 from ingot.errors import ConfigError
 from ingot.plugins.filters import FILTERS, DocumentStage, Filter
 from ingot.plugins.registry import resolve
@@ -110,7 +110,8 @@ STAGES: tuple[PerCorpus | PerDocument, ...] = (
 def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
     """Return STAGES with the filters of plug-ins that the recipe switches on, for all sources or for some.
 
-    Filters with the same place run in the order in which they are registered. Raises ConfigError for a filter that is
+    Filters with the same place run in the order of their modules in [plugins] modules, those of one module in the order
+    in which it registers them. Raises ConfigError for a filter that is
     not registered: a process that did not import its plug-in must not build a corpus without it.
     """
     tables = [recipe.filter, *(recipe_of(recipe, source).filter for source in recipe.source)]
@@ -127,7 +128,7 @@ def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
             )
     rows: list[PerCorpus | PerDocument] = list(STAGES)
     last: dict[str, str] = {}  # stage -> the last filter so far that follows it
-    for part in (entry.part for entry in FILTERS.entries() if entry.part.name in named):
+    for part in in_order(named, recipe.plugins.modules):
         after, names = part.after, [row.name for row in rows]
         while after not in names:  # a filter that is not switched on
             after = FILTERS[after].after
