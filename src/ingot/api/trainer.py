@@ -147,8 +147,9 @@ class Trainer:
         The loss scale of fp16 is applied here. Raises ConfigError for pipeline or context parallelism and for experts,
         which need `forward_backward`; RunFailed for more calls than micro-batches.
 
-            for inputs, targets in zip(batch.inputs, batch.targets):
-                trainer.backward(trainer.model(inputs, targets) / batch.inputs.numel())
+            documents = batch.document_ids if batch.document_ids is not None else [None] * len(batch.inputs)
+            for inputs, targets, ids in zip(batch.inputs, batch.targets, documents):
+                trainer.backward(trainer.model(inputs, targets, ids) / batch.inputs.numel())
         """
         import torch
 
@@ -225,19 +226,28 @@ class Trainer:
 
     @property
     def model(self) -> Any:
-        """The torch module: `model(inputs, targets)`, int64 [B, T] each, is the sum of nats; without targets, logits.
+        """The torch module: `model(inputs, targets, ids)` is the sum of nats; with targets None, logits.
+
+        inputs, targets: int64 [B, T]. ids: int32 [B, T], a micro-batch of `batch.document_ids`, which keeps attention
+        inside documents. A run with data.mask_documents needs it: with None, attention crosses documents.
 
         Raises ConfigError for pipeline or context parallelism, for experts and for loss terms: there the module is a
         part, and `forward_backward` has what belongs to it.
         """
         parallel = self.parts.mesh.parallel
-        if parallel.pp > 1 or parallel.cp > 1 or self.config.model.is_moe or self.config.loss:
+        found = {
+            "pipeline stages (parallel.pp)": parallel.pp > 1,
+            "parts of sequences (parallel.cp)": parallel.cp > 1,
+            "experts": self.config.model.is_moe,
+            f"loss terms ([loss]: {', '.join(self.config.loss)})": bool(self.config.loss),
+        }
+        if parts := [name for name, present in found.items() if present]:
             raise ConfigError(
                 "E-LOOP-LAYOUT",
-                "the layout has no module that computes the loss of a batch alone: it has pipeline stages, parts of "
-                "sequences, or experts",
-                rule="a forward of one's own is possible with data and tensor parallelism, without experts",
-                fix="call trainer.forward_backward(batch), or set parallel.pp = 1 and parallel.cp = 1",
+                f"no module computes the loss of a batch alone: the run has {' and '.join(parts)}",
+                rule="a forward of one's own needs data and tensor parallelism alone, without experts and loss terms",
+                fix="call trainer.forward_backward(batch), which computes the whole loss in every layout",
+                parts=parts,
             )
         (stage,) = self.parts.model.stages.values()
         return stage

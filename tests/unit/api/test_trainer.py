@@ -4,6 +4,8 @@ import math
 import os
 import signal
 from contextlib import nullcontext
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.expect import refused
@@ -24,8 +26,9 @@ def loop(run_file, out, *, by_hand=False, each=lambda trainer, batch: None, **op
         for batch in trainer.batches():
             steps.append(batch.step)
             if by_hand:
-                for inputs, targets in zip(batch.inputs, batch.targets, strict=True):
-                    trainer.backward(trainer.model(inputs, targets) / batch.inputs.numel())
+                documents = batch.document_ids if batch.document_ids is not None else [None] * len(batch.inputs)
+                for inputs, targets, ids in zip(batch.inputs, batch.targets, documents, strict=True):
+                    trainer.backward(trainer.model(inputs, targets, ids) / batch.inputs.numel())
             else:
                 trainer.forward_backward(batch)
             trainer.optimizer_step()
@@ -327,3 +330,23 @@ def test_a_layout_without_a_whole_model_has_none(golden, tmp_path, forked):
 
     steps = forked(train)
     assert ingot.Run(tmp_path / "run").metrics()["step"] == list(range(1, steps + 1))
+
+
+def test_the_refusal_of_the_model_names_every_reason(run_file, tmp_path, monkeypatch):
+    trainer = ingot.Trainer(run_file, tmp_path / "run")
+    parallel = replace(trainer.config.parallel, pp=2)
+    monkeypatch.setattr(trainer, "config", replace(trainer.config, loss={"z": {"weight": 0.1}}))
+    parts = SimpleNamespace(mesh=SimpleNamespace(parallel=parallel))
+    monkeypatch.setattr(ingot.Trainer, "parts", property(lambda self: parts))
+    reasons = ["pipeline stages (parallel.pp)", "loss terms ([loss]: z)"]
+    with refused("E-LOOP-LAYOUT", parts=reasons) as error:
+        _ = trainer.model
+    assert all(reason in error.value.found for reason in reasons) and "experts" not in error.value.found
+
+
+def test_a_loop_by_hand_masks_documents(run_file, tmp_path, forked):
+    masked = {"overrides": ["data.mask_documents=true"]}
+    forked(lambda: loop(run_file, tmp_path / "whole", **masked))
+    forked(lambda: loop(run_file, tmp_path / "by-hand", by_hand=True, **masked))
+    forked(lambda: loop(run_file, tmp_path / "open"))
+    assert numbers(tmp_path / "by-hand") == numbers(tmp_path / "whole") != numbers(tmp_path / "open")
