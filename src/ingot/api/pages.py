@@ -45,7 +45,8 @@ def extract(html: str | bytes, *, method: str = "accurate", charset: str = "") -
 
     html: text, or bytes, whose encoding is found as browsers find it. charset: the encoding that an HTTP header gives,
     for bytes. method: "accurate", "fast" (resiliparse), "trafilatura", or one of a plug-in. Raises UsageError for any
-    other method, DataError for a page beyond the limits of depth or size, MissingPartError if a package is missing.
+    other method, DataError for a page beyond the limits of depth or size, MissingPartError if a package is missing. The
+    method of a plug-in has the defaults of its settings; ConfigError if one has none, or if it returns no text.
 
         ingot.extract("<nav>Home</nav><p>Copper melts at 1,085 degrees Celsius.</p>")
     """

@@ -76,9 +76,12 @@ def extract_text(html: str, rules: ExtractRules | None = None) -> str:
     """Return the main content of `html`, cleaned; "" if there is none.
 
     A line is a paragraph, a list item or a row of a table; a blank line separates blocks. Raises PageRefused for a page
-    beyond a limit, MissingPartError if the package of the method is not installed, and the errors of that package.
+    beyond a limit, MissingPartError if the package of the method is not installed, and the errors of that package or of
+    a plug-in; ConfigError if the method of a plug-in has a setting without default, or does not return a text.
     """
     rules = rules or ExtractRules()
+    if module_of("extractor", rules.method) != INGOT:
+        return clean_text(Extract(rules).main_text(html))
     return clean_text(resolve(EXTRACTORS[rules.method].extract)(html, rules))
 
 
@@ -141,7 +144,7 @@ class Extract:
         document.notes["encoding"] = encoding
         if document.content_type in HTML_TYPES:
             try:
-                document.text = clean_text(self._text(text))
+                document.text = clean_text(self.main_text(text))
             except PageRefused as refused:
                 return Drop(self.name, refused.rule, refused.value)
             except Exception as error:
@@ -154,7 +157,8 @@ class Extract:
             document.text = clean_text(text, blank_lines="code_language" in document.notes)
         return None if document.text else Drop(self.name, "extract.empty")
 
-    def _text(self, html: str) -> str:
+    def main_text(self, html: str) -> str:
+        """Return the text that the method finds, not cleaned. Raises PageRefused, and what the method raises."""
         if self._calls is None:
             return self._extract(html, self._settings)
         parse_within(html, self.rules)
