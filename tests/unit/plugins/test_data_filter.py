@@ -170,6 +170,18 @@ def test_a_filter_that_raises_on_each_of_the_first_documents_ends_the_build(plug
         stage(document("bad"))
 
 
+@pytest.mark.parametrize(
+    "look",
+    ["document.text = None", "document.language = 3", "document.notes['x'] = [1]", "document.notes = None"],
+)
+def test_a_document_that_a_filter_spoils_before_it_raises_is_dropped_as_it_was(plugins, look):  # noqa: F811
+    plugins.write("spoils", odd(f"{look}; 1 / 0"))
+    one = document("a text")
+    one.language, one.notes = "en", {"encoding": "utf-8"}
+    assert stage_of(plugins.recipe("[filter.odd]", "spoils"))(one).rule == "odd.plugin"
+    assert (one.text, one.language, one.notes) == ("a text", "en", {"encoding": "utf-8"})
+
+
 def test_memory_is_no_fault_of_a_document_alone(plugins):  # noqa: F811
     plugins.write("greedy", odd("raise MemoryError"))
     with pytest.raises(MemoryError):  # the worker dies, and the record is tried again

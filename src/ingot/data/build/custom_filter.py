@@ -28,9 +28,11 @@ class CheckedStage:
         self._rules, self._stage, self._calls = frozenset(part.rules), stage, PluginCalls(words, part.name)
 
     def __call__(self, document: Document) -> Drop | None:
+        before = document.text, document.language, dict(document.notes)
         try:
             drop = self._stage(document)
         except Exception as error:
+            document.text, document.language, document.notes = before  # the dropped document is recorded with them
             return self._calls.raised(error)
         self._calls.returned()
         if drop is not None and not self._is_own(drop):
