@@ -73,7 +73,7 @@ class TokenDataset:
         per_rank = self.global_batch // self.ranks
         ids = self._order.step(step, self.global_batch)[self.rank * per_rank : (self.rank + 1) * per_rank]
         tokens = self._reader.read(ids)
-        return TokenBatch(step, tokens[:, :-1], tokens[:, 1:], ids)
+        return TokenBatch(step, tokens[:, :-1], tokens[:, 1:].copy(), ids)  # targets may be masked in place
 
     @property
     def last_step(self) -> int:

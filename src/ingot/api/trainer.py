@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -107,9 +108,9 @@ class Trainer:
         `until_step` or a stop request; none if the run is finished. After a roll-back, steps come again.
 
         `batch.step`; `batch.inputs`, `batch.targets`: int64 [A, B, T], A micro-batches of B sequences, on the device;
-        `batch.document_ids`: int32 [A, B, T], None unless documents are masked. Between two batches a checkpoint that
-        was due must have been saved; evaluation and the end of the run are done here. Raises RunFailed for a step that
-        is not complete.
+        `batch.document_ids`: int32 [A, B, T], None unless documents are masked. Targets share no memory with inputs.
+        Between two batches a checkpoint that was due must have been saved; evaluation and the end of the run are done
+        here. Raises RunFailed for a step that is not complete.
         """
         self._opened()
         self._require_whole()
@@ -119,6 +120,7 @@ class Trainer:
                 self._ended = True
                 self._loop.end()
                 return
+            batch = replace(batch, targets=batch.targets.clone())  # the loop may mask targets in place
             self._batch, self._loss, self._backwards = batch, None, 0
             yield batch
             self._require_whole()

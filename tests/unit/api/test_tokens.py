@@ -35,6 +35,18 @@ def test_the_samples_are_those_of_training(golden, ranks, weights):
                 assert (ours.targets == theirs.targets.reshape(-1, 16).numpy()).all()
 
 
+def test_targets_that_are_masked_leave_inputs_alone(golden):
+    dataset = ingot.TokenDataset(golden / "data", **SHAPE)
+    batch = dataset.batch(1)
+    before = batch.inputs.copy()
+    batch.targets[batch.targets > 0] = -100
+    assert (batch.inputs == before).all()
+    pytest.importorskip("torch")
+    (batch,) = dataset.torch(last_step=1)
+    batch.targets.fill_(-100)
+    assert (batch.inputs.numpy() == before).all()
+
+
 def test_the_samples_are_those_in_the_ledger_of_a_run(golden):
     consumed = np.fromfile(golden / "dense-1-rank" / "ledger" / "steps-00000001-00000004.i64", "<i8").reshape(4, 4)
     dataset = ingot.TokenDataset(golden / "data", **SHAPE)

@@ -350,3 +350,14 @@ def test_a_loop_by_hand_masks_documents(run_file, tmp_path, forked):
     forked(lambda: loop(run_file, tmp_path / "by-hand", by_hand=True, **masked))
     forked(lambda: loop(run_file, tmp_path / "open"))
     assert numbers(tmp_path / "by-hand") == numbers(tmp_path / "whole") != numbers(tmp_path / "open")
+
+
+def test_targets_that_are_masked_leave_inputs_alone(run_file, tmp_path, forked):
+    def masked():
+        with ingot.Trainer(run_file, tmp_path / "run") as trainer:
+            batch = next(trainer.batches())
+            before = batch.inputs.clone()
+            batch.targets[batch.targets > 0] = -100
+            return torch.equal(batch.inputs, before)
+
+    assert forked(masked)
