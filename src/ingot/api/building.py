@@ -17,6 +17,7 @@ from ingot.units import parse_bytes
 
 RunnerName = Literal["local", "inline", "ray", "slurm"]
 Inputs = str | Path | Sequence[str | Path | Input] | Mapping[str, str | Path | Sequence[str | Path]]
+_OPTIONS = ("format", "text", "url", "id", "language")  # of a source
 WEB = "web"  # the source of inputs that are given without the name of a source
 
 
@@ -101,24 +102,25 @@ def _found(inputs: Inputs, out: Path, recipe: DataRecipe) -> list[Input]:
         return find_inputs([(name, _words(given)) for name, given in inputs.items()], out, recipe)
     given = [inputs] if isinstance(inputs, str | Path) else inputs
     ready = [one for one in given if isinstance(one, Input)]
-    words = [str(one) for one in given if not isinstance(one, Input)]
+    words = [one for one in given if not isinstance(one, Input)]
     return ready + find_inputs([(WEB, words)], out, recipe) if words or not ready else ready
 
 
-def _words(given: str | Path | Sequence[str | Path]) -> list[str]:
-    return [str(given)] if isinstance(given, str | Path) else [str(one) for one in given]
+def _words(given: str | Path | Sequence[str | Path]) -> Sequence[str | Path]:
+    return [given] if isinstance(given, str | Path) else list(given)
 
 
-def find_inputs(sources: Iterable[tuple[str, Sequence[str]]], out: Path, recipe: DataRecipe) -> list[Input]:
+def find_inputs(sources: Iterable[tuple[str, Sequence[str | Path]]], out: Path, recipe: DataRecipe) -> list[Input]:
     """Return the inputs of pairs (source name, words). A word is a place, or an option like "format=jsonl" of all
-    places of its pair. out: the folder of the build, next to which downloaded lists are kept.
+    places of its pair; a Path, or a str that is an existing path, is a place. out: the folder of the build, next to
+    which downloaded lists are kept.
 
     Raises UsageError for a source without a place, except the first, and the errors of `expand`.
     """
     out, found = out.absolute(), []
     for number, (name, words) in enumerate(sources):
-        options = dict(word.split("=", 1) for word in words if _is_option(word))
-        places = [word for word in words if not _is_option(word)]
+        options = dict(str(word).split("=", 1) for word in words if _is_option(word))
+        places = [str(word) for word in words if not _is_option(word)]
         if number and not places:
             raise UsageError(
                 "E-SOURCE-INPUTS",
@@ -132,8 +134,11 @@ def find_inputs(sources: Iterable[tuple[str, Sequence[str]]], out: Path, recipe:
     return found
 
 
-def _is_option(word: str) -> bool:
-    return word.partition("=")[0] in ("format", "text", "url", "id", "language") and "=" in word
+def _is_option(word: str | Path) -> bool:
+    """Return whether a word is an option. The path `language=en/part.parquet` of a partitioned table is none."""
+    if isinstance(word, Path) or "=" not in word or word.partition("=")[0] not in _OPTIONS:
+        return False
+    return not Path(word).exists()
 
 
 def find_runner(

@@ -3,12 +3,16 @@
 import gzip
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 from tests.expect import refused
 from tests.unit.api.conftest import crawl_module
 
 import ingot
+from ingot.api.building import _found
+from ingot.data.build.recipe import load_recipe
+from ingot.errors import IngotError
 from ingot.schema.run import RunConfig
 from ingot.theory.rules import load_run
 
@@ -67,6 +71,28 @@ def test_passes_quality_gives_the_rule():
         ingot.passes_quality("text", preset="best")
 
 
+def test_a_path_of_a_partitioned_table_is_not_an_option(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    part = Path("language=en") / "part.jsonl"
+    part.parent.mkdir()
+    part.write_text('{"body": "text"}\n')
+    text = str(part)
+    for inputs in (
+        part,
+        text,
+        [part, "text=body"],
+        {"a": part},
+        {"a": [text, "text=body"]},
+        {"a": ["text=body", part]},
+    ):
+        (found,) = _found(inputs, tmp_path / "out", load_recipe(None, (), ""))
+        assert (found.location, found.fields.language) == (text, "")
+    missing = Path("text=none") / "part.jsonl"
+    with pytest.raises(IngotError) as error:
+        _found([part, missing], tmp_path / "out", load_recipe(None, (), ""))
+    assert str(missing) in error.value.found
+
+
 def words(seed: int, count: int = 120) -> list[str]:
     pick = random.Random(seed)
     return [f"word{pick.randrange(10_000)}" for _ in range(count)]
@@ -106,6 +132,15 @@ def test_options_of_a_deduper_are_checked():
     for options in ({"threshold": 0.0}, {"threshold": 80}, {"num_perm": 0}):
         with refused("E-DEDUP-OPTION", **options):
             ingot.Deduper(**options)
+    for threshold, num_perm, fix in (
+        (0.02, 128, "num_perm = 140"),
+        (0.5, 4, "num_perm = 5"),
+        (1e-300, 128, "threshold"),
+    ):
+        with refused("E-DEDUP-OPTION", threshold=threshold, num_perm=num_perm) as error:
+            ingot.Deduper(threshold, num_perm)
+        assert fix in error.value.fix
+    assert ingot.Deduper(0.02, 140).rules.rows == ingot.Deduper(0.5, 5).rules.rows == 1
 
 
 def test_texts_become_the_shards_that_training_reads(golden, tmp_path, command):
