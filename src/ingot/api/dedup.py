@@ -1,5 +1,6 @@
 """Copies and near copies in a stream of texts, in memory: `ingot.Deduper`."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,6 +11,7 @@ from ingot.errors import UsageError
 
 # The least probability with which a pair at the threshold shares a band; 16 bands of 8 rows have 0.947 at 0.8.
 _FOUND = 0.94
+_LONGEST = 4096  # numbers of a signature
 
 
 @dataclass(frozen=True)
@@ -28,27 +30,40 @@ class Deduper:
 
     threshold: the least Jaccard similarity of word 5-grams of a near copy, above 0, at most 1. num_perm: length of the
     MinHash signatures. They are compared in bands, with as many rows per band as find at least 94% of the pairs at the
-    threshold; a candidate counts only if the exact similarity reaches the threshold.
+    threshold; a candidate counts only if the exact similarity reaches the threshold. A low threshold needs a
+    long signature.
 
     The state is kept for texts that were no copies: a hash of 16 bytes, a signature of 4 x num_perm bytes, 8 bytes for
     each distinct 5-gram, and an entry per band. Texts are not kept. `ingot data build` has the same
-    hashes on disk, for more texts than memory holds. Raises UsageError for a threshold or length out of range.
+    hashes on disk, for more texts than memory holds. Raises UsageError for a threshold or length out of range,
+    and for a signature that is too short for the threshold.
 
         deduper = ingot.Deduper(threshold=0.8)
         unique = [text for text in texts if deduper.add(text) is None]
     """
 
     def __init__(self, threshold: float = 0.8, num_perm: int = 128):
-        if not 0 < threshold <= 1 or not 1 <= num_perm <= 4096:
+        if not 0 < threshold <= 1 or not 1 <= num_perm <= _LONGEST:
             raise UsageError(
                 "E-DEDUP-OPTION",
                 f"threshold = {threshold}, num_perm = {num_perm}",
-                rule="threshold is above 0 and at most 1, num_perm from 1 to 4096",
+                rule=f"threshold is above 0 and at most 1, num_perm from 1 to {_LONGEST}",
                 fix="use the defaults: Deduper(threshold=0.8, num_perm=128)",
                 threshold=threshold,
                 num_perm=num_perm,
             )
         rows = _rows(threshold, num_perm)
+        if rows == 0:
+            most = 1 - (1 - threshold) ** num_perm
+            needed = math.log(1 - _FOUND) / math.log1p(-threshold)
+            raise UsageError(
+                "E-DEDUP-OPTION",
+                f"num_perm = {num_perm} finds {most:.1%} of the pairs at threshold = {threshold}",
+                rule=f"a Deduper finds at least {_FOUND:.0%} of the pairs at its threshold",
+                fix=f"use num_perm = {math.ceil(needed)}" if needed <= _LONGEST else "use a higher threshold",
+                threshold=threshold,
+                num_perm=num_perm,
+            )
         self.rules = DedupRules(jaccard=threshold, bands=num_perm // rows, rows=rows)
         self._exact: dict[bytes, int] = {}
         self._sets: list[np.ndarray] = []
@@ -100,8 +115,8 @@ class Deduper:
 
 def _rows(threshold: float, num_perm: int) -> int:
     """Return the rows of a band: the largest divisor of `num_perm` with which a pair at the threshold is a candidate
-    with a probability of at least _FOUND; else 1."""
-    for rows in range(num_perm, 1, -1):
+    with a probability of at least _FOUND; 0 if there is none."""
+    for rows in range(num_perm, 0, -1):
         if num_perm % rows == 0 and 1 - (1 - threshold**rows) ** (num_perm // rows) >= _FOUND:
             return rows
-    return 1
+    return 0
