@@ -1,14 +1,20 @@
 """Filters of plug-ins: where they run, how their settings are checked, and what happens when their code is wrong."""
 
+from dataclasses import replace
+
 import pytest
+import xxhash
 from tests.expect import named, refused
 from tests.unit.plugins.data_plugins import document, plugins  # noqa: F401
 
 from ingot.data.build.plugin_code import check_parts
+from ingot.data.build.process_input import _outcome, _StageClock
 from ingot.data.build.recipe import DataRecipe, fingerprint, load_recipe, recipe_values
 from ingot.data.build.stages import STAGES, StageSettings, document_stages, stages_of, what_ran
 from ingot.data.guard import FIRST_DOCUMENTS
+from ingot.data.lineage.purge.history import text_hash
 from ingot.data.sources.input import Input
+from ingot.data.sources.url import UrlDuplicates
 from ingot.data.tasks.task import encode
 from ingot.errors import IngotError
 from ingot.plugins.filters import FILTERS, STAGE_NAMES, Filter
@@ -28,14 +34,18 @@ def odd(look: str, more: str = "") -> str:
 
 def stage_of(recipe):
     stages = document_stages(StageSettings(recipe))
-    return next(stage for stage in (*stages.before_url, *stages.after_url) if stage.name == "odd")
+    return next(
+        stage for stage in (*stages.before_purged, *stages.before_url, *stages.after_url) if stage.name == "odd"
+    )
 
 
 def test_the_names_of_stages_are_those_of_the_build():
     assert [stage.name for stage in STAGES] == list(STAGE_NAMES)
 
 
-@pytest.mark.parametrize(("after", "follows"), [("", "toxicity"), ("read", "read"), ("url", "url"), ("pii", "pii")])
+@pytest.mark.parametrize(
+    ("after", "follows"), [("", "toxicity"), ("read", "read"), ("url", "url"), ("pii", "pii"), ("extract", "purged")]
+)
 def test_a_filter_runs_at_its_place_if_its_table_is_there(plugins, after, follows):  # noqa: F811
     plugins.write("place", odd("return None", f", after={after!r}" if after else ""))
     assert [row.name for row in stages_of(plugins.recipe("", "place"))] == list(STAGE_NAMES)
@@ -43,9 +53,29 @@ def test_a_filter_runs_at_its_place_if_its_table_is_there(plugins, after, follow
     names = [row.name for row in stages_of(recipe)]
     assert names[names.index("odd") - 1] == follows
     stages = document_stages(StageSettings(recipe))
-    assert ("odd" in [stage.name for stage in stages.before_url]) is (after == "read")
+    assert ("odd" in [stage.name for stage in stages.before_purged]) is (after == "read")
     off = plugins.recipe("[filter.odd]\nenabled = false", "place")
     assert what_ran(StageSettings(off))["odd"] == "switched off"
+
+
+@pytest.mark.parametrize("after", ["extract", "purged"])
+def test_a_purged_document_is_found_by_its_text_before_filters_change_it(plugins, tmp_path, after):  # noqa: F811
+    plugins.write("place", odd("document.text += ' changed'", f", after={after!r}"))
+    recipe = plugins.recipe("[filter.odd]", "place")
+    rows = [row.name for row in stages_of(recipe)]
+    assert rows[rows.index("odd") - 1 : rows.index("odd") + 2] == ["purged", "odd", "url"]
+    (tmp_path / "purged.txt").write_text(f"text {text_hash('a purged text')}\n")
+    stages = replace(document_stages(StageSettings(recipe, purged=tmp_path)), after_url=())
+
+    def outcome(text):
+        raw = document(raw=text.encode())
+        raw.content_type = "text/plain"
+        return _outcome(raw, None, stages, UrlDuplicates(), _StageClock())
+
+    assert outcome("a purged text").drop.rule == "purged.text"
+    kept = outcome("another text")
+    assert (kept.drop, kept.row["text"]) == (None, "another text changed")
+    assert kept.row["before"] == xxhash.xxh3_128_hexdigest(b"another text")
 
 
 def test_filters_with_one_place_run_in_the_order_of_registration(plugins):  # noqa: F811

@@ -190,13 +190,15 @@ def _outcome(
     """Take `document` through the stages and return the outcome. drop: the Drop from reading the record, or None."""
     row = {name: getattr(document, name) for name in ("id", "url", "source", "file", "record_id")}
     if drop is None:
-        drop = _first_drop(document, stages.before_url, clock)
+        drop = _first_drop(document, stages.before_purged, clock)
     text = document.text.encode("utf-8", "surrogatepass")
     row["before"], row["before_bytes"] = (xxhash.xxh3_128_hexdigest(text), len(text)) if text else ("", 0)
     if stages.purged is not None and (purged := stages.purged(document)) is not None:
         # Even if another stage dropped a purged document, the only trace of it is that the purge list dropped it.
         drop, row = purged, row | {"url": "", "before": "", "before_bytes": 0}
         clock.lap(PURGED.name)
+    if drop is None:
+        drop = _first_drop(document, stages.before_url, clock)
     url_hash = None
     if drop is None:
         canonical = canonical_url(document.url)

@@ -132,6 +132,7 @@ def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
         after, names = part.after, [row.name for row in rows]
         while after not in names:  # a filter that is not switched on
             after = FILTERS[after].after
+        after = PURGED.name if after == "extract" else after  # purged documents are found by the text as extracted
         row = PerDocument(part.name, functools.partial(_of_plugin, part))
         rows.insert(names.index(last.get(after, after)) + 1, row)
         last[after] = part.name
@@ -149,26 +150,29 @@ def _if_enabled(rules) -> str:
 
 @dataclass(frozen=True)
 class DocumentStages:
-    """The stages that are switched on. before_url, after_url: those before and after URLs are compared, in order.
+    """The stages that are switched on, in order.
 
-    purged: the stage of the purge list, None if there is no list.
+    before_purged: those until the text is extracted. purged: the stage of the purge list, None if there is no list.
+    before_url, after_url: the later ones, before and after URLs are compared.
     """
 
-    before_url: tuple[DocumentStage, ...]
+    before_purged: tuple[DocumentStage, ...]
     purged: DocumentStage | None
+    before_url: tuple[DocumentStage, ...]
     after_url: tuple[DocumentStage, ...]
 
 
 def document_stages(settings: StageSettings) -> DocumentStages:
     """Return the stages that look at one document at a time."""
     every = stages_of(settings.recipe)
-    middle = every.index(URL)
+    first, middle = every.index(PURGED), every.index(URL)
 
     def made(rows: Sequence[PerCorpus | PerDocument]) -> tuple[DocumentStage, ...]:
-        stages = [row.make(settings) for row in rows if isinstance(row, PerDocument) and row is not PURGED]
+        stages = [row.make(settings) for row in rows if isinstance(row, PerDocument)]
         return tuple(stage for stage in stages if stage is not None)
 
-    return DocumentStages(made(every[:middle]), PURGED.make(settings), made(every[middle:]))
+    purged = PURGED.make(settings)
+    return DocumentStages(made(every[:first]), purged, made(every[first + 1 : middle]), made(every[middle:]))
 
 
 def what_ran(settings: StageSettings) -> dict[str, str]:

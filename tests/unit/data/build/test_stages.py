@@ -126,7 +126,7 @@ def test_stages_that_are_switched_off_do_not_run():
     every = [f"{name}.enabled=false" for name in ("blocklist", "language", "junk", "toxicity", "pii")]
     settings = StageSettings(load_recipe(None, every, "none"))
     stages = document_stages(settings)
-    assert [stage.name for stage in (*stages.before_url, *stages.after_url)] == ["extract"]
+    assert [stage.name for stage in (*stages.before_purged, *stages.before_url, *stages.after_url)] == ["extract"]
     ran = what_ran(settings)
     assert [name for name, text in ran.items() if text != "switched off"] == [
         "read",
