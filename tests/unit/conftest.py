@@ -8,7 +8,7 @@ import pytest
 
 import ingot
 from ingot.plugins import load
-from ingot.plugins.registry import Registry
+from ingot.plugins.registry import INGOT, Registry
 
 INSTALLED = tuple(str(Path(path)) for path in (*sysconfig.get_paths().values(), Path(ingot.__file__).parent))
 
@@ -19,14 +19,15 @@ def process(monkeypatch):
 
     Modules of ingot and of installed packages stay: torch cannot be imported twice.
     """
-    parts = [(registry, dict(registry._entries)) for registry in Registry.every]
+    parts = {registry: dict(registry._entries) for registry in Registry.every}
     modules = set(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(load, "_loaded", {})
     monkeypatch.setattr(load, "_folders", [])
     yield
-    for registry, entries in parts:
-        registry._entries = entries
+    for registry in Registry.every:  # a registry may be imported first by the plug-in of the test
+        own = {name: entry for name, entry in registry._entries.items() if entry.module == INGOT}
+        registry._entries = parts.get(registry, own)
     for name in set(sys.modules) - modules:
         own = vars(sys.modules[name])  # attributes of torch.classes are made when they are asked for
         places = [own.get("__file__") or "", *own.get("__path__", ())]
