@@ -38,6 +38,10 @@ class Block:
     owner: bool = True
     grad: torch.Tensor | None = None
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
 
 def own(name, whole, rank, world):
     return whole if name == "shared" else whole.tensor_split(world)[rank]

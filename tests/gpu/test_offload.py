@@ -25,6 +25,10 @@ class Block:
     owner: bool = True
     decays: bool = True
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return tuple(self.value.shape)
+
 
 @pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("on_disk", [False, True])

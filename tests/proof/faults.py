@@ -202,10 +202,10 @@ def own_largest_logit(stack: ExitStack) -> None:
 @fault("the loss over a vocabulary that is split has no softcap", "softcap x tp+sp", "gradient norm parameters loss")
 def cap_dropped_under_tensor_parallelism(stack: ExitStack) -> None:
     def make(use):
-        def without_cap(self, measure, whole):
+        def without_cap(self, measure, *more):
             if measure is not nats_and_slope:
                 self.softcap = 0.0
-            use(self, measure, whole)
+            use(self, measure, *more)
 
         return without_cap
 
