@@ -14,13 +14,16 @@ INSTALLED = tuple(str(Path(path)) for path in (*sysconfig.get_paths().values(), 
 
 
 @pytest.fixture
-def process(monkeypatch):
+def process(monkeypatch, tmp_path_factory):
     """Undo, after the test, every change of sys.path, sys.modules, the registries and the loaded plug-ins.
 
     Modules of ingot and of installed packages stay: torch cannot be imported twice.
     """
+    earlier = str(tmp_path_factory.getbasetemp())
+    for name in [n for n, m in sys.modules.items() if str(vars(m).get("__file__") or "").startswith(earlier)]:
+        del sys.modules[name]
     parts = {registry: dict(registry._entries) for registry in Registry.every}
-    modules = set(sys.modules)
+    modules = dict(sys.modules)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setattr(load, "_loaded", {})
     monkeypatch.setattr(load, "_folders", [])
@@ -28,7 +31,7 @@ def process(monkeypatch):
     for registry in Registry.every:  # a registry may be imported first by the plug-in of the test
         own = {name: entry for name, entry in registry._entries.items() if entry.module == INGOT}
         registry._entries = parts.get(registry, own)
-    for name in set(sys.modules) - modules:
+    for name in [name for name, module in sys.modules.items() if modules.get(name) is not module]:
         own = vars(sys.modules[name])  # attributes of torch.classes are made when they are asked for
         places = [own.get("__file__") or "", *own.get("__path__", ())]
         if any(place and not place.startswith(INSTALLED) for place in places):

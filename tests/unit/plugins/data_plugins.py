@@ -53,14 +53,15 @@ class PluginFolder:
 def plugins(tmp_path) -> Iterator[PluginFolder]:
     """Yield a PluginFolder. What its plug-ins register and import is forgotten afterwards."""
     entries = [(registry, dict(registry._entries)) for registry in Registry.every]
-    loaded, modules, path = dict(load._loaded), set(sys.modules), list(sys.path)
+    loaded, folders, path = dict(load._loaded), list(load._folders), list(sys.path)
     yield PluginFolder(tmp_path)
     for registry, before in entries:
         registry._entries = before
     load._loaded.clear()
     load._loaded.update(loaded)
-    for name in set(sys.modules) - modules:
-        if str(getattr(sys.modules[name], "__file__", "")).startswith((str(tmp_path), str(EXAMPLES))):
+    load._folders[:] = folders
+    for name, module in list(sys.modules.items()):
+        if str(vars(module).get("__file__") or "").startswith((str(tmp_path), str(EXAMPLES))):
             del sys.modules[name]
     sys.path[:] = path
 
