@@ -310,7 +310,7 @@ def test_what_only_rank_0_reads_fails_on_all(fork_ranks, tmp_path):
 def save_with_trouble(rank, ranks, root, trouble):
     import errno
 
-    import ingot.trainer.checkpoint.save as writer
+    import ingot.trainer.checkpoint.files as writer
     import ingot.trainer.checkpoint.tensor_file as tensor_file
 
     layout = Layout(dp_shard=2)

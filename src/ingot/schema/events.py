@@ -20,7 +20,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   metrics        step, by (name of a callback), values {name: number}  one per log line and callback that has any
   skipped        steps [..] (steps whose updates were vetoed)         one per log line that has any
   rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
-  checkpoint     step, bytes, stall_seconds (training paused), path   after the checkpoint was verified
+  checkpoint     step, bytes, stall_seconds (training paused), write_seconds (until it was verified), path
+                                                                      after the checkpoint was verified
+  checkpoint_skipped  step, in_flight (step)                          an earlier checkpoint was still being written
+  checkpoint_failed   step, code (of an error of ingot, or ""), reason, write_seconds
+                                                                      training went on without this checkpoint
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
@@ -45,6 +49,8 @@ METRICS = "metrics"
 SKIPPED = "skipped"
 ROLLED_BACK = "rolled_back"
 CHECKPOINT = "checkpoint"
+CHECKPOINT_SKIPPED = "checkpoint_skipped"
+CHECKPOINT_FAILED = "checkpoint_failed"
 CHECKPOINT_REFUSED = "checkpoint_refused"
 EVALUATION = "evaluation"
 SAMPLE = "sample"

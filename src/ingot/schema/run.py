@@ -118,8 +118,14 @@ class Schedule:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoints: one every `every_steps` steps and one at the end. Only the newest `keep` are kept."""
+    """Checkpoints: one every `every_steps` steps and one at the end. Only the newest `keep` are kept.
 
+    mode: "async": training waits for a copy of its state in memory, from which a process of each rank writes and
+      verifies the files; a save that is due while another one is being written is left out. "sync": training waits for
+      the verified files.
+    """
+
+    mode: Literal["async", "sync"] = "sync"
     every_steps: PositiveSteps = 100
     keep: PositiveQueue = 3
 

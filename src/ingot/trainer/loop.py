@@ -16,7 +16,7 @@ from ingot.trainer.log import Interval, log_evaluation, log_interval, log_sample
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult
-from ingot.trainer.save import reload, save
+from ingot.trainer.save import last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
 ROLL_BACKS_PER_STEP = 3
@@ -53,9 +53,9 @@ class RunLoop:
     does. Any verdict except CONTINUE takes effect at once, after the steps so far are logged. A step is saved only
     after the policy has judged all steps up to it.
 
-    done: the last completed step. saved: the step of the newest checkpoint. line: the numbers of the steps since the
-    previous log line, if the last step wrote one. verdict: the verdict on the last step. save_is_due: the last step has
-    to be saved. stopped: the run stops early after the last step, or has stopped.
+    done: the last completed step. saved: the step of the newest checkpoint, even if it is still being written. line:
+    the numbers of the steps since the previous log line, if the last step wrote one. verdict: the verdict on the last
+    step. save_is_due: the last step has to be saved. stopped: the run stops early after the last step, or has stopped.
     """
 
     def __init__(self, trainer: RunParts):
@@ -112,9 +112,10 @@ class RunLoop:
         self.verdict = later(self.verdict, self.trainer.callbacks.line(self.line, self.trainer.log))
 
     def save(self) -> None:
-        """Save and verify the checkpoint of the last completed step."""
-        save(self.trainer, self.done)
-        self.saved, self.save_is_due = self.done, False
+        """Save the checkpoint of the last completed step: before the run stops or ends, wait until it is verified."""
+        if save(self.trainer, self.done, last=self.stopped or self.done == self.steps):
+            self.saved = self.done
+        self.save_is_due = False
 
     def finish_step(self) -> None:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""
@@ -122,6 +123,7 @@ class RunLoop:
             self.done = self.saved = roll_back(self.trainer, self.done, self._roll_backs)
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
             log_evaluation(self.trainer, self.done)
+        report_ended(self.trainer)
         if self.line:
             self._interval = Interval.begin(self.trainer)
         self.verdict, self._evaluation_is_due = Verdict.CONTINUE, False
@@ -132,8 +134,10 @@ class RunLoop:
             self._write_line(saves=True)
             self._ask_callbacks()
             self.trainer.policy.judge(self.line)
-        if self.verdict is not Verdict.ROLL_BACK and self.done > self.saved:
-            self.save()
+        settle(self.trainer, wait=True)
+        if self.verdict is not Verdict.ROLL_BACK and self.done > last_saved(self.trainer):
+            save(self.trainer, self.done, last=True)
+            self.saved = self.done
         self.finish_step()
         self.stopped = self.done < self.steps
 

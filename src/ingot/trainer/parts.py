@@ -9,7 +9,8 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.callbacks import Callbacks
-from ingot.trainer.checkpoint.save import CheckpointFacts
+from ingot.trainer.checkpoint.background import BackgroundSaver
+from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.heldout import Heldout
 from ingot.trainer.loader.ledger import Ledger
@@ -54,7 +55,8 @@ class StepParts:
 class RunParts(StepParts):
     """The parts of a run on this rank. The loop (loop.py) drives them.
 
-    place: the rank and device of this process. segments: the ledger segments that checkpoints hold so far.
+    place: the rank and device of this process. background: None if training waits for saves.
+    segments: the ledger segments that checkpoints hold so far.
     tokens_per_byte: tokens per UTF-8 byte of the training text.
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
     all devices together, FLOP/s; None if unknown.
@@ -68,6 +70,7 @@ class RunParts(StepParts):
     ledger: Ledger
     segments: list[LedgerSegment]
     checkpoint_facts: CheckpointFacts
+    background: BackgroundSaver | None
     heldout: Heldout | None
     encoder: Encoder | None
     cost: CostMeter
@@ -85,6 +88,8 @@ class RunParts(StepParts):
         try:
             self.loader.close()
         finally:
+            if self.background is not None:
+                self.background.close()
             self.optimizer.close()
             self.model.close()
             self.event_log.close()

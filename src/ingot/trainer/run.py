@@ -4,6 +4,7 @@ import gc
 import os
 import socket
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -22,8 +23,9 @@ from ingot.theory.rules import load_run
 from ingot.theory.schedule import ScheduleTable, build_table
 from ingot.trainer.blame import plugins_blamed
 from ingot.trainer.callbacks import Callbacks
+from ingot.trainer.checkpoint.background import BackgroundSaver
+from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
-from ingot.trainer.checkpoint.save import CheckpointFacts
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export.model_folder import first_weights
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
@@ -32,7 +34,7 @@ from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
 from ingot.trainer.loop import train
 from ingot.trainer.loss_terms import loss_terms
-from ingot.trainer.mesh.mesh import Mesh, build_mesh
+from ingot.trainer.mesh.mesh import Mesh, build_mesh, cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.model.attention import attend_locally
 from ingot.trainer.model.experts import LocalDispatch
@@ -53,6 +55,9 @@ from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.save import load_newest, open_loader
 from ingot.trainer.telemetry.usage import CostMeter
+
+# A rank whose writer is slower than this fails the save on all ranks. Writes of terabytes to a slow disk take minutes.
+_SAVE_TIMEOUT = timedelta(hours=2)
 
 
 @plugins_blamed()
@@ -133,6 +138,7 @@ def build_trainer(
         ledger=Ledger(),
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
+        background=_background(config, folder, place.device),
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
@@ -148,6 +154,13 @@ def build_trainer(
     )
     log_start(trainer)
     return trainer
+
+
+def _background(config: RunConfig, folder: RunFolder, device: torch.device) -> BackgroundSaver | None:
+    """Return the saver of a run that does not wait for its checkpoints. Collective."""
+    if config.checkpoint.mode == "sync":
+        return None
+    return BackgroundSaver(folder, device, cpu_group(_SAVE_TIMEOUT, "checkpoints"))
 
 
 def build_parts(

@@ -1,4 +1,5 @@
-"""Checkpoints of a run in progress: write one, and load the newest one and open the data at the next step.
+"""Checkpoints of a run in progress: save one, in the background or while training waits; load the newest one and open
+the data at the next step.
 
 Before a save, the samples consumed since the last checkpoint go to the ledger. A run loads when it starts and when it
 rolls back.
@@ -12,7 +13,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.errors import RunFailed
+from ingot.errors import IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
@@ -20,10 +21,11 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero
+from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import resume
-from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
+from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.heldout import data_path
-from ingot.trainer.loader.ledger import Ledger, write_segment
+from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
 from ingot.trainer.mesh.mesh import Mesh
@@ -31,37 +33,115 @@ from ingot.trainer.parts import RunParts, StepParts
 from ingot.units import format_bytes, format_seconds
 
 
-def save(trainer: RunParts, step: int) -> None:
-    """Save and verify the checkpoint of `step`, and report it. Collective."""
+def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
+    """Save the checkpoint of `step`, or begin to save it in the background, and report it. Collective.
+
+    While an earlier save is in flight, nothing is saved, which is reported, and False is returned. last: the run ends
+    after this save, so wait for the earlier one and for this one. Raises the error of the earlier save if this one
+    would fail as well, and the error of this one if training waits for it.
+    """
     began = time.monotonic()
-    trainer.segments.append(next_segment(trainer, step))
-    tokens = step * trainer.config.tokens_per_step
+    background = trainer.background
+    ended = settle(trainer, wait=last)
+    if background is not None and background.broken is not None:
+        raise background.broken
+    if not ended:
+        trainer.log(events.CHECKPOINT_SKIPPED, step=step, in_flight=_step_in_flight(trainer))
+        trainer.say(f"not saved step {step}: the checkpoint of an earlier step is still being written")
+        return False
+    segment, samples = next_segment(trainer, step)
+    ledger = (*trainer.segments, segment)
     facts = replace(
         trainer.checkpoint_facts,
         step=step,
-        tokens=tokens,
+        tokens=step * trainer.config.tokens_per_step,
         health=trainer.policy.health(),
         callbacks=trainer.callbacks.records(),
     )
     keep = trainer.config.checkpoint.keep
-    saved = save_checkpoint(trainer.folder, facts, trainer.state, tuple(trainer.segments), keep=keep)
+    if background is not None:
+        save = background.start(facts, trainer.state, ledger, samples, keep, began)
+        if last:
+            settle(trainer, wait=True)
+            if save.error is not None:
+                raise save.error
+        return True
+    saved = save_checkpoint(trainer.folder, facts, trainer.state, ledger, keep=keep, segment=samples)
+    _record(trainer, segment, saved.bytes, time.monotonic() - began)
+    return True
+
+
+def settle(trainer: RunParts, *, wait: bool) -> bool:
+    """Report the save in flight if it has ended on all ranks; return False if it has not. Collective.
+
+    wait: wait for it.
+    """
+    background = trainer.background
+    if background is None:
+        return True
+    if wait and background.in_flight is not None:
+        background.in_flight.wait()
+    ended = torch.tensor(int(background.in_flight is None or background.in_flight.ended))
+    dist.all_reduce(ended, dist.ReduceOp.MIN)
+    if not ended:
+        return False
+    report_ended(trainer)
+    return True
+
+
+def report_ended(trainer: RunParts) -> None:
+    """Report the save in flight if it has ended on this rank. Called after every step; not collective."""
+    background = trainer.background
+    if background is None or background.in_flight is None or not background.in_flight.ended:
+        return
+    save, background.in_flight = background.in_flight, None
+    if save.error is None:
+        _record(trainer, save.segment, save.bytes, save.stall_seconds, save.write_seconds)
+        return
+    if save.is_fatal:
+        background.broken = save.error
+    reason = save.error.found if isinstance(save.error, IngotError) else str(save.error)
+    code = getattr(save.error, "code", "")
+    trainer.log(events.CHECKPOINT_FAILED, step=save.step, code=code, reason=reason, write_seconds=save.write_seconds)
+    trainer.say(f"WARNING   the checkpoint of step {save.step} was not saved: {reason}")
+
+
+def last_saved(trainer: RunParts) -> int:
+    """Return the step of the newest verified checkpoint that training continued from or saved; 0 without one."""
+    return trainer.segments[-1].last_step if trainer.segments else 0
+
+
+def _record(
+    trainer: RunParts, segment: LedgerSegment, size: int, stall_seconds: float, write_seconds: float | None = None
+) -> None:
+    """Take in that the checkpoint with the ledger segment `segment` was saved, and report it."""
+    step = segment.last_step
+    trainer.segments.append(segment)
     trainer.ledger.forget(step)
-    path, stall_seconds = saved.path.relative_to(trainer.folder.root), time.monotonic() - began
-    trainer.log(events.CHECKPOINT, step=step, bytes=saved.bytes, stall_seconds=stall_seconds, path=str(path))
-    trainer.say(f"saved     step {step}  {format_bytes(saved.bytes)}  stall {format_seconds(stall_seconds)}  verified")
+    path = str(trainer.folder.checkpoint(step).relative_to(trainer.folder.root))
+    seconds = stall_seconds if write_seconds is None else write_seconds
+    trainer.log(events.CHECKPOINT, step=step, bytes=size, stall_seconds=stall_seconds, write_seconds=seconds, path=path)
+    written = "" if write_seconds is None else f"written in {format_seconds(write_seconds)}  "
+    stall = f"stall {format_seconds(stall_seconds)}"
+    trainer.say(f"saved     step {step}  {format_bytes(size)}  {stall}  {written}verified")
 
 
-def next_segment(trainer: RunParts, step: int) -> LedgerSegment:
-    """Write the ids of the samples that all ranks consumed since the last segment to one file. Collective."""
-    first = trainer.segments[-1].last_step + 1 if trainer.segments else 1
+def _step_in_flight(trainer: RunParts) -> int | None:
+    save = trainer.background.in_flight if trainer.background else None
+    return save.step if save else None
+
+
+def next_segment(trainer: RunParts, step: int) -> tuple[LedgerSegment, bytes]:
+    """Return the file of the samples that all ranks consumed since the last segment, and its content: on rank 0; other
+    ranks get an entry with the same steps alone. Collective."""
+    first = last_saved(trainer) + 1
     own = trainer.ledger.segment(first, step)
     if not trainer.place.is_first:
         if trainer.place.rank in trainer.readers:
             dist.send(torch.from_numpy(np.ascontiguousarray(own)), dst=0)
-        return LedgerSegment(file="", first_step=first, last_step=step, sha256="")
+        return LedgerSegment(file="", first_step=first, last_step=step, sha256=""), b""
     # Data rank r read the r-th part of each global batch, so the concatenated parts are the batch.
-    ids = np.concatenate(_of_readers(own, trainer.readers), axis=1)
-    return write_segment(trainer.folder.ledger, first, step, ids)
+    return segment_of(first, step, np.concatenate(_of_readers(own, trainer.readers), axis=1))
 
 
 def _of_readers(own: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
@@ -124,6 +204,9 @@ def reload(trainer: RunParts) -> int:
 
     Raises RunFailed if there is no checkpoint yet, CheckpointError if no checkpoint can be used.
     """
+    settle(trainer, wait=True)
+    if trainer.background is not None:
+        trainer.background.broken = None  # the state that could not be saved is replaced
     restored = load_newest(trainer, trainer.folder, trainer.checkpoint_facts, trainer.log)
     if restored is None:
         raise RunFailed(

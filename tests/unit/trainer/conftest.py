@@ -117,7 +117,7 @@ def make_run(tmp_path, token_folders):
             "train": {"steps": 12, "seq_len": 16, "global_batch": 4, "micro_batch": 1, "precision": "fp32"},
             "optim": {"lr": 5e-3},
             "parallel": {"dp_shard": 1},
-            "checkpoint": {"every_steps": 5, "keep": 2},
+            "checkpoint": {"every_steps": 5, "keep": 2, "mode": "sync"},
             "watch": {"log_every": 3},
             "evaluate": {"prompts": ("Stone",), "sample_tokens": 8},
             "data": {
@@ -168,7 +168,7 @@ KNOWN = {
     "train": {"steps", "seq_len", "global_batch", "micro_batch", "precision"},
     "optim": {"lr", "clip_norm"},
     "parallel": {"dp_shard"},
-    "checkpoint": {"every_steps"},
+    "checkpoint": {"every_steps", "keep", "mode"},
     "watch": {"log_every"},
     "evaluate": {"prompts", "max_tokens"},
     "data": {"tokens", "heldout", "tokenizer", "mask_documents"},

@@ -31,24 +31,28 @@ def world() -> int:
 
 
 def from_rank_zero(
-    find: Callable[[], T], pack: Callable[[T], bytes] = pack_json, unpack: Callable[[bytes], T] = unpack_json
+    find: Callable[[], T],
+    pack: Callable[[T], bytes] = pack_json,
+    unpack: Callable[[bytes], T] = unpack_json,
+    group: dist.ProcessGroup | None = None,
 ) -> T:
     """Call `find()` on rank 0 and return its result on every rank, or raise its error on every rank. Collective.
 
     An IngotError, OSError or ValueError is raised as such, any other error as a RankError that names it. pack, unpack:
-    turn the result into bytes and back; by default JSON, in which a tuple arrives as a list.
+    turn the result into bytes and back; by default JSON, in which a tuple arrives as a list. group: all ranks, by
+    default the world group; a thread beside the training thread needs a group of its own.
     """
     if not dist.is_initialized():
         return find()
     if dist.get_rank() != 0:
-        return read_message(_broadcast(b""), unpack)
+        return read_message(_broadcast(b"", group), unpack)
     try:
         result, failure = find(), None
         answer = as_value(pack(result))
     except Exception as error:
         result, failure = None, portable(error)
         answer = as_error(failure)
-    _broadcast(answer)
+    _broadcast(answer, group)
     if failure is not None:
         raise failure
     return result  # pyright: ignore[reportReturnType]
@@ -59,12 +63,13 @@ def from_all_ranks(
     combine: Callable[[list[P]], T],
     pack: Callable[[P], bytes] = pack_json,
     unpack: Callable[[bytes], P] = unpack_json,
+    group: dist.ProcessGroup | None = None,
 ) -> T:
     """Call `part` on every rank and `combine` on rank 0 with the list of results; return its result on every rank.
 
     The list is in rank order. An error of `combine`, or of `part` on any rank (the lowest rank if several raise), is
     raised on every rank. pack, unpack: turn the result of `part` into bytes and back, by default JSON; the result of
-    `combine` is always sent as JSON. Collective.
+    `combine` is always sent as JSON. group: see `from_rank_zero`. Collective.
     """
     if not dist.is_initialized():
         return combine([part()])
@@ -73,9 +78,9 @@ def from_all_ranks(
         own = as_value(pack(part()))
     except Exception as error:
         own, cause = as_error(portable(error)), error
-    parts = _gather(own)
+    parts = _gather(own, group)
     try:
-        return from_rank_zero(lambda: combine([read_message(one, unpack) for one in parts]))
+        return from_rank_zero(lambda: combine([read_message(one, unpack) for one in parts]), group=group)
     except Exception as error:
         if cause is None:
             raise
@@ -96,32 +101,32 @@ def portable(error: Exception) -> Exception:
     return RankError(f"rank {rank()}: {type(error).__name__}: {error}")
 
 
-def _broadcast(message: bytes) -> bytes:
+def _broadcast(message: bytes, group: dist.ProcessGroup | None) -> bytes:
     """Return the message of rank 0 on every rank. Raises ResourceError on every rank if it is too large."""
     length = torch.tensor([len(message)])
-    dist.broadcast(length, src=0)
+    dist.broadcast(length, src=0, group=group)
     size = int(length.item())
     _check_size(size, MAX_RESULT_BYTES)
     data = _tensor(message) if dist.get_rank() == 0 else torch.empty(size, dtype=torch.uint8)
-    dist.broadcast(data, src=0)
+    dist.broadcast(data, src=0, group=group)
     return data.numpy().tobytes()
 
 
-def _gather(message: bytes) -> list[bytes]:
+def _gather(message: bytes, group: dist.ProcessGroup | None) -> list[bytes]:
     """Return the messages of all ranks on rank 0, and nothing on others. Raises ResourceError on every rank if one is
     too large."""
     longest = torch.tensor([len(message)])
-    dist.all_reduce(longest, dist.ReduceOp.MAX)
+    dist.all_reduce(longest, dist.ReduceOp.MAX, group=group)
     size = int(longest.item())
     _check_size(size, MAX_PART_BYTES)
     own = torch.zeros(_LENGTH_BYTES + size, dtype=torch.uint8)
     framed = len(message).to_bytes(_LENGTH_BYTES, "little") + message
     own[: len(framed)] = _tensor(framed)
     if dist.get_rank() != 0:
-        dist.gather(own, dst=0)
+        dist.gather(own, dst=0, group=group)
         return []
     parts = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-    dist.gather(own, parts, dst=0)
+    dist.gather(own, parts, dst=0, group=group)
     framed_parts = (part.numpy().tobytes() for part in parts)
     return [one[_LENGTH_BYTES:][: int.from_bytes(one[:_LENGTH_BYTES], "little")] for one in framed_parts]
 

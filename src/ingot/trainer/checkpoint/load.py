@@ -35,7 +35,7 @@ from ingot.trainer.checkpoint.state import (
     restore_random_state,
     restore_random_text,
 )
-from ingot.trainer.checkpoint.tensor_file import dtype_name
+from ingot.trainer.checkpoint.tensors import dtype_name
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 

@@ -1,4 +1,4 @@
-"""Write a safetensors file, hash it while it is written, and read it back from the disk.
+"""Write a safetensors file, hash it while it is written, and read it back from the disk. No torch.
 
 The layout is that of safetensors (8 bytes header length, JSON header, raw little-endian data). The library's own writer
 cannot hash the bytes while it writes them, and a hash of only the bytes read back would accept a bad write. Reading
@@ -7,20 +7,88 @@ uses the library.
 
 import hashlib
 import json
+import math
 import os
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FileEntry
 from ingot.storage import sha256_file
 from ingot.trainer.checkpoint.rules import DTYPES
 
-_CHUNK = 64 << 20
+_CHUNK = 8 << 20
+# Floating-point dtypes that NumPy lacks or is slow with -> the exponent bits of an element, as an unsigned integer of
+# its size. NaN and infinity have all of them; float8_e4m3fn has no infinity, and its NaN has all bits but the sign.
+_EXPONENTS = {
+    "bfloat16": 0x7F80,
+    "float16": 0x7C00,
+    "float8_e5m2": 0x7C,
+    "float8_e4m3fn": 0x7F,
+}
+
+
+@dataclass(frozen=True)
+class FilePart:
+    """A tensor of a file: its key, its dtype by torch's name ("bfloat16"), and its shape."""
+
+    key: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        return math.prod(self.shape) * DTYPES[self.dtype][0]
+
+
+def header_of(parts: Sequence[FilePart]) -> bytes:
+    """Return what precedes the data of a safetensors file of these tensors, a multiple of 8 bytes."""
+    header: dict = {"__metadata__": {"format": "pt"}}
+    position = 0
+    for part in parts:
+        end = position + part.bytes
+        header[part.key] = {
+            "dtype": DTYPES[part.dtype][1],
+            "shape": list(part.shape),
+            "data_offsets": [position, end],
+        }
+        position = end
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    return len(text).to_bytes(8, "little") + text
+
+
+def write_parts(path: Path, parts: Sequence[FilePart], data: Iterable[memoryview]) -> tuple[FileEntry, list[int]]:
+    """Write the tensors `parts`, whose bytes `data` yields in the same order, to the new file `path`, durably.
+
+    Returns the file's entry and the CRC-32 of each tensor's bytes. Raises CheckpointError for a value that is not
+    finite (a run could not continue from it), and if the data read back differs from the data written.
+    """
+    file = _HashedFile(path)
+    file.write(header_of(parts))
+    checksums = []
+    for part, whole in zip(parts, data, strict=True):
+        checksum = 0
+        for start in range(0, len(whole), _CHUNK):
+            chunk = whole[start : start + _CHUNK]
+            _require_finite(part, chunk)
+            checksum = zlib.crc32(chunk, checksum)
+            file.write(chunk)
+        checksums.append(checksum)
+    sha256 = file.close_durably()
+    if sha256_file(path) != sha256:
+        raise CheckpointError(
+            "E-CKPT-READ-BACK",
+            f"the data read back from {path} differs from the data written",
+            rule="a checkpoint counts as saved only after its files have been read back and compared",
+            fix="check this disk; the last checkpoint is unchanged",
+            path=str(path),
+        )
+    return FileEntry(bytes=file.bytes, sha256=sha256), checksums
 
 
 class _HashedFile:
@@ -47,61 +115,21 @@ class _HashedFile:
         return self._sha256.hexdigest()
 
 
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name of a dtype without the module, like "bfloat16"."""
-    return str(dtype).removeprefix("torch.")
-
-
-def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileEntry, list[int]]:
-    """Write `tensors` (key, tensor on any device) to the new file `path`, durably, and verify it.
-
-    Returns the file's entry and the CRC-32 of each tensor's bytes. Raises CheckpointError for a value that is not
-    finite (a run could not continue from it), and if the data read back differs from the data written.
-    """
-    file = _HashedFile(path)
-    file.write(_header(tensors))
-    checksums = []
-    for key, tensor in tensors:
-        if tensor.is_floating_point() and not _finite(tensor):
-            raise CheckpointError(
-                "E-STATE-NOT-FINITE",
-                f"tensor {key} holds NaN or infinity",
-                rule="only finite weights and moments are saved, so that a run can continue from every checkpoint",
-                fix="lower optim.lr or raise schedule.warmup_steps, and continue from the last checkpoint",
-                tensor=key,
-            )
-        checksum = 0
-        data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-        for start in range(0, len(data), _CHUNK):
-            part = data[start : start + _CHUNK]
-            checksum = zlib.crc32(part, checksum)
-            file.write(part)
-        checksums.append(checksum)
-    sha256 = file.close_durably()
-    if sha256_file(path) != sha256:
+def _require_finite(part: FilePart, data: memoryview) -> None:
+    size = DTYPES[part.dtype][0]
+    if part.dtype in ("float64", "float32"):
+        values = np.frombuffer(data, f"f{size}")
+        # Minimum and maximum reveal NaN and infinity, without a mask as large as the data.
+        finite = np.isfinite(values.min()) and np.isfinite(values.max())
+    elif exponent := _EXPONENTS.get(part.dtype):
+        finite = not ((np.frombuffer(data, f"u{size}") & exponent) == exponent).any()
+    else:
+        finite = True
+    if not finite:
         raise CheckpointError(
-            "E-CKPT-READ-BACK",
-            f"the data read back from {path} differs from the data written",
-            rule="a checkpoint counts as saved only after its files have been read back and compared",
-            fix="check this disk; the last checkpoint is unchanged",
-            path=str(path),
+            "E-STATE-NOT-FINITE",
+            f"tensor {part.key} holds NaN or infinity",
+            rule="only finite weights and moments are saved, so that a run can continue from every checkpoint",
+            fix="lower optim.lr or raise schedule.warmup_steps, and continue from the last checkpoint",
+            tensor=part.key,
         )
-    return FileEntry(bytes=file.bytes, sha256=sha256), checksums
-
-
-def _finite(tensor: Tensor) -> bool:
-    # Minimum and maximum reveal NaN and infinity, without a mask as large as the tensor.
-    return tensor.numel() == 0 or all(bool(torch.isfinite(x)) for x in torch.aminmax(tensor.detach()))
-
-
-def _header(tensors: Sequence[tuple[str, Tensor]]) -> bytes:
-    header: dict = {"__metadata__": {"format": "pt"}}
-    position = 0
-    for key, tensor in tensors:
-        end = position + tensor.numel() * tensor.element_size()
-        kind = DTYPES[dtype_name(tensor.dtype)][1]
-        header[key] = {"dtype": kind, "shape": list(tensor.shape), "data_offsets": [position, end]}
-        position = end
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    return len(text).to_bytes(8, "little") + text

@@ -63,11 +63,11 @@ class Ledger:
         self._first_step += count
 
 
-def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np.ndarray) -> LedgerSegment:
-    """Write the samples of these steps (inclusive) of all ranks, in rank order, as one file of the ledger.
+def segment_of(first_step: int, last_step: int, ids_by_step: np.ndarray) -> tuple[LedgerSegment, bytes]:
+    """Return the samples of these steps (inclusive) of all ranks, in rank order, as a file of the ledger: its entry and
+    its content.
 
-    ids_by_step: int64 [steps, global_batch]. The file has these numbers, little-endian, row by row, and is written
-    atomically.
+    ids_by_step: int64 [steps, global_batch]. The file has these numbers, little-endian, row by row.
     """
     if ids_by_step.ndim != 2 or len(ids_by_step) != last_step - first_step + 1:
         raise DataError(
@@ -77,10 +77,17 @@ def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np
             fix="this is a bug in ingot: please report it with the run's events.jsonl",
             shape=list(ids_by_step.shape),
         )
-    name = segment_file(first_step, last_step)
     data = np.ascontiguousarray(ids_by_step, "<i8").tobytes()
-    write_atomic(folder / name, data)
-    return LedgerSegment(file=name, first_step=first_step, last_step=last_step, sha256=sha256_bytes(data))
+    name = segment_file(first_step, last_step)
+    return LedgerSegment(file=name, first_step=first_step, last_step=last_step, sha256=sha256_bytes(data)), data
+
+
+def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np.ndarray) -> LedgerSegment:
+    """Write a file of the ledger atomically into `folder`. Returns its entry; the other arguments are those of
+    `segment_of`."""
+    segment, data = segment_of(first_step, last_step, ids_by_step)
+    write_atomic(folder / segment.file, data)
+    return segment
 
 
 def read_ledger(folder: Path, segments: Sequence[LedgerSegment]) -> Iterator[tuple[int, np.ndarray]]:

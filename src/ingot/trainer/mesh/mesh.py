@@ -196,3 +196,12 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, description: 
         if isinstance(group, dist.ProcessGroup):
             own = group
     return own
+
+
+def cpu_group(timeout: timedelta, description: str) -> dist.ProcessGroup:
+    """Make a Gloo group of all ranks, for values on the host that a thread beside the training thread exchanges.
+    Collective over the world. description: a name for logs.
+    """
+    group = dist.new_group(backend="gloo", timeout=timeout, group_desc=description)
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group

@@ -9,7 +9,7 @@ from tests.expect import refused
 import ingot.trainer.checkpoint.tensor_file as tensor_file
 from ingot.storage import sha256_file
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint
-from ingot.trainer.checkpoint.tensor_file import write_tensors
+from ingot.trainer.checkpoint.tensors import write_tensors
 
 from .conftest import save
 

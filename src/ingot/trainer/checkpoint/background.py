@@ -1,0 +1,145 @@
+"""Save checkpoints while training goes on: training waits for a copy of the state in memory, and for nothing else.
+
+A thread of the rank asks its writer process (writer.py) to write the copy, and agrees with the other ranks through a
+process group of its own, because collectives of two threads in one group mix. At most one save is in flight.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from ingot.errors import IngotError
+from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.agree import from_all_ranks, rank
+from ingot.trainer.checkpoint.files import CheckpointFacts, FileContents
+from ingot.trainer.checkpoint.save import file_contents
+from ingot.trainer.checkpoint.snapshot import Snapshot
+from ingot.trainer.checkpoint.state import TrainingState
+from ingot.trainer.checkpoint.writer import WriterProcess
+
+# Errors of a disk or a process, after which the next save may be whole. After any other error the state itself, or the
+# run, is broken.
+_PASSING = ("E-CKPT-WRITE", "E-CKPT-READ-BACK", "E-CKPT-WRITER", "E-DISK-SPACE")
+
+
+class SaveInFlight:
+    """A save that a thread carries out. step: the saved step. segment: the ledger segment that the checkpoint adds.
+
+    stall_seconds: how long training waited on this rank. After `ended`: bytes of all tensor files, write_seconds from
+    the copy to the published checkpoint, and the error, which is the same on every rank.
+    """
+
+    def __init__(self, step: int, segment: LedgerSegment, stall_seconds: float, work: Callable[[], int]):
+        self.step, self.segment, self.stall_seconds = step, segment, stall_seconds
+        self.bytes, self.write_seconds = 0, 0.0
+        self.error: Exception | None = None
+        self._work = work
+        self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
+        self._thread.start()
+
+    @property
+    def ended(self) -> bool:
+        return not self._thread.is_alive()
+
+    @property
+    def is_fatal(self) -> bool:
+        """True if a later save would fail as well."""
+        return self.error is not None and getattr(self.error, "code", "") not in _PASSING
+
+    def wait(self) -> None:
+        """Wait until the save has ended."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        started = time.perf_counter()
+        try:
+            self.bytes = self._work()
+        except Exception as error:
+            self.error = error
+        self.write_seconds = time.perf_counter() - started
+
+
+class BackgroundSaver:
+    """Saves of this rank in the background.
+
+    group: all ranks, used by nothing else; None without a process group. in_flight: the newest save, until it was
+    reported. broken: the error of a save after which no later one can succeed.
+    """
+
+    def __init__(self, folder: RunFolder, device: torch.device, group: dist.ProcessGroup | None):
+        self._group = group
+        self._snapshot = Snapshot(device)
+        self._writer = WriterProcess(folder, rank(), self._snapshot.fd)
+        self._writer.begin()  # its start must not count for the first save
+        self.in_flight: SaveInFlight | None = None
+        self.broken: Exception | None = None
+
+    @property
+    def writer_pid(self) -> int | None:
+        """The id of the writer process; None before the first save."""
+        return self._writer.pid
+
+    def start(
+        self,
+        facts: CheckpointFacts,
+        state: TrainingState,
+        ledger: tuple[LedgerSegment, ...],
+        segment: bytes,
+        keep: int,
+        began: float,
+    ) -> SaveInFlight:
+        """Copy the state of this rank, and begin to save it as the checkpoint of `facts.step`. Collective.
+
+        The arguments are those of `save_checkpoint`; the previous save must have ended. began: time.monotonic() at
+        which training began to wait. An error of this rank ends the save on every rank.
+        """
+        contents, size, failure = None, 0, None
+        try:
+            self._writer.begin()
+            contents, tensors = file_contents(state)
+            size = self._snapshot.take(tensors)
+        except (IngotError, OSError, RuntimeError) as error:  # the other ranks have to hear of it
+            failure = error
+
+        def work() -> int:
+            return self._save(facts, contents, size, failure, ledger, segment, keep)
+
+        self.in_flight = SaveInFlight(facts.step, ledger[-1], time.monotonic() - began, work)
+        return self.in_flight
+
+    def _save(
+        self,
+        facts: CheckpointFacts,
+        contents: FileContents | None,
+        size: int,
+        failure: Exception | None,
+        ledger: tuple[LedgerSegment, ...],
+        segment: bytes,
+        keep: int,
+    ) -> int:
+        def own_bytes() -> int:
+            if failure is not None:
+                raise failure
+            return size
+
+        def write() -> bytes:
+            assert contents is not None
+            return self._writer.write(facts.step, contents, size)
+
+        from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts.step, sizes), group=self._group)
+        return from_all_ranks(
+            write,
+            lambda parts: self._writer.finish(facts, parts, ledger, segment, keep),
+            bytes,
+            bytes,
+            group=self._group,
+        )
+
+    def close(self) -> None:
+        """End the writer process, and a save that is in flight with it, and free the snapshot."""
+        self._writer.close()
+        self._snapshot.close()

@@ -1,0 +1,133 @@
+"""The files of one checkpoint, from an empty folder to the manifest. No torch: the writer process has none.
+
+The order: rank 0 calls `make_folder`, then every rank `write`, then rank 0 `finish`. The folder has a temporary name
+until everything in it was written and read back.
+"""
+
+import shutil
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ingot.errors import ResourceError
+from ingot.schema.accepted import read_accepted
+from ingot.schema.checkpoint import CheckpointManifest, Health, LedgerSegment, file_of
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import fsync_dir, require_free, write_atomic
+from ingot.trainer.checkpoint.folders import SAVING, prune, publish
+from ingot.trainer.checkpoint.manifest import write_manifest
+from ingot.trainer.checkpoint.part import Kind, Numbers, RankBlocks, assemble
+from ingot.trainer.checkpoint.tensor_file import FilePart, write_parts
+
+_LEDGER_BYTES = 16 << 20  # free space for the ledger
+_EXTRA_BYTES_PER_RANK = 64 << 10  # free space for a rank's file header, random state and part of the manifest
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class CheckpointFacts:
+    """The fields of a checkpoint's manifest (schema/checkpoint.py) that do not depend on its tensors."""
+
+    step: int
+    tokens: int
+    settings: dict[str, Any]
+    config_sha256: str
+    data_fingerprint: str
+    layout: dict[str, int]
+    health: Health = field(default_factory=Health)
+    callbacks: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class FileContents:
+    """The tensors of one rank's file, without their bytes.
+
+    parts: in the order of the file; those after the blocks in `written` are random states. written: (tensor, offsets,
+    sizes) of each block. kinds: (dtype, whole shape) of every tensor of which the rank holds a block.
+    """
+
+    parts: tuple[FilePart, ...]
+    written: tuple[tuple[str, Numbers, Numbers], ...]
+    kinds: Mapping[str, Kind]
+
+
+@dataclass(frozen=True)
+class CheckpointFiles:
+    """The files of the checkpoint of `step` in the run `folder`."""
+
+    folder: RunFolder
+    step: int
+
+    @property
+    def path(self) -> Path:
+        return self.folder.checkpoint(self.step)
+
+    @property
+    def temporary(self) -> Path:
+        return self.path.with_name(SAVING + self.path.name)
+
+    def make_folder(self, bytes_by_rank: Sequence[int]) -> None:
+        """Check that the disk has room, and make the temporary folder. Raises ResourceError."""
+        needed = sum(bytes_by_rank) + _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
+        require_free(self.folder.checkpoints, needed, f"the checkpoint of step {self.step}")
+        shutil.rmtree(self.temporary, ignore_errors=True)
+        self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
+
+    def write(self, rank: int, contents: FileContents, data: Iterable[memoryview]) -> RankBlocks:
+        """Write and verify the file of `rank`. data: the bytes of each part. Returns the rank's part of the manifest.
+
+        Raises ResourceError if the file cannot be written, and the errors of `write_parts`.
+        """
+        path = self.temporary / file_of(rank)
+        entry, checksums = self._on_disk(path, lambda: write_parts(path, contents.parts, data))
+        return RankBlocks.pack(entry, contents.kinds, contents.written, checksums[: len(contents.written)])
+
+    def finish(
+        self,
+        facts: CheckpointFacts,
+        parts: Sequence[RankBlocks],
+        ledger: tuple[LedgerSegment, ...],
+        segment: bytes | None,
+        keep: int,
+    ) -> int:
+        """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints.
+
+        parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
+        content of the last file of `ledger`, or None if the file exists. Returns the bytes of all tensor files.
+        """
+        if segment is not None:
+            file = self.folder.ledger / ledger[-1].file
+            self._on_disk(file, lambda: write_atomic(file, segment))
+        cuts, tensors = assemble(parts)
+        manifest = CheckpointManifest(
+            **{name: getattr(facts, name) for name in facts.__dataclass_fields__},
+            world=len(parts),
+            files={file_of(rank): part.file for rank, part in enumerate(parts)},
+            cuts=cuts,
+            tensors=tensors,
+            ledger=ledger,
+            accepted=tuple(read_accepted(self.folder.accepted)),
+        )
+
+        def publish_it() -> None:
+            write_manifest(self.temporary, manifest)
+            fsync_dir(self.temporary)
+            publish(self.folder, self.step)
+
+        self._on_disk(self.temporary, publish_it)
+        prune(self.folder, self.step, keep)
+        return sum(file.bytes for file in manifest.files.values())
+
+    def _on_disk(self, path: Path, write: Callable[[], R]) -> R:
+        try:
+            return write()
+        except OSError as error:
+            raise ResourceError(
+                "E-CKPT-WRITE",
+                f"{path} cannot be written ({error.strerror})",
+                rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
+                fix="free space on that disk or repair the disk, then run the same command: the run continues",
+                path=str(path),
+                cause=error.strerror,
+            ) from None

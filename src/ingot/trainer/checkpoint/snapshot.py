@@ -1,0 +1,67 @@
+"""A copy of everything that a rank saves, in memory that its writer process reads while training goes on."""
+
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def _runtime() -> Any:
+    """Return the functions of the CUDA runtime."""
+    return torch.cuda.cudart()
+
+
+class Snapshot:
+    """The bytes of the tensors of one rank's checkpoint file, one after the other.
+
+    The memory is a file without a name in any folder, so that nothing is left when the processes end; the writer maps
+    it by the descriptor `fd`. It is made at the first snapshot, kept for later ones, and replaced by a larger one only
+    if the tensors grew. On a GPU it is page-locked, which lets the device copy at the full rate of its link.
+    """
+
+    def __init__(self, device: torch.device):
+        self.fd = os.memfd_create("ingot-snapshot")
+        self._on_gpu = device.type == "cuda"
+        self._map: mmap.mmap | None = None
+        self._image = torch.empty(0, dtype=torch.uint8)
+
+    def take(self, tensors: Sequence[Tensor]) -> int:
+        """Copy `tensors`, on any device, of which those with larger elements come first. Returns the number of bytes.
+
+        When this returns, the tensors may change.
+        """
+        total = sum(tensor.nbytes for tensor in tensors)
+        if total > self._image.numel():
+            self._allocate(total)
+        begin = 0
+        for tensor in tensors:
+            end = begin + tensor.nbytes
+            place = self._image[begin:end].view(tensor.dtype).view(tensor.shape)
+            place.copy_(tensor.detach(), non_blocking=self._on_gpu)
+            begin = end
+        if self._on_gpu:
+            torch.cuda.current_stream().synchronize()
+        return total
+
+    def _allocate(self, total: int) -> None:
+        self._release()
+        os.ftruncate(self.fd, total)
+        self._map = mmap.mmap(self.fd, total)
+        self._image = torch.frombuffer(self._map, dtype=torch.uint8)
+        if self._on_gpu:  # if the driver refuses, copies are slower, and nothing else changes
+            _runtime().cudaHostRegister(self._image.data_ptr(), total, 0)
+
+    def _release(self) -> None:
+        if self._on_gpu and self._image.numel():
+            _runtime().cudaHostUnregister(self._image.data_ptr())
+        self._image, self._map = torch.empty(0, dtype=torch.uint8), None
+
+    def close(self) -> None:
+        """Free the memory, once the writer has ended as well."""
+        if self.fd >= 0:
+            self._release()
+            os.close(self.fd)
+            self.fd = -1

@@ -1,0 +1,197 @@
+"""The process that writes one rank's checkpoint files while the rank trains.
+
+The program `python -m ingot.trainer.checkpoint.writer` has no torch and no part in collectives. The rank sends it
+requests, and it answers each with a value or an error (message.py). It reads the tensors from the memory of the rank's
+snapshot. It ends at once when the rank's end of the pipe closes, so that nothing writes into a run whose rank is gone;
+a kill at any moment leaves an unfinished folder that no reader takes for a checkpoint.
+"""
+
+import contextlib
+import json
+import mmap
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
+
+from ingot.errors import ResourceError
+from ingot.schema.checkpoint import Health, LedgerSegment
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
+from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message
+from ingot.trainer.checkpoint.part import RankBlocks
+from ingot.trainer.checkpoint.tensor_file import FilePart
+
+_LENGTH_BYTES = 8
+
+
+class WriterProcess:
+    """The writer process of this rank. A process that has ended is replaced by a new one at the next save.
+
+    Every method raises the error that the writer answers, or ResourceError if the writer ended.
+    """
+
+    def __init__(self, folder: RunFolder, rank: int, snapshot_fd: int):
+        self._folder, self._rank, self._fd = folder, rank, snapshot_fd
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def pid(self) -> int | None:
+        """The id of the process; None before the first save."""
+        return self._process.pid if self._process else None
+
+    def begin(self) -> None:
+        """Start the process unless it runs. Called in the main thread, before a save."""
+        if self._process is not None and self._process.poll() is None:
+            return
+        self.close()
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute()), str(self._fd)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            pass_fds=(self._fd,),
+            start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
+        )
+
+    def make_folder(self, step: int, bytes_by_rank: Sequence[int]) -> None:
+        """See CheckpointFiles.make_folder."""
+        self._ask({"do": "make_folder", "step": step, "bytes": list(bytes_by_rank)})
+
+    def write(self, step: int, contents: FileContents, snapshot_bytes: int) -> bytes:
+        """Write this rank's file from the snapshot. Returns the bytes of its RankBlocks."""
+        request = {"do": "write", "step": step, "rank": self._rank, "contents": contents, "snapshot": snapshot_bytes}
+        return self._ask(request)
+
+    def finish(
+        self,
+        facts: CheckpointFacts,
+        parts: Sequence[bytes],
+        ledger: Sequence[LedgerSegment],
+        segment: bytes,
+        keep: int,
+    ) -> int:
+        """See CheckpointFiles.finish. parts: the bytes of the RankBlocks of all ranks."""
+        request = {"do": "finish", "step": facts.step, "facts": facts, "ledger": ledger, "keep": keep}
+        return int(self._ask(request, segment, *parts))
+
+    def _ask(self, request: dict[str, Any], *more: bytes) -> bytes:
+        process = self._process
+        assert process is not None and process.stdin is not None and process.stdout is not None
+        try:
+            _send(process.stdin, pack_json(request | {"more": len(more)}), *more)
+            answer = next(_frames(process.stdout), None)
+        except (OSError, ValueError):  # ValueError: the pipe was closed, because the run ends
+            answer = None
+        if answer is None:
+            raise ResourceError(
+                "E-CKPT-WRITER",
+                f"the process that writes the checkpoints of rank {self._rank} ended before it had written step "
+                f"{request['step']} ({_ending(process)})",
+                rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
+                fix="none is needed: the next save starts another process. If it happens again, look for a lack of "
+                "memory, or set checkpoint.mode = 'sync'",
+                rank=self._rank,
+                step=request["step"],
+            )
+        return read_message(answer, bytes)
+
+    def close(self) -> None:
+        """End the process, even in the middle of a write."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self._process = None
+
+
+def _ending(process: subprocess.Popen[bytes]) -> str:
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        code = process.wait(timeout=5)
+        return f"signal {-code}" if code < 0 else f"exit code {code}"
+    return "its pipe is closed"
+
+
+def _send(pipe: IO[bytes], *frames: bytes) -> None:
+    for frame in frames:
+        pipe.write(len(frame).to_bytes(_LENGTH_BYTES, "little"))
+        pipe.write(frame)
+    pipe.flush()
+
+
+def _frames(pipe: IO[bytes]) -> Iterator[bytes]:
+    while len(length := pipe.read(_LENGTH_BYTES)) == _LENGTH_BYTES:
+        size = int.from_bytes(length, "little")
+        frame = pipe.read(size)
+        if len(frame) < size:
+            return
+        yield frame
+
+
+# -- the process --
+
+
+def main(root: str, snapshot_fd: str) -> None:
+    """Answer the requests on standard input until it is closed."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_read_until_the_rank_is_gone, args=(requests,), daemon=True).start()
+    folder, fd = RunFolder(Path(root)), int(snapshot_fd)
+    while True:
+        request = json.loads(requests.get())
+        more = [requests.get() for _ in range(request["more"])]
+        try:
+            answer = as_value(_answer(folder, fd, request, more))
+        except Exception as error:
+            answer = as_error(error)
+        _send(answers, answer)
+
+
+def _read_until_the_rank_is_gone(requests: "queue.SimpleQueue[bytes]") -> None:
+    for frame in _frames(sys.stdin.buffer):
+        requests.put(frame)
+    os._exit(0)
+
+
+def _answer(folder: RunFolder, fd: int, request: dict[str, Any], more: list[bytes]) -> bytes:
+    files = CheckpointFiles(folder, request["step"])
+    if request["do"] == "make_folder":
+        files.make_folder(request["bytes"])
+        return b""
+    if request["do"] == "write":
+        contents = _contents(request["contents"])
+        image = memoryview(mmap.mmap(fd, request["snapshot"], prot=mmap.PROT_READ))
+        return files.write(request["rank"], contents, _cut(image, contents.parts)).to_bytes()
+    values = request["facts"]
+    facts = CheckpointFacts(**values | {"health": Health(**values["health"])})
+    ledger = tuple(LedgerSegment(**one) for one in request["ledger"])
+    segment, *parts = more
+    return str(files.finish(facts, list(map(RankBlocks.from_bytes, parts)), ledger, segment, request["keep"])).encode()
+
+
+def _contents(values: dict[str, Any]) -> FileContents:
+    return FileContents(
+        tuple(FilePart(one["key"], one["dtype"], tuple(one["shape"])) for one in values["parts"]),
+        tuple((name, tuple(offsets), tuple(sizes)) for name, offsets, sizes in values["written"]),
+        {name: (dtype, tuple(shape)) for name, (dtype, shape) in values["kinds"].items()},
+    )
+
+
+def _cut(image: memoryview, parts: Sequence[FilePart]) -> Iterator[memoryview]:
+    begin = 0
+    for part in parts:
+        yield image[begin : begin + part.bytes]
+        begin += part.bytes
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,159 @@
+"""Checkpoints that are written while training goes on, on two forked ranks with real writer processes."""
+
+import os
+import resource
+import signal
+
+import torch
+
+from ingot.errors import CheckpointError
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from ingot.trainer.loop import train
+from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
+from ingot.trainer.run import build_trainer
+
+from .test_loop import ledger_proof, step_facts
+from .test_loop import run_rank as run_undisturbed
+
+
+class Disturbing(DefaultPolicy):
+    """Calls, after a step, what the script has for it, with the trainer."""
+
+    def __init__(self, folder, script, trainer):
+        super().__init__(folder)
+        self.script, self.trainer = script, trainer
+
+    def verdict(self, facts):
+        verdict = super().verdict(facts)
+        return self.script.get(facts.step, lambda trainer: None)(self.trainer) or verdict
+
+
+def run_rank(rank, ranks, folder, script=None, until_step=None):
+    place = RankInfo(
+        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, attempt=0, device=torch.device("cpu")
+    )
+    run = build_trainer(load_run(folder.config), folder, place, until_step=until_step, say=lambda line: None)
+    run.policy = Disturbing(folder, script or {}, run)
+    try:
+        train(run)
+    except CheckpointError as error:
+        return error.code
+    finally:
+        run.close()
+    return "ended"
+
+
+def written(run):
+    """Let the save in flight end on this rank."""
+    run.background.in_flight.wait()
+
+
+def stop_writer(run):
+    os.kill(run.background.writer_pid, signal.SIGSTOP)
+
+
+def continue_writer(run):
+    os.kill(run.background.writer_pid, signal.SIGCONT)
+    written(run)
+
+
+def kill_writer_of_rank_1(run):
+    """The writer of rank 1 dies before it has written."""
+    if run.place.rank == 1:
+        os.kill(run.background.writer_pid, signal.SIGKILL)
+    else:
+        os.kill(run.background.writer_pid, signal.SIGCONT)
+    written(run)
+
+
+def fill_disk(run):
+    """Files of the writer of rank 0 can have 4 KiB: the kernel refuses more, as a full disk does."""
+    if run.place.rank == 0:
+        resource.prlimit(run.background.writer_pid, resource.RLIMIT_FSIZE, (4096, resource.RLIM_INFINITY))
+
+
+def free_disk(run):
+    written(run)
+    if run.place.rank == 0:
+        unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
+        resource.prlimit(run.background.writer_pid, resource.RLIMIT_FSIZE, unlimited)
+
+
+def spoil(run):
+    """Put a NaN where no loss sees it: into a tensor of a callback."""
+    run.state.callbacks["probe.x"] = torch.tensor([float("nan")])
+
+
+def files_by_step(folder):
+    return {c.step: c.manifest.files for c in list_checkpoints(folder.checkpoints)}
+
+
+def of_kind(folder, kind):
+    return [(e["step"], e.get("code")) for e in read_events(folder.events, kind)]
+
+
+def test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers(fork_ranks, make_run):
+    """Saves are due after the steps 4, 8, 12, 16 and 20. The snapshot of step 4 is written after step 6, when the
+    weights have changed; a writer dies during the save of step 8, the disk is full at 12, and at 20 nothing is wrong.
+    """
+    changes = {"dp_shard": 2, "steps": 20, "every_steps": 4, "keep": 9}
+    waiting = make_run("waiting", **changes)
+    fork_ranks(run_undisturbed, 2, waiting)
+    script = {3: stop_writer, 6: continue_writer, 7: stop_writer, 10: kill_writer_of_rank_1}
+    script |= {11: fill_disk, 14: free_disk, 18: written}
+    folder = make_run("async", mode="async", **changes)
+    assert fork_ranks(run_rank, 2, folder, script) == ["ended"] * 2
+    assert step_facts(folder) == step_facts(waiting)
+    assert of_kind(folder, events.CHECKPOINT_FAILED) == [(8, "E-CKPT-WRITER"), (12, "E-CKPT-WRITE")]
+    assert of_kind(folder, events.CHECKPOINT) == [(4, None), (16, None), (20, None)]
+    assert of_kind(folder, events.CHECKPOINT_SKIPPED) == []
+    expected = files_by_step(waiting)
+    assert files_by_step(folder) == {step: expected[step] for step in (4, 16, 20)}
+    for path in folder.checkpoints.iterdir():
+        verify_checkpoint(path)
+    segments = [(s.first_step, s.last_step) for s in ledger_proof(folder, load_run(folder.config)).ledger]
+    assert segments == [(1, 4), (5, 16), (17, 20)]
+
+
+def test_a_save_that_is_due_while_another_is_written_is_left_out(fork_ranks, make_run):
+    folder = make_run(dp_shard=2, steps=12, every_steps=3, mode="async")
+    assert fork_ranks(run_rank, 2, folder, {2: stop_writer, 10: continue_writer}) == ["ended"] * 2
+    skipped = [(e["step"], e["in_flight"]) for e in read_events(folder.events, events.CHECKPOINT_SKIPPED)]
+    assert skipped == [(6, 3), (9, 3)]
+    assert of_kind(folder, events.CHECKPOINT) == [(3, None), (12, None)]
+    ledger_proof(folder, load_run(folder.config))
+
+
+def test_state_that_is_not_finite_ends_the_run_at_the_next_save(fork_ranks, make_run):
+    folder = make_run(dp_shard=2, steps=12, every_steps=3, mode="async")
+    script = {4: written, 6: spoil, 8: written}
+    assert fork_ranks(run_rank, 2, folder, script) == ["E-STATE-NOT-FINITE"] * 2
+    assert list(files_by_step(folder)) == [3]
+    assert of_kind(folder, events.CHECKPOINT_FAILED) == [(6, "E-STATE-NOT-FINITE")]
+
+
+def test_the_last_save_must_succeed(fork_ranks, make_run):
+    folder = make_run(dp_shard=2, steps=4, every_steps=4, mode="async")
+
+    def spoiled(rank, ranks):
+        return run_rank(rank, ranks, folder, {4: spoil})
+
+    assert fork_ranks(spoiled, 2) == ["E-STATE-NOT-FINITE"] * 2
+    assert not list(read_events(folder.events, events.FINISHED))
+
+
+def test_a_rollback_waits_for_the_save_in_flight(fork_ranks, make_run):
+    folder = make_run(dp_shard=2, steps=8, every_steps=4, mode="async")
+    back = iter([Verdict.ROLL_BACK])
+
+    def once(run):
+        os.kill(run.background.writer_pid, signal.SIGCONT)
+        return next(back, None)
+
+    assert fork_ranks(run_rank, 2, folder, {3: stop_writer, 6: once}) == ["ended"] * 2
+    assert [(e["from_step"], e["to_step"]) for e in read_events(folder.events, events.ROLLED_BACK)] == [(6, 4)]
+    ledger_proof(folder, load_run(folder.config))
