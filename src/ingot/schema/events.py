@@ -26,6 +26,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   checkpoint_failed   step, code (of an error of ingot, or ""), reason, write_seconds
                                                                       training went on without this checkpoint
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
+  checkpoint_stored   step, store, bytes (sent), seconds              the store of the remote tier has it
+  checkpoint_not_stored  step, store, code, reason, retry_seconds (until the next attempt; null: none)
+  checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
@@ -52,6 +55,9 @@ CHECKPOINT = "checkpoint"
 CHECKPOINT_SKIPPED = "checkpoint_skipped"
 CHECKPOINT_FAILED = "checkpoint_failed"
 CHECKPOINT_REFUSED = "checkpoint_refused"
+CHECKPOINT_STORED = "checkpoint_stored"
+CHECKPOINT_NOT_STORED = "checkpoint_not_stored"
+CHECKPOINT_FETCHED = "checkpoint_fetched"
 EVALUATION = "evaluation"
 SAMPLE = "sample"
 FAULT = "fault"

@@ -4,12 +4,14 @@ The schema is here and not in the trainer, because planner, `check` and `report`
 file with all its rules, use ingot.theory.rules.load_run.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from typing import Any, Literal
 
 from ingot.config import LEFT_OUT_AT_DEFAULT, to_dict
 from ingot.ranges import (
+    Bytes,
     Deadline,
     Factor,
     LearningRate,
@@ -117,17 +119,40 @@ class Schedule:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RemoteCheckpoints:
+    """The second tier of checkpoints, in a store.
+
+    url: the place of this run alone: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder;
+      "": none. Credentials come from the usual environment variables.
+    keep: the number of newest checkpoints that stay; 0: all. keep_every: besides them, those whose step is a multiple
+      of it; 0: none.
+    bytes_per_second: the bandwidth that uploads and downloads may use; 0: no limit.
+    """
+
+    url: str = ""
+    keep: Queue = 3
+    keep_every: Steps = 0
+    bytes_per_second: Bytes = 0
+
+    def problems(self):
+        if self.url and not re.match(r"(s3|gs|az)://[^/@?#:]+(/[^@?#:]*)?$|file:///", self.url):
+            yield "url", "is not s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
+
+
+@dataclass(frozen=True, kw_only=True)
 class Checkpoint:
     """Checkpoints: one every `every_steps` steps and one at the end. Only the newest `keep` are kept.
 
     mode: "async": training waits for a copy of its state in memory, from which a process of each rank writes and
       verifies the files; a save that is due while another one is being written is left out. "sync": training waits for
       the verified files.
+    remote: a store to which saved checkpoints are uploaded while training goes on.
     """
 
     mode: Literal["async", "sync"] = "sync"
     every_steps: PositiveSteps = 100
     keep: PositiveQueue = 3
+    remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ from ingot.trainer.log import Interval, log_evaluation, log_interval, log_sample
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult
-from ingot.trainer.save import last_saved, reload, report_ended, save, settle
+from ingot.trainer.save import finish_uploads, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
 ROLL_BACKS_PER_STEP = 3
@@ -151,6 +151,7 @@ class RunLoop:
             log_samples(trainer, done)
             seconds = round(time.monotonic() - self._began, 3)
             trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)
+        finish_uploads(trainer)
         return Ending(done, self.stopped)
 
 

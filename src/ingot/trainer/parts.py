@@ -12,6 +12,7 @@ from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.state import TrainingState
+from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.heldout import Heldout
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
@@ -55,7 +56,8 @@ class StepParts:
 class RunParts(StepParts):
     """The parts of a run on this rank. The loop (loop.py) drives them.
 
-    place: the rank and device of this process. background: None if training waits for saves.
+    place: the rank and device of this process. background: None if training waits for saves. uploader: None except on
+    rank 0 of a run with a remote tier. fetch_again: replaces a damaged checkpoint by the one in the store, on rank 0.
     segments: the ledger segments that checkpoints hold so far.
     tokens_per_byte: tokens per UTF-8 byte of the training text.
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
@@ -71,6 +73,8 @@ class RunParts(StepParts):
     segments: list[LedgerSegment]
     checkpoint_facts: CheckpointFacts
     background: BackgroundSaver | None
+    uploader: Uploader | None
+    fetch_again: Callable[[int], bool]
     heldout: Heldout | None
     encoder: Encoder | None
     cost: CostMeter
@@ -90,6 +94,8 @@ class RunParts(StepParts):
         finally:
             if self.background is not None:
                 self.background.close()
+            if self.uploader is not None:
+                self.uploader.close()
             self.optimizer.close()
             self.model.close()
             self.event_log.close()

@@ -5,6 +5,7 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,10 +24,14 @@ from ingot.theory.rules import load_run
 from ingot.theory.schedule import ScheduleTable, build_table
 from ingot.trainer.blame import plugins_blamed
 from ingot.trainer.callbacks import Callbacks
+from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.state import TrainingState
+from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest
+from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.export.model_folder import first_weights
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
@@ -129,7 +134,14 @@ def build_trainer(
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
     )
-    restored = load_newest(parts, folder, facts, log)
+    on_rank_zero = say if place.is_first else _silent
+    tier = open_tier(folder, config.checkpoint.remote) if place.is_first else None
+    from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
+    again = partial(fetch_again, tier, say=on_rank_zero)
+    restored = load_newest(parts, folder, facts, log, again)
+    uploader = Uploader(folder) if tier else None
+    if uploader and restored:
+        uploader.push(restored.step)
     first_step = restored.step + 1 if restored else 1
     trainer = RunParts(
         **vars(parts),
@@ -139,6 +151,8 @@ def build_trainer(
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
         background=_background(config, folder, place.device),
+        uploader=uploader,
+        fetch_again=again,
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
@@ -150,7 +164,7 @@ def build_trainer(
         loader=open_loader(config, folder, parts.mesh, place.device, first_step),
         event_log=event_log,
         log=log,
-        say=say if place.is_first else _silent,
+        say=on_rank_zero,
     )
     log_start(trainer)
     return trainer

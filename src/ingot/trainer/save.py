@@ -32,6 +32,8 @@ from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.units import format_bytes, format_seconds
 
+_UPLOAD_SECONDS = 600.0  # that the end of a run waits for the store
+
 
 def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
     """Save the checkpoint of `step`, or begin to save it in the background, and report it. Collective.
@@ -90,7 +92,8 @@ def settle(trainer: RunParts, *, wait: bool) -> bool:
 
 
 def report_ended(trainer: RunParts) -> None:
-    """Report the save in flight if it has ended on this rank. Called after every step; not collective."""
+    """Report the save in flight if it has ended on this rank, and uploads. Called after every step; not collective."""
+    _report_uploads(trainer)
     background = trainer.background
     if background is None or background.in_flight is None or not background.in_flight.ended:
         return
@@ -124,6 +127,32 @@ def _record(
     written = "" if write_seconds is None else f"written in {format_seconds(write_seconds)}  "
     stall = f"stall {format_seconds(stall_seconds)}"
     trainer.say(f"saved     step {step}  {format_bytes(size)}  {stall}  {written}verified")
+    if trainer.uploader is not None:
+        trainer.uploader.push(step)
+
+
+def finish_uploads(trainer: RunParts) -> None:
+    """Wait until the newest checkpoint is in the store, for a limited time, and report it."""
+    if trainer.uploader is None:
+        return
+    if not trainer.uploader.finish(_UPLOAD_SECONDS):
+        waited, push = format_seconds(_UPLOAD_SECONDS), f"ingot ckpt push {trainer.folder.root}"
+        trainer.say(f"WARNING   the last checkpoint is not in the store after {waited}; to upload it: {push}")
+    _report_uploads(trainer)
+
+
+def _report_uploads(trainer: RunParts) -> None:
+    for event in trainer.uploader.reports() if trainer.uploader else ():
+        trainer.log(**event)
+        if event["kind"] == events.CHECKPOINT_STORED:
+            size, seconds = format_bytes(event["bytes"]), format_seconds(event["seconds"])
+            trainer.say(f"stored    step {event['step']}  {size}  {seconds}  in {event['store']}")
+        else:
+            again = event["retry_seconds"]
+            then = f"; trying again in {format_seconds(again)}" if again else ""
+            trainer.say(
+                f"WARNING   the checkpoint of step {event['step']} is not in the store: {event['reason']}{then}"
+            )
 
 
 def _step_in_flight(trainer: RunParts) -> int | None:
@@ -155,12 +184,16 @@ def _of_readers(own: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
 
 
 def load_newest(
-    parts: StepParts, folder: RunFolder, facts: CheckpointFacts, log: Callable[..., None]
+    parts: StepParts,
+    folder: RunFolder,
+    facts: CheckpointFacts,
+    log: Callable[..., None],
+    fetch_again: Callable[[int], bool],
 ) -> CheckpointManifest | None:
     """Load the newest undamaged checkpoint of `folder` into `parts`. Returns None for a new run. Collective.
 
-    A checkpoint that cannot be used is logged, and the next older one is tried. Settings that differ from those of the
-    loaded checkpoint are recorded.
+    A checkpoint that cannot be used is logged, and the next older one is tried, unless `fetch_again` replaces it.
+    Settings that differ from those of the loaded checkpoint are recorded.
     """
     restored = resume(
         folder,
@@ -170,6 +203,7 @@ def load_newest(
         on_refused=lambda step, path, reason: log(
             events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
         ),
+        fetch_again=fetch_again,
     )
     if restored:
         parts.model.publish()
@@ -207,7 +241,7 @@ def reload(trainer: RunParts) -> int:
     settle(trainer, wait=True)
     if trainer.background is not None:
         trainer.background.broken = None  # the state that could not be saved is replaced
-    restored = load_newest(trainer, trainer.folder, trainer.checkpoint_facts, trainer.log)
+    restored = load_newest(trainer, trainer.folder, trainer.checkpoint_facts, trainer.log, trainer.fetch_again)
     if restored is None:
         raise RunFailed(
             "E-ROLLBACK-NO-CHECKPOINT",

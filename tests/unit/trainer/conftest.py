@@ -168,7 +168,7 @@ KNOWN = {
     "train": {"steps", "seq_len", "global_batch", "micro_batch", "precision"},
     "optim": {"lr", "clip_norm"},
     "parallel": {"dp_shard"},
-    "checkpoint": {"every_steps", "keep", "mode"},
+    "checkpoint": {"every_steps", "keep", "mode", "remote"},
     "watch": {"log_every"},
     "evaluate": {"prompts", "max_tokens"},
     "data": {"tokens", "heldout", "tokenizer", "mask_documents"},

@@ -1,6 +1,6 @@
 """Resume from the newest undamaged checkpoint, or load a checkpoint into a model in a single process."""
 
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from pathlib import Path
@@ -38,6 +38,8 @@ from ingot.trainer.checkpoint.state import (
 from ingot.trainer.checkpoint.tensors import dtype_name
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
+OTHER_MODEL = "E-CKPT-OTHER-MODEL"
+
 
 def resume(
     folder: RunFolder,
@@ -46,6 +48,7 @@ def resume(
     settings: Mapping[str, Any],
     data_fingerprint: str,
     on_refused: Callable[[int, Path, str], None],
+    fetch_again: Callable[[int], bool] = lambda step: False,
 ) -> CheckpointManifest | None:
     """Fill `state` from the newest usable checkpoint of `folder`. Returns None if the run has none. Collective.
 
@@ -53,15 +56,17 @@ def resume(
     compute precision.
 
     A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
-    the next older one is tried. Random states are restored if the number of ranks is the same. Raises CheckpointError
-    if no existing checkpoint can be used or saved checkpoints vanished, ConfirmationNeeded if settings or data differ
-    from those of the checkpoint.
+    the next older one is tried; a damaged one only if `fetch_again(step)` on rank 0 could not replace it. Random states
+    are restored if the number of ranks is the same. Raises CheckpointError if no existing checkpoint can be used or
+    saved checkpoints vanished, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
     # Suspect checkpoints come last; the sort keeps the order of others, newest first.
     names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=is_suspect)])
     candidates = [folder.checkpoints / name for name in names]
-    refused, causes = [], []
-    for path in candidates:
+    refused, causes, replaced = [], [], set()
+    waiting = deque(candidates)
+    while waiting:
+        path = waiting.popleft()
         try:
             manifest = _verified_by_all(path)
             from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
@@ -71,6 +76,10 @@ def resume(
             on_refused(step, path, error.found)
             refused.append(error.found)
             causes.append({"code": error.code} | error.facts)
+            again = error.code != OTHER_MODEL and path not in replaced
+            if again and from_rank_zero(partial(fetch_again, step)):
+                replaced.add(path)
+                waiting.appendleft(path)
             continue
         if manifest.world == world():
             if manifest.rng:
@@ -154,7 +163,7 @@ def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBloc
 
 def _other_model(path: Path, name: str, difference: str, **facts: object) -> CheckpointError:
     return CheckpointError(
-        "E-CKPT-OTHER-MODEL",
+        OTHER_MODEL,
         f"checkpoint {path} is of another model: tensor {name}: {difference}",
         rule="a checkpoint is loaded into a model with the same tensors",
         fix="use the run file that the checkpoint was trained with",

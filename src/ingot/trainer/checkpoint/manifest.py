@@ -74,7 +74,18 @@ def read_manifest(folder: Path) -> CheckpointManifest:
 
     Only names, and the sizes of the tensor files, are checked; `verify_checkpoint` reads the files.
     """
-    values = _read_values(folder)
+    manifest = parse_manifest(folder, _read_text(folder))
+    for name, entry in manifest.files.items():
+        check_size(folder, name, entry.bytes)
+    return manifest
+
+
+def parse_manifest(folder: Path | str, text: bytes) -> CheckpointManifest:
+    """Return the manifest with the content `text`. Raises CheckpointError if it is damaged or breaks a rule.
+
+    folder: for the error, the folder of the checkpoint or its place in a store.
+    """
+    values = _values(folder, text)
     try:
         manifest = from_dict(CheckpointManifest, upgraded(values) if values["version"] == 1 else values)
     except ConfigError as error:
@@ -111,19 +122,24 @@ def _read_key(folder: Path, key: str) -> dict:
         file.seek(-3, 2)
         if line is not None and file.read() == b"\n}\n":
             return json.loads(line.removeprefix(mark).rstrip(b",\n"))
-    return _read_values(folder)[key]  # a manifest of an earlier version, or an incomplete manifest
+    return _values(folder, _read_text(folder))[key]  # a manifest of an earlier version, or an incomplete manifest
 
 
-def _read_values(folder: Path) -> dict:
-    """Read the manifest, check its hash, and return the values without the hash. Raises CheckpointError."""
+def _read_text(folder: Path) -> bytes:
     try:
-        values = json.loads((folder / MANIFEST).read_bytes())
+        return (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise damaged(folder, "it has no manifest.json, so it was never finished", "E-CKPT-UNFINISHED") from None
     except OSError as error:
         raise damaged(
             folder, f"manifest.json cannot be read ({error.strerror})", "E-CKPT-READ", file=MANIFEST
         ) from None
+
+
+def _values(folder: Path | str, text: bytes) -> dict:
+    """Parse a manifest, check its hash, and return the values without the hash. Raises CheckpointError."""
+    try:
+        values = json.loads(text)
     except (ValueError, RecursionError):
         raise damaged(folder, "manifest.json is not JSON", "E-CKPT-MANIFEST") from None
     claimed = values.pop("sha256", "") if isinstance(values, dict) else ""

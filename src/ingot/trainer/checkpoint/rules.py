@@ -37,17 +37,17 @@ _LEDGER = (
 _NEXT_OLDER = "delete or restore this folder; training then continues from the next older checkpoint"
 
 
-def check_rules(folder: Path, manifest: CheckpointManifest) -> None:
-    """Raise CheckpointError unless the manifest of `folder` fulfils every rule. Only the sizes of its tensor files are
-    read."""
-    named = FOLDER.fullmatch(folder.name)
+def check_rules(folder: Path | str, manifest: CheckpointManifest) -> None:
+    """Raise CheckpointError unless the manifest of `folder` fulfils every rule. No file is opened.
+
+    folder: for the error, the folder of the checkpoint or its place in a store.
+    """
+    named = FOLDER.fullmatch(str(folder).rpartition("/")[2])
     if named and int(named[1]) != manifest.step:
         raise damaged(folder, f"its manifest is for step {manifest.step}", "E-CKPT-STEP", step=manifest.step)
     if problem := _number_problem(manifest):
         raise damaged(folder, f"manifest.json: {problem}", "E-CKPT-MANIFEST")
     _check_ledger(folder, manifest)
-    for name, entry in manifest.files.items():
-        check_size(folder, name, entry.bytes)
     for cut in manifest.cuts:
         if not len(cut.ranks) == len(cut.offsets) == len(cut.sizes):
             raise damaged(folder, "a cut lists different numbers of ranks, offsets and sizes", "E-CKPT-MANIFEST")
@@ -105,7 +105,7 @@ def _count(manifest: CheckpointManifest, key: str) -> int:
     return value if type(value) is int and value > 0 else 0
 
 
-def _check_ledger(folder: Path, manifest: CheckpointManifest) -> None:
+def _check_ledger(folder: Path | str, manifest: CheckpointManifest) -> None:
     """Raise CheckpointError unless the segments cover the steps 1 to `step` without a gap, in files of the ledger.
 
     The manifest lists every segment with its hash, and its own hash covers the list. So a segment that was exchanged,
@@ -126,7 +126,7 @@ def _check_ledger(folder: Path, manifest: CheckpointManifest) -> None:
         raise damaged(folder, what, "E-CKPT-LEDGER", step=expected - 1, expected=manifest.step)
 
 
-def _check_tensors(folder: Path, manifest: CheckpointManifest) -> None:
+def _check_tensors(folder: Path | str, manifest: CheckpointManifest) -> None:
     problems: dict[tuple[int, tuple[int, ...]], str] = {}  # thousands of tensors share few cuts
     for name, tensor in manifest.tensors.items():
         if tensor.dtype not in DTYPES:
@@ -180,13 +180,13 @@ def size_of(folder: Path, path: Path, name: str) -> int:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
 
 
-def wrong_size(folder: Path, name: str, size: int, expected: int) -> CheckpointError:
+def wrong_size(folder: Path | str, name: str, size: int, expected: int) -> CheckpointError:
     """Return the error for a file of another size than was saved."""
     what = f"{name} has {size:,} bytes, but {expected:,} were saved"
     return damaged(folder, what, "E-CKPT-SIZE", file=name, bytes=size, expected=expected)
 
 
-def damaged(folder: Path, what: str, code: str = "E-CKPT-DAMAGED", **facts: object) -> CheckpointError:
+def damaged(folder: Path | str, what: str, code: str = "E-CKPT-DAMAGED", **facts: object) -> CheckpointError:
     """Return the error for a checkpoint that cannot be used. what: the damage. facts: the facts of the error."""
     return CheckpointError(
         code,

@@ -1,6 +1,7 @@
 """The way from the arguments of `ingot train` to a run folder in which ranks can start: find the run, check everything,
 record what the user accepted. No torch."""
 
+import contextlib
 import os
 import shutil
 import time
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from ingot.config import to_toml
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeeded, ResourceError, UsageError
-from ingot.events import read_events
+from ingot.events import EventLog, read_events
 from ingot.schema import events
 from ingot.schema.changes import SettingChange
 from ingot.schema.parallel import Parallel
@@ -21,7 +22,9 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run, recorded_run
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.resumable import resume_step
+from ingot.trainer.checkpoint.tiers import fetch_newest, require_empty
 from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.launch.checks import (
@@ -77,11 +80,14 @@ class RunRequest:
         left to train. The caller holds the run's lock.
         """
         folder, config, plan = self.folder, self.config, self.path.parent / self.folder.plan.name
+        tier = open_tier(folder, config.checkpoint.remote)
         if self.fresh:
+            require_empty(tier)
             moved = _move_aside(folder, self.archive)
             if moved:
                 say(f"archived  the old run is now in {moved}")
             plan = moved / folder.plan.name if moved and self.path.parent == folder.root else plan
+        fetch_newest(folder, tier, self._log, say)
         require_checkpoints(folder)  # before leftovers are removed: they may be all that is left
         remove_leftovers(folder)
         tokens = preflight(folder, self.written, say)
@@ -101,6 +107,10 @@ class RunRequest:
         for change in changes:
             say(f"changed   {change}   {change.kind}{'' if change.kind.is_free else ', accepted'}")
         return None
+
+    def _log(self, kind: str, **facts) -> None:
+        with contextlib.closing(EventLog(self.folder.events)) as log:
+            log.write(kind, **facts)
 
     def _ended(self, changes: Sequence[SettingChange], say: Callable[[str], None]) -> JobResult | None:
         """Return the run's end if it is finished, or past the step to stop after; otherwise None."""

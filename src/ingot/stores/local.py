@@ -1,0 +1,119 @@
+"""A folder as a store, for disks and shared file systems. No locks: two hosts may use the same folder."""
+
+import contextlib
+import os
+import socket
+import threading
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+from ingot.storage import fsync_dir
+from ingot.stores.store import Chunk, StoredObject, StoreRefused, already_stored, check_name, not_stored
+
+_CHUNK = 8 << 20
+_TEMPORARY = ".tmp"
+
+
+class LocalStore:
+    """The files below `folder`, which is made by the first write."""
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+
+    @property
+    def url(self) -> str:
+        return f"file://{self._folder.absolute()}"
+
+    def write(self, name: str, data: Iterable[Chunk], *, new: bool = False) -> None:
+        path = self._path(name)
+        writer = f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
+        temporary = path.with_name(f".{path.name}.{writer}{_TEMPORARY}")
+        try:
+            self._make_folder(path.parent)
+            with temporary.open("wb") as file:
+                for chunk in data:
+                    file.write(chunk)
+                file.flush()
+                os.fsync(file.fileno())
+            if new:
+                self._link(temporary, path, name)
+            else:
+                temporary.replace(path)
+            fsync_dir(path.parent)
+        except OSError as error:
+            raise self._refused(path, error) from None
+        finally:
+            with contextlib.suppress(OSError):
+                temporary.unlink(missing_ok=True)
+
+    def _link(self, temporary: Path, path: Path, name: str) -> None:
+        try:
+            os.link(temporary, path)  # fails if the name exists, also between hosts
+        except FileExistsError:
+            raise already_stored(self, name) from None
+
+    def stream(self, name: str) -> Iterator[bytes]:
+        path = self._path(name)
+        try:
+            with path.open("rb") as file:
+                while chunk := file.read(_CHUNK):
+                    yield chunk
+        except FileNotFoundError:
+            raise not_stored(self, name) from None
+        except OSError as error:
+            raise self._refused(path, error) from None
+
+    def list(self, prefix: str = "") -> list[StoredObject]:
+        top = self._path(prefix) if prefix else self._folder
+        found = []
+        try:
+            for folder, _, names in os.walk(top, onerror=self._raise_if_unreadable):
+                for name in names:
+                    path = Path(folder, name)
+                    if name.startswith(".") and name.endswith(_TEMPORARY):
+                        continue
+                    with contextlib.suppress(FileNotFoundError):  # removed since it was listed
+                        status = path.stat()
+                        found.append(StoredObject(str(path.relative_to(self._folder)), status.st_size, status.st_mtime))
+        except OSError as error:
+            raise self._refused(top, error) from None
+        return sorted(found, key=lambda one: one.name)
+
+    def remove(self, name: str) -> None:
+        path = self._path(name)
+        try:
+            path.unlink(missing_ok=True)
+            folder = path.parent
+            while folder != self._folder and not any(folder.iterdir()):
+                folder.rmdir()
+                folder = folder.parent
+        except FileNotFoundError:
+            return  # removed by another process
+        except OSError as error:
+            raise self._refused(path, error) from None
+
+    def _path(self, name: str) -> Path:
+        return self._folder / check_name(name)
+
+    def _make_folder(self, folder: Path) -> None:
+        missing = []
+        while not folder.is_dir():
+            missing.append(folder)
+            folder = folder.parent
+        for one in reversed(missing):
+            one.mkdir(exist_ok=True)
+            fsync_dir(one.parent)
+
+    def _raise_if_unreadable(self, error: OSError) -> None:
+        if not isinstance(error, FileNotFoundError):
+            raise error
+
+    def _refused(self, path: Path, error: OSError) -> StoreRefused:
+        return StoreRefused(
+            "E-STORE-FOLDER",
+            f"{path} cannot be used ({error.strerror})",
+            rule="the folder of a store must be readable and writable, on a disk with free space",
+            fix="free space on that disk, or correct the permissions of the folder",
+            path=str(path),
+            cause=error.strerror,
+        )

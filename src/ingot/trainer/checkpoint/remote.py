@@ -1,0 +1,290 @@
+"""The remote tier: checkpoints of a run in a store, below the names that they have in the run folder. No torch.
+
+A checkpoint goes up after it was saved and verified on the local disk: its tensor files, the samples of its steps, the
+run file, and the manifest last, by a write that fails if the manifest exists. So a checkpoint is in the store if its
+manifest is. A store that loses or changes a byte is noticed when the checkpoint comes back: every byte is compared with
+the hashes of the manifest on the way.
+"""
+
+import hashlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO
+
+from ingot.errors import CheckpointError
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
+from ingot.stores.places import open_store
+from ingot.stores.store import AlreadyStored, BlobStore, read_object
+from ingot.trainer.checkpoint.folders import SAVING, publish
+from ingot.trainer.checkpoint.manifest import (
+    MANIFEST,
+    SUSPECT,
+    candidate_folders,
+    is_finished,
+    is_suspect,
+    parse_manifest,
+    read_manifest,
+)
+from ingot.trainer.checkpoint.rules import FOLDER, damaged, wrong_size
+
+_CHUNK = 8 << 20
+_FILES_AT_ONCE = 2
+
+
+class Pace:
+    """A limit on the bytes per second that several threads move together. 0: no limit."""
+
+    def __init__(self, bytes_per_second: int):
+        self._rate, self._lock, self._free_at = bytes_per_second, threading.Lock(), 0.0
+
+    def take(self, size: int) -> None:
+        """Wait until `size` more bytes may move."""
+        if not self._rate:
+            return
+        with self._lock:
+            now = time.monotonic()
+            start = max(now, self._free_at)
+            self._free_at = start + size / self._rate
+        time.sleep(start - now)
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A checkpoint that came from the store. bytes: received. refused: step -> why a newer stored one was not used."""
+
+    step: int
+    bytes: int
+    seconds: float
+    refused: dict[int, str]
+
+
+def open_tier(folder: RunFolder, remote: RemoteCheckpoints) -> "RemoteTier | None":
+    """Return the remote tier of a run; None if the run has none. Raises ConfigError, MissingPartError."""
+    return RemoteTier(folder, open_store(remote.url), remote) if remote.url else None
+
+
+class RemoteTier:
+    """The checkpoints of the run `folder` in `store`. The errors of the store pass through every method."""
+
+    def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints):
+        self._folder, self.store, self.remote = folder, store, remote
+        self._pace = Pace(remote.bytes_per_second)
+        self._segments: set[LedgerSegment] | None = None  # those known to be in the store
+        self._suspect: dict[int, bool] = {}
+
+    @property
+    def url(self) -> str:
+        return self.store.url
+
+    def steps(self) -> list[int]:
+        """Return the steps of the checkpoints that have a manifest, newest first."""
+        return sorted(self._finished(self._listed()), reverse=True)
+
+    def _listed(self) -> dict[int, list[str]]:
+        """Return step -> names of all objects of its checkpoint, also of those without a manifest."""
+        found: dict[int, list[str]] = {}
+        for one in self.store.list(self._folder.checkpoints.name):
+            parts = one.name.split("/")
+            if len(parts) == 3 and (match := FOLDER.fullmatch(parts[1])):
+                found.setdefault(int(match[1]), []).append(one.name)
+        return found
+
+    def _finished(self, listed: dict[int, list[str]]) -> list[int]:
+        return [step for step, names in listed.items() if self._name(step, MANIFEST) in names]
+
+    def _name(self, step: int, file: str) -> str:
+        return f"{self._folder.checkpoint(step).relative_to(self._folder.root)}/{file}"
+
+    def _place(self, step: int) -> str:
+        return f"{self.url}/{self._name(step, MANIFEST)}".rpartition("/")[0]
+
+    def manifest(self, step: int) -> CheckpointManifest:
+        """Return the manifest of a stored checkpoint. Raises CheckpointError if it is damaged."""
+        return parse_manifest(self._place(step), read_object(self.store, self._name(step, MANIFEST)))
+
+    def push(self, step: int) -> int:
+        """Upload the local checkpoint of `step`, and return the bytes sent: 0 if the store has it.
+
+        Raises CheckpointError if a local file is not as it was saved, or if the store has another checkpoint of this
+        step.
+        """
+        path = self._folder.checkpoint(step)
+        manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
+        name = self._name(step, MANIFEST)
+        if name in self._listed().get(step, []):
+            self._require_same(name, text)
+            return 0
+        with ExitStack() as files:  # open files survive the removal of an old checkpoint during its upload
+            jobs = [
+                (files.enter_context((path / file).open("rb")), self._name(step, file), entry.sha256)
+                for file, entry in manifest.files.items()
+            ]
+            new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
+            jobs += [
+                (files.enter_context((self._folder.ledger / one.file).open("rb")), self._ledger_name(one), one.sha256)
+                for one in new
+            ]
+            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+                sent = sum(pool.map(lambda job: self._send(path, *job), jobs))
+        self.store.write(self._folder.config.name, [self._folder.config.read_bytes()])
+        try:
+            self.store.write(name, [text], new=True)
+        except AlreadyStored:  # by another writer; or by the first attempt of a request whose answer was lost
+            self._require_same(name, text)
+        self._known_segments().update(new)
+        return sent
+
+    def _require_same(self, name: str, text: bytes) -> None:
+        if read_object(self.store, name) != text:
+            raise CheckpointError(
+                "E-TIER-OTHER",
+                f"{self.url}/{name} is another checkpoint than the local one of this step",
+                rule="a place in a store holds the checkpoints of one run",
+                fix="set checkpoint.remote.url to a place of its own; or, if the other one is not needed, remove it "
+                "from the store",
+                store=self.url,
+                name=name,
+            )
+
+    def _known_segments(self) -> set[LedgerSegment]:
+        if self._segments is None:
+            self._segments = set()
+            for step in self.steps()[:1]:
+                self._segments.update(self.manifest(step).ledger)
+        return self._segments
+
+    def _ledger_name(self, segment: LedgerSegment) -> str:
+        return f"{self._folder.ledger.name}/{segment.file}"
+
+    def _send(self, checkpoint: Path, file: IO[bytes], name: str, sha256: str) -> int:
+        sent, digest = 0, hashlib.sha256()
+
+        def chunks() -> Iterator[bytes]:
+            nonlocal sent
+            while chunk := file.read(_CHUNK):
+                self._pace.take(len(chunk))
+                digest.update(chunk)
+                sent += len(chunk)
+                yield chunk
+
+        self.store.write(name, chunks())
+        if digest.hexdigest() != sha256:
+            self.store.remove(name)
+            file_name = name.rpartition("/")[2]
+            raise damaged(
+                checkpoint, f"{file_name} differs from the bytes that were saved", "E-CKPT-HASH", file=file_name
+            )
+        return sent
+
+    def fetch(self, step: int) -> int:
+        """Make the local checkpoint of `step` from the store, and return the bytes received.
+
+        A local checkpoint of this step is replaced. Raises CheckpointError if the stored one is damaged, ResourceError
+        if the local disk has no room; the local checkpoints are then as they were.
+        """
+        text = read_object(self.store, self._name(step, MANIFEST))
+        manifest = parse_manifest(self._place(step), text)
+        folder = self._folder.checkpoint(step)
+        temporary = folder.with_name(SAVING + folder.name)
+        needed = sum(entry.bytes for entry in manifest.files.values())
+        require_free(self._folder.checkpoints, needed, f"the checkpoint of step {step}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        jobs = [
+            (temporary / file, self._name(step, file), entry.sha256, entry.bytes)
+            for file, entry in manifest.files.items()
+        ]
+        jobs += [
+            (self._folder.ledger / one.file, self._ledger_name(one), one.sha256, None)
+            for one in manifest.ledger
+            if not _has(self._folder.ledger / one.file, one.sha256)
+        ]
+        try:
+            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+                received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
+            write_atomic(temporary / MANIFEST, text)
+            publish(self._folder, step)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return received
+
+    def fetch_newest(self) -> Fetched | None:
+        """Fetch the newest sound checkpoint, if no local one is as new and finished. Returns None if none was fetched.
+
+        Raises CheckpointError if the store has only damaged ones and the local disk has none.
+        """
+        began, refused = time.perf_counter(), {}
+        local = [path for path in candidate_folders(self._folder.checkpoints) if is_finished(path)]
+        sound = [path for path in local if not is_suspect(path)] or local
+        newest = int(sound[0].name.removeprefix("step-")) if sound else 0
+        failure = None
+        for step in self.steps():
+            if step <= newest:
+                break
+            try:
+                size = self.fetch(step)
+            except CheckpointError as error:
+                failure, refused[step] = error, error.found
+                continue
+            return Fetched(step, size, time.perf_counter() - began, refused)
+        if failure is not None and not local:
+            raise failure
+        return None
+
+    def _receive(self, step: int, path: Path, name: str, sha256: str, size: int | None) -> int:
+        stored, short = self._place(step), name if name.startswith(self._folder.ledger.name) else Path(name).name
+        received, digest = 0, hashlib.sha256()
+        with atomic_file(path) as file:
+            for chunk in self.store.stream(name):
+                self._pace.take(len(chunk))
+                received += len(chunk)
+                if size is not None and received > size:
+                    break
+                digest.update(chunk)
+                file.write(chunk)
+            if size is not None and received != size:
+                raise wrong_size(stored, short, received, size)
+            if digest.hexdigest() != sha256:
+                raise damaged(stored, f"{short} differs from the bytes that were saved", "E-CKPT-HASH", file=short)
+        return received
+
+    def prune(self) -> list[int]:
+        """Remove checkpoints beyond the rules of the tier, and what uploads that never ended left. Returns the steps.
+
+        The newest `keep` are kept, and every one whose step is a multiple of `keep_every`; suspect checkpoints are
+        counted alone, so that they displace no others. The manifest goes first, so that a half-removed checkpoint is
+        none.
+        """
+        listed, kept, removed = self._listed(), {False: 0, True: 0}, []
+        finished = sorted(self._finished(listed), reverse=True)
+        for step in finished:
+            remote, suspect = self.remote, self._is_suspect(step)
+            kept[suspect] += 1
+            if kept[suspect] > remote.keep > 0 and not (remote.keep_every and step % remote.keep_every == 0):
+                removed.append(step)
+        unfinished = [step for step in listed.keys() - set(finished) if finished and step < finished[0]]
+        for step in removed + sorted(unfinished):
+            for name in sorted(listed[step], key=lambda name: not name.endswith(MANIFEST)):
+                self.store.remove(name)
+        return removed
+
+    def _is_suspect(self, step: int) -> bool:
+        if step not in self._suspect:
+            self._suspect[step] = self.manifest(step).health.state == SUSPECT
+        return self._suspect[step]
+
+
+def _has(path: Path, sha256: str) -> bool:
+    try:
+        return sha256_file(path) == sha256
+    except OSError:
+        return False

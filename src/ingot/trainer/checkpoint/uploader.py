@@ -1,0 +1,187 @@
+"""The process that uploads a run's checkpoints to its store while the run trains.
+
+Rank 0 starts `python -m ingot.trainer.checkpoint.uploader RUN`, which has no torch, and names to it what was saved. It
+uploads the newest one it knows of; those that were saved in the meantime are left out. A store that does not answer
+is asked again, after pauses with jitter. It ends at once when rank 0 is gone: an upload that was killed is repeated by
+the next start of the run.
+"""
+
+import contextlib
+import json
+import os
+import queue
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import IO, Any
+
+from ingot.errors import IngotError
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.store import StoreUnreachable
+from ingot.trainer.checkpoint.remote import RemoteTier
+
+_PAUSE_SECONDS = 1.0  # before the second attempt; doubled with every further one
+_LONGEST_PAUSE_SECONDS = 60.0
+_END = {"end": True}
+
+
+class Uploader:
+    """The uploader process of this run, seen from rank 0. It is started by the first `push`.
+
+    A process that has ended is replaced by the next `push`.
+    """
+
+    def __init__(self, folder: RunFolder):
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+
+    def push(self, step: int) -> None:
+        """Ask for the upload of the saved checkpoint of `step`. Does not wait."""
+        self._tell({"push": step})
+
+    def reports(self) -> Iterator[dict[str, Any]]:
+        """Yield the events since the last call, each with its `kind` (schema/events.py)."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                yield self._reports.get_nowait()
+
+    def finish(self, seconds: float) -> bool:
+        """Wait until the newest checkpoint is in the store, at most `seconds`, and end the process. Returns whether it
+        is there or was given up."""
+        if self._process is None:
+            return True
+        self._tell(_END)
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        self._reader.join()
+        return True
+
+    def close(self) -> None:
+        """End the process, even in the middle of an upload."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+            self._reader.join()
+            for pipe in (self._process.stdin, self._process.stdout):
+                if pipe is not None:
+                    with contextlib.suppress(OSError):
+                        pipe.close()
+            self._process = None
+
+    def _tell(self, request: dict[str, Any]) -> None:
+        if self._process is None or self._process.poll() is not None:
+            if request == _END:
+                return
+            self.close()
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", "ingot.trainer.checkpoint.uploader", str(self._folder.root.absolute())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
+            )
+            self._reader = threading.Thread(target=self._read, args=(self._process.stdout,), daemon=True)
+            self._reader.start()
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has just ended: the next request starts another one
+            self._process.stdin.write(json.dumps(request).encode() + b"\n")
+            self._process.stdin.flush()
+
+    def _read(self, pipe: IO[bytes]) -> None:
+        for line in pipe:
+            self._reports.put(json.loads(line))
+
+
+# -- the process --
+
+
+class _Requests:
+    """The newest step that rank 0 asked for, set by a thread that reads standard input."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._step, self._ends = 0, False
+
+    def read(self, lines: IO[bytes]) -> None:
+        for line in lines:
+            request = json.loads(line)
+            with self._changed:
+                self._step = max(self._step, request.get("push", 0))
+                self._ends = self._ends or request == _END
+                self._changed.notify()
+        os._exit(0)
+
+    def next(self, after: int) -> int | None:
+        """Wait for a step newer than `after`; None if no more will come."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._step > after or self._ends)
+            return self._step if self._step > after else None
+
+    def newer(self, than: int, seconds: float) -> bool:
+        """Wait for a step newer than `than`, at most `seconds`. Returns whether there is one."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self._step > than, seconds)
+
+
+def upload_all(tier: RemoteTier, requests: _Requests, report: Callable[[dict[str, Any]], None]) -> None:
+    """Upload the newest requested checkpoint, again and again, until no more will come."""
+    done = 0
+    while (step := requests.next(done)) is not None:
+        done, pause = step, _PAUSE_SECONDS
+        while not _upload(tier, step, pause, report):
+            if requests.newer(step, random.uniform(pause / 2, pause)):
+                break
+            pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
+
+
+def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[str, Any]], None]) -> bool:
+    """Upload a checkpoint and report it. Returns False if another attempt may succeed."""
+    began = time.monotonic()
+    about = {"step": step, "store": tier.url}
+    try:
+        sent = tier.push(step)
+        report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
+    except Exception as error:
+        again = isinstance(error, StoreUnreachable)
+        code, reason = (error.code, error.found) if isinstance(error, IngotError) else ("", repr(error))
+        failed = {"code": code, "reason": reason, "retry_seconds": pause if again else None}
+        report(about | {"kind": events.CHECKPOINT_NOT_STORED} | failed)
+        return not again
+    try:
+        tier.prune()
+    except IngotError as error:  # the next upload tries again
+        print(f"{tier.url}: old checkpoints were not removed: {error.found}", file=sys.stderr)
+    return True
+
+
+def main(root: str) -> None:
+    """Answer the requests on standard input until it is closed or ends."""
+    from ingot.theory.rules import recorded_run
+    from ingot.trainer.checkpoint.remote import open_tier
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
+    requests = _Requests()
+    threading.Thread(target=requests.read, args=(sys.stdin.buffer,), daemon=True).start()
+    folder = RunFolder(Path(root))
+    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote)
+    assert tier is not None
+
+    def report(event: dict[str, Any]) -> None:
+        answers.write(json.dumps(event).encode() + b"\n")
+        answers.flush()
+
+    upload_all(tier, requests, report)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

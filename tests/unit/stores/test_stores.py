@@ -1,0 +1,153 @@
+"""What every store promises, for a folder, memory, and the object stores of the library (its own store in memory)."""
+
+import threading
+
+import pytest
+from tests.expect import refused
+
+from ingot.errors import ConfigError
+from ingot.stores import objects
+from ingot.stores.local import LocalStore
+from ingot.stores.memory import MemoryStore
+from ingot.stores.objects import ObjectStore
+from ingot.stores.places import open_store
+from ingot.stores.store import AlreadyStored, NotStored, read_object
+
+PARTS = 3 * objects._PART_BYTES + 17
+
+
+def object_store():
+    return ObjectStore("s3://bucket/runs", pytest.importorskip("obstore.store").MemoryStore())
+
+
+@pytest.fixture(params=["local", "memory", "objects"])
+def store(request, tmp_path):
+    if request.param == "objects":
+        return object_store()
+    return LocalStore(tmp_path / "a" / "store") if request.param == "local" else MemoryStore()
+
+
+def names(store, prefix=""):
+    return [(one.name, one.bytes) for one in store.list(prefix)]
+
+
+def test_objects_are_written_read_listed_and_removed(store):
+    assert names(store) == names(store, "nothing/here") == []
+    large = bytes(range(256)) * (PARTS // 256) + b"end"
+    store.write("a/b/large", [memoryview(large)[:1000], large[1000:]])
+    store.write("a/small", [b"12", b"", b"3"])
+    store.write("ab", [])
+    assert read_object(store, "a/b/large") == large
+    assert read_object(store, "a/small") == b"123"
+    assert read_object(store, "ab") == b""
+    assert names(store, "a") == [("a/b/large", len(large)), ("a/small", 3)]
+    store.write("a/small", [b"other"])
+    assert read_object(store, "a/small") == b"other"
+    store.remove("a/b/large")
+    store.remove("a/b/large")
+    assert names(store) == [("a/small", 5), ("ab", 0)]
+
+
+def test_of_two_writers_of_a_new_name_one_succeeds(store):
+    store.write("manifest", [b"first"], new=True)
+    with pytest.raises(AlreadyStored, match="already has an object 'manifest'"):
+        store.write("manifest", [b"second"], new=True)
+    assert read_object(store, "manifest") == b"first"
+
+
+def test_of_many_writers_at_once_exactly_one_succeeds(store):
+    successes, start = [], threading.Barrier(8)
+
+    def write(number):
+        start.wait()
+        try:
+            store.write("epoch", [b"%d" % number], new=True)
+            successes.append(number)
+        except AlreadyStored:
+            pass
+
+    threads = [threading.Thread(target=write, args=(n,)) for n in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(successes) == 1
+    assert read_object(store, "epoch") == b"%d" % successes[0]
+
+
+def test_a_write_whose_data_ends_early_changes_nothing(store):
+    store.write("a", [b"old"])
+
+    def torn():
+        yield b"x" * PARTS
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        store.write("a", torn())
+    assert read_object(store, "a") == b"old"
+    assert names(store) == [("a", 3)]
+
+
+def test_what_is_not_there_is_named(store):
+    with pytest.raises(NotStored, match="has no object 'a/b'"):
+        read_object(store, "a/b")
+
+
+@pytest.mark.parametrize("name", ["", "/a", "a//b", "../a", "a/..", "a\\b", "a\nb", "."])
+def test_no_name_leaves_the_store(store, name):
+    for act in (lambda: store.write(name, [b""]), lambda: read_object(store, name), lambda: store.remove(name)):
+        with pytest.raises(ConfigError, match="is not the name of an object"):
+            act()
+
+
+def test_an_object_that_is_too_large_is_not_read_into_memory(store):
+    store.write("a", [b"12345"])
+    with refused("E-STORE-SIZE"):
+        read_object(store, "a", most=4)
+
+
+def test_a_folder_that_cannot_be_used_is_named(tmp_path):
+    (tmp_path / "file").write_text("")
+    with refused("E-STORE-FOLDER"):
+        LocalStore(tmp_path / "file").write("a", [b""])
+
+
+def test_the_leftover_of_a_killed_writer_is_no_object(tmp_path):
+    (tmp_path / ".a.host.7.tmp").write_text("half")
+    assert names(LocalStore(tmp_path)) == []
+
+
+def test_a_store_that_changed_the_bytes_is_noticed(monkeypatch):
+    """The memory store of the library has no MD5 as the tag of an object: what it holds is read."""
+    store = object_store()
+    put = store._obstore.put
+    monkeypatch.setattr(store, "_obstore", Lying(store._obstore, put))
+    with refused("E-STORE-CONTENT"):
+        store.write("a", [b"right"])
+
+
+class Lying:
+    """The library, with a `put` that changes the last byte."""
+
+    def __init__(self, library, put):
+        self.__dict__ |= {name: getattr(library, name) for name in ("head", "get", "list", "delete")}
+        self._put = put
+
+    def put(self, store, name, data, **options):
+        return self._put(store, name, bytes(data)[:-1] + b"?", **options)
+
+
+@pytest.mark.parametrize(
+    "url",
+    ["s3://", "http://host/x", "s3://key:secret@bucket/x", "s3://bucket/x?token=1", "file://relative", "bucket/x"],
+)
+def test_other_places_are_refused_without_their_secrets(url):
+    with refused("E-STORE-URL") as error:
+        open_store(url)
+    assert "secret" not in str(error.value)
+    assert "token=1" not in str(error.value)
+
+
+def test_errors_of_the_library_are_shown_without_credentials():
+    text = "GET http://h/x?X-Amz-Credential=AKIA1&X-Amz-Signature=s3cr3t failed\n\nDebug source:\nToken: t0k3n"
+    assert objects._without_credentials(text) == "GET http://h/x?X-Amz-Credential=***&X-Amz-Signature=*** failed"

@@ -1,0 +1,311 @@
+"""The remote tier, on stores in memory: what a killed upload or a lying store can do to it, and what comes back."""
+
+import itertools
+
+import pytest
+from tests.checkpoints import write_checkpoint
+from tests.expect import refused
+
+from ingot.schema import events
+from ingot.schema.checkpoint import Health
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.memory import MemoryStore
+from ingot.stores.store import StoreRefused, StoreUnreachable, read_object
+from ingot.trainer.checkpoint import uploader
+from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.remote import Pace, RemoteTier
+from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest, require_empty
+from ingot.trainer.checkpoint.vanished import require_checkpoints
+
+RULES = RemoteCheckpoints(url="s3://bucket/run")
+FILE, MANIFEST = "checkpoints/step-00000020/rank-00000.safetensors", "checkpoints/step-00000020/manifest.json"
+
+
+class Killed(BaseException):
+    """The death of the process that uses the store."""
+
+
+class DyingStore(MemoryStore):
+    """A store whose user dies at the operation number `dies_at`, after it was done or half done.
+
+    done: what was done, for the table of crash points.
+    """
+
+    def __init__(self, dies_at=10**9):
+        super().__init__()
+        self.dies_at, self.done = dies_at, []
+
+    def write(self, name, data, *, new=False):
+        self._at(f"before write {name}")
+        super().write(name, data, new=new)
+        self._at(f"after write {name}")
+
+    def list(self, prefix=""):
+        self._at(f"list {prefix}")
+        return super().list(prefix)
+
+    def stream(self, name):
+        self._at(f"read {name}")
+        return super().stream(name)
+
+    def remove(self, name):
+        self._at(f"before remove {name}")
+        super().remove(name)
+        self._at(f"after remove {name}")
+
+    def _at(self, point):
+        self.done.append(point)
+        if len(self.done) == self.dies_at:
+            raise Killed(point)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    folder.config.write_text("name = 'run'\n")
+    return folder
+
+
+def tier_of(folder, store, **rules):
+    return RemoteTier(folder, store, RemoteCheckpoints(url="s3://bucket/run", **rules))
+
+
+def empty_node(tmp_path, name="new"):
+    folder = RunFolder(tmp_path / name)
+    folder.checkpoints.mkdir(parents=True)
+    return folder
+
+
+def steps(folder):
+    return [c.step for c in list_checkpoints(folder.checkpoints)]
+
+
+def test_what_went_up_comes_back_verified(folder, tmp_path):
+    store = MemoryStore()
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        assert tier_of(folder, store).push(step) > 0
+    other = empty_node(tmp_path)
+    fetched = tier_of(other, store).fetch_newest()
+    assert (fetched.step, fetched.refused, steps(other)) == (20, {}, [20])
+    verify_checkpoint(other.checkpoint(20))
+    assert (other.ledger / "steps-00000001-00000020.i64").read_bytes()
+    assert tier_of(other, store).fetch_newest() is None
+    assert tier_of(folder, store).push(20) == 0
+    assert sorted(p.name for p in other.checkpoints.iterdir()) == ["step-00000020"]
+
+
+def test_a_segment_goes_up_once(folder):
+    store = DyingStore()
+    tier = tier_of(folder, store)
+    write_checkpoint(folder, 10)
+    tier.push(10)
+    ledger = list_checkpoints(folder.checkpoints)[0].manifest.ledger
+    store.done.clear()
+    write_checkpoint(folder, 20, ledger=(*ledger, *next_segment(folder)))
+    tier_of(folder, store).push(20)
+    assert [point for point in store.done if "ledger" in point and "after" in point] == [
+        "after write ledger/steps-00000011-00000020.i64"
+    ]
+
+
+def next_segment(folder):
+    import numpy as np
+
+    from ingot.trainer.loader.ledger import write_segment
+
+    return (write_segment(folder.ledger, 11, 20, np.arange(10).reshape(10, 1)),)
+
+
+def test_killed_at_every_operation_of_an_upload_the_store_never_shows_a_torn_checkpoint(folder, tmp_path):
+    """The upload of step 20 and the removal of step 5, killed at each operation; then the upload is repeated."""
+    for step in (5, 10, 20):
+        write_checkpoint(folder, step)
+    for dies_at in itertools.count(1):
+        store = DyingStore()
+        tier_of(folder, store).push(5)
+        tier_of(folder, store).push(10)
+        store.done.clear()
+        store.dies_at, point = dies_at, "none"
+        try:
+            tier = tier_of(folder, store, keep=2)
+            tier.push(20)
+            tier.prune()
+        except Killed as killed:
+            point = str(killed)
+        store.dies_at = 10**9
+        committed = f"after write {MANIFEST}" in store.done
+        other = empty_node(tmp_path, f"node{dies_at}")
+        assert tier_of(other, store).fetch_newest().step == (20 if committed else 10), point
+        verify_checkpoint(other.checkpoint(steps(other)[0]))
+        again = tier_of(folder, store, keep=2)
+        again.push(20)
+        again.prune()
+        assert again.steps() == [20, 10], point
+        assert {one.name.split("/")[1] for one in store.list("checkpoints")} == {"step-00000010", "step-00000020"}
+        if point == "none":
+            break
+    assert dies_at == 20
+
+
+@pytest.mark.parametrize("name", [FILE, MANIFEST, "ledger/steps-00000001-00000020.i64"])
+@pytest.mark.parametrize("place", [0.0, 0.5, 0.99])
+def test_a_flipped_bit_in_the_store_is_named_and_the_next_older_checkpoint_comes(folder, tmp_path, name, place):
+    store = MemoryStore()
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        tier_of(folder, store).push(step)
+    data = bytearray(read_object(store, name))
+    data[int(place * len(data))] ^= 1
+    store.write(name, [data])
+    other, lines, logged = empty_node(tmp_path), [], []
+    fetch_newest(other, tier_of(other, store), lambda kind, **facts: logged.append((kind, facts["step"])), lines.append)
+    assert logged == [(events.CHECKPOINT_REFUSED, 20), (events.CHECKPOINT_FETCHED, 10)]
+    assert "step-00000020" in lines[0]
+    assert steps(other) == [10]
+
+
+def test_a_file_that_grew_or_is_gone_is_refused(folder, tmp_path):
+    store = MemoryStore()
+    write_checkpoint(folder, 20)
+    tier_of(folder, store).push(20)
+    whole = read_object(store, FILE)
+    for change, code in ((whole + b"x" * 10**6, "E-CKPT-SIZE"), (whole[:-1], "E-CKPT-SIZE"), (None, "E-STORE-MISSING")):
+        store.remove(FILE) if change is None else store.write(FILE, [change])
+        other = empty_node(tmp_path, code + str(len(change or "")))
+        with refused(code):
+            tier_of(other, store).fetch_newest()
+        assert list(other.checkpoints.iterdir()) == []
+
+
+def test_a_damaged_local_file_does_not_go_up(folder):
+    write_checkpoint(folder, 20)
+    (folder.checkpoint(20) / "rank-00000.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"{}     ?")
+    store = MemoryStore()
+    with refused("E-CKPT-HASH", file="rank-00000.safetensors"):
+        tier_of(folder, store).push(20)
+    assert store.list("checkpoints") == []
+
+
+def test_the_place_of_another_run_is_refused(folder, tmp_path):
+    store, other = MemoryStore(), RunFolder(tmp_path / "other")
+    write_checkpoint(folder, 20)
+    tier_of(folder, store).push(20)
+    other.root.mkdir()
+    other.config.write_text("")
+    write_checkpoint(other, 20, data_fingerprint="another")
+    with refused("E-TIER-OTHER"):
+        tier_of(other, store).push(20)
+    with refused("E-TIER-NOT-EMPTY", step=20):
+        require_empty(tier_of(other, store))
+
+
+def test_suspect_checkpoints_displace_no_others(folder):
+    store = MemoryStore()
+    suspect = Health(state="suspect", reason="a spike", by="test")
+    for step in (10, 20, 30, 40, 50):
+        write_checkpoint(folder, step, **({"health": suspect} if step > 30 else {}))
+        tier_of(folder, store, keep=0).push(step)
+    tier_of(folder, store, keep=0).prune()
+    assert tier_of(folder, store).steps() == [50, 40, 30, 20, 10]
+    tier = tier_of(folder, store, keep=1, keep_every=20)
+    assert tier.prune() == [10]
+    assert tier.steps() == [50, 40, 30, 20]
+
+
+def test_the_local_disk_wins_unless_the_store_is_newer(folder):
+    store = MemoryStore()
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        tier_of(folder, store).push(step)
+    assert tier_of(folder, store).fetch_newest() is None
+    (folder.checkpoint(20) / "rank-00000.safetensors").unlink()
+    assert tier_of(folder, store).fetch_newest().step == 20
+    assert [c.damage for c in list_checkpoints(folder.checkpoints)] == ["", ""]
+
+
+def test_a_damaged_local_checkpoint_is_replaced(folder):
+    store, lines = MemoryStore(), []
+    write_checkpoint(folder, 20)
+    tier_of(folder, store).push(20)
+    (folder.checkpoint(20) / "rank-00000.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"{}     ?")
+    assert fetch_again(tier_of(folder, store), 20, lines.append)
+    verify_checkpoint(folder.checkpoint(20))
+    assert not fetch_again(tier_of(folder, store), 10, lines.append)
+    assert not fetch_again(None, 20, lines.append)
+    store.write(FILE, [b"damaged as well"])
+    assert not fetch_again(tier_of(folder, store), 20, lines.append)
+    verify_checkpoint(folder.checkpoint(20))
+
+
+class Silent(MemoryStore):
+    def list(self, prefix=""):
+        raise StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
+
+
+def test_without_an_answer_a_run_continues_only_from_a_local_checkpoint(folder, tmp_path):
+    with refused("E-STORE-UNREACHABLE"):
+        fetch_newest(folder, tier_of(folder, Silent()), print, print)
+    write_checkpoint(folder, 20)
+    lines = []
+    fetch_newest(folder, tier_of(folder, Silent()), print, lines.append)
+    assert lines == ["WARNING   no answer; the run continues from its local checkpoints"]
+    require_checkpoints(folder)
+
+
+def test_the_pace_is_kept_by_all_threads_together(monkeypatch):
+    slept, now = [], [100.0]
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    monkeypatch.setattr("time.sleep", slept.append)
+    pace = Pace(1000)
+    for _ in range(3):
+        pace.take(500)
+    now[0] = 200.0
+    pace.take(500)
+    assert slept == [0.0, 0.5, 1.0, 0.0]
+    Pace(0).take(10**12)
+
+
+class Tier:
+    """A tier whose uploads end as the script says: None is success."""
+
+    url = "s3://bucket/run"
+
+    def __init__(self, script):
+        self.script, self.pushed, self.pruned = list(script), [], 0
+
+    def push(self, step):
+        self.pushed.append(step)
+        error = self.script.pop(0) if self.script else None
+        if error is not None:
+            raise error
+        return 7
+
+    def prune(self):
+        self.pruned += 1
+
+
+def requested(*steps):
+    requests = uploader._Requests()
+    requests._step, requests._ends = max(steps), True
+    return requests
+
+
+def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
+    monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
+    lost = StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
+    tier, reports = Tier([lost] * 8), []
+    uploader.upload_all(tier, requested(10, 20), reports.append)
+    assert tier.pushed == [20] * 9
+    assert [one["retry_seconds"] for one in reports[:-1]] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert reports[-1]["kind"] == events.CHECKPOINT_STORED
+    assert tier.pruned == 1
+
+
+@pytest.mark.parametrize("error", [StoreRefused("E-STORE-REFUSED", "no permission"), OSError("gone")])
+def test_an_upload_that_cannot_succeed_is_reported_once(error):
+    tier, reports = Tier([error]), []
+    uploader.upload_all(tier, requested(20), reports.append)
+    assert [(one["kind"], one["retry_seconds"]) for one in reports] == [(events.CHECKPOINT_NOT_STORED, None)]

@@ -1,0 +1,78 @@
+"""Runs with a remote tier, on forked ranks with real writer and uploader processes: the disk of the node is lost."""
+
+import os
+import shutil
+import signal
+
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run import RemoteCheckpoints
+from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
+
+from .test_background_saves import run_rank
+from .test_loop import files_of, ledger_proof, step_facts
+
+RUN = {"dp_shard": 2, "steps": 12, "every_steps": 4}
+
+
+def stored(folder, kind=events.CHECKPOINT_STORED):
+    return [event["step"] for event in read_events(folder.events, kind)]
+
+
+def test_a_run_whose_disk_is_lost_continues_from_the_store_bit_for_bit(fork_ranks, make_run, tmp_path):
+    place = RemoteCheckpoints(url=f"file://{tmp_path}/store", keep=1)
+    undisturbed = make_run("undisturbed", mode="async", **RUN)
+    fork_ranks(run_rank, 2, undisturbed)
+    folder = make_run("run", mode="async", remote=place, **RUN)
+    fork_ranks(run_rank, 2, folder, None, 8)
+    assert stored(folder)[-1] == 8
+    before, run_file = step_facts(folder), folder.config.read_bytes()
+    shutil.rmtree(folder.root)
+    folder.root.mkdir()
+    folder.config.write_bytes(run_file)
+    fork_ranks(run_rank, 2, folder)
+    assert [(e["step"], e["store"]) for e in read_events(folder.events, events.CHECKPOINT_FETCHED)] == [(8, place.url)]
+    assert before | step_facts(folder) == step_facts(undisturbed)
+    assert files_of(folder) == files_of(undisturbed)
+    ledger_proof(folder, load_run(folder.config))
+    assert stored(folder)[-1] == 12
+    names = sorted(path.name for path in (tmp_path / "store" / "checkpoints").iterdir())
+    assert names == ["step-00000012"]
+
+
+def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run, tmp_path):
+    folder = make_run(remote=RemoteCheckpoints(url=f"file://{tmp_path}/store"), **RUN)
+    fork_ranks(run_rank, 2, folder, None, 8)
+    path = folder.checkpoint(8) / "rank-00001.safetensors"
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 16
+    path.write_bytes(data)
+    fork_ranks(run_rank, 2, folder)
+    assert stored(folder, events.CHECKPOINT_REFUSED) == [8]
+    assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, 8]
+    for one in list_checkpoints(folder.checkpoints):
+        verify_checkpoint(one.path)
+
+
+def test_training_goes_on_without_the_store_and_its_uploader(fork_ranks, make_run, tmp_path):
+    """After the start, a file is where the store was. Then the uploader is killed; the next checkpoint starts another
+    one."""
+    folder = make_run(remote=RemoteCheckpoints(url=f"file://{tmp_path}/store"), **RUN)
+
+    def lose_place(run):
+        if run.place.is_first:
+            (tmp_path / "store").write_text("not a folder")
+
+    def make_place(run):
+        if run.place.is_first:
+            while not list(read_events(folder.events, events.CHECKPOINT_NOT_STORED)):
+                for event in run.uploader.reports():
+                    run.log(**event)
+            os.kill(run.uploader._process.pid, signal.SIGKILL)
+            (tmp_path / "store").unlink()
+
+    fork_ranks(run_rank, 2, folder, {1: lose_place, 6: make_place})
+    assert stored(folder, events.CHECKPOINT_NOT_STORED) == [4]
+    assert stored(folder)[-1] == 12
+    assert stored(folder, events.FINISHED) == [12]
