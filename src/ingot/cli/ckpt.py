@@ -1,4 +1,5 @@
-"""`ingot ckpt`: list checkpoints, compare bytes with hashes and samples with their order, repair a damaged ledger."""
+"""`ingot ckpt`: list checkpoints, compare bytes with hashes and samples with their order, repair a damaged ledger, move
+checkpoints to the store of a run and back."""
 
 import argparse
 import time
@@ -13,12 +14,14 @@ EXAMPLES = (
     "ingot ckpt verify runs/demo/checkpoints/step-00000400",
     "ingot ckpt prove runs/demo",
     "ingot ckpt repair runs/demo",
+    "ingot ckpt push runs/demo",
+    "ingot ckpt fetch runs/demo --step 400",
 )
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
-    ls = actions.add_parser("ls", help="list the checkpoints of a run from manifests and file sizes")
+    ls = actions.add_parser("ls", help="list the checkpoints of a run and its store, from manifests and file sizes")
     ls.add_argument("run", type=place, metavar="RUN", help="run folder")
     verify = actions.add_parser("verify", help="read every byte and compare it with the hashes in the manifest")
     verify.add_argument(
@@ -35,25 +38,82 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "repair", help="write damaged ledger files again, with the bits that the checkpoint has the hash of"
     )
     repair.add_argument("run", type=place, metavar="RUN", help="run folder")
+    push = actions.add_parser("push", help="verify a checkpoint and upload it to the run's store")
+    fetch = actions.add_parser(
+        "fetch", help="fetch a checkpoint from the run's store, verified, in place of a local one"
+    )
+    for one in (push, fetch):
+        one.add_argument("run", type=place, metavar="RUN", help="run folder")
+        one.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.action in ("prove", "repair"):
         return (_prove if args.action == "prove" else _repair)(args, terminal)
+    if args.action in ("push", "fetch"):
+        return _move(args, terminal)
     from ingot.trainer.launch.inspect import inspect_checkpoints
 
     verify = args.action == "verify"
     inspected = inspect_checkpoints(Path(args.path if verify else args.run), hash_files=verify)
     terminal.table(
-        [
-            (c.step, time.strftime("%Y-%m-%d %H:%M", time.localtime(c.saved_at)), c.size, c.state, c.note)
-            for c in inspected.checkpoints
-        ],
+        [(c.step, _time(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
         header=("step", "when", "size", "verified" if verify else "whole", "note"),
         right=(0, 2),
     )
-    terminal.result(inspected.as_dict())
+    stored = {} if verify else _list_stored(Path(args.run), terminal)
+    terminal.result(inspected.as_dict() | stored)
     return inspected.exit_code
+
+
+def _list_stored(run: Path, terminal: Terminal) -> dict:
+    """Print the checkpoints in the store of the run, if it has one. A store that does not answer is a line."""
+    from dataclasses import asdict
+
+    from ingot.errors import IngotError
+    from ingot.trainer.launch.stored import list_stored
+    from ingot.units import format_bytes
+
+    try:
+        found = list_stored(run)
+    except IngotError as error:
+        terminal.say(f"\nstore     {error.found}")
+        return {"store": {"error": error.code, "found": error.found}}
+    if found is None:
+        return {}
+    url, checkpoints = found
+    terminal.say(f"\nstore     {url}" + ("" if checkpoints else ": no checkpoint yet"))
+    terminal.table(
+        [
+            (c.step, _time(c.stored_at), format_bytes(c.bytes), "yes" if c.whole else "NO: upload not finished")
+            for c in checkpoints
+        ],
+        header=("step", "when", "size", "whole") if checkpoints else (),
+        right=(0, 2),
+    )
+    return {"store": {"url": url, "checkpoints": [asdict(c) for c in checkpoints]}}
+
+
+def _move(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK
+    from ingot.trainer.launch.stored import fetch_checkpoint, push_checkpoint
+    from ingot.units import format_bytes, format_seconds
+
+    pushes = args.action == "push"
+    moved = (push_checkpoint if pushes else fetch_checkpoint)(Path(args.run), args.step)
+    what, where = f"step {moved.step}", f"{'in' if pushes else 'from'} {moved.store}"
+    if moved.bytes:
+        size, seconds = format_bytes(moved.bytes), format_seconds(moved.seconds)
+        terminal.say(f"{'stored ' if pushes else 'fetched'}   {what}  {size}  {seconds}  {where}, verified")
+    else:
+        terminal.say(f"stored    {what} was {where}")
+    terminal.result(moved.as_dict())
+    terminal.next(f"ingot ckpt {'ls' if pushes else 'verify'} {args.run}")
+    return EXIT_OK
+
+
+def _time(seconds: float) -> str:
+    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _prove(args: argparse.Namespace, terminal: Terminal) -> int:

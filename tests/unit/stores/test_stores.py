@@ -1,4 +1,4 @@
-"""What every store promises, for a folder, memory, and the object stores of the library (its own store in memory)."""
+"""The promises of every store: a folder, memory, and the object stores of the library (its own store in memory)."""
 
 import threading
 

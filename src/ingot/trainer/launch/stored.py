@@ -1,0 +1,106 @@
+"""The checkpoints of a run in its store: list, upload and fetch them by command. No torch."""
+
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ingot.errors import EXIT_OK, CheckpointError, ConfigError, UsageError
+from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import recorded_run
+from ingot.trainer.checkpoint.folders import no_checkpoint
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, verify_checkpoint
+from ingot.trainer.checkpoint.remote import RemoteTier, StoredCheckpoint, open_tier
+from ingot.trainer.resilience.lock import RunLock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Moved:
+    """A checkpoint that was uploaded or fetched. bytes: moved; 0 if it was there."""
+
+    step: int
+    store: str
+    bytes: int
+    seconds: float
+
+    def as_dict(self) -> dict:
+        return asdict(self) | {"exit_code": EXIT_OK}
+
+
+def list_stored(path: Path) -> tuple[str, list[StoredCheckpoint]] | None:
+    """Return the store of the run folder `path`, and its checkpoints, newest last; None if the run has no store."""
+    folder = RunFolder(path)
+    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote) if folder.config.is_file() else None
+    return (tier.url, tier.stored()) if tier else None
+
+
+def push_checkpoint(path: Path, step: int | None = None) -> Moved:
+    """Verify the local checkpoint of `step` (None: the newest), and upload it. The run may be training.
+
+    Raises UsageError, ConfigError if the run has no store, CheckpointError if there is no such checkpoint or it is
+    damaged, and the errors of the store.
+    """
+    folder, tier = _run(path)
+    steps = [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
+    if not steps:
+        raise no_checkpoint(path)
+    step = _chosen(step, steps, str(folder.checkpoints))
+    verify_checkpoint(folder.checkpoint(step))
+    began = time.perf_counter()
+    return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)
+
+
+def fetch_checkpoint(path: Path, step: int | None = None) -> Moved:
+    """Fetch the stored checkpoint of `step` (None: the newest) into the run folder, in place of a local one.
+
+    Raises what `push_checkpoint` raises, and RunBusyError if the run is training.
+    """
+    folder, tier = _run(path)
+    with RunLock(folder.lock):
+        steps = tier.steps()
+        if not steps:
+            raise CheckpointError(
+                "E-CKPT-NONE",
+                f"{tier.url} has no checkpoint yet",
+                rule="a checkpoint is uploaded after it was saved",
+                fix=f"train the run, or upload its newest checkpoint: ingot ckpt push {path}",
+                run=str(path),
+            )
+        step, began = _chosen(step, steps, tier.url), time.perf_counter()
+        return Moved(step=step, bytes=tier.fetch(step), store=tier.url, seconds=time.perf_counter() - began)
+
+
+def _run(path: Path) -> tuple[RunFolder, RemoteTier]:
+    folder = RunFolder(path)
+    if not folder.config.is_file():
+        raise UsageError(
+            "E-RUN-NOT-FOUND",
+            f"{path} has no run.toml",
+            rule="the path is the folder of a run",
+            fix="name the folder that ingot train wrote; on an empty disk, a folder with a copy of its run.toml",
+            path=str(path),
+        )
+    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote)
+    if tier is None:
+        raise ConfigError(
+            "E-TIER-NONE",
+            f"{folder.config} names no store",
+            rule="checkpoints go to the store of checkpoint.remote.url",
+            fix=f"continue the run with one: ingot train {path} --set checkpoint.remote.url=s3://bucket/prefix",
+            run=str(path),
+        )
+    return folder, tier
+
+
+def _chosen(step: int | None, steps: list[int], place: str) -> int:
+    if step is None:
+        return max(steps)
+    if step not in steps:
+        raise UsageError(
+            "E-CKPT-STEP-UNKNOWN",
+            f"{place} has no finished checkpoint of step {step}",
+            rule="a checkpoint must exist to be moved",
+            fix=f"name one of the steps {', '.join(map(str, sorted(steps)))}",
+            step=step,
+            steps=sorted(steps),
+        )
+    return step
