@@ -1,8 +1,7 @@
-"""Faults in plug-ins: their import and identity, the checks of their parts, whole matrices, callbacks."""
+"""Faults in plug-ins: the checks of their parts, whole matrices, callbacks, layers, loss terms."""
 
 from .mutant import Mutant
 
-_LOAD = "tests/unit/plugins/test_load.py"
 _REGISTRY = "tests/unit/plugins/test_registry.py"
 _MATRICES = "tests/dist/test_matrices.py"
 _CALLBACKS = "tests/unit/trainer/test_callbacks.py"
@@ -14,30 +13,6 @@ _TERMS = "tests/unit/trainer/model/test_loss_terms.py"
 _LAYOUTS = "tests/dist/test_layers.py::test_every_layout_equals_one_process"
 
 MUTANTS: list[Mutant] = [
-    Mutant(
-        name="code-of-one-file",
-        what="the identity of a package's module ignores the other files of the package",
-        file="plugins/load.py",
-        before='files = sorted(file.parent.rglob("*.py")) if in_package else [file]',
-        after="files = [file]",
-        tests=(f"{_LOAD}::test_the_identity_of_a_package_is_that_of_all_its_files",),
-    ),
-    Mutant(
-        name="code-without-names",
-        what="a file of a package that gets another name leaves the identity of its code as it was",
-        file="plugins/load.py",
-        before='digest.update(f"{path.relative_to(file.parent).as_posix()} {len(content)}\\n".encode() + content)',
-        after='digest.update(f"{len(content)}\\n".encode() + content)',
-        tests=(f"{_LOAD}::test_the_identity_of_a_package_is_that_of_all_its_files",),
-    ),
-    Mutant(
-        name="parts-that-stay",
-        what="the parts of a changed plug-in stay beside those of its new code",
-        file="plugins/load.py",
-        before="            registry.forget(plugin)",
-        after="            registry.forget(f'{plugin}.py')",
-        tests=(f"{_LOAD}::test_a_changed_file_is_imported_again_without_its_old_parts",),
-    ),
     Mutant(
         name="plug-in-of-another-run",
         what="a part is accepted because this process imported its plug-in for another run",

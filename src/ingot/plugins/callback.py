@@ -2,7 +2,7 @@
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -109,4 +109,12 @@ class CallbackPart(Part):
     pieces: int = 0
 
 
-CALLBACKS = Registry[CallbackPart]("callback", "[callbacks.NAME]")
+class CallbackRegistry(Registry[CallbackPart]):
+    """The registry of callbacks, whose classes have the methods of StepCallback."""
+
+    def broken(self, part: CallbackPart) -> Iterator[str]:
+        if isinstance(part.make, type) and not issubclass(part.make, StepCallback):
+            yield f"make = {part.make.__qualname__} is not a subclass of StepCallback"
+
+
+CALLBACKS = CallbackRegistry("callback", "[callbacks.NAME]")

@@ -1,5 +1,6 @@
 """Filters: stages of a data build that look at one document, change it, and may drop it."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,7 +62,7 @@ class FilterRegistry(Registry[Filter]):
     def register(self, part: Filter) -> Filter:
         if part.name in STAGE_NAMES and part.name not in self:
             raise _refused(part, f"filter {part.name!r} has the name of a stage of ingot", "give it another name")
-        places = [*_PER_DOCUMENT, *(name for name in self.names() if name not in _PER_DOCUMENT)]
+        places = [*_PER_DOCUMENT, *(name for name in self.names() if name not in (*_PER_DOCUMENT, part.name))]
         if part.after not in places:
             near = close(part.after, places)
             fix = f"write after={near[0]!r}" if near else "correct `after`"
@@ -69,6 +70,10 @@ class FilterRegistry(Registry[Filter]):
         if wrong := [rule for rule in part.rules if not rule.startswith(f"{part.name}.")]:
             raise _refused(part, f"filter {part.name!r} has the rule {wrong[0]!r}", f"write {part.name}.RULE")
         return super().register(part)
+
+    def broken(self, part: Filter) -> Iterator[str]:
+        if isinstance(part.make, type) and not any("__call__" in vars(one) for one in part.make.__mro__):
+            yield f"make = {part.make.__qualname__} has no method __call__(document)"
 
 
 def _refused(part: Filter, found: str, fix: str) -> ConfigError:

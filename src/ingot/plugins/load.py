@@ -7,22 +7,24 @@ ckpt, explain, data trace) import nothing at all.
 """
 
 import contextlib
-import hashlib
 import importlib
 import importlib.util
 import sys
 import traceback
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.machinery import PathFinder
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
-from ingot.plugins.registry import MAIN, Registry
+from ingot.plugins.imports import family, first_name, reached_from, with_importers
+from ingot.plugins.origin import code_of
+from ingot.plugins.places import folder_of_program, folders_of, is_beside, own_file
+from ingot.plugins.registry import MAIN, Entry, Registry
 from ingot.value_names import close
 
 GROUP = "ingot.plugins"
-_HASH_DIGITS = 16
 
 
 @dataclass(frozen=True)
@@ -46,7 +48,9 @@ def load_plugins(names: Sequence[str], folder: Path) -> dict[str, str]:
     """Import the plug-ins `names` in this order. Returns name -> identity of its code.
 
     folder: where modules are looked for, besides the installed packages. A plug-in that this process has imported
-    already is imported again only if its file or code changed. Raises ConfigError if a plug-in cannot be imported.
+    already, for another run or in the program itself, is imported again only if its code changed, or that of a plug-in
+    that it imports. Afterwards each part belongs to the plug-in that would register it in a new process. Raises
+    ConfigError if a plug-in cannot be imported.
     """
     return {plugin.name: plugin.code for plugin in import_plugins(names, folder)}
 
@@ -58,7 +62,14 @@ def import_plugins(names: Sequence[str], folder: Path) -> list[Plugin]:
     folder = folder.resolve()
     _look_in(folder)
     importlib.invalidate_caches()
-    return [_load(name, folder) for name in names]
+    _forget_outdated(names, folder)
+    before, Registry.chosen = Registry.chosen, frozenset(names)
+    try:
+        plugins = [_load(name, folder) for name in names]
+    finally:
+        Registry.chosen = before
+    _assign_parts(plugins, folder)
+    return plugins
 
 
 def _look_in(folder: Path) -> None:
@@ -85,14 +96,100 @@ def _load(name: str, folder: Path) -> Plugin:
     if file is None:
         raise _missing(module, folder)
     plugin = Plugin(name, module, folder, file, code_of(module, file, version), version)
-    if module in _loaded and (_loaded[module].file, _loaded[module].code) == (file, plugin.code):
-        return plugin
-    if module in _loaded:
-        _forget(module, name)
     with _imported_by(name, module, there):
         importlib.import_module(module)
     _loaded[module] = plugin
     return plugin
+
+
+def _forget_outdated(names: Sequence[str], folder: Path) -> None:
+    """Undo imports whose code is not that of `folder` or no longer on the disk, and imports of plug-ins that import it.
+
+    All of them are forgotten before the first is imported again: a part may have moved from one to another.
+    """
+    outdated = {first_name(module) for module, plugin in _loaded.items() if not _is_current(plugin)}
+    outdated |= {first_name(module) for module in Registry.displaced}
+    outdated |= _found_elsewhere(names, folder) | _edited_since_import(names)
+    Registry.displaced.clear()
+    if outdated:
+        tops = [name for name in list(sys.modules) if "." not in name and _is_of_plugins(name, folder)]
+        _forget(with_importers(outdated, tops))
+
+
+def _is_current(plugin: Plugin) -> bool:
+    file = vars(sys.modules[plugin.module]).get("__file__") if plugin.module in sys.modules else None
+    if not file or Path(file).resolve() != plugin.file or not plugin.file.is_file():
+        return False
+    return code_of(plugin.module, plugin.file, plugin.version) == plugin.code
+
+
+def _found_elsewhere(names: Sequence[str], folder: Path) -> set[str]:
+    """Return the modules and packages that were imported from beside another file, but are in `folder` too.
+
+    Python would find a module in the program's own folder again; of those, only a plug-in is taken from `folder`.
+    """
+    program, named = folder_of_program(), {first_name(name) for name in names}
+    others = {*_folders} - {folder, program}
+    found = set()
+    for name in [one for one in sys.modules if "." not in one] if others else named & sys.modules.keys():
+        places = folders_of(name)
+        if places & others or (program in places and program != folder and name in named):
+            is_namespace = not vars(sys.modules[name]).get("__file__")
+            if own_file(name, folder) or (is_namespace and (folder / name).is_dir()):
+                found.add(name)
+    return found
+
+
+def _edited_since_import(names: Sequence[str]) -> set[str]:
+    """Return the modules and packages of plug-ins that were imported, but not as plug-ins, and changed on the disk
+    after they registered parts."""
+    tops = {first_name(module) for module in _loaded}
+    entries = [entry for registry in Registry.every for entry in registry.entries() if entry.code]
+    entries = [entry for entry in entries if first_name(entry.by) not in tops]
+    if not entries:
+        return set()
+    points = installed_plugins()
+    wanted = {*names, *(points[name].module for name in names if name in points)}
+    edited = {first_name(entry.by) for entry in entries if not _is_unedited(entry)}
+    return edited & {first_name(name) for name in wanted}
+
+
+def _is_unedited(entry: Entry) -> bool:
+    file = Path(getattr(sys.modules.get(entry.by), "__file__", None) or "")
+    return file.is_file() and code_of(entry.by, file) == entry.code
+
+
+def _is_of_plugins(top: str, folder: Path) -> bool:
+    """Return whether a top-level module or package is a plug-in, or was found where one was looked for."""
+    if top not in sys.modules:
+        return False
+    looked_in = {folder, *_folders, *(plugin.folder for plugin in _loaded.values())}
+    return any(first_name(module) == top for module in _loaded) or not folders_of(top).isdisjoint(looked_in)
+
+
+def _assign_parts(plugins: Sequence[Plugin], folder: Path) -> None:
+    """Let each part belong to the plug-in that registers it in a process that imports these `plugins` alone.
+
+    That is the plug-in whose module it is in; else, for a part of a module that is no plug-in, the first one that
+    imports this module.
+    """
+    names, by_module = {plugin.name for plugin in plugins}, {plugin.module: plugin.name for plugin in reversed(plugins)}
+    reached: dict[str, set[str]] = {}
+
+    def owner(entry: Entry) -> str:
+        if entry.by in by_module:
+            return by_module[entry.by]
+        if entry.module in names:
+            return entry.module
+        for plugin in plugins:
+            if plugin.module not in reached:
+                reached[plugin.module] = reached_from(plugin.module, lambda top: _is_of_plugins(top, folder))
+            if entry.by in reached[plugin.module]:
+                return plugin.name
+        return entry.module
+
+    for registry in Registry.every:
+        registry.assign(owner)
 
 
 def installed_plugins() -> dict[str, EntryPoint]:
@@ -120,11 +217,9 @@ def _file_of(module: str, name: str, folder: Path, there: Collection[str]) -> Pa
 
     The package of the module is imported, for the plug-in `name`. there: see `_imported_by`.
     """
-    old = _loaded.get(module)
-    if old is not None and old.folder != folder and _is_beside(old.file, module, old.folder):
-        _forget(module, old.name)  # a file of the same name beside another run file
     if module == MAIN:
         return None
+    _prefer(folder, module, name, there)
     try:
         with _imported_by(name, module, there):
             spec = importlib.util.find_spec(module)
@@ -137,15 +232,15 @@ def _file_of(module: str, name: str, folder: Path, there: Collection[str]) -> Pa
         raise
     if spec is None or not spec.origin or not Path(spec.origin).is_file():
         return None
-    found, first = Path(spec.origin).resolve(), module.partition(".")[0]
-    if _is_beside(found, module, folder):
+    found, first = Path(spec.origin).resolve(), first_name(module)
+    if is_beside(found, module, folder):
         return found
-    if any(_is_beside(found, module, other) for other in _folders):
+    if any(is_beside(found, module, other) for other in _folders):
         return None  # beside the file of an earlier call, which other processes do not search
-    if own := [path for path in (folder / f"{first}.py", folder / first / "__init__.py") if path.exists()]:
+    if own := own_file(first, folder):
         raise ConfigError(
             "E-PLUGIN-SHADOWED",
-            f"{own[0]} would not be imported: Python finds {first!r} in {found}",
+            f"{own} would not be imported: Python finds {first!r} in {found}",
             rule="a plug-in has a name that no installed package and no module of the standard library has",
             fix="rename the module",
             module=module,
@@ -154,63 +249,65 @@ def _file_of(module: str, name: str, folder: Path, there: Collection[str]) -> Pa
     return found
 
 
-def _is_beside(file: Path, module: str, folder: Path) -> bool:
-    """Return whether `file`, without symbolic links, is the file of a module that `folder` itself holds."""
-    first = module.partition(".")[0]
-    return file == (folder / f"{first}.py").resolve() or file.is_relative_to((folder / first).resolve())
+def _prefer(folder: Path, module: str, name: str, there: Collection[str]) -> None:
+    """Import the top-level module or package of `module` from `folder` if Python would find it beside another file.
 
-
-def code_of(module: str, file: Path, version: str = "") -> str:
-    """Return the identity of a plug-in's code: the version of its distribution, if known, and a hash of its files.
-
-    The files are the module's own or, if it is in a package, all .py files of the folder that contains it.
+    That is in the folder of the program, or of an earlier call that the program has in sys.path: places that other
+    processes need not search. name, there: see `_imported_by`.
     """
-    in_package = "." in module or file.name == "__init__.py"
-    files = sorted(file.parent.rglob("*.py")) if in_package else [file]
-    digest = hashlib.sha256()
-    for path in files:
-        content = path.read_bytes()
-        digest.update(f"{path.relative_to(file.parent).as_posix()} {len(content)}\n".encode() + content)
-    return f"{version} {digest.hexdigest()[:_HASH_DIGITS]}".strip()
+    first = first_name(module)
+    if first in sys.modules or not own_file(first, folder):
+        return
+    found, own = importlib.util.find_spec(first), PathFinder.find_spec(first, [str(folder)])
+    file = Path(found.origin).resolve() if found and found.origin else None
+    others = [one for one in (*_folders, folder_of_program()) if one != folder]
+    if file and own and own.loader and any(is_beside(file, first, other) for other in others):
+        with _imported_by(name, module, there):
+            sys.modules[first] = importlib.util.module_from_spec(own)
+            own.loader.exec_module(sys.modules[first])
 
 
-def _forget(module: str, name: str, kept: Collection[str] = ()) -> None:
-    """Undo the import of `module` as the plug-in `name`, and of all plug-ins of the same package.
+def _forget(tops: Collection[str]) -> None:
+    """Undo the import of these top-level modules and packages: their parts, and all modules of the packages."""
+    entries = [entry.by for registry in Registry.every for entry in registry.entries()]
+    _remove({module for module in (*_loaded, *entries, *sys.modules) if first_name(module) in tops})
 
-    kept: modules that stay unless a plug-in imported them.
-    """
-    top = f"{module.partition('.')[0]}."
-    plugins = [_loaded.pop(other) for other in list(_loaded) if f"{other}.".startswith(top)]
-    for registry in Registry.every:
-        for plugin in {name, *(plugin.name for plugin in plugins)}:
-            registry.forget(plugin)
-    kept = () if plugins else kept
-    for other in [other for other in sys.modules if f"{other}.".startswith(top) and other not in kept]:
+
+def _remove(modules: Collection[str]) -> None:
+    for module in modules:
+        for registry in Registry.every:
+            registry.forget(module)
+        _loaded.pop(module, None)
         # Python takes a compiled module for current if its source has the same size and was changed in the same second.
-        if cached := getattr(sys.modules[other], "__cached__", None):
+        if cached := getattr(sys.modules.pop(module, None), "__cached__", None):
             Path(cached).unlink(missing_ok=True)
-        del sys.modules[other]
 
 
 @contextlib.contextmanager
 def _imported_by(name: str, module: str, there: Collection[str]) -> Iterator[None]:
     """Attribute what is registered inside to the plug-in `name`, and turn what it raises into a ConfigError.
 
-    After an error only the modules `there` remain. What a plug-in prints goes to standard error: the output of a
-    command with --json stays JSON.
+    After an error, of the package of `module` only the modules `there` remain. What a plug-in prints goes to standard
+    error: the output of a command with --json stays JSON.
     """
     before, Registry.importing = Registry.importing, name
     try:
         with contextlib.redirect_stdout(sys.stderr):
             yield
     except IngotError:
-        _forget(module, name, there)
+        _undo(name, module, there)
         raise
     except (Exception, SystemExit) as error:
-        _forget(module, name, there)
+        _undo(name, module, there)
         raise _failed(name, error) from error
     finally:
         Registry.importing = before
+
+
+def _undo(name: str, module: str, there: Collection[str]) -> None:
+    _remove([one for one in family(first_name(module)) if one not in there])
+    entries = [entry for registry in Registry.every for entry in registry.entries() if entry.module == name]
+    _remove({entry.by for entry in entries if entry.by not in sys.modules})
 
 
 def _failed(name: str, error: BaseException) -> ConfigError:

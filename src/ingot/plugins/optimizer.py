@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from ingot.errors import RunFailed
+from ingot.plugins.contract import Contract
 from ingot.plugins.registry import Part, Reference, Registry
 
 if TYPE_CHECKING:
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 State = Mapping[str, "Tensor"]
 
 
-class UpdateRule:
+class UpdateRule(Contract):
     """The contract of an elementwise update: it works on any piece of a parameter, because no number looks at another.
 
     state: the names of the tensors that it keeps for each piece, which begin as zeros of the piece's shape and dtype
@@ -21,6 +22,7 @@ class UpdateRule:
     """
 
     state: tuple[str, ...] = ()
+    required = (("new", "update"),)
 
     def new(
         self, value: "Tensor", gradient: "Tensor", state: State, lr: float, *, decays: bool
@@ -53,6 +55,8 @@ class UpdateRule:
 
 class MatrixRule(UpdateRule):
     """The contract of an update that looks at whole matrices, under any sharding: pieces, then matrix, then pieces."""
+
+    required = (("direction",), ("of_matrix",), ("apply",))
 
     def direction(self, gradient: "Tensor", state: State) -> "tuple[Tensor, State]":
         """Return the direction of a piece and its new state, elementwise. The arguments must not change."""

@@ -2,11 +2,13 @@
 
 import importlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, is_dataclass
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any, ClassVar, Generic, TypeVar
 
 from ingot.config import from_dict, problems_of
 from ingot.errors import ConfigError
+from ingot.plugins.contract import Reference, require_functions
+from ingot.plugins.origin import calling_origin
 from ingot.value_names import close
 
 INGOT, MAIN = "ingot", "__main__"
@@ -25,29 +27,35 @@ class Part:
 
 
 P = TypeVar("P", bound=Part)
-# A function or class, or "module:name" of one, which is imported when it is first needed: a plug-in whose torch code
-# is in a module of its own does not slow down commands that need no torch.
-Reference = Callable[..., Any] | str
 
 
 @dataclass(frozen=True)
 class Entry(Generic[P]):
-    """A part in a registry. module: the module that registered it, as a run file names it; "ingot": a part of ingot;
-    "__main__": it was not registered by the import of a plug-in."""
+    """A part in a registry. module: the plug-in that it belongs to, as a run file names it; "ingot": a part of ingot;
+    "__main__": no plug-in registered it, but the program or a module that the program imported.
+
+    by: the Python module whose code registered it; "": ingot. code: the identity of that code when it was imported; ""
+    if it was not registered during an import.
+    """
 
     part: P
     module: str
+    by: str = ""
+    code: str = ""
 
 
 class Registry(Generic[P]):
     """The parts of one kind. kind: what the parts are, in the singular. key: the setting that chooses one, or the table
     that switches one on; NAME in it is replaced by the part's name.
 
-    An entry of a plug-in belongs to the module that is imported when it is registered (plugins/load.py).
+    An entry belongs to the plug-in that is imported when it is registered, until the import of a run's plug-ins assigns
+    it (plugins/load.py).
     """
 
     every: ClassVar["list[Registry[Any]]"] = []
     importing: ClassVar[str | None] = None  # the plug-in whose import is running
+    chosen: ClassVar[frozenset[str]] = frozenset()  # the plug-ins of the file for which it is imported
+    displaced: ClassVar[set[str]] = set()  # modules with a part that a plug-in of another file replaced
 
     def __init__(self, kind: str, key: str, built_in: Iterable[P] = ()):
         self.kind, self.key = kind, key
@@ -55,8 +63,17 @@ class Registry(Generic[P]):
         Registry.every.append(self)
 
     def register(self, part: P) -> P:
-        """Add `part`, and return it. Raises ConfigError if the name is taken, or its settings are not a dataclass."""
-        if taken := self._entries.get(part.name):
+        """Add `part`, and return it.
+
+        A part of the main program replaces its own of the same name, because cells of a notebook run repeatedly; a part
+        of a plug-in replaces that of a plug-in of another run file, which this process imported earlier. Raises
+        ConfigError if the name is taken otherwise, or if the part is not what its kind requires.
+        """
+        origin = calling_origin()
+        taken = self._entries.get(part.name)
+        if taken and self._is_of_another_file(taken):
+            Registry.displaced.add(taken.by)
+        elif taken and not origin.module == taken.by == MAIN:
             raise ConfigError(
                 "E-PLUGIN-NAME",
                 f"{self.kind} {part.name!r} is already registered by {taken.module}",
@@ -65,6 +82,7 @@ class Registry(Generic[P]):
                 kind=self.kind,
                 name=part.name,
             )
+        require_functions(self.kind, part, self.broken(part), origin)
         if part.settings is not None and not (isinstance(part.settings, type) and is_dataclass(part.settings)):
             raise ConfigError(
                 "E-PLUGIN-SETTINGS",
@@ -74,16 +92,35 @@ class Registry(Generic[P]):
                 kind=self.kind,
                 name=part.name,
             )
-        self._entries[part.name] = Entry(part, Registry.importing or MAIN)
+        self._entries[part.name] = Entry(part, Registry.importing or MAIN, origin.module, origin.code)
         return part
+
+    def broken(self, part: P) -> Iterator[str]:
+        """Yield what is wrong with a part of this kind although its fields are functions where they have to be."""
+        yield from ()
+
+    @staticmethod
+    def _is_of_another_file(entry: Entry[P]) -> bool:
+        return Registry.importing is not None and entry.module not in (INGOT, MAIN, *Registry.chosen)
 
     def add_built_in(self, part: P) -> None:
         """Add a part of ingot that a floor above the registry makes."""
         self._entries[part.name] = Entry(part, INGOT)
 
     def forget(self, module: str) -> None:
-        """Remove the parts that `module` registered, before it is imported again."""
-        self._entries = {name: entry for name, entry in self._entries.items() if entry.module != module}
+        """Remove the parts that the code of a Python module registered, before it is imported again; "__main__": all
+        parts that belong to no plug-in."""
+        self._entries = {
+            name: entry
+            for name, entry in self._entries.items()
+            if entry.by != module and not entry.module == module == MAIN
+        }
+
+    def assign(self, owner_of: Callable[[Entry[P]], str]) -> None:
+        """Let every part that is not ingot's belong to the plug-in that `owner_of` returns."""
+        for name, entry in self._entries.items():
+            if entry.module != INGOT:
+                self._entries[name] = replace(entry, module=owner_of(entry))
 
     def __contains__(self, name: str) -> bool:
         return name in self._entries

@@ -48,9 +48,10 @@ class FormatRegistry(Registry[InputFormat]):
     """The registry of formats, in which every ending of a file name belongs to one format."""
 
     def register(self, part: InputFormat) -> InputFormat:
-        taken = {ending: entry.part.name for entry in self.entries() for ending in entry.part.endings}
+        others = [entry.part for entry in self.entries() if entry.part.name != part.name]
+        taken = {ending: other.name for other in others for ending in other.endings}
         for ending in part.endings:
-            if ending in taken and part.name not in self:
+            if ending in taken:
                 raise ConfigError(
                     "E-FORMAT-ENDING",
                     f"format {part.name!r} claims files that end in .{ending}, which are {taken[ending]}",
