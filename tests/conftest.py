@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
+from tests.isolation import forget_compiled, restored, seed
 
 # Machines are shared: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
@@ -78,6 +79,26 @@ def pytest_collection_finish():
 def pytest_xdist_auto_num_workers():
     """`-n auto`: one worker more than cores, because one of them waits most of the time."""
     return min(len(os.sched_getaffinity(0)) + 1, 8)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup():
+    seed()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unchanged_by_file():
+    """Undo what the fixtures of a test file change in the process; the next file may be any other (tests/isolation)."""
+    with restored():
+        yield
+    forget_compiled()
+
+
+@pytest.fixture(autouse=True)
+def unchanged_by_test():
+    """Undo what a test changes in the process (tests/isolation)."""
+    with restored():
+        yield
 
 
 @pytest.fixture(scope="session")

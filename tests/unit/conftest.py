@@ -1,41 +1,15 @@
 """Plug-ins of a test: files in a folder of its own, and nothing of them in the process afterwards."""
 
-import sys
-import sysconfig
-from pathlib import Path
-
 import pytest
 
-import ingot
 from ingot.plugins import load
-from ingot.plugins.registry import INGOT, Registry
-
-INSTALLED = tuple(str(Path(path)) for path in (*sysconfig.get_paths().values(), Path(ingot.__file__).parent))
 
 
 @pytest.fixture
-def process(monkeypatch, tmp_path_factory):
-    """Undo, after the test, every change of sys.path, sys.modules, the registries and the loaded plug-ins.
-
-    Modules of ingot and of installed packages stay: torch cannot be imported twice.
-    """
-    earlier = str(tmp_path_factory.getbasetemp())
-    for name in [n for n, m in sys.modules.items() if str(vars(m).get("__file__") or "").startswith(earlier)]:
-        del sys.modules[name]
-    parts = {registry: dict(registry._entries) for registry in Registry.every}
-    modules = dict(sys.modules)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def process(monkeypatch):
+    """A process that has loaded no plug-ins yet; what the test loads is forgotten afterwards, as after every test."""
     monkeypatch.setattr(load, "_loaded", {})
     monkeypatch.setattr(load, "_folders", [])
-    yield
-    for registry in Registry.every:  # a registry may be imported first by the plug-in of the test
-        own = {name: entry for name, entry in registry._entries.items() if entry.module == INGOT}
-        registry._entries = parts.get(registry, own)
-    for name in [name for name, module in sys.modules.items() if modules.get(name) is not module]:
-        own = vars(sys.modules[name])  # attributes of torch.classes are made when they are asked for
-        places = [own.get("__file__") or "", *own.get("__path__", ())]
-        if any(place and not place.startswith(INSTALLED) for place in places):
-            del sys.modules[name]
 
 
 @pytest.fixture

@@ -1,15 +1,11 @@
 """Plug-ins of data builds in tests: a folder with a recipe and modules, whose parts are forgotten afterwards."""
 
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
 from ingot.data.build.recipe import DataRecipe, load_recipe
-from ingot.plugins import load
-from ingot.plugins.registry import Registry
 from ingot.schema.corpus import Document, document_id
 
 EXAMPLES = Path(__file__).parents[3] / "examples" / "extend"
@@ -50,20 +46,9 @@ class PluginFolder:
 
 
 @pytest.fixture
-def plugins(tmp_path) -> Iterator[PluginFolder]:
-    """Yield a PluginFolder. What its plug-ins register and import is forgotten afterwards."""
-    entries = [(registry, dict(registry._entries)) for registry in Registry.every]
-    loaded, folders, path = dict(load._loaded), list(load._folders), list(sys.path)
-    yield PluginFolder(tmp_path)
-    for registry, before in entries:
-        registry._entries = before
-    load._loaded.clear()
-    load._loaded.update(loaded)
-    load._folders[:] = folders
-    for name, module in list(sys.modules.items()):
-        if str(vars(module).get("__file__") or "").startswith((str(tmp_path), str(EXAMPLES))):
-            del sys.modules[name]
-    sys.path[:] = path
+def plugins(tmp_path) -> PluginFolder:
+    """A PluginFolder. What its plug-ins register and import is forgotten after the test, as after every test."""
+    return PluginFolder(tmp_path)
 
 
 def document(text: str = "", url: str = "http://a.example/1", raw: bytes = b"") -> Document:
