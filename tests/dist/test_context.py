@@ -241,6 +241,11 @@ def test_a_ring_keeps_its_result_and_goes_round_once(fork_ranks, monkeypatch, ho
     assert fork_ranks(check, 3) == [(results, 0, 0)] * 3
 
 
+ON_EIGHT_RANKS = (
+    {"cp": 4, "context": "usp", "ulysses": 2, "dp_replicate": 2},
+    {"cp": 2, "context": "ulysses", "tp": 2, "pp": 2},
+    {"cp": 2, "context": "ring", "tp": 2, "dp_shard": 2, "zero": 3, "recompute": "selective"},
+)
 LAYOUTS_OF_RUNS = ({"cp": 2}, {"cp": 2, "tp": 2}, {"pp": 2, "cp": 2}, {"dp_shard": 2, "cp": 2, "zero": 3})
 
 
@@ -265,13 +270,27 @@ def evaluated_and_sampled(run_):
     return found.total.loss, text
 
 
+@pytest.fixture(scope="module")
+def one_process():
+    """`one_process(fork_ranks, function)`: the result of a function in a job of one rank, computed once per test
+    function for all its layouts."""
+    known = {}
+
+    def computed(fork_ranks, function):
+        if function.__qualname__ not in known:
+            (known[function.__qualname__],) = fork_ranks(function, 1)
+        return known[function.__qualname__]
+
+    return computed
+
+
 @pytest.mark.parametrize("layout", LAYOUTS_OF_RUNS, ids=str)
-def test_evaluation_and_samples_are_those_of_one_process(fork_ranks, layout):
+def test_evaluation_and_samples_are_those_of_one_process(fork_ranks, one_process, layout):
     def parts_of(rank, ranks):
         config = run_of(arch=ARCH, seq_len=16, **({"context": "ring"} | layout if ranks > 1 else {}))
         return evaluated_and_sampled(trained(config))
 
-    (loss, text), *_ = fork_ranks(parts_of, 1)
+    loss, text = one_process(fork_ranks, parts_of)
     for ours, theirs in fork_ranks(parts_of, int(np.prod([n for name, n in layout.items() if name != "zero"]))):
         assert ours == pytest.approx(loss, rel=1e-12)
         assert theirs == text
@@ -280,7 +299,7 @@ def test_evaluation_and_samples_are_those_of_one_process(fork_ranks, layout):
 @pytest.mark.parametrize(
     "layout", [{"cp": 2, "ep": 2}, {"tp": 2, "ep": 2}, {"pp": 2}, {"dp_shard": 2, "ep": 2}], ids=str
 )
-def test_scores_and_logits_of_experts_with_a_capacity_are_those_of_one_process(fork_ranks, layout):
+def test_scores_and_logits_of_experts_with_a_capacity_are_those_of_one_process(fork_ranks, one_process, layout):
     """Ranks that share a text fill it up to a length that they divide, one process keeps keys and values."""
     arch = replace(ARCH, moe=Moe(num_experts=8, top_k=2, d_expert=12, capacity_factor=0.4, shared_experts=1))
 
@@ -289,7 +308,7 @@ def test_scores_and_logits_of_experts_with_a_capacity_are_those_of_one_process(f
         nats = evaluated_and_sampled(run_)[0]
         return nats, run_logits(run_, 32)([3, 1, 4]).numpy()
 
-    (loss, logits), *_ = fork_ranks(scores_of, 1)
+    loss, logits = one_process(fork_ranks, scores_of)
     for ours, theirs in fork_ranks(scores_of, 2):
         assert ours == pytest.approx(loss, rel=1e-12)
         np.testing.assert_allclose(theirs, logits, rtol=0, atol=1e-12 * np.abs(logits).max())
@@ -299,18 +318,17 @@ def test_scores_and_logits_of_experts_with_a_capacity_are_those_of_one_process(f
     "layout",
     [
         {"cp": 2, "context": "ring", "context_layout": "striped"},
-        {"cp": 4, "context": "usp", "ulysses": 2, "dp_replicate": 2},
-        {"cp": 2, "context": "ulysses", "tp": 2, "pp": 2},
-        {"cp": 2, "context": "ring", "tp": 2, "dp_shard": 2, "zero": 3, "recompute": "selective"},
+        {"cp": 2, "context": "ring", "dp_shard": 2, "zero": 3, "recompute": "selective"},
+        *(pytest.param(layout, marks=pytest.mark.slow) for layout in ON_EIGHT_RANKS),
     ],
     ids=str,
 )
-def test_steps_of_the_trainer_are_those_of_one_process(fork_ranks, layout):
+def test_steps_of_the_trainer_are_those_of_one_process(fork_ranks, one_process, layout):
     def steps(rank, ranks):
         result = train(run_of(arch=ARCH, seq_len=16, global_batch=4, **(layout if ranks > 1 else {})), (1, 2, 3))
         return result.losses, result.norms, keep((piece, piece.value) for piece in result.parts.model.shards)
 
-    ((losses, norms, kept),) = fork_ranks(steps, 1)
+    losses, norms, kept = one_process(fork_ranks, steps)
     results = fork_ranks(
         steps, int(np.prod([layout.get(axis, 1) for axis in ("dp_replicate", "dp_shard", "pp", "cp", "tp")]))
     )

@@ -118,6 +118,7 @@ def test_given_loads_are_followed_and_meet_and_drop_what_is_above_the_capacity()
     assert not all(c.agrees for c in compare(last, place, "cuda"))
 
 
+@pytest.mark.slow
 def test_messages_to_the_wrong_neighbor_are_found(monkeypatch):
     """One place too far: on one rank alone, and on all of them."""
     import torch.distributed as dist

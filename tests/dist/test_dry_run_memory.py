@@ -68,7 +68,12 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+def some_slow(names, *slow):
+    """Parameters of which those that take longest to trace are left to `make test-slow`."""
+    return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, "ZB-V"))
 def test_every_pipeline_rank_holds_what_the_formulas_say(name):
     run = CASES[name]
     ranks_to_a_stage = run.parallel.world_size // run.parallel.pp
@@ -84,7 +89,7 @@ TIGHT = {
 }
 
 
-@pytest.mark.parametrize("name", TIGHT)
+@pytest.mark.parametrize("name", some_slow(TIGHT, "ZeRO-1", "ZeRO-3, full recompute"))
 def test_the_largest_micro_batch_that_fits_is_called_fitting_and_the_next_one_not(name):
     """The memory of an 80 GB device, and 5% more and less than a layout needs."""
     arch, micro_batches, layout = TIGHT[name]
@@ -111,7 +116,9 @@ AROUND = {
 }
 
 
-@pytest.mark.parametrize("name", AROUND)
+@pytest.mark.parametrize(
+    "name", some_slow(AROUND, "32k, tensor parallelism, selective", "128k over a ring", "64k over Ulysses")
+)
 def test_a_device_with_5_percent_more_is_enough_and_one_with_5_percent_less_is_not(name):
     run = AROUND[name]
     ranks_to_a_stage = run.parallel.world_size // run.parallel.pp

@@ -49,9 +49,21 @@ def first_step(rank, world, run, crowded=()):
     return gradients, float(facts.grad_norm), keep(state_of(parts)), facts.experts.tolist()
 
 
-def assert_equals_one_process(fork_ranks, run, crowded=()):
-    alone = run_with(run.model.moe)
-    ((one, norm, _, routed),) = fork_ranks(first_step, 1, alone, crowded)
+@pytest.fixture(scope="module")
+def alone():
+    """`alone(fork_ranks, moe, crowded)`: the first step of one process, computed once for all layouts."""
+    known = {}
+
+    def computed(fork_ranks, moe, crowded):
+        if (moe, crowded) not in known:
+            (known[moe, crowded],) = fork_ranks(first_step, 1, run_with(moe), crowded)
+        return known[moe, crowded]
+
+    return computed
+
+
+def assert_equals_one_process(fork_ranks, alone, run, crowded=()):
+    one, norm, _, routed = alone(fork_ranks, run.model.moe, crowded)
     ranks = fork_ranks(first_step, run.parallel.world_size, run, crowded)
     expected, found = join([one]), join([gradients for gradients, *_ in ranks])
     assert found.keys() == expected.keys()
@@ -67,16 +79,16 @@ def assert_equals_one_process(fork_ranks, run, crowded=()):
 @pytest.mark.parametrize(
     "layout", [{"dp_shard": 2, "ep": 2, "zero": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 3}]
 )
-def test_loads_do_not_matter(fork_ranks, layout, load):
-    loads = assert_equals_one_process(fork_ranks, run_with(**layout), CROWDED[load])
+def test_loads_do_not_matter(fork_ranks, alone, layout, load):
+    loads = assert_equals_one_process(fork_ranks, alone, run_with(**layout), CROWDED[load])
     if CROWDED[load]:
         assert (loads > 0).sum() == 2 * EXPERTS.num_layers  # and all others have nothing to do
 
 
 @pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "zero": 3}, {"tp": 2, "cp": 2, "ep": 4}])
-def test_the_same_assignments_are_dropped(fork_ranks, layout):
+def test_the_same_assignments_are_dropped(fork_ranks, alone, layout):
     moe = replace(MOE, capacity_factor=0.5, overflow="fallback")
-    assert_equals_one_process(fork_ranks, run_with(moe, **layout), (0, 1))
+    assert_equals_one_process(fork_ranks, alone, run_with(moe, **layout), (0, 1))
 
 
 @pytest.mark.parametrize(
@@ -89,19 +101,19 @@ def test_the_same_assignments_are_dropped(fork_ranks, layout):
     ],
     ids=str,
 )
-def test_units_of_experts_may_be_large_may_stay_and_may_live_on_the_host(fork_ranks, settings):
-    assert_equals_one_process(fork_ranks, run_with(dp_shard=2, zero=3, **settings))
+def test_units_of_experts_may_be_large_may_stay_and_may_live_on_the_host(fork_ranks, alone, settings):
+    assert_equals_one_process(fork_ranks, alone, run_with(dp_shard=2, zero=3, **settings))
 
 
 @pytest.mark.parametrize("copies, ep", [(2, 1), (2, 2)])
-def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, copies, ep):
+def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, alone, copies, ep):
     settings = {"cp": 2, "ep": ep, "reduce": "canonical", "virtual_ranks": 2}
     one, more = run_with(**settings), run_with(**settings, dp_replicate=copies)
-    alone, together = (
+    single, together = (
         join([state for _, _, state, _ in fork_ranks(first_step, run.parallel.world_size, run)]) for run in (one, more)
     )
-    assert same_bits(alone, together)
-    assert_equals_one_process(fork_ranks, more)
+    assert same_bits(single, together)
+    assert_equals_one_process(fork_ranks, alone, more)
 
 
 @pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 0.05)])
