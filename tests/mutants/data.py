@@ -38,6 +38,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/data/filters/test_language.py::test_thresholds_of_single_languages",),
     ),
     Mutant(
+        name="address-in-an-address",
+        what="a listed URL without a scheme is taken for the other address in its query",
+        file="data/filters/blocklist.py",
+        before="_SCHEME.match(url)",
+        after="_SCHEME.search(url)",
+        tests=("tests/unit/data/filters/test_blocklist.py::test_an_address_with_another_address_in_it",),
+    ),
+    Mutant(
         name="bands-overlap",
         what="the bands of near-duplicate search share rows: fewer similar pairs become candidates",
         file="data/dedup/bands.py",

@@ -39,6 +39,7 @@ _LOCAL_NAMES = frozenset(
 _ADBLOCK = re.compile(r"\|\|([^/^$*|]+)\^(?:\$.*)?")
 _DOMAIN = re.compile(r"[a-z0-9_](?:[a-z0-9_.\-]*[a-z0-9_])?\.?")
 _PLAIN_LINES = re.compile(rb"[a-z0-9_.\-\n]+")
+_SCHEME = re.compile(r"\s*[a-z][a-z0-9+.-]*://", re.IGNORECASE | re.ASCII)
 _WORD = re.compile(r"[a-z]{3,}")
 _HASH = functools.partial(xxhash.xxh3_64_intdigest, seed=0)
 
@@ -189,8 +190,9 @@ def _name(text: str) -> str:
 
 
 def url_key(url: str) -> str:
-    """Return `url` in the form that lists use: canonical, without the scheme and "www."."""
-    canonical = canonical_url(url if "://" in url else f"http://{url}")
+    """Return `url`, with or without a scheme, in the form that lists use: canonical, without the scheme and "www."."""
+    # A "://" further on belongs to another address in the path or query of this one.
+    canonical = canonical_url(url if _SCHEME.match(url) else f"http://{url}")
     return canonical.partition("://")[2].removeprefix("www.")
 
 

@@ -63,6 +63,14 @@ def test_exact_addresses(tmp_path):
     assert judged(one, "http://site.example/bad") is None and judged(one, "http://other.example/one") is None
 
 
+@pytest.mark.parametrize("scheme", ["", "http://", "HTTPS://"])
+@pytest.mark.parametrize("entry", ["a.example/go?to=http://b.example/", "a.example/http://b.example/x"])
+def test_an_address_with_another_address_in_it(tmp_path, scheme, entry):
+    one = stage(tmp_path, f"{scheme}{entry}\n")
+    assert judged(one, f"http://{entry}") == ("url", entry)
+    assert judged(one, "http://b.example/") is None and judged(one, "http://b.example/x") is None
+
+
 @pytest.mark.parametrize(
     ("line", "entries"),
     [
