@@ -70,12 +70,16 @@ def write_json(path: Path, value) -> None:
 
 @contextlib.contextmanager
 def exclusive(folder: Path, doing: str):
-    """Lock `folder` while the block runs. The kernel releases the lock if this process dies.
+    """Lock `folder` while the block runs.
+
+    A child that is forked meanwhile has a copy of the descriptor: the end of the block in this process unlocks the
+    folder all the same, its end in the child does not. If this process dies, the kernel releases the lock as soon as
+    no such child is left.
 
     doing: what the holder of the lock does, for the message of the RunBusyError that is raised if another process
     holds the lock.
     """
-    fd = os.open(folder, os.O_RDONLY)
+    fd, owner = os.open(folder, os.O_RDONLY), os.getpid()
     try:
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -89,6 +93,8 @@ def exclusive(folder: Path, doing: str):
             ) from None
         yield
     finally:
+        if os.getpid() == owner:
+            fcntl.flock(fd, fcntl.LOCK_UN)  # to close is not enough while a child has a copy of the descriptor
         os.close(fd)
 
 

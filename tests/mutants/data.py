@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _READ_BACK = "tests/unit/data/build/test_shards.py::test_every_document_is_in_exactly_one_split_and_reads_back"
+_GROUND = "tests/unit/test_ground.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -197,5 +198,21 @@ MUTANTS: list[Mutant] = [
         before="if (document.file, document.source) != (name, source):",
         after="if (document.source, document.source) != (source, source):",
         tests=("tests/unit/plugins/test_data_source.py::test_a_wrong_record_ends_the_build",),
+    ),
+    Mutant(
+        name="folder-locked-by-a-child",
+        what="a child that was forked while a folder was locked keeps the lock when its parent is done",
+        file="storage.py",
+        before="            fcntl.flock(fd, fcntl.LOCK_UN)",
+        after="            pass",
+        tests=(f"{_GROUND}::test_a_folder_is_free_at_the_end_of_the_block_even_if_a_child_lives_on",),
+    ),
+    Mutant(
+        name="folder-unlocked-by-a-child",
+        what="a child that leaves the block unlocks the folder of its parent",
+        file="storage.py",
+        before="if os.getpid() == owner:",
+        after="if owner:",
+        tests=(f"{_GROUND}::test_a_child_that_leaves_the_block_does_not_unlock_the_folder_of_its_parent",),
     ),
 ]

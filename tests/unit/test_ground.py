@@ -1,8 +1,10 @@
 """Units, random streams, files and the event log."""
 
+import contextlib
 import json
 import os
 import pickle
+import signal
 
 import pytest
 from hypothesis import given
@@ -13,7 +15,7 @@ from ingot import errors
 from ingot.errors import IngotError, require
 from ingot.events import EventLog, read_events
 from ingot.rng import derive
-from ingot.storage import atomic_file, require_free, write_json
+from ingot.storage import atomic_file, exclusive, require_free, write_json
 from ingot.units import (
     format_bytes,
     format_count,
@@ -70,6 +72,51 @@ def test_a_file_appears_whole_or_not_at_all(tmp_path):
     write_json(path, {"b": 1, "a": [1]})
     assert json.loads(path.read_text()) == {"a": [1], "b": 1}
     assert [p.name for p in path.parent.iterdir()] == ["file"]
+
+
+@pytest.fixture
+def living_child():
+    """A function that forks a child, which calls a function and then lives until the end of the test."""
+    children = []
+
+    def fork(work=lambda: None):
+        ready, report = os.pipe()
+        child = os.fork()
+        if child == 0:
+            try:
+                work()
+                os.write(report, b"x")
+                signal.pause()
+            finally:
+                os._exit(1)
+        children.append(child)
+        os.close(report)
+        assert os.read(ready, 1) == b"x"
+        os.close(ready)
+
+    yield fork
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+
+
+def test_a_folder_is_free_at_the_end_of_the_block_even_if_a_child_lives_on(tmp_path, living_child):
+    with exclusive(tmp_path, "testing"):
+        living_child()
+        with refused("E-FOLDER-BUSY", folder=str(tmp_path)), exclusive(tmp_path, "testing"):
+            pass
+    with exclusive(tmp_path, "testing"):
+        pass
+
+
+def test_a_child_that_leaves_the_block_does_not_unlock_the_folder_of_its_parent(tmp_path, living_child):
+    with contextlib.ExitStack() as lock:
+        lock.enter_context(exclusive(tmp_path, "testing"))
+        living_child(lock.close)
+        with refused("E-FOLDER-BUSY"), exclusive(tmp_path, "testing"):
+            pass
+    with exclusive(tmp_path, "testing"):
+        pass
 
 
 def test_space_is_asked_for_before_it_is_used(tmp_path):
