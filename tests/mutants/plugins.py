@@ -10,6 +10,7 @@ _LAYERS = "tests/unit/trainer/model/test_own_layers.py"
 _COSTS = "tests/unit/theory/test_own_layers.py"
 _SETTINGS = "tests/unit/plugins/test_layer_settings.py::test_a_wrong_choice_or_setting_is_reported_with_its_line"
 _TERMS = "tests/unit/trainer/model/test_loss_terms.py"
+_ENDS = "tests/unit/rehearse/proof/test_proof_ends.py"
 _LAYOUTS = "tests/dist/test_layers.py::test_every_layout_equals_one_process"
 
 MUTANTS: list[Mutant] = [
@@ -311,5 +312,29 @@ MUTANTS: list[Mutant] = [
         before="    if position.term_tensors:",
         after="    if position.term_tensors < 0:",
         tests=(f"{_COSTS}::test_a_loss_term_adds_its_tensors_to_a_chunk",),
+    ),
+    Mutant(
+        name="proof-folder-removed-first",
+        what="the folder of a proof is removed while processes that a plug-in started still write to it",
+        file="rehearse/proof/proof.py",
+        before="            select.select([alive], [], [], _ENDING_SECONDS)",
+        after="            select.select([], [alive], [], _ENDING_SECONDS)",
+        tests=(f"{_ENDS}::test_the_folder_stays_until_all_processes_have_ended_after_an_error",),
+    ),
+    Mutant(
+        name="proof-not-closed",
+        what="an interrupt while a line of the proof is shown leaves its processes running",
+        file="api/checking.py",
+        before="with contextlib.closing(prove_layouts(result.config)) as results:",
+        after="with contextlib.nullcontext(prove_layouts(result.config)) as results:",
+        tests=(f"{_ENDS}::test_the_processes_end_when_a_line_cannot_be_shown",),
+    ),
+    Mutant(
+        name="port-chosen-before-bound",
+        what="the first rank does not inherit the socket of the store, and opens one on a port that is taken",
+        file="trainer/mesh/start.py",
+        before="({STORE_VARIABLE: str(listener.fileno())} if rank == 0 else {})",
+        after="({STORE_VARIABLE: str(listener.fileno())} if rank > 0 else {})",
+        tests=(f"{_ENDS}::test_ranks_meet_on_that_port_also_inside_another_job",),
     ),
 ]

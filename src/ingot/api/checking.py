@@ -1,5 +1,6 @@
 """The check of a run file: `ingot.check`, which `ingot check` prints."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -234,9 +235,10 @@ def add_proof(result: CheckResult, say: Callable[[str], None] = lambda text: Non
     from ingot.rehearse.proof.proof import LayoutProof, case_line, prove_layouts
 
     compared, left_out = [], []
-    for found in prove_layouts(result.config):
-        say(case_line(found))
-        (compared if found.ran else left_out).append(found)
+    with contextlib.closing(prove_layouts(result.config)) as results:  # its processes end also if `say` raises
+        for found in results:
+            say(case_line(found))
+            (compared if found.ran else left_out).append(found)
     proof = LayoutProof(tuple(compared), tuple(left_out))
     if proof.ok:
         return replace(result, proof=proof)

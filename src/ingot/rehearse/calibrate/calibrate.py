@@ -9,7 +9,6 @@ This module runs in the calling process and does not import torch; the ranks run
 """
 
 import json
-import os
 import socket
 import subprocess
 import sys
@@ -30,7 +29,7 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.layout import layout_problems, positions
-from ingot.trainer.mesh.start import worker_environment
+from ingot.trainer.mesh.start import outer_environment, rank_variables, worker_environment
 
 _RANK = ("-P", "-m", "ingot.rehearse.calibrate.rank")
 _DEADLINE_SECONDS = 300  # a machine with eight busy programs per core needed 70 s
@@ -115,19 +114,16 @@ def calibrate_gpu(uncalibrated: Cluster) -> Cluster:
 
 
 def _start_ranks(ranks: int, *arguments: str) -> dict:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    job = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": str(ranks)}
-    job |= worker_environment(ranks, usable_cores()) | {"LOCAL_WORLD_SIZE": str(ranks)}
+    job = outer_environment() | worker_environment(ranks, usable_cores())
     command = [sys.executable, *_RANK, *arguments]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     processes = []
     try:
-        for rank in range(ranks):
-            place = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            environment = {**os.environ, **job, **place}
-            pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-            processes.append(subprocess.Popen(command, env=environment, **pipes))
+        with socket.create_server(("127.0.0.1", 0), backlog=ranks) as listener:
+            for rank in range(ranks):
+                environment = job | rank_variables(rank, ranks, listener)
+                inherited = [listener.fileno()] if rank == 0 else []
+                processes.append(subprocess.Popen(command, env=environment, pass_fds=inherited, **pipes))
         deadline = time.monotonic() + _DEADLINE_SECONDS
         outputs = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1)) for process in processes]
     except subprocess.TimeoutExpired:

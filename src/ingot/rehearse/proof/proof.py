@@ -9,11 +9,13 @@ import contextlib
 import json
 import math
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,6 +28,8 @@ from ingot.plugins.load import loaded_from
 from ingot.rehearse.proof.cases import cases, tiny
 from ingot.schema.run import RunConfig
 
+_RANKS = ("-P", "-W", "ignore", "-m", "ingot.rehearse.proof.ranks")
+_ENDING_SECONDS = 10.0  # a killed process ends at once; one that a plug-in started elsewhere may not
 TOLERANCE = 1e-9  # of the largest difference, relative to the largest number of a tensor; float64 sums differ by 1e-15
 
 
@@ -87,8 +91,9 @@ def case_line(case: CaseResult) -> str:
     return f"{verdict:<8}  {case.name}: largest deviation {case.deviation:.1e}, {case.where}"
 
 
-def prove_layouts(run: RunConfig) -> Iterator[CaseResult]:
-    """Train the tiny version of `run` on each layout and yield a CaseResult for each.
+def prove_layouts(run: RunConfig) -> Generator[CaseResult, None, None]:
+    """Train the tiny version of `run` on each layout and yield a CaseResult for each. Its processes end when the
+    generator ends or is closed.
 
     Raises ResourceError if one process cannot train the model, with the reason.
     """
@@ -97,8 +102,9 @@ def prove_layouts(run: RunConfig) -> Iterator[CaseResult]:
     small = replace(small, plugins=plugins)
     every = list(cases(small))
     fitting = [case for case in every if case.run is not None]
-    with tempfile.TemporaryDirectory() as folder:
-        answers = _answers([small, *(case.run for case in fitting if case.run)], Path(folder))
+    runs = [small, *(case.run for case in fitting if case.run)]
+    # The answers are closed before the folder is removed, also after an error: no process writes to it any more.
+    with tempfile.TemporaryDirectory() as folder, contextlib.closing(_answers(runs, Path(folder))) as answers:
         if error := next(answers):
             raise ResourceError(
                 "E-PROOF-ONE-PROCESS",
@@ -121,12 +127,16 @@ def prove_layouts(run: RunConfig) -> Iterator[CaseResult]:
                 yield expected.compare(case.name, Path(folder) / str(number), ranks)
 
 
-def _answers(runs: Sequence[RunConfig], folder: Path) -> Iterator[str]:
-    """Start ranks.py and yield the error of each run, or "". The process has ended when the iterator is closed."""
+def _answers(runs: Sequence[RunConfig], folder: Path) -> Generator[str, None, None]:
+    """Start ranks.py and yield the error of each run, or "". All its processes have ended when the iterator is closed.
+
+    Raises ResourceError if the processes end before they have answered.
+    """
     request = json.dumps({"cases": [to_dict(run) for run in runs], "folder": str(folder)})
-    command = [sys.executable, "-P", "-W", "ignore", "-m", "ingot.rehearse.proof.ranks"]
+    command = [sys.executable, *_RANKS]
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
-    with tempfile.TemporaryFile("w+") as errors:
+    alive, held = socket.socketpair()  # every process holds the second end; when none is left, the first one ends
+    with tempfile.TemporaryFile("w+") as errors, alive, held:
         process = subprocess.Popen(
             command,
             env=environment,
@@ -135,11 +145,14 @@ def _answers(runs: Sequence[RunConfig], folder: Path) -> Iterator[str]:
             stderr=errors,
             text=True,
             start_new_session=True,
+            pass_fds=[held.fileno()],
         )
         assert process.stdin and process.stdout
         try:
-            process.stdin.write(request)
-            process.stdin.close()
+            held.close()
+            with contextlib.suppress(BrokenPipeError):  # the process ended early; its error output has the reason
+                process.stdin.write(request)
+                process.stdin.close()
             for _ in runs:
                 line = process.stdout.readline()
                 if not line:
@@ -154,8 +167,9 @@ def _answers(runs: Sequence[RunConfig], folder: Path) -> Iterator[str]:
                 yield json.loads(line)["error"] or ""
         finally:
             with contextlib.suppress(ProcessLookupError):
-                os.killpg(process.pid, signal.SIGKILL)  # the ranks too
+                os.killpg(process.pid, signal.SIGKILL)  # the ranks too, which are no children of this process
             process.wait()
+            select.select([alive], [], [], _ENDING_SECONDS)
 
 
 @dataclass(frozen=True)

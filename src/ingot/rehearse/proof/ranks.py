@@ -24,7 +24,7 @@ from ingot.theory.rules import run_from_dict
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.mesh.start import start
+from ingot.trainer.mesh.start import enter_rank, start
 from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
@@ -82,12 +82,10 @@ def wrong_slope(run: RunConfig) -> str:
     return ""
 
 
-def _rank(run: RunConfig, folder: Path, rank: int, port: int, pipe: Connection) -> None:
+def _rank(run: RunConfig, folder: Path, rank: int, listener: socket.socket, pipe: Connection) -> None:
     """Be one rank of a case, and send an error as text, or ""."""
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what a plug-in prints is no answer
-    world = run.parallel.world_size
-    place = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": world, "LOCAL_WORLD_SIZE": world, "MASTER_PORT": port}
-    os.environ.update({name: str(value) for name, value in place.items()}, MASTER_ADDR="127.0.0.1")
+    enter_rank(rank, run.parallel.world_size, listener)
     try:
         start("cpu", _SECONDS)
         train(run, folder, rank)
@@ -101,36 +99,43 @@ def _rank(run: RunConfig, folder: Path, rank: int, port: int, pipe: Connection) 
 
 
 def run_case(run: RunConfig, folder: Path) -> str:
-    """Train a case on forked ranks. Returns the first error, or ""."""
+    """Train a case on forked ranks, all of which have ended afterwards. Returns the first error, or ""."""
     folder.mkdir(parents=True)
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    context, pipes, processes = multiprocessing.get_context("fork"), [], []
-    for rank in range(run.parallel.world_size):
-        ours, theirs = context.Pipe()
-        process = context.Process(target=_rank, args=(run, folder, rank, port, theirs), daemon=True)
-        process.start()
-        theirs.close()
-        pipes.append(ours)
-        processes.append(process)
-    errors = []
+    world, context = run.parallel.world_size, multiprocessing.get_context("fork")
+    pipes, processes = [], []
+    try:
+        with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
+            for rank in range(world):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_rank, args=(run, folder, rank, listener, theirs), daemon=True)
+                process.start()
+                processes.append(process)
+                theirs.close()
+                pipes.append(ours)
+        return _first_error(pipes)
+    finally:
+        for process in processes:
+            process.kill()
+        for process in processes:
+            process.join()
+
+
+def _first_error(pipes: list[Connection]) -> str:
+    """Wait for the answers of all ranks, or the first error. Returns it, or ""."""
     waiting = list(pipes)
-    while waiting and not errors:
+    while waiting:
         answered = wait(waiting, _SECONDS)
         if not answered:
-            errors.append(f"nothing for {_SECONDS:g} s: the ranks wait for each other")
+            return f"nothing for {_SECONDS:g} s: the ranks wait for each other"
         for pipe in answered:
             assert isinstance(pipe, Connection)
             waiting.remove(pipe)
             try:
-                errors += [found] if (found := pipe.recv()) else []
+                if error := pipe.recv():
+                    return error
             except EOFError:
-                errors.append("a rank died")
-    for process in processes:
-        process.kill()
-        process.join()
-    return errors[0] if errors else ""
+                return "a rank died"
+    return ""
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from ingot.trainer.mesh.start import ATTEMPT_VARIABLE, STORE_VARIABLE
+from ingot.trainer.mesh.start import enter_rank
 
 _LOOPBACK = "127.0.0.1"
 
@@ -72,20 +72,7 @@ def _fork(ranks: int, attempt: int) -> dict[int, int] | None:
             if pid := os.fork():
                 running[pid] = rank
                 continue
-            for name in [name for name in os.environ if name.startswith("TORCHELASTIC_")]:
-                del os.environ[name]  # this job is not a part of the job that the caller runs in
-            os.environ.update(
-                RANK=str(rank),
-                LOCAL_RANK=str(rank),
-                WORLD_SIZE=str(ranks),
-                LOCAL_WORLD_SIZE=str(ranks),
-                MASTER_ADDR=_LOOPBACK,
-                MASTER_PORT=str(listener.getsockname()[1]),
-            )
-            os.environ[ATTEMPT_VARIABLE] = str(attempt)
-            os.environ.pop(STORE_VARIABLE, None)
-            if rank == 0:
-                os.environ[STORE_VARIABLE] = str(listener.detach())
+            enter_rank(rank, ranks, listener, attempt)
             return None
     return running
 

@@ -4,6 +4,7 @@ This module is importable without torch: the launcher needs `worker_environment`
 """
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -13,7 +14,6 @@ from ingot.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-# Set by the fork server (launch/fork_server.py) in the environment of its ranks.
 ATTEMPT_VARIABLE = "INGOT_ATTEMPT"  # the number of restarts of the job so far
 # How often a thread that waits for another one looks again before it sleeps; GNU OpenMP's own number is 300,000. On a
 # machine with other work, a thread that spins keeps its core from the one that it waits for. One rank with two threads:
@@ -58,6 +58,44 @@ def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
         "OMP_NUM_THREADS": str(threads_per_rank(ranks, cores)),
         **_spin_count(),
     }
+
+
+def rank_variables(rank: int, ranks: int, listener: socket.socket, attempt: int = 0) -> dict[str, str]:
+    """Return the environment variables by which `start` finds the place of one of `ranks` processes of this machine.
+
+    listener: a socket that listens on the loopback address, so that no port is chosen before it is bound. The process
+    of rank 0 must inherit it; the store of the ranks answers there.
+    """
+    address, port = listener.getsockname()
+    variables = {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(ranks),
+        "LOCAL_WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        ATTEMPT_VARIABLE: str(attempt),
+    }
+    return variables | ({STORE_VARIABLE: str(listener.fileno())} if rank == 0 else {})
+
+
+def outer_environment() -> dict[str, str]:
+    """Return the environment without the variables of a job in which this process may run: torchrun's, the store's.
+    The ranks that it starts are no part of that job.
+    """
+    names = (name for name in os.environ if name != STORE_VARIABLE and not name.startswith("TORCHELASTIC_"))
+    return {name: os.environ[name] for name in names}
+
+
+def enter_rank(rank: int, ranks: int, listener: socket.socket, attempt: int = 0) -> None:
+    """Describe this forked process as a rank, in its environment (rank_variables). All but rank 0 close `listener`."""
+    for name in os.environ.keys() - outer_environment().keys():
+        del os.environ[name]
+    os.environ.update(rank_variables(rank, ranks, listener, attempt))
+    if rank == 0:
+        listener.detach()
+    else:
+        listener.close()
 
 
 def _spin_count() -> dict[str, str]:

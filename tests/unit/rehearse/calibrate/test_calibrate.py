@@ -133,6 +133,24 @@ def test_a_rank_that_fails_says_why(monkeypatch):
         calibrate_cpu(BARE)
 
 
+# A program in the place of the ranks: who can listen on the port of the store, and with what?
+BINDER = """
+import json, os, socket
+try:
+    socket.create_server(("127.0.0.1", int(os.environ["MASTER_PORT"])))
+    free = True
+except OSError:
+    free = False
+inherited = socket.socket(fileno=int(os.environ["INGOT_STORE_FD"]))
+print(json.dumps({"free": free, "inherited": inherited.getsockname()[1] == int(os.environ["MASTER_PORT"])}))
+"""
+
+
+def test_the_port_of_the_ranks_is_bound_before_they_start(monkeypatch):
+    monkeypatch.setattr(calibrate, "_RANK", ("-c", BINDER))
+    assert calibrate._start_ranks(1) == {"free": False, "inherited": True}
+
+
 # The program of a rank, with one round of every measurement, of short sequences and small products.
 QUICK_RANK = """
 import sys
