@@ -1,5 +1,6 @@
 """Plug-ins through `ingot data build`: the same bytes on every runner and after kills; what a change does again."""
 
+import contextlib
 import json
 import os
 import shutil
@@ -7,6 +8,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -17,10 +19,13 @@ from tests.unit.plugins.data_plugins import EXAMPLES, plugins  # noqa: F401
 from ingot.cli.main import main
 from ingot.data.build import corpus_build as build
 from ingot.data.build import duplicates, process_input
-from ingot.data.build.corpus import cut_files, load_corpus
+from ingot.data.build.corpus import cut_files, load_corpus, read_documents
 from ingot.data.build.corpus_build import build_corpus
 from ingot.data.sources.input import Input
+from ingot.data.tasks.local import Local
+from ingot.data.tasks.ray import Ray
 from ingot.data.tasks.worker import write_phase
+from ingot.plugins.load import load_plugins
 
 MAIN = "import sys; from ingot.cli.main import main; sys.exit(main())"
 RECIPE = """
@@ -143,6 +148,60 @@ def test_processes_of_other_machines_import_the_plugins(example):
     for out, runner in (("here", None), ("there", ByCommand())):
         build_corpus(inputs_of(example.folder), example.folder / out, recipe, runner=runner)
     assert snapshot(example.folder / "here") == snapshot(example.folder / "there")
+
+
+@contextlib.contextmanager
+def two_nodes() -> Iterator[Ray]:
+    """A runner on a Ray cluster of two nodes of this machine."""
+    pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    arguments = {"num_cpus": 1, "object_store_memory": 80 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args=arguments)
+    try:
+        cluster.add_node(**arguments)
+        cluster.wait_for_nodes()
+        with Ray(cluster.address) as runner:
+            yield runner
+    finally:
+        cluster.shutdown()
+
+
+@pytest.mark.parametrize("runner", [lambda: Local(2), pytest.param(two_nodes, marks=pytest.mark.slow)])
+def test_workers_use_the_filter_that_the_recipe_names(example, runner):
+    """The filter changes texts, drops documents and notes its process, and the bytes are those of a build here."""
+    marks = example.folder / "marks"
+    marks.mkdir()
+    example.write(
+        "changes",
+        f"""
+        import os
+        from pathlib import Path
+        class Changes(Stage):
+            def look(self, document):
+                Path({str(marks)!r}, str(os.getpid())).touch()
+                document.text += "\\nThe end."
+                return Drop("odd", "odd.three", "") if document.url.endswith("3") else None
+        FILTERS.register(Filter(name="odd", make=Changes, rules=("odd.three",)))
+        """,
+    )
+    recipe = example.recipe("[filter.odd]\n", "changes")
+    crawl = inputs_of(example.folder)[:2]
+    build_corpus(crawl, example.folder / "here", recipe)
+    assert [int(path.name) for path in marks.iterdir()] == [os.getpid()]
+    with runner() as there:
+        built = build_corpus(crawl, example.folder / "there", recipe, runner=there)
+    assert len(list(marks.iterdir())) > 1  # other processes than this one called it
+    assert {stage.name: stage.dropped for stage in built.funnel}["odd"] == {"odd.three": 2}
+    assert built.recipe["plugins"]["code"] == load_plugins(["changes"], example.folder)
+    assert snapshot(example.folder / "there") == snapshot(example.folder / "here")
+
+    without = example.recipe("[filter.odd]\nenabled = false\n", "changes")
+    plain = build_corpus(crawl, example.folder / "plain", without)
+    assert plain.funnel[-1].documents_out == built.funnel[-1].documents_out + 2 and "plugins" not in plain.recipe
+    texts = [document["text"] for _, document in read_documents(example.folder / "there")]
+    assert texts and all(text.endswith("The end.") for text in texts)
+    assert not any("The end." in document["text"] for _, document in read_documents(example.folder / "plain"))
 
 
 def inputs_of(folder: Path) -> list[Input]:
