@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _READ_BACK = "tests/unit/data/build/test_shards.py::test_every_document_is_in_exactly_one_split_and_reads_back"
+_SOURCE = "tests/unit/plugins/test_data_source.py"
 _GROUND = "tests/unit/test_ground.py"
 
 MUTANTS: list[Mutant] = [
@@ -198,6 +199,14 @@ MUTANTS: list[Mutant] = [
         before="if (document.file, document.source) != (name, source):",
         after="if (document.source, document.source) != (source, source):",
         tests=("tests/unit/plugins/test_data_source.py::test_a_wrong_record_ends_the_build",),
+    ),
+    Mutant(
+        name="disk-error-leaves-out-the-rest",
+        what="an error of the disk in the reader of a plug-in counts as a damaged file, whose rest is left out",
+        file="data/sources/custom.py",
+        before="if isinstance(error, OSError) and not isinstance(error, BadGzipFile):",
+        after="if isinstance(error, OSError) and isinstance(error, BadGzipFile):",
+        tests=(f"{_SOURCE}::test_an_error_in_the_middle_of_a_file_ends_a_build_of_several_inputs",),
     ),
     Mutant(
         name="folder-locked-by-a-child",

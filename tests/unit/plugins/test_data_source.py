@@ -1,5 +1,6 @@
 """Formats of plug-ins: how files are recognized, and what happens when a reader is wrong."""
 
+import contextlib
 import dataclasses
 import sqlite3
 
@@ -13,6 +14,8 @@ from ingot.data.filters.quality import PRESETS
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.input import BadInput, Input, expand, read
 from ingot.data.sources.sniff import format_by_name
+from ingot.data.tasks.local import Local
+from ingot.data.tasks.run import Inline
 from ingot.plugins.source import FORMATS
 
 GOOD = 'Document(document_id(name, "1", "u"), "u", source, name, "1", raw=b"a text", content_type="text/plain")'
@@ -110,9 +113,38 @@ def test_a_reader_that_raises_leaves_out_the_rest_of_its_input(plugins, tmp_path
 def test_an_error_of_the_disk_or_network_ends_the_build(plugins, tmp_path, error):  # noqa: F811
     pairs = pairs_of(plugins, tmp_path, f"yield good, None; {error}")
     assert next(pairs)[0].raw == b"a text"
-    with refused("E-INPUT-READ-FAILED", path=str(tmp_path / "a.odd")) as caught:
+    part = "format 'odd' of plug-in odd_reader"
+    with refused("E-INPUT-READ-FAILED", path=str(tmp_path / "a.odd"), part=part) as caught:
         next(pairs)
+    assert named([caught.value.found], part, "a.odd") and "odd_reader.py:" in caught.value.found
     assert not isinstance(caught.value, BadInput)  # which would leave out the rest of the input
+
+
+@pytest.mark.parametrize("runner", [Inline, lambda: Local(1)])
+def test_an_error_in_the_middle_of_a_file_ends_a_build_of_several_inputs(plugins, tmp_path, runner):  # noqa: F811
+    """No corpus is written that lacks the rest of the file, also if other inputs and the documents before are good."""
+    body = """
+        from pathlib import Path
+        with path.open("rb") as file:
+            for number, line in enumerate(file):
+                if line == b"unreadable\\n":
+                    Path("/proc/self/mem").open("rb", buffering=0).read(1)
+                yield Document(document_id(name, str(number), ""), "", source, name, str(number), raw=line * 30,
+                               content_type="text/plain"), None
+    """
+    plugins.write("odd_reader", reader(body))
+    recipe = plugins.recipe("[language]\nenabled = false", "odd_reader")
+    recipe = dataclasses.replace(recipe, quality=PRESETS["none"])
+    (tmp_path / "a.odd").write_bytes(b"one\ntwo\n")
+    (tmp_path / "b.odd").write_bytes(b"one\nunreadable\nthree\n")
+    inputs = [Input(location=str(tmp_path / name)) for name in ("a.odd", "b.odd")]
+    with contextlib.ExitStack() as stack:
+        there = runner()
+        if isinstance(there, Local):
+            stack.enter_context(there)
+        with refused("E-INPUT-READ-FAILED", path=str(tmp_path / "b.odd"), part="format 'odd' of plug-in odd_reader"):
+            build_corpus(inputs, tmp_path / "corpus", recipe, runner=there)
+    assert not (tmp_path / "corpus").exists()
 
 
 def test_an_input_whose_disk_failed_is_read_whole_by_the_next_build(plugins, tmp_path):  # noqa: F811

@@ -74,6 +74,22 @@ def _unreadable(part: str, name: str, error: Exception) -> Exception:
     return DataError("E-DATA-PLUGIN-SOURCE", found, rule=rule, fix=fix, part=part, name=name)
 
 
+def failed(kind: str, path: str, error: OSError) -> DataError:
+    """Return the error that ends a build if the reader of a format of a plug-in met an error of the disk or network.
+
+    path: the input. The reader may have opened another file: the message has the reader's own error and its place.
+    """
+    part = in_words("format", kind)
+    return DataError(
+        "E-INPUT-READ-FAILED",
+        f"{part} cannot read {path}: {failure(error)}",
+        rule="an input must be readable",
+        fix="check the path, its permissions and the disk, or correct the plug-in; the same command reads it again",
+        path=path,
+        part=part,
+    )
+
+
 def _wrong(pair: Any, name: str, source: str) -> str:
     """Return what is wrong with a record, "" if nothing is."""
     if not (isinstance(pair, tuple) and len(pair) == 2):

@@ -22,7 +22,7 @@ from ingot.data.parts import Table, module_of
 from ingot.data.sources import fetch, s3
 from ingot.data.sources.bounded import Limits
 from ingot.data.sources.code import walk
-from ingot.data.sources.custom import read_checked
+from ingot.data.sources.custom import failed, read_checked
 from ingot.data.sources.remote import RemoteRules, Version, split_url, without_secrets
 from ingot.data.sources.sniff import format_by_name, format_of
 from ingot.data.sources.text import Fields
@@ -156,14 +156,14 @@ def read(
     fetched, and ConfigError for a plug-in that breaks its contract.
     """
     limits = limits or Limits()
-    path = Path(one.location)
+    path, kind = Path(one.location), one.format
     if one.is_remote:
         expected = None
         if known and "etag" in known:
             expected = Version(known["bytes"], known["etag"], known["last_modified"])
         path = fetch.fetch(one.location, cache, rules, expected=expected)
     try:
-        kind = one.format if one.format != "auto" else format_of(path, one.name, limits)
+        kind = kind if kind != "auto" else format_of(path, one.name, limits)
         if (kind == "folder") != path.is_dir():
             raise DataError(
                 "E-INPUT-FOLDER",
@@ -175,7 +175,10 @@ def read(
             )
         yield from _reader(kind, path, one, limits, tables or {})
     except OSError as error:
-        raise _unreadable(without_secrets(one.location) if one.is_remote else str(path), error) from None
+        shown = without_secrets(one.location) if one.is_remote else str(path)
+        raise (
+            _unreadable(shown, error) if module_of("format", kind) == INGOT else failed(kind, shown, error)
+        ) from None
     except DataError as error:
         # The user knows the location of a remote file, not its path in the cache.
         found, fix, facts = error.found, error.fix, error.facts
