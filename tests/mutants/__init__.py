@@ -6,11 +6,37 @@
 A new guard or proof comes with its mutant: an entry in the file of its area. docs/mutants.md is the manual.
 """
 
-from . import api, checkpoint, data, loader, model, optim, parallel, planner, plugin_imports, plugins, precision
+from . import (
+    api,
+    checkpoint,
+    data,
+    loader,
+    model,
+    optim,
+    parallel,
+    parts,
+    planner,
+    plugin_imports,
+    plugins,
+    precision,
+)
 from .mutant import Mutant
 
 AREAS: dict[str, list[Mutant]] = {
     area.__name__.rpartition(".")[2]: area.MUTANTS
-    for area in (model, parallel, optim, loader, checkpoint, data, planner, precision, api, plugins, plugin_imports)
+    for area in (
+        model,
+        parallel,
+        optim,
+        loader,
+        checkpoint,
+        data,
+        planner,
+        precision,
+        api,
+        plugins,
+        plugin_imports,
+        parts,
+    )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

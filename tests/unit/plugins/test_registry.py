@@ -90,6 +90,13 @@ def test_a_taken_name_is_refused(registry, name):
         registry.register(Part(name=name))
 
 
+@pytest.mark.parametrize("settings", [dict, Settings(width=4)])
+def test_settings_that_cannot_be_checked_are_refused(registry, settings):
+    with refused("E-PLUGIN-SETTINGS", kind="color", name="blue"):
+        registry.register(Part(name="blue", settings=settings))
+    assert "blue" not in registry
+
+
 def test_a_module_is_forgotten_with_its_parts_only(registry):
     registry.register(Part(name="blue"))
     registry.forget("other")
