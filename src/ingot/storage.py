@@ -69,18 +69,32 @@ def write_json(path: Path, value) -> None:
 
 
 @contextlib.contextmanager
-def exclusive(folder: Path, doing: str):
-    """Lock `folder` while the block runs.
+def closing_lock(fd: int):
+    """Unlock and close the file descriptor `fd` at the end of the block.
 
-    A child that is forked meanwhile has a copy of the descriptor: the end of the block in this process unlocks the
-    folder all the same, its end in the child does not. If this process dies, the kernel releases the lock as soon as
-    no such child is left.
+    A child that is forked meanwhile has a copy of the descriptor: the end of the block in this process unlocks the file
+    all the same, its end in the child does not. If this process dies, the kernel releases the lock as soon as no such
+    child is left.
+    """
+    owner = os.getpid()
+    try:
+        yield
+    finally:
+        if os.getpid() == owner:
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(fd, fcntl.LOCK_UN)  # to close is not enough while a child has a copy of the descriptor
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def exclusive(folder: Path, doing: str):
+    """Lock `folder` while the block runs, see closing_lock.
 
     doing: what the holder of the lock does, for the message of the RunBusyError that is raised if another process
     holds the lock.
     """
-    fd, owner = os.open(folder, os.O_RDONLY), os.getpid()
-    try:
+    fd = os.open(folder, os.O_RDONLY)
+    with closing_lock(fd):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -92,10 +106,6 @@ def exclusive(folder: Path, doing: str):
                 folder=str(folder),
             ) from None
         yield
-    finally:
-        if os.getpid() == owner:
-            fcntl.flock(fd, fcntl.LOCK_UN)  # to close is not enough while a child has a copy of the descriptor
-        os.close(fd)
 
 
 def require_free(path: Path, needed_bytes: int, purpose: str) -> None:

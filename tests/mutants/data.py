@@ -212,8 +212,8 @@ MUTANTS: list[Mutant] = [
         name="folder-locked-by-a-child",
         what="a child that was forked while a folder was locked keeps the lock when its parent is done",
         file="storage.py",
-        before="            fcntl.flock(fd, fcntl.LOCK_UN)",
-        after="            pass",
+        before="                fcntl.flock(fd, fcntl.LOCK_UN)",
+        after="                pass",
         tests=(f"{_GROUND}::test_a_folder_is_free_at_the_end_of_the_block_even_if_a_child_lives_on",),
     ),
     Mutant(

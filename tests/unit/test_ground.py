@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 from tests.expect import refused
 
 from ingot import errors
+from ingot.data.tasks.run import _only_driver
+from ingot.data.tasks.store import Store
 from ingot.errors import IngotError, require
 from ingot.events import EventLog, read_events
 from ingot.rng import derive
@@ -100,22 +102,30 @@ def living_child():
         os.waitpid(child, 0)
 
 
-def test_a_folder_is_free_at_the_end_of_the_block_even_if_a_child_lives_on(tmp_path, living_child):
-    with exclusive(tmp_path, "testing"):
+LOCKS = [
+    (lambda folder: exclusive(folder, "testing"), "E-FOLDER-BUSY"),
+    (lambda folder: _only_driver(Store(folder)), "E-STORE-BUSY"),
+]
+
+
+@pytest.mark.parametrize(("lock", "busy"), LOCKS)
+def test_a_folder_is_free_at_the_end_of_the_block_even_if_a_child_lives_on(tmp_path, living_child, lock, busy):
+    with lock(tmp_path):
         living_child()
-        with refused("E-FOLDER-BUSY", folder=str(tmp_path)), exclusive(tmp_path, "testing"):
+        with refused(busy), lock(tmp_path):
             pass
-    with exclusive(tmp_path, "testing"):
+    with lock(tmp_path):
         pass
 
 
-def test_a_child_that_leaves_the_block_does_not_unlock_the_folder_of_its_parent(tmp_path, living_child):
-    with contextlib.ExitStack() as lock:
-        lock.enter_context(exclusive(tmp_path, "testing"))
-        living_child(lock.close)
-        with refused("E-FOLDER-BUSY"), exclusive(tmp_path, "testing"):
+@pytest.mark.parametrize(("lock", "busy"), LOCKS)
+def test_a_child_that_leaves_the_block_does_not_unlock_the_folder_of_its_parent(tmp_path, living_child, lock, busy):
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(lock(tmp_path))
+        living_child(stack.close)
+        with refused(busy), lock(tmp_path):
             pass
-    with exclusive(tmp_path, "testing"):
+    with lock(tmp_path):
         pass
 
 

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from ingot.data.tasks.store import Store, run_task
 from ingot.data.tasks.task import R, Task, decode
 from ingot.errors import RunBusyError
+from ingot.storage import closing_lock
 from ingot.units import format_seconds
 
 _LOOK_SECONDS = 0.5
@@ -155,7 +156,7 @@ def _only_driver(store: Store) -> Iterator[None]:
     store.root.mkdir(parents=True, exist_ok=True)
     # A file opened for writing: some network file systems lock nothing else.
     file = os.open(store.root / "driver", os.O_RDWR | os.O_CREAT, 0o666)
-    try:
+    with closing_lock(file):
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -174,5 +175,3 @@ def _only_driver(store: Store) -> Iterator[None]:
             os.ftruncate(file, 0)
             os.pwrite(file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
         yield
-    finally:
-        os.close(file)

@@ -44,7 +44,7 @@ from ingot.data.tasks.task import (
     encode,
 )
 from ingot.errors import ResourceError
-from ingot.storage import fsync_dir, sha256_bytes, write_atomic
+from ingot.storage import closing_lock, fsync_dir, sha256_bytes, write_atomic
 
 # The number of attempts that may die at one record before the next attempt leaves the record out, for each kind of
 # death. A crash (segmentation fault, exit, out of memory) is nearly always caused by the record; so is a hang, which
@@ -231,10 +231,8 @@ def _board(path: Path) -> Iterator[int | None]:
     kill that process.
     """
     file, ours = _open_locked(path)
-    try:
+    with closing_lock(file):
         yield file if ours else None
-    finally:
-        os.close(file)
 
 
 def _open_locked(path: Path) -> tuple[int, bool]:
