@@ -25,8 +25,16 @@ MUTANTS: list[Mutant] = [
         name="not-read-back",
         what="a file that was written is compared by its size instead of being read back from the disk",
         file="trainer/checkpoint/tensor_file.py",
-        before="if sha256_file(path) != sha256:",
+        before="if not _holds(path, header, data()):",
         after="if path.stat().st_size != file.bytes:",
+        tests=("tests/unit/trainer/checkpoint/test_tensor_file.py::test_a_disk_that_lies_is_noticed",),
+    ),
+    Mutant(
+        name="read-back-of-whole-chunks",
+        what="of what is read back, the end of each tensor is not compared",
+        file="trainer/checkpoint/tensor_file.py",
+        before="or found != chunk:",
+        after="or (found != chunk and len(chunk) == _CHUNK):",
         tests=("tests/unit/trainer/checkpoint/test_tensor_file.py::test_a_disk_that_lies_is_noticed",),
     ),
     Mutant(

@@ -74,8 +74,8 @@ class CheckpointFiles:
         shutil.rmtree(self.temporary, ignore_errors=True)
         self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
 
-    def write(self, rank: int, contents: FileContents, data: Iterable[memoryview]) -> RankBlocks:
-        """Write and verify the file of `rank`. data: the bytes of each part. Returns the rank's part of the manifest.
+    def write(self, rank: int, contents: FileContents, data: Callable[[], Iterable[memoryview]]) -> RankBlocks:
+        """Write and verify the file of `rank`. data: see `write_parts`. Returns the rank's part of the manifest.
 
         Raises ResourceError if the file cannot be written, and the errors of `write_parts`.
         """

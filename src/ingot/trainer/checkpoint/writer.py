@@ -170,7 +170,7 @@ def _answer(folder: RunFolder, fd: int, request: dict[str, Any], more: list[byte
     if request["do"] == "write":
         contents = _contents(request["contents"])
         image = memoryview(mmap.mmap(fd, request["snapshot"], prot=mmap.PROT_READ))
-        return files.write(request["rank"], contents, _cut(image, contents.parts)).to_bytes()
+        return files.write(request["rank"], contents, lambda: _cut(image, contents.parts)).to_bytes()
     values = request["facts"]
     facts = CheckpointFacts(**values | {"health": Health(**values["health"])})
     ledger = tuple(LedgerSegment(**one) for one in request["ledger"])

@@ -1,4 +1,5 @@
 import json
+import os
 import random
 
 import pytest
@@ -51,10 +52,22 @@ def test_values_that_are_not_finite_are_not_saved(tmp_path, value):
         write_tensors(tmp_path / "x", [("model.w", tensor)])
 
 
-def test_a_disk_that_lies_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(tensor_file, "sha256_file", lambda path: "f" * 64)
+@pytest.mark.parametrize("place", [8, 70, (1 << 20) - 1, -1, None])
+def test_a_disk_that_lies_is_noticed(tmp_path, monkeypatch, place):
+    """A byte of the header, of the first and the last tensor, or a byte too many, is not what was written."""
+    tensors = [("a", torch.arange(1 << 18, dtype=torch.float32)), ("b", torch.ones(3, dtype=torch.uint8))]
+    flush = os.fsync
+
+    def damage_and_flush(fd):
+        content = bytearray((tmp_path / "x").read_bytes())
+        if place is not None:
+            content[place] ^= 1
+        (tmp_path / "x").write_bytes(content + b"\0" * (place is None))
+        flush(fd)
+
+    monkeypatch.setattr(tensor_file.os, "fsync", damage_and_flush)
     with refused("E-CKPT-READ-BACK"):
-        write_tensors(tmp_path / "x", [("a", torch.zeros(2))])
+        write_tensors(tmp_path / "x", tensors)
 
 
 def test_every_bit_flip_is_found_and_its_tensor_named(folder, training):
