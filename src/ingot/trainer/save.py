@@ -45,12 +45,12 @@ def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
     began = time.monotonic()
     background = trainer.background
     ended = settle(trainer, wait=last)
-    if background is not None and background.broken is not None:
-        raise background.broken
-    if not ended:
+    if not ended:  # before an error is raised, which this rank may know before the others
         trainer.log(events.CHECKPOINT_SKIPPED, step=step, in_flight=_step_in_flight(trainer))
         trainer.say(f"not saved step {step}: the checkpoint of an earlier step is still being written")
         return False
+    if background is not None and background.broken is not None:
+        raise background.broken
     segment, samples = next_segment(trainer, step)
     ledger = (*trainer.segments, segment)
     facts = replace(
