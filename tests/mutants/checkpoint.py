@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _SAVE = "tests/unit/trainer/checkpoint/test_save.py"
+_BACKGROUND = "tests/unit/trainer/test_background_saves.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -86,5 +87,78 @@ MUTANTS: list[Mutant] = [
         tests=(
             "tests/unit/trainer/checkpoint/test_manifest.py::test_every_file_of_a_finished_checkpoint_has_its_size",
         ),
+    ),
+    Mutant(
+        name="commit-without-a-rank",
+        what="rank 0 assembles a checkpoint from the ranks whose writers did not fail",
+        file="trainer/checkpoint/agree.py",
+        before="combine([read_message(one, unpack) for one in parts])",
+        after='combine([read_message(one, unpack) for one in parts if one[:1] == b"+"])',
+        tests=(f"{_BACKGROUND}::test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers",),
+    ),
+    Mutant(
+        name="snapshot-by-the-thread",
+        what="the snapshot is taken by the thread of the save, while training goes on",
+        file="trainer/checkpoint/background.py",
+        before="size = self._snapshot.take(tensors)",
+        after="size, take = sum(t.nbytes for t in tensors), self._snapshot.take\n"
+        "            self._writer.write = lambda *a, w=self._writer.write: (take(tensors), w(*a))[1]",
+        tests=(f"{_BACKGROUND}::test_training_may_change_the_state_once_the_save_has_begun",),
+    ),
+    Mutant(
+        name="snapshot-kept",
+        what="the memory of a snapshot is filled once, and later saves write the same bytes again",
+        file="trainer/checkpoint/snapshot.py",
+        before="place.copy_(tensor.detach(), non_blocking=self._on_gpu)",
+        after="place.any() or place.copy_(tensor.detach(), non_blocking=self._on_gpu)",
+        tests=(f"{_BACKGROUND}::test_training_may_change_the_state_once_the_save_has_begun",),
+    ),
+    Mutant(
+        name="second-save-in-flight",
+        what="a save begins while an earlier one is in flight",
+        file="trainer/save.py",
+        before="    if not ended:  # before",
+        after="    if not ended and trainer.background is None:  # before",
+        tests=(f"{_BACKGROUND}::test_ranks_agree_on_whether_a_save_has_ended",),
+    ),
+    Mutant(
+        name="settled-without-the-others",
+        what="a rank takes a save as ended when its own thread has ended",
+        file="trainer/save.py",
+        before="    dist.all_reduce(ended, dist.ReduceOp.MIN)\n",
+        after="",
+        tests=(f"{_BACKGROUND}::test_ranks_agree_on_whether_a_save_has_ended",),
+    ),
+    Mutant(
+        name="roll-back-during-a-save",
+        what="a roll-back loads the newest checkpoint while a newer one is being written",
+        file="trainer/save.py",
+        before="    settle(trainer, wait=True)\n    if trainer.background is not None:\n",
+        after="    if trainer.background is not None:\n",
+        tests=(f"{_BACKGROUND}::test_a_rollback_waits_for_the_save_in_flight",),
+    ),
+    Mutant(
+        name="segment-of-one-interval",
+        what="a checkpoint after a failed save lists the samples since that save only",
+        file="trainer/save.py",
+        before="    if save.is_fatal:\n",
+        after="    trainer.segments.append(save.segment)\n    if save.is_fatal:\n",
+        tests=(f"{_BACKGROUND}::test_a_writer_that_hangs_is_replaced",),
+    ),
+    Mutant(
+        name="writer-outlives-its-rank",
+        what="a stopped writer stays when its rank was killed",
+        file="trainer/checkpoint/writer.py",
+        before="    die_with_parent()  # a stopped",
+        after="    # a stopped",
+        tests=(f"{_BACKGROUND}::test_a_stopped_writer_ends_with_its_rank",),
+    ),
+    Mutant(
+        name="writer-ends-on-a-signal",
+        what="a SIGTERM for all processes of a job ends the writers, which the ranks need for the last save",
+        file="trainer/checkpoint/writer.py",
+        before="for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):",
+        after="for number in (signal.SIGINT,):",
+        tests=(f"{_BACKGROUND}::test_signals_that_a_scheduler_sends_to_all_processes_end_no_writer",),
     ),
 ]

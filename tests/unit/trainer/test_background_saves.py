@@ -1,20 +1,28 @@
 """Checkpoints that are written while training goes on, on two forked ranks with real writer processes."""
 
+import multiprocessing
 import os
 import resource
 import signal
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
-from ingot.errors import CheckpointError
+from ingot.errors import IngotError
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint import background, writer
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
 from ingot.trainer.run import build_trainer
+from ingot.trainer.save import save
 
 from .test_loop import ledger_proof, step_facts
 from .test_loop import run_rank as run_undisturbed
@@ -40,7 +48,7 @@ def run_rank(rank, ranks, folder, script=None, until_step=None):
     run.policy = Disturbing(folder, script or {}, run)
     try:
         train(run)
-    except CheckpointError as error:
+    except IngotError as error:
         return error.code
     finally:
         run.close()
@@ -157,3 +165,105 @@ def test_a_rollback_waits_for_the_save_in_flight(fork_ranks, make_run):
     assert fork_ranks(run_rank, 2, folder, {3: stop_writer, 6: once}) == ["ended"] * 2
     assert [(e["from_step"], e["to_step"]) for e in read_events(folder.events, events.ROLLED_BACK)] == [(6, 4)]
     ledger_proof(folder, load_run(folder.config))
+
+
+def test_a_writer_that_hangs_is_replaced(fork_ranks, make_run):
+    """The writer of rank 1 stops before the save of step 4, and does not answer."""
+
+    def hang(run):
+        writer._PATIENCE_SECONDS = 0.3
+        if run.place.rank == 1:
+            stop_writer(run)
+
+    folder = make_run(dp_shard=2, steps=8, every_steps=4, mode="async")
+    assert fork_ranks(run_rank, 2, folder, {3: hang, 6: written}) == ["ended"] * 2
+    assert of_kind(folder, events.CHECKPOINT_FAILED) == [(4, "E-CKPT-WRITER")]
+    manifest = ledger_proof(folder, load_run(folder.config))
+    assert [(s.first_step, s.last_step) for s in manifest.ledger] == [(1, 8)]
+
+
+def test_signals_that_a_scheduler_sends_to_all_processes_end_no_writer(fork_ranks, make_run):
+    pids = []
+
+    def terminate(run):
+        written(run)  # the writer runs, and is not just being started
+        pids.append(run.background.writer_pid)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pids[0], number)
+
+    def train_on_one_rank(rank, ranks):
+        end = run_rank(rank, ranks, folder, {4: terminate, 8: lambda run: pids.append(run.background.writer_pid)})
+        return end, len(set(pids))
+
+    folder = make_run(steps=9, every_steps=3, mode="async")
+    assert fork_ranks(train_on_one_rank, 1) == [("ended", 1)]
+
+
+def test_a_stopped_writer_ends_with_its_rank(tmp_path):
+    def die(pipe):
+        own = writer.WriterProcess(RunFolder(tmp_path), 0, os.memfd_create("snapshot"))
+        own.begin()
+        own.make_folder(1, [1])  # it has begun to work
+        os.kill(own.pid, signal.SIGSTOP)
+        pipe.send(own.pid)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    context = multiprocessing.get_context("fork")
+    ours, theirs = context.Pipe(duplex=False)
+    rank = context.Process(target=die, args=(theirs,))
+    rank.start()
+    theirs.close()
+    pid = ours.recv()
+    rank.join()
+    deadline = time.monotonic() + 10
+    try:
+        while is_alive(pid):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        if is_alive(pid):
+            os.kill(pid, signal.SIGKILL)
+
+
+def is_alive(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_ranks_agree_on_whether_a_save_has_ended(fork_ranks):
+    """On rank 0 alone, the save has ended: both ranks leave the next one out, and none begins it."""
+
+    def save_while_one_waits(rank, ranks):
+        logged = []
+        in_flight = SimpleNamespace(ended=rank == 0, step=3)
+        trainer = SimpleNamespace(
+            background=SimpleNamespace(in_flight=in_flight, broken=None),
+            log=lambda kind, **fields: logged.append((kind, fields)),
+            say=lambda line: None,
+        )
+        return save(trainer, 6), logged
+
+    logged = [(events.CHECKPOINT_SKIPPED, {"step": 6, "in_flight": 3})]
+    assert fork_ranks(save_while_one_waits, 2) == [(False, logged)] * 2
+
+
+def test_training_may_change_the_state_once_the_save_has_begun(fork_ranks, make_run):
+    """The thread of the save of step 4 waits until step 6 was trained."""
+    folder, waiting = make_run("async", steps=8, every_steps=4, mode="async"), make_run("sync", steps=8, every_steps=4)
+    fork_ranks(run_undisturbed, 1, waiting)
+
+    def train_with_a_late_thread(rank, ranks):
+        changed, at_once = threading.Event(), background.from_all_ranks
+
+        def late(*arguments, **options):
+            changed.wait()
+            return at_once(*arguments, **options)
+
+        background.from_all_ranks = late
+        return run_rank(rank, ranks, folder, {6: lambda run: changed.set()})
+
+    assert fork_ranks(train_with_a_late_thread, 1) == ["ended"]
+    assert files_by_step(folder) == files_by_step(waiting)
+    assert sorted(files_by_step(folder)) == [4, 8]

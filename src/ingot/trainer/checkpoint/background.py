@@ -4,6 +4,7 @@ A thread of the rank asks its writer process (writer.py) to write the copy, and 
 process group of its own, because collectives of two threads in one group mix. At most one save is in flight.
 """
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
@@ -11,7 +12,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from ingot.errors import IngotError
+from ingot.errors import IngotError, ResourceError
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
@@ -48,7 +49,8 @@ class SaveInFlight:
     @property
     def is_fatal(self) -> bool:
         """True if a later save would fail as well."""
-        return self.error is not None and getattr(self.error, "code", "") not in _PASSING
+        passing = isinstance(self.error, OSError) or getattr(self.error, "code", "") in _PASSING
+        return self.error is not None and not passing
 
     def wait(self) -> None:
         """Wait until the save has ended."""
@@ -74,7 +76,8 @@ class BackgroundSaver:
         self._group = group
         self._snapshot = Snapshot(device)
         self._writer = WriterProcess(folder, rank(), self._snapshot.fd)
-        self._writer.begin()  # its start must not count for the first save
+        with contextlib.suppress(ResourceError):  # tried again at the first save, which reports it
+            self._writer.begin()  # now, because its start must not count for the first save
         self.in_flight: SaveInFlight | None = None
         self.broken: Exception | None = None
 
@@ -99,9 +102,9 @@ class BackgroundSaver:
         """
         contents, size, failure = None, 0, None
         try:
-            self._writer.begin()
             contents, tensors = file_contents(state)
             size = self._snapshot.take(tensors)
+            self._writer.begin(size)
         except (IngotError, OSError, RuntimeError) as error:  # the other ranks have to hear of it
             failure = error
 

@@ -2,11 +2,12 @@
 
 The program `python -m ingot.trainer.checkpoint.writer` has no torch and no part in collectives. The rank sends it
 requests, and it answers each with a value or an error (message.py). It reads the tensors from the memory of the rank's
-snapshot. It ends at once when the rank's end of the pipe closes, so that nothing writes into a run whose rank is gone;
-a kill at any moment leaves an unfinished folder that no reader takes for a checkpoint.
+snapshot. It ends at once when its rank ends, by the kernel's hand and by the closed pipe, so that nothing writes into a
+run whose rank is gone; a kill at any moment leaves an unfinished folder that no reader takes for a checkpoint.
 """
 
 import contextlib
+import itertools
 import json
 import mmap
 import os
@@ -20,6 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import ResourceError
+from ingot.machine.processes import die_with_parent
 from ingot.schema.checkpoint import Health, LedgerSegment
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
@@ -28,35 +30,48 @@ from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.checkpoint.tensor_file import FilePart
 
 _LENGTH_BYTES = 8
+# A writer that has not answered after this time hangs. Ten minutes are for other programs that keep the disk busy.
+_PATIENCE_SECONDS = 600.0
+_SLOWEST_BYTES_PER_SECOND = 10e6
+_END_SECONDS = 5.0  # after a SIGKILL; a process that waits for a dead disk ends later, or never
 
 
 class WriterProcess:
     """The writer process of this rank. A process that has ended is replaced by a new one at the next save.
 
-    Every method raises the error that the writer answers, or ResourceError if the writer ended.
+    Every method after `begin` raises the error that the writer answers, or ResourceError if the writer ended or hangs.
     """
 
     def __init__(self, folder: RunFolder, rank: int, snapshot_fd: int):
         self._folder, self._rank, self._fd = folder, rank, snapshot_fd
         self._process: subprocess.Popen[bytes] | None = None
+        self._patience = _PATIENCE_SECONDS
 
     @property
     def pid(self) -> int | None:
         """The id of the process; None before the first save."""
         return self._process.pid if self._process else None
 
-    def begin(self) -> None:
-        """Start the process unless it runs. Called in the main thread, before a save."""
+    def begin(self, snapshot_bytes: int = 0) -> None:
+        """Start the process unless it runs. Called in the main thread, before a save of `snapshot_bytes`.
+
+        Raises ResourceError if the system starts no process.
+        """
+        self._patience = _PATIENCE_SECONDS + snapshot_bytes / _SLOWEST_BYTES_PER_SECOND
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute()), str(self._fd)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=(self._fd,),
-            start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
-        )
+        module, root = "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute())
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", module, root, str(self._fd), str(os.getpid())],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=(self._fd,),
+                start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
+            )
+        except OSError as error:
+            raise _writer_error(self._rank, f"could not be started ({error.strerror})") from None
 
     def make_folder(self, step: int, bytes_by_rank: Sequence[int]) -> None:
         """See CheckpointFiles.make_folder."""
@@ -80,41 +95,55 @@ class WriterProcess:
         return int(self._ask(request, segment, *parts))
 
     def _ask(self, request: dict[str, Any], *more: bytes) -> bytes:
-        process = self._process
+        process, answers = self._process, list[bytes]()
         assert process is not None and process.stdin is not None and process.stdout is not None
-        try:
-            _send(process.stdin, pack_json(request | {"more": len(more)}), *more)
-            answer = next(_frames(process.stdout), None)
-        except (OSError, ValueError):  # ValueError: the pipe was closed, because the run ends
-            answer = None
-        if answer is None:
-            raise ResourceError(
-                "E-CKPT-WRITER",
-                f"the process that writes the checkpoints of rank {self._rank} ended before it had written step "
-                f"{request['step']} ({_ending(process)})",
-                rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
-                fix="none is needed: the next save starts another process. If it happens again, look for a lack of "
-                "memory, or set checkpoint.mode = 'sync'",
-                rank=self._rank,
-                step=request["step"],
-            )
-        return read_message(answer, bytes)
+        to, back = process.stdin, process.stdout
+
+        def exchange() -> None:
+            with contextlib.suppress(OSError, ValueError):  # ValueError: the pipe was closed, because the run ends
+                _send(to, pack_json(request | {"more": len(more)}), *more)
+                answers.extend(itertools.islice(_frames(back), 1))
+
+        # A thread of its own, because a pipe has no timeout. If the writer hangs, it ends with the writer.
+        exchanging = threading.Thread(target=exchange, name="checkpoint writer", daemon=True)
+        exchanging.start()
+        exchanging.join(self._patience)
+        if answers:
+            return read_message(answers[0], bytes)
+        how = (
+            f"did not answer within {self._patience:,.0f} s" if exchanging.is_alive() else f"ended ({_ending(process)})"
+        )
+        self.close()
+        raise _writer_error(self._rank, f"{how}, and step {request['step']} is not saved")
 
     def close(self) -> None:
         """End the process, even in the middle of a write."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.wait()
-            for pipe in (self._process.stdin, self._process.stdout):
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+            for pipe in (process.stdin, process.stdout):  # those of a process that hangs have a reader, and would block
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
-            self._process = None
+
+
+def _writer_error(rank: int, what: str) -> ResourceError:
+    return ResourceError(
+        "E-CKPT-WRITER",
+        f"the process that writes the checkpoints of rank {rank} {what}",
+        rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
+        fix="none is needed: the next save starts another process. If it happens again, look for a lack of memory or a "
+        "disk that hangs, or set checkpoint.mode = 'sync'",
+        rank=rank,
+    )
 
 
 def _ending(process: subprocess.Popen[bytes]) -> str:
     with contextlib.suppress(subprocess.TimeoutExpired):
-        code = process.wait(timeout=5)
+        code = process.wait(_END_SECONDS)
         return f"signal {-code}" if code < 0 else f"exit code {code}"
     return "its pipe is closed"
 
@@ -138,9 +167,16 @@ def _frames(pipe: IO[bytes]) -> Iterator[bytes]:
 # -- the process --
 
 
-def main(root: str, snapshot_fd: str) -> None:
-    """Answer the requests on standard input until it is closed."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+def main(root: str, snapshot_fd: str, rank_pid: str) -> None:
+    """Answer the requests on standard input until it is closed. rank_pid: the process that started this one; this one
+    ends with it.
+    """
+    die_with_parent()  # a stopped process cannot see that its pipe was closed
+    if os.getppid() != int(rank_pid):
+        return  # the rank ended before that took effect
+    # A scheduler may signal all processes of a job. Its ranks save then, and need their writers.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

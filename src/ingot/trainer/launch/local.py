@@ -17,8 +17,9 @@ from pathlib import Path
 from typing import IO
 
 from ingot.errors import ResourceError
+from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import Job
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, die_with_parent
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 
 JOB_VARIABLE = "INGOT_JOB"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU

@@ -6,7 +6,6 @@ not an accident, and a wrong setting stays wrong.
 """
 
 import contextlib
-import ctypes
 import json
 import math
 import os
@@ -21,11 +20,11 @@ from typing import Any
 from ingot import errors
 from ingot.config import from_dict
 from ingot.errors import ConfigError, IngotError, RunFailed
+from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
 
 SUPERVISOR_VARIABLE = "INGOT_SUPERVISOR"  # process id of the supervisor, in the environment of its ranks
-_PR_SET_PDEATHSIG = 1
 # Messages of Gloo, NCCL and the store (which is on rank 0) about a lost peer. Such an error is an echo: its cause is
 # another rank's end.
 _ECHO = re.compile(
@@ -90,13 +89,6 @@ def guarded(folder: RunFolder, rank: int) -> Iterator[None]:
         _write(folder, _ending_of(rank, error))
         raise
     _write(folder, RankEnding(rank=rank, time=time.time()))
-
-
-def die_with_parent() -> None:
-    """Ask the kernel to SIGKILL this process when its parent dies (Linux: prctl(2), PR_SET_PDEATHSIG)."""
-    prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 def _ending_of(rank: int, error: BaseException) -> RankEnding:
