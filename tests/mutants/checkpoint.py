@@ -146,6 +146,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_BACKGROUND}::test_a_writer_that_hangs_is_replaced",),
     ),
     Mutant(
+        name="files-of-a-failed-save",
+        what="a failed save leaves its files on the full disk, where the next save has no room",
+        file="trainer/checkpoint/background.py",
+        before="CheckpointFiles(self._folder, facts.step).discard()",
+        after="pass",
+        tests=(f"{_BACKGROUND}::test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers",),
+    ),
+    Mutant(
         name="writer-outlives-its-rank",
         what="a stopped writer stays when its rank was killed",
         file="trainer/checkpoint/writer.py",

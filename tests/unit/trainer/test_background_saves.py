@@ -17,6 +17,7 @@ from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint import background, writer
+from ingot.trainer.checkpoint.files import CheckpointFiles
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
@@ -87,6 +88,7 @@ def fill_disk(run):
 def free_disk(run):
     written(run)
     if run.place.rank == 0:
+        assert not CheckpointFiles(run.folder, 12).temporary.exists()  # the next save needs its space
         unlimited = (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
         resource.prlimit(run.background.writer_pid, resource.RLIMIT_FSIZE, unlimited)
 

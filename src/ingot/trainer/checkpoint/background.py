@@ -16,7 +16,7 @@ from ingot.errors import IngotError, ResourceError
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
-from ingot.trainer.checkpoint.files import CheckpointFacts, FileContents
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.save import file_contents
 from ingot.trainer.checkpoint.snapshot import Snapshot
 from ingot.trainer.checkpoint.state import TrainingState
@@ -73,7 +73,7 @@ class BackgroundSaver:
     """
 
     def __init__(self, folder: RunFolder, device: torch.device, group: dist.ProcessGroup | None):
-        self._group = group
+        self._folder, self._group = folder, group
         self._snapshot = Snapshot(device)
         self._writer = WriterProcess(folder, rank(), self._snapshot.fd)
         with contextlib.suppress(ResourceError):  # tried again at the first save, which reports it
@@ -133,14 +133,19 @@ class BackgroundSaver:
             assert contents is not None
             return self._writer.write(facts.step, contents, size)
 
-        from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts.step, sizes), group=self._group)
-        return from_all_ranks(
-            write,
-            lambda parts: self._writer.finish(facts, parts, ledger, segment, keep),
-            bytes,
-            bytes,
-            group=self._group,
-        )
+        try:
+            from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts.step, sizes), group=self._group)
+            return from_all_ranks(
+                write,
+                lambda parts: self._writer.finish(facts, parts, ledger, segment, keep),
+                bytes,
+                bytes,
+                group=self._group,
+            )
+        except Exception:
+            if rank() == 0:  # the next save needs the space; the writers of all ranks have answered or ended
+                CheckpointFiles(self._folder, facts.step).discard()
+            raise
 
     def close(self) -> None:
         """End the writer process, and a save that is in flight with it, and free the snapshot."""

@@ -71,7 +71,7 @@ class CheckpointFiles:
         """Check that the disk has room, and make the temporary folder. Raises ResourceError."""
         needed = sum(bytes_by_rank) + _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
         require_free(self.folder.checkpoints, needed, f"the checkpoint of step {self.step}")
-        shutil.rmtree(self.temporary, ignore_errors=True)
+        self.discard()
         self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
 
     def write(self, rank: int, contents: FileContents, data: Callable[[], Iterable[memoryview]]) -> RankBlocks:
@@ -118,6 +118,10 @@ class CheckpointFiles:
         self._on_disk(self.temporary, publish_it)
         prune(self.folder, self.step, keep)
         return sum(file.bytes for file in manifest.files.values())
+
+    def discard(self) -> None:
+        """Remove what a failed save has left."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
 
     def _on_disk(self, path: Path, write: Callable[[], R]) -> R:
         try:
