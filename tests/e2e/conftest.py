@@ -22,6 +22,7 @@ from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_json
 
 VOCAB, EOT = 64, 0
+WRITER = b"ingot.trainer.checkpoint.writer"
 RUN_FILE = """name = "tiny"
 seed = 7
 
@@ -164,7 +165,7 @@ def ended(process: subprocess.Popen, code: int, seconds: float = 90) -> str:
 
 
 def workers_of(folder: RunFolder) -> list[int]:
-    """Living processes that carry the run's folder on their command line: the fork server and its ranks."""
+    """Living processes that carry the run's folder on their command line: the fork server, its ranks, their writers."""
     name, found = str(folder.root).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -172,8 +173,15 @@ def workers_of(folder: RunFolder) -> list[int]:
                 line = Path(f"/proc/{entry.name}/cmdline").read_bytes()
             except OSError:
                 continue
-            if b"ingot.trainer.main" in line and name in line:
+            if (b"ingot.trainer.main" in line or WRITER in line) and name in line:
                 found.append(int(entry.name))
+    return found
+
+
+def writer_of(rank_pid: int) -> int:
+    """The process that writes the checkpoints of a rank."""
+    children = Path(f"/proc/{rank_pid}/task/{rank_pid}/children").read_text().split()
+    (found,) = [int(pid) for pid in children if WRITER in Path(f"/proc/{pid}/cmdline").read_bytes()]
     return found
 
 

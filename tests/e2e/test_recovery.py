@@ -16,7 +16,7 @@ from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.optim.schedule import learning_rate
 
-from .conftest import Project, ended, paused, workers_of
+from .conftest import Project, ended, paused, workers_of, writer_of
 
 STEPS = 120
 
@@ -45,6 +45,15 @@ def prove_ledger(project: Project, out: str) -> None:
     consumed = list(read_ledger(folder.ledger, newest.ledger))
     assert [step for step, _ in consumed] == list(range(1, STEPS + 1))
     prove(consumed, order, config.train.global_batch)
+
+
+def wait_for(condition, process, seconds: float = 60) -> None:
+    """Wait until `condition()` holds; the run must not end before."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def wait_until_gone(project: Project, out: str, seconds: float) -> None:
@@ -169,3 +178,28 @@ def test_a_damaged_newest_checkpoint_is_refused_aloud(project, undisturbed):
     assert any(line.startswith("refused") and "step-00000040" in line for line in output.splitlines())
     assert project.facts(out) == undisturbed
     prove_ledger(project, out)
+
+
+@pytest.mark.slow
+def test_everything_is_killed_while_a_checkpoint_is_written(project, undisturbed):
+    """The writer of rank 1 is stopped, so a save never ends; then the supervisor and all ranks get SIGKILL. The stopped
+    writer ends with them, and the same command continues from the last checkpoint that was complete."""
+    out, background = "unfinished", ("--set", "checkpoint.mode=async")
+    process = project.start(out, *background)
+    folder = project.folder(out)
+    wait_for(lambda: any(read_events(folder.events, events.CHECKPOINT)), process)
+    os.kill(writer_of(project.rank_pid(out, 1)), signal.SIGSTOP)
+    wait_for(lambda: list(folder.checkpoints.glob(".saving-*/rank-00000.safetensors")), process)
+    for pid in [process.pid, *(project.rank_pid(out, rank) for rank in range(2))]:
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    wait_until_gone(project, out, seconds=5)
+    saved = list_checkpoints(folder.checkpoints)[0].step
+    project.train(out, *background)
+    assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, saved]
+    assert project.facts(out) == undisturbed
+    prove_ledger(project, out)
+    newest, whole = (list_checkpoints(project.folder(name).checkpoints)[0] for name in (out, "undisturbed"))
+    assert newest.manifest.files == whole.manifest.files  # weights, moments and random states, bit for bit
+    assert not list(folder.checkpoints.glob(".*"))
+    assert not workers_of(folder)
