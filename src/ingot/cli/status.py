@@ -59,6 +59,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.unused_step is not None:
         follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
         terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
+    if status.failed_step is not None:
+        terminal.say(f"failed the save of step {status.failed_step:,}: {status.failed_reason}")
     if status.restarts or status.faults:
         causes = ", ".join(dict.fromkeys(status.faults))
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")

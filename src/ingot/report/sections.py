@@ -18,6 +18,7 @@ from ingot.report.render.page import (
     TableBlock,
     Text,
 )
+from ingot.schema import events as kinds
 from ingot.schema.arch import Arch
 from ingot.units import format_bytes, format_count, format_seconds
 
@@ -152,12 +153,14 @@ def _prompt_and_text(event: dict) -> tuple[str, str]:
 
 
 def checkpoints_section(data: RunData) -> Section | None:
-    if not data.checkpoints:
+    if not data.checkpoints and not data.unsaved:
         return None
+    if not data.checkpoints:
+        return Section("checkpoints", "Checkpoints", [Text("None was saved."), _unsaved(data)])
     stalls = sorted(e["stall_seconds"] for e in data.checkpoints)
     rows = [(f"{e['step']:,}", format_bytes(e["bytes"]), format_seconds(e["stall_seconds"])) for e in data.checkpoints]
     text = (
-        f"{len(rows)} saved; each was read back and hashed before it counted. Training paused for "
+        f"{len(rows)} saved; each was read back and compared before it counted. Training paused for "
         f"{format_seconds(stalls[len(stalls) // 2])} at the median, {format_seconds(stalls[-1])} at most."
     )
     blocks: list[Block] = [Text(text)]
@@ -166,11 +169,25 @@ def checkpoints_section(data: RunData) -> Section | None:
     if data.refused:
         refused = [(f"{e.get('step')}", str(e.get("reason", ""))) for e in data.refused]
         blocks.append(TableBlock(("Step", "Why it was refused"), refused, right=(0,), caption="Refused on load"))
+    if data.unsaved:
+        blocks.append(_unsaved(data))
     header = ("Step", "Size", "Stall")
     blocks.append(
         TableBlock(header, rows, right=(0, 1, 2), caption=f"All {len(rows)} checkpoints", folded=len(rows) > 6)
     )
     return Section("checkpoints", "Checkpoints", blocks)
+
+
+def _unsaved(data: RunData) -> TableBlock:
+    """Return the table of saves that failed, and of those left out because an earlier one was still being written."""
+
+    def why(event: dict) -> str:
+        if event["kind"] == kinds.CHECKPOINT_FAILED:
+            return str(event.get("reason", ""))
+        return f"the checkpoint of step {event.get('in_flight')} was still being written"
+
+    rows = [(f"{event['step']:,}", why(event)) for event in data.unsaved]
+    return TableBlock(("Step", "Why"), rows, right=(0,), caption="Not saved", folded=len(rows) > 6)
 
 
 def settings_section(data: RunData) -> Section | None:

@@ -25,6 +25,7 @@ class RunStatus:
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
+    failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
@@ -51,6 +52,8 @@ class RunStatus:
     losses: tuple[float, ...]
     unused_step: int | None = None
     unused_reason: str = ""
+    failed_step: int | None = None
+    failed_reason: str = ""
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
     log_damage: str = ""
@@ -68,6 +71,7 @@ def read_status(root: Path) -> RunStatus:
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None
+    failed: dict = {}
     skipped: set[int] = set()
     roll_backs: list[tuple[int, int]] = []
     metrics: dict[str, dict[str, float]] = {}
@@ -84,6 +88,8 @@ def read_status(root: Path) -> RunStatus:
             losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
         elif kind == events.METRICS and has_values(event):
             metrics.setdefault(event["by"], {}).update(event["values"])
+        elif kind in (events.CHECKPOINT, events.CHECKPOINT_FAILED):
+            failed = event if kind == events.CHECKPOINT_FAILED else {}
         elif kind == events.SKIPPED:
             skipped.update(event["steps"])
         elif kind == events.ROLLED_BACK:
@@ -115,6 +121,8 @@ def read_status(root: Path) -> RunStatus:
         checkpoint_time=_time_of(folder, resumes.step),
         unused_step=resumes.newest_step if resumes.problem else None,
         unused_reason=resumes.problem,
+        failed_step=failed.get("step"),
+        failed_reason=str(failed.get("reason", "")),
         restarts=restarts,
         faults=tuple(faults),
         skipped_steps=tuple(sorted(skipped)),

@@ -127,6 +127,18 @@ def test_a_checkpoint_that_cannot_be_used_is_not_shown_as_saved(folder, how, cap
     assert read_status(folder.root).unused_step is None
 
 
+def test_a_save_that_failed_is_shown_until_one_succeeds(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    log.write(events.CHECKPOINT_FAILED, step=4, code="E-CKPT-WRITE", reason="the disk is full", write_seconds=1.0)
+    status = read_status(folder.root)
+    assert (status.failed_step, status.failed_reason) == (4, "the disk is full")
+    assert main(["status", str(folder.root)]) == 0
+    assert "failed the save of step 4: the disk is full" in capsys.readouterr().out
+    log.write(events.CHECKPOINT, step=8)
+    assert read_status(folder.root).failed_step is None
+
+
 def test_what_is_no_run_folder_is_refused(tmp_path):
     with refused("E-RUN-FOLDER", run=str(tmp_path)):
         read_status(tmp_path)

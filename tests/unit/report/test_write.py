@@ -254,6 +254,24 @@ def test_a_checkpoint_that_cannot_be_used_is_reported(tmp_path, logs):
     )
 
 
+def test_saves_that_failed_or_were_left_out_are_reported(tmp_path, logs):
+    failed = {
+        "kind": "checkpoint_failed",
+        "time": logs.START,
+        "step": 40,
+        "code": "E-CKPT-WRITE",
+        "reason": "disk full",
+    }
+    left_out = {"kind": "checkpoint_skipped", "time": logs.START, "step": 60, "in_flight": 50}
+    saved = {"kind": "checkpoint", "time": logs.START, "step": 80, "bytes": 1000, "stall_seconds": 0.1}
+    begin = [logs.started(logs.START, 0, 0), failed, left_out]
+    for name, events, none in (("some", [*begin, saved], False), ("none", begin, True)):
+        (tmp_path / name).mkdir()
+        text = write_report(logs.write_events(tmp_path / name, events)).markdown.read_text()
+        assert "disk full" in text and "the checkpoint of step 50 was still being written" in text
+        assert ("None was saved" in text) == none
+
+
 @pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])
 def test_a_log_without_events_makes_no_report(tmp_path, log):
     RunFolder(tmp_path).events.write_text(log)
