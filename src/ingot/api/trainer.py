@@ -188,8 +188,8 @@ class Trainer:
             self._batch = None
 
     def save(self) -> None:
-        """Save and verify a checkpoint of the step that `optimizer_step` completed. Raises RunFailed unless
-        `should_save` or `should_log`: only steps that the policy has judged are saved.
+        """Save and verify a checkpoint of the step that `optimizer_step` completed, or begin to, with checkpoint.mode =
+        "async". Raises RunFailed unless `should_save` or `should_log`: only steps that the policy has judged are saved.
         """
         loop = self._opened_loop()
         self._require_whole()
