@@ -19,6 +19,7 @@ from . import (
     plugin_imports,
     plugins,
     precision,
+    stores,
 )
 from .mutant import Mutant
 
@@ -37,6 +38,7 @@ AREAS: dict[str, list[Mutant]] = {
         plugins,
         plugin_imports,
         parts,
+        stores,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -1,5 +1,7 @@
 """The promises of every store: a folder, memory, and the object stores of the library (its own store in memory)."""
 
+import os
+import stat
 import threading
 
 import pytest
@@ -135,6 +137,22 @@ class Lying:
 
     def put(self, store, name, data, **options):
         return self._put(store, name, bytes(data)[:-1] + b"?", **options)
+
+
+@pytest.mark.parametrize("new", [False, True])
+def test_a_file_is_on_the_disk_before_it_has_its_name(tmp_path, monkeypatch, new):
+    done = []
+    for name in ("fsync", "link", "rename", "replace"):
+        call = getattr(os, name)
+
+        def recorded(first, *more, name=name, call=call, **options):
+            done.append(name if name != "fsync" else "folder" if stat.S_ISDIR(os.fstat(first).st_mode) else "file")
+            return call(first, *more, **options)
+
+        monkeypatch.setattr(os, name, recorded)
+    (tmp_path / "store").mkdir()
+    LocalStore(tmp_path / "store").write("a", [b"data"], new=new)
+    assert done == ["file", "link" if new else "replace", "folder"]
 
 
 @pytest.mark.parametrize(

@@ -144,6 +144,8 @@ def test_killed_at_every_operation_of_an_upload_the_store_never_shows_a_torn_che
         other = empty_node(tmp_path, f"node{dies_at}")
         assert tier_of(other, store).fetch_newest().step == (20 if committed else 10), point
         verify_checkpoint(other.checkpoint(steps(other)[0]))
+        for step in (whole := tier_of(other, store)).steps():
+            assert whole.fetch(step) > 0, point
         again = tier_of(folder, store, keep=2)
         again.push(20)
         again.prune()
@@ -228,6 +230,23 @@ def test_the_place_of_another_run_is_refused(folder, tmp_path):
         tier_of(other, store).push(20)
     with refused("E-TIER-NOT-EMPTY", step=20):
         require_empty(tier_of(other, store))
+
+
+def test_a_listing_that_is_late_lets_nobody_replace_a_checkpoint(folder, tmp_path):
+    class Late(MemoryStore):
+        def list(self, prefix=""):
+            return []
+
+    store, other = Late(), RunFolder(tmp_path / "other")
+    write_checkpoint(folder, 20)
+    assert tier_of(folder, store).push(20) == tier_of(folder, store).push(20) > 0
+    text = read_object(store, MANIFEST)
+    other.root.mkdir()
+    other.config.write_text("")
+    write_checkpoint(other, 20, data_fingerprint="another")
+    with refused("E-TIER-OTHER"):
+        tier_of(other, store).push(20)
+    assert read_object(store, MANIFEST) == text
 
 
 def test_suspect_checkpoints_displace_no_others(folder):
@@ -341,9 +360,8 @@ def test_an_upload_that_cannot_succeed_is_reported_once(error):
 
 def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
     stored = RemoteCheckpoints(url=f"file://{tmp_path}/store")
-    monkeypatch.setattr(
-        commands, "recorded_run", lambda path: SimpleNamespace(checkpoint=SimpleNamespace(remote=stored))
-    )
+    run = SimpleNamespace(checkpoint=SimpleNamespace(remote=stored))
+    monkeypatch.setattr(commands, "recorded_run", lambda path: run)
     for move in (commands.push_checkpoint, commands.fetch_checkpoint):
         with refused("E-CKPT-NONE"):
             move(folder.root)
@@ -361,7 +379,7 @@ def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
     assert [(one.step, one.whole) for one in commands.list_stored(folder.root)[1]] == [(10, True), (20, False)]
     with RunLock(folder.lock), refused("E-RUN-BUSY"):
         commands.fetch_checkpoint(folder.root)
-    stored = RemoteCheckpoints()
+    run.checkpoint.remote = RemoteCheckpoints()
     assert commands.list_stored(folder.root) is None
     with refused("E-TIER-NONE"):
         commands.push_checkpoint(folder.root)

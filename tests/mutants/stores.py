@@ -1,0 +1,73 @@
+"""Faults in the remote tier of checkpoints and in stores: the order of an upload, hashes, names that are taken."""
+
+from .mutant import Mutant
+
+_REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
+_STORES = "tests/unit/stores/test_stores.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="manifest-replaced",
+        what="the manifest of a stored checkpoint may be replaced by another writer",
+        file="trainer/checkpoint/remote.py",
+        before="self.store.write(name, [text], new=True)",
+        after="self.store.write(name, [text])",
+        tests=(f"{_REMOTE}::test_a_listing_that_is_late_lets_nobody_replace_a_checkpoint",),
+    ),
+    Mutant(
+        name="manifest-removed-last",
+        what="the manifest of a stored checkpoint goes after its files",
+        file="trainer/checkpoint/remote.py",
+        before="one.name != self._name(step, MANIFEST)",
+        after="one.name == self._name(step, MANIFEST)",
+        tests=(f"{_REMOTE}::test_killed_at_every_operation_of_an_upload_the_store_never_shows_a_torn_checkpoint",),
+    ),
+    Mutant(
+        name="fetched-unhashed",
+        what="what comes from the store is not compared with its hash",
+        file="trainer/checkpoint/remote.py",
+        before="            if digest.hexdigest() != sha256:\n                raise damaged(stored",
+        after="            if False:\n                raise damaged(stored",
+        tests=(f"{_REMOTE}::test_a_flipped_bit_in_the_store_is_named_and_the_next_older_checkpoint_comes",),
+    ),
+    Mutant(
+        name="sent-unhashed",
+        what="a local file that was damaged after the save goes up",
+        file="trainer/checkpoint/remote.py",
+        before="        if digest.hexdigest() != sha256:\n            self.store.remove(name)",
+        after="        if False:\n            self.store.remove(name)",
+        tests=(f"{_REMOTE}::test_a_damaged_local_file_does_not_go_up",),
+    ),
+    Mutant(
+        name="step-0-without-the-store",
+        what="a run without local checkpoints starts at step 0 while the store does not answer",
+        file="trainer/checkpoint/tiers.py",
+        before="if not candidate_folders(folder.checkpoints):",
+        after="if False:",
+        tests=(f"{_REMOTE}::test_without_an_answer_a_run_continues_only_from_a_local_checkpoint",),
+    ),
+    Mutant(
+        name="stored-unchecked",
+        what="what a store holds is not compared with what was sent",
+        file="stores/objects.py",
+        before="if tag in hashes.tags():",
+        after="if True:",
+        tests=(f"{_STORES}::test_a_store_that_changed_the_bytes_is_noticed",),
+    ),
+    Mutant(
+        name="store-without-fsync",
+        what="a file of a store has its name before its data is on the disk",
+        file="stores/local.py",
+        before="                os.fsync(file.fileno())\n",
+        after="",
+        tests=(f"{_STORES}::test_a_file_is_on_the_disk_before_it_has_its_name",),
+    ),
+    Mutant(
+        name="taken-name",
+        what="of two writers of a new name in a folder the second one wins",
+        file="stores/local.py",
+        before="os.link(temporary, path)",
+        after="temporary.replace(path)",
+        tests=(f"{_STORES}::test_of_two_writers_of_a_new_name_one_succeeds",),
+    ),
+]
