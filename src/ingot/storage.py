@@ -15,6 +15,7 @@ from pathlib import Path
 from ingot.errors import ResourceError, RunBusyError
 
 _CHUNK = 1 << 20
+_UNFINISHED = ".tmp"  # the end of the names of files that are being written
 
 
 def sha256_bytes(data: bytes | memoryview) -> str:
@@ -44,7 +45,7 @@ def fsync_dir(path: Path) -> None:
 def atomic_file(path: Path, mode: str = "wb"):
     """Yield a file that appears at `path`, flushed to disk, when the block ends without an error."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     encoding = None if "b" in mode else "utf-8"
     try:
         with temporary.open(mode, encoding=encoding) as file:
@@ -56,6 +57,17 @@ def atomic_file(path: Path, mode: str = "wb"):
         temporary.unlink(missing_ok=True)
         raise
     fsync_dir(path.parent)
+
+
+def remove_unfinished(folder: Path) -> list[str]:
+    """Remove the files that killed processes were writing into `folder` with `atomic_file`, and return their names.
+
+    No other process may be writing into the folder.
+    """
+    left = sorted(folder.glob(f".*{_UNFINISHED}"))
+    for path in left:
+        path.unlink()
+    return [path.name for path in left]
 
 
 def write_atomic(path: Path, data: bytes | str) -> None:

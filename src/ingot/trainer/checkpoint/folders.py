@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
-from ingot.storage import fsync_dir
+from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
@@ -56,7 +56,7 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
         for path in sorted(folder.checkpoints.glob(prefix + "*")):
             shutil.rmtree(path)
             removed.append(path.name)
-    return removed
+    return removed + remove_unfinished(folder.ledger)
 
 
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:

@@ -212,5 +212,14 @@ def test_leftovers_of_killed_saves_are_named(folder):
     for name in (".saving-step-00000007", ".removed-step-00000003"):
         (folder.checkpoints / name).mkdir(parents=True)
         Path(folder.checkpoints / name / "rank-00000.safetensors").write_bytes(b"half")
-    assert remove_leftovers(folder) == [".saving-step-00000007", ".removed-step-00000003"]
+    folder.ledger.mkdir()
+    samples = folder.ledger / "steps-00000001-00000003.i64"
+    samples.write_bytes(b"whole")
+    (folder.ledger / ".steps-00000004-00000007.i64.123.tmp").write_bytes(b"half")
+    assert remove_leftovers(folder) == [
+        ".saving-step-00000007",
+        ".removed-step-00000003",
+        ".steps-00000004-00000007.i64.123.tmp",
+    ]
     assert not list(folder.checkpoints.iterdir())
+    assert list(folder.ledger.iterdir()) == [samples]
