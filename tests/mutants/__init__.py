@@ -8,6 +8,7 @@ A new guard or proof comes with its mutant: an entry in the file of its area. do
 
 from . import (
     api,
+    board,
     checkpoint,
     data,
     loader,
@@ -30,6 +31,7 @@ AREAS: dict[str, list[Mutant]] = {
         parallel,
         optim,
         loader,
+        board,
         checkpoint,
         data,
         planner,

@@ -1,0 +1,47 @@
+"""The board of reliability: faults carried out on real runs, judged by oracles that are each defined once.
+
+    python -m tests.board --rows RS09,RS10 --seeds 1
+
+killpoints.c   a library for LD_PRELOAD: kills, losses of power and disk faults at the k-th call, from outside
+bench.py       a tiny project, real runs of it with and without faults; launcher.py: attempts forked in half a second
+oracles.py     O1 to O8
+row.py         what rows share; rows_disk.py, rows_damage.py, rows_job.py: the rows
+table.py       all lines as a table
+docs/reliability.md has the results.
+"""
+
+from . import rows_damage, rows_disk, rows_job
+from .row import Row
+
+ALL: tuple[Row, ...] = tuple(sorted((*rows_disk.ROWS, *rows_damage.ROWS, *rows_job.ROWS), key=lambda row: row.id))
+# Rows of the design that nothing here carries out yet, and why. A row never disappears: it moves from here to a file.
+_ELSEWHERE = "not on the board yet"
+MISSING: dict[str, tuple[str, str]] = {
+    "RS01": ("SIGKILL of a rank in every phase", f"{_ELSEWHERE}: tests/e2e/test_recovery.py kills at a log line"),
+    "RS02": ("exception, segmentation fault, abort, out of memory", f"{_ELSEWHERE}: tests/unit/trainer/launch"),
+    "RS03": ("SIGSTOP of a rank", "needs a watchdog that dumps stacks"),
+    "RS04": ("a sleep that holds the GIL", "needs a watchdog outside of the rank"),
+    "RS05": ("a rank leaves out or reorders a collective", "needs a recorder of collectives"),
+    "RS06": ("a pause shorter than the timeout", f"{_ELSEWHERE}"),
+    "RS07": ("a node is lost with its local checkpoints", "needs the remote tier"),
+    "RS08": ("power loss of the whole job", "a part of RS09"),
+    "RS13": ("faults of an object store", "needs the remote tier"),
+    "RS19": ("a wrong bit in a weight of one copy", "needs comparison of copies"),
+    "RS20": ("a wrong bit in a gradient", "needs recomputation on another rank"),
+    "RS21": ("a wrong bit in an activation or a moment", "needs recomputation on another rank"),
+    "RS22": ("NaN once, NaN always", f"{_ELSEWHERE}"),
+    "RS23": ("a spike of the loss", "needs a policy for spikes"),
+    "RS24": ("no progress", "needs a watch on the loss"),
+    "RS25": ("a damaged data shard", f"{_ELSEWHERE}: tests/e2e/test_data_faults.py; no quarantine"),
+    "RS26": ("death of a data worker", f"{_ELSEWHERE}: the loader is a thread"),
+    "RS27": ("out of memory on one rank", "needs its own class of incident"),
+    "RS28 USR1": ("SIGUSR1 from a scheduler", "needs the handler"),
+    "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
+    "RS30 zombie": ("a suspended job goes on after another took over", "needs fencing"),
+    "RS31": ("the store or a log sink is killed", f"{_ELSEWHERE}"),
+    "RS32": ("jumps of the clock", f"{_ELSEWHERE}"),
+    "RS33": ("a crash at the same step every time", f"{_ELSEWHERE}: tests/unit/trainer/resilience"),
+    "RS34": ("an hour of random faults", f"{_ELSEWHERE}"),
+    "RS35": ("a slow rank", "needs a verdict in `ingot explain slow`"),
+    "RS36": ("reports of a health service", "needs an interface for one"),
+}

@@ -1,0 +1,91 @@
+"""python -m tests.board: the rows, one line of JSON per row and seed, and exit code 1 if one is red.
+
+python -m tests.board                              all rows with five seeds
+python -m tests.board --rows RS09,RS10 --seeds 1   some rows, with seed 0
+python -m tests.board --write                      all rows, and the table in docs/reliability.md
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+import traceback
+from datetime import date
+from pathlib import Path
+
+from . import ALL, MISSING, killpoints
+from .bench import ROOT, Bench
+from .oracles import Verdicts
+from .row import Row
+from .table import table_of
+
+PAGE = ROOT / "docs" / "reliability.md"
+BEGIN, END = "<!-- begin: written by python -m tests.board -->", "<!-- end: written by python -m tests.board -->"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.board", description="Run the board of reliability.")
+    parser.add_argument("--rows", type=lambda text: text.split(","), help="only these rows, as RS09,RS10")
+    parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this number, exclusive (default: %(default)s)")
+    parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}; needs all rows")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines of JSON to this file as well")
+    args = parser.parse_args(arguments)
+    if reason := killpoints.missing():
+        parser.error(reason)
+    if unknown := set(args.rows or ()) - {row.id for row in ALL}:
+        parser.error(f"{', '.join(sorted(unknown))}: not a row that runs; those are {', '.join(r.id for r in ALL)}")
+    if args.write and args.rows:
+        parser.error("the page gets the table of all rows: leave out --rows")
+    rows = [row for row in ALL if not args.rows or row.id in args.rows]
+    started, lines = time.monotonic(), []
+    with Bench() as bench:
+        for row in rows:
+            for seed in range(args.seeds):
+                lines.append(play(bench, row, seed))
+                print(json.dumps(lines[-1]), flush=True)
+    minutes = (time.monotonic() - started) / 60
+    red = sorted({line["id"] for line in lines if not line["passed"]})
+    summary = (
+        f"{len(rows)} rows with {args.seeds} seeds in {minutes:.1f} minutes: {len(red)} red, {len(MISSING)} missing"
+    )
+    print(f"\n{table_of(lines)}\n\n{summary}{': ' if red else ''}{', '.join(red)}")
+    if args.json:
+        args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if args.write:
+        how = f"`python -m tests.board` on {date.today()}, {machine()}, commit {commit()}"
+        write(f"{how}: {summary}.\n\n{table_of(lines)}")
+    return 1 if red else 0
+
+
+def play(bench: Bench, row: Row, seed: int) -> dict:
+    """Play a row with a seed. Returns its line; an error of the row itself makes it red."""
+    verdicts, began = Verdicts(), time.monotonic()
+    try:
+        row.play(bench, seed, verdicts)
+    except Exception:
+        verdicts.judge("o6", "the row itself", traceback.format_exc(limit=-3))
+    return verdicts.as_json(row.id, seed) | {"seconds": round(time.monotonic() - began, 1)}
+
+
+def machine() -> str:
+    """Describe this machine: cores and system."""
+    return f"{len(os.sched_getaffinity(0))} cores, {os.uname().sysname} {os.uname().machine}"
+
+
+def commit() -> str:
+    """Return the commit of the working tree, "unknown" outside a repository."""
+    found = subprocess.run(["git", "rev-parse", "--short=12", "HEAD"], cwd=ROOT, capture_output=True, text=True)
+    return found.stdout.strip() or "unknown"
+
+
+def write(text: str) -> None:
+    """Write the text between the markers of the page."""
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+    _, after = rest.split(END)
+    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,223 @@
+"""The place where rows run: a tiny project, real runs of it with and without faults, and the undisturbed runs."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+from tests.e2e.conftest import RUN_FILE, write_tokens
+
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+
+from . import killpoints
+from .oracles import Facts, read_facts, shared_memory
+
+ROOT = Path(__file__).parents[2]
+_REPLACED = {"steps = 120": "steps = 24", "every_steps = 20": "every_steps = 4", "log_every = 2": "log_every = 1"}
+DEADLINE_SECONDS = 120.0
+ONE_RANK = ("parallel.dp_shard=1",)
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The end of a process. code: its exit code, negative for a signal. seconds: from its start, or from the signal."""
+
+    code: int
+    output: str
+    seconds: float = 0.0
+
+
+class Bench:
+    """A folder with tokens and a run file of two ranks, 24 steps and a checkpoint every 4 steps.
+
+    A context manager: its end ends the launcher and removes the folder.
+    """
+
+    def __init__(self):
+        self.root = Path(tempfile.mkdtemp(prefix="board-")).resolve()
+        write_tokens(self.root / "tokens")
+        text = RUN_FILE
+        for before, after in _REPLACED.items():
+            assert before in text
+            text = text.replace(before, after)
+        self.run_file = self.root / "run.toml"
+        self.run_file.write_text(text)
+        self.memory_before = shared_memory()
+        self._launcher: subprocess.Popen | None = None
+        self._references: dict[tuple[str, ...], Facts] = {}
+
+    def __enter__(self) -> "Bench":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._launcher is not None:
+            assert self._launcher.stdin is not None
+            self._launcher.stdin.close()
+            self._launcher.wait(DEADLINE_SECONDS)
+        shutil.rmtree(self.root, ignore_errors=True)
+
+    @cached_property
+    def library(self) -> Path:
+        return killpoints.build(self.root)
+
+    def folder(self, name: str) -> RunFolder:
+        return RunFolder(self.root / name)
+
+    def temporary(self, name: str) -> Path:
+        """The folder for temporary files of the processes of the run `name`."""
+        path = self.root / f"{name}.tmp"
+        path.mkdir(exist_ok=True)
+        return path
+
+    def _environment(self, name: str) -> dict[str, str]:
+        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary(name)), "BOARD_RUN": str(self.root / name)}
+        return own | {"LD_PRELOAD": str(self.library)}
+
+    def start(self, name: str, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen:
+        """Start `ingot train` on the run `name`."""
+        top = {"BOARD_TOP": str(os.getpid())}
+        return subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "ingot.cli.main",
+                "train",
+                str(self.run_file),
+                "--out",
+                str(self.root / name),
+                *options,
+            ],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+            env=os.environ | self._environment(name) | top | (env or {}),
+        )
+
+    def train(self, name: str, *options: str, env: dict[str, str] | None = None) -> Ended:
+        """Run `ingot train` to its end."""
+        return self.ended(self.start(name, *options, env=env))
+
+    def ended(self, process: subprocess.Popen) -> Ended:
+        """Wait for the end of a process. Kills it, which shows in its code, after the deadline."""
+        began = time.monotonic()
+        try:
+            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)
+            output, _ = process.communicate()
+        return Ended(process.returncode, output, time.monotonic() - began)
+
+    def ingot(self, *arguments: str) -> Ended:
+        """Run another verb to its end."""
+        command = [sys.executable, "-m", "ingot.cli.main", *arguments]
+        return self.ended(
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+            )
+        )
+
+    def attempt(
+        self,
+        name: str,
+        *settings: str,
+        until: int | None = None,
+        env: dict[str, str] | None = None,
+    ) -> Ended:
+        """Train the run `name` with one rank, in a process forked from one that has imported everything (launcher.py).
+
+        settings: as "a.b=c". until: the step to stop after. env: more variables, a fault for example.
+        """
+        launcher = self._started_launcher()
+        assert launcher.stdin is not None and launcher.stdout is not None
+        log = self.root / f"{name}.log"
+        order = {
+            "run_file": str(self.run_file),
+            "out": str(self.root / name),
+            "settings": [*ONE_RANK, *settings],
+            "until": until,
+            "env": self._environment(name) | (env or {}),
+            "log": str(log),
+        }
+        began = time.monotonic()
+        launcher.stdin.write(json.dumps(order) + "\n")
+        launcher.stdin.flush()
+        answer = json.loads(launcher.stdout.readline())
+        return Ended(answer["code"], log.read_text(errors="replace"), time.monotonic() - began)
+
+    def _started_launcher(self) -> subprocess.Popen:
+        if self._launcher is None:
+            self._launcher = subprocess.Popen(
+                [sys.executable, "-m", "tests.board.launcher"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                cwd=ROOT,
+                env=os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.library)},
+            )
+        return self._launcher
+
+    def copy(self, base: str, name: str) -> RunFolder:
+        """Copy the folder of the run `base` to that of `name`, which is replaced."""
+        shutil.rmtree(self.root / name, ignore_errors=True)
+        shutil.copytree(self.root / base, self.root / name)
+        return self.folder(name)
+
+    def drop(self, name: str) -> None:
+        """Remove the folder of a run that is no longer needed."""
+        shutil.rmtree(self.root / name, ignore_errors=True)
+
+    def base(self, until: int, *settings: str) -> str:
+        """Return the name of an undisturbed run with one rank that stopped after step `until`; made once."""
+        name = "-".join(["base", str(until), *settings]).replace("/", "_")
+        if not self.folder(name).events.exists():
+            ended = self.attempt(name, *settings, until=until)
+            assert ended.code == 10, ended.output
+        return name
+
+    def reference(self, *settings: str, ranks: int = 2) -> Facts:
+        """Return the facts of the undisturbed run R with these settings; it runs once. ranks: 1 or 2."""
+        key = (str(ranks), *settings)
+        if key not in self._references:
+            name = "-".join(["reference", *key])
+            options = [word for setting in settings for word in ("--set", setting)]
+            ended = self.train(name, *options) if ranks == 2 else self.attempt(name, *settings)
+            assert ended.code == 0, ended.output
+            self._references[key] = read_facts(self.folder(name))
+        return self._references[key]
+
+    def wait_for_step(self, name: str, step: int, process: subprocess.Popen) -> None:
+        """Wait until `step` is in the event log of the run, or the process ends."""
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while time.monotonic() < deadline and process.poll() is None:
+            if any(e["step"] >= step for e in read_events(self.folder(name).events, events.STEP)):
+                return
+            time.sleep(0.01)
+
+
+def marked_processes(run: Path) -> list[int]:
+    """Return the living processes that were started for the run folder `run`, with all that they started."""
+    mark, found = f"BOARD_RUN={run}\0".encode(), []
+    for entry in os.scandir("/proc"):
+        if entry.name.isdigit():
+            with suppress(OSError):
+                if mark in Path(f"/proc/{entry.name}/environ").read_bytes():
+                    found.append(int(entry.name))
+    return found
+
+
+def options(settings: Sequence[str]) -> list[str]:
+    """Return settings as options of `ingot train`."""
+    return [word for setting in settings for word in ("--set", setting)]

@@ -1,0 +1,338 @@
+/* Faults of a disk, from outside of the program: a library for LD_PRELOAD.
+
+   It counts the calls that change files below given folders, in one chosen process, and does something at the k-th: lose
+   power, kill the process, report a full disk, write a wrong bit, be slow. Without BOARD_WHO it has no effect.
+
+   BOARD_WHO    the process: "rank" or "writer" (of checkpoints), with ":1" only that of rank 1
+   BOARD_BELOW  the folders, absolute, separated by colons
+   BOARD_DO     count, power, kill, die, full, flip, slow (at every call), deny (refuse to open for reading)
+   BOARD_K      the number of the call, from 1
+   BOARD_LOG    a file that gets one line per counted call: name and path
+   BOARD_ONCE   if set, without effect in processes that find the file of BOARD_LOG: only the first one has the fault
+   BOARD_TOP    for power and kill: all ancestors of this process below this one are killed as well
+   BOARD_MICRO  for slow: microseconds per call
+   BOARD_DENY   for deny: a part of the paths
+   BOARD_NOROOM if set, every file system seems to have no free block
+
+   power loses what a disk may lose: bytes written to a file and not flushed by fsync since, and names made or changed in
+   a folder that was not flushed since. kill loses nothing, as when the kernel survives. */
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <limits.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/stat.h>
+#include <sys/statvfs.h>
+#include <sys/syscall.h>
+#include <sys/uio.h>
+#include <unistd.h>
+
+#if __SIZEOF_LONG__ != 8
+#error "offsets of files are passed to the kernel as they are, which needs 64 bits"
+#endif
+
+#define PATHS 4096 /* entries of each table */
+typedef char text[PATH_MAX];
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static long calls;
+static int done;
+
+/* Bytes of each written file that survive a loss of power. */
+static struct file { dev_t dev; ino_t ino; int fd; off_t durable; } files[PATHS];
+static int n_files;
+/* Names that do not: made (from is 0), or changed from `from`. dev, ino: the folder that has to be flushed. */
+static struct name { char *from, *to; dev_t dev; ino_t ino; int durable; } names[PATHS];
+static int n_names;
+
+static const char *setting(const char *name) { const char *value = getenv(name); return value ? value : ""; }
+
+static int is_mine(void) {
+  static pid_t known;
+  static int is_writer;
+  const char *who = setting("BOARD_WHO");
+  if (!*who) return 0;
+  if (known != getpid()) {
+    char line[4096];
+    int fd = syscall(SYS_openat, AT_FDCWD, "/proc/self/cmdline", O_RDONLY | O_CLOEXEC);
+    ssize_t n = fd < 0 ? 0 : read(fd, line, sizeof line);
+    if (fd >= 0) close(fd);
+    is_writer = n > 0 && memmem(line, n, "ingot.trainer.checkpoint.writer", 31) != NULL;
+    known = getpid();
+  }
+  const char *kind = is_writer ? "writer" : "rank";
+  size_t n = strlen(kind);
+  if (strncmp(who, kind, n)) return 0;
+  return who[n] != ':' || !strcmp(setting("RANK"), who + n + 1);
+}
+
+static int is_below(const char *path) {
+  for (const char *one = setting("BOARD_BELOW"); *one;) {
+    size_t n = strcspn(one, ":");
+    if (n && !strncmp(path, one, n) && (path[n] == '/' || !path[n])) return 1;
+    one += n + (one[n] == ':');
+  }
+  return 0;
+}
+
+static void path_of(int fd, char *out) {
+  char link[64];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  ssize_t n = readlink(link, out, PATH_MAX - 1);
+  out[n > 0 ? n : 0] = 0;
+}
+
+static void path_at(int folder, const char *name, char *out) {
+  text base = "";
+  if (*name != '/') {
+    if (folder == AT_FDCWD) { if (!getcwd(base, sizeof base)) *base = 0; }
+    else path_of(folder, base);
+  }
+  if (snprintf(out, PATH_MAX, "%s%s%s", base, *name == '/' ? "" : "/", name) >= PATH_MAX) *out = 0;
+}
+
+static void kill_all(void) {
+  pid_t found[64], top = atoi(setting("BOARD_TOP"));
+  int n = 0;
+  for (pid_t pid = getpid(); pid > 1 && pid != top && n < 64;) {
+    char file[64], line[512] = "";
+    found[n++] = pid;
+    snprintf(file, sizeof file, "/proc/%d/stat", pid);
+    int fd = syscall(SYS_openat, AT_FDCWD, file, O_RDONLY | O_CLOEXEC);
+    if (fd < 0 || read(fd, line, sizeof line - 1) <= 0) break;
+    close(fd);
+    char *end = strrchr(line, ')');
+    if (!end || sscanf(end + 2, "%*c %d", &pid) != 1) break;
+  }
+  while (n--) kill(found[n], SIGKILL);
+}
+
+static void lose(void) {
+  for (int i = n_names - 1; i >= 0; i--) {
+    struct name *one = names + i;
+    if (one->durable) continue;
+    if (one->from) syscall(SYS_renameat2, AT_FDCWD, one->to, AT_FDCWD, one->from, 0);
+    else syscall(SYS_unlinkat, AT_FDCWD, one->to, 0);
+  }
+  for (int i = 0; i < n_files; i++) {
+    struct stat now;
+    if (!fstat(files[i].fd, &now) && now.st_size > files[i].durable)
+      (void)!syscall(SYS_ftruncate, files[i].fd, files[i].durable);
+  }
+}
+
+/* Count one call. Returns 0 to carry it out, 1 to fail it, 2 to write a wrong bit. Is called with the lock held. */
+static int counted(const char *call, const char *path) {
+  const char *what = setting("BOARD_DO"), *log = setting("BOARD_LOG");
+  long k = atol(setting("BOARD_K"));
+  int takes_room = !strcmp(call, "write") || !strcmp(call, "create") || !strcmp(call, "mkdir");
+  static int is_later;
+  if (!calls++) is_later = *setting("BOARD_ONCE") && !access(log, F_OK);
+  if (is_later) return 0;
+  if (*log) {
+    char line[PATH_MAX + 64];
+    int n = snprintf(line, sizeof line, "%s %s\n", call, path);
+    int fd = syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_APPEND | O_CREAT | O_CLOEXEC, 0644);
+    if (fd >= 0) { (void)!syscall(SYS_write, fd, line, n); close(fd); }
+  }
+  if (!strcmp(what, "slow")) usleep(atol(setting("BOARD_MICRO")));
+  if (k < 1 || calls < k || done) return 0;
+  if (!strcmp(what, "power") || !strcmp(what, "kill")) {
+    if (*what == 'p') lose();
+    kill_all();
+  }
+  if (!strcmp(what, "die")) kill(getpid(), SIGKILL);
+  if (!strcmp(what, "full") && takes_room) { done = 1; errno = ENOSPC; return 1; }
+  if (!strcmp(what, "flip") && !strcmp(call, "write")) { done = 1; return 2; }
+  return 0;
+}
+
+static void remember_file(int fd) {
+  struct stat now;
+  if (fstat(fd, &now) || !S_ISREG(now.st_mode)) return;
+  for (int i = 0; i < n_files; i++) if (files[i].dev == now.st_dev && files[i].ino == now.st_ino) return;
+  char link[64];
+  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+  int own = syscall(SYS_openat, AT_FDCWD, link, O_WRONLY | O_CLOEXEC);
+  if (own >= 0 && n_files < PATHS) files[n_files++] = (struct file){now.st_dev, now.st_ino, own, now.st_size};
+}
+
+static void remember_name(const char *from, const char *to) {
+  text folder;
+  struct stat it;
+  strcpy(folder, to);
+  char *slash = strrchr(folder, '/');
+  if (!slash) return;
+  *slash = 0;
+  if (!stat(folder, &it) && n_names < PATHS)
+    names[n_names++] = (struct name){from ? strdup(from) : NULL, strdup(to), it.st_dev, it.st_ino, 0};
+}
+
+static void remember_flush(int fd) {
+  struct stat now;
+  if (fstat(fd, &now)) return;
+  for (int i = 0; i < n_names; i++) if (names[i].dev == now.st_dev && names[i].ino == now.st_ino) names[i].durable = 1;
+  for (int i = 0; i < n_files; i++)
+    if (files[i].dev == now.st_dev && files[i].ino == now.st_ino) files[i].durable = now.st_size;
+}
+
+/* 0, 1, 2 as `counted`; of a call on an open file. */
+static int on_file(const char *call, int fd) {
+  text path;
+  if (!is_mine()) return 0;
+  path_of(fd, path);
+  if (!is_below(path)) return 0;
+  pthread_mutex_lock(&lock);
+  int verdict = counted(call, path);
+  if (!verdict && strcmp(call, "fsync")) remember_file(fd);
+  if (verdict == 2) remember_file(fd);
+  pthread_mutex_unlock(&lock);
+  return verdict;
+}
+
+/* The same of a call on a name. path: gets the whole path, "" if it is not counted. */
+static int on_name(const char *call, int folder, const char *name, char *path) {
+  *path = 0;
+  if (!is_mine()) return 0;
+  path_at(folder, name, path);
+  if (!is_below(path)) { *path = 0; return 0; }
+  pthread_mutex_lock(&lock);
+  int verdict = counted(call, path);
+  pthread_mutex_unlock(&lock);
+  return verdict;
+}
+
+static ssize_t wrong_bit(int fd, const void *data, size_t n, long position) {
+  char *copy = malloc(n ? n : 1);
+  memcpy(copy, data, n);
+  if (n) copy[n / 2] ^= 1;
+  ssize_t written = position < 0 ? syscall(SYS_write, fd, copy, n) : syscall(SYS_pwrite64, fd, copy, n, position);
+  free(copy);
+  return written;
+}
+
+ssize_t write(int fd, const void *data, size_t n) {
+  int verdict = on_file("write", fd);
+  if (verdict == 2) return wrong_bit(fd, data, n, -1);
+  return verdict ? -1 : syscall(SYS_write, fd, data, n);
+}
+
+static ssize_t write_at(int fd, const void *data, size_t n, off_t position) {
+  int verdict = on_file("write", fd);
+  if (verdict == 2) return wrong_bit(fd, data, n, position);
+  return verdict ? -1 : syscall(SYS_pwrite64, fd, data, n, position);
+}
+ssize_t pwrite(int fd, const void *data, size_t n, off_t at) { return write_at(fd, data, n, at); }
+ssize_t pwrite64(int fd, const void *data, size_t n, off64_t at) { return write_at(fd, data, n, at); }
+
+ssize_t writev(int fd, const struct iovec *parts, int n) {
+  return on_file("write", fd) == 1 ? -1 : syscall(SYS_writev, fd, parts, n);
+}
+
+static ssize_t send(int out, int in, off_t *at, size_t n) {
+  return on_file("write", out) == 1 ? -1 : syscall(SYS_sendfile, out, in, at, n);
+}
+ssize_t sendfile(int out, int in, off_t *at, size_t n) { return send(out, in, at, n); }
+ssize_t sendfile64(int out, int in, off64_t *at, size_t n) { return send(out, in, at, n); }
+
+ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *at, size_t n, unsigned flags) {
+  return on_file("write", out) == 1 ? -1 : syscall(SYS_copy_file_range, in, from, out, at, n, flags);
+}
+
+static int shorten(int fd, off_t n) { return on_file("write", fd) == 1 ? -1 : (int)syscall(SYS_ftruncate, fd, n); }
+int ftruncate(int fd, off_t n) { return shorten(fd, n); }
+int ftruncate64(int fd, off64_t n) { return shorten(fd, n); }
+
+static int flush(int fd, long call) {
+  if (on_file("fsync", fd) == 1) return -1;
+  int failed = syscall(call, fd);
+  if (!failed && is_mine()) { pthread_mutex_lock(&lock); remember_flush(fd); pthread_mutex_unlock(&lock); }
+  return failed;
+}
+int fsync(int fd) { return flush(fd, SYS_fsync); }
+int fdatasync(int fd) { return flush(fd, SYS_fdatasync); }
+
+static int open_at(int folder, const char *name, int flags, mode_t mode) {
+  text path = "";
+  int is_new = 0;
+  if (!strcmp(setting("BOARD_DO"), "deny") && (flags & O_ACCMODE) == O_RDONLY && is_mine()) {
+    path_at(folder, name, path);
+    if (is_below(path) && strstr(path, setting("BOARD_DENY"))) { errno = EACCES; return -1; }
+  }
+  if (flags & (O_CREAT | O_TRUNC)) {
+    if (on_name("create", folder, name, path) == 1) return -1;
+    is_new = *path && access(path, F_OK);
+  }
+  int fd = syscall(SYS_openat, folder, name, flags, mode);
+  if (fd >= 0 && is_new && *path) {
+    pthread_mutex_lock(&lock);
+    remember_name(NULL, path);
+    pthread_mutex_unlock(&lock);
+  }
+  return fd;
+}
+
+#define MODE(flags) \
+  mode_t mode = 0; \
+  if ((flags) & (O_CREAT | __O_TMPFILE)) { va_list more; va_start(more, flags); mode = va_arg(more, int); va_end(more); }
+int open(const char *name, int flags, ...) { MODE(flags) return open_at(AT_FDCWD, name, flags, mode); }
+int open64(const char *name, int flags, ...) { MODE(flags) return open_at(AT_FDCWD, name, flags, mode); }
+int openat(int folder, const char *name, int flags, ...) { MODE(flags) return open_at(folder, name, flags, mode); }
+int openat64(int folder, const char *name, int flags, ...) { MODE(flags) return open_at(folder, name, flags, mode); }
+int creat(const char *name, mode_t mode) { return open_at(AT_FDCWD, name, O_CREAT | O_WRONLY | O_TRUNC, mode); }
+int creat64(const char *name, mode_t mode) { return open_at(AT_FDCWD, name, O_CREAT | O_WRONLY | O_TRUNC, mode); }
+
+static int rename_at(int a, const char *from, int b, const char *to, unsigned flags) {
+  text old, new;
+  if (on_name("rename", b, to, new) == 1) return -1;
+  int replaces = *new && !access(new, F_OK); /* either content may survive, so there is nothing to take back */
+  if (*new) path_at(a, from, old);
+  int failed = syscall(SYS_renameat2, a, from, b, to, flags);
+  if (!failed && *new && !replaces) { pthread_mutex_lock(&lock); remember_name(old, new); pthread_mutex_unlock(&lock); }
+  return failed;
+}
+int rename(const char *from, const char *to) { return rename_at(AT_FDCWD, from, AT_FDCWD, to, 0); }
+int renameat(int a, const char *from, int b, const char *to) { return rename_at(a, from, b, to, 0); }
+int renameat2(int a, const char *from, int b, const char *to, unsigned flags) {
+  return rename_at(a, from, b, to, flags);
+}
+
+static int link_at(int a, const char *from, int b, const char *to, int flags) {
+  text path;
+  return on_name("link", b, to, path) == 1 ? -1 : (int)syscall(SYS_linkat, a, from, b, to, flags);
+}
+int link(const char *from, const char *to) { return link_at(AT_FDCWD, from, AT_FDCWD, to, 0); }
+int linkat(int a, const char *from, int b, const char *to, int flags) { return link_at(a, from, b, to, flags); }
+
+static int remove_at(int folder, const char *name, int flags) {
+  text path;
+  return on_name(flags & AT_REMOVEDIR ? "rmdir" : "unlink", folder, name, path) == 1
+             ? -1 : (int)syscall(SYS_unlinkat, folder, name, flags);
+}
+int unlink(const char *name) { return remove_at(AT_FDCWD, name, 0); }
+int rmdir(const char *name) { return remove_at(AT_FDCWD, name, AT_REMOVEDIR); }
+int unlinkat(int folder, const char *name, int flags) { return remove_at(folder, name, flags); }
+
+static int make_at(int folder, const char *name, mode_t mode) {
+  text path;
+  return on_name("mkdir", folder, name, path) == 1 ? -1 : (int)syscall(SYS_mkdirat, folder, name, mode);
+}
+int mkdir(const char *name, mode_t mode) { return make_at(AT_FDCWD, name, mode); }
+int mkdirat(int folder, const char *name, mode_t mode) { return make_at(folder, name, mode); }
+
+#define ROOM(name, kind) \
+  int name(const char *path, struct kind *out) { \
+    int (*real)(const char *, struct kind *) = dlsym(RTLD_NEXT, #name); \
+    int failed = real(path, out); \
+    if (!failed && *setting("BOARD_NOROOM")) out->f_bavail = out->f_bfree = 0; \
+    return failed; \
+  }
+ROOM(statvfs, statvfs)
+ROOM(statvfs64, statvfs64)

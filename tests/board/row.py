@@ -1,0 +1,87 @@
+"""A row of the board: a fault, carried out for a seed, and the judgment that all rows share."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from random import Random
+
+from ingot.errors import IngotError
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
+
+from .bench import Bench, marked_processes
+from .oracles import Facts, Verdicts, gone_within, o1, o2, o3, o7, read_facts, redone
+
+INTERVAL = 4  # steps between checkpoints of the bench's runs
+_END_SECONDS = 5.0  # for processes of a run that has ended
+
+
+@dataclass(frozen=True)
+class Row:
+    """id: as in the list of all rows. injects: the fault, for people. play: carries it out with a seed."""
+
+    id: str
+    injects: str
+    play: Callable[[Bench, int, Verdicts], None]
+
+
+def random_of(row: str, seed: int) -> Random:
+    """Return the random numbers of a row and seed."""
+    return Random(f"{row} {seed}")
+
+
+def judge_recovered(
+    bench: Bench,
+    verdicts: Verdicts,
+    name: str,
+    where: str,
+    reference: Facts,
+    *,
+    faults: int = 1,
+    all_layouts: bool = False,
+) -> None:
+    """Judge O1, O2, O3, O7 and O8 of the run `name`, which has ended.
+
+    where: the case, for people. faults: how many times the run was disturbed. all_layouts: random states are not
+    compared, because another number of ranks has others.
+    """
+    folder = bench.folder(name)
+    left = gone_within(_END_SECONDS, lambda: marked_processes(folder.root))
+    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
+    try:
+        facts = read_facts(folder)
+    except (IngotError, IndexError) as error:
+        verdicts.judge("o2", where, f"no state: {error}")
+        return
+    verdicts.judge("o1", where, o1(facts.trace, reference.trace))
+    ours, theirs = facts.state, reference.state
+    if all_layouts:
+        ours, theirs = facts.state_of_all_layouts, reference.state_of_all_layouts
+    verdicts.judge("o2", where, o2(ours, theirs))
+    verdicts.judge("o3", where, o3(facts.samples, reference.samples))
+    twice = redone(facts.trace)
+    verdicts.redone = max(verdicts.redone, twice)
+    limit = INTERVAL * faults
+    verdicts.judge("o8", where, f"{twice} steps were done twice, more than {limit}" if twice > limit else "")
+
+
+def newest_valid(folder: RunFolder) -> tuple[int, str]:
+    """Return the step of the newest checkpoint folder, and why it cannot be used ("" if it can)."""
+    newest = candidate_folders(folder.checkpoints)[:1]
+    if not newest:
+        return 0, "no checkpoint is left"
+    try:
+        return verify_checkpoint(newest[0]).step, ""
+    except IngotError as error:
+        return 0, f"the newest checkpoint is torn: {error.found}"
+
+
+def resumed_from(folder: RunFolder) -> int:
+    """Return the step from which the last attempt continued."""
+    return [event["from_step"] for event in read_events(folder.events, events.RUN_STARTED)][-1]
+
+
+def refused_steps(folder: RunFolder) -> list[int]:
+    """Return the steps whose checkpoints were refused, in order."""
+    return [event["step"] for event in read_events(folder.events, events.CHECKPOINT_REFUSED)]

@@ -1,0 +1,204 @@
+"""Rows of saves that are disturbed from outside: kills at every call, a full disk, a slow disk, a killed writer."""
+
+import itertools
+import re
+import signal
+import time
+from collections.abc import Iterable
+from statistics import median
+
+from ingot.events import read_events
+from ingot.schema import events
+
+from . import killpoints
+from .bench import Bench
+from .oracles import Verdicts
+from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of, resumed_from
+
+MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process that writes
+SEEDS = 5  # as many seeds have all crash points together
+_SAVED, _DURING = 4, 8  # steps of the checkpoint before, and of the save that is disturbed
+_PREVIOUS = ("checkpoint.keep=1",)  # the strictest: the checkpoint before goes as soon as the new one is there
+
+
+def _mode(mode: str) -> str:
+    return f'checkpoint.mode="{mode}"'
+
+
+def calls_of_a_save(bench: Bench, mode: str) -> list[tuple[str, str]]:
+    """Return the calls that change the disk in one save of a checkpoint, in order, as (name, path)."""
+    name, log = f"calls-{mode}", bench.root / f"calls-{mode}.txt"
+    if not log.exists():
+        folder = bench.copy(bench.base(_SAVED, *_PREVIOUS), name)
+        count = killpoints.fault(folder, "count", who=MODES[mode], log=log)
+        ended = bench.attempt(name, *_PREVIOUS, _mode(mode), until=_DURING, env=count)
+        assert ended.code == 10, ended.output
+    return killpoints.read_calls(log)
+
+
+def crash(bench: Bench, verdicts: Verdicts, mode: str, do: str, k: int) -> None:
+    """Kill a run at call `k` of a save, with (do = "power") or without ("kill") what a loss of power takes; continue it
+    by the same command, and judge."""
+    name, settings = f"crash-{mode}-{do}-{k}", (*_PREVIOUS, _mode(mode))
+    calls = calls_of_a_save(bench, mode)
+    where = f"{mode} {do} at {k}/{len(calls)} ({calls[k - 1][0]} {calls[k - 1][1].rpartition('/')[2]})"
+    folder = bench.copy(bench.base(_SAVED, *_PREVIOUS), name)
+    killed = bench.attempt(name, *settings, until=_DURING, env=killpoints.fault(folder, do, k, who=MODES[mode]))
+    if killed.code != -signal.SIGKILL:
+        verdicts.judge("o6", where, f"the run was not killed (exit code {killed.code}): {killed.output[-300:]}")
+        return
+    newest, torn = newest_valid(folder)
+    verdicts.judge("o6", where, torn)
+    ended = bench.attempt(name, *settings)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-500:]}")
+    if not torn and (start := resumed_from(folder)) != newest:
+        verdicts.judge("o6", where, f"continued from step {start}, the newest checkpoint is of step {newest}")
+    judge_recovered(bench, verdicts, name, where, bench.reference(ranks=1))
+    bench.drop(name)
+
+
+def crash_points(bench: Bench, verdicts: Verdicts, numbers_of: dict[str, Iterable[int]], do: Iterable[str]) -> None:
+    """Crash at the given calls of a save. numbers_of: checkpoint.mode -> numbers of calls. do: "power", "kill"."""
+    for mode, numbers in numbers_of.items():
+        for k in numbers:
+            for one in do:
+                crash(bench, verdicts, mode, one, k)
+
+
+def rs09(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Take every fifth call of both modes, those of this seed, and one random call of a real job of two ranks."""
+    counts = {mode: len(calls_of_a_save(bench, mode)) for mode in MODES}
+    numbers = {mode: range(1 + seed % SEEDS, count + 1, SEEDS) for mode, count in counts.items()}
+    crash_points(bench, verdicts, dict(numbers), ("power", "kill"))
+    verdicts.numbers |= {f"calls_{mode}": float(count) for mode, count in counts.items()}
+    crash_of_a_job(bench, seed, verdicts)
+
+
+def crash_of_a_job(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill a whole job of two ranks, with its supervisor, at a random call of a random rank; continue it."""
+    random = random_of("RS09", seed)
+    mode, do, rank = random.choice(list(MODES)), random.choice(["power", "kill"]), random.randrange(2)
+    # In sync mode rank 1 writes only its own file. Calls of the first saves, whichever they belong to.
+    k = random.randrange(1, 80 if rank else 180)
+    name, where = f"job-{seed}", f"job of 2 ranks: {mode} {do} at call {k} of rank {rank}"
+    folder = bench.folder(name)
+    fault = killpoints.fault(folder, do, k, who=f"{MODES[mode]}:{rank}")
+    option = ("--set", _mode(mode))
+    killed, injected = bench.train(name, *option, env=fault), time.time()
+    if killed.code != -signal.SIGKILL:
+        verdicts.judge("o6", where, f"the job was not killed (exit code {killed.code}): {killed.output[-300:]}")
+        return
+    ended = bench.train(name, *option)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-500:]}")
+    verdicts.time(folder, injected)
+    # Without any checkpoint the run starts at step 0, which is no loss: none was ever saved.
+    saves_left_out = len(list(read_events(folder.events, events.CHECKPOINT_SKIPPED)))
+    judge_recovered(bench, verdicts, name, where, bench.reference(), faults=2 + saves_left_out)
+
+
+def rs12(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Let the disk be full at one call of a save, in both modes, and before the start."""
+    random, reference = random_of("RS12", seed), bench.reference(ranks=1)
+    for mode, who in MODES.items():
+        k, name = random.randrange(1, len(calls_of_a_save(bench, mode)) - 4), f"full-{mode}"
+        where = f"{mode}: full at call {k}"
+        folder = bench.copy(bench.base(_SAVED), name)
+        ended = bench.attempt(name, _mode(mode), env=killpoints.fault(folder, "full", k, who=who))
+        failed = list(read_events(folder.events, events.CHECKPOINT_FAILED))
+        if mode == "async":  # training goes on, and the failed save is reported
+            problem = "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}"
+            codes = [event["code"] for event in failed]
+            verdicts.judge("o6", where, problem or ("" if codes == ["E-CKPT-WRITE"] else f"failed saves: {codes}"))
+            verdicts.judge(
+                "o6", where, "" if failed and str(folder.root) in failed[0]["reason"] else "no path is named"
+            )
+        else:  # the run ends, and the same command continues it
+            named = "E-CKPT-WRITE" in ended.output and str(folder.root) in ended.output
+            verdicts.judge("o6", where, "" if ended.code and named else f"code {ended.code}: {ended.output[-300:]}")
+            newest, torn = newest_valid(folder)
+            verdicts.judge("o6", where, torn or ("" if newest >= _SAVED else f"the newest is of step {newest}"))
+            ended = bench.attempt(name, _mode(mode))
+            verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+        judge_recovered(bench, verdicts, name, where, reference)
+    refused = bench.train("no-room", env={"BOARD_NOROOM": "1"})
+    verdicts.judge("o6", "before the start", "" if "E-DISK-SPACE" in refused.output else refused.output[-300:])
+    begun = bench.folder("no-room").events.exists()
+    verdicts.judge("o6", "before the start", "a run was begun" if begun or not refused.code else "")
+
+
+def rs14(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Let every call of the writer take so long that a save takes five times the interval."""
+    name, steps = f"slow-{seed}", 80
+    settings = (_mode("async"), f"train.steps={steps}")
+    folder = bench.folder(name)
+    # A save has about 100 calls, an interval 4 steps: about 20 ms each.
+    slow = killpoints.fault(folder, "slow", who="writer", micro=6000 + 250 * seed)
+    ended = bench.attempt(name, *settings, env=slow)
+    verdicts.judge("o6", name, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    judge_recovered(bench, verdicts, name, name, bench.reference(f"train.steps={steps}", ranks=1))
+    log = list(read_events(folder.events))
+    times = [event["time"] for event in log if event["kind"] == events.STEP]
+    saved = [event for event in log if event["kind"] == events.CHECKPOINT]
+    skipped = [event for event in log if event["kind"] == events.CHECKPOINT_SKIPPED]
+    interval = (times[-1] - times[0]) / (len(times) - 1) * INTERVAL
+    ratio = median(event["write_seconds"] for event in saved) / interval
+    # The last save is not counted: the run has to wait for it, and for the one before.
+    stall = sum(event["stall_seconds"] for event in saved[:-1]) / (times[-1] - times[0])
+    verdicts.numbers |= {"write_per_interval": ratio, "stall_of_wall": stall, "left_out": float(len(skipped))}
+    verdicts.judge("o6", name, "" if ratio >= 5 else f"a save took only {ratio:.1f} intervals: the fault had no effect")
+    due = set(range(INTERVAL, steps + 1, INTERVAL))
+    counted = {event["step"] for event in saved + skipped}
+    verdicts.judge("o6", name, "" if counted == due else f"neither saved nor left out: {sorted(due - counted)}")
+    verdicts.judge("o6", name, "" if stall <= 0.02 else f"training waited {stall:.1%} of the time")
+
+
+def rs15(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill the writer process of a random rank at a random call of its first save."""
+    random = random_of("RS15", seed)
+    rank, k = random.randrange(2), random.randrange(2, 60)
+    name, where = f"writer-{seed}", f"the writer of rank {rank} killed at call {k}"
+    folder = bench.folder(name)
+    # The fault is in the environment of the job, so it would kill the next writer as well: the first one counts.
+    once = bench.root / f"{name}.calls"
+    option = ("--set", _mode("async"), "--set", "train.steps=48")
+    process = bench.start(name, *option, env=killpoints.fault(folder, "die", k, who=f"writer:{rank}", log=once, once=1))
+    ended = bench.ended(process)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    failed = list(read_events(folder.events, events.CHECKPOINT_FAILED))
+    codes = [event["code"] for event in failed]
+    verdicts.judge("o6", where, "" if codes == ["E-CKPT-WRITER"] else f"failed saves: {codes}")
+    names_rank = bool(failed) and re.search(rf"\brank {rank}\b", failed[0]["reason"]) is not None
+    verdicts.judge("o6", where, "" if names_rank else f"rank {rank} is not named: {failed}")
+    if failed:
+        there = folder.checkpoint(failed[0]["step"]).exists()
+        verdicts.judge("o6", where, "the failed checkpoint is there" if there else "")
+    faults = list(read_events(folder.events, events.FAULT))
+    verdicts.judge("o6", where, "training was disturbed" if faults else "")
+    judge_recovered(bench, verdicts, name, where, bench.reference("train.steps=48"))
+
+
+def rs16(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Measure how long training waits for a save, on a model whose step takes about 0.1 s, and compare the trace with a
+    run that saves only at its end."""
+    settings = ("train.global_batch=64", "train.steps=24")
+    off = bench.reference("checkpoint.every_steps=1000", *settings)
+    name = f"stall-{seed}"
+    ended = bench.train(name, *(w for s in (*settings, _mode("async")) for w in ("--set", s)))
+    verdicts.judge("o6", name, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    judge_recovered(bench, verdicts, name, name, off)
+    log = list(read_events(bench.folder(name).events))
+    times = [event["time"] for event in log if event["kind"] == events.STEP]
+    stalls = [event["stall_seconds"] for event in log if event["kind"] == events.CHECKPOINT]
+    step, stall = median(b - a for a, b in itertools.pairwise(times)), median(stalls)
+    verdicts.numbers |= {"stall_s": stall, "step_s": step, "stall_per_step": stall / step}
+    verdicts.judge("o6", name, "" if stall <= 0.05 else f"training waited {stall * 1000:.0f} ms")
+    verdicts.judge("o6", name, "" if stall <= step / 10 else f"training waited {stall / step:.0%} of a step")
+
+
+ROWS = (
+    Row("RS09", "SIGKILL or loss of power at every call that changes the disk in a save", rs09),
+    Row("RS12", "ENOSPC at a call of a save; no room before the start", rs12),
+    Row("RS14", "a save that takes 5 times the interval", rs14),
+    Row("RS15", "SIGKILL of the process that writes checkpoints", rs15),
+    Row("RS16", "none: how long training waits for a save", rs16),
+)

@@ -1,0 +1,143 @@
+"""Rows of whole jobs: signals, two launches in one folder, and other numbers of ranks and layouts on resume."""
+
+import signal
+import socket
+import struct
+import time
+
+from ingot.events import read_events
+from ingot.schema import events
+
+from .bench import Bench, marked_processes, options
+from .oracles import Trace, Verdicts, gone_within, o3, o7, read_facts, redone
+from .row import Row, judge_recovered, newest_valid, random_of
+
+_LONG = "train.steps=60"  # so that a signal arrives before the end
+_GRACE_SECONDS = 2.0
+_PREEMPTED = 10
+_CANONICAL = ('parallel.reduce="canonical"', "parallel.virtual_ranks=4", "parallel.dp_shard=1")
+
+
+def rs28(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Send SIGTERM, SIGINT, and SIGTERM twice, at a random step."""
+    random = random_of("RS28", seed)
+    for sent in ((signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)):
+        names = " and ".join(one.name for one in sent)
+        name = f"signals-{seed}-{names.replace(' ', '-')}"
+        step = random.randrange(5, 40)
+        where = f"{names} at step {step}"
+        process = bench.start(name, *options([_LONG]))
+        bench.wait_for_step(name, step, process)
+        injected = time.time()
+        for number, one in enumerate(sent):
+            if number:
+                time.sleep(random.uniform(0, 0.1))
+            process.send_signal(one)
+        ended = bench.ended(process)
+        _judge_stop(bench, verdicts, name, where, ended.code, ended.output, ended.seconds, twice=len(sent) > 1)
+        again = bench.train(name, *options([_LONG]))
+        verdicts.judge("o6", where, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
+        verdicts.time(bench.folder(name), injected)
+        judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
+
+
+def _judge_stop(
+    bench: Bench, verdicts: Verdicts, name: str, where: str, code: int, output: str, seconds: float, *, twice: bool
+) -> None:
+    folder = bench.folder(name)
+    if twice and code == 130:  # the second signal came before the checkpoint was there
+        newest, torn = newest_valid(folder) if folder.checkpoints.exists() else (0, "")
+        verdicts.judge("o6", where, torn if "no checkpoint" not in torn else "")
+        return
+    verdicts.judge("o6", where, "" if code == _PREEMPTED else f"exit code {code}: {output[-300:]}")
+    verdicts.judge("o6", where, "" if seconds <= _GRACE_SECONDS else f"it took {seconds:.1f} s to stop")
+    newest, torn = newest_valid(folder)
+    done = max(event["step"] for event in read_events(folder.events, events.STEP))
+    verdicts.judge("o8", where, torn or ("" if newest == done else f"step {done} was done, step {newest} is saved"))
+    verdicts.numbers["stop_s"] = max(seconds, verdicts.numbers.get("stop_s", 0.0))
+
+
+def rs30(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Launch the same run twice, up to half a second apart."""
+    random, name = random_of("RS30", seed), f"twice-{seed}"
+    apart = random.uniform(0, 0.5)
+    where = f"{apart:.2f} s apart"
+    first = bench.start(name, *options([_LONG]))
+    time.sleep(apart)
+    second = bench.start(name, *options([_LONG]))
+    by_pid = {process.pid: bench.ended(process) for process in (second, first)}
+    codes = sorted(ended.code for ended in by_pid.values())
+    verdicts.judge("o6", where, "" if codes == [0, 30] else f"exit codes {codes}")
+    for pid, ended in by_pid.items():
+        owner = next(other for other in by_pid if other != pid)
+        if ended.code == 30:
+            names_owner = f"{socket.gethostname()}:{owner} " in ended.output or "only just started" in ended.output
+            verdicts.judge("o6", where, "" if "E-RUN-BUSY" in ended.output and names_owner else ended.output[-300:])
+    started = [event["attempt"] for event in read_events(bench.folder(name).events, events.RUN_STARTED)]
+    verdicts.judge("o6", where, "" if started == [0] else f"attempts {started} have trained")
+    judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
+
+
+def rs17(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Continue with other numbers of copies, at random steps, with sums that do not depend on them."""
+    random = random_of("RS17", seed)
+    reference = bench.reference(*_CANONICAL, "parallel.dp_replicate=2")
+    for copies in ((2, 1, 2), (4, 2, 1)):
+        name = f"copies-{seed}-{copies[0]}"
+        where = " to ".join(map(str, copies)) + " ranks"
+        stops = sorted(random.sample(range(2, 23), 2))
+        for number, until in zip(copies, (*stops, None), strict=True):
+            settings = options([*_CANONICAL, f"parallel.dp_replicate={number}"])
+            ended = bench.train(name, *settings, *([] if until is None else ["--until-step", str(until)]))
+            wanted = 0 if until is None else _PREEMPTED
+            verdicts.judge("o6", where, "" if ended.code == wanted else f"code {ended.code}: {ended.output[-300:]}")
+        judge_recovered(bench, verdicts, name, where, reference, all_layouts=True)
+
+
+_LAYOUTS = ("dp_replicate", "tp", "pp", "dp_shard", "")
+_NEXT_STEPS, _TOLERANCE = 5, 1e-6
+
+
+def rs18(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Continue in another form of parallelism, each time after some steps; sums in another order differ by rounding."""
+    random, name = random_of("RS18", seed), f"layouts-{seed}"
+    stops = sorted(random.sample(range(4, 21), 4))
+    where = "DP2, TP2, PP2, FSDP2, 1 rank"
+    for axis, until in zip(_LAYOUTS, (*stops, None), strict=True):
+        settings = ["parallel.dp_shard=1", *([f"parallel.{axis}=2"] if axis else [])]
+        until_step = [] if until is None else ["--until-step", str(until)]
+        ended = bench.train(name, *options(settings), *until_step)
+        wanted = 0 if until is None else _PREEMPTED
+        verdicts.judge("o6", where, "" if ended.code == wanted else f"code {ended.code}: {ended.output[-300:]}")
+    judge_close(bench, verdicts, name, where, stops)
+
+
+def judge_close(bench: Bench, verdicts: Verdicts, name: str, where: str, stops: list[int]) -> None:
+    """Judge the run `name` like any, but the losses of the steps after each of `stops` by their distance from R, and no
+    state: its bits are others."""
+    folder, reference = bench.folder(name), bench.reference()
+    left = gone_within(5, lambda: marked_processes(folder.root))
+    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
+    facts = read_facts(folder)
+    verdicts.judge("o3", where, o3(facts.samples, reference.samples))
+    worst = 0.0
+    for stop in stops:
+        steps = [step for step in range(stop + 1, stop + 1 + _NEXT_STEPS) if step in reference.trace]
+        worst = max([worst, *(_distance(facts.trace, reference.trace, step) for step in steps)])
+    verdicts.numbers["loss_distance"] = worst
+    verdicts.judge("o1", where, "" if worst <= _TOLERANCE else f"losses differ by {worst:.1e} relative")
+    twice = redone(facts.trace)
+    verdicts.judge("o8", where, f"{twice} steps were done twice" if twice else "")
+
+
+def _distance(ours: Trace, reference: Trace, step: int) -> float:
+    mine, theirs = (struct.unpack("<d", trace[step][-1][0])[0] for trace in (ours, reference))
+    return abs(mine - theirs) / abs(theirs)
+
+
+ROWS = (
+    Row("RS17", "resume on 2, 1, 2 and on 4, 2, 1 ranks with canonical sums", rs17),
+    Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
+    Row("RS28", "SIGTERM, SIGINT, SIGTERM twice", rs28),
+    Row("RS30", "two launches in one folder", rs30),
+)

@@ -1,0 +1,66 @@
+"""The lines of the board as a table in Markdown."""
+
+from collections.abc import Sequence
+from statistics import median
+
+from .oracles import ORACLES
+
+
+def table_of(lines: Sequence[dict]) -> str:
+    """Return the table of all rows: those with lines, one row of the table for all seeds, and those that are missing.
+
+    lines: as `Verdicts.as_json` returns them. A red row names its first finding.
+    """
+    from . import ALL, MISSING
+
+    rows = {row.id: _row(row.id, row.injects, [line for line in lines if line["id"] == row.id]) for row in ALL}
+    rows |= {name: [name, what, "missing", f"- | {why}"] for name, (what, why) in MISSING.items()}
+    head = [
+        "row",
+        "fault",
+        "result",
+        "seeds",
+        *(o.upper() for o in ORACLES),
+        "detect s",
+        "recover s",
+        "redone",
+        "found",
+    ]
+    empty = len(head) - 4
+    text = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
+    for name in sorted(rows):
+        cells = rows[name]
+        if name in MISSING:
+            cells = [*cells[:3], "", *[""] * (empty - 1), MISSING[name][1]]
+        text.append(f"| {' | '.join(cell.replace('|', '/') for cell in cells)} |")
+    return "\n".join(text)
+
+
+def _row(name: str, injects: str, lines: Sequence[dict]) -> list[str]:
+    if not lines:
+        return [name, injects, "not run", "0", *[""] * (len(ORACLES) + 4)]
+    red = [line for line in lines if not line["passed"]]
+    found = _numbers(lines) if not red else f"seed {red[0]['seed']}: {' '.join(red[0]['wrong'][0].split())[:200]}"
+    result = f"**RED** in {len(red)}" if red else "passes"
+    oracles = [_oracle([line[oracle] for line in lines]) for oracle in ORACLES]
+    times = [_median([line[key] for line in lines if line[key] is not None]) for key in ("detect_s", "recover_s")]
+    most = str(max(line["redone_steps"] for line in lines))
+    return [name, injects, result, str(len(lines)), *oracles, *times, most, found]
+
+
+def _oracle(states: Sequence[bool | None]) -> str:
+    asked = [state for state in states if state is not None]
+    return "" if not asked else "yes" if all(asked) else "**NO**"
+
+
+def _median(values: Sequence[float]) -> str:
+    return f"{median(values):.2f}" if values else ""
+
+
+def _numbers(lines: Sequence[dict]) -> str:
+    names = list(dict.fromkeys(name for line in lines for name in line["numbers"]))
+    parts = [f"{sum(line['cases'] for line in lines)} cases"]
+    for name in names:
+        values = [line["numbers"][name] for line in lines if name in line["numbers"]]
+        parts.append(f"{name} {median(values):.3g}")
+    return ", ".join(parts)

@@ -1,0 +1,58 @@
+"""Faults of durability, which only a kill or a loss of power from outside of the program shows: tests/board."""
+
+from .mutant import Mutant
+
+_POWER = "tests/board/test_rows.py::test_a_loss_of_power_after_any_rename_costs_no_checkpoint"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="tensors-not-flushed",
+        what="a file of tensors is renamed with its folder while the disk may not have its bytes yet",
+        file="trainer/checkpoint/tensor_file.py",
+        before="os.fsync(self._file.fileno())\n",
+        after="self._file.flush()\n",
+        tests=(_POWER,),
+    ),
+    Mutant(
+        name="manifest-not-flushed",
+        what="files written under a temporary name are renamed while the disk may not have their bytes yet",
+        file="storage.py",
+        before="            file.flush()\n            os.fsync(file.fileno())\n",
+        after="            file.flush()\n",
+        tests=(_POWER,),
+    ),
+    Mutant(
+        name="folder-not-flushed",
+        what="the older checkpoint is removed while the disk may not have the name of the new one yet",
+        file="trainer/checkpoint/folders.py",
+        before="path.with_name(SAVING + path.name).rename(path)\n    fsync_dir(path.parent)\n",
+        after="path.with_name(SAVING + path.name).rename(path)\n",
+        tests=(_POWER,),
+    ),
+    Mutant(
+        name="published-before-manifest",
+        what="a checkpoint gets its name before its manifest is written",
+        file="trainer/checkpoint/files.py",
+        before="            write_manifest(self.temporary, manifest)\n"
+        "            fsync_dir(self.temporary)\n"
+        "            publish(self.folder, self.step)\n",
+        after="            publish(self.folder, self.step)\n            write_manifest(self.path, manifest)\n",
+        tests=(_POWER,),
+    ),
+    Mutant(
+        name="read-back-of-memory",
+        what="the hash that is compared after a write is of the bytes in memory, not of those on the disk",
+        file="trainer/checkpoint/tensor_file.py",
+        before="if sha256_file(path) != sha256:",
+        after="if file._sha256.hexdigest() != sha256:",
+        tests=("tests/board/test_rows.py::test_a_wrong_bit_on_its_way_to_the_disk_is_noticed",),
+    ),
+    Mutant(
+        name="leftovers-of-the-ledger",
+        what="a file of samples that a killed save was writing stays in the ledger folder for ever",
+        file="trainer/checkpoint/folders.py",
+        before="return removed + remove_unfinished(folder.ledger)",
+        after="return removed",
+        tests=("tests/unit/trainer/checkpoint/test_save.py::test_leftovers_of_killed_saves_are_named",),
+    ),
+]
