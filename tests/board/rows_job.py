@@ -1,9 +1,11 @@
 """Rows of whole jobs: signals, two launches in one folder, and other numbers of ranks and layouts on resume."""
 
+import os
 import signal
 import socket
 import struct
 import time
+from contextlib import suppress
 
 from ingot.events import read_events
 from ingot.schema import events
@@ -15,13 +17,53 @@ from .row import Row, judge_recovered, newest_valid, random_of
 _LONG = "train.steps=60"  # so that a signal arrives before the end
 _GRACE_SECONDS = 2.0
 _PREEMPTED = 10
+# The signals that RS28 sends, one run each. (signal.SIGUSR1,) belongs here once the supervisor handles it.
+_SENT = ((signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM))
 _CANONICAL = ('parallel.reduce="canonical"', "parallel.virtual_ranks=4", "parallel.dp_shard=1")
+
+
+def rs01(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill a random rank at a random moment of a random step; the supervisor restarts the job."""
+    random, name = random_of("RS01", seed), f"killed-{seed}"
+    rank, step = random.randrange(2), random.randrange(5, 40)
+    where, folder = f"rank {rank} near step {step}", bench.folder(name)
+    process = bench.start(name, *options([_LONG]))
+    bench.wait_for_step(name, step, process)
+    time.sleep(random.uniform(0, 0.03))  # somewhere in the next step
+    pid = next(e["pid"] for e in read_events(folder.events, events.RANK_STARTED) if e["rank"] == rank)
+    injected = time.time()
+    os.kill(pid, signal.SIGKILL)
+    ended = bench.ended(process)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    faults = [(e["rank"], "SIGKILL" in e["cause"]) for e in read_events(folder.events, events.FAULT)]
+    verdicts.judge("o6", where, "" if faults == [(rank, True)] else f"faults {faults}")
+    verdicts.time(folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
+
+
+def rs08(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill all processes of the job at once at a random moment, and give the same command again."""
+    random, name = random_of("RS08", seed), f"all-killed-{seed}"
+    step = random.randrange(5, 40)
+    where, folder = f"near step {step}", bench.folder(name)
+    process = bench.start(name, *options([_LONG]))
+    bench.wait_for_step(name, step, process)
+    time.sleep(random.uniform(0, 0.03))
+    injected = time.time()
+    for pid in [process.pid, *marked_processes(folder.root)]:
+        with suppress(ProcessLookupError):  # the kernel ends the ranks of a supervisor that is gone
+            os.kill(pid, signal.SIGKILL)
+    bench.ended(process)
+    again = bench.train(name, *options([_LONG]))
+    verdicts.judge("o6", where, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
+    verdicts.time(folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
 
 
 def rs28(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Send SIGTERM, SIGINT, and SIGTERM twice, at a random step."""
     random = random_of("RS28", seed)
-    for sent in ((signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM)):
+    for sent in _SENT:
         names = " and ".join(one.name for one in sent)
         name = f"signals-{seed}-{names.replace(' ', '-')}"
         step = random.randrange(5, 40)
@@ -136,6 +178,8 @@ def _distance(ours: Trace, reference: Trace, step: int) -> float:
 
 
 ROWS = (
+    Row("RS01", "SIGKILL of a rank at a random moment", rs01),
+    Row("RS08", "SIGKILL of all processes of a job", rs08),
     Row("RS17", "resume on 2, 1, 2 and on 4, 2, 1 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
     Row("RS28", "SIGTERM, SIGINT, SIGTERM twice", rs28),
