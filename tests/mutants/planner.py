@@ -84,6 +84,15 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/planner/predict/time/test_collectives.py",),
     ),
     Mutant(
+        name="passes-of-the-head-squared",
+        what="the bytes of a second pass of the head count once more for each pass",
+        file="theory/work.py",
+        before="return total + one_pass.times(arch.head_passes)",
+        after="one_pass = replace(one_pass, moved_bytes=moved * arch.head_passes)\n"
+        "    return total + one_pass.times(arch.head_passes)",
+        tests=("tests/unit/theory/test_work.py::test_every_pass_of_the_head_is_the_same_work",),
+    ),
+    Mutant(
         name="bytes-of-the-update",
         what="the update is planned without the reads and writes of AdamW's moments",
         file="theory/work.py",

@@ -310,7 +310,7 @@ MUTANTS: list[Mutant] = [
         what="the tensors of loss terms are not counted",
         file="theory/memory.py",
         before="    if position.term_tensors:",
-        after="    if position.term_tensors < 0:",
+        after="    if len(position.term_tensors) > 9:",
         tests=(f"{_COSTS}::test_a_loss_term_adds_its_tensors_to_a_chunk",),
     ),
     Mutant(
@@ -336,5 +336,13 @@ MUTANTS: list[Mutant] = [
         before="({STORE_VARIABLE: str(listener.fileno())} if rank == 0 else {})",
         after="({STORE_VARIABLE: str(listener.fileno())} if rank > 0 else {})",
         tests=(f"{_ENDS}::test_ranks_meet_on_that_port_also_inside_another_job",),
+    ),
+    Mutant(
+        name="term-time",
+        what="the work of a loss term does not follow the tensors that it declares",
+        file="theory/work.py",
+        before="(_TERM_PASSES + _TENSOR_PASSES * tensors + again)",
+        after="(_TERM_PASSES + _TENSOR_PASSES + again)",
+        tests=(f"{_COSTS}::test_the_work_of_a_loss_term_is_what_the_loss_really_does",),
     ),
 ]

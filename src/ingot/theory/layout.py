@@ -139,8 +139,8 @@ class Position:
 
     parallel: settings with every "auto" decided. accumulation: micro-batches per step. rank: index on the axis pp.
     software: the training system that executes the run. optimizer: the registered one, by name.
-    callback_tensors: the number of tensors that callbacks keep per parameter. term_tensors: the number of tensors of
-    the logits' shape that loss terms add to a chunk of the loss.
+    callback_tensors: the number of tensors that callbacks keep per parameter. term_tensors: for each loss term, the
+    number of tensors of the logits' shape that it adds to a chunk of the loss; terms run one after the other.
     """
 
     arch: Arch
@@ -152,7 +152,7 @@ class Position:
     software: Software = INGOT
     optimizer: str = "adamw"
     callback_tensors: int = 0
-    term_tensors: int = 0
+    term_tensors: tuple[int, ...] = ()
 
     @property
     def parameters(self) -> int:
@@ -268,7 +268,7 @@ def positions(run: RunConfig, software: Software = INGOT) -> tuple[Position, ...
             software=software,
             optimizer=run.optim.kind,
             callback_tensors=callback_tensors(run),
-            term_tensors=max((LOSS_TERMS[name].tensors for name in run.loss), default=0),
+            term_tensors=tuple(LOSS_TERMS[name].tensors for name in run.loss),
         )
         for rank in range(parallel.pp)
     )

@@ -202,7 +202,7 @@ def logits(position: Position, device: str = "cpu") -> Term:
     before = chunk if tokens > chunk else 0
     alive = max(chunk * each + (chunk * e if before and tokens >= 2 * chunk else 0), rest * each + before * e)
     if position.term_tensors:  # beside logits, slope and, under a cap, capped logits; the previous gradient is gone
-        alive = max(alive, chunk * wide * (2 + (position.arch.logit_softcap > 0) + position.term_tensors))
+        alive = max(alive, chunk * wide * (2 + (position.arch.logit_softcap > 0) + max(position.term_tensors)))
     larger = max(alive * vocabulary, chunk * vocabulary * e + head * e)
     value = larger + head * wide + tokens * width * e
     formula = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} ids: {larger:,.0f} B, head gradient {head:,} x {wide} B"

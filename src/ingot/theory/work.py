@@ -37,6 +37,10 @@ _CAPACITY_OPERATIONS, _SOFTCAP_OPERATIONS = 27, 8
 # Float32 numbers that the softcap reads and writes per logit: 17 on a CPU, one operation after the other; 2 elsewhere,
 # where the compiler fuses it and the capped logits are written once and read once.
 _SOFTCAP_PASSES = {"cpu": 17}
+# Loss terms declare tensors, not operations. Counted in two terms of docs/extend/loss.md (a test counts them again):
+# four operations and four passes over the logits per declared tensor; and those of the trainer, which adds the slope.
+_TENSOR_OPERATIONS, _TENSOR_PASSES = 4, 4
+_TERM_OPERATIONS, _TERM_PASSES, _CLONE_PASSES = 8, 3, 2
 _MICRO_BATCH_OPERATIONS, _UNIT_OPERATIONS, _STEP_OPERATIONS = 49, 40, 60
 FORWARD_SHARE = 0.4  # share of a block's operations that its forward starts; counted too
 
@@ -182,8 +186,8 @@ def block_attention_flops(position: Position) -> float:
 
 
 def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
-    """Return the work of embedding, last norm, head and loss for one micro-batch, forward and backward. Head and loss
-    count once per head pass (`arch.head_passes`).
+    """Return the work of embedding, last norm, head and loss with its terms for one micro-batch, forward and backward.
+    Head and loss count once per head pass (`arch.head_passes`).
     """
     arch, tokens, e = position.arch, position.tokens, COMPUTE_BYTES[position.train.precision]
     total = Work(operations=_MICRO_BATCH_OPERATIONS / position.parallel.stages)
@@ -193,19 +197,21 @@ def ends_work(position: Position, stage: PipelineStage, device: str) -> Work:
     chunks = memory.chunks(arch.vocab_size // position.parallel.tp, tokens, device)
     outside = stream_norm_bytes(arch, e, device) / position.sequence_ranks + arch.d_model * e + 16
     # Passes over each logit in the loss: written, widened, reduced (two), shifted, exponentiated, narrowed, read twice.
-    passes = arch.head_passes
-    moved = passes * (
-        tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
-    )
-    operations = _CHUNK_OPERATIONS
+    moved = tokens * vocabulary * (5 * e + 9 * wide) + vocabulary * arch.d_model * (2 * e + 2 * wide) * chunks
+    operations, capped = _CHUNK_OPERATIONS, 0
     if arch.logit_softcap:
         operations += _SOFTCAP_OPERATIONS
-        moved += tokens * vocabulary * wide * _SOFTCAP_PASSES.get(device, 2)
-    return total + Work(
-        matmul_flops=6.0 * passes * tokens * vocabulary * arch.d_model,
-        moved_bytes=passes * moved + (_PASSES_FORWARD + _PASSES_BACKWARD) * tokens * outside,
-        operations=operations * chunks * passes,
+        capped = _SOFTCAP_PASSES.get(device, 2)
+        moved += tokens * vocabulary * wide * capped
+    for tensors in position.term_tensors:
+        operations += _TERM_OPERATIONS + _TENSOR_OPERATIONS * tensors + _SOFTCAP_OPERATIONS * (capped > 0)
+        again = capped + _CLONE_PASSES if capped else 0  # a term caps the logits once more, and keeps its slope apart
+        moved += tokens * vocabulary * wide * (_TERM_PASSES + _TENSOR_PASSES * tensors + again)
+    one_pass = Work(
+        matmul_flops=6.0 * tokens * vocabulary * arch.d_model, moved_bytes=moved, operations=operations * chunks
     )
+    around = Work(moved_bytes=(_PASSES_FORWARD + _PASSES_BACKWARD) * tokens * outside)
+    return total + one_pass.times(arch.head_passes) + around
 
 
 def update_work(position: Position, in_place: bool = False) -> Work:

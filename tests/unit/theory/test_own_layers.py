@@ -22,6 +22,7 @@ from ingot.trainer.model.transformer import Transformer  # noqa: E402
 from .test_memory import EXPERTS, TINY, kept, one, saved_bytes  # noqa: E402
 
 ROOT = Path(__file__).parents[3]
+LOSS_PAGE = ROOT / "docs" / "extend" / "loss.md"
 ALL = {"feed_forward": "squared_relu", "norm": "layer", "attention": "gated", "block": "parallel"}
 MODELS = {
     "gelu": {"feed_forward": "gelu"},
@@ -180,3 +181,59 @@ def test_a_loss_term_adds_its_tensors_to_a_chunk(process):
     tensor = chunk_tokens(2048, "cpu") * 2048 * 4
     assert peak("small") == peak(), "the loss itself needs as much"
     assert peak("small", "large") == peak("large") == peak() + 4 * tensor
+
+
+def readout_work(arch, term: str, tokens: int) -> tuple[float, int]:
+    """The bytes of tensors of the logits' shape that the loss reads and writes, and the operations that it starts."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+    from torch.utils._pytree import tree_leaves
+
+    from ingot.trainer.loss_terms import loss_terms
+    from ingot.trainer.model.loss import Readout
+
+    class Count(TorchDispatchMode):
+        moved, operations = 0, 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            if not func.is_view:
+                self.operations += 1
+                if "empty" not in str(func):
+                    used = [leaf for leaf in tree_leaves((args, kwargs, out)) if isinstance(leaf, torch.Tensor)]
+                    self.moved += sum(t.nbytes for t in used if t.numel() == tokens * arch.vocab_size)
+            return out
+
+    readout = Readout(arch)
+    readout.terms = loss_terms(with_terms(arch, tokens, term)) if term else []
+    hidden, weight = torch.randn(tokens, arch.d_model), torch.randn(arch.vocab_size, arch.d_model)
+    with Count() as count:
+        readout(hidden.requires_grad_(), weight.requires_grad_(), torch.randint(0, arch.vocab_size, (tokens,)))
+    return count.moved, count.operations
+
+
+def with_terms(arch, tokens: int, *names: str) -> RunConfig:
+    train = Train(steps=1, seq_len=tokens, global_batch=1, micro_batch=1, precision="fp32")
+    loss = {name: {"weight": 0.1} for name in names}
+    return RunConfig(name="x", model=arch, data=Data(tokens=""), train=train, loss=loss)
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+@pytest.mark.parametrize("term", ["z", "poly"])
+def test_the_work_of_a_loss_term_is_what_the_loss_really_does(term, softcap):
+    """Work follows the declared tensors: that of the z-loss is exact, that of other terms is not far away."""
+    from ingot.theory.layout import positions
+    from ingot.theory.work import step_work
+
+    if term == "z":
+        runpy.run_path(str(ROOT / "examples" / "extend" / "z_loss.py"))
+    else:
+        (code,) = re.findall(r"^```python\n(from dataclasses.*?)^```", LOSS_PAGE.read_text(), re.DOTALL | re.MULTILINE)
+        exec(code, {"__name__": "page"})
+    arch = replace(TINY, vocab_size=4096, logit_softcap=softcap)
+    tokens = 256  # one chunk of the loss
+    plain, more = (step_work(positions(with_terms(arch, tokens, *names))[0]) for names in ((), (term,)))
+    (moved, operations), (all_moved, all_operations) = (readout_work(arch, name, tokens) for name in ("", term))
+    near = 0.02 if term == "z" else 0.2
+    assert more.moved_bytes - plain.moved_bytes == pytest.approx(all_moved - moved, rel=near)
+    assert more.operations - plain.operations == pytest.approx(all_operations - operations, rel=0.1)
+    assert more.matmul_flops == plain.matmul_flops

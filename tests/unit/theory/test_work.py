@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from ingot.planner.published.shape import ForeignArch
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
@@ -193,3 +194,19 @@ def test_recomputed_experts_run_whole_and_selectively_not_at_all():
     head, last = tokens * 2 * ARCH.vocab_size * ARCH.d_model, tokens * 2 * ARCH.d_ffn * ARCH.d_model
     assert full.matmul_flops == pytest.approx(plain.matmul_flops * 4 / 3 - head - last)
     assert selective.matmul_flops == plain.matmul_flops
+
+
+@pytest.mark.parametrize("softcap", [0.0, 30.0])
+def test_every_pass_of_the_head_is_the_same_work(softcap):
+    """Models with multi-token prediction use the head several times (published runs); each pass counts once."""
+    one, two, three = (
+        work_of(ForeignArch(**{**vars(replace(ARCH, logit_softcap=softcap)), "head_passes": passes}))
+        for passes in (1, 2, 3)
+    )
+    head = 4 * 256 * 6 * ARCH.vocab_size * ARCH.d_model
+    assert one == work_of(replace(ARCH, logit_softcap=softcap))
+    assert two.matmul_flops - one.matmul_flops == head
+    for name in ("matmul_flops", "moved_bytes", "operations"):
+        first, second, third = (getattr(work, name) for work in (one, two, three))
+        assert third - second == pytest.approx(second - first)
+        assert second > first
