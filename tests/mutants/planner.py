@@ -93,6 +93,22 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/theory/test_work.py::test_every_pass_of_the_head_is_the_same_work",),
     ),
     Mutant(
+        name="round-without-updates",
+        what="the memory of a round of whole matrices leaves out the updates that wait for the round's last one",
+        file="theory/update.py",
+        before="found.append((2 * together - 1 + made) * size)",
+        after="found.append((together + made) * size)",
+        tests=("tests/unit/theory/test_whole_matrices.py::test_a_round_is_billed_with_at_least_what_it_takes",),
+    ),
+    Mutant(
+        name="update-without-rounds",
+        what="the planned memory of an update leaves out the round of whole matrices",
+        file="theory/memory.py",
+        before="matrices = matrix_update(position)\n",
+        after="matrices = None\n",
+        tests=("tests/unit/theory/test_whole_matrices.py::test_the_update_of_a_run_contains_a_round",),
+    ),
+    Mutant(
         name="bytes-of-the-update",
         what="the update is planned without the reads and writes of AdamW's moments",
         file="theory/work.py",

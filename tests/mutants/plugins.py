@@ -47,11 +47,19 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_MATRICES}::test_every_layout_equals_one_process",),
     ),
     Mutant(
+        name="directions-that-stay",
+        what="the directions of a round stay in memory until its end",
+        file="trainer/optim/matrices.py",
+        before="        del arrived, parts\n",
+        after="        del parts\n",
+        tests=("tests/unit/theory/test_whole_matrices.py::test_a_round_is_billed_with_at_least_what_it_takes",),
+    ),
+    Mutant(
         name="matrix-by-pieces",
         what="the worker of a matrix computes the update of each block alone",
         file="trainer/optim/matrices.py",
         before="back = [[block.of_matrix(updates[i]) for i, block in blocks] for blocks in mine]",
-        after="back = [[self._of_matrix(by_worker[self.own][i].name, b.of_matrix(updates[i])) for i, b in blocks]"
+        after="back = [[self._of_matrix(matrices[i].name, b.of_matrix(updates[i])) for i, b in blocks]"
         " for blocks in mine]",
         tests=(f"{_MATRICES}::test_every_layout_equals_one_process[zero 1]",),
     ),

@@ -115,12 +115,15 @@ class OptimizerPart(Part):
       torch, and compared with the rule when a run starts.
     whole_matrices: some rule is a MatrixRule. Such state cannot be offloaded.
     matrix_flops(rows, columns): the floating-point operations of `of_matrix` for one matrix, for the planner.
+    matrix_tensors: the number of tensors of the size of its matrix that exist at a time in a call of `of_matrix`, the
+      result included, the argument not, for the planner.
     """
 
     make: Reference
     moments: Callable[[str, int], int]
     whole_matrices: bool = False
     matrix_flops: Callable[[int, int], float] = _no_flops
+    matrix_tensors: int = 5
 
 
 def _two(name: str, dims: int) -> int:

@@ -20,6 +20,7 @@ from ingot.theory.params import (
     kept_gradient_bytes,
     state_per_parameter,
 )
+from ingot.theory.update import matrix_update
 
 
 @dataclass(frozen=True)
@@ -157,15 +158,28 @@ def first_units(position: Position) -> Term:
 
 
 def gradients_at_update(position: Position) -> Term:
-    """Return the bytes of gradients during the update, including the piece that is being converted to the masters'
-    dtype.
+    """Return the bytes of gradients during the update, with what it makes of them, at the larger of two peaks.
+
+    Elementwise rules convert a piece of the gradients to the masters' dtype. Rules for whole matrices follow; gradients
+    that were used are then free, unless their buffers stay, and those of the matrices exist beside a round of them.
     """
     precision = position.train.precision
     s, g = STORED_BYTES[precision], kept_gradient_bytes(position.parallel, precision)
     own = [Term(p.parameters * g / p.ranks, f"{p.parameters:,} {p.what} x {g} B{p.divided}") for p in shares(position)]
     updated = sum(share.parameters / share.ranks for share in shares(position))
-    converted = min(updated * s, CONVERT_BYTES) if g != s else 0.0
-    return _total([*own, Term(converted, f"{converted:,.0f} B converted")])
+    matrices = matrix_update(position)
+    of_matrices = matrices.elements if matrices else 0.0
+    converted = min((updated - of_matrices) * s, CONVERT_BYTES) if g != s else 0.0
+    elementwise = _total([*own, Term(converted, f"{converted:,.0f} B converted")])
+    if matrices is None:
+        return elementwise
+    staying = sum(p.parameters for p in shares(position) if _buffers_stay(position, p))
+    left = max(of_matrices, staying) * g
+    formula = (
+        f"{left:,.0f} B of gradients + {matrices.round_elements:,.0f} numbers x {s} B in a round of whole matrices"
+    )
+    whole = Term(left + matrices.round_elements * s, formula)
+    return max(elementwise, whole, key=lambda term: term.value)
 
 
 def chunk_tokens(vocab_size: int, device: str) -> int:

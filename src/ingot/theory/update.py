@@ -1,9 +1,10 @@
-"""The cost of an optimizer: the state that it keeps per parameter, and the work and traffic of whole matrices.
+"""The cost of an optimizer: the state that it keeps per parameter, and the work, traffic and memory of whole matrices.
 
 Parameters count by kind, with one name standing for each kind: an optimizer treats the matrices inside blocks alike,
 and embedding, head and norms on their own (plugins/optimizer.py).
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -14,15 +15,21 @@ from ingot.schema.run import RunConfig
 from ingot.theory.layout import BLOCK_NAME, EXPERT_NAME, Position, callback_tensors
 from ingot.theory.params import STORED_BYTES, count_parameters, parameters_by_part
 
+# The matrices of one worker in a round: 256 MiB in float32, or one larger matrix. The trainer reads this constant too.
+ROUND_ELEMENTS = 1 << 26
+
 
 @dataclass(frozen=True)
 class MatrixUpdate:
     """The update of whole matrices on one rank in one step, if all workers do equally much. flops: of its matrices.
-    sent_bytes: of its pieces and of its results, each once, as two all-to-alls. ranks: that share the matrices."""
+    sent_bytes: of its pieces and of its results, each once, as two all-to-alls. ranks: that share the matrices.
+    elements: of the rank's parts of all matrices. round_elements: numbers that exist at the peak of a round."""
 
     flops: float
     sent_bytes: float
     ranks: int
+    elements: float
+    round_elements: float
 
 
 def mean_moments(run: RunConfig) -> float:
@@ -40,13 +47,45 @@ def matrix_update(position: Position) -> MatrixUpdate | None:
     if not part.whole_matrices:
         return None
     ranks = parallel.dp_shard * parallel.cp * parallel.tp
-    flops, elements = 0.0, 0
+    matrices: Counter[tuple[int, int]] = Counter()
     for stage in position.stages:
         for layer in stage.layers:
             for rows, columns, count in _matrices(position.arch, layer):
-                flops += count * part.matrix_flops(rows, columns)
-                elements += count * rows * columns
-    return MatrixUpdate(flops / ranks, 2 * elements * STORED_BYTES[position.train.precision] / ranks, ranks)
+                matrices[rows, columns] += count
+    flops = sum(count * part.matrix_flops(*shape) for shape, count in matrices.items())
+    elements = sum(count * rows * columns for (rows, columns), count in matrices.items()) / ranks
+    return MatrixUpdate(
+        flops=flops / ranks,
+        sent_bytes=2 * elements * STORED_BYTES[position.train.precision],
+        ranks=ranks,
+        elements=elements,
+        round_elements=_round_elements(matrices, ranks, part.matrix_tensors),
+    )
+
+
+def _round_elements(matrices: Counter[tuple[int, int]], ranks: int, made: int) -> float:
+    """Return the most numbers that a worker holds at a time in a round (`Matrices` of trainer/optim).
+
+    matrices: their number by (rows, columns). made: tensors of a matrix' size that exist in the call that computes its
+    update, the update included. Two phases are candidates:
+      computing: all matrices of the round, the updates of those before, and what the call for one matrix makes. A round
+        begins with its largest matrices; the bound is that of a round of one size, or of the end of a mixed round.
+      exchanging: what is sent, its copy in the order of receivers, and what arrives, each as much as a round.
+    """
+    alike: Counter[int] = Counter()  # most matrices of one size are a shape and its transpose
+    for (rows, columns), count in matrices.items():
+        alike[rows * columns] += count
+    if not alike:
+        return 0.0
+    largest, mean = max(alike), sum(size * count for size, count in alike.items()) / ranks
+    # A worker may have one matrix more than another; with at least as many workers as matrices, each has at most one.
+    most = largest if ranks >= alike.total() else mean + (largest if ranks > 1 else 0)
+    whole = max(largest, min(ROUND_ELEMENTS, most))
+    found = [2 * whole + (made - 1) * min(alike), 3 * whole if ranks > 1 else 0]
+    for size, count in alike.items():
+        together = max(min(ROUND_ELEMENTS // size, -(-count // ranks)), 1)
+        found.append((2 * together - 1 + made) * size)
+    return float(max(found))
 
 
 def _matrices(arch: Arch, layer: int) -> Iterator[tuple[int, int, int]]:

@@ -4,7 +4,7 @@ The ranks of one copy of a pipeline stage share the work: each matrix has one wo
 directions of its pieces to the workers; a worker computes the updates of its whole matrices and sends each rank the
 parts that it holds, also to ranks that hold the same block. A matrix is computed once per copy of the model, and with
 the same operations in every layout. The traffic is that of two all-to-alls over the matrices in the dtype of the
-masters; the memory is that of a round.
+masters; the memory is that of a round (theory/update.py).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ingot.plugins.optimizer import MatrixRule, RuleOf, keep, keep_state, require_like
 from ingot.plugins.piece import ParameterShard, PlacedParameter
+from ingot.theory.update import ROUND_ELEMENTS
 from ingot.trainer.mesh.collectives import finish, start_all_to_all
-
-ROUND_ELEMENTS = 1 << 26  # of the matrices of one worker in a round: 256 MiB in float32, or one larger matrix
 
 
 @dataclass(frozen=True)
@@ -102,25 +101,39 @@ class Matrices:
     ) -> None:
         """Update `shards`, this rank's pieces of the matrices, and free their gradients. Collective over the group."""
         pieces = _Pieces(self.rules, {shard.name: shard for shard in shards}, states, lr, scale, found_inf)
-        for matrices, own, mine in self._seen_here:
-            # Every rank updates the state of all its blocks, also of those that another rank sends.
-            directions = [[(b, pieces.direction(name, b)) for name, b in blocks] for blocks in own]
-            sent = [[direction for b, direction in blocks if b.sends] for blocks in directions]
-            del directions
-            arrived = self._exchange(sent, [[b for _, b in blocks if b.sends] for blocks in mine])
-            wholes = [self.like.new_empty(matrix.rows, matrix.columns) for matrix in matrices]
-            for blocks, parts in zip(mine, arrived, strict=True):
-                for (i, block), part in zip([(i, b) for i, b in blocks if b.sends], parts, strict=True):
-                    block.of_matrix(wholes[i]).copy_(part)
-            updates = [self._of_matrix(m.name, w, found_inf) for m, w in zip(matrices, wholes, strict=True)]
-            del wholes
-            back = [[block.of_matrix(updates[i]) for i, block in blocks] for blocks in mine]
-            returned = self._exchange(back, [[b for _, b in blocks] for blocks in own])
-            for blocks, parts in zip(own, returned, strict=True):
-                for (name, block), part in zip(blocks, parts, strict=True):
-                    pieces.apply(name, block, part)
+        for seen_here in self._seen_here:
+            self._update_round(pieces, *seen_here, found_inf)
         for shard in shards:
             shard.grad = None
+
+    def _update_round(
+        self,
+        pieces: "_Pieces",
+        matrices: list[WholeMatrix],
+        own: list[list[tuple[str, MatrixBlock]]],
+        mine: list[list[tuple[int, MatrixBlock]]],
+        found_inf: Tensor | None,
+    ) -> None:
+        """Update the matrices of a round. At most three copies of a round exist at a time, or two and what `of_matrix`
+        makes of one matrix (theory/update.py counts them); none is left for the next round."""
+        # Every rank updates the state of all its blocks, also of those that another rank sends.
+        directions = [[(b, pieces.direction(name, b)) for name, b in blocks] for blocks in own]
+        sent = [[direction for b, direction in blocks if b.sends] for blocks in directions]
+        del directions
+        arrived = self._exchange(sent, [[b for _, b in blocks if b.sends] for blocks in mine])
+        del sent
+        wholes = [self.like.new_empty(matrix.rows, matrix.columns) for matrix in matrices]
+        parts = (part for of_rank in arrived for part in of_rank)
+        for i, block in ((i, b) for blocks in mine for i, b in blocks if b.sends):
+            block.of_matrix(wholes[i]).copy_(next(parts))
+        del arrived, parts
+        updates = [self._of_matrix(m.name, w, found_inf) for m, w in zip(matrices, wholes, strict=True)]
+        del wholes
+        back = [[block.of_matrix(updates[i]) for i, block in blocks] for blocks in mine]
+        returned = self._exchange(back, [[b for _, b in blocks] for blocks in own])
+        for blocks, returned_parts in zip(own, returned, strict=True):
+            for (name, block), part in zip(blocks, returned_parts, strict=True):
+                pieces.apply(name, block, part)
 
     def _round(self, by_worker: Sequence[Sequence[WholeMatrix]]) -> "MatrixRound":
         """Return a round as this rank sees it."""
@@ -144,10 +157,13 @@ class Matrices:
         """Send sent[r] to each rank r of the group; return the blocks arriving[r] from each, [rows, columns]."""
         if self.group is None:
             return sent
-        flat = [tensor.reshape(-1) for tensors in sent for tensor in tensors]
+        flat = [tensor for tensors in sent for tensor in tensors]
         counts = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         expected = [sum(block.elements for block in blocks) for blocks in arriving]
-        rows = torch.cat(flat) if flat else self.like.new_empty(0)
+        rows = self.like.new_empty(sum(counts))
+        # Not torch.cat: blocks of columns would have to be copied once more before it.
+        for tensor, place in zip(flat, rows.split([tensor.numel() for tensor in flat]), strict=True):
+            place.view(tensor.shape).copy_(tensor)
         arrived = finish(start_all_to_all(rows, expected, counts, self.group))
         parts = iter(arrived.split([block.elements for blocks in arriving for block in blocks]))
         return [[next(parts).view(block.rows, block.columns) for block in blocks] for blocks in arriving]
