@@ -68,6 +68,7 @@ def this_cluster(machine: Machine, ranks: int = 0) -> Cluster:
             device="cuda",
             devices_per_node=ranks or len(machine.gpus),
             memory_bytes=gpu.memory_bytes,
+            host_memory_bytes=machine.memory_bytes,
             device_name=gpu.name,
         )
     return Cluster(

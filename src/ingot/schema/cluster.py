@@ -20,6 +20,7 @@ class Cluster:
 
     device: the planner accepts "tpu", but ingot's trainer does not run on TPUs.
     memory_bytes: memory of one device; for "cpu", memory of the machine, which its ranks share.
+    host_memory_bytes: memory of one node's host, beside that of its devices; 0: unknown. Not used for "cpu".
     peak_flops: dense matmul peak per device by dtype, FLOP/s; for "cpu" a measured rate (doctor --bench).
     op_seconds: measured time to launch one small operation.
     step_overhead_seconds: measured time of a step that nothing else accounts for (collectives, training loop).
@@ -46,6 +47,7 @@ class Cluster:
     nodes: PositiveDegree = 1
     devices_per_node: PositiveDegree = 1
     memory_bytes: PositiveBytes
+    host_memory_bytes: Bytes = 0
     memory_bandwidth: Rate = 0.0
     peak_flops: dict[str, Rate] = field(default_factory=dict)
     op_seconds: Seconds = 0.0

@@ -31,6 +31,8 @@ class Outlook:
       checkpoint pauses the steps.
     device_hours: wall-clock time summed over all devices. storage_bytes: size of all checkpoints kept at a time.
     spare_nodes: number of spare nodes with which a failed node almost always finds a replacement at once.
+    snapshot_bytes_per_node: host memory of the fullest node for copies of its ranks' state, from which checkpoints are
+      written while steps continue; 0 if steps wait for the write.
     read_bytes_per_second: rate at which all loaders together read training data.
     usd_by_kind: cost of "devices", "spares", "storage", "egress".
     """
@@ -46,6 +48,7 @@ class Outlook:
     device_hours: float
     storage_bytes: float = 0.0
     spare_nodes: int = 0
+    snapshot_bytes_per_node: float = 0.0
     read_bytes_per_second: float = 0.0
     usd_by_kind: dict[str, float] = field(default_factory=dict)
 
@@ -55,7 +58,8 @@ class Plan:
     """A prediction of memory, time and cost.
 
     memory_bytes: memory of the pipeline rank that needs the most, by kind: "weights", "gradients", "optimizer",
-      "activations", "logits", "gathered", "fragmentation", "runtime", and on a CPU "loader and buffers".
+      "activations", "logits", "gathered", "fragmentation", "runtime", and on a CPU "loader and buffers" and, if
+      checkpoints are written in the background, "snapshot".
     stage_memory_bytes: the same for each pipeline rank. moments_bytes: the peak of the rank that needs the most at
       "initialisation", "first step", "steady state" and "save".
     active_parameters: parameters that a token uses: all in a dense model; 0 in plans made before ingot had experts.

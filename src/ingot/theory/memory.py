@@ -241,6 +241,16 @@ def _whole_logits(position: Position) -> Term:
     return Term(float(tokens * vocabulary * each), f"{tokens:,} tokens x {vocabulary:,} ids x {each} B")
 
 
+def saved(position: Position) -> Term:
+    """Return the bytes that this rank saves in a checkpoint: its part of the masters and of the optimizer state. Ranks
+    of further copies of the model (dp_replicate) save nothing.
+    """
+    s = STORED_BYTES[position.train.precision]
+    return _total(
+        _kept(p, (1 + p.moments) * s / p.ranks, f"master and {p.moments:.3g} moments") for p in shares(position)
+    )
+
+
 def checkpoint_bytes(arch: Arch, precision: str, moments: float = ADAMW_MOMENTS) -> Term:
     """Return the bytes of a checkpoint: master parameters and optimizer state of the whole model, without gradients.
 

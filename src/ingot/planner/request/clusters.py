@@ -124,5 +124,6 @@ def with_published_rates(cluster: Cluster) -> Cluster:
         nodes=cluster.nodes,
         devices_per_node=cluster.devices_per_node,
         memory_bytes=cluster.memory_bytes,
+        host_memory_bytes=cluster.host_memory_bytes,
         device_name=cluster.device_name,
     )

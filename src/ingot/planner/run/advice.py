@@ -8,7 +8,7 @@ from ingot.planner.predict.time.links import LineTime, line_times
 from ingot.planner.predict.time.step_time import simulated
 from ingot.planner.run.outlook import Assumptions, device_usd
 from ingot.planner.run.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
-from ingot.planner.run.storage import data_reading
+from ingot.planner.run.storage import data_reading, node_snapshot
 from ingot.planner.search.space import links_of
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
@@ -103,6 +103,11 @@ def memory_warnings(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> 
         yield f"does not fit: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
     elif needed > _TIGHT * there:
         yield f"tight: {format_bytes(needed)} per rank of {format_bytes(there)}, mostly {largest}; {fix}"
+    if run.checkpoint.mode == "async" and cluster.host_memory_bytes:
+        copied, host = node_snapshot(run, cluster).value, cluster.host_memory_bytes
+        if copied > host:
+            sizes = f"a save in the background copies {format_bytes(copied)} to a host of {format_bytes(host)}"
+            yield f'does not fit: {sizes}; set checkpoint.mode = "sync"'
 
 
 def _devices(run: RunConfig, cluster: Cluster) -> Iterator[str]:
@@ -308,7 +313,7 @@ def outlook_warnings(
     reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
     if reading.is_limit:
         yield f"the run takes {reading.share:,.1f} times as long as its steps: {reading.formula}"
-    if given.checkpoint_every_steps and found.failures and not given.asynchronous:
+    if given.checkpoint_every_steps and found.failures and not given.in_background(run):
         yield from _interval(step_seconds * max(reading.share, 1.0), run.train.steps, found)
 
 

@@ -8,7 +8,15 @@ import math
 from dataclasses import dataclass, fields
 
 from ingot.errors import ConfigError
-from ingot.planner.run.storage import blocking_stall, copy_stall, data_reading, kept_bytes, token_bytes
+from ingot.planner.run.storage import (
+    blocking_stall,
+    copy_stall,
+    data_reading,
+    kept_bytes,
+    node_snapshot,
+    ranks_of_node,
+    token_bytes,
+)
 from ingot.ranges import Degree, Factor, Queue, Rate, Seconds, Steps, Usd
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook
@@ -53,8 +61,8 @@ class Assumptions:
     meeting_seconds, manifest_seconds_per_rank: time of every checkpoint in addition to writing its bytes. Ranks
       synchronize and open files; one rank writes the list of parts and reads it back while the others wait: 20 s for
       16,384 ranks (docs/design/recovery.md).
-    asynchronous: steps stop only for the synchronization and a copy to host memory. False, as in ingot's trainer: steps
-      wait for the whole write.
+    asynchronous: True: steps stop only for the synchronization and a copy to host memory. False: steps wait for the
+      whole write. None: as the run file's checkpoint.mode says.
     checkpoint_every_seconds, checkpoint_every_steps: at most one is given; if both are 0, Daly's interval is used.
     keep: number of checkpoints to keep; 0 means the run file's.
     usd_per_hour: price of one device (on CPU: of one machine); 0 means the run file's or the cluster's price.
@@ -69,7 +77,7 @@ class Assumptions:
     storage_read_bytes_per_second: Rate = 0.0
     meeting_seconds: Seconds = 1.0
     manifest_seconds_per_rank: Seconds = 1.2e-3
-    asynchronous: bool = False
+    asynchronous: bool | None = None
     checkpoint_every_seconds: Seconds = 0.0
     checkpoint_every_steps: Steps = 0
     keep: Queue = 0
@@ -86,6 +94,10 @@ class Assumptions:
                 yield name, f"is {value}, must be finite and at least 0"
         if self.write_bytes_per_second == 0:
             yield "write_bytes_per_second", "is 0, so no checkpoint would ever be complete; must be above 0"
+
+    def in_background(self, run: RunConfig) -> bool:
+        """Return True if steps continue while a checkpoint is written."""
+        return run.checkpoint.mode == "async" if self.asynchronous is None else self.asynchronous
 
 
 @dataclass(frozen=True)
@@ -120,10 +132,12 @@ def outlook(
     reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
     step_seconds *= max(reading.share, 1.0)
     job, productive = _job(run, cluster, given), run.train.steps * step_seconds
-    write, stall = _stalls(job, cluster, given, checkpoint_bytes)
-    every = _cadence(job, given, stall.value, write.value, step_seconds, productive)
+    copied = node_snapshot(run, cluster) if given.in_background(run) else Term(0.0, "")
+    write, stall = _stalls(job, cluster, given, checkpoint_bytes, copied.value / ranks_of_node(run, cluster))
     # A checkpoint that is not completely written when the job fails cannot be used.
-    lost = given.restart_seconds + (write.value if given.asynchronous else 0.0)
+    writing = write.value if copied.value else 0.0
+    every = _cadence(job, given, stall.value, writing, step_seconds, productive)
+    lost = given.restart_seconds + writing
     useful = goodput(job.mttf, stall.value, every.value, lost)
     _require_progress(job, useful.value, given)
     days = productive / useful.value / DAY_SECONDS
@@ -142,6 +156,7 @@ def outlook(
         device_hours=device_hours(job.devices, days),
         storage_bytes=stored,
         spare_nodes=round(spares.value),
+        snapshot_bytes_per_node=copied.value,
         read_bytes_per_second=reading.bytes_per_second / max(reading.share, 1.0),
         usd_by_kind={kind: term.value for kind, term in usd.items()},
     )
@@ -153,6 +168,7 @@ def outlook(
         "checkpoint_stall": stall.formula,
         "spare_nodes": spares.formula,
         "reading": reading.formula,
+        **({"snapshot": copied.formula} if copied.value else {}),
         **{f"usd.{kind}": term.formula for kind, term in usd.items()},
     }
     return found, {f"outlook.{name}": formula for name, formula in formulas.items()}
@@ -222,36 +238,47 @@ def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
     return Term(rate, f"{published.source}{share if per_node else ''}")
 
 
-def _stalls(job: _NodesInUse, cluster: Cluster, given: Assumptions, checkpoint_bytes: float) -> tuple[Term, Term]:
-    """Return two times in seconds: until a checkpoint is complete, and the part of it in which no step runs."""
+def _stalls(
+    job: _NodesInUse, cluster: Cluster, given: Assumptions, checkpoint_bytes: float, copied_bytes: float
+) -> tuple[Term, Term]:
+    """Return two times in seconds: until a checkpoint is complete, and the part of it in which no step runs.
+
+    copied_bytes: what a rank copies to host memory before steps continue; 0 if they wait for the whole write.
+    """
     size = blocking_stall(
         checkpoint_bytes, job.nodes, given.write_bytes_per_second, given.storage_write_bytes_per_second
     )
     meeting, listing = given.meeting_seconds, given.manifest_seconds_per_rank * job.devices
     extra = f"meeting {format_seconds(meeting)}, manifest of {job.devices:,} ranks {format_seconds(listing)}"
     write = Term(size.value + meeting + listing, f"{size.formula}; {extra}")
-    if not given.asynchronous:
+    if not copied_bytes:
         return write, write
-    copy = copy_stall(checkpoint_bytes, job.devices, cluster.host_bandwidth or _HOST_BANDWIDTH)
+    copy = copy_stall(copied_bytes, 1, cluster.host_bandwidth or _HOST_BANDWIDTH)
     return write, Term(copy.value + meeting, f"{copy.formula}; meeting {format_seconds(meeting)}")
 
 
 def _cadence(job: _NodesInUse, given: Assumptions, stall: float, write: float, step: float, productive: float) -> Term:
     """Return the interval between two checkpoints, in seconds of steps: the assumed one, or else Daly's. Daly's is
-    raised to at least one step and, if writes are asynchronous, one write.
+    raised to at least one step and, if steps continue during a write, one write. A save that is due during a write is
+    left out.
 
-    stall, write, step: seconds of a checkpoint's stall, of its write and of a step. productive: seconds of all steps.
+    stall, write, step: seconds of a checkpoint's stall, of its write while steps continue, and of a step. productive:
+    seconds of all steps.
     """
     if given.checkpoint_every_seconds:
         return Term(given.checkpoint_every_seconds, f"every {format_seconds(given.checkpoint_every_seconds)}, as given")
     best = daly_interval(job.mttf, stall)
     if given.checkpoint_every_steps:
         daly = f", Daly's interval is {format_seconds(best)}" if best < productive else ""
-        every = min(given.checkpoint_every_steps * step, productive)
-        return Term(every, f"every {given.checkpoint_every_steps:,} steps, as given{daly}")
+        due = given.checkpoint_every_steps * step
+        taken = max(math.ceil(write / due), 1)
+        skipped = f", of which every {taken}th is saved: a write takes {format_seconds(write)}" if taken > 1 else ""
+        return Term(
+            min(taken * due, productive), f"every {given.checkpoint_every_steps:,} steps, as given{skipped}{daly}"
+        )
     if best >= productive:
         return Term(productive, "only at the end: failures are rarer than the run is long")
-    least, why = max((step, "one step"), (write if given.asynchronous else 0.0, "the write itself"))
+    least, why = max((step, "one step"), (write, "the write itself"))
     rule = f"Daly 2006: w {format_seconds(stall)}, M {format_seconds(job.mttf)}"
     if best < least:
         return Term(least, f"{why}, {format_seconds(least)}; {rule} would be {format_seconds(best)}")

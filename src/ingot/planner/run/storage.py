@@ -4,8 +4,10 @@ import math
 from dataclasses import dataclass
 
 from ingot.errors import ConfigError
+from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
-from ingot.theory.memory import Term
+from ingot.theory.layout import positions
+from ingot.theory.memory import Term, saved
 from ingot.units import format_bytes, format_count, format_seconds
 
 # The number of ids that two bytes can distinguish (schema/tokens.py refuses more in uint16).
@@ -112,6 +114,22 @@ def blocking_stall(size_bytes: float, nodes: int, node_write: float, storage_wri
         of = f"the storage's {format_bytes(storage_write)}/s"
     seconds = size_bytes / together
     return Term(seconds, f"{format_bytes(size_bytes)} / {of} = {format_seconds(seconds)}")
+
+
+def node_snapshot(run: RunConfig, cluster: Cluster) -> Term:
+    """Return the bytes of host memory that the fullest node needs for saves in the background: one copy of what each of
+    its ranks saves (trainer/checkpoint/snapshot.py), which stays allocated between saves.
+    """
+    ranks = ranks_of_node(run, cluster)
+    largest = max((saved(position) for position in positions(run)), key=lambda term: term.value)
+    return Term(ranks * largest.value, f"{ranks} ranks of a node x {format_bytes(largest.value)} ({largest.formula})")
+
+
+def ranks_of_node(run: RunConfig, cluster: Cluster) -> int:
+    """Return the largest number of ranks of a run on one node."""
+    if cluster.device == "cpu":
+        return -(-run.parallel.world_size // cluster.nodes)
+    return min(cluster.devices_per_node, run.parallel.world_size)
 
 
 def copy_stall(size_bytes: float, devices: int, host_bandwidth: float) -> Term:

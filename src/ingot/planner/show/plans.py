@@ -281,7 +281,9 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
         f" keep {outlook.spare_nodes} spare nodes"
     )
     stall = format_seconds(outlook.checkpoint_stall_seconds)
-    yield f"saving    every {format_seconds(outlook.checkpoint_every_seconds)}, a stall of {stall} each"
+    copied = f"; a copy of {format_bytes(outlook.snapshot_bytes_per_node)} in each node's memory"
+    copied = copied if outlook.snapshot_bytes_per_node else ""
+    yield f"saving    every {format_seconds(outlook.checkpoint_every_seconds)}, a stall of {stall} each{copied}"
     yield from labelled("reading", plan.formulas.get("outlook.reading", ""))
     if plan.usd:
         total, parts = sum(outlook.usd_by_kind.values()), outlook.usd_by_kind

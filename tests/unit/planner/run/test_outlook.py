@@ -9,14 +9,15 @@ from hypothesis import strategies as st
 from tests.expect import refused
 
 from ingot.errors import ConfigError
+from ingot.planner.predict.memory.peak_memory import memory_bill, moments
 from ingot.planner.request.clusters import load_cluster
 from ingot.planner.request.presets import load_model
-from ingot.planner.run.advice import outlook_warnings
+from ingot.planner.run.advice import memory_warnings, outlook_warnings
 from ingot.planner.run.outlook import Assumptions, device_hours, device_usd, egress_usd, outlook, storage_usd
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Cost, Data, RunConfig, Train
-from ingot.theory.memory import checkpoint_bytes
+from ingot.theory.memory import Term, checkpoint_bytes
 
 ARCH = load_model("llama3-70b").arch
 SAVED = checkpoint_bytes(ARCH, "bf16").value
@@ -163,6 +164,59 @@ def test_a_copy_to_the_host_stops_steps_for_less_but_loses_the_write():
     assert later.checkpoint_every_seconds >= whole  # the next one cannot start before
     slow, _ = seen(write_bytes_per_second=1e7, asynchronous=True)
     assert slow.checkpoint_every_seconds >= SAVED / (128 * 1e7)
+
+
+BACKGROUND = replace(RUN, checkpoint=Checkpoint(mode="async"))
+
+
+def test_the_mode_of_the_run_file_decides_what_steps_wait_for():
+    waiting, later = seen(), seen(BACKGROUND)
+    assert later == seen(asynchronous=True) and waiting == seen(BACKGROUND, asynchronous=False)
+    assert waiting[0].snapshot_bytes_per_node == 0 and "outlook.snapshot" not in waiting[1]
+    # 8 tp ranks of a node hold an eighth of a pipeline rank's state, of which 32 ranks of dp_shard save a part each.
+    rank = later[0].snapshot_bytes_per_node / 8
+    assert rank == pytest.approx(SAVED / 1024, rel=0.1)
+    assert later[0].checkpoint_stall_seconds == pytest.approx(1 + rank / CLUSTER.host_bandwidth)
+
+
+def test_copies_of_the_model_save_nothing_and_do_not_make_the_copy_smaller():
+    once, twice = (
+        replace(BACKGROUND, parallel=Parallel(tp=8, pp=4, dp_shard=16, dp_replicate=copies)) for copies in (1, 2)
+    )
+    found = [seen(run)[0] for run in (once, twice)]
+    assert found[0].snapshot_bytes_per_node == found[1].snapshot_bytes_per_node
+    assert found[0].checkpoint_stall_seconds == found[1].checkpoint_stall_seconds
+
+
+def test_a_save_that_is_due_during_a_write_is_left_out():
+    write = 1 + 1.2e-3 * 1024 + SAVED / (128 * 1e7)
+    found, formulas = seen(BACKGROUND, write_bytes_per_second=1e7, checkpoint_every_steps=10)
+    taken = math.ceil(write / (10 * STEP))
+    assert taken > 10 and found.checkpoint_every_seconds == pytest.approx(taken * 10 * STEP)
+    assert f"every {taken}th" in formulas["outlook.checkpoint_every"]
+    assert seen(write_bytes_per_second=1e7, checkpoint_every_steps=10)[0].checkpoint_every_seconds == 10 * STEP
+
+
+def test_a_host_that_does_not_hold_the_copies_is_reported():
+    needed = seen(BACKGROUND)[0].snapshot_bytes_per_node
+    for run, host, expected in (
+        (BACKGROUND, needed / 2, True), (BACKGROUND, needed, False), (BACKGROUND, 0, False), (RUN, 1, False)
+    ):  # fmt: skip
+        cluster = replace(CLUSTER, host_memory_bytes=int(host))
+        found = list(memory_warnings(run, cluster, {"weights": Term(1.0, ""), "runtime": Term(1.0, "")}))
+        assert [warning for warning in found if 'checkpoint.mode = "sync"' in warning] == found
+        assert bool(found) == expected
+
+
+def test_on_a_cpu_the_copy_takes_the_memory_of_its_rank():
+    run = replace(RUN, model=load_model("smollm2-135m").arch, parallel=Parallel(dp_shard=2, zero=1))
+    plain, later = (memory_bill(replace(run, checkpoint=Checkpoint(mode=mode)), MACHINE) for mode in ("sync", "async"))
+    copied = checkpoint_bytes(run.model, "bf16").value / 2
+    assert later["snapshot"].value == pytest.approx(copied) and later.keys() - plain.keys() == {"snapshot"}
+    assert "snapshot" not in memory_bill(BACKGROUND, CLUSTER)
+    phases = [moments(replace(run, checkpoint=Checkpoint(mode=mode)), MACHINE) for mode in ("sync", "async")]
+    more = {name: phases[1][name].value - phases[0][name].value for name in phases[0]}
+    assert more == pytest.approx({"initialisation": 0, "first step": 0, "steady state": copied, "save": copied})
 
 
 def test_smaller_nodes_fail_by_their_share_of_devices():

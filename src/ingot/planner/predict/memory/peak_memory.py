@@ -23,13 +23,16 @@ _HOST_PARTS_BYTES = 32 * 1024**2
 def memory_bill(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term]:
     """Return the terms of one rank's peak memory, by kind: live tensors, fragmentation, and the process. With a
     pipeline this is the rank that needs the most."""
-    return _with_process(live_bill(run, cluster.device, software), run, cluster)
+    position = _fullest(run, cluster.device, software)
+    return _with_process(position_bill(position, cluster.device) | _snapshot(position, run, cluster), run, cluster)
 
 
 def stage_bills(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> tuple[dict[str, Term], ...]:
     """Return the memory bill of each pipeline rank, in order."""
-    bills = (position_bill(position, cluster.device) for position in positions(run, software))
-    return tuple(_with_process(bill, run, cluster) for bill in bills)
+    return tuple(
+        _with_process(position_bill(position, cluster.device) | _snapshot(position, run, cluster), run, cluster)
+        for position in positions(run, software)
+    )
 
 
 def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dict[str, Term]:
@@ -39,8 +42,8 @@ def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dic
     because the trainer allocates both moments of AdamW at its start.
     """
     device = cluster.device
-    position = max(positions(run, software), key=lambda position: _live_bytes(position, device))
-    bill = position_bill(position, device)
+    position = _fullest(run, device, software)
+    bill, copy = position_bill(position, device), list(_snapshot(position, run, cluster).values())
     if device == "cpu":
         position = _without_host_offload(position)
     state = [memory.weights(position), memory.optimizer(position)]
@@ -50,8 +53,8 @@ def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dic
     parts = {
         "initialisation": [*state, coming],
         "first step": list(bill.values()),
-        "steady state": list(bill.values()),
-        "save": [*state, between, coming],
+        "steady state": [*bill.values(), *copy],
+        "save": [*state, between, coming, *copy],
     }
     return {
         name: _joined(_with_process({str(i): t for i, t in enumerate(terms)}, run, cluster))
@@ -61,8 +64,22 @@ def moments(run: RunConfig, cluster: Cluster, software: Software = INGOT) -> dic
 
 def live_bill(run: RunConfig, device: str, software: Software = INGOT) -> dict[str, Term]:
     """Return the bytes of the tensors alive at the peak, by kind, on the pipeline rank that holds the most."""
+    return position_bill(_fullest(run, device, software), device)
+
+
+def _fullest(run: RunConfig, device: str, software: Software) -> Position:
+    """Return the pipeline rank with the most live bytes at its peak."""
     places = positions(run, software)
-    return position_bill(places[0] if len(places) == 1 else max(places, key=lambda p: _live_bytes(p, device)), device)
+    return places[0] if len(places) == 1 else max(places, key=lambda p: _live_bytes(p, device))
+
+
+def _snapshot(position: Position, run: RunConfig, cluster: Cluster) -> dict[str, Term]:
+    """Return the copy of its state that a rank keeps from its first save in the background on, as a kind of memory. On
+    a GPU it is on the host, not on the device (planner/run/storage.py).
+    """
+    if run.checkpoint.mode == "sync" or cluster.device != "cpu":
+        return {}
+    return {"snapshot": memory.saved(position)}
 
 
 def position_bill(position: Position, device: str) -> dict[str, Term]:
