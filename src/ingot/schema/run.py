@@ -149,7 +149,7 @@ class Checkpoint:
     remote: a store to which saved checkpoints are uploaded while training goes on.
     """
 
-    mode: Literal["async", "sync"] = "sync"
+    mode: Literal["async", "sync"] = "async"
     every_steps: PositiveSteps = 100
     keep: PositiveQueue = 3
     remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
