@@ -109,8 +109,8 @@ MUTANTS: list[Mutant] = [
         name="snapshot-kept",
         what="the memory of a snapshot is filled once, and later saves write the same bytes again",
         file="trainer/checkpoint/snapshot.py",
-        before="place.copy_(tensor.detach(), non_blocking=self._on_gpu)",
-        after="place.any() or place.copy_(tensor.detach(), non_blocking=self._on_gpu)",
+        before="self._copy(tensor.detach(), self._image[begin:end])",
+        after="self._image[begin:end].any() or self._copy(tensor.detach(), self._image[begin:end])",
         tests=(f"{_BACKGROUND}::test_training_may_change_the_state_once_the_save_has_begun",),
     ),
     Mutant(

@@ -57,8 +57,9 @@ def run_rank(rank, ranks, folder, script=None, until_step=None):
 
 
 def written(run):
-    """Let the save in flight end on this rank."""
-    run.background.in_flight.wait()
+    """Let the save in flight end on this rank, if it was not reported yet."""
+    if run.background.in_flight is not None:
+        run.background.in_flight.wait()
 
 
 def stop_writer(run):
