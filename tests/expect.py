@@ -21,6 +21,15 @@ def refused(code: str, **facts: object) -> Iterator[pytest.ExceptionInfo[IngotEr
     assert {name: caught.value.facts.get(name) for name in facts} == facts
 
 
+@contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Turn a KeyboardInterrupt, with which pytest would end, into a failure of the test."""
+    try:
+        yield
+    except KeyboardInterrupt as interrupt:
+        raise AssertionError(f"KeyboardInterrupt: {interrupt}") from None
+
+
 def reported(output: str, code: str, **facts: object) -> dict:
     """Expect `output` of a verb with --json to be an error with this code, and with these among its facts."""
     error = json.loads(output)

@@ -16,7 +16,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from ingot.errors import ConfigError
 from ingot.ranges import Range
-from ingot.toml import MOST_BYTES, MOST_NESTED, key_lines, parse_toml, toml_key, toml_value, too_large, too_nested
+from ingot.toml import (
+    MOST_BYTES,
+    MOST_NESTED,
+    Word,
+    key_lines,
+    parse_override,
+    parse_toml,
+    toml_key,
+    toml_value,
+    too_large,
+    too_nested,
+)
 from ingot.units import parse_bytes, parse_count, parse_seconds
 from ingot.value_names import bare, close, cut, not_text, number_meant, shown, type_name, value_name
 
@@ -39,7 +50,6 @@ def _fields(kind: type) -> dict[str, tuple[Any, bool]]:
 # For the metadata of a field whose section is written only if it differs from the default: most runs have no plug-ins.
 LEFT_OUT_AT_DEFAULT = {"left_out_at_default": True}
 _MOST_PROBLEMS = 50  # that an error lists
-_LONGEST_WORD = 10_000  # characters of a value of --set without quotes
 
 
 class _Reader:
@@ -103,7 +113,7 @@ class _Reader:
         if isinstance(value, float) and not math.isfinite(value):
             self.problem(key, f"{key} = {value} is not a finite number")
             return None
-        if isinstance(value, _Word):
+        if isinstance(value, Word):
             value = _read_word(hint, value, key)
         if isinstance(value, str) and (wrong := not_text(value)):
             self.problem(key, f"{key} contains {wrong}")
@@ -298,7 +308,7 @@ def read(path: Path | None, overrides: typing.Sequence[str]) -> tuple[dict, typi
         path_of_key = key.strip().split(".")
         if len(path_of_key) > MOST_NESTED:
             raise too_nested("--set")
-        _put(values, path_of_key, _parse_override(key.strip(), raw.strip()))
+        _put(values, path_of_key, parse_override(key.strip(), raw.strip(), f"--set {cut(key.strip())}"))
         from_command_line.add(key.strip())
     lines = key_lines(text)
 
@@ -346,19 +356,6 @@ def _put(values: dict, path: list[str], value) -> None:
                 key=".".join(path),
             )
     values[path[-1]] = value
-
-
-class _Word(str):
-    """A value of --set without quotes: text, or a number with a unit (10k, 64MiB, 20min) where a number is needed."""
-
-
-def _parse_override(key: str, raw: str):
-    try:
-        return parse_toml(f"{toml_key(key)} = {raw}", f"--set {cut(key)}")[key]
-    except ConfigError as error:
-        if error.code != "E-CONFIG-SYNTAX" or len(raw) > _LONGEST_WORD:
-            raise
-        return _Word(raw)  # a word without quotes is a string: --set schedule.kind=wsd
 
 
 def to_toml(config, comments: dict[str, str] | None = None, *, whole: bool = False) -> str:

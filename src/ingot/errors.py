@@ -11,7 +11,7 @@
     ├── CheckpointError       exit 21   a checkpoint fails verification, or no checkpoint can be used
     ├── RunBusyError          exit 30   another process owns the run directory
     └── RunFailed             exit 93   the same failure again and again: restarting will not help
-    Preempted                 exit 10   not an error: stopped on request, everything saved
+    Preempted                 exit 10   not an error: stopped on request; the last line names the saved step
 
 An error states what was found, the rule that this breaks, and the fix.
 """

@@ -7,6 +7,7 @@ that Python cannot print. Such texts are refused.
 import re
 import tomllib
 from collections.abc import Iterator
+from datetime import date, time
 from typing import Any
 
 from ingot.errors import ConfigError
@@ -18,6 +19,7 @@ _KEY_PART = r"""(?:[\w-]++|"(?:[^"\\\n]++|\\.)*+"|'[^'\n]*+')"""
 # A key begins neither within a word, nor at an escaped quote, where a search would read the rest of the line each time.
 _LONG_KEY = re.compile(rf"(?<![\w\"'.\\-])(?>{_KEY_PART}[ \t]*+\.[ \t]*+){{{_MANY_PARTS}}}")
 _LONG_NUMBER = re.compile(r"[0-9][0-9_]{4300}")  # the digits that Python reads as a number
+_LONGEST_WORD = 10_000  # characters of a value of --set without quotes
 _LARGEST = 2**63  # numbers of TOML have 64 bits
 
 
@@ -140,3 +142,20 @@ def toml_value(value) -> str:
     if isinstance(value, dict):
         return "{ " + ", ".join(f"{toml_key(name)} = {toml_value(v)}" for name, v in value.items()) + " }"
     return repr(value)
+
+
+class Word(str):
+    """A value of --set without quotes: text, or a number with a unit (10k, 64MiB, 20min) where a number is needed."""
+
+
+def parse_override(key: str, raw: str, place: str):
+    """Parse the value `raw` of `--set KEY=RAW`: a value of TOML, else a Word. place: as in `parse_toml`. Raises
+    ConfigError."""
+    try:
+        value = parse_toml(f"{toml_key(key)} = {raw}", place)[key]
+        # No setting is a date or a time of the day: a duration like 04:00:00 is a word.
+        return Word(raw) if isinstance(value, date | time) else value
+    except ConfigError as error:
+        if error.code != "E-CONFIG-SYNTAX" or len(raw) > _LONGEST_WORD:
+            raise
+        return Word(raw)  # a word without quotes is a string: --set schedule.kind=wsd

@@ -56,6 +56,32 @@ def parse_seconds(text: str | int | float) -> float:
     return float(_parse(text, _SECONDS, "a duration", "90 s, 5 min or 24h"))
 
 
+# Slurm's forms without "minutes" and "minutes:seconds", which other readers take for seconds and hours:minutes.
+_CLOCK = re.compile(r"(?:([0-9]{1,5})-)?([0-9]{1,5})(?::([0-9]{1,2}))?(?::([0-9]{1,2}))?")
+_PARTS = re.compile(r"(?:([0-9]{1,5}) ?d)?(?: ?([0-9]{1,6}) ?h)?(?: ?([0-9]{1,7}) ?(?:m|min))?(?: ?([0-9]{1,9}) ?s)?")
+
+
+def parse_duration(text: str) -> float:
+    """Parse a duration that has a unit into seconds: '4h', '1d2h30m', and of Slurm's forms hours:minutes:seconds and
+    those with days: '04:00:00', '1-12', '1-12:00:00'. Raises ConfigError.
+    """
+    clean = text.strip().lower()
+    clock, parts = _CLOCK.fullmatch(clean), _PARTS.fullmatch(clean)
+    if clock and (clock[1] or clock[4]):
+        match = clock
+    elif parts and clean:
+        match = parts
+    else:
+        raise ConfigError(
+            "E-QUANTITY",
+            f"{text!r} is not a duration with a unit",
+            rule="write days, hours, minutes and seconds as 4h, 90min, 1d2h30m, 04:00:00 or 1-12:00:00",
+            value=text,
+        )
+    days, hours, minutes, seconds = (int(part or 0) for part in match.groups())
+    return float(((days * 24 + hours) * 60 + minutes) * 60 + seconds)
+
+
 def _scaled(n: float, steps: tuple[tuple[float, str], ...]) -> str:
     """Format `n` with three digits, in the largest unit of `steps` that it reaches (else the smallest)."""
     limit, unit = next((step for step in steps if abs(n) >= step[0]), steps[-1])

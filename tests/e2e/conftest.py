@@ -165,7 +165,17 @@ def ended(process: subprocess.Popen, code: int, seconds: float = 90) -> str:
 
 
 def workers_of(folder: RunFolder) -> list[int]:
-    """Living processes that carry the run's folder on their command line: the fork server, its ranks, their writers."""
+    """The living processes of the fork server and the ranks of the run, and the writers of the ranks."""
+    return _processes(folder, b"ingot.trainer.main") + writers_of(folder)
+
+
+def writers_of(folder: RunFolder) -> list[int]:
+    """The living processes that write the checkpoints of the run's ranks."""
+    return _processes(folder, WRITER)
+
+
+def _processes(folder: RunFolder, module: bytes) -> list[int]:
+    """The living processes of a module that carry the run's folder on their command line."""
     name, found = str(folder.root).encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit() and int(entry.name) != os.getpid():
@@ -173,7 +183,7 @@ def workers_of(folder: RunFolder) -> list[int]:
                 line = Path(f"/proc/{entry.name}/cmdline").read_bytes()
             except OSError:
                 continue
-            if (b"ingot.trainer.main" in line or WRITER in line) and name in line:
+            if module in line and name in line:
                 found.append(int(entry.name))
     return found
 

@@ -1,5 +1,6 @@
 """Real `ingot train` processes, disturbed in every way that users report, compared with an undisturbed run."""
 
+import contextlib
 import os
 import re
 import signal
@@ -162,6 +163,37 @@ def test_no_process_outlives_the_supervisor(project, undisturbed):
     project.train(out)
     assert project.facts(out) == undisturbed
     prove_ledger(project, out)
+
+
+@pytest.mark.slow
+def test_a_scheduler_that_signals_every_process_twice_gets_a_saved_run(project, undisturbed):
+    """Slurm's --signal=USR1@SECONDS, and its SIGTERM when the time is over, reach the ranks and their writers, too."""
+    out = "preempted"
+    process = project.start(out, "--set", "checkpoint.mode=async", "--set", "launch.grace=60s")
+    project.wait_for_step(out, 30, process)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGTERM):
+        for pid in [process.pid, *workers_of(project.folder(out))]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+    output = ended(process, 10)
+    (stopped,) = read_events(project.folder(out).events, events.STOPPED)
+    step = stopped["step"]
+    assert stopped["saved_step"] == step >= 30 and stopped["reason"] == "SIGUSR1"
+    assert f"stopped at step {step}; step {step} is saved and verified" in output
+    assert not workers_of(project.folder(out)) and not list(read_events(project.folder(out).events, events.FAULT))
+    assert f"after step {step} of {STEPS}" in project.train(out)
+    assert project.facts(out) == undisturbed
+    prove_ledger(project, out)
+
+
+@pytest.mark.slow
+def test_a_time_limit_ends_in_a_checkpoint(project):
+    out = "limited"
+    output = project.train(out, "--set", "train.steps=1000000", "--set", "launch.stop_after=00:00:10", code=10)
+    (stopped,) = read_events(project.folder(out).events, events.STOPPED)
+    step = list_checkpoints(project.folder(out).checkpoints)[0].step
+    assert (stopped["step"], stopped["saved_step"], stopped["reason"]) == (step, step, "launch.stop_after")
+    assert f"step {step} is saved and verified" in output and "Next:" in output
 
 
 @pytest.mark.slow

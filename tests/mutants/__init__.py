@@ -20,6 +20,7 @@ from . import (
     plugin_imports,
     plugins,
     precision,
+    stopping,
     stores,
 )
 from .mutant import Mutant
@@ -41,6 +42,7 @@ AREAS: dict[str, list[Mutant]] = {
         plugin_imports,
         parts,
         stores,
+        stopping,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

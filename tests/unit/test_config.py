@@ -1,5 +1,6 @@
 """Strict configuration: everything wrong is reported at once, with its place and the likely key."""
 
+import math
 import time
 from dataclasses import dataclass, is_dataclass, replace
 from pathlib import Path
@@ -80,6 +81,17 @@ def test_rules_between_keys_name_the_way_out(run_file):
 def test_overrides_take_toml_values_and_bare_words(run_file):
     read = load_run(run_file, ["train.steps=7", "schedule.kind=wsd", "schedule.decay_steps=3", "data.weights.web=0.5"])
     assert (read.train.steps, read.schedule.kind, read.data.weights["web"]) == (7, "wsd", 0.5)
+
+
+def test_durations_are_text_with_a_unit(run_file):
+    for text, seconds in (("04:00:00", 14400), ("1-12:00:00", 129600), ("1d2h30m", 95400), ('"4h"', 14400)):
+        launch = load_run(run_file, [f"launch.stop_after={text}"]).launch
+        assert (launch.stop_after, launch.stop_after_limit) == (text.strip('"'), seconds)
+    launch = load_run(run_file, ["launch.grace=300s"]).launch
+    assert launch.grace_limit == 300 and math.isinf(launch.stop_after_limit)
+    for wrong in ("'90'", "0s", "400d", "soon", "04:00"):
+        with refused("E-CONFIG-SETTINGS", keys=["launch.grace"]):
+            load_run(run_file, [f"launch.grace={wrong}"])
 
 
 def test_an_override_is_blamed_on_the_command_line(run_file):

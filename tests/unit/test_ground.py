@@ -25,6 +25,7 @@ from ingot.units import (
     format_seconds,
     parse_bytes,
     parse_count,
+    parse_duration,
     parse_seconds,
 )
 
@@ -38,6 +39,12 @@ def test_quantities_as_people_write_them():
     )
     assert (parse_bytes("64 MiB"), parse_bytes("1 GB"), parse_bytes("7")) == (1 << 26, 10**9, 7)
     assert (parse_seconds("24h"), parse_seconds("2 min"), parse_seconds("90")) == (86400, 120, 90)
+    forms = {"4h": 14400, "1d2h30m": 95400, "90 min": 5400, "45s": 45, "04:00:00": 14400, "1-12": 129600}
+    forms |= {"1-12:30": 131400, "1-12:00:05": 129605, "0:00:00": 0}
+    assert {text: parse_duration(text) for text in forms} == forms
+    for text in ("", "90", "04:00", "4x", "1h2d", "-1h", "1:2:3:4", "1.5h"):  # without a unit, programs read other ones
+        with refused("E-QUANTITY", value=text):
+            parse_duration(text)
     for bad in ("", "8 q", "b8", "1..2", "1e400", "1e308T"):
         with refused("E-QUANTITY", value=bad):
             parse_count(bad)

@@ -173,9 +173,10 @@ def main(argv: list[str] | None = None) -> int:
     except Preempted as stop:
         terminal.say(str(stop))
         return stop.exit_code
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         terminal.end_progress()
-        sys.stderr.write("interrupted; finished work is kept, and the same command continues from there\n")
+        kept = str(interrupt) or "finished work is kept"
+        sys.stderr.write(f"interrupted; {kept}, and the same command continues from there\n")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error

@@ -61,6 +61,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if outcome.finished:
         terminal.next(f"ingot report {outcome.run}", f"ingot sample {outcome.run} --prompt 'Once'")
     else:
-        terminal.say(f"stopped at step {outcome.step}; step {outcome.saved_step} is saved and verified")
+        lost = outcome.step - outcome.saved_step
+        again = f"; {lost} step{'s' if lost > 1 else ''} will be trained again" if lost > 0 else ""
+        terminal.say(f"stopped at step {outcome.step}; step {outcome.saved_step} is saved and verified{again}")
         terminal.next(f"ingot train {outcome.run}      (continues)")
     return outcome.exit_code

@@ -35,7 +35,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   fault          rank, cause, step (last seen), detected_by         a rank was lost, or an error ended the attempt
   restart        attempt, of                                          the supervisor starts the job again
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
-  stopped        step, reason                                         stopped on request after saving
+  stopped        step, reason ("requested", "launch.stop_after" or the name of a signal), saved_step (of the newest
+                 checkpoint)                                          stopped on request; later steps are lost
   finished       step, tokens, seconds
   setting_changed  key, old, new, step                                the user accepted it; valid for steps after `step`
   exported       path, max_logit_difference

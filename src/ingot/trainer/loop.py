@@ -16,7 +16,8 @@ from ingot.trainer.log import Interval, log_evaluation, log_interval, log_sample
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult
-from ingot.trainer.save import finish_uploads, last_saved, reload, report_ended, save, settle
+from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest
+from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
 ROLL_BACKS_PER_STEP = 3
@@ -65,6 +66,7 @@ class RunLoop:
         self.done = self.saved = trainer.first_step - 1
         self.line: list[StepNumbers] = []
         self.verdict = Verdict.CONTINUE
+        self._request = StopRequest(REQUESTED)  # until_step, a callback or the policy may also stop the run
         self.save_is_due = self._evaluation_is_due = False
         self.stopped = trainer.until_step <= self.done < self.steps  # an earlier attempt reached until_step
         self._began = time.monotonic()
@@ -89,6 +91,9 @@ class RunLoop:
         if save_now or self._evaluation_is_due or is_due(step, config.watch.log_every):
             self._write_line(saves=save_now)
         self.verdict = trainer.policy.verdict(replace(result, line=self.line))
+        request = trainer.stop_vote.after_step(at_line=bool(self.line))
+        if request is not None and self.verdict is Verdict.CONTINUE:  # otherwise the next vote has it again
+            self.verdict, self._request = Verdict.STOP, request
         if self.line:
             self._ask_callbacks()
         elif self.verdict is not Verdict.CONTINUE:
@@ -112,8 +117,13 @@ class RunLoop:
         self.verdict = later(self.verdict, self.trainer.callbacks.line(self.line, self.trainer.log))
 
     def save(self) -> None:
-        """Save the checkpoint of the last completed step: before the run stops or ends, wait until it is verified."""
-        if save(self.trainer, self.done, last=self.stopped or self.done == self.steps):
+        """Save the checkpoint of the last completed step: before the run stops or ends, wait until it is verified.
+
+        A stop before the end of `launch.grace` begins no save that would not end in time.
+        """
+        if self.stopped and not fits(self.trainer, self.done, self._request.deadline):
+            self.saved = last_saved(self.trainer)
+        elif save(self.trainer, self.done, last=self.stopped or self.done == self.steps):
             self.saved = self.done
         self.save_is_due = False
 
@@ -144,8 +154,9 @@ class RunLoop:
     def end(self) -> Ending:
         """Write how the run ended; a finished run is evaluated before that."""
         trainer, done = self.trainer, self.done
+        trainer.stop_vote.close()
         if self.stopped:
-            trainer.log(events.STOPPED, step=done, reason="requested")
+            trainer.log(events.STOPPED, step=done, reason=self._request.reason, saved_step=last_saved(trainer))
         else:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
             log_evaluation(trainer, done)
             log_samples(trainer, done)

@@ -1,6 +1,8 @@
 """One rank of a training job: `python -m ingot.trainer.main RUN_FOLDER [--until-step N]`, as `ingot train` runs it.
 
-Exit codes: 0 finished; 10 stopped on request (or after --until-step) with everything saved; otherwise the error's code.
+Under torchrun, which starts no supervisor, the rank itself takes stop signals and counts launch.stop_after.
+
+Exit codes: 0 finished; 10 stopped on request or after --until-step; otherwise the error's code.
 """
 
 import argparse
@@ -10,8 +12,10 @@ from pathlib import Path
 
 from ingot.errors import IngotError
 from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import load_run
+from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.mesh.start import environment_number
-from ingot.trainer.resilience.endings import guarded
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -26,12 +30,18 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     folder = RunFolder(args.run_folder)
     try:
-        with guarded(folder, environment_number("RANK", 0)):
+        rank = environment_number("RANK", 0)
+        with guarded(folder, rank):
             from ingot.trainer.given import imported_callbacks
             from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
 
             given = imported_callbacks(args.callback)
-            return run_rank(folder, args.until_step, None if args.quiet else _say, given)
+            say = None if args.quiet else _say
+            if os.environ.get(SUPERVISOR_VARIABLE):  # it takes the signals, and asks by a file
+                return run_rank(folder, args.until_step, say, given)
+            launch = load_run(folder.config, same_code=True).launch
+            with signals_ask(folder, launch, say if say and rank == 0 else lambda line: None) as stops:
+                return run_rank(folder, args.until_step, say, given, stops)
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

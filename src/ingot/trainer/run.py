@@ -58,6 +58,8 @@ from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
+from ingot.trainer.resilience.stop_requests import StopRequests
+from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save import load_newest, open_loader
 from ingot.trainer.telemetry.usage import CostMeter
 
@@ -71,15 +73,17 @@ def run_rank(
     until_step: int | None = None,
     say: Callable[[str], None] | None = None,
     given: GivenCallbacks = NOTHING_GIVEN,
+    stops: StopRequests | None = None,
 ) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code.
 
     until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
-    besides those of the run file.
+    besides those of the run file. stops: the requests to stop; None: those of the supervisor's file.
     """
     config = load_run(folder.config, same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
-    trainer = build_trainer(config, folder, place, until_step=until_step, say=say or _silent, given=given)
+    say = say or _silent
+    trainer = build_trainer(config, folder, place, until_step=until_step, say=say, given=given, stops=stops)
     try:
         ending = train(trainer)
     finally:
@@ -99,10 +103,11 @@ def build_trainer(
     until_step: int | None = None,
     say: Callable[[str], None],
     given: GivenCallbacks = NOTHING_GIVEN,
+    stops: StopRequests | None = None,
 ) -> RunParts:
     """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
-    Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
+    stops: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
     """
     event_log = EventLog(folder.events)
     event_log.write(
@@ -162,6 +167,7 @@ def build_trainer(
         first_step=first_step,
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
         loader=open_loader(config, folder, parts.mesh, place.device, first_step),
+        stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
         event_log=event_log,
         log=log,
         say=on_rank_zero,

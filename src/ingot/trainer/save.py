@@ -5,6 +5,7 @@ Before a save, the samples consumed since the last checkpoint go to the ledger. 
 rolls back.
 """
 
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,11 +29,13 @@ from ingot.trainer.heldout import data_path
 from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
+from ingot.trainer.mesh.collectives import largest_of_ranks
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.units import format_bytes, format_seconds
 
 _UPLOAD_SECONDS = 600.0  # that the end of a run waits for the store
+SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
 
 
 def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
@@ -71,6 +74,28 @@ def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
     saved = save_checkpoint(trainer.folder, facts, trainer.state, ledger, keep=keep, segment=samples)
     _record(trainer, segment, saved.bytes, time.monotonic() - began)
     return True
+
+
+def fits(trainer: RunParts, step: int, deadline: float) -> bool:
+    """Return whether a save of `step` would end before `deadline`, in seconds of time.monotonic(). Collective.
+
+    A save in flight is awaited first. The estimate is the time of the last save of this process, and SAVE_MARGIN for
+    another load of the disk; without one, the save is tried: a save that does not end leaves the checkpoints as they
+    were. If it does not fit, that is reported.
+    """
+    if math.isinf(deadline):
+        return True
+    settle(trainer, wait=True)
+    needed, negative_left = largest_of_ranks(SAVE_MARGIN * trainer.save_seconds, time.monotonic() - deadline)
+    if needed <= -negative_left:
+        return True
+    newest = last_saved(trainer)
+    trainer.say(
+        f"WARNING   not saved step {step}: a save takes about {format_seconds(trainer.save_seconds)}, but "
+        f"{format_seconds(max(-negative_left, 0.0))} of launch.grace are left. Step {newest} is the newest checkpoint: "
+        f"{step - newest} steps will be trained again"
+    )
+    return False
 
 
 def settle(trainer: RunParts, *, wait: bool) -> bool:
@@ -123,6 +148,7 @@ def _record(
     trainer.ledger.forget(step)
     path = str(trainer.folder.checkpoint(step).relative_to(trainer.folder.root))
     seconds = stall_seconds if write_seconds is None else write_seconds
+    trainer.save_seconds = stall_seconds + (write_seconds or 0.0)
     trainer.log(events.CHECKPOINT, step=step, bytes=size, stall_seconds=stall_seconds, write_seconds=seconds, path=path)
     written = "" if write_seconds is None else f"written in {format_seconds(write_seconds)}  "
     stall = f"stall {format_seconds(stall_seconds)}"

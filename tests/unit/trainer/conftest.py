@@ -167,7 +167,7 @@ def register():
 KNOWN = {
     "train": {"steps", "seq_len", "global_batch", "micro_batch", "precision"},
     "optim": {"lr", "clip_norm"},
-    "parallel": {"dp_shard"},
+    "parallel": {"pp", "dp_shard"},
     "checkpoint": {"every_steps", "keep", "mode", "remote"},
     "watch": {"log_every"},
     "evaluate": {"prompts", "max_tokens"},

@@ -192,24 +192,6 @@ def test_stopping_where_an_evaluation_is_due_does_not_skip_it(fork_ranks, make_r
     assert ours == theirs and [step for step, _ in ours] == [4, 8, 12]
 
 
-class Asked(DefaultPolicy):
-    """A stop request arrives after step 7, which has no log line."""
-
-    def verdict(self, facts):
-        if facts.step == 7:
-            self.folder.stop_request.write_text("stop\n")
-        return super().verdict(facts)
-
-
-def test_a_stop_request_saves_after_the_same_step(fork_ranks, make_run, monkeypatch):
-    monkeypatch.setattr("ingot.trainer.resilience.policy.STOP_CHECK_SECONDS", 0.0)  # these steps are very short
-    folder = make_run(dp_shard=2)
-    ends = fork_ranks(lambda rank, ranks: run_rank(rank, ranks, folder, make_policy=Asked), 2)
-    assert [end for end, _ in ends] == [(7, True)] * 2
-    assert [e["step"] for e in read_events(folder.events, "checkpoint")] == [5, 7]
-    assert not list(read_events(folder.events, "finished"))
-
-
 def expect_failure(rank, ranks, folder, code, make_policy=None, **facts):
     with refused(code, **facts):
         run_rank(rank, ranks, folder, make_policy=make_policy)

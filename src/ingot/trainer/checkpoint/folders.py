@@ -59,6 +59,11 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
     return removed + remove_unfinished(folder.ledger)
 
 
+def is_saving(folder: RunFolder) -> bool:
+    """Return whether a checkpoint is being written, or a killed save left its folder (`remove_leftovers`)."""
+    return any(folder.checkpoints.glob(SAVING + "*"))
+
+
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
     """Return the run folder and the checkpoint that `path` names; a run folder means its newest checkpoint.
 

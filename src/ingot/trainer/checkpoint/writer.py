@@ -34,6 +34,7 @@ _LENGTH_BYTES = 8
 _PATIENCE_SECONDS = 600.0
 _SLOWEST_BYTES_PER_SECOND = 10e6
 _END_SECONDS = 5.0  # after a SIGKILL; a process that waits for a dead disk ends later, or never
+_BLOCKED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 
 
 class WriterProcess:
@@ -61,6 +62,8 @@ class WriterProcess:
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
+        # A scheduler may signal every process of a job. The rank decides when its writer ends: by closing the pipe.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the new process inherits it
         module, root = "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute())
         try:
             self._process = subprocess.Popen(
@@ -72,6 +75,8 @@ class WriterProcess:
             )
         except OSError as error:
             raise _writer_error(self._rank, f"could not be started ({error.strerror})") from None
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def make_folder(self, step: int, bytes_by_rank: Sequence[int]) -> None:
         """See CheckpointFiles.make_folder."""
@@ -174,9 +179,6 @@ def main(root: str, snapshot_fd: str, rank_pid: str) -> None:
     die_with_parent()  # a stopped process cannot see that its pipe was closed
     if os.getppid() != int(rank_pid):
         return  # the rank ended before that took effect
-    # A scheduler may signal all processes of a job. Its ranks save then, and need their writers.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()

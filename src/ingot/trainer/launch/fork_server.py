@@ -25,6 +25,7 @@ import traceback
 from pathlib import Path
 
 from ingot.trainer.mesh.start import enter_rank
+from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
 
@@ -35,7 +36,7 @@ def main() -> None:
     preload, job = sys.argv[4].split(","), sys.argv[5:]
     # A scheduler may signal all processes of a job. The supervisor alone decides then: it asks the ranks to save and
     # stop. A handler that does nothing, not SIG_IGN, which programs that a rank starts would inherit.
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in STOP_SIGNALS:
         signal.signal(number, lambda *_: None)
     for line in orders:
         order = json.loads(line)

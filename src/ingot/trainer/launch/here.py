@@ -7,8 +7,6 @@ number of threads.
 import contextlib
 import gc
 import os
-import signal
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -16,10 +14,11 @@ import torch
 import torch.distributed as dist
 
 from ingot.errors import UsageError
+from ingot.schema.run import Launch
 from ingot.schema.run_folder import RunFolder
-from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.given import GivenCallbacks
+from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.launch.supervise import EventLogReader, JobResult
 from ingot.trainer.mesh.start import ATTEMPT_VARIABLE, STORE_VARIABLE, stop
 from ingot.trainer.run import run_rank
@@ -27,12 +26,12 @@ from ingot.trainer.run import run_rank
 # The place of this process in a job, which a run of one process must not join.
 _JOB = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", ATTEMPT_VARIABLE)
 _JOB += (STORE_VARIABLE, "TORCHELASTIC_RESTART_COUNT")
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 def train_here(
     folder: RunFolder,
     env: Mapping[str, str],
+    launch: Launch,
     *,
     until_step: int | None,
     given: GivenCallbacks,
@@ -40,13 +39,13 @@ def train_here(
 ) -> JobResult:
     """Train the run in `folder` as its only rank. The caller holds the run's lock.
 
-    env: the environment of a rank. The first SIGINT, SIGTERM or SIGHUP asks the loop to save and stop; a second SIGINT
-    raises KeyboardInterrupt. Raises every error of the run: there are no restarts.
+    env: the environment of a rank. launch: the settings of the run. Stop signals and launch.stop_after ask the loop to
+    save and stop (see signals_ask). Raises every error of the run: there are no restarts.
     """
     began, reader = time.monotonic(), EventLogReader(folder.events)
     folder.stop_request.unlink(missing_ok=True)
-    with own_process(env, alone=True), stop_requests(folder, say):
-        code = run_rank(folder, until_step, say, given)
+    with own_process(env, alone=True), signals_ask(folder, launch, say) as stops:
+        code = run_rank(folder, until_step, say, given, stops)
     reader.read()
     saved = resume_step(folder) if reader.saved is None else reader.saved
     seconds = time.monotonic() - began
@@ -89,38 +88,3 @@ def own_process(env: Mapping[str, str], *, alone: bool) -> Iterator[None]:
         for name in names:
             os.environ.pop(name, None)
         os.environ.update(before)
-
-
-@contextlib.contextmanager
-def stop_requests(folder: RunFolder, say: Callable[[str], None]) -> Iterator[None]:
-    """Turn the first stop signal into a stop request, and the second SIGINT into KeyboardInterrupt.
-
-    A launcher may send SIGTERM after a SIGINT that the terminal sent, so only SIGINT counts as a second one. Signals
-    that the program ignores stay ignored. In another thread than the main one, signals do what they did.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    asked = False
-
-    def ask(number: int, _) -> None:
-        nonlocal asked
-        if asked and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        if not asked:
-            asked = True
-            write_atomic(folder.stop_request, "save and stop\n")
-            with contextlib.suppress(RuntimeError, OSError):  # the signal may have come within another print
-                say("stopping after this step, saving first; a second Ctrl-C stops now and does not save")
-
-    handlers = {number: signal.getsignal(number) for number in _SIGNALS}
-    for number, handler in handlers.items():
-        if handler not in (signal.SIG_IGN, None):  # None: a handler that is not of Python
-            signal.signal(number, ask)
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None:
-                signal.signal(number, handler)
-        folder.stop_request.unlink(missing_ok=True)

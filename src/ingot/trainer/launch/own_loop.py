@@ -7,7 +7,8 @@ from ingot.errors import ConfigError
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.given import GivenCallbacks
-from ingot.trainer.launch.here import own_process, stop_requests
+from ingot.trainer.interrupts import signals_ask
+from ingot.trainer.launch.here import own_process
 from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.train import training_job
 from ingot.trainer.loop import RunLoop
@@ -44,8 +45,9 @@ def open_run(
     if from_rank_zero(lambda: _prepare(request, say, stack)):
         return None
     config = load_run(request.folder.config, same_code=True)
-    stack.enter_context(stop_requests(request.folder, say))
-    parts = build_trainer(config, request.folder, place, until_step=request.until_step, say=say, given=given)
+    stops = stack.enter_context(signals_ask(request.folder, config.launch, say))
+    until = request.until_step
+    parts = build_trainer(config, request.folder, place, until_step=until, say=say, given=given, stops=stops)
     stack.callback(parts.close)
     return RunLoop(parts)
 

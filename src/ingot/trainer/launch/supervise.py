@@ -6,27 +6,30 @@ begin before the cause is known, and wait 30 s for a hung peer.
 
 import contextlib
 import json
+import math
 import signal
 import subprocess
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog
 from ingot.schema import events
+from ingot.schema.run import Launch
 from ingot.schema.run_folder import Job, RunFolder
-from ingot.storage import write_atomic
+from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
+from ingot.trainer.interrupts import Interrupts, handlers
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
+from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest, StopRequests
 
 _POLL_SECONDS = 0.05
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_ENDING_SECONDS = 1.0  # after its last save, a run that stops reports that
 
 
 @dataclass
@@ -81,8 +84,8 @@ class EventLogReader:
 class JobResult:
     """The end of a job. exit_code: 0 if finished, 10 if stopped on request.
 
-    step: the last completed step. saved_step: the step of the newest verified checkpoint; lower than `step` only if the
-    stop itself failed.
+    step: the last completed step, as far as a log line shows it. saved_step: the step of the newest verified
+    checkpoint; lower than `step` only if the last steps could not be saved in time.
     """
 
     exit_code: int
@@ -110,14 +113,23 @@ class JobResult:
 
 
 def supervise(
-    folder: RunFolder, job: Job, *, max_restarts: int, say: Callable[[str], None], show_output: bool = True
+    folder: RunFolder,
+    job: Job,
+    launch: Launch,
+    *,
+    began: float | None = None,
+    say: Callable[[str], None],
+    show_output: bool = True,
 ) -> JobResult:
     """Run `job` to its end, with restarts after failures. The caller holds the run's lock.
 
-    The first SIGINT, SIGTERM or SIGHUP asks the ranks to save and stop; the second kills them and raises
-    KeyboardInterrupt. Raises the IngotError that a rank ended with, RunFailed if a restart would not help or none is
-    left, CheckpointError if the saved checkpoints vanished. No process of the job is left when this function returns or
-    raises.
+    launch: the settings of the run. began: the start of the launcher, in seconds of time.monotonic(), from which
+    launch.stop_after counts over all attempts; None: now. The first stop signal, or the end of that time, asks the
+    ranks to save and stop; after launch.grace they are killed, and the newest checkpoint counts. A second signal that
+    is Ctrl-C kills them, but not before a checkpoint that is being written is complete, and raises KeyboardInterrupt
+    unless they had stopped. Raises the IngotError that a rank ended with, RunFailed if a restart would not help or none
+    is left, CheckpointError if the saved checkpoints vanished. No process of the job is left when this function returns
+    or raises.
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
@@ -125,33 +137,44 @@ def supervise(
     log_reader = EventLogReader(folder.events)
     incidents: list[JobIncident] = []
     running = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
+    stopping = _Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
     try:
-        with _signals_counted() as signals:
+        with handlers(stopping.signal):
             while True:
                 attempt = len(incidents)
                 clear_endings(folder)
                 running.start(attempt=attempt, log=_attempt_log(folder))
-                incident = _follow(folder, running, log_reader, signals, say)
+                incident = _follow(folder, running, log_reader, stopping, say)
                 running.end_attempt()
+                log_reader.read()
                 if incident is None:
                     break
                 incidents.append(incident)
                 _record_fault(log, incident)
-                error = refuse_restart(incidents, max_restarts, running.log)
-                if error and (incident.error or not signals.count):
+                error = refuse_restart(incidents, launch.max_restarts, running.log)
+                if error and (incident.error or not stopping.request):
                     raise error
-                if signals.count:
+                if stopping.request:
                     break
                 require_checkpoints(folder, log_reader.saved or 0)
-                log.write(events.RESTART, attempt=attempt + 1, of=max_restarts)
-                _report(say, _fault_line(incident, _saved_step(folder, log_reader), attempt + 1, max_restarts))
+                remove_leftovers(folder)  # an unfinished checkpoint of a killed rank is not one that is being written
+                log.write(events.RESTART, attempt=attempt + 1, of=launch.max_restarts)
+                saved = _saved_step(folder, log_reader)
+                _report(say, _fault_line(incident, saved, attempt + 1, launch.max_restarts))
+        if not log_reader.ended:
+            log_reader.saved = resume_step(folder)  # a rank that was killed may not have reported its last save
+            log_reader.step = max(log_reader.step, log_reader.saved)
+            reason = stopping.request.reason if stopping.request else REQUESTED
+            log.write(events.STOPPED, step=log_reader.step, reason=reason, saved_step=log_reader.saved)
+            if stopping.interrupted:
+                raise KeyboardInterrupt(_standing(log_reader))
     finally:
         running.close()
         log.close()
         folder.stop_request.unlink(missing_ok=True)
     return JobResult(
         exit_code=EXIT_OK if log_reader.ended == events.FINISHED else EXIT_PREEMPTED,
-        step=log_reader.step if log_reader.ended else _saved_step(folder, log_reader),
+        step=log_reader.step,
         saved_step=_saved_step(folder, log_reader),
         restarts=len(incidents),
         seconds=time.monotonic() - started,
@@ -159,21 +182,58 @@ def supervise(
     )
 
 
+class _Stopping:
+    """The decisions of the supervisor about requests to stop: when to ask the ranks, and when to kill them."""
+
+    def __init__(self, folder: RunFolder, requests: StopRequests, say: Callable[[str], None]):
+        self._folder, self._requests, self._say = folder, requests, say
+        self._interrupts = Interrupts(folder)
+        self._lines: list[str] = []
+        self._saved_at = math.inf
+        self.request: StopRequest | None = None
+
+    def signal(self, number: signal.Signals) -> None:
+        """Take in a signal. Within a handler, so nothing is written or printed."""
+        line = self._interrupts.take(number)
+        if line is None:
+            self._requests.ask(number.name)
+        else:
+            self._lines.append(line)
+
+    def is_over(self) -> bool:
+        """Ask the ranks if something asks this process, and return whether to kill them now."""
+        if self.request is None and (found := self._requests.current()):
+            self.request = found
+            found.write(self._folder.stop_request)
+            _report(self._say, found.line())
+        while self._lines:
+            _report(self._say, self._lines.pop(0))
+        now = time.monotonic()
+        if self.request is not None and now >= self.request.deadline:
+            _report(self._say, "the time of launch.grace is over: the ranks are killed")
+            return True
+        if self._interrupts.waits:
+            self._saved_at = math.inf if is_saving(self._folder) else min(self._saved_at, now)
+            return now >= self._saved_at + _ENDING_SECONDS
+        return self._interrupts.ends_now
+
+    @property
+    def interrupted(self) -> bool:
+        """True if Ctrl-C ended the ranks."""
+        return self._interrupts.ends_now or self._interrupts.waits
+
+
 def _follow(
-    folder: RunFolder, running: LocalJob, log_reader: EventLogReader, signals: "_Signals", say: Callable[[str], None]
+    folder: RunFolder, running: LocalJob, log_reader: EventLogReader, stopping: _Stopping, say: Callable[[str], None]
 ) -> JobIncident | None:
-    """Follow one attempt until it ends. Returns None if it finished or stopped on request, otherwise the incident."""
-    asked = False
+    """Follow one attempt until it ends, or has to be killed on request. Returns the incident if neither it finished nor
+    something asked it to stop, otherwise None."""
     while running.running():
         log_reader.read()
         while log_reader.refused:
             _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")
-        if signals.count >= 2:
-            raise KeyboardInterrupt
-        if signals.count and not asked:
-            asked = True
-            write_atomic(folder.stop_request, "save and stop\n")
-            _report(say, "stopping after this step, saving first; a second signal stops now and does not save")
+        if stopping.is_over():
+            return None
         if _lost_ranks(folder, running):
             break
         if log_reader.ended and len(read_endings(folder)) == running.job.processes:
@@ -192,6 +252,11 @@ def _follow(
         running.last_words(),
         running.server_code,
     )
+
+
+def _standing(log_reader: EventLogReader) -> str:
+    """Return what is left of a run whose last steps were not saved."""
+    return f"step {log_reader.saved} is the newest checkpoint of the {log_reader.step} steps that were trained"
 
 
 def newest_step(folder: RunFolder) -> int:
@@ -240,32 +305,3 @@ def _fault_line(incident: JobIncident, saved_step: int, attempt: int, max_restar
         f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}; "
         f"restarting from step {saved_step} ({attempt} of {max_restarts})"
     )
-
-
-@dataclass
-class _Signals:
-    """The number of stop signals received."""
-
-    count: int = 0
-
-
-@contextlib.contextmanager
-def _signals_counted() -> Iterator[_Signals]:
-    """Count stop signals instead of ending on them. Signals that the caller ignores (nohup) stay ignored."""
-    signals = _Signals()
-    if threading.current_thread() is not threading.main_thread():
-        yield signals  # Python delivers signals to the main thread only
-        return
-
-    def count(*_) -> None:
-        signals.count += 1
-
-    before = {s: signal.getsignal(s) for s in _SIGNALS}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, count)
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

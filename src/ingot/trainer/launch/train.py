@@ -1,5 +1,6 @@
 """`ingot train` as a function: prepare the run, then train in this process, or keep the job of its ranks running."""
 
+import time
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
@@ -40,6 +41,7 @@ def train(
 
     Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
+    began = time.monotonic()
     request = RunRequest(
         run_file,
         out,
@@ -60,8 +62,8 @@ def train(
         if here:
             from ingot.trainer.launch.here import train_here  # only this imports torch
 
-            return train_here(folder, job.env, until_step=until_step, given=given, say=say)
-        return supervise(folder, job, max_restarts=config.launch.max_restarts, say=say, show_output=not quiet)
+            return train_here(folder, job.env, config.launch, until_step=until_step, given=given, say=say)
+        return supervise(folder, job, config.launch, began=began, say=say, show_output=not quiet)
 
 
 def training_job(

@@ -7,7 +7,6 @@ StepNumbers that `StepResult.read` returns.
 """
 
 import math
-import time
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -20,14 +19,11 @@ from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.checkpoint import Health
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.mesh.collectives import largest_of_ranks, mean_over_ranks
+from ingot.trainer.mesh.collectives import mean_over_ranks
 
 SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
 SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several in a row are, the weights are
 EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); training starts close to 1
-# Ranks look for a stop request together: after every step, or about this often if steps are shorter. The exchange took
-# 0.3 ms (median, two Gloo ranks that share two busy cores), and no rank waits for its device.
-STOP_CHECK_SECONDS = 0.2
 VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
 
 
@@ -122,12 +118,11 @@ class Unwatched:
 
 
 class DefaultPolicy:
-    """A policy that stops on request, skips updates whose gradient is not finite, and ends a run that does not recover.
+    """A policy that skips updates whose gradient is not finite, and ends a run that does not recover.
 
     The decision to skip is made on the device in every step; results are read at log lines. A run ends after
     SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG, and if the loss at a log line is EXPLODED times that
-    of a uniform guess. So weights that cannot be used are never saved. Stop requests are read at log lines and every
-    STOP_CHECK_SECONDS, by the time of a step up to the last log line; before the first line, after every step.
+    of a uniform guess. So weights that cannot be used are never saved.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
     are a failure. vocab_size: of the model; 0 does not judge the size of the loss. from_weights: the run began with the
@@ -143,8 +138,6 @@ class DefaultPolicy:
         self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
         self._vetoes = 0  # skipped steps in a row, up to the last log line
         self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
-        self._line_at, self._steps = time.monotonic(), 0  # the time of the last log line, and the steps since
-        self._check_every = 1  # steps; the same number on all ranks
 
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         return ~torch.isfinite(grad_norm)
@@ -157,18 +150,7 @@ class DefaultPolicy:
 
     def verdict(self, result: StepResult) -> Verdict:
         self.judge(result.line)
-        self._steps += 1
-        if not result.line and self._steps % self._check_every:
-            return Verdict.CONTINUE
-        # The host may be ahead of its device between log lines, so only log lines measure the time of a step.
-        now = time.monotonic()
-        own_seconds = (now - self._line_at) / self._steps if result.line else 0.0
-        # Ranks may see the file at different times, and have different clocks; the largest values are the same on all.
-        stop, step_seconds = largest_of_ranks(self.folder.stop_request.exists(), own_seconds)
-        if result.line:
-            self._check_every = max(int(STOP_CHECK_SECONDS / max(step_seconds, 1e-6)), 1)
-            self._line_at, self._steps = now, 0
-        return Verdict.STOP if stop else Verdict.CONTINUE
+        return Verdict.CONTINUE
 
     def judge(self, line: Sequence[StepNumbers]) -> None:
         for numbers in line:

@@ -7,11 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.expect import refused
+from tests.expect import refused, uninterrupted
 
 from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.run import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
@@ -33,10 +34,23 @@ with guarded(folder, rank):
     log.write("progress", step=6)
     time.sleep(0.3)
     if deed == "stop":
-        while not folder.stop_request.exists():
+        deadline = time.monotonic() + 15
+        while not folder.stop_request.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         if rank == 0:
+            log.write("stopped" if folder.stop_request.exists() else "finished", step=8)
+    elif deed == "save":  # asked to stop, it takes a second to write a checkpoint
+        while not folder.stop_request.exists():
+            time.sleep(0.02)
+        saving = folder.checkpoints / ".saving-step-00000008"
+        if rank == 0:
+            saving.mkdir(parents=True)
+            time.sleep(1)
+            saving.rename(folder.checkpoint(8))
+            log.write("checkpoint", step=8)
             log.write("stopped", step=8)
+        while not folder.checkpoint(8).exists():
+            time.sleep(0.02)
     elif deed == "finish":
         if rank == 0:
             log.write("finished", step=9)
@@ -52,7 +66,7 @@ with guarded(folder, rank):
     elif rank == 1 and deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
-        time.sleep(60)
+        time.sleep(25)
 """
 
 
@@ -63,10 +77,10 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, max_restarts: int = 3):
+    def run(deeds: str, began: float | None = None, **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
-        return supervise(folder, job, max_restarts=max_restarts, say=printed.append)
+        return supervise(folder, job, Launch(**launch), began=began, say=printed.append)
 
     run.folder, run.printed = folder, printed
     return run
@@ -109,21 +123,72 @@ def test_the_budget_of_restarts_ends(act):
         act("kill", max_restarts=0)
 
 
-def test_a_signal_becomes_a_stop_request(act):
-    def interrupt():
+def send(act, *numbers, during=None):
+    """Start a thread that signals this process when the ranks run, and again when the path `during` exists."""
+
+    def work():
         while not any(read_events(act.folder.events, events.PROGRESS)):
             time.sleep(0.02)
-        os.kill(os.getpid(), signal.SIGTERM)
+        for position, number in enumerate(numbers):
+            while position and during and not during.exists():
+                time.sleep(0.02)
+            os.kill(os.getpid(), number)
+            time.sleep(0.2)
 
-    before = signal.getsignal(signal.SIGTERM)
-    thread = threading.Thread(target=interrupt)
+    thread = threading.Thread(target=work)
     thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_signal_becomes_a_stop_request(act, number):
+    before = signal.getsignal(number)
+    thread = send(act, number)
     outcome = act("stop")
     thread.join()
     assert (outcome.exit_code, outcome.step, outcome.finished) == (10, 8, False)
-    assert "saving first" in act.printed[0]
+    assert "saving first" in act.printed[0] and number.name in act.printed[0]
     assert not act.folder.stop_request.exists()
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert signal.getsignal(number) is before
+
+
+def test_the_time_limit_counts_over_all_attempts(act):
+    """A rank is killed in the first attempt. The second one is asked to stop long before an hour has passed in it."""
+    outcome = act("kill,stop", began=time.monotonic() - 3596, stop_after="1h")
+    assert (outcome.exit_code, outcome.restarts) == (10, 1)
+    assert any("launch.stop_after" in line for line in act.printed)
+
+
+def test_ranks_that_do_not_stop_are_killed_at_the_end_of_the_grace(act):
+    thread = send(act, signal.SIGTERM, signal.SIGTERM)
+    outcome = act("sleep", grace="1s")
+    thread.join()
+    assert any("launch.grace is over" in line for line in act.printed)
+    assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 6, 0)
+    ((stopped),) = read_events(act.folder.events, events.STOPPED)
+    assert (stopped["step"], stopped["saved_step"], stopped["reason"]) == (6, 0, "SIGTERM")
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_does_not_kill_ranks_that_write_a_checkpoint(act, second):
+    thread = send(act, signal.SIGTERM, second, during=act.folder.checkpoints / ".saving-step-00000008")
+    with uninterrupted():
+        outcome = act("save")
+    thread.join()
+    assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 8, 8)
+    assert act.folder.checkpoint(8).exists()
+
+
+@pytest.mark.parametrize(("deed", "count"), [("sleep", 2), ("save", 3)])
+def test_ctrl_c_ends_a_run_that_saves_nothing_and_its_third_one_every_run(act, deed, count):
+    during = act.folder.checkpoints / ".saving-step-00000008" if deed == "save" else None
+    thread = send(act, *[signal.SIGINT] * count, during=during)
+    with pytest.raises(KeyboardInterrupt, match="step 0 is the newest checkpoint"):
+        act(deed)
+    thread.join()
+    assert not act.folder.checkpoint(8).exists() and not act.folder.stop_request.exists()
+    ((stopped),) = read_events(act.folder.events, events.STOPPED)
+    assert (stopped["saved_step"], stopped["reason"]) == (0, "SIGINT")
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ def jobs(monkeypatch):
     """Catch what would be started."""
     started = []
 
-    def supervise(folder, job, **options):
+    def supervise(folder, job, launch, **options):
         assert is_locked(folder.lock)
         started.append(job)
         EventLog(folder.events).write("run_started", from_step=0)

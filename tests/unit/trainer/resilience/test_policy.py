@@ -1,10 +1,8 @@
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
 
-import ingot.trainer.resilience.policy as policy_module
 from ingot.errors import RunFailed
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.policy import (
@@ -60,39 +58,6 @@ def test_finite_values_pass(judge):
 def test_the_first_bad_step_is_named(judge, bad, scaled_loss):
     ((code, facts),) = judge(line((1.0, 1.0), bad, (math.nan, math.nan)), scaled_loss=scaled_loss)
     assert (code, facts["step"]) == ("E-LOSS-NOT-FINITE", 42)
-
-
-def between_lines():
-    return StepResult(1, 1e-3, scalar(math.nan), scalar(math.nan))  # values that no line may have: they are not read
-
-
-@pytest.mark.parametrize(("step_seconds", "noticed_after"), [((0.01, 0.03), 6), ((0.3, 0.01), 1), ((0.015, 0.0), 13)])
-def test_ranks_look_for_a_stop_request_together_and_often_enough(fork_ranks, tmp_path, step_seconds, noticed_after):
-    """The step time of the slowest rank decides: every 6 steps of 0.03 s, after every step of 0.3 s."""
-
-    def train(rank, ranks):
-        now = 0.0
-        policy_module.time = SimpleNamespace(monotonic=lambda: now)
-        policy = DefaultPolicy(RunFolder(tmp_path))
-        for facts in [*[between_lines()] * 9, line((1.0, 1.0))]:
-            now += step_seconds[rank]
-            assert policy.verdict(facts) is Verdict.CONTINUE
-        if rank == 1:
-            policy.folder.stop_request.touch()
-        return next(step for step in range(1, 99) if policy.verdict(between_lines()) is Verdict.STOP)
-
-    assert fork_ranks(train, 2) == [noticed_after] * 2
-
-
-def test_until_the_first_line_a_stop_request_is_noticed_after_every_step(fork_ranks, tmp_path):
-    def train(rank, ranks):
-        policy = DefaultPolicy(RunFolder(tmp_path))
-        before = policy.verdict(between_lines())
-        if rank == 1:
-            policy.folder.stop_request.touch()
-        return before, policy.verdict(between_lines())
-
-    assert fork_ranks(train, 2) == [(Verdict.CONTINUE, Verdict.STOP)] * 2
 
 
 @pytest.mark.parametrize("scaled_loss", [False, True])
@@ -155,19 +120,6 @@ def test_vetoed_steps_pass_until_there_are_too_many_in_a_row(judge):
     *before, (code, facts) = judge(some, line(overflow, skipped=True), scaled_loss=True)
     assert before == [Verdict.CONTINUE]
     assert (code, facts["skipped"]) == ("E-LOSS-SCALE", VETOES_IN_A_ROW)
-
-
-def ask(rank, ranks, root, who):
-    folder = RunFolder(root / str(rank))  # the file as this rank's view of the disk shows it
-    folder.root.mkdir()
-    if rank in who:
-        folder.stop_request.touch()
-    return DefaultPolicy(folder).verdict(line((1.0, 1.0)))
-
-
-@pytest.mark.parametrize(("who", "answer"), [((), Verdict.CONTINUE), ((1,), Verdict.STOP), ((0, 1), Verdict.STOP)])
-def test_all_ranks_stop_when_one_sees_the_request(fork_ranks, tmp_path, who, answer):
-    assert fork_ranks(ask, 2, tmp_path, who) == [answer, answer]
 
 
 def test_reading_takes_the_mean_of_the_ranks_that_know_the_loss(fork_ranks):
