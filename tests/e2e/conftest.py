@@ -51,6 +51,7 @@ device = "cpu"
 dp_shard = 2
 
 [checkpoint]
+mode = "sync"
 every_steps = 20
 
 [watch]

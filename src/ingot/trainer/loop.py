@@ -162,7 +162,7 @@ class RunLoop:
             log_samples(trainer, done)
             seconds = round(time.monotonic() - self._began, 3)
             trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)
-        finish_uploads(trainer)
+        finish_uploads(trainer, self._request.deadline)
         return Ending(done, self.stopped)
 
 

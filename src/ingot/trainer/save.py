@@ -35,6 +35,7 @@ from ingot.trainer.parts import RunParts, StepParts
 from ingot.units import format_bytes, format_seconds
 
 _UPLOAD_SECONDS = 600.0  # that the end of a run waits for the store
+_END_SECONDS = 1.0  # of launch.grace, that the ranks need to end
 SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
 
 
@@ -157,12 +158,16 @@ def _record(
         trainer.uploader.push(step)
 
 
-def finish_uploads(trainer: RunParts) -> None:
-    """Wait until the newest checkpoint is in the store, for a limited time, and report it."""
+def finish_uploads(trainer: RunParts, deadline: float) -> None:
+    """Wait until the newest checkpoint is in the store, for a limited time and not beyond `deadline`, and report it.
+
+    deadline: in seconds of time.monotonic().
+    """
     if trainer.uploader is None:
         return
-    if not trainer.uploader.finish(_UPLOAD_SECONDS):
-        waited, push = format_seconds(_UPLOAD_SECONDS), f"ingot ckpt push {trainer.folder.root}"
+    patience = max(0.0, min(_UPLOAD_SECONDS, deadline - time.monotonic() - _END_SECONDS))
+    if not trainer.uploader.finish(patience):
+        waited, push = format_seconds(patience), f"ingot ckpt push {trainer.folder.root}"
         trainer.say(f"WARNING   the last checkpoint is not in the store after {waited}; to upload it: {push}")
     _report_uploads(trainer)
 

@@ -73,7 +73,7 @@ def trained(tmp_path, tokens, fork_ranks):
             data=Data(tokens=str(tokens / "train"), heldout=str(tokens / "heldout") if heldout else ""),
             train=Train(**settings),
             parallel=Parallel(**(parallel or {})),
-            checkpoint=Checkpoint(every_steps=checkpoint),
+            checkpoint=Checkpoint(mode="sync", every_steps=checkpoint),
             evaluate=Evaluate(every_steps=heldout),
             watch=WatchSettings(log_every=4),
         )
