@@ -154,7 +154,6 @@ class RunLoop:
     def end(self) -> Ending:
         """Write how the run ended; a finished run is evaluated before that."""
         trainer, done = self.trainer, self.done
-        trainer.stop_vote.close()
         if self.stopped:
             trainer.log(events.STOPPED, step=done, reason=self._request.reason, saved_step=last_saved(trainer))
         else:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
