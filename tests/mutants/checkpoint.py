@@ -161,12 +161,4 @@ MUTANTS: list[Mutant] = [
         after="    # a stopped",
         tests=(f"{_BACKGROUND}::test_a_stopped_writer_ends_with_its_rank",),
     ),
-    Mutant(
-        name="writer-ends-on-a-signal",
-        what="a SIGTERM for all processes of a job ends the writers, which the ranks need for the last save",
-        file="trainer/checkpoint/writer.py",
-        before="for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):",
-        after="for number in (signal.SIGINT,):",
-        tests=(f"{_BACKGROUND}::test_signals_that_a_scheduler_sends_to_all_processes_end_no_writer",),
-    ),
 ]

@@ -185,23 +185,6 @@ def test_a_writer_that_hangs_is_replaced(fork_ranks, make_run):
     assert [(s.first_step, s.last_step) for s in manifest.ledger] == [(1, 8)]
 
 
-def test_signals_that_a_scheduler_sends_to_all_processes_end_no_writer(fork_ranks, make_run):
-    pids = []
-
-    def terminate(run):
-        written(run)  # the writer runs, and is not just being started
-        pids.append(run.background.writer_pid)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            os.kill(pids[0], number)
-
-    def train_on_one_rank(rank, ranks):
-        end = run_rank(rank, ranks, folder, {4: terminate, 8: lambda run: pids.append(run.background.writer_pid)})
-        return end, len(set(pids))
-
-    folder = make_run(steps=9, every_steps=3, mode="async")
-    assert fork_ranks(train_on_one_rank, 1) == [("ended", 1)]
-
-
 def test_a_stopped_writer_ends_with_its_rank(tmp_path):
     def die(pipe):
         own = writer.WriterProcess(RunFolder(tmp_path), 0, os.memfd_create("snapshot"))
