@@ -56,6 +56,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
         terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
+    if status.stored_step is not None and status.stored_time is not None:
+        terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
+    if status.unstored_reason:
+        terminal.say(f"store  the last upload failed: {status.unstored_reason}")
     if status.unused_step is not None:
         follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
         terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")

@@ -26,6 +26,7 @@ class RunStatus:
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
+    stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
@@ -54,6 +55,9 @@ class RunStatus:
     unused_reason: str = ""
     failed_step: int | None = None
     failed_reason: str = ""
+    stored_step: int | None = None
+    stored_time: float | None = None
+    unstored_reason: str = ""
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
     log_damage: str = ""
@@ -72,6 +76,7 @@ def read_status(root: Path) -> RunStatus:
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None
     failed: dict = {}
+    unstored = ""
     skipped: set[int] = set()
     roll_backs: list[tuple[int, int]] = []
     metrics: dict[str, dict[str, float]] = {}
@@ -90,6 +95,8 @@ def read_status(root: Path) -> RunStatus:
             metrics.setdefault(event["by"], {}).update(event["values"])
         elif kind in (events.CHECKPOINT, events.CHECKPOINT_FAILED):
             failed = event if kind == events.CHECKPOINT_FAILED else {}
+        elif kind in (events.CHECKPOINT_STORED, events.CHECKPOINT_NOT_STORED):
+            unstored = str(event.get("reason", ""))
         elif kind == events.SKIPPED:
             skipped.update(event["steps"])
         elif kind == events.ROLLED_BACK:
@@ -123,6 +130,9 @@ def read_status(root: Path) -> RunStatus:
         unused_reason=resumes.problem,
         failed_step=failed.get("step"),
         failed_reason=str(failed.get("reason", "")),
+        stored_step=last.get(events.CHECKPOINT_STORED, {}).get("step"),
+        stored_time=last.get(events.CHECKPOINT_STORED, {}).get("time"),
+        unstored_reason=unstored,
         restarts=restarts,
         faults=tuple(faults),
         skipped_steps=tuple(sorted(skipped)),

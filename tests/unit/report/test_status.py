@@ -226,3 +226,17 @@ def test_skipped_updates_and_roll_backs_are_counted_and_shown(folder, capsys):
     assert main(["status", str(folder.root)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("policy"))
     assert line == "policy updates skipped 5 (steps .., 6, 7, 8), roll-backs 1 (last: step 7 to 4)" and len(line) < 80
+
+
+def test_the_newest_checkpoint_in_the_store_is_shown_and_why_an_upload_failed(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.CHECKPOINT_STORED, step=4, store="s3://bucket/run")
+    main(["status", str(folder.root)])
+    shown = capsys.readouterr().out
+    assert "stored step 4, " in shown
+    assert "upload" not in shown
+    log.write(events.CHECKPOINT_NOT_STORED, step=8, store="s3://bucket/run", reason="no answer")
+    status = read_status(folder.root)
+    assert (status.stored_step, status.unstored_reason) == (4, "no answer")
+    main(["status", str(folder.root)])
+    assert "store  the last upload failed: no answer" in capsys.readouterr().out

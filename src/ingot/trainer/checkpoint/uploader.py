@@ -83,7 +83,7 @@ class Uploader:
                 return
             self.close()
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "ingot.trainer.checkpoint.uploader", str(self._folder.root.absolute())],
+                [sys.executable, "-P", "-m", "ingot.trainer.checkpoint.uploader", str(self._folder.root.absolute())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
@@ -168,7 +168,8 @@ def main(root: str) -> None:
     from ingot.theory.rules import recorded_run
     from ingot.trainer.checkpoint.remote import open_tier
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+        signal.signal(number, signal.SIG_IGN)  # a scheduler may signal all processes of a job: rank 0 decides
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
     requests = _Requests()
