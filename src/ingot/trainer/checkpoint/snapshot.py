@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 # torch divides the copies of smaller tensors among its threads, too, and on a busy machine waits for the last of them.
-_THREADS_PAY_BYTES = 1 << 20
+_THREADS_PAY_BYTES = 8 << 20
 
 
 def _runtime() -> Any:
