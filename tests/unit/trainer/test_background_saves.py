@@ -178,8 +178,13 @@ def test_a_writer_that_hangs_is_replaced(fork_ranks, make_run):
         if run.place.rank == 1:
             stop_writer(run)
 
+    def given_up(run):
+        written(run)
+        writer._PATIENCE_SECONDS = patience
+
+    patience = writer._PATIENCE_SECONDS
     folder = make_run(dp_shard=2, steps=8, every_steps=4, mode="async")
-    assert fork_ranks(run_rank, 2, folder, {3: hang, 6: written}) == ["ended"] * 2
+    assert fork_ranks(run_rank, 2, folder, {3: hang, 6: given_up}) == ["ended"] * 2
     assert of_kind(folder, events.CHECKPOINT_FAILED) == [(4, "E-CKPT-WRITER")]
     manifest = ledger_proof(folder, load_run(folder.config))
     assert [(s.first_step, s.last_step) for s in manifest.ledger] == [(1, 8)]

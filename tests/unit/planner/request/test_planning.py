@@ -240,7 +240,10 @@ def test_a_proposal_saves_so_that_it_does_not_warn_of_itself(model, cluster):
 def test_a_run_file_is_planned_with_its_own_checkpoints(small, tmp_path):
     small.write(tmp_path / "run.toml")
     settings = {"run": tmp_path / "run.toml", "cluster": "8xh100", "failures": "50%"}
-    often, rare = (plan(**settings, overrides=[f"checkpoint.every_steps={n}"]).best.plan for n in (50, 10**6))
+    often, rare = (
+        plan(**settings, overrides=[f"checkpoint.every_steps={n}", "checkpoint.mode=sync"]).best.plan
+        for n in (50, 10**6)
+    )
     assert often.outlook and rare.outlook
     assert often.outlook.checkpoint_every_seconds == pytest.approx(50 * often.step_seconds)
     assert often.outlook.goodput < rare.outlook.goodput  # which is short, and saves at its end

@@ -29,6 +29,7 @@ RUN = RunConfig(
     data=Data(tokens="tokens"),
     train=Train(steps=357_000, seq_len=8192, global_batch=512, micro_batch=1),
     parallel=Parallel(tp=8, pp=4, dp_shard=32),
+    checkpoint=Checkpoint(mode="sync"),
 )
 STEP = 3.9
 
