@@ -152,8 +152,9 @@ def test_no_process_outlives_the_supervisor(project, undisturbed):
     process.kill()
     process.communicate()
     wait_until_gone(project, out, seconds=3)
-    process = project.start(out)
+    process = project.start(out, "--set", "checkpoint.every_steps=100")
     project.wait_for_step(out, 60, process)
+    os.kill(project.rank_pid(out, 1), signal.SIGSTOP)  # so that no rank begins to save before the second signal
     process.send_signal(signal.SIGTERM)
     time.sleep(0.02)
     process.send_signal(signal.SIGINT)
