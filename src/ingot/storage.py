@@ -14,7 +14,6 @@ from pathlib import Path
 
 from ingot.errors import ResourceError, RunBusyError
 
-_CHUNK = 1 << 20
 _UNFINISHED = ".tmp"  # the end of the names of files that are being written
 
 

@@ -68,7 +68,7 @@ class Bench:
         shutil.rmtree(self.root, ignore_errors=True)
 
     @cached_property
-    def library(self) -> Path:
+    def interposer(self) -> Path:
         return killpoints.build(self.root)
 
     def folder(self, name: str) -> RunFolder:
@@ -82,7 +82,7 @@ class Bench:
 
     def _environment(self, name: str) -> dict[str, str]:
         own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary(name)), "BOARD_RUN": str(self.root / name)}
-        return own | {"LD_PRELOAD": str(self.library)}
+        return own | {"LD_PRELOAD": str(self.interposer)}
 
     def start(self, name: str, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen:
         """Start `ingot train` on the run `name`."""
@@ -165,7 +165,7 @@ class Bench:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.library)},
+                env=os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.interposer)},
             )
         return self._launcher
 
