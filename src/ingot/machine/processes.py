@@ -1,7 +1,9 @@
-"""The lives of processes: one that ends with its parent."""
+"""The lives of processes: one that ends with its parent, and whether another one has ended."""
 
 import ctypes
+import os
 import signal
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
 
@@ -11,3 +13,25 @@ def die_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+def identity() -> str:
+    """Return a text that no other process has, on this or another machine: of the boot of the kernel, the namespace of
+    process ids, the id and the start of this process. "" where /proc does not show them."""
+    return _identity(os.getpid())
+
+
+def _identity(pid: int) -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {pid} {started[19]}"  # field 22 of proc(5): starttime
+    except (OSError, IndexError):
+        return ""
+
+
+def is_gone(process: str) -> bool:
+    """Return whether the process with this `identity` has certainly ended. False for one that may run elsewhere."""
+    *place, pid, _ = process.split(" ") if process.count(" ") == 3 else ("", "", "")
+    here = identity()
+    return bool(here) and here.split(" ")[:2] == place and pid.isdecimal() and _identity(int(pid)) != process

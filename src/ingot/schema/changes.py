@@ -36,7 +36,7 @@ _TABLE = {
         "checkpoint.remote": "url keep keep_every bytes_per_second",
         "evaluate": "every_steps max_tokens prompts sample_tokens",
         "watch": "log_every",
-        "launch": "max_restarts timeout_seconds stop_after grace",
+        "launch": "max_restarts timeout_seconds lease_seconds stop_after grace",
         "cost": "usd_per_hour",
         "plugins": "modules folder",  # the identity of their code is compared
     },

@@ -114,21 +114,21 @@ class Health:
 class CheckpointManifest:
     """The contents of a checkpoint.
 
-    step: optimizer steps done. settings: RunConfig.settings(); checkpoints of earlier versions of ingot have only those
-      that need confirmation to change (schema/changes.py). config_sha256: RunConfig.training_sha256().
-    data_fingerprint: fingerprint of the token manifest. tokens: number of tokens consumed so far.
-    layout: mesh degrees at the time of writing, as information for people; loading does not depend on them.
-    world: the number of ranks that wrote the checkpoint. Their files contain random states, which are restored only on
-      the same number of ranks.
-    rng: the random states in hex, in checkpoints of version 1.
-    ledger: the samples of all steps from 1 to `step`. The hash of the manifest covers this list.
-    accepted: the changes of settings and data that hold for some of these steps, oldest first; None in checkpoints of
-      earlier versions of ingot.
-    callbacks: the JSON that each callback recorded (plugins/callback.py), by its name.
+    step: optimizer steps done. epoch: the number of the attempt that saved it (trainer/checkpoint/fence.py), 0 in
+      checkpoints of earlier versions. settings: RunConfig.settings(); checkpoints of earlier versions of ingot have
+      only those that need confirmation to change (schema/changes.py). config_sha256: RunConfig.training_sha256().
+      data_fingerprint: fingerprint of the token manifest. tokens: number of tokens consumed so far. layout: mesh
+      degrees at the time of writing, as information for people; loading does not depend on them. world: the number of
+      ranks that wrote the checkpoint. Their files contain random states, which are restored only on the same number of
+      ranks. rng: the random states in hex, in checkpoints of version 1. ledger: the samples of all steps from 1 to
+      `step`. The hash of the manifest covers this list. accepted: the changes of settings and data that hold for some
+      of these steps, oldest first; None in checkpoints of earlier versions of ingot. callbacks: the JSON that each
+      callback recorded (plugins/callback.py), by its name.
     """
 
     version: int = 2
     step: int
+    epoch: int = 0
     tokens: int
     config_sha256: str
     settings: dict[str, Any]

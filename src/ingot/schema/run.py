@@ -180,7 +180,8 @@ class WatchSettings:
 @dataclass(frozen=True, kw_only=True)
 class Launch:
     """Supervision of the job. max_restarts: number of restarts after lost ranks. timeout_seconds: if a collective waits
-    longer, a rank counts as hung.
+    longer, a rank counts as hung. lease_seconds: a launcher that gave no sign of life for this time counts as gone, and
+    another machine may take over the run.
 
     stop_after: the duration, from the start of the launcher, after which the run saves and stops, as "4h", "1d2h30m",
       "04:00:00" or "1-12:00:00"; restarts of the ranks do not begin it again. "": no limit.
@@ -191,6 +192,7 @@ class Launch:
 
     max_restarts: Queue = 3
     timeout_seconds: Deadline = 120.0
+    lease_seconds: Deadline = 60.0
     stop_after: str = ""
     grace: str = ""
 

@@ -1,27 +1,34 @@
 """One rank of a training job: `python -m ingot.trainer.main RUN_FOLDER [--until-step N]`, as `ingot train` runs it.
 
-Under torchrun, which starts no supervisor, the rank itself takes stop signals and counts launch.stop_after.
+Under torchrun, which starts no supervisor, the rank itself takes stop signals and counts launch.stop_after, and rank 0
+locks the run.
 
 Exit codes: 0 finished; 10 stopped on request or after --until-step; otherwise the error's code.
 """
 
 import argparse
+import contextlib
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from ingot.errors import IngotError
+from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.interrupts import signals_ask
+from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.start import environment_number
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
+from ingot.trainer.resilience.lock import RunLock
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, guard the rank and train."""
     parser = argparse.ArgumentParser(prog="python -m ingot.trainer.main", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="folder with the resolved run.toml; all output goes there")
+    parser.add_argument("--epoch", type=int, default=0, help="number of this attempt (default: rank 0 takes the next)")
     parser.add_argument("--until-step", type=int, help="save and stop after this step (default: the run's last step)")
     parser.add_argument("--quiet", action="store_true", help="print no progress lines")
     parser.add_argument(
@@ -38,13 +45,25 @@ def main(argv: list[str] | None = None) -> int:
             given = imported_callbacks(args.callback)
             say = None if args.quiet else _say
             if os.environ.get(SUPERVISOR_VARIABLE):  # it takes the signals, and asks by a file
-                return run_rank(folder, args.until_step, say, given)
-            launch = load_run(folder.config, same_code=True).launch
-            with signals_ask(folder, launch, say if say and rank == 0 else lambda line: None) as stops:
-                return run_rank(folder, args.until_step, say, given, stops)
+                return run_rank(folder, args.until_step, say, given, epoch=args.epoch)
+            config = load_run(folder.config, same_code=True)
+            on_rank_zero = say if say and rank == 0 else lambda line: None
+            with contextlib.ExitStack() as stack:
+                epoch = _begin(folder, config, on_rank_zero, stack) if rank == 0 else 0
+                stops = stack.enter_context(signals_ask(folder, config.launch, on_rank_zero))
+                return run_rank(folder, args.until_step, say, given, stops, epoch=epoch)
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], stack: contextlib.ExitStack) -> int:
+    """Lock the run and take its lease, as a launcher does. Returns the number of this attempt."""
+    stack.enter_context(RunLock(folder.lock))
+    lease = stack.enter_context(open_lease(folder, config))
+    lease.wait(say)
+    lease.take()
+    return lease.epoch
 
 
 def _say(text: str) -> None:

@@ -74,16 +74,21 @@ def run_rank(
     say: Callable[[str], None] | None = None,
     given: GivenCallbacks = NOTHING_GIVEN,
     stops: StopRequests | None = None,
+    *,
+    epoch: int = 0,
 ) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code.
 
     until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
-    besides those of the run file. stops: the requests to stop; None: those of the supervisor's file.
+    besides those of the run file. stops: the requests to stop; None: those of the supervisor's file. epoch: on rank 0,
+    the number of this attempt (checkpoint/fence.py).
     """
     config = load_run(folder.config, same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     say = say or _silent
-    trainer = build_trainer(config, folder, place, until_step=until_step, say=say, given=given, stops=stops)
+    trainer = build_trainer(
+        config, folder, place, epoch=epoch, until_step=until_step, say=say, given=given, stops=stops
+    )
     try:
         ending = train(trainer)
     finally:
@@ -100,6 +105,7 @@ def build_trainer(
     folder: RunFolder,
     place: RankInfo,
     *,
+    epoch: int = 0,
     until_step: int | None = None,
     say: Callable[[str], None],
     given: GivenCallbacks = NOTHING_GIVEN,
@@ -107,7 +113,8 @@ def build_trainer(
 ) -> RunParts:
     """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
-    stops: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError before anything is trained.
+    epoch, stops: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError before anything is
+    trained.
     """
     event_log = EventLog(folder.events)
     event_log.write(
@@ -138,13 +145,14 @@ def build_trainer(
         config_sha256=recorded.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
+        epoch=from_rank_zero(lambda: epoch),
     )
     on_rank_zero = say if place.is_first else _silent
     tier = open_tier(folder, config.checkpoint.remote) if place.is_first else None
     from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
     again = partial(fetch_again, tier, say=on_rank_zero)
     restored = load_newest(parts, folder, facts, log, again)
-    uploader = Uploader(folder) if tier else None
+    uploader = Uploader(folder, epoch) if tier else None
     if uploader and restored:
         uploader.push(restored.step)
     first_step = restored.step + 1 if restored else 1

@@ -17,7 +17,7 @@ from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint import background, writer
-from ingot.trainer.checkpoint.files import CheckpointFiles
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
@@ -194,7 +194,7 @@ def test_a_stopped_writer_ends_with_its_rank(tmp_path):
     def die(pipe):
         own = writer.WriterProcess(RunFolder(tmp_path), 0, os.memfd_create("snapshot"))
         own.begin()
-        own.make_folder(1, [1])  # it has begun to work
+        own.make_folder(CheckpointFacts(1, 1, {}, "", "", {}), [1])  # it has begun to work
         os.kill(own.pid, signal.SIGSTOP)
         pipe.send(own.pid)
         os.kill(os.getpid(), signal.SIGKILL)

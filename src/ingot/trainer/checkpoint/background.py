@@ -131,10 +131,10 @@ class BackgroundSaver:
 
         def write() -> bytes:
             assert contents is not None
-            return self._writer.write(facts.step, contents, size)
+            return self._writer.write(facts, contents, size)
 
         try:
-            from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts.step, sizes), group=self._group)
+            from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts, sizes), group=self._group)
             return from_all_ranks(
                 write,
                 lambda parts: self._writer.finish(facts, parts, ledger, segment, keep),
@@ -144,7 +144,7 @@ class BackgroundSaver:
             )
         except Exception:
             if rank() == 0:  # the next save needs the space; the writers of all ranks have answered or ended
-                CheckpointFiles(self._folder, facts.step).discard()
+                CheckpointFiles(self._folder, facts.step, facts.epoch).discard()
             raise
 
     def close(self) -> None:

@@ -15,6 +15,8 @@ from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import CheckpointManifest, Health, LedgerSegment, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free, write_atomic
+from ingot.stores.local import LocalStore
+from ingot.trainer.checkpoint.fence import require_newest
 from ingot.trainer.checkpoint.folders import SAVING, prune, publish
 from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.checkpoint.part import Kind, Numbers, RankBlocks, assemble
@@ -37,6 +39,7 @@ class CheckpointFacts:
     layout: dict[str, int]
     health: Health = field(default_factory=Health)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    epoch: int = 0
 
 
 @dataclass(frozen=True)
@@ -54,10 +57,11 @@ class FileContents:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of the checkpoint of `step` in the run `folder`."""
+    """The files of the checkpoint of `step` in the run `folder`. epoch: the number of the attempt that saves it."""
 
     folder: RunFolder
     step: int
+    epoch: int = 0
 
     @property
     def path(self) -> Path:
@@ -65,7 +69,8 @@ class CheckpointFiles:
 
     @property
     def temporary(self) -> Path:
-        return self.path.with_name(SAVING + self.path.name)
+        # Another attempt, which was suspended in its save of this step, may go on at any moment.
+        return self.path.with_name(f"{SAVING}{self.path.name}" + (f".{self.epoch}" if self.epoch else ""))
 
     def make_folder(self, bytes_by_rank: Sequence[int]) -> None:
         """Check that the disk has room, and make the temporary folder. Raises ResourceError."""
@@ -94,8 +99,10 @@ class CheckpointFiles:
         """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints.
 
         parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
-        content of the last file of `ledger`, or None if the file exists. Returns the bytes of all tensor files.
+        content of the last file of `ledger`, or None if the file exists. Returns the bytes of all tensor files. Raises
+        RunBusyError if another attempt has taken over the run.
         """
+        self.require_newest()
         if segment is not None:
             file = self.folder.ledger / ledger[-1].file
             self._on_disk(file, lambda: write_atomic(file, segment))
@@ -113,11 +120,17 @@ class CheckpointFiles:
         def publish_it() -> None:
             write_manifest(self.temporary, manifest)
             fsync_dir(self.temporary)
-            publish(self.folder, self.step)
+            self.require_newest()
+            publish(self.temporary, self.path)
 
         self._on_disk(self.temporary, publish_it)
+        self.require_newest()  # this process may have been suspended since: then the checkpoints are another's
         prune(self.folder, self.step, keep)
         return sum(file.bytes for file in manifest.files.values())
+
+    def require_newest(self) -> None:
+        """Raise RunBusyError if another attempt has taken over the run."""
+        require_newest(LocalStore(self.folder.root), self.epoch)
 
     def discard(self) -> None:
         """Remove what a failed save has left."""

@@ -9,21 +9,20 @@ from pathlib import Path
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
 REMOVED = ".removed-"  # a folder with this prefix is not a checkpoint any more
 
 
-def publish(folder: RunFolder, step: int) -> None:
-    """Rename the complete temporary folder of `step` to the name of the checkpoint of that step."""
-    path = folder.checkpoint(step)
+def publish(temporary: Path, path: Path) -> None:
+    """Rename the complete folder `temporary` to `path`, the name of the checkpoint of its step."""
     if path.exists():  # a damaged checkpoint of this step, because of which the step was trained again
         aside = path.with_name(REMOVED + path.name)
         shutil.rmtree(aside, ignore_errors=True)
         path.rename(aside)
-    path.with_name(SAVING + path.name).rename(path)
+    temporary.rename(path)
     fsync_dir(path.parent)
 
 
@@ -32,8 +31,10 @@ def prune(folder: RunFolder, step: int, keep: int) -> None:
 
     A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
     bit does not change them). Such a folder does not count: it would displace usable checkpoints. Suspect checkpoints
-    are counted alone, up to `keep` as well: they never displace others.
+    are counted alone, up to `keep` as well: they never displace others. Those that were published too late go.
     """
+    for path in late_folders(folder.checkpoints):
+        path.rename(path.with_name(REMOVED + path.name))
     kept = {False: 0, True: 0}  # whether suspect -> number
     for path in candidate_folders(folder.checkpoints):
         if int(path.name.removeprefix("step-")) > step:

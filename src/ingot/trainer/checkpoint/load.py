@@ -15,9 +15,11 @@ from ingot.schema.checkpoint import CheckpointManifest, StoredBlock, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import require_accepted
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank, world
+from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
     is_suspect,
+    late_folders,
     read_manifest,
     verify_files,
     verify_tensors,
@@ -60,6 +62,9 @@ def resume(
     are restored if the number of ranks is the same. Raises CheckpointError if no existing checkpoint can be used or
     saved checkpoints vanished, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
+    for name in from_rank_zero(lambda: [path.name for path in late_folders(folder.checkpoints)]):
+        path = folder.checkpoints / name
+        on_refused(int(name.removeprefix("step-")), path, f"checkpoint {path}: {TOO_LATE}")
     # Suspect checkpoints come last; the sort keeps the order of others, newest first.
     names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=is_suspect)])
     candidates = [folder.checkpoints / name for name in names]

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from ingot.config import from_dict, to_dict
 from ingot.errors import CheckpointError, ConfigError, IngotError, require
@@ -26,11 +27,13 @@ from ingot.schema.checkpoint import (
     unpack_crc32,
 )
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
+from ingot.trainer.checkpoint.fence import TOO_LATE, Epoch, newest_local_epoch
 from ingot.trainer.checkpoint.rules import DTYPES, FOLDER, check_rules, check_size, damaged
 from ingot.trainer.checkpoint.segments import check_segment_sizes, verify_segments
 
 MANIFEST = "manifest.json"
 VERSION = 2
+T = TypeVar("T")
 SUSPECT = "suspect"  # the state of the health of weights that a policy doubts
 
 
@@ -114,7 +117,30 @@ def is_suspect(folder: Path) -> bool:
         return False
 
 
-def _read_key(folder: Path, key: str) -> dict:
+def adopted_hashes(checkpoints: Path) -> dict[str, str]:
+    """Return the step of each checkpoint -> the hash of its manifest, "" if it cannot be read: what an attempt that
+    begins records."""
+    return {str(_step_of(path)): _claimed(path, "sha256", "") for path in candidate_folders(checkpoints)}
+
+
+def _is_late(holder: Epoch | None, folder: Path) -> bool:
+    """Return whether the checkpoint `folder` was published too late (fence.py). False if its manifest is damaged:
+    reading it will name the damage."""
+    if holder is None:
+        return False
+    return holder.ignores(_step_of(folder), _claimed(folder, "epoch", 0), _claimed(folder, "sha256", ""))
+
+
+def _claimed(folder: Path, key: str, default: T) -> T:
+    """Return one value of the manifest, of the type of `default`, or that if it cannot be read. No hash is computed."""
+    try:
+        value = _read_key(folder, key)
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+        return default
+    return value if type(value) is type(default) else default
+
+
+def _read_key(folder: Path, key: str) -> Any:
     """Read only one key of the manifest, which is one line."""
     mark = f'"{key}":'.encode()
     with (folder / MANIFEST).open("rb") as file:
@@ -254,25 +280,44 @@ def verify_tensors(path: Path) -> CheckpointManifest:
 
 
 def candidate_folders(checkpoints: Path) -> list[Path]:
-    """Return the folders that have the name of a checkpoint, newest first, without opening them."""
+    """Return the folders that have the name of a checkpoint, newest first, except those that were published too late.
+    No file is hashed."""
+    return _folders(checkpoints)[0]
+
+
+def late_folders(checkpoints: Path) -> list[Path]:
+    """Return the checkpoints that an attempt published after its lease was taken (fence.py), newest first."""
+    return _folders(checkpoints)[1]
+
+
+def _folders(checkpoints: Path) -> tuple[list[Path], list[Path]]:
     if not checkpoints.is_dir():
-        return []
-    found = [p for p in checkpoints.iterdir() if FOLDER.fullmatch(p.name)]
-    return sorted(found, key=lambda p: int(p.name.removeprefix("step-")), reverse=True)
+        return [], []
+    named = [path for path in checkpoints.iterdir() if FOLDER.fullmatch(path.name)]
+    holder = newest_local_epoch(checkpoints.parent) if named else None
+    split: tuple[list[Path], list[Path]] = ([], [])
+    for path in sorted(named, key=_step_of, reverse=True):
+        split[_is_late(holder, path)].append(path)
+    return split
+
+
+def _step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
 
 
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
     """List the checkpoints in `checkpoints`, newest first. Reads manifests, but only the sizes of other files."""
     listed, known = [], set()  # checkpoints share their earlier segments: each file is looked at once
-    for path in candidate_folders(checkpoints):
-        step, manifest, damage = int(path.name.removeprefix("step-")), None, ""
+    candidates, late = _folders(checkpoints)
+    for path in sorted([*candidates, *late], key=_step_of, reverse=True):
+        step, manifest, damage = _step_of(path), None, TOO_LATE if path in late else ""
         try:
             manifest = read_manifest(path)
             check_segment_sizes(path, manifest, [one for one in manifest.ledger[:-1] if one not in known])
             check_segment_sizes(path, manifest, manifest.ledger[-1:])
             known.update(manifest.ledger)
         except IngotError as error:
-            damage = error.found.partition(": ")[2] or error.found
+            damage = damage or error.found.partition(": ")[2] or error.found
         listed.append(ListedCheckpoint(path, step, manifest, damage))
     return listed
 

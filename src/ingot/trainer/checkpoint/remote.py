@@ -24,7 +24,8 @@ from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
 from ingot.stores.places import open_store
-from ingot.stores.store import AlreadyStored, BlobStore, StoredObject, read_object
+from ingot.stores.store import AlreadyStored, BlobStore, StoredObject, StoreUnreachable, read_object
+from ingot.trainer.checkpoint.fence import Epoch, lease_lost, newest_epoch, newest_local_epoch
 from ingot.trainer.checkpoint.folders import SAVING, publish
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
@@ -78,19 +79,22 @@ class StoredCheckpoint:
     whole: bool
 
 
-def open_tier(folder: RunFolder, remote: RemoteCheckpoints) -> "RemoteTier | None":
+def open_tier(folder: RunFolder, remote: RemoteCheckpoints, epoch: int = 0) -> "RemoteTier | None":
     """Return the remote tier of a run; None if the run has none. Raises ConfigError, MissingPartError."""
-    return RemoteTier(folder, open_store(remote.url), remote) if remote.url else None
+    return RemoteTier(folder, open_store(remote.url), remote, epoch) if remote.url else None
 
 
 class RemoteTier:
-    """The checkpoints of the run `folder` in `store`. The errors of the store pass through every method."""
+    """The checkpoints of the run `folder` in `store`. The errors of the store pass through every method.
 
-    def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints):
-        self._folder, self.store, self.remote = folder, store, remote
+    epoch: the number of the attempt that uploads; 0: none, as in commands.
+    """
+
+    def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, epoch: int = 0):
+        self._folder, self.store, self.remote, self._epoch = folder, store, remote, epoch
         self._pace = Pace(remote.bytes_per_second)
         self._segments: set[LedgerSegment] | None = None  # those known to be in the store
-        self._suspect: dict[int, bool] = {}
+        self._judged: dict[int, tuple[int, bool]] = {}  # step -> epoch of the stored checkpoint, whether it is suspect
 
     @property
     def url(self) -> str:
@@ -122,10 +126,31 @@ class RemoteTier:
         return found
 
     def _finished(self, listed: dict[int, list[StoredObject]]) -> list[int]:
-        return [step for step, objects in listed.items() if self._name(step, MANIFEST) in (o.name for o in objects)]
+        """Return the steps of `listed` that have a manifest, except those that were published too late."""
+        whole = [step for step, objects in listed.items() if self._name(step, MANIFEST) in (o.name for o in objects)]
+        holder = newest_epoch(self.store) if whole else None
+        return [step for step in whole if not self._is_late(holder, step)]
+
+    def _is_late(self, holder: Epoch | None, step: int) -> bool:
+        if holder is None or not holder.ignores(step, 1, ""):  # most steps are decided without reading a manifest
+            return False
+        try:
+            return holder.ignores(step, self._judge(step)[0], "")
+        except CheckpointError:  # damaged: a fetch reports that
+            return False
+
+    def _judge(self, step: int) -> tuple[int, bool]:
+        """Return the number of the attempt that saved a stored checkpoint, and whether its weights are suspect."""
+        if step not in self._judged:
+            manifest = self.manifest(step)
+            self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
+        return self._judged[step]
 
     def _name(self, step: int, file: str) -> str:
         return f"{self._folder.checkpoint(step).relative_to(self._folder.root)}/{file}"
+
+    def _tensor_name(self, step: int, file: str, sha256: str) -> str:
+        return self._name(step, _with_hash(file, sha256))
 
     def _place(self, step: int) -> str:
         return f"{self.url}/{self._name(step, MANIFEST)}".rpartition("/")[0]
@@ -138,34 +163,62 @@ class RemoteTier:
         """Upload the local checkpoint of `step`, and return the bytes sent: 0 if the store has it.
 
         Raises CheckpointError if a local file is not as it was saved, or if the store has another checkpoint of this
-        step.
+        step; RunBusyError if another attempt has taken over the run.
         """
         path, name = self._folder.checkpoint(step), self._name(step, MANIFEST)
         with ExitStack() as opened:  # open files survive the removal of an old checkpoint during its upload
             try:
                 manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
                 jobs = [
-                    (opened.enter_context((path / file).open("rb")), self._name(step, file), entry.sha256)
+                    (
+                        opened.enter_context((path / file).open("rb")),
+                        self._tensor_name(step, file, entry.sha256),
+                        entry.sha256,
+                    )
                     for file, entry in manifest.files.items()
                 ]
             except (CheckpointError, FileNotFoundError):
                 if path.is_dir():
                     raise
                 raise _removed(path, step) from None
-            if step in self._finished(self._listed()):
+            self._require_newest()
+            listed = self._listed()
+            if step in self._finished(listed):
                 self._require_same(name, text)
                 return 0
+            if name in (one.name for one in listed.get(step, ())):  # published too late: it is nobody's checkpoint
+                self.store.remove(name)
+                self._judged.pop(step, None)
             new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
             with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
                 sent = sum(pool.map(lambda job: self._send(path, *job), jobs))
                 sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
+        self._require_newest()
         self.store.write(self._folder.config.name, [self._folder.config.read_bytes()])
         try:
             self.store.write(name, [text], new=True)
         except AlreadyStored:  # by another writer; or by the first attempt of a request whose answer was lost
             self._require_same(name, text)
         self._known_segments().update(new)
+        self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
         return sent
+
+    def _require_newest(self) -> None:
+        """Raise RunBusyError if another attempt has taken over the run, StoreUnreachable if this one could not say yet
+        that it has begun."""
+        newest, own = newest_epoch(self.store), newest_local_epoch(self._folder.root)
+        number = self._epoch or (own.epoch if own else 0)
+        if newest is not None and (newest.epoch > number or (newest.epoch == number and newest.holder != _holder(own))):
+            raise lease_lost(self.url, newest)
+        if self._epoch and (newest is None or newest.epoch < number):
+            raise StoreUnreachable(
+                "E-LEASE-PENDING",
+                f"{self.url} has no record of this attempt yet: it did not answer when the run was started",
+                rule="an attempt says that it has begun before it uploads checkpoints",
+                fix="none is needed: both are tried again",
+                store=self.url,
+                epoch=number,
+            )
 
     def _require_same(self, name: str, text: bytes) -> None:
         if read_object(self.store, name) != text:
@@ -188,7 +241,7 @@ class RemoteTier:
         return self._segments
 
     def _ledger_name(self, segment: LedgerSegment) -> str:
-        return f"{self._folder.ledger.name}/{segment.file}"
+        return f"{self._folder.ledger.name}/{_with_hash(segment.file, segment.sha256)}"
 
     def _send_segment(self, checkpoint: Path, segment: LedgerSegment) -> int:
         with (self._folder.ledger / segment.file).open("rb") as file:
@@ -208,10 +261,8 @@ class RemoteTier:
         self.store.write(name, chunks())
         if digest.hexdigest() != sha256:
             self.store.remove(name)
-            file_name = name.rpartition("/")[2]
-            raise damaged(
-                checkpoint, f"{file_name} differs from the bytes that were saved", "E-CKPT-HASH", file=file_name
-            )
+            short = Path(file.name).name
+            raise damaged(checkpoint, f"{short} differs from the bytes that were saved", "E-CKPT-HASH", file=short)
         return sent
 
     def fetch(self, step: int) -> int:
@@ -223,12 +274,12 @@ class RemoteTier:
         text = read_object(self.store, self._name(step, MANIFEST))
         manifest = parse_manifest(self._place(step), text)
         folder = self._folder.checkpoint(step)
-        temporary = folder.with_name(SAVING + folder.name)
+        temporary = folder.with_name(f"{SAVING}{folder.name}.fetched")
         needed = sum(entry.bytes for entry in manifest.files.values())
         require_free(self._folder.checkpoints, needed, f"the checkpoint of step {step}")
         shutil.rmtree(temporary, ignore_errors=True)
         jobs = [
-            (temporary / file, self._name(step, file), entry.sha256, entry.bytes)
+            (temporary / file, self._tensor_name(step, file, entry.sha256), entry.sha256, entry.bytes)
             for file, entry in manifest.files.items()
         ]
         jobs += [
@@ -240,7 +291,7 @@ class RemoteTier:
             with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
             write_atomic(temporary / MANIFEST, text)
-            publish(self._folder, step)
+            publish(temporary, folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
@@ -270,7 +321,8 @@ class RemoteTier:
         return None
 
     def _receive(self, step: int, path: Path, name: str, sha256: str, size: int | None) -> int:
-        stored, short = self._place(step), name if name.startswith(self._folder.ledger.name) else Path(name).name
+        in_ledger = path.parent == self._folder.ledger
+        stored, short = self._place(step), f"{path.parent.name}/{path.name}" if in_ledger else path.name
         received, digest = 0, hashlib.sha256()
         with atomic_file(path) as file:
             for chunk in self.store.stream(name):
@@ -296,7 +348,7 @@ class RemoteTier:
         listed, kept, removed = self._listed(), {False: 0, True: 0}, []
         finished = sorted(self._finished(listed), reverse=True)
         for step in finished:
-            remote, suspect = self.remote, self._is_suspect(step)
+            remote, suspect = self.remote, self._judge(step)[1]
             kept[suspect] += 1
             if kept[suspect] > remote.keep > 0 and not (remote.keep_every and step % remote.keep_every == 0):
                 removed.append(step)
@@ -306,10 +358,16 @@ class RemoteTier:
                 self.store.remove(one.name)
         return removed
 
-    def _is_suspect(self, step: int) -> bool:
-        if step not in self._suspect:
-            self._suspect[step] = self.manifest(step).health.state == SUSPECT
-        return self._suspect[step]
+
+def _with_hash(file: str, sha256: str) -> str:
+    """Return the name of a file's object. With its content in its name, an object is never replaced by another one,
+    however late it is written."""
+    stem, dot, suffix = file.partition(".")
+    return f"{stem}-{sha256[:16]}{dot}{suffix}"
+
+
+def _holder(record: Epoch | None) -> str:
+    return record.holder if record else ""
 
 
 def _has(path: Path, sha256: str) -> bool:

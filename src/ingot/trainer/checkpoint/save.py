@@ -46,7 +46,7 @@ def save_checkpoint(
     older checkpoints are unchanged, and the unfinished one is ignored.
     """
     started = time.perf_counter()
-    files = CheckpointFiles(folder, facts.step)
+    files = CheckpointFiles(folder, facts.step, facts.epoch)
     collected: list[tuple[FileContents, list[Tensor]]] = []
 
     def collect() -> int:

@@ -1,9 +1,9 @@
 """The process that uploads a run's checkpoints to its store while the run trains.
 
-Rank 0 starts `python -m ingot.trainer.checkpoint.uploader RUN`, which has no torch, and names to it what was saved. It
-uploads the newest one it knows of; those that were saved in the meantime are left out. A store that does not answer
-is asked again, after pauses with jitter. It ends at once when rank 0 is gone: an upload that was killed is repeated by
-the next start of the run.
+Rank 0 starts `python -m ingot.trainer.checkpoint.uploader RUN EPOCH`, which has no torch, and names to it what was
+saved. It uploads the newest one it knows of; those that were saved in the meantime are left out. A store that does not
+answer is asked again, after pauses with jitter. It ends at once when rank 0 is gone: an upload that was killed is
+repeated by the next start of the run.
 """
 
 import contextlib
@@ -34,11 +34,13 @@ _END = {"end": True}
 class Uploader:
     """The uploader process of this run, seen from rank 0. It is started by the first `push`.
 
+    epoch: the number of this attempt (fence.py).
+
     A process that has ended is replaced by the next `push`.
     """
 
-    def __init__(self, folder: RunFolder):
-        self._folder = folder
+    def __init__(self, folder: RunFolder, epoch: int):
+        self._folder, self._epoch = folder, epoch
         self._process: subprocess.Popen[bytes] | None = None
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
@@ -82,8 +84,9 @@ class Uploader:
             if request == _END:
                 return
             self.close()
+            module, root = "ingot.trainer.checkpoint.uploader", str(self._folder.root.absolute())
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "ingot.trainer.checkpoint.uploader", str(self._folder.root.absolute())],
+                [sys.executable, "-P", "-m", module, root, str(self._epoch)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
@@ -163,7 +166,7 @@ def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[st
     return True
 
 
-def main(root: str) -> None:
+def main(root: str, epoch: str) -> None:
     """Answer the requests on standard input until it is closed or ends."""
     from ingot.theory.rules import recorded_run
     from ingot.trainer.checkpoint.remote import open_tier
@@ -175,7 +178,7 @@ def main(root: str) -> None:
     requests = _Requests()
     threading.Thread(target=requests.read, args=(sys.stdin.buffer,), daemon=True).start()
     folder = RunFolder(Path(root))
-    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote)
+    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote, int(epoch))
     assert tier is not None
 
     def report(event: dict[str, Any]) -> None:

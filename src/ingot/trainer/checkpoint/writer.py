@@ -78,14 +78,14 @@ class WriterProcess:
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
-    def make_folder(self, step: int, bytes_by_rank: Sequence[int]) -> None:
+    def make_folder(self, facts: CheckpointFacts, bytes_by_rank: Sequence[int]) -> None:
         """See CheckpointFiles.make_folder."""
-        self._ask({"do": "make_folder", "step": step, "bytes": list(bytes_by_rank)})
+        self._ask(_about("make_folder", facts) | {"bytes": list(bytes_by_rank)})
 
-    def write(self, step: int, contents: FileContents, snapshot_bytes: int) -> bytes:
+    def write(self, facts: CheckpointFacts, contents: FileContents, snapshot_bytes: int) -> bytes:
         """Write this rank's file from the snapshot. Returns the bytes of its RankBlocks."""
-        request = {"do": "write", "step": step, "rank": self._rank, "contents": contents, "snapshot": snapshot_bytes}
-        return self._ask(request)
+        request = {"rank": self._rank, "contents": contents, "snapshot": snapshot_bytes}
+        return self._ask(_about("write", facts) | request)
 
     def finish(
         self,
@@ -96,7 +96,7 @@ class WriterProcess:
         keep: int,
     ) -> int:
         """See CheckpointFiles.finish. parts: the bytes of the RankBlocks of all ranks."""
-        request = {"do": "finish", "step": facts.step, "facts": facts, "ledger": ledger, "keep": keep}
+        request = _about("finish", facts) | {"facts": facts, "ledger": ledger, "keep": keep}
         return int(self._ask(request, segment, *parts))
 
     def _ask(self, request: dict[str, Any], *more: bytes) -> bytes:
@@ -133,6 +133,10 @@ class WriterProcess:
                 if pipe is not None:
                     with contextlib.suppress(OSError):
                         pipe.close()
+
+
+def _about(do: str, facts: CheckpointFacts) -> dict[str, Any]:
+    return {"do": do, "step": facts.step, "epoch": facts.epoch}
 
 
 def _writer_error(rank: int, what: str) -> ResourceError:
@@ -201,7 +205,7 @@ def _read_until_the_rank_is_gone(requests: "queue.SimpleQueue[bytes]") -> None:
 
 
 def _answer(folder: RunFolder, fd: int, request: dict[str, Any], more: list[bytes]) -> bytes:
-    files = CheckpointFiles(folder, request["step"])
+    files = CheckpointFiles(folder, request["step"], request["epoch"])
     if request["do"] == "make_folder":
         files.make_folder(request["bytes"])
         return b""

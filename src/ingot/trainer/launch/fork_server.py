@@ -24,7 +24,9 @@ import sys
 import traceback
 from pathlib import Path
 
+from ingot.machine.processes import die_with_parent
 from ingot.trainer.mesh.start import enter_rank
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
@@ -32,6 +34,9 @@ _LOOPBACK = "127.0.0.1"
 
 def main() -> None:
     """Serve orders until the supervisor closes their pipe. In a forked rank: run the job's module and return."""
+    die_with_parent()
+    if os.getppid() != int(os.environ[SUPERVISOR_VARIABLE]):
+        return  # the supervisor died before that took effect
     orders, reports, ranks = os.fdopen(int(sys.argv[1])), int(sys.argv[2]), int(sys.argv[3])
     preload, job = sys.argv[4].split(","), sys.argv[5:]
     # A scheduler may signal all processes of a job. The supervisor alone decides then: it asks the ranks to save and

@@ -33,19 +33,21 @@ def train_here(
     env: Mapping[str, str],
     launch: Launch,
     *,
+    epoch: int,
     until_step: int | None,
     given: GivenCallbacks,
     say: Callable[[str], None],
 ) -> JobResult:
     """Train the run in `folder` as its only rank. The caller holds the run's lock.
 
-    env: the environment of a rank. launch: the settings of the run. Stop signals and launch.stop_after ask the loop to
-    save and stop (see signals_ask). Raises every error of the run: there are no restarts.
+    env: the environment of a rank. epoch: the number of this attempt (checkpoint/fence.py). launch: the settings of the
+    run. Stop signals and launch.stop_after ask the loop to save and stop (see signals_ask). Raises every error of the
+    run: there are no restarts.
     """
     began, reader = time.monotonic(), EventLogReader(folder.events)
     folder.stop_request.unlink(missing_ok=True)
     with own_process(env, alone=True), signals_ask(folder, launch, say) as stops:
-        code = run_rank(folder, until_step, say, given, stops)
+        code = run_rank(folder, until_step, say, given, stops, epoch=epoch)
     reader.read()
     saved = resume_step(folder) if reader.saved is None else reader.saved
     seconds = time.monotonic() - began

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import IO
 
 from ingot.errors import ResourceError
-from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import Job
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 
@@ -81,7 +80,6 @@ class LocalJob:
                 stderr=errors,
                 pass_fds=(theirs, reports),
                 start_new_session=True,  # Ctrl-C goes to the supervisor only, which asks the ranks to save first
-                preexec_fn=die_with_parent,
             )
         os.close(theirs)
         os.close(reports)

@@ -11,6 +11,7 @@ from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.launch.here import own_process
 from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.train import training_job
+from ingot.trainer.lease import open_lease
 from ingot.trainer.loop import RunLoop
 from ingot.trainer.mesh.start import environment_number, start
 from ingot.trainer.resilience.lock import RunLock
@@ -42,21 +43,25 @@ def open_run(
     config = request.written
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     say = say if place.is_first else _silent
-    if from_rank_zero(lambda: _prepare(request, say, stack)):
+    epoch = from_rank_zero(lambda: _prepare(request, say, stack))
+    if epoch is None:
         return None
     config = load_run(request.folder.config, same_code=True)
     stops = stack.enter_context(signals_ask(request.folder, config.launch, say))
     until = request.until_step
-    parts = build_trainer(config, request.folder, place, until_step=until, say=say, given=given, stops=stops)
+    parts = build_trainer(
+        config, request.folder, place, epoch=epoch, until_step=until, say=say, given=given, stops=stops
+    )
     stack.callback(parts.close)
     return RunLoop(parts)
 
 
-def _prepare(request: RunRequest, say: Callable[[str], None], stack: contextlib.ExitStack) -> bool:
-    """Lock and prepare the run folder. Returns True if no step is left to train."""
+def _prepare(request: RunRequest, say: Callable[[str], None], stack: contextlib.ExitStack) -> int | None:
+    """Lock and prepare the run folder. Returns the number of this attempt; None if no step is left to train."""
     stack.enter_context(RunLock(request.folder.lock))
+    lease = stack.enter_context(open_lease(request.folder, request.config))
     request.folder.stop_request.unlink(missing_ok=True)
-    return request.prepare(say) is not None
+    return lease.epoch if request.prepare(lease, say) is None else None
 
 
 def _silent(text: str) -> None:

@@ -36,6 +36,7 @@ from ingot.trainer.launch.checks import (
     require_settings,
 )
 from ingot.trainer.launch.supervise import JobResult, newest_step
+from ingot.trainer.lease import RunLease
 from ingot.trainer.mesh.start import rank_threads
 
 
@@ -75,12 +76,13 @@ class RunRequest:
         self.overrides, self.accept, self.fresh, self.archive = overrides, accept, fresh, archive
         self.until_step = until_step
 
-    def prepare(self, say: Callable[[str], None]) -> JobResult | None:
-        """Check that ranks can start, and write the run file and accepted changes. Returns the run's end if no step is
-        left to train. The caller holds the run's lock.
+    def prepare(self, lease: RunLease, say: Callable[[str], None]) -> JobResult | None:
+        """Check that ranks can start, take the lease, and write the run file and accepted changes. Returns the run's
+        end if no step is left to train. The caller holds the run's lock.
         """
         folder, config, plan = self.folder, self.config, self.path.parent / self.folder.plan.name
         tier = open_tier(folder, config.checkpoint.remote)
+        lease.wait(say)
         if self.fresh:
             require_empty(tier)
             moved = _move_aside(folder, self.archive)
@@ -97,6 +99,7 @@ class RunRequest:
                 say(f"note: --accept-change {key} has no effect: there is no change to confirm")
         if ended := self._ended(changes, say):
             return ended
+        lease.take()
         record_accepted(folder, config, tokens.fingerprint(), changes)
         _keep_run_file(folder, self.written)
         # The plan describes the run file without --set: a changed run needs different time and memory.

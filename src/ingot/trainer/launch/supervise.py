@@ -25,6 +25,7 @@ from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.interrupts import Interrupts, handlers
 from ingot.trainer.launch.local import LocalJob
+from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
 from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest, StopRequests
 
@@ -117,19 +118,20 @@ def supervise(
     job: Job,
     launch: Launch,
     *,
+    lease: RunLease | None = None,
     began: float | None = None,
     say: Callable[[str], None],
     show_output: bool = True,
 ) -> JobResult:
     """Run `job` to its end, with restarts after failures. The caller holds the run's lock.
 
-    launch: the settings of the run. began: the start of the launcher, in seconds of time.monotonic(), from which
-    launch.stop_after counts over all attempts; None: now. The first stop signal, or the end of that time, asks the
-    ranks to save and stop; after launch.grace they are killed, and the newest checkpoint counts. A second signal that
-    is Ctrl-C kills them, but not before a checkpoint that is being written is complete, and raises KeyboardInterrupt
-    unless they had stopped. Raises the IngotError that a rank ended with, RunFailed if a restart would not help or none
-    is left, CheckpointError if the saved checkpoints vanished. No process of the job is left when this function returns
-    or raises.
+    launch: the settings of the run. lease: the right to train it; if it is lost, the ranks are killed. began: the start
+    of the launcher, in seconds of time.monotonic(), from which launch.stop_after counts over all attempts; None: now.
+    The first stop signal, or the end of that time, asks the ranks to save and stop; after launch.grace they are killed,
+    and the newest checkpoint counts. A second signal that is Ctrl-C kills them, but not before a checkpoint that is
+    being written is complete, and raises KeyboardInterrupt unless they had stopped. Raises RunBusyError if the lease is
+    lost, the IngotError that a rank ended with, RunFailed if a restart would not help or none is left, CheckpointError
+    if the saved checkpoints vanished. No process of the job is left when this function returns or raises.
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
@@ -144,8 +146,10 @@ def supervise(
                 attempt = len(incidents)
                 clear_endings(folder)
                 running.start(attempt=attempt, log=_attempt_log(folder))
-                incident = _follow(folder, running, log_reader, stopping, say)
+                incident = _follow(folder, running, log_reader, stopping, lease, say)
                 running.end_attempt()
+                if lease is not None and incident is not None:
+                    lease.require()  # before anything is read or removed: the folder may be another attempt's
                 log_reader.read()
                 if incident is None:
                     break
@@ -224,11 +228,18 @@ class _Stopping:
 
 
 def _follow(
-    folder: RunFolder, running: LocalJob, log_reader: EventLogReader, stopping: _Stopping, say: Callable[[str], None]
+    folder: RunFolder,
+    running: LocalJob,
+    log_reader: EventLogReader,
+    stopping: _Stopping,
+    lease: RunLease | None,
+    say: Callable[[str], None],
 ) -> JobIncident | None:
     """Follow one attempt until it ends, or has to be killed on request. Returns the incident if neither it finished nor
     something asked it to stop, otherwise None."""
     while running.running():
+        if lease is not None and lease.lost is not None:
+            raise lease.lost
         log_reader.read()
         while log_reader.refused:
             _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")

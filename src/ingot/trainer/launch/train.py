@@ -11,6 +11,7 @@ from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.supervise import JobResult, supervise
+from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.start import worker_environment
 from ingot.trainer.resilience.lock import RunLock
 
@@ -55,33 +56,37 @@ def train(
     folder, config = request.folder, request.written
     here = bool(given) and config.parallel.world_size == 1
     references = [] if here else given.references()
-    with RunLock(folder.lock):
-        if ended := request.prepare(say):
+    with RunLock(folder.lock), open_lease(folder, request.config) as lease:
+        if ended := request.prepare(lease, say):
             return ended
-        job = training_job(folder, config, until_step=until_step, quiet=quiet, callbacks=references)
+        job = training_job(folder, config, epoch=lease.epoch, until_step=until_step, quiet=quiet, callbacks=references)
         if here:
             from ingot.trainer.launch.here import train_here  # only this imports torch
 
-            return train_here(folder, job.env, config.launch, until_step=until_step, given=given, say=say)
-        return supervise(folder, job, config.launch, began=began, say=say, show_output=not quiet)
+            return train_here(
+                folder, job.env, config.launch, epoch=lease.epoch, until_step=until_step, given=given, say=say
+            )
+        return supervise(folder, job, config.launch, lease=lease, began=began, say=say, show_output=not quiet)
 
 
 def training_job(
     folder: RunFolder,
     config: RunConfig,
     *,
+    epoch: int = 0,
     until_step: int | None = None,
     quiet: bool = False,
     callbacks: Sequence[tuple[str, str]] = (),
 ) -> Job:
     """Describe the job that trains the run in `folder`, to its end or `until_step`, independently of a launcher.
 
-    Rank 0 prints progress lines unless `quiet`. callbacks: (folder, "module:Class") of each given callback.
+    Rank 0 prints progress lines unless `quiet`. epoch: the number of this attempt (checkpoint/fence.py). callbacks:
+    (folder, "module:Class") of each given callback.
     """
     processes = config.parallel.world_size
     until = [] if until_step is None else ["--until-step", str(until_step)]
     own = [word for reference in callbacks for word in ("--callback", *reference)]
-    arguments = (str(folder.root), *until, *(["--quiet"] if quiet else []), *own)
+    arguments = (str(folder.root), "--epoch", str(epoch), *until, *(["--quiet"] if quiet else []), *own)
     env = worker_environment(most_ranks(config.parallel), usable_cores())  # includes a container's CPU quota
     if Path("/sys/class/net/lo").exists():
         # Ranks of one machine communicate over loopback: the host name does not matter, and no other host can connect.

@@ -19,7 +19,7 @@ from typing import Any
 
 from ingot import errors
 from ingot.config import from_dict
-from ingot.errors import ConfigError, IngotError, RunFailed
+from ingot.errors import ConfigError, IngotError, RunBusyError, RunFailed
 from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
@@ -86,7 +86,8 @@ def guarded(folder: RunFolder, rank: int) -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        _write(folder, _ending_of(rank, error))
+        if not isinstance(error, RunBusyError):  # otherwise the folder is another attempt's
+            _write(folder, _ending_of(rank, error))
         raise
     _write(folder, RankEnding(rank=rank, time=time.time()))
 

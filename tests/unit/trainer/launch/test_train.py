@@ -38,7 +38,7 @@ def jobs(monkeypatch):
 def test_a_run_lives_in_runs_name_beside_its_file(run_file, jobs, tmp_path):
     outcome = launch_train.train(run_file)
     assert outcome.run == tmp_path / "runs" / "demo"
-    assert jobs[0].processes == 1 and jobs[0].arguments == (str(outcome.run),)
+    assert jobs[0].processes == 1 and jobs[0].arguments == (str(outcome.run), "--epoch", "1")
     assert not is_locked(RunFolder(outcome.run).lock)
 
 

@@ -1,0 +1,121 @@
+"""The fence of a run: which attempt may publish checkpoints in a place, and which checkpoints came too late. No torch.
+
+    lease/epoch-00000003.json    who began the third attempt, and the checkpoints that it found there
+    lease/alive-00000003         changes while that attempt lives
+
+The first file is written only if no object has its name, so that of two attempts exactly one gets a number. Before it
+publishes, an attempt looks whether its number is still the newest. That look and the commit are two operations, between
+which a process can be suspended for hours; so every manifest has the number of its attempt, and readers ignore a
+checkpoint that an earlier attempt published after the newest one had begun. This needs no locks, and no clocks that
+agree: it works in a folder that hosts share, and in an object store.
+"""
+
+import contextlib
+import json
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ingot.config import from_dict
+from ingot.errors import ConfigError, RunBusyError
+from ingot.stores.local import LocalStore
+from ingot.stores.store import BlobStore, NotStored, read_object
+
+LEASE = "lease"
+_RECORD = re.compile(rf"{LEASE}/epoch-(\d{{8,}})\.json")
+_MOST_BYTES = 16 << 20
+TOO_LATE = "an attempt published it after another one had taken over the run"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Epoch:
+    """The record of one attempt to train a run in one place.
+
+    epoch: 1, 2, ... run: the id of the run; holder: of this attempt. host, pid: of its launcher, with `process`
+    (machine/processes.py), by which a process on the same machine finds out whether it lives. started: Unix seconds,
+    for people. seconds: without a sign of life for this time, the attempt counts as gone. adopted: the step of each
+    checkpoint that the attempt found -> hash of its manifest, "" if unknown; None if the record is damaged.
+    """
+
+    epoch: int
+    run: str = ""
+    holder: str = ""
+    host: str = ""
+    pid: int = 0
+    process: str = ""
+    started: float = 0.0
+    seconds: float = 0.0
+    adopted: dict[str, str] | None = None
+
+    @property
+    def owner(self) -> str:
+        return f"{self.host}:{self.pid}" if self.host else "an unknown process"
+
+    def ignores(self, step: int, epoch: int, sha256: str) -> bool:
+        """Return whether a checkpoint was published too late: by an earlier attempt, after this one had begun.
+
+        epoch: 0 for a checkpoint that no attempt saved, like one of an earlier version of ingot. sha256: the hash of its
+        manifest. A checkpoint older than the newest one that this attempt found may be missing
+        in its record: it was removed, and somebody restored a copy.
+        """
+        if not 0 < epoch < self.epoch or self.adopted is None:
+            return False
+        known = self.adopted.get(str(step))
+        if known is None:
+            return step > max(map(int, self.adopted), default=0)
+        return known not in ("", sha256)
+
+
+def record_name(epoch: int) -> str:
+    return f"{LEASE}/epoch-{epoch:08d}.json"
+
+
+def alive_name(epoch: int) -> str:
+    return f"{LEASE}/alive-{epoch:08d}"
+
+
+def to_bytes(record: Epoch) -> bytes:
+    """Return the content of the record's object."""
+    return json.dumps(asdict(record), indent=1).encode() + b"\n"
+
+
+def newest_epoch(place: BlobStore) -> Epoch | None:
+    """Return the record of the newest attempt in `place`; None if there was none.
+
+    A record that is damaged still counts: its name has the number.
+    """
+    numbers = [int(match[1]) for one in place.list(LEASE) if (match := _RECORD.fullmatch(one.name))]
+    if not numbers:
+        return None
+    newest = max(numbers)
+    with contextlib.suppress(NotStored, ConfigError, ValueError, TypeError, AttributeError):
+        record = from_dict(Epoch, json.loads(read_object(place, record_name(newest), _MOST_BYTES)))
+        if record.epoch == newest and all(step.isdecimal() for step in record.adopted or ()):
+            return record
+    return Epoch(epoch=newest)
+
+
+def newest_local_epoch(run: Path) -> Epoch | None:
+    """Return the record of the newest attempt in the run folder `run`; None if there was none."""
+    return newest_epoch(LocalStore(run))
+
+
+def require_newest(place: BlobStore, epoch: int) -> None:
+    """Raise RunBusyError if an attempt after `epoch` has begun in `place`. 0: an attempt without a number, as in
+    programs that save checkpoints outside of a run, of which none is refused."""
+    newest = newest_epoch(place) if epoch else None
+    if newest is not None and newest.epoch > epoch:
+        raise lease_lost(place.url, newest)
+
+
+def lease_lost(url: str, newest: Epoch) -> RunBusyError:
+    return RunBusyError(
+        "E-LEASE-LOST",
+        f"{newest.owner} has taken over the run in {url} (attempt {newest.epoch}), because this one had given no sign "
+        "of life",
+        rule="only the newest attempt publishes checkpoints; what this one trained since its last one is lost",
+        fix="none is needed: the other attempt goes on. If this machine was suspended or cut off, look at the cause",
+        store=url,
+        epoch=newest.epoch,
+        owner=newest.owner,
+    )

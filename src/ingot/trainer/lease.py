@@ -1,0 +1,233 @@
+"""The lease of a run: the right of one launcher to write checkpoints, in the run folder and in the run's store.
+
+The lock of the run folder (resilience/lock.py) sees a second launcher on the same machine. The lease also sees one on
+another machine, on a shared file system without locks and in an object store, and it passes on if its holder gives no
+sign of life. A holder that returns finds a newer record (checkpoint/fence.py), and publishes nothing more. No torch.
+"""
+
+import contextlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from ingot.errors import ConfigError, IngotError, RunBusyError
+from ingot.machine.processes import identity, is_gone
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.local import LocalStore
+from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreUnreachable, read_object
+from ingot.trainer.checkpoint.fence import (
+    LEASE,
+    Epoch,
+    alive_name,
+    lease_lost,
+    newest_epoch,
+    record_name,
+    to_bytes,
+)
+from ingot.trainer.checkpoint.manifest import adopted_hashes
+from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
+from ingot.units import format_seconds
+
+_BEATS = 6  # signs of life per lease
+_POLLS = 24  # looks of a launcher that waits, per lease
+_RELEASED = b"released"
+_MOST_BYTES = 1000
+
+
+def open_lease(folder: RunFolder, config: RunConfig) -> "RunLease":
+    """Return the lease of a run, not yet taken. Raises ConfigError, MissingPartError."""
+    return RunLease(folder, open_tier(folder, config.checkpoint.remote), config.launch.lease_seconds)
+
+
+class RunLease:
+    """The lease of `folder`, and of its store if it has one, from `take` to the end of a with block.
+
+    seconds: without a sign of life for this time, the holder counts as gone. epoch: the number of this attempt, 0
+    before `take`.
+    """
+
+    def __init__(self, folder: RunFolder, tier: RemoteTier | None, seconds: float):
+        self._folder, self._tier, self._seconds = folder, tier, seconds
+        self._store = tier.store if tier else None
+        self._here = LocalStore(folder.root)
+        self._ends = threading.Event()
+        self._thread: threading.Thread | None = None
+        self._begun: set[str] = set()  # the urls of the places that have the record of this attempt
+        self._lost: RunBusyError | None = None
+        self.epoch = 0
+
+    def wait(self, say: Callable[[str], None]) -> None:
+        """Wait until no other launcher holds the lease: it released it, has ended, or gives no sign of life.
+
+        Raises RunBusyError if it gives one, and the errors of the store, except that a store that does not answer is
+        left for later.
+        """
+        for place in self._places():
+            with self._later(place):
+                holder = newest_epoch(place)
+                if holder is None or _sign(place, holder) == _RELEASED or is_gone(holder.process):
+                    continue
+                patience = holder.seconds or self._seconds
+                say(
+                    f"lease     {holder.owner} trained this run last, and did not end it; waiting "
+                    f"{format_seconds(patience)} for a sign of life"
+                )
+                self._require_silence(place, holder, patience)
+
+    def _require_silence(self, place: BlobStore, holder: Epoch, patience: float) -> None:
+        before, ends = _sign(place, holder), time.monotonic() + patience
+        while time.monotonic() < ends:
+            time.sleep(patience / _POLLS)
+            sign = _sign(place, holder)
+            if sign == _RELEASED:
+                return
+            if sign != before:
+                raise _busy(place, holder)
+
+    def take(self) -> None:
+        """Begin an attempt that adopts the checkpoints of the folder and of the store, and give signs of life.
+
+        Raises RunBusyError if another launcher was quicker, ConfigError if the store belongs to another run.
+        """
+        newest, steps = {}, list[int]()
+        for place in self._places():
+            with self._later(place):
+                steps = self._tier.steps() if self._tier and place is self._store else steps
+                if holder := newest_epoch(place):
+                    newest[place.url] = holder
+        self.epoch = 1 + max((holder.epoch for holder in newest.values()), default=0)
+        self._record = Epoch(
+            epoch=self.epoch,
+            run=self._run_of(newest, steps),
+            holder=uuid.uuid4().hex,
+            host=socket.gethostname(),
+            pid=os.getpid(),
+            process=identity(),
+            started=time.time(),
+            seconds=self._seconds,
+        )
+        self._adopted = {self._here.url: adopted_hashes(self._folder.checkpoints)}
+        if self._store:
+            self._adopted[self._store.url] = {str(step): "" for step in steps}
+        for place in reversed(self._places()):  # the store first: it is what launchers on two machines share
+            with self._later(place):
+                self._begin(place)
+        self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
+        self._thread.start()
+
+    def _run_of(self, newest: Mapping[str, Epoch], stored: Sequence[int]) -> str:
+        """Return the id of the run: that of the folder, else that of the checkpoints in the store, else a new one."""
+        here = newest[self._here.url].run if self._here.url in newest else ""
+        there = newest.get(self._store.url) if self._store else None
+        if there is None or not stored:  # records without a checkpoint belong to nobody
+            return here or uuid.uuid4().hex
+        if here and there.run and here != there.run:
+            raise _other_run(self._folder, there, self._store.url if self._store else "")
+        return here or there.run or uuid.uuid4().hex
+
+    def require(self) -> None:
+        """Raise RunBusyError if another launcher has begun an attempt since `take`."""
+        if self._lost is None and self.epoch:
+            self._look(self._here)
+        if self._lost is not None:
+            raise self._lost
+
+    @property
+    def lost(self) -> RunBusyError | None:
+        """The error of `require`, as of the last sign of life."""
+        return self._lost
+
+    def __enter__(self) -> "RunLease":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """End the signs of life, and say so, so that the next launcher does not wait."""
+        self._ends.set()
+        if self._thread is None:
+            return
+        self._thread.join()
+        for place in self._places():
+            if place.url in self._begun and self._lost is None:
+                with contextlib.suppress(IngotError):
+                    place.write(alive_name(self.epoch), [_RELEASED])
+
+    def _places(self) -> list[BlobStore]:
+        return [self._here, *([self._store] if self._store else [])]
+
+    def _later(self, place: BlobStore) -> contextlib.AbstractContextManager[None]:
+        """Leave a store that does not answer for the next sign of life; a folder has to answer."""
+        return contextlib.nullcontext() if place is self._here else contextlib.suppress(StoreUnreachable)
+
+    def _begin(self, place: BlobStore) -> None:
+        record = replace(self._record, adopted=self._adopted[place.url])
+        try:
+            place.write(record_name(self.epoch), [to_bytes(record)], new=True)
+        except AlreadyStored:
+            newest = newest_epoch(place) or record
+            if newest.holder != record.holder:  # or it is this one's, and only the answer was lost
+                raise _busy(place, newest) from None
+        self._begun.add(place.url)
+        place.write(alive_name(self.epoch), [b"0"])
+        _remove_older(place, self.epoch - 1)
+
+    def _live(self) -> None:
+        """Give signs of life, and look for a newer attempt."""
+        beat = 0
+        while not self._ends.wait(self._seconds / _BEATS):
+            beat += 1
+            for place in self._places():
+                with contextlib.suppress(IngotError):  # a full disk or a store that does not answer: the next beat
+                    self._look(place)
+                    if self._lost is not None:
+                        return
+                    if place.url not in self._begun:
+                        self._begin(place)
+                    place.write(alive_name(self.epoch), [str(beat).encode()])
+
+    def _look(self, place: BlobStore) -> None:
+        newest = newest_epoch(place)
+        if newest is not None and newest.epoch >= self.epoch and newest.holder != self._record.holder:
+            self._lost = lease_lost(place.url, newest)
+
+
+def _sign(place: BlobStore, holder: Epoch) -> bytes:
+    with contextlib.suppress(NotStored):
+        return read_object(place, alive_name(holder.epoch), _MOST_BYTES)
+    return b""
+
+
+def _remove_older(place: BlobStore, than: int) -> None:
+    """Remove the records of the attempts before `than`: the newest one and the one before stay."""
+    with contextlib.suppress(IngotError):
+        for one in place.list(LEASE):
+            number = one.name.rpartition("-")[2].removesuffix(".json")
+            if number.isdecimal() and int(number) < than:
+                place.remove(one.name)
+
+
+def _busy(place: BlobStore, holder: Epoch) -> RunBusyError:
+    age = format_seconds(max(time.time() - holder.started, 0.0))
+    return RunBusyError(
+        "E-RUN-BUSY",
+        f"{place.url} is in use by {holder.owner} (started {age} ago)",
+        rule="only one launcher at a time trains a run, on whichever machine",
+        fix="stop that one first, or train into another folder (--out DIR) and another store",
+        run=place.url,
+        owner=holder.owner,
+    )
+
+
+def _other_run(folder: RunFolder, there: Epoch, url: str) -> ConfigError:
+    return ConfigError(
+        "E-LEASE-OTHER-RUN",
+        f"{url} holds the checkpoints of another run than {folder.root} (last trained by {there.owner})",
+        rule="a place in a store holds the checkpoints of one run",
+        fix="set checkpoint.remote.url to a place of its own",
+        run=str(folder.root),
+        store=url,
+    )
