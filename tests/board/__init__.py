@@ -10,10 +10,12 @@ table.py       all lines as a table
 docs/reliability.md has the results.
 """
 
-from . import rows_damage, rows_disk, rows_job
+from . import rows_damage, rows_disk, rows_job, rows_lease
 from .row import Row
 
-ALL: tuple[Row, ...] = tuple(sorted((*rows_disk.ROWS, *rows_damage.ROWS, *rows_job.ROWS), key=lambda row: row.id))
+ALL: tuple[Row, ...] = tuple(
+    sorted((*rows_disk.ROWS, *rows_damage.ROWS, *rows_job.ROWS, *rows_lease.ROWS), key=lambda row: row.id)
+)
 # Rows of the design that nothing here carries out yet, and why. A row never disappears: it moves from here to a file.
 _ELSEWHERE = "not on the board yet"
 MISSING: dict[str, tuple[str, str]] = {
@@ -36,7 +38,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS27": ("out of memory on one rank", "needs its own class of incident"),
     "RS28 USR1": ("SIGUSR1 from a scheduler", "needs the handler"),
     "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
-    "RS30 zombie": ("a suspended job goes on after another took over", "needs fencing"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
     "RS32": ("jumps of the clock", _ELSEWHERE),
     "RS33": ("a crash at the same step every time", f"{_ELSEWHERE}: tests/unit/trainer/resilience"),

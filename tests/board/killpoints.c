@@ -5,7 +5,8 @@
 
    BOARD_WHO    the process: "rank" or "writer" (of checkpoints), with ":1" only that of rank 1
    BOARD_BELOW  the folders, absolute, separated by colons
-   BOARD_DO     count, power, kill, die, full, flip, slow (at every call), deny (refuse to open for reading)
+   BOARD_DO     count, power, kill, die, stop (by SIGSTOP), full, flip, slow (at every call), deny (refuse to
+                open for reading)
    BOARD_K      the number of the call, from 1
    BOARD_LOG    a file that gets one line per counted call: name and path
    BOARD_ONCE   if set, without effect in processes that find the file of BOARD_LOG: only the first one has the fault
@@ -149,6 +150,7 @@ static int counted(const char *call, const char *path) {
     kill_all();
   }
   if (!strcmp(what, "die")) kill(getpid(), SIGKILL);
+  if (!strcmp(what, "stop")) { done = 1; kill(getpid(), SIGSTOP); }
   if (!strcmp(what, "full") && takes_room) { done = 1; errno = ENOSPC; return 1; }
   if (!strcmp(what, "flip") && !strcmp(call, "write")) { done = 1; return 2; }
   return 0;

@@ -17,12 +17,12 @@ from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of, resume
 
 MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process that writes
 SEEDS = 5  # as many seeds have all crash points together
-_SAVED, _DURING = 4, 8  # steps of the checkpoint before, and of the save that is disturbed
+SAVED, DURING = 4, 8  # steps of the checkpoint before, and of the save that is disturbed
 _SLOW_STEPS = 80
-_PREVIOUS = ("checkpoint.keep=1",)  # the strictest: the checkpoint before goes as soon as the new one is there
+PREVIOUS = ("checkpoint.keep=1",)  # the strictest: the checkpoint before goes as soon as the new one is there
 
 
-def _mode(mode: str) -> str:
+def mode_of(mode: str) -> str:
     return f'checkpoint.mode="{mode}"'
 
 
@@ -30,9 +30,9 @@ def calls_of_a_save(bench: Bench, mode: str) -> list[tuple[str, str]]:
     """Return the calls that change the disk in one save of a checkpoint, in order, as (name, path)."""
     name, log = f"calls-{mode}", bench.root / f"calls-{mode}.txt"
     if not log.exists():
-        folder = bench.copy(bench.base(_SAVED, *_PREVIOUS), name)
+        folder = bench.copy(bench.base(SAVED, *PREVIOUS), name)
         count = killpoints.fault(folder, "count", who=MODES[mode], log=log)
-        ended = bench.attempt(name, *_PREVIOUS, _mode(mode), until=_DURING, env=count)
+        ended = bench.attempt(name, *PREVIOUS, mode_of(mode), until=DURING, env=count)
         assert ended.code == 10, ended.output
     return killpoints.read_calls(log)
 
@@ -40,11 +40,11 @@ def calls_of_a_save(bench: Bench, mode: str) -> list[tuple[str, str]]:
 def crash(bench: Bench, verdicts: Verdicts, mode: str, do: str, k: int) -> None:
     """Kill a run at call `k` of a save, with (do = "power") or without ("kill") what a loss of power takes; continue it
     by the same command, and judge."""
-    name, settings = f"crash-{mode}-{do}-{k}", (*_PREVIOUS, _mode(mode))
+    name, settings = f"crash-{mode}-{do}-{k}", (*PREVIOUS, mode_of(mode))
     calls = calls_of_a_save(bench, mode)
     where = f"{mode} {do} at {k}/{len(calls)} ({calls[k - 1][0]} {calls[k - 1][1].rpartition('/')[2]})"
-    folder = bench.copy(bench.base(_SAVED, *_PREVIOUS), name)
-    killed = bench.attempt(name, *settings, until=_DURING, env=killpoints.fault(folder, do, k, who=MODES[mode]))
+    folder = bench.copy(bench.base(SAVED, *PREVIOUS), name)
+    killed = bench.attempt(name, *settings, until=DURING, env=killpoints.fault(folder, do, k, who=MODES[mode]))
     if killed.code != -signal.SIGKILL:
         verdicts.judge("o6", where, f"the run was not killed (exit code {killed.code}): {killed.output[-300:]}")
         return
@@ -84,7 +84,7 @@ def crash_of_a_job(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     name, where = f"job-{seed}", f"job of 2 ranks: {mode} {do} at call {k} of rank {rank}"
     folder = bench.folder(name)
     fault = killpoints.fault(folder, do, k, who=f"{MODES[mode]}:{rank}")
-    option = ("--set", _mode(mode))
+    option = ("--set", mode_of(mode))
     killed, injected = bench.train(name, *option, env=fault), time.time()
     if killed.code != -signal.SIGKILL:
         verdicts.judge("o6", where, f"the job was not killed (exit code {killed.code}): {killed.output[-300:]}")
@@ -103,8 +103,8 @@ def rs12(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     for mode, who in MODES.items():
         k, name = random.randrange(1, len(calls_of_a_save(bench, mode)) - 4), f"full-{mode}"
         where = f"{mode}: full at call {k}"
-        folder = bench.copy(bench.base(_SAVED), name)
-        ended = bench.attempt(name, _mode(mode), env=killpoints.fault(folder, "full", k, who=who))
+        folder = bench.copy(bench.base(SAVED), name)
+        ended = bench.attempt(name, mode_of(mode), env=killpoints.fault(folder, "full", k, who=who))
         failed = list(read_events(folder.events, events.CHECKPOINT_FAILED))
         if mode == "async":  # training goes on, and the failed save is reported
             problem = "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}"
@@ -117,8 +117,8 @@ def rs12(bench: Bench, seed: int, verdicts: Verdicts) -> None:
             named = "E-CKPT-WRITE" in ended.output and str(folder.root) in ended.output
             verdicts.judge("o6", where, "" if ended.code and named else f"code {ended.code}: {ended.output[-300:]}")
             newest, torn = newest_valid(folder)
-            verdicts.judge("o6", where, torn or ("" if newest >= _SAVED else f"the newest is of step {newest}"))
-            ended = bench.attempt(name, _mode(mode))
+            verdicts.judge("o6", where, torn or ("" if newest >= SAVED else f"the newest is of step {newest}"))
+            ended = bench.attempt(name, mode_of(mode))
             verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
         judge_recovered(bench, verdicts, name, where, reference)
     refused = bench.train("no-room", env={"BOARD_NOROOM": "1"})
@@ -129,7 +129,7 @@ def rs12(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 def rs14(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Let every call of the writer take so long that a save takes five times the interval between checkpoints."""
-    settings = (_mode("async"), f"train.steps={_SLOW_STEPS}")
+    settings = (mode_of("async"), f"train.steps={_SLOW_STEPS}")
     for number, micro in enumerate((6000, 18000, 54000)):  # a machine under load has longer steps
         name = f"slow-{seed}-{number}"
         slow = killpoints.fault(bench.folder(name), "slow", who="writer", micro=micro + 250 * seed)
@@ -167,7 +167,7 @@ def rs15(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     folder = bench.folder(name)
     # The fault is in the environment of the job, so it would kill the next writer as well: the first one counts.
     once = bench.root / f"{name}.calls"
-    option = ("--set", _mode("async"), "--set", "train.steps=48")
+    option = ("--set", mode_of("async"), "--set", "train.steps=48")
     process = bench.start(name, *option, env=killpoints.fault(folder, "die", k, who=f"writer:{rank}", log=once, once=1))
     ended = bench.ended(process)
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
@@ -190,7 +190,7 @@ def rs16(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     settings = ("train.global_batch=64", "train.steps=24")
     off = bench.reference("checkpoint.every_steps=1000", *settings)
     name = f"stall-{seed}"
-    ended = bench.train(name, *(w for s in (*settings, _mode("async")) for w in ("--set", s)))
+    ended = bench.train(name, *(w for s in (*settings, mode_of("async")) for w in ("--set", s)))
     verdicts.judge("o6", name, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
     judge_recovered(bench, verdicts, name, name, off)
     log = list(read_events(bench.folder(name).events))

@@ -54,9 +54,9 @@ class Epoch:
     def ignores(self, step: int, epoch: int, sha256: str) -> bool:
         """Return whether a checkpoint was published too late: by an earlier attempt, after this one had begun.
 
-        epoch: 0 for a checkpoint that no attempt saved, like one of an earlier version of ingot. sha256: the hash of its
-        manifest. A checkpoint older than the newest one that this attempt found may be missing
-        in its record: it was removed, and somebody restored a copy.
+        epoch: 0 for a checkpoint that no attempt saved, like one of an earlier version of ingot. sha256: the hash of
+        its manifest. A checkpoint older than the newest one that this attempt found may be missing in its record: it
+        was removed, and somebody restored a copy.
         """
         if not 0 < epoch < self.epoch or self.adopted is None:
             return False

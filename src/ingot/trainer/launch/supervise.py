@@ -148,8 +148,8 @@ def supervise(
                 running.start(attempt=attempt, log=_attempt_log(folder))
                 incident = _follow(folder, running, log_reader, stopping, lease, say)
                 running.end_attempt()
-                if lease is not None and incident is not None:
-                    lease.require()  # before anything is read or removed: the folder may be another attempt's
+                if lease is not None:
+                    lease.require()  # before anything is removed or believed: the folder may be another attempt's
                 log_reader.read()
                 if incident is None:
                     break
