@@ -11,6 +11,7 @@ from . import (
     board,
     checkpoint,
     data,
+    lease,
     loader,
     model,
     optim,
@@ -42,6 +43,7 @@ AREAS: dict[str, list[Mutant]] = {
         plugin_imports,
         parts,
         stores,
+        lease,
         stopping,
     )
 }

@@ -26,6 +26,7 @@ from ingot.trainer.checkpoint.fence import (
     alive_name,
     lease_lost,
     newest_epoch,
+    read_epoch,
     record_name,
     to_bytes,
 )
@@ -70,17 +71,17 @@ class RunLease:
         for place in self._places():
             with self._later(place):
                 holder = newest_epoch(place)
-                if holder is None or _sign(place, holder) == _RELEASED or is_gone(holder.process):
+                if holder is None or (sign := _sign(place, holder)) == _RELEASED or is_gone(holder.process):
                     continue
                 patience = holder.seconds or self._seconds
                 say(
                     f"lease     {holder.owner} trained this run last, and did not end it; waiting "
                     f"{format_seconds(patience)} for a sign of life"
                 )
-                self._require_silence(place, holder, patience)
+                self._require_silence(place, holder, sign, patience)
 
-    def _require_silence(self, place: BlobStore, holder: Epoch, patience: float) -> None:
-        before, ends = _sign(place, holder), time.monotonic() + patience
+    def _require_silence(self, place: BlobStore, holder: Epoch, before: bytes, patience: float) -> None:
+        ends = time.monotonic() + patience
         while time.monotonic() < ends:
             time.sleep(patience / _POLLS)
             sign = _sign(place, holder)
@@ -168,7 +169,7 @@ class RunLease:
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)
         except AlreadyStored:
-            newest = newest_epoch(place) or record
+            newest = read_epoch(place, self.epoch)
             if newest.holder != record.holder:  # or it is this one's, and only the answer was lost
                 raise _busy(place, newest) from None
         self._begun.add(place.url)

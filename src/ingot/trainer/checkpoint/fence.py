@@ -87,12 +87,16 @@ def newest_epoch(place: BlobStore) -> Epoch | None:
     numbers = [int(match[1]) for one in place.list(LEASE) if (match := _RECORD.fullmatch(one.name))]
     if not numbers:
         return None
-    newest = max(numbers)
+    return read_epoch(place, max(numbers))
+
+
+def read_epoch(place: BlobStore, number: int) -> Epoch:
+    """Return the record of the attempt `number` in `place`; one with nothing but its number if it is damaged."""
     with contextlib.suppress(NotStored, ConfigError, ValueError, TypeError, AttributeError):
-        record = from_dict(Epoch, json.loads(read_object(place, record_name(newest), _MOST_BYTES)))
-        if record.epoch == newest and all(step.isdecimal() for step in record.adopted or ()):
+        record = from_dict(Epoch, json.loads(read_object(place, record_name(number), _MOST_BYTES)))
+        if record.epoch == number and all(step.isdecimal() for step in record.adopted or ()):
             return record
-    return Epoch(epoch=newest)
+    return Epoch(epoch=number)
 
 
 def newest_local_epoch(run: Path) -> Epoch | None:

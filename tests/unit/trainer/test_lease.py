@@ -1,0 +1,273 @@
+"""The lease of a run: one launcher at a time, whichever machine it is on, and the checkpoints of those before it."""
+
+import json
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+from tests.checkpoints import write_checkpoint
+from tests.expect import refused
+
+from ingot.machine.processes import identity
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.local import LocalStore
+from ingot.stores.memory import MemoryStore
+from ingot.stores.store import StoreUnreachable, read_object
+from ingot.trainer import lease as leases
+from ingot.trainer.checkpoint.fence import (
+    Epoch,
+    alive_name,
+    newest_epoch,
+    newest_local_epoch,
+    record_name,
+    require_newest,
+    to_bytes,
+)
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles
+from ingot.trainer.checkpoint.folders import prune
+from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders, list_checkpoints
+from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.lease import RunLease
+
+LONG = 3600.0  # no sign of life within a test, except those that a test gives
+REMOTE = RemoteCheckpoints(url="s3://bucket/run")
+ELSEWHERE = "another-boot pid:[1] 7 7"  # a process of which nobody here knows whether it lives
+
+
+class Store(MemoryStore):
+    """A store that can stop to answer."""
+
+    answers = True
+
+    def list(self, prefix=""):
+        if not self.answers:
+            raise StoreUnreachable("E-STORE-UNREACHABLE", "no answer", rule="", fix="")
+        return super().list(prefix)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    folder.root.mkdir()
+    folder.config.write_text("")
+    return folder
+
+
+def lease_of(folder, store=None, seconds=LONG):
+    return RunLease(folder, RemoteTier(folder, store, REMOTE) if store else None, seconds)
+
+
+def take(folder, store=None, seconds=LONG):
+    lease = lease_of(folder, store, seconds)
+    lease.wait(lambda line: None)
+    lease.take()
+    return lease
+
+
+def wait_until(happened):
+    ends = time.monotonic() + 20
+    while not happened() and time.monotonic() < ends:
+        time.sleep(0.01)
+
+
+def held_elsewhere(place, epoch=1, seconds=0.2):
+    """Write what a launcher on another machine has written."""
+    place.write(record_name(epoch), [to_bytes(Epoch(epoch=epoch, process=ELSEWHERE, seconds=seconds, host="far"))])
+    place.write(alive_name(epoch), [b"0"])
+
+
+def test_attempts_are_numbered_and_adopt_what_they_find(folder):
+    store = MemoryStore()
+    with take(folder, store) as first:
+        write_checkpoint(folder, 10, epoch=first.epoch)
+        RemoteTier(folder, store, REMOTE, first.epoch).push(10)
+    with take(folder, store) as second:
+        assert (first.epoch, second.epoch) == (1, 2)
+        here, there = newest_local_epoch(folder.root), newest_epoch(store)
+        assert here.adopted.keys() == {"10"} and len(here.adopted["10"]) == 64 and there.adopted == {"10": ""}
+        assert replace(here, adopted=None) == replace(there, adopted=None)
+        assert here.process == identity()
+    with take(folder, store) as third:
+        assert third.epoch == 3
+        assert [one.name for one in store.list("lease")] == [
+            *(alive_name(n) for n in (2, 3)), *(record_name(n) for n in (2, 3))
+        ]  # fmt: skip
+
+
+@pytest.mark.parametrize("in_store", [False, True])
+def test_a_launcher_that_gives_signs_of_life_keeps_the_run(folder, in_store):
+    store = MemoryStore()
+    place = store if in_store else LocalStore(folder.root)
+    held_elsewhere(place, seconds=30.0)
+    beats = threading.Thread(target=lambda: place.write(alive_name(1), [b"1"]))
+    lines = []
+
+    def say(line):
+        lines.append(line)
+        beats.start()
+
+    with refused("E-RUN-BUSY", owner="far:0"):
+        lease_of(folder, store).wait(say)
+    beats.join()
+    assert "waiting 30" in lines[0]
+
+
+def test_a_silent_launcher_loses_the_run(folder):
+    place = LocalStore(folder.root)
+    held_elsewhere(place)
+    with take(folder) as lease:
+        assert lease.epoch == 2
+        with refused("E-LEASE-LOST", epoch=2):
+            require_newest(place, 1)
+
+
+def test_nobody_waits_for_a_launcher_that_ended(folder, monkeypatch):
+    with take(folder):
+        pass
+    place = LocalStore(folder.root)
+    monkeypatch.setattr(leases, "_POLLS", 0)  # a wait would fail
+    with take(folder) as second:  # the first one reported its end
+        record = newest_epoch(place)
+    gone = identity().rsplit(" ", 1)[0] + " 1"  # its process id belongs to another process
+    place.write(record_name(second.epoch), [to_bytes(replace(record, process=gone))])
+    place.write(alive_name(second.epoch), [b"5"])
+    with take(folder) as third:
+        assert third.epoch == 3
+
+
+def test_of_two_launchers_one_takes_the_run(folder):
+    first, second = lease_of(folder), lease_of(folder)
+    first.wait(print)
+    second.wait(print)
+    place = LocalStore(folder.root)
+    real = leases.newest_epoch
+    try:
+        leases.newest_epoch = lambda place: None  # both look before either writes
+        first.take()
+        with refused("E-RUN-BUSY"):
+            second.take()
+    finally:
+        leases.newest_epoch = real
+        first.__exit__()
+    numbers = [one.name for one in place.list("lease") if "epoch" in one.name]
+    assert numbers == [record_name(1)]
+
+
+def test_a_holder_that_was_replaced_hears_of_it(folder):
+    with take(folder, seconds=0.05) as lease:
+        lease.require()
+        held_elsewhere(LocalStore(folder.root), epoch=2)
+        wait_until(lambda: lease.lost is not None)
+        with refused("E-LEASE-LOST", owner="far:0"):
+            lease.require()
+    assert read_object(LocalStore(folder.root), alive_name(2)) == b"0"
+
+
+def test_a_store_that_does_not_answer_gets_its_record_later(folder):
+    store = Store()
+    store.answers = False
+    write_checkpoint(folder, 10, epoch=1)
+    with take(folder, store, seconds=0.05) as lease:
+        store.answers = True
+        with refused("E-LEASE-PENDING"):
+            RemoteTier(folder, MemoryStore(), REMOTE, lease.epoch).push(10)
+        wait_until(lambda: newest_epoch(store) is not None)
+        assert RemoteTier(folder, store, REMOTE, lease.epoch).push(10) > 0
+
+
+def test_a_store_of_another_run_is_refused(folder, tmp_path):
+    store, other = MemoryStore(), RunFolder(tmp_path / "other")
+    other.root.mkdir()
+    other.config.write_text("")
+    with take(folder, store) as lease:
+        write_checkpoint(folder, 10, epoch=lease.epoch)
+        RemoteTier(folder, store, REMOTE, lease.epoch).push(10)
+    with take(other):
+        pass
+    with refused("E-LEASE-OTHER-RUN"):
+        take(other, store)
+    empty = RunFolder(tmp_path / "empty")  # a new disk of the same run
+    empty.root.mkdir()
+    with take(empty, store):
+        assert newest_local_epoch(empty.root).run == newest_local_epoch(folder.root).run
+
+
+def test_a_checkpoint_that_comes_too_late_is_nobodys(folder):
+    write_checkpoint(folder, 10, epoch=1)
+    with take(folder), take_over(folder) as second:
+        assert second.epoch == 2
+        write_checkpoint(folder, 20, epoch=1)  # the first one was suspended in its commit
+        assert [path.name for path in candidate_folders(folder.checkpoints)] == ["step-00000010"]
+        assert late_folders(folder.checkpoints) == [folder.checkpoint(20)]
+        assert "another one had taken over" in list_checkpoints(folder.checkpoints)[0].damage
+        write_checkpoint(folder, 15, epoch=2)
+        prune(folder, 15, keep=3)
+        assert [one.step for one in list_checkpoints(folder.checkpoints)] == [15, 10]
+
+
+def take_over(folder):
+    """Take the lease of a run that another launcher of this process holds."""
+    lease = lease_of(folder)
+    lease.take()
+    return lease
+
+
+def test_a_replaced_checkpoint_is_late_and_a_restored_one_is_not(folder):
+    for step in (10, 20):
+        write_checkpoint(folder, step, epoch=1)
+    with take(folder), take_over(folder):
+        write_checkpoint(folder, 20, epoch=1, tokens=7)
+        assert late_folders(folder.checkpoints) == [folder.checkpoint(20)]
+        write_checkpoint(folder, 5, epoch=1)  # from a copy: older than what was found
+        write_checkpoint(folder, 30)  # of an earlier version of ingot
+        assert late_folders(folder.checkpoints) == [folder.checkpoint(20)]
+
+
+def test_a_damaged_record_still_counts_and_makes_nothing_late(folder):
+    with take(folder), take_over(folder):
+        write_checkpoint(folder, 20, epoch=1)
+        (folder.root / record_name(2)).write_text("{")
+        assert late_folders(folder.checkpoints) == []
+        with refused("E-LEASE-LOST", epoch=2):
+            require_newest(LocalStore(folder.root), 1)
+        for broken in ({"epoch": 3}, {"adopted": {"x": ""}}, {"adopted": 3}):
+            (folder.root / record_name(2)).write_text(json.dumps(asdict(Epoch(epoch=2)) | broken))
+            assert newest_local_epoch(folder.root) == Epoch(epoch=2)
+
+
+def test_a_save_is_refused_before_it_changes_anything(folder):
+    write_checkpoint(folder, 10, epoch=1)
+    files = CheckpointFiles(folder, 20, 1)
+    with take(folder), take_over(folder):
+        files.make_folder([1])
+        before = sorted(folder.root.rglob("*"))
+        with refused("E-LEASE-LOST"):
+            files.finish(CheckpointFacts(20, 1, {}, "", "", {}, epoch=1), [], (), b"", 1)
+        assert sorted(folder.root.rglob("*")) == before
+        files.discard()
+
+
+def test_an_upload_is_refused_and_a_late_one_is_replaced(folder, tmp_path):
+    store = MemoryStore()
+    tier = RemoteTier(folder, store, REMOTE, 1)
+    with take(folder, store):
+        write_checkpoint(folder, 10, epoch=1)
+        tier.push(10)
+        other = RunFolder(tmp_path / "other")
+        other.root.mkdir()
+        other.config.write_text("")
+        RemoteTier(other, store, REMOTE).fetch(10)
+        with lease_of(other, store) as second:
+            second.take()
+            write_checkpoint(folder, 20, epoch=1)
+            with refused("E-LEASE-LOST"):
+                tier.push(20)
+            late = (folder.checkpoint(20) / "manifest.json").read_bytes()
+            store.write("checkpoints/step-00000020/manifest.json", [late])  # it was suspended after its last look
+            theirs = RemoteTier(other, store, REMOTE, second.epoch)
+            assert theirs.steps() == [10]
+            write_checkpoint(other, 20, epoch=2, tokens=7)
+            assert theirs.push(20) > 0 and theirs.steps() == [20, 10]
+            assert theirs.manifest(20).tokens == 7
