@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _SAVE = "tests/unit/trainer/checkpoint/test_save.py"
 _BACKGROUND = "tests/unit/trainer/test_background_saves.py"
+_RETENTION = "tests/unit/trainer/checkpoint/test_retention.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -41,17 +42,17 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="prune-counts-damaged",
         what="an unfinished checkpoint counts among those that are kept",
-        file="trainer/checkpoint/folders.py",
-        before="elif path == folder.checkpoint(step) or is_finished(path):",
-        after="else:",
+        file="trainer/checkpoint/retention.py",
+        before="counts = not full and is_sound(step)",
+        after="counts = not full",
         tests=(f"{_SAVE}::test_damaged_ones_do_not_count_as_kept",),
     ),
     Mutant(
         name="prune-counts-suspect",
         what="a checkpoint of doubtful weights counts among those that are kept",
         file="trainer/checkpoint/folders.py",
-        before="suspect = is_suspect(path)",
-        after="suspect = False",
+        before="is_suspect=lambda one: is_suspect(folder.checkpoint(one)),",
+        after="is_suspect=lambda one: False,",
         tests=(f"{_SAVE}::test_suspect_ones_do_not_count_as_kept",),
     ),
     Mutant(
@@ -160,5 +161,61 @@ MUTANTS: list[Mutant] = [
         before="    die_with_parent()  # a stopped",
         after="    # a stopped",
         tests=(f"{_BACKGROUND}::test_a_stopped_writer_ends_with_its_rank",),
+    ),
+    Mutant(
+        name="pinned-removed",
+        what="retention ignores that a checkpoint is pinned",
+        file="trainer/checkpoint/retention.py",
+        before="if step in pinned:",
+        after="if False:",
+        tests=(f"{_RETENTION}::test_what_the_rules_keep",),
+    ),
+    Mutant(
+        name="newest-removed",
+        what="the newest checkpoint counts as one too many if it is suspect",
+        file="trainer/checkpoint/retention.py",
+        before="kept = {False: 0, True: 0}",
+        after="kept = {False: 0, True: 1}",
+        tests=(f"{_RETENTION}::test_the_newest_sound_checkpoint_always_stays",),
+    ),
+    Mutant(
+        name="pin-after-decision-on-disk",
+        what="a checkpoint of the disk that is pinned between the decision and the removal is removed",
+        file="trainer/checkpoint/folders.py",
+        before="if prefix == REMOVED and _is_pinned(folder, name)",
+        after="if False and _is_pinned(folder, name)",
+        tests=(f"{_RETENTION}::test_a_pin_between_the_decision_and_the_removal_is_seen",),
+    ),
+    Mutant(
+        name="half-removed-comes-back",
+        what="a folder that a killed process removed in part becomes a checkpoint again because it is pinned",
+        file="trainer/checkpoint/folders.py",
+        before=" and not name.exists() and is_finished(path):",
+        after=" and not name.exists():",
+        tests=(f"{_RETENTION}::test_a_pin_during_a_removal_brings_the_checkpoint_back",),
+    ),
+    Mutant(
+        name="pin-after-decision-in-store",
+        what="a stored checkpoint that is pinned between the decision and the removal is removed",
+        file="trainer/checkpoint/pins.py",
+        before="return step not in self.pinned()",
+        after="return True",
+        tests=(f"{_RETENTION}::test_a_pin_during_a_removal_in_the_store_is_seen_by_one_of_both",),
+    ),
+    Mutant(
+        name="pin-without-waiting",
+        what="a pin reports a checkpoint as there whose removal is under way",
+        file="trainer/checkpoint/pins.py",
+        before="while is_going() and",
+        after="while False and",
+        tests=(f"{_RETENTION}::test_a_pin_waits_for_a_removal_in_the_store",),
+    ),
+    Mutant(
+        name="prune-while-training",
+        what="ingot ckpt prune removes checkpoints of a run that trains",
+        file="trainer/launch/retain.py",
+        before="with nullcontext() if dry_run else RunLock(folder.lock):",
+        after="with nullcontext():",
+        tests=(f"{_RETENTION}::test_commands_pin_and_prune_both_tiers",),
     ),
 ]

@@ -16,6 +16,8 @@ EXAMPLES = (
     "ingot ckpt repair runs/demo",
     "ingot ckpt push runs/demo",
     "ingot ckpt fetch runs/demo --step 400",
+    "ingot ckpt pin runs/demo 400",
+    "ingot ckpt prune runs/demo --dry-run",
 )
 
 
@@ -45,6 +47,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for one in (push, fetch):
         one.add_argument("run", type=place, metavar="RUN", help="run folder")
         one.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+    for name, what in (
+        ("pin", "keep a checkpoint for ever, on the disk and in the run's store"),
+        ("unpin", "remove the pin of a checkpoint"),
+    ):
+        action = actions.add_parser(name, help=what)
+        action.add_argument("run", type=place, metavar="RUN", help="run folder")
+        action.add_argument("step", type=int, metavar="STEP", help="the step of the checkpoint")
+    prune = actions.add_parser("prune", help="remove the checkpoints that the rules of the run file do not keep")
+    prune.add_argument("run", type=place, metavar="RUN", help="run folder")
+    prune.add_argument("--dry-run", action="store_true", help="show what stays and what goes, and remove nothing")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -52,6 +64,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return (_prove if args.action == "prove" else _repair)(args, terminal)
     if args.action in ("push", "fetch"):
         return _move(args, terminal)
+    if args.action in ("pin", "unpin", "prune"):
+        return (_prune if args.action == "prune" else _pin)(args, terminal)
     from ingot.trainer.launch.inspect import inspect_checkpoints
 
     verify = args.action == "verify"
@@ -109,6 +123,36 @@ def _move(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"stored    {what} was {where}")
     terminal.result(moved.as_dict())
     terminal.next(f"ingot ckpt {'ls' if pushes else 'verify'} {args.run}")
+    return EXIT_OK
+
+
+def _pin(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK
+    from ingot.trainer.launch.retain import pin_checkpoint, unpin_checkpoint
+
+    pinned = (pin_checkpoint if args.action == "pin" else unpin_checkpoint)(Path(args.run), args.step)
+    done = "pinned    " if pinned.pinned else "unpinned  "
+    terminal.say(f"{done}step {pinned.step}  {', '.join(pinned.places)}")
+    if pinned.waits:
+        terminal.say(f"note      {pinned.waits}; the next upload of the run pins it in the store")
+    terminal.result(pinned.as_dict())
+    return EXIT_OK
+
+
+def _prune(args: argparse.Namespace, terminal: Terminal) -> int:
+    from dataclasses import asdict
+
+    from ingot.errors import EXIT_OK
+    from ingot.trainer.launch.retain import prune_checkpoints
+
+    found = prune_checkpoints(Path(args.run), dry_run=args.dry_run)
+    gone = "would go" if args.dry_run else "removed"
+    terminal.table(
+        [(one.step, one.place, "stays" if one.reason else gone, one.reason) for one in found],
+        header=("step", "where", "what", "why"),
+        right=(0,),
+    )
+    terminal.result({"checkpoints": [asdict(one) for one in found], "dry_run": args.dry_run, "exit_code": EXIT_OK})
     return EXIT_OK
 
 

@@ -144,8 +144,10 @@ class RemoteCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoints: one every `every_steps` steps and one at the end. Only the newest `keep` are kept.
+    """Checkpoints: one every `every_steps` steps and one at the end.
 
+    keep: the number of newest checkpoints that stay on the disk. keep_every: besides them, those whose step is a
+      multiple of it; 0: none. `ingot ckpt pin` keeps others.
     mode: "async": training waits for a copy of its state in memory, from which a process of each rank writes and
       verifies the files; a save that is due while another one is being written is left out. "sync": training waits for
       the verified files.
@@ -155,7 +157,13 @@ class Checkpoint:
     mode: Literal["async", "sync"] = "async"
     every_steps: PositiveSteps = 100
     keep: PositiveQueue = 3
+    keep_every: Steps = 0
     remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
+
+    def most_kept(self, steps: int) -> int:
+        """Return the number of checkpoints that a run of `steps` steps keeps on its disk at most, without pinned
+        ones."""
+        return self.keep + (steps // self.keep_every if self.keep_every else 0)
 
 
 @dataclass(frozen=True, kw_only=True)

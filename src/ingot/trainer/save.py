@@ -64,15 +64,17 @@ def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
         health=trainer.policy.health(),
         callbacks=trainer.callbacks.records(),
     )
-    keep = trainer.config.checkpoint.keep
+    keep, keep_every = trainer.config.checkpoint.keep, trainer.config.checkpoint.keep_every
     if background is not None:
-        save = background.start(facts, trainer.state, ledger, samples, keep, began)
+        save = background.start(facts, trainer.state, ledger, samples, keep, keep_every, began)
         if last:
             settle(trainer, wait=True)
             if save.error is not None:
                 raise save.error
         return True
-    saved = save_checkpoint(trainer.folder, facts, trainer.state, ledger, keep=keep, segment=samples)
+    saved = save_checkpoint(
+        trainer.folder, facts, trainer.state, ledger, keep=keep, keep_every=keep_every, segment=samples
+    )
     _record(trainer, segment, saved.bytes, time.monotonic() - began)
     return True
 

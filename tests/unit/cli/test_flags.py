@@ -57,6 +57,7 @@ REPLACED = (
     ("ingot.trainer.launch.train", "train"),
     ("ingot.trainer.launch.stored", "push_checkpoint"),
     ("ingot.trainer.launch.stored", "fetch_checkpoint"),
+    ("ingot.trainer.launch.retain", "prune_checkpoints"),
     ("ingot.report.lineage.prove", "prove_run"),
     ("ingot.trainer.trained", "evaluate_trained"),
     ("ingot.trainer.trained", "sample_trained"),

@@ -255,12 +255,13 @@ def _has_known_state(run) -> bool:
 
 def _disk(run, base: Path) -> Iterator[Finding]:
     one = checkpoint_bytes(run.model, run.train.precision, mean_moments(run)).value
-    needed = one * (run.checkpoint.keep + 1)
+    kept = run.checkpoint.most_kept(run.train.steps)
+    needed = one * (kept + 1)
     place = base.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if needed > free:
-        total = f"{run.checkpoint.keep} + 1 checkpoints x {format_bytes(one)} = {format_bytes(needed)}"
+        total = f"{kept} + 1 checkpoints x {format_bytes(one)} = {format_bytes(needed)}"
         message = f"{total}, {format_bytes(free)} free at {place}"
         yield Finding("error", "checkpoint.keep", message, "lower checkpoint.keep or free space", missing_here=True)

@@ -141,7 +141,9 @@ def outlook(
     useful = goodput(job.mttf, stall.value, every.value, lost)
     _require_progress(job, useful.value, given)
     days = productive / useful.value / DAY_SECONDS
-    stored = kept_bytes(checkpoint_bytes, every.value, productive, given.keep or run.checkpoint.keep)
+    stored = kept_bytes(
+        checkpoint_bytes, every.value, productive, given.keep or run.checkpoint.most_kept(run.train.steps)
+    )
     spares = spare_nodes(job.nodes, job.rate.value, given.repair_days)
     usd = _usd(run, cluster, given, job, days, stored, checkpoint_bytes)
     found = Outlook(

@@ -93,6 +93,7 @@ class BackgroundSaver:
         ledger: tuple[LedgerSegment, ...],
         segment: bytes,
         keep: int,
+        keep_every: int,
         began: float,
     ) -> SaveInFlight:
         """Copy the state of this rank, and begin to save it as the checkpoint of `facts.step`. Collective.
@@ -109,7 +110,7 @@ class BackgroundSaver:
             failure = error
 
         def work() -> int:
-            return self._save(facts, contents, size, failure, ledger, segment, keep)
+            return self._save(facts, contents, size, failure, ledger, segment, keep, keep_every)
 
         self.in_flight = SaveInFlight(facts.step, ledger[-1], time.monotonic() - began, work)
         return self.in_flight
@@ -123,6 +124,7 @@ class BackgroundSaver:
         ledger: tuple[LedgerSegment, ...],
         segment: bytes,
         keep: int,
+        keep_every: int,
     ) -> int:
         def own_bytes() -> int:
             if failure is not None:
@@ -137,7 +139,7 @@ class BackgroundSaver:
             from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts, sizes), group=self._group)
             return from_all_ranks(
                 write,
-                lambda parts: self._writer.finish(facts, parts, ledger, segment, keep),
+                lambda parts: self._writer.finish(facts, parts, ledger, segment, keep, keep_every),
                 bytes,
                 bytes,
                 group=self._group,

@@ -95,8 +95,9 @@ class CheckpointFiles:
         ledger: tuple[LedgerSegment, ...],
         segment: bytes | None,
         keep: int,
+        keep_every: int = 0,
     ) -> int:
-        """Write the manifest, rename the folder, and remove all but the newest `keep` checkpoints.
+        """Write the manifest, rename the folder, and remove the checkpoints that `keep` and `keep_every` do not keep.
 
         parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
         content of the last file of `ledger`, or None if the file exists. Returns the bytes of all tensor files. Raises
@@ -125,7 +126,7 @@ class CheckpointFiles:
 
         self._on_disk(self.temporary, publish_it)
         self.require_newest()  # this process may have been suspended since: then the checkpoints are another's
-        prune(self.folder, self.step, keep)
+        prune(self.folder, self.step, keep, keep_every)
         return sum(file.bytes for file in manifest.files.values())
 
     def require_newest(self) -> None:

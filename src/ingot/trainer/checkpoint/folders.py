@@ -4,16 +4,19 @@ A folder is renamed before it is removed, so that a half-removed folder is never
 """
 
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders
+from ingot.trainer.checkpoint.pins import REMOVED, pinned_steps
+from ingot.trainer.checkpoint.retention import retained
+from ingot.trainer.checkpoint.rules import FOLDER
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
-REMOVED = ".removed-"  # a folder with this prefix is not a checkpoint any more
 
 
 def publish(temporary: Path, path: Path) -> None:
@@ -26,38 +29,59 @@ def publish(temporary: Path, path: Path) -> None:
     fsync_dir(path.parent)
 
 
-def prune(folder: RunFolder, step: int, keep: int) -> None:
-    """Keep the newest `keep` complete checkpoints up to `step`, which was just saved, and remove the older ones.
+def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0) -> None:
+    """Remove the checkpoints up to `step`, which was just saved, that the rules of the run do not keep (`retained`).
 
     A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
-    bit does not change them). Such a folder does not count: it would displace usable checkpoints. Suspect checkpoints
-    are counted alone, up to `keep` as well: they never displace others. Those that were published too late go.
+    bit does not change them). Such a folder does not count: it would displace usable checkpoints. Those
+    that were published too late go.
     """
     for path in late_folders(folder.checkpoints):
         path.rename(path.with_name(REMOVED + path.name))
-    kept = {False: 0, True: 0}  # whether suspect -> number
-    for path in candidate_folders(folder.checkpoints):
-        if int(path.name.removeprefix("step-")) > step:
-            continue
-        suspect = is_suspect(path)
-        if keep in (kept[False], kept[suspect]):
-            path.rename(path.with_name(REMOVED + path.name))
-        elif path == folder.checkpoint(step) or is_finished(path):
-            kept[suspect] += 1
+    found = [int(path.name.removeprefix("step-")) for path in candidate_folders(folder.checkpoints)]
+    reasons = retained(
+        [one for one in found if one <= step],
+        keep=keep,
+        keep_every=keep_every,
+        pinned=pinned_steps(folder),
+        is_sound=lambda one: one == step or is_finished(folder.checkpoint(one)),
+        is_suspect=lambda one: is_suspect(folder.checkpoint(one)),
+    )
+    remove_checkpoints(folder, [one for one, reason in reasons.items() if not reason])
+
+
+def remove_checkpoints(folder: RunFolder, steps: Iterable[int]) -> None:
+    """Remove the checkpoints of `steps`, except those that are pinned meanwhile, and what killed saves left.
+
+    Only the owner of the run's lock may call this, and not during a save.
+    """
+    for step in steps:
+        path = folder.checkpoint(step)
+        path.rename(path.with_name(REMOVED + path.name))
     remove_leftovers(folder)
 
 
 def remove_leftovers(folder: RunFolder) -> list[str]:
     """Remove the leftovers of killed saves and prunes, and return their names.
 
-    Only the owner of the run's lock may call this, and not during a save.
+    A checkpoint that was pinned after its removal was decided gets its name back. Only the owner of the run's lock may
+    call this, and not during a save.
     """
     removed = []
     for prefix in (SAVING, REMOVED):
         for path in sorted(folder.checkpoints.glob(prefix + "*")):
+            name = path.with_name(path.name.removeprefix(prefix))
+            if prefix == REMOVED and _is_pinned(folder, name) and not name.exists() and is_finished(path):
+                path.rename(name)
+                continue
             shutil.rmtree(path)
             removed.append(path.name)
     return removed + remove_unfinished(folder.ledger)
+
+
+def _is_pinned(folder: RunFolder, path: Path) -> bool:
+    match = FOLDER.fullmatch(path.name)
+    return match is not None and int(match[1]) in pinned_steps(folder)
 
 
 def is_saving(folder: RunFolder) -> bool:

@@ -36,6 +36,8 @@ from ingot.trainer.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
+from ingot.trainer.checkpoint.pins import StoredPins, pinned_steps
+from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.checkpoint.rules import FOLDER, damaged, wrong_size
 
 _CHUNK = 8 << 20
@@ -92,6 +94,7 @@ class RemoteTier:
 
     def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, epoch: int = 0):
         self._folder, self.store, self.remote, self._epoch = folder, store, remote, epoch
+        self.pins = StoredPins(store)
         self._pace = Pace(remote.bytes_per_second)
         self._segments: set[LedgerSegment] | None = None  # those known to be in the store
         self._judged: dict[int, tuple[int, bool]] = {}  # step -> epoch of the stored checkpoint, whether it is suspect
@@ -338,25 +341,57 @@ class RemoteTier:
                 raise damaged(stored, f"{short} differs from the bytes that were saved", "E-CKPT-HASH", file=short)
         return received
 
-    def prune(self) -> list[int]:
-        """Remove checkpoints beyond the rules of the tier, and what uploads that never ended left. Returns the steps.
+    def retained(self) -> dict[int, str]:
+        """Return step -> why the rules of the tier keep it, "" if they do not (`retained`), newest first.
 
-        The newest `keep` are kept, and every one whose step is a multiple of `keep_every`; suspect checkpoints are
-        counted alone, so that they displace no others. The manifest goes first, so that a half-removed checkpoint is
-        none.
+        Pinned are the steps that are pinned in the store or in the run folder.
         """
-        listed, kept, removed = self._listed(), {False: 0, True: 0}, []
-        finished = sorted(self._finished(listed), reverse=True)
-        for step in finished:
-            remote, suspect = self.remote, self._judge(step)[1]
-            kept[suspect] += 1
-            if kept[suspect] > remote.keep > 0 and not (remote.keep_every and step % remote.keep_every == 0):
+        return retained(
+            self.steps(),
+            keep=self.remote.keep,
+            keep_every=self.remote.keep_every,
+            pinned=self.pins.pinned() | pinned_steps(self._folder),
+            is_sound=lambda step: self._is_suspect(step) is not None,
+            is_suspect=lambda step: bool(self._is_suspect(step)),
+        )
+
+    def half_uploads(self) -> dict[int, list[str]]:
+        """Return step -> the objects that an upload left which never ended and was not repeated: of steps older than
+        the newest checkpoint."""
+        listed = self._listed()
+        finished = self._finished(listed)
+        return {
+            step: [one.name for one in objects]
+            for step, objects in sorted(listed.items())
+            if step not in finished and step < max(finished, default=0)
+        }
+
+    def prune(self) -> list[int]:
+        """Remove the checkpoints that the rules of the tier do not keep, and what uploads that never ended left.
+
+        Returns the steps of the checkpoints. Pins of the run folder go to the store first. The manifest goes first, so
+        that a half-removed checkpoint is none.
+        """
+        for step in pinned_steps(self._folder) - self.pins.pinned():
+            self.pins.mark(step)
+        listed, removed = self._listed(), []
+        for step in [step for step, reason in self.retained().items() if not reason]:
+            if self.pins.begin_removal(step):
+                for one in sorted(listed[step], key=lambda one: one.name != self._name(step, MANIFEST)):
+                    self.store.remove(one.name)
                 removed.append(step)
-        unfinished = [step for step in listed.keys() - set(finished) if finished and step < finished[0]]
-        for step in removed + sorted(unfinished):
-            for one in sorted(listed[step], key=lambda one: one.name != self._name(step, MANIFEST)):
-                self.store.remove(one.name)
+        for names in self.half_uploads().values():
+            for name in names:
+                self.store.remove(name)
+        self.pins.end_removals()
         return removed
+
+    def _is_suspect(self, step: int) -> bool | None:
+        """Return whether the weights of a stored checkpoint were judged suspect; None if its manifest is damaged."""
+        try:
+            return self._judge(step)[1]
+        except CheckpointError:
+            return None
 
 
 def _with_hash(file: str, sha256: str) -> str:

@@ -36,9 +36,11 @@ def save_checkpoint(
     ledger: tuple[LedgerSegment, ...],
     *,
     keep: int,
+    keep_every: int = 0,
     segment: bytes | None = None,
 ) -> SavedCheckpoint:
-    """Write, verify and publish the checkpoint of step `facts.step`, then remove all but the newest `keep`. Collective.
+    """Write, verify and publish the checkpoint of step `facts.step`, then remove those that `keep` and
+    `keep_every` do not keep. Collective.
 
     segment: on rank 0, the content of the last file of `ledger`, or None if that file exists. Without a process group,
     saves the state of this process. Raises ResourceError (no space) or CheckpointError (a value is not finite, the data
@@ -60,7 +62,7 @@ def save_checkpoint(
     from_all_ranks(collect, files.make_folder)
     saved_bytes = from_all_ranks(
         write,
-        lambda parts: files.finish(facts, parts, ledger, segment, keep),
+        lambda parts: files.finish(facts, parts, ledger, segment, keep, keep_every),
         RankBlocks.to_bytes,
         RankBlocks.from_bytes,
     )

@@ -94,9 +94,11 @@ class WriterProcess:
         ledger: Sequence[LedgerSegment],
         segment: bytes,
         keep: int,
+        keep_every: int,
     ) -> int:
         """See CheckpointFiles.finish. parts: the bytes of the RankBlocks of all ranks."""
-        request = _about("finish", facts) | {"facts": facts, "ledger": ledger, "keep": keep}
+        request = _about("finish", facts) | {"facts": facts, "ledger": ledger}
+        request |= {"keep": keep, "keep_every": keep_every}
         return int(self._ask(request, segment, *parts))
 
     def _ask(self, request: dict[str, Any], *more: bytes) -> bytes:
@@ -217,7 +219,8 @@ def _answer(folder: RunFolder, fd: int, request: dict[str, Any], more: list[byte
     facts = CheckpointFacts(**values | {"health": Health(**values["health"])})
     ledger = tuple(LedgerSegment(**one) for one in request["ledger"])
     segment, *parts = more
-    return str(files.finish(facts, list(map(RankBlocks.from_bytes, parts)), ledger, segment, request["keep"])).encode()
+    rules = request["keep"], request["keep_every"]
+    return str(files.finish(facts, list(map(RankBlocks.from_bytes, parts)), ledger, segment, *rules)).encode()
 
 
 def _contents(values: dict[str, Any]) -> FileContents:

@@ -186,11 +186,11 @@ def _fewer(config: RunConfig, ranks: int) -> str:
 
 
 def _check_disk(folder: RunFolder, config: RunConfig) -> None:
-    """Check that the disk has room for `keep` checkpoints and the checkpoint being written."""
+    """Check that the disk has room for the checkpoints that stay and the checkpoint being written."""
     one = round(checkpoint_bytes(config.model, config.train.precision, mean_moments(config)).value)
     there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
-    needed = one * (config.checkpoint.keep + 1) - there
-    require_free(folder.checkpoints, max(needed, 0), f"{config.checkpoint.keep + 1} checkpoints")
+    most = config.checkpoint.most_kept(config.train.steps) + 1
+    require_free(folder.checkpoints, max(one * most - there, 0), f"{most} checkpoints")
 
 
 def check_until_step(until_step: int | None, config: RunConfig) -> None:

@@ -69,7 +69,8 @@ def fetch_checkpoint(path: Path, step: int | None = None) -> Moved:
         return Moved(step=step, bytes=tier.fetch(step), store=tier.url, seconds=time.perf_counter() - began)
 
 
-def _run(path: Path) -> tuple[RunFolder, RemoteTier]:
+def open_run(path: Path) -> tuple[RunFolder, RemoteTier | None]:
+    """Return the run folder `path`, and its remote tier if it has one. Raises UsageError if it is not one."""
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UsageError(
@@ -79,7 +80,11 @@ def _run(path: Path) -> tuple[RunFolder, RemoteTier]:
             fix="name the folder that ingot train wrote; on an empty disk, a folder with a copy of its run.toml",
             path=str(path),
         )
-    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote)
+    return folder, open_tier(folder, recorded_run(folder.config).checkpoint.remote)
+
+
+def _run(path: Path) -> tuple[RunFolder, RemoteTier]:
+    folder, tier = open_run(path)
     if tier is None:
         raise ConfigError(
             "E-TIER-NONE",

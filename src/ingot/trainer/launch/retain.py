@@ -1,0 +1,145 @@
+"""Retention by command: pin a checkpoint of a run, so that it stays for ever, and remove what the rules do not keep.
+
+No torch.
+"""
+
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ingot.errors import EXIT_OK, UsageError
+from ingot.schema.run import Checkpoint
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.store import StoreUnreachable
+from ingot.theory.rules import recorded_run
+from ingot.trainer.checkpoint import pins
+from ingot.trainer.checkpoint.folders import remove_checkpoints
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished
+from ingot.trainer.checkpoint.resumable import judged_checkpoints
+from ingot.trainer.checkpoint.retention import retained
+from ingot.trainer.launch.stored import open_run
+from ingot.trainer.resilience.lock import RunLock
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pinned:
+    """A checkpoint whose pin was set or removed, and the places that have it: "disk", or the address of the store.
+
+    waits: why the store does not have the mark yet; "" if it does, or if the run has no store.
+    """
+
+    step: int
+    pinned: bool
+    places: tuple[str, ...]
+    waits: str = ""
+
+    def as_dict(self) -> dict:
+        return asdict(self) | {"exit_code": EXIT_OK}
+
+
+def pin_checkpoint(path: Path, step: int) -> Pinned:
+    """Pin the checkpoint of `step`, on the disk and in the store of the run `path`. The run may be training.
+
+    Raises UsageError if neither has this checkpoint, and the errors of the store. If the store does not answer, and the
+    disk has the checkpoint, the next upload of the run pins it in the store.
+    """
+    folder, tier = open_run(path)
+    before = step in pins.pinned_steps(folder)
+    local = pins.pin(folder, step) and is_finished(folder.checkpoint(step))
+    places, waits = ["disk"] if local else [], ""
+    try:
+        if tier is not None and tier.pins.pin(step, lambda: step in tier.steps()):
+            places.append(tier.url)
+    except StoreUnreachable as error:
+        if not local:
+            _take_back(folder, step, before)
+            raise
+        waits = error.found
+    if not places:
+        _take_back(folder, step, before)
+        if tier is not None:
+            tier.pins.unpin(step)
+        steps = sorted({*_finished_steps(folder), *(tier.steps() if tier else ())})
+        raise UsageError(
+            "E-CKPT-STEP-UNKNOWN",
+            f"{path} has no finished checkpoint of step {step}",
+            rule="a checkpoint must exist to be pinned",
+            fix=f"name one of the steps {', '.join(map(str, steps))}" if steps else "pin one after the run saved it",
+            step=step,
+            steps=steps,
+        )
+    return Pinned(step=step, pinned=True, places=tuple(places), waits=waits)
+
+
+def _take_back(folder: RunFolder, step: int, before: bool) -> None:
+    if not before:
+        pins.unpin(folder, step)
+
+
+def _finished_steps(folder: RunFolder) -> list[int]:
+    return [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
+
+
+def unpin_checkpoint(path: Path, step: int) -> Pinned:
+    """Remove the pin of the checkpoint of `step`, on the disk and in the store. The run may be training.
+
+    Raises UsageError if it is not pinned, and the errors of the store, in which it then stays pinned.
+    """
+    folder, tier = open_run(path)
+    local = pins.unpin(folder, step)  # first: a run that trains copies this mark to the store
+    stored = tier is not None and tier.pins.unpin(step)
+    if not (local or stored):
+        steps = sorted(pins.pinned_steps(folder) | (tier.pins.pinned() if tier else set()))
+        raise UsageError(
+            "E-CKPT-NOT-PINNED",
+            f"the checkpoint of step {step} of {path} is not pinned",
+            rule="only a pinned checkpoint can be unpinned",
+            fix=f"name one of the steps {', '.join(map(str, steps))}" if steps else "none is needed: no step is pinned",
+            step=step,
+            steps=steps,
+        )
+    places = [name for name, was in (("disk", local), (tier.url if tier else "", stored)) if was]
+    return Pinned(step=step, pinned=False, places=tuple(places))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Retained:
+    """A checkpoint and what the rules decide. reason: why it stays; "" if it goes."""
+
+    step: int
+    place: str
+    reason: str
+
+
+def prune_checkpoints(path: Path, *, dry_run: bool) -> tuple[Retained, ...]:
+    """Apply the rules of retention to the disk and the store of the run `path`. Returns all checkpoints, newest first.
+
+    dry_run: remove nothing, which is also possible while the run trains. The newest sound checkpoint of each tier stays
+    in any case. Raises UsageError, RunBusyError if the run is training, and the errors of the store.
+    """
+    folder, tier = open_run(path)
+    with nullcontext() if dry_run else RunLock(folder.lock):
+        local = _retained_on_disk(folder, recorded_run(folder.config).checkpoint)
+        stored = tier.retained() if tier else {}
+        if not dry_run:
+            remove_checkpoints(folder, [step for step, reason in local.items() if not reason])
+            if tier:
+                tier.prune()
+    places = (("disk", local), (tier.url if tier else "", stored))
+    return tuple(
+        Retained(step=step, place=place, reason=reason) for place, reasons in places for step, reason in reasons.items()
+    )
+
+
+def _retained_on_disk(folder: RunFolder, rules: Checkpoint) -> dict[int, str]:
+    """Return what the rules decide. Unlike a save, which has just verified its own checkpoint, a command trusts the
+    manifests, the sizes of the files, and what the ranks refused."""
+    listed = {one.step: one for one in judged_checkpoints(folder)}
+    return retained(
+        listed,
+        keep=rules.keep,
+        keep_every=rules.keep_every,
+        pinned=pins.pinned_steps(folder),
+        is_sound=lambda step: not listed[step].damage,
+        is_suspect=lambda step: bool(listed[step].suspect),
+    )
