@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
+_HOSTILE = "tests/unit/stores/test_hostile_stores.py"
 _STORES = "tests/unit/stores/test_stores.py"
 
 MUTANTS: list[Mutant] = [
@@ -69,5 +70,37 @@ MUTANTS: list[Mutant] = [
         before="os.link(temporary, path)",
         after="temporary.replace(path)",
         tests=(f"{_STORES}::test_of_two_writers_of_a_new_name_one_succeeds",),
+    ),
+    Mutant(
+        name="lost-answer-given-up",
+        what="an upload whose last answer was lost counts as one that cannot succeed",
+        file="stores/objects.py",
+        before="        with self._answer_lost(name), self._translated(name):",
+        after="        with self._translated(name):",
+        tests=(f"{_HOSTILE}::test_a_fault_that_happens_once_costs_a_repetition",),
+    ),
+    Mutant(
+        name="bucket-gone-unnoticed",
+        what="removing an object of a bucket that does not exist succeeds",
+        file="stores/objects.py",
+        before="""        if "NoSuchBucket" in str(error):""",
+        after="""        if False:""",
+        tests=(f"{_HOSTILE}::test_a_fault_that_stays_is_an_error_without_a_secret",),
+    ),
+    Mutant(
+        name="late-listing-prunes",
+        what="a checkpoint whose manifest a late listing lacks is removed as an upload that never ended",
+        file="trainer/checkpoint/remote.py",
+        before="if not self._has_manifest(step)]",
+        after="]",
+        tests=(f"{_REMOTE}::test_a_listing_that_lacks_a_manifest_removes_no_checkpoint",),
+    ),
+    Mutant(
+        name="removed-checkpoint-stops-a-start",
+        what="a listing that shows a removed checkpoint ends the start of a run",
+        file="trainer/checkpoint/remote.py",
+        before="except (CheckpointError, NotStored) as error:",
+        after="except CheckpointError as error:",
+        tests=(f"{_REMOTE}::test_a_listing_that_shows_a_removed_checkpoint_leads_to_the_next_older",),
     ),
 ]

@@ -12,12 +12,14 @@ import itertools
 import os
 import re
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
 from ingot.errors import ConfigError, require
 from ingot.stores.store import (
     Chunk,
+    NotStored,
     StoredObject,
     StoreRefused,
     StoreUnreachable,
@@ -29,9 +31,6 @@ from ingot.stores.store import (
 SCHEMES = ("s3", "gs", "az")
 _PART_BYTES = 16 << 20
 _PARTS_AT_ONCE = 4  # memory of an upload: this many parts
-_RETRIES = 4  # of one request, within seconds; the uploader of a run tries again for longer
-_RETRY_SECONDS = 30
-_TIMEOUT_SECONDS = 60
 _PRIVATE = re.compile(
     r"(?i)\b([\w-]*(?:authorization|credential|signature|key|secret|token)[\w-]*)(\s*[=:]\s*)[^\s&,;]+"
 )
@@ -39,13 +38,29 @@ _DENIED = re.compile(r"\b40[13] (Forbidden|Unauthorized)")
 _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|metadata\.google|CredentialsNotLoaded|(?i:missing credentials)")
 
 
+@dataclass(frozen=True)
+class Patience:
+    """The repetitions of one request, after pauses from 0.1 s that double, before it counts as failed. The uploader of
+    a run repeats what failed, for longer.
+
+    retries: at most, within `retry_seconds`. timeout_seconds: of one attempt.
+    """
+
+    retries: int = 4
+    retry_seconds: float = 30.0
+    timeout_seconds: float = 60.0
+
+
+_PATIENCE = Patience()
+
+
 class ObjectStore:
     """The objects of a bucket below a prefix."""
 
-    def __init__(self, url: str, store: Any = None):
+    def __init__(self, url: str, store: Any = None, patience: Patience = _PATIENCE):
         """Open `url`, as in "s3://bucket/prefix". store: the obstore store to use instead of one made for the URL."""
         self._url = url.rstrip("/")
-        self._store = store or _open(self._url)
+        self._store = store or _open(self._url, patience)
         self._obstore = require("obstore", "train")
 
     @property
@@ -55,7 +70,7 @@ class ObjectStore:
     def write(self, name: str, data: Iterable[Chunk], *, new: bool = False) -> None:
         hashes = _SentHashes()
         parts = _in_parts(data, hashes)
-        with self._translated(name):
+        with self._answer_lost(name), self._translated(name):
             first = next(parts)
             second = None if new else next(parts, None)
             if second is None:
@@ -70,7 +85,24 @@ class ObjectStore:
                     chunk_size=_PART_BYTES,
                     max_concurrency=_PARTS_AT_ONCE,
                 )
-        self._check(name, hashes)
+        with self._answer_lost(name):
+            self._check(name, hashes)
+
+    @contextlib.contextmanager
+    def _answer_lost(self, name: str) -> Iterator[None]:
+        """Turn "no such object", raised by a write, into StoreUnreachable: another attempt may succeed.
+
+        A store answers so if the end of a multipart upload is repeated because its answer was lost."""
+        try:
+            yield
+        except NotStored:
+            raise StoreUnreachable(
+                "E-STORE-UNREACHABLE",
+                f"{self._url}/{name} was sent, but the store does not know whether it has it",
+                rule="what a store holds is compared with what was sent before it counts as stored",
+                fix="none is needed: the upload is repeated",
+                store=self._url,
+            ) from None
 
     def _check(self, name: str, hashes: "_SentHashes") -> None:
         """Compare what the store holds with what was sent: by the object's tag if that is its MD5, as in most stores
@@ -110,8 +142,7 @@ class ObjectStore:
         return sorted(found, key=lambda one: one.name)
 
     def remove(self, name: str) -> None:
-        exceptions = require("obstore.exceptions", "train")
-        with self._translated(name), contextlib.suppress(FileNotFoundError, exceptions.NotFoundError):
+        with contextlib.suppress(NotStored), self._translated(name):
             self._obstore.delete(self._store, check_name(name))
 
     def _translated(self, name: str) -> "_Translated":
@@ -210,7 +241,7 @@ def _without_credentials(text: str, most: int = 300) -> str:
     return _PRIVATE.sub(r"\1\2***", line)[:most]
 
 
-def _open(url: str) -> Any:
+def _open(url: str, patience: Patience) -> Any:
     scheme, _, rest = url.partition("://")
     if scheme not in SCHEMES or not rest.partition("/")[0] or any(mark in rest for mark in "@?#") or ":" in rest:
         raise ConfigError(
@@ -228,8 +259,11 @@ def _open(url: str) -> Any:
         client_options={
             "allow_http": endpoint.startswith("http://"),
             "connect_timeout": timedelta(seconds=20),
-            "timeout": timedelta(seconds=_TIMEOUT_SECONDS),
+            "timeout": timedelta(seconds=patience.timeout_seconds),
         },
-        retry_config={"max_retries": _RETRIES, "retry_timeout": timedelta(seconds=_RETRY_SECONDS)},
+        retry_config={
+            "max_retries": patience.retries,
+            "retry_timeout": timedelta(seconds=patience.retry_seconds),
+        },
         **config,
     )

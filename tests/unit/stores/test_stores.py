@@ -1,4 +1,4 @@
-"""The promises of every store: a folder, memory, and the object stores of the library (its own store in memory)."""
+"""The promises of every store: a folder, memory, the object stores of the library (its store in memory, and S3)."""
 
 import os
 import stat
@@ -6,6 +6,7 @@ import threading
 
 import pytest
 from tests.expect import refused
+from tests.s3_server import BUCKET, S3Server
 
 from ingot.errors import ConfigError
 from ingot.stores import objects
@@ -22,11 +23,18 @@ def object_store():
     return ObjectStore("s3://bucket/runs", pytest.importorskip("obstore.store").MemoryStore())
 
 
-@pytest.fixture(params=["local", "memory", "objects"])
-def store(request, tmp_path):
-    if request.param == "objects":
-        return object_store()
-    return LocalStore(tmp_path / "a" / "store") if request.param == "local" else MemoryStore()
+@pytest.fixture(params=["local", "memory", "objects", "s3"])
+def store(request, tmp_path, monkeypatch):
+    if request.param == "s3":
+        pytest.importorskip("obstore")
+        with S3Server(page=1) as server:
+            for name, value in server.environment.items():
+                monkeypatch.setenv(name, value)
+            yield ObjectStore(f"s3://{BUCKET}/runs")
+    elif request.param == "objects":
+        yield object_store()
+    else:
+        yield LocalStore(tmp_path / "a" / "store") if request.param == "local" else MemoryStore()
 
 
 def names(store, prefix=""):

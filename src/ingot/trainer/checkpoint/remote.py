@@ -24,7 +24,7 @@ from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
 from ingot.stores.places import open_store
-from ingot.stores.store import AlreadyStored, BlobStore, StoredObject, StoreUnreachable, read_object
+from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoredObject, StoreUnreachable, read_object
 from ingot.trainer.checkpoint.fence import Epoch, lease_lost, newest_epoch, newest_local_epoch
 from ingot.trainer.checkpoint.folders import SAVING, publish
 from ingot.trainer.checkpoint.manifest import (
@@ -303,7 +303,8 @@ class RemoteTier:
     def fetch_newest(self) -> Fetched | None:
         """Fetch the newest sound checkpoint, if no local one is as new and finished. Returns None if none was fetched.
 
-        Raises CheckpointError if the store has only damaged ones and the local disk has none.
+        Raises CheckpointError or NotStored if the store has only damaged or incomplete ones and the local disk has
+        none.
         """
         began, refused = time.perf_counter(), {}
         local = [path for path in candidate_folders(self._folder.checkpoints) if is_finished(path)]
@@ -315,7 +316,7 @@ class RemoteTier:
                 break
             try:
                 size = self.fetch(step)
-            except CheckpointError as error:
+            except (CheckpointError, NotStored) as error:  # a listing may show what was removed
                 failure, refused[step] = error, error.found
                 continue
             return Fetched(step, size, time.perf_counter() - began, refused)
@@ -364,6 +365,7 @@ class RemoteTier:
             step: [one.name for one in objects]
             for step, objects in sorted(listed.items())
             if step not in finished and step < max(finished, default=0)
+            if self._name(step, MANIFEST) in (one.name for one in objects) or not self._has_manifest(step)
         }
 
     def prune(self) -> list[int]:
@@ -385,6 +387,13 @@ class RemoteTier:
                 self.store.remove(name)
         self.pins.end_removals()
         return removed
+
+    def _has_manifest(self, step: int) -> bool:
+        """Return whether the store has the manifest of `step`, which a listing that is late may lack."""
+        try:
+            return bool(read_object(self.store, self._name(step, MANIFEST)))
+        except NotStored:
+            return False
 
     def _is_suspect(self, step: int) -> bool | None:
         """Return whether the weights of a stored checkpoint were judged suspect; None if its manifest is damaged."""

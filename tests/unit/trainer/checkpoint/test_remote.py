@@ -256,6 +256,37 @@ def test_a_listing_that_is_late_lets_nobody_replace_a_checkpoint(folder, tmp_pat
     assert read_object(store, MANIFEST) == text
 
 
+def test_a_listing_that_lacks_a_manifest_removes_no_checkpoint(folder):
+    class Late(MemoryStore):
+        def list(self, prefix=""):
+            return [one for one in super().list(prefix) if one.name != MANIFEST]
+
+    store = Late()
+    for step in (20, 30):
+        write_checkpoint(folder, step)
+        tier_of(folder, store).push(step)
+    assert tier_of(folder, store, keep=1).prune() == []
+    store.__class__ = MemoryStore
+    assert tier_of(folder, store).steps() == [30, 20]
+    assert tier_of(folder, store).fetch(20) > 0
+
+
+def test_a_listing_that_shows_a_removed_checkpoint_leads_to_the_next_older(folder, tmp_path):
+    class Late(MemoryStore):
+        def list(self, prefix=""):
+            return self.listed
+
+    store = Late()
+    store.listed = []
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        tier_of(folder, store).push(step)
+    store.listed = MemoryStore.list(store)
+    store.remove(MANIFEST)
+    fetched = tier_of(empty_node(tmp_path), store).fetch_newest()
+    assert (fetched.step, list(fetched.refused)) == (10, [20])
+
+
 def test_suspect_checkpoints_displace_no_others(folder):
     store = MemoryStore()
     suspect = Health(state="suspect", reason="a spike", by="test")
