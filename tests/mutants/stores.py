@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
 _HOSTILE = "tests/unit/stores/test_hostile_stores.py"
+_HOSTILE_TIER = "tests/unit/trainer/checkpoint/test_hostile_tier.py"
 _STORES = "tests/unit/stores/test_stores.py"
 
 MUTANTS: list[Mutant] = [
@@ -102,5 +103,13 @@ MUTANTS: list[Mutant] = [
         before="except (CheckpointError, NotStored) as error:",
         after="except CheckpointError as error:",
         tests=(f"{_REMOTE}::test_a_listing_that_shows_a_removed_checkpoint_leads_to_the_next_older",),
+    ),
+    Mutant(
+        name="damaged-manifest-stays",
+        what="a manifest that a store damaged on its way in refuses every further attempt of its upload",
+        file="stores/objects.py",
+        before="                self.remove(name)  # this write made it",
+        after="                pass  # this write made it",
+        tests=(f"{_HOSTILE_TIER}::test_a_fault_at_every_request_of_an_upload_leaves_a_whole_checkpoint",),
     ),
 ]

@@ -86,7 +86,7 @@ class ObjectStore:
                     max_concurrency=_PARTS_AT_ONCE,
                 )
         with self._answer_lost(name):
-            self._check(name, hashes)
+            self._check(name, hashes, new=new)
 
     @contextlib.contextmanager
     def _answer_lost(self, name: str) -> Iterator[None]:
@@ -104,7 +104,7 @@ class ObjectStore:
                 store=self._url,
             ) from None
 
-    def _check(self, name: str, hashes: "_SentHashes") -> None:
+    def _check(self, name: str, hashes: "_SentHashes", *, new: bool) -> None:
         """Compare what the store holds with what was sent: by the object's tag if that is its MD5, as in most stores
         that speak S3, else by reading."""
         with self._translated(name):
@@ -115,6 +115,8 @@ class ObjectStore:
         for chunk in self.stream(name):
             stored.update(chunk)
         if stored.hexdigest() != hashes.sha256.hexdigest():
+            if new:
+                self.remove(name)  # this write made it; left there, it would refuse every further attempt
             raise StoreUnreachable(
                 "E-STORE-CONTENT",
                 f"{self._url}/{name} holds other bytes than were sent",
