@@ -49,6 +49,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REMOTE}::test_without_an_answer_a_run_continues_only_from_a_local_checkpoint",),
     ),
     Mutant(
+        name="refusal-without-the-way-out",
+        what="the event of an upload that was refused does not say what to do",
+        file="trainer/checkpoint/uploader.py",
+        before="code, reason, fix = error.code, error.found, error.fix",
+        after="code, reason = error.code, error.found",
+        tests=(f"{_REMOTE}::test_an_upload_that_cannot_succeed_is_reported_once_with_the_way_out",),
+    ),
+    Mutant(
         name="stored-unchecked",
         what="what a store holds is not compared with what was sent",
         file="stores/objects.py",

@@ -27,7 +27,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                                                                       training went on without this checkpoint
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
   checkpoint_stored   step, store, bytes (sent), seconds              the store of the remote tier has it
-  checkpoint_not_stored  step, store, code, reason, retry_seconds (until the next attempt; null: none)
+  checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds

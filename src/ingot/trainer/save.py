@@ -182,7 +182,9 @@ def _report_uploads(trainer: RunParts) -> None:
             trainer.say(f"stored    step {event['step']}  {size}  {seconds}  in {event['store']}")
         else:
             again = event["retry_seconds"]
-            then = f"; trying again in {format_seconds(again)}" if again else ""
+            then = (
+                f"; trying again in {format_seconds(again)}" if again else f"; {event['fix']}" if event["fix"] else ""
+            )
             trainer.say(
                 f"WARNING   the checkpoint of step {event['step']} is not in the store: {event['reason']}{then}"
             )

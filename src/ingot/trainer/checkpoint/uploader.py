@@ -155,8 +155,10 @@ def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[st
             report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
     except Exception as error:
         again = isinstance(error, StoreUnreachable)
-        code, reason = (error.code, error.found) if isinstance(error, IngotError) else ("", repr(error))
-        failed = {"code": code, "reason": reason, "retry_seconds": pause if again else None}
+        code, reason, fix = "", repr(error), ""
+        if isinstance(error, IngotError):
+            code, reason, fix = error.code, error.found, error.fix
+        failed = {"code": code, "reason": reason, "fix": fix, "retry_seconds": pause if again else None}
         report(about | {"kind": events.CHECKPOINT_NOT_STORED} | failed)
         return not again
     try:

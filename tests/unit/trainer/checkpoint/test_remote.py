@@ -389,11 +389,15 @@ def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
     assert tier.pruned == 1
 
 
-@pytest.mark.parametrize("error", [StoreRefused("E-STORE-REFUSED", "no permission"), OSError("gone")])
-def test_an_upload_that_cannot_succeed_is_reported_once(error):
+@pytest.mark.parametrize(
+    ("error", "fix"),
+    [(StoreRefused("E-STORE-REFUSED", "no permission", fix="get it"), "get it"), (OSError("gone"), "")],
+)
+def test_an_upload_that_cannot_succeed_is_reported_once_with_the_way_out(error, fix):
     tier, reports = Tier([error]), []
     uploader.upload_all(tier, requested(20), reports.append)
-    assert [(one["kind"], one["retry_seconds"]) for one in reports] == [(events.CHECKPOINT_NOT_STORED, None)]
+    (one,) = reports
+    assert (one["kind"], one["retry_seconds"], one["fix"]) == (events.CHECKPOINT_NOT_STORED, None, fix)
 
 
 def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
