@@ -11,7 +11,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
 
 from .bench import Bench, marked_processes
-from .oracles import Facts, Verdicts, gone_within, o1, o2, o3, o7, read_facts, redone
+from .oracles import Facts, Trace, Verdicts, gone_within, o1, o2, o3, o7, read_facts, redone
 
 INTERVAL = 4  # steps between checkpoints of the bench's runs
 _END_SECONDS = 5.0  # for processes of a run that has ended
@@ -40,11 +40,12 @@ def judge_recovered(
     *,
     faults: int = 1,
     all_layouts: bool = False,
+    earlier: Trace | None = None,
 ) -> None:
     """Judge O1, O2, O3, O7 and O8 of the run `name`, which has ended.
 
     where: the case, for people. faults: how many times the run was disturbed. all_layouts: random states are not
-    compared, because another number of ranks has others.
+    compared, because another number of ranks has others. earlier: the trace of attempts whose log was lost.
     """
     folder = bench.folder(name)
     left = gone_within(_END_SECONDS, lambda: marked_processes(folder.root))
@@ -54,16 +55,21 @@ def judge_recovered(
     except (IngotError, IndexError) as error:
         verdicts.judge("o2", where, f"no state: {error}")
         return
-    verdicts.judge("o1", where, o1(facts.trace, reference.trace))
+    trace = _joined(earlier or {}, facts.trace)
+    verdicts.judge("o1", where, o1(trace, reference.trace))
     ours, theirs = facts.state, reference.state
     if all_layouts:
         ours, theirs = facts.state_of_all_layouts, reference.state_of_all_layouts
     verdicts.judge("o2", where, o2(ours, theirs))
     verdicts.judge("o3", where, o3(facts.samples, reference.samples))
-    twice = redone(facts.trace)
+    twice = redone(trace)
     verdicts.redone = max(verdicts.redone, twice)
     limit = INTERVAL * faults
     verdicts.judge("o8", where, f"{twice} steps were done twice, more than {limit}" if twice > limit else "")
+
+
+def _joined(first: Trace, second: Trace) -> Trace:
+    return {step: first.get(step, []) + second.get(step, []) for step in first | second}
 
 
 def newest_valid(folder: RunFolder) -> tuple[int, str]:

@@ -1,0 +1,219 @@
+"""Rows of the remote tier: a store that fails in every way a store can, and a node that is lost with its disk."""
+
+import itertools
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from random import Random
+from statistics import median
+from unittest.mock import patch
+
+from tests.s3_server import BUCKET, KEY, SECRET, Fault, S3Server
+
+from ingot.errors import IngotError
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.places import open_store
+from ingot.trainer.checkpoint.manifest import verify_checkpoint
+from ingot.trainer.checkpoint.remote import RemoteTier
+
+from .bench import Bench, Ended, marked_processes, options
+from .oracles import Verdicts, gone_within, read_trace
+from .row import INTERVAL, Row, judge_recovered, random_of, resumed_from
+
+_STEP_OF_TENTH = ("train.global_batch=64",)  # a step of about 0.1 s, so that uploads run beside training
+_WAY_OUT = "AWS_ACCESS_KEY_ID"
+# The faults of RS13, each of them once; the counts are beyond the 4 repetitions of a request.
+_TRANSIENT = (
+    Fault(do="503", times=6),
+    Fault(do="429", times=2, seconds=1.0),
+    Fault(do="500", times=2),
+    Fault(do="reset", call="PUT *"),
+    Fault(do="reset", times=2),
+    Fault(do="silent", seconds=1.0),
+    Fault(do="lost-answer", call="PUT *manifest.json"),
+    Fault(do="lost-answer", times=2),
+    Fault(do="wrong-tag", call="PUT *", times=2),
+    Fault(do="other-bytes", call="PUT *"),
+    Fault(do="stale", call="LIST *", times=2, changes=3),
+)
+
+
+def _script(random: Random) -> list[Fault]:
+    """Return the transient faults, each from a random one of the requests of the first two or three uploads on.
+
+    The first two requests are the listings at the start of a run, which does not begin without an answer.
+    """
+    return [
+        Fault(
+            do=one.do,
+            call=one.call,
+            at=random.randrange(3, 33) if one.call == "*" else random.randrange(1, 4),
+            times=one.times,
+            seconds=one.seconds,
+            changes=one.changes,
+        )
+        for one in _TRANSIENT
+    ]
+
+
+@contextmanager
+def _tier(url: str, folder: RunFolder, variables: dict[str, str]) -> Iterator[RemoteTier]:
+    with patch.dict(os.environ, variables):
+        yield RemoteTier(folder, open_store(url), RemoteCheckpoints(url=url))
+
+
+def _stored_steps(url: str, folder: RunFolder, variables: dict[str, str]) -> list[int]:
+    with _tier(url, folder, variables) as tier:
+        return tier.steps()
+
+
+def _on(url: str) -> list[str]:
+    return options([*_STEP_OF_TENTH, f'checkpoint.remote.url="{url}"'])
+
+
+def rs13(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Train beside a store with transient faults, one that denies every write, and one that denies all."""
+    url, reference = f"s3://{BUCKET}/run", bench.reference(*_STEP_OF_TENTH)
+    name = f"faults-{seed}"
+    with S3Server(*_script(random_of("RS13", seed))) as server:
+        ended = bench.train(name, *_on(url), env=server.environment)
+        failed, server.faults = server.failed[:], []
+        where = f"transient faults ({len(failed)} requests)"
+        verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+        kinds = {entry.partition(" ")[0] for entry in failed}
+        verdicts.judge("o6", where, "" if len(kinds) >= 4 else f"of all faults only {sorted(kinds)} took place")
+        judge_recovered(bench, verdicts, name, where, reference)
+        _judge_stored(bench, verdicts, name, where, url, server)
+        _judge_secrets(bench, verdicts, name, where, ended)
+        verdicts.numbers |= {
+            "requests_failed": float(len(failed)),
+            "step_ratio": _step_seconds(bench.folder(name)) / _step_seconds(_reference_folder(bench)),
+        }
+    for where, call in (("403 to every write", ("PUT *", "BEGIN *")), ("403 to every request", ("*",))):
+        _denied(bench, seed, verdicts, where, call)
+
+
+def _reference_folder(bench: Bench) -> RunFolder:
+    return bench.folder("-".join(["reference", "2", *_STEP_OF_TENTH]))
+
+
+def _step_seconds(folder: RunFolder) -> float:
+    times = [event["time"] for event in read_events(folder.events, events.STEP)]
+    return median(later - earlier for earlier, later in itertools.pairwise(times))
+
+
+def _judge_stored(bench: Bench, verdicts: Verdicts, name: str, where: str, url: str, server: S3Server) -> None:
+    """Judge the store after the run `name`: it has the last checkpoint, and every one that it shows is whole."""
+    folder, empty = bench.folder(name), bench.folder(f"{name}-fetched")
+    empty.checkpoints.mkdir(parents=True)
+    last = max(event["step"] for event in read_events(folder.events, events.STEP))
+    with _tier(url, empty, server.environment) as tier:
+        steps = tier.steps()
+        verdicts.judge("o6", where, "" if last in steps else f"step {last} is not among the stored steps {steps}")
+        reported = [event["step"] for event in read_events(folder.events, events.CHECKPOINT_STORED)]
+        lost = sorted(set(reported[-RemoteCheckpoints.keep :]) - set(steps))
+        verdicts.judge("o6", where, f"the steps {lost} were reported as stored" if lost else "")
+        for step in steps:
+            try:
+                tier.fetch(step)
+                verify_checkpoint(empty.checkpoint(step))
+                verdicts.judge("o6", where, "")
+            except IngotError as error:
+                verdicts.judge("o6", where, f"stored step {step}: {error.found}")
+    verdicts.numbers["stored"] = float(len(steps))
+
+
+def _judge_secrets(bench: Bench, verdicts: Verdicts, name: str, where: str, ended: Ended) -> None:
+    """Judge that no credential is in a file of the run or in its output."""
+    root = bench.folder(name).root
+    found = [path for path in root.rglob("*") if path.is_file() and _has_secret(path.read_bytes())]
+    found += [Path("the output")] if _has_secret(ended.output.encode()) else []
+    verdicts.judge("o6", where, f"a credential is in {', '.join(map(str, found))}" if found else "")
+
+
+def _has_secret(data: bytes) -> bool:
+    return KEY.encode() in data or SECRET.encode() in data
+
+
+def _denied(bench: Bench, seed: int, verdicts: Verdicts, where: str, calls: tuple[str, ...]) -> None:
+    """Train beside a store that answers 403 to `calls`. Training goes on without writes, and does not begin without
+    listings."""
+    url, name, writes = f"s3://{BUCKET}/run", f"denied-{seed}-{len(calls)}", "*" not in calls
+    with S3Server(*(Fault(do="403", call=call, times=10**6) for call in calls)) as server:
+        ended = bench.train(name, *_on(url), env=server.environment)
+        verdicts.judge("o6", where, "something was stored" if server.objects else "")
+    refused = "E-STORE-REFUSED"
+    _judge_secrets(bench, verdicts, name, where, ended)
+    verdicts.judge("o6", where, "" if _WAY_OUT in ended.output else f"no way out is named: {ended.output[-300:]}")
+    if not writes:
+        begun = list(read_events(bench.folder(name).events, events.RUN_STARTED))
+        fine = ended.code not in (0, -signal.SIGKILL) and refused in ended.output and not begun
+        verdicts.judge("o6", where, "" if fine else f"exit code {ended.code}: {ended.output[-300:]}")
+        return
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    reported = list(read_events(bench.folder(name).events, events.CHECKPOINT_NOT_STORED))
+    steps = [event["step"] for event in reported]
+    verdicts.judge("o6", where, "" if reported and len(set(steps)) == len(steps) else f"events for the steps {steps}")
+    clear = all(
+        event["code"] == refused and _WAY_OUT in event["fix"] and not event["retry_seconds"] for event in reported
+    )
+    verdicts.judge("o6", where, "" if clear else f"events {reported}")
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_STEP_OF_TENTH))
+
+
+def rs07(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill all processes of the job near a random step, remove its run folder, and give the same command again: with a
+    folder as the store, and with an object store."""
+    random = random_of("RS07", seed)
+    with S3Server() as server:
+        for url in (f"file://{bench.root}/stored-{seed}", f"s3://{BUCKET}/run"):
+            lost_node(bench, verdicts, f"lost-{seed}-{url[:2]}", url, random, server.environment)
+
+
+def lost_node(bench: Bench, verdicts: Verdicts, name: str, url: str, random: Random, variables: dict[str, str]) -> None:
+    """Lose the run `name` with its disk, continue it from the store `url`, and judge."""
+    step, folder = random.randrange(2 * INTERVAL + 1, 20), bench.folder(name)
+    where = f"{url.partition(':')[0]}, near step {step}"
+    process = bench.start(name, *_on(url), env=variables)
+    bench.wait_for_step(name, step, process)
+    while process.poll() is None and not list(read_events(folder.events, events.CHECKPOINT_STORED)):
+        time.sleep(0.01)
+    time.sleep(random.uniform(0, 0.1))  # somewhere in the next step
+    injected = time.time()
+    for pid in [process.pid, *marked_processes(folder.root)]:
+        with suppress(ProcessLookupError):  # the kernel ends the ranks of a supervisor that is gone
+            os.kill(pid, signal.SIGKILL)
+    killed = bench.ended(process)
+    verdicts.judge("o6", where, "" if killed.code == -signal.SIGKILL else f"exit code {killed.code} before the kill")
+    gone_within(5, lambda: marked_processes(folder.root))
+    before = read_trace(folder)
+    shutil.rmtree(folder.root)
+    newest = max(_stored_steps(url, folder, variables), default=0)
+    ended = bench.train(name, *_on(url), env=variables)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    start = resumed_from(folder)
+    verdicts.judge("o6", where, "" if start >= newest > 0 else f"from step {start}, the newest stored is {newest}")
+    fetched = [event["step"] for event in read_events(folder.events, events.CHECKPOINT_FETCHED)]
+    verdicts.judge("o6", where, "" if fetched == [start] else f"fetched the steps {fetched}, started from {start}")
+    later = (event for event in read_events(folder.events, events.STEP) if event["step"] > max(before))
+    verdicts.recover += [event["time"] - injected for event in itertools.islice(later, 1)]
+    # What was trained after the newest stored checkpoint is done again: an upload may be some intervals late.
+    late = -(-(max(before) - start) // INTERVAL)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_STEP_OF_TENTH), faults=max(late, 1), earlier=before)
+
+
+ROWS = (
+    Row("RS07", "SIGKILL of all processes of a job, and loss of its disk", rs07),
+    Row(
+        "RS13",
+        "object store: 403, 429, 500, 503, resets, silence, lost answers, wrong tags and bytes, late lists",
+        rs13,
+    ),
+)
