@@ -148,8 +148,9 @@ def test_a_pin_waits_for_a_removal_in_the_store(folder, monkeypatch):
 
 
 def test_a_damaged_manifest_in_the_store_does_not_count(folder):
-    tier = stored_tier(folder, keep=1)
-    tier.store.write("checkpoints/step-00000040/manifest.json", [b"{}"])
+    store = stored_tier(folder).store
+    store.write("checkpoints/step-00000040/manifest.json", [b"{}"])
+    tier = RemoteTier(folder, store, RemoteCheckpoints(url="s3://bucket/run", keep=1))
     assert tier.prune() == [20, 10]
     assert tier.steps() == [40, 30]
 
