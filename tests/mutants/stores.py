@@ -5,6 +5,7 @@ from .mutant import Mutant
 _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
 _HOSTILE = "tests/unit/stores/test_hostile_stores.py"
 _HOSTILE_TIER = "tests/unit/trainer/checkpoint/test_hostile_tier.py"
+_FUZZ = "tests/unit/trainer/checkpoint/test_fuzz.py"
 _STORES = "tests/unit/stores/test_stores.py"
 
 MUTANTS: list[Mutant] = [
@@ -119,5 +120,21 @@ MUTANTS: list[Mutant] = [
         before="                self.remove(name)  # this write made it",
         after="                pass  # this write made it",
         tests=(f"{_HOSTILE_TIER}::test_a_fault_at_every_request_of_an_upload_leaves_a_whole_checkpoint",),
+    ),
+    Mutant(
+        name="checksum-overflow",
+        what="a checksum beyond its bits in a manifest of version 1 ends the run with a traceback",
+        file="trainer/checkpoint/manifest.py",
+        before="AttributeError, OverflowError) as error:",
+        after="AttributeError) as error:",
+        tests=(f"{_FUZZ}::test_a_checksum_beyond_its_bits_is_refused",),
+    ),
+    Mutant(
+        name="random-state-unchecked",
+        what="a random state that is none ends the run with a traceback",
+        file="trainer/checkpoint/load.py",
+        before="except (RuntimeError, TypeError, ValueError, OSError, safetensors.SafetensorError) as error:",
+        after="except (OSError, safetensors.SafetensorError) as error:",
+        tests=(f"{_FUZZ}::test_a_random_state_that_is_none_is_refused",),
     ),
 ]

@@ -87,10 +87,7 @@ def resume(
                 waiting.appendleft(path)
             continue
         if manifest.world == world():
-            if manifest.rng:
-                restore_random_text(manifest.rng[rank()])
-            else:
-                restore_random_state(path / file_of(rank()))
+            restore_random(path, manifest, rank())
         return manifest
     if candidates:
         raise CheckpointError(
@@ -204,6 +201,19 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
         blocks.append(StateBlock(MODEL + name, entry.shape, (0,) * target.dim(), target))
     read_blocks(checkpoint, manifest, blocks)
     return manifest
+
+
+def restore_random(path: Path, manifest: CheckpointManifest, rank: int) -> None:
+    """Restore the random states of `rank` from the verified checkpoint `path`. Raises CheckpointError if what is there
+    is not the state of a generator."""
+    try:
+        if manifest.rng:
+            restore_random_text(manifest.rng[rank])
+        else:
+            restore_random_state(path / file_of(rank))
+    except (RuntimeError, TypeError, ValueError, OSError, safetensors.SafetensorError) as error:
+        problem = f"the random state of rank {rank} cannot be restored ({error})"
+        raise damaged(path, problem, "E-CKPT-RANDOM", rank=rank) from None
 
 
 def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock]) -> None:

@@ -91,9 +91,11 @@ def parse_manifest(folder: Path | str, text: bytes) -> CheckpointManifest:
     values = _values(folder, text)
     try:
         manifest = from_dict(CheckpointManifest, upgraded(values) if values["version"] == 1 else values)
+    except RecursionError:
+        raise damaged(folder, "manifest.json is nested too deeply", "E-CKPT-MANIFEST") from None
     except ConfigError as error:
         raise damaged(folder, f"manifest.json: {error.found}", "E-CKPT-MANIFEST") from None
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError) as error:
         raise damaged(folder, f"manifest.json of version 1: {error}", "E-CKPT-MANIFEST") from None
     check_rules(folder, manifest)
     return manifest
@@ -104,7 +106,7 @@ def is_finished(folder: Path) -> bool:
     try:
         files = _read_key(folder, "files")
         return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -113,7 +115,7 @@ def is_suspect(folder: Path) -> bool:
     name the damage. No hash is computed."""
     try:
         return _read_key(folder, "health")["state"] == SUSPECT
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
 
@@ -166,10 +168,11 @@ def _values(folder: Path | str, text: bytes) -> dict:
     """Parse a manifest, check its hash, and return the values without the hash. Raises CheckpointError."""
     try:
         values = json.loads(text)
+        claimed = values.pop("sha256", "") if isinstance(values, dict) else ""
+        found = _hash(values)  # writing what was read can need a deeper recursion than reading it
     except (ValueError, RecursionError):
         raise damaged(folder, "manifest.json is not JSON", "E-CKPT-MANIFEST") from None
-    claimed = values.pop("sha256", "") if isinstance(values, dict) else ""
-    if _hash(values) != claimed:
+    if found != claimed:
         raise damaged(folder, "manifest.json does not match its own hash", "E-CKPT-MANIFEST-HASH")
     if values.get("version") not in (1, VERSION):
         found = values.get("version")
@@ -325,7 +328,7 @@ def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
 def upgraded(values: dict) -> dict:
     """Convert the values of a version 1 manifest, which lists file, key, offsets and sizes of each block, to version 2.
 
-    Raises ValueError, KeyError, TypeError or AttributeError for values that version 1 never wrote.
+    Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for values that version 1 never wrote.
     """
     numbers: dict[tuple, int] = {}
     tensors = {}

@@ -1,0 +1,257 @@
+"""Any manifest and any header of a tensor file, also with hashes that fit, are read or refused with a CheckpointError,
+with little memory: never a crash, never an allocation of the size that a number claims.
+
+`make test` draws some hundred; the marker `nightly` draws many. All of a test are read in one forked process whose
+address space is limited, so that an allocation outside of Python and a crash show as well.
+"""
+
+import json
+import os
+import random
+import resource
+import shutil
+import traceback
+import tracemalloc
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file, save_file
+from tests.expect import refused
+
+from ingot.errors import CheckpointError
+from ingot.schema.checkpoint import FileEntry, file_of
+from ingot.storage import canonical_json, sha256_bytes
+from ingot.trainer.checkpoint.load import read_blocks, restore_random
+from ingot.trainer.checkpoint.manifest import (
+    MANIFEST,
+    is_finished,
+    is_suspect,
+    list_checkpoints,
+    read_manifest,
+    verify_checkpoint,
+    write_manifest,
+)
+from ingot.trainer.checkpoint.state import StateBlock
+
+GOLDEN = Path(__file__).parents[3] / "golden"
+RUNS = ("dense-2-ranks", "experts-1-rank", "old/first", "old/layouts")  # old/first: version 1
+FEW, MANY = 60, 6_000
+# Beyond twice the checkpoint: buffers of reading, and for each byte of the manifest the objects of Python it becomes.
+CONSTANT_BYTES, OBJECTS_PER_BYTE = 2 << 20, 24
+NATIVE_BYTES = 64 << 20
+DEEP = "@deep@"
+DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
+
+
+def deep(draw: random.Random) -> str:
+    count = draw.choice([50, 300, 700, 900, 950, 980, 990, 1100, 5_000])
+    return "[" * count + "]" * count
+
+
+def strange(draw: random.Random) -> object:
+    numbers = [0, -1, 1, 2, 3, 7, 2**31, 2**32, 2**40, 2**63 - 1, 2**63, -(2**63), 10**4299, 10**4300 - 1]
+    floats = [1e308, 5e-324, float("nan"), float("inf"), 1.0, 2.0, True, False, None]
+    texts = [
+        "",
+        "\ud800",
+        "\x00",
+        "é" * 99,
+        "../../etc/passwd",
+        "rank-00000.safetensors",
+        "x" * 5_000,
+        "float64",
+        "AAAA",
+    ]
+    others = [[], {}, [[]], [-1], [2**40, 2**40], {"a": 1}, [0] * 2_000, [[0]] * 300, ["0"] * 9, DEEP]
+    return draw.choice(draw.choice([numbers, numbers, floats, texts, others]))
+
+
+def places(values: object, prefix: tuple = ()) -> list[tuple]:
+    """Return the paths of all values inside of `values`."""
+    pairs = values.items() if isinstance(values, dict) else enumerate(values) if isinstance(values, list) else ()
+    return [place for key, value in pairs for place in ((*prefix, key), *places(value, (*prefix, key)))]
+
+
+def changed(values: dict, draw: random.Random) -> dict:
+    """Return a copy with one to three changes at random places."""
+    values = json.loads(json.dumps(values))
+    for _ in range(draw.randint(1, 3)):
+        known = places(values)
+        if not known:
+            break
+        # Half of the changes near the top: most places are deep inside of long lists.
+        place = draw.choice([one for one in known if len(one) <= 2] if draw.random() < 0.5 else known)
+        *above, last = place
+        inside = values
+        for key in above:
+            inside = inside[key]
+        act = draw.randrange(6)
+        if act <= 2:
+            inside[last] = strange(draw)
+        elif act == 3:
+            del inside[last]
+        elif act == 4 and isinstance(inside[last], int | float):
+            inside[last] = draw.choice([inside[last] + 1, inside[last] - 1, -inside[last], inside[last] * 2**40])
+        elif isinstance(inside, dict):
+            inside[draw.choice(["", "x", "\ud800", "rank-1_0.safetensors", *map(str, inside)])] = inside.pop(last)
+        else:
+            inside *= draw.choice([0, 2, 50])
+    return values
+
+
+def with_hash(values: dict, draw: random.Random) -> bytes:
+    """Return the values as a manifest whose hash fits."""
+    text = canonical_json(values).replace(f'"{DEEP}"', deep(draw))
+    digest = sha256_bytes(text.encode("utf-8", "surrogatepass"))
+    comma = "," if values else ""
+    return f'{text[:-1]}{comma}"sha256":"{digest}"}}'.encode("utf-8", "surrogatepass")
+
+
+def with_noise(data: bytes, draw: random.Random) -> bytes:
+    """Return the bytes with some of them changed, left out or repeated."""
+    noisy = bytearray(data)
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(noisy) + 1)
+        end = min(len(noisy), at + draw.choice([1, 8, 100, 10_000]))
+        noisy[at:end] = draw.choice([b"", draw.randbytes(end - at), noisy[at:end] * 2, b"[" * 2_000, b"\xff"])
+    return bytes(noisy)
+
+
+def use(path: Path) -> None:
+    """Do with a checkpoint what a run, a listing and an export do with it. Raises CheckpointError if it is refused."""
+    assert is_finished(path) in (True, False) and is_suspect(path) in (True, False)
+    list_checkpoints(path.parent)
+    manifest = verify_checkpoint(path)
+    blocks = [
+        StateBlock(name, entry.shape, (0,) * len(entry.shape), torch.empty(entry.shape, dtype=DTYPES[entry.dtype]))
+        for name, entry in manifest.tensors.items()
+        if entry.dtype in DTYPES
+    ]
+    read_blocks(path, manifest, blocks)
+    for rank in range(manifest.world):
+        restore_random(path, manifest, rank)
+
+
+def change_manifest(path: Path, draw: random.Random) -> None:
+    whole = (path / MANIFEST).read_bytes()
+    values = json.loads(whole)
+    values.pop("sha256")
+    data = with_noise(whole, draw) if draw.random() < 0.2 else with_hash(changed(values, draw), draw)
+    (path / MANIFEST).write_bytes(data)
+
+
+def change_header(path: Path, draw: random.Random) -> None:
+    manifest = read_manifest(path)
+    name = draw.choice(sorted(manifest.files))
+    data = (path / name).read_bytes()
+    end = 8 + int.from_bytes(data[:8], "little")
+    if draw.random() < 0.2:
+        header = with_noise(data[8:end], draw)
+    else:
+        header = json.dumps(changed(json.loads(data[8:end]), draw)).replace(f'"{DEEP}"', deep(draw)).encode()
+    length = draw.choice([0, 1, 2**31, 2**40, 2**63, 2**64 - 1]) if draw.random() < 0.1 else len(header)
+    rest = draw.choice([data[end:], data[end:], data[end:-8], b""])
+    (path / name).write_bytes(length.to_bytes(8, "little") + header + rest)
+    if draw.random() < 0.7:  # the manifest lists this file, with its hash
+        found = (path / name).read_bytes()
+        entry = FileEntry(bytes=len(found), sha256=sha256_bytes(found))
+        write_manifest(path, replace(manifest, files=manifest.files | {name: entry}))
+    elif draw.random() < 0.5:  # of the same size, so that the damaged part is looked for
+        entry = replace(manifest.files[name], bytes=(path / name).stat().st_size)
+        write_manifest(path, replace(manifest, files=manifest.files | {name: entry}))
+
+
+def read_all(change, root: Path, first: int, count: int) -> None:
+    """Read the drawn examples `first` to `first + count`; the number of an example draws it alone."""
+    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + NATIVE_BYTES
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    for number in range(first, first + count):
+        draw = random.Random(f"{change.__name__} {number}")
+        run = root / "run"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(root / draw.choice(RUNS), run)
+        (path,) = (run / "checkpoints").iterdir()
+        change(path, draw)
+        tracemalloc.start()
+        try:
+            with suppress(CheckpointError):
+                use(path)
+        except BaseException as error:
+            raise AssertionError(f"example {number} of {change.__name__}") from error
+        peak = tracemalloc.get_traced_memory()[1]
+        tracemalloc.stop()
+        size = sum(one.stat().st_size for one in path.iterdir())
+        most = 2 * size + CONSTANT_BYTES + OBJECTS_PER_BYTE * (path / MANIFEST).stat().st_size
+        assert peak <= most, f"example {number} of {change.__name__}: {peak:,} bytes for {size:,}"
+
+
+def in_a_child(change, root: Path, first: int, count: int) -> None:
+    """Run `read_all` in a forked process, and fail with what it printed unless it ends well."""
+    for run in RUNS:
+        shutil.copytree(GOLDEN / run, root / run, dirs_exist_ok=True)
+    report = root / "report.txt"
+    child = os.fork()
+    if not child:
+        code = 1
+        with suppress(BaseException):
+            try:
+                read_all(change, root, first, count)
+                code = 0
+            except BaseException:
+                report.write_text(traceback.format_exc(), errors="backslashreplace")
+        os._exit(code)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    assert code == 0, f"exit code {code}\n{report.read_text() if report.exists() else ''}"
+
+
+@pytest.mark.parametrize(
+    ("run", "change"),
+    [
+        ("dense-2-ranks", {"random.cpu": np.zeros(10, np.uint8)}),
+        ("dense-2-ranks", {"random.cpu": np.zeros(5056, np.int8)}),
+        ("old/first", {"rng": "00"}),
+        ("old/first", {"rng": "no hex"}),
+    ],
+)
+def test_a_random_state_that_is_none_is_refused(run, change, tmp_path):
+    shutil.copytree(GOLDEN / run, tmp_path / "run")
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    manifest = read_manifest(path)
+    if "rng" in change:
+        manifest = replace(manifest, rng=(change["rng"],) * manifest.world)
+    else:
+        save_file(load_file(path / file_of(0)) | change, path / file_of(0))
+    with refused("E-CKPT-RANDOM", rank=0):
+        restore_random(path, manifest, 0)
+
+
+@pytest.mark.parametrize("number", [-1, 2**32])
+def test_a_checksum_beyond_its_bits_is_refused(number, tmp_path):
+    shutil.copytree(GOLDEN / "old/first", tmp_path / "run")
+    (path,) = (tmp_path / "run" / "checkpoints").iterdir()
+    values = json.loads((path / MANIFEST).read_bytes())
+    values.pop("sha256")
+    next(iter(values["tensors"].values()))["chunks"][0]["crc32"] = number
+    (path / MANIFEST).write_bytes(with_hash(values, random.Random(0)))
+    with refused("E-CKPT-MANIFEST"):
+        read_manifest(path)
+
+
+CHANGES = pytest.mark.parametrize("change", [change_manifest, change_header])
+
+
+@CHANGES
+def test_any_checkpoint_is_read_or_refused(change, tmp_path):
+    torch.set_num_threads(1)
+    in_a_child(change, tmp_path, 0, FEW)
+
+
+@pytest.mark.nightly
+@CHANGES
+def test_many_checkpoints_are_read_or_refused(change, tmp_path):
+    torch.set_num_threads(1)
+    in_a_child(change, tmp_path, FEW, MANY)
