@@ -25,8 +25,8 @@ MUTANTS: list[Mutant] = [
         name="folder-not-flushed",
         what="the older checkpoint is removed while the disk may not have the name of the new one yet",
         file="trainer/checkpoint/folders.py",
-        before="path.with_name(SAVING + path.name).rename(path)\n    fsync_dir(path.parent)\n",
-        after="path.with_name(SAVING + path.name).rename(path)\n",
+        before="    temporary.rename(path)\n    fsync_dir(path.parent)\n",
+        after="    temporary.rename(path)\n",
         tests=(_POWER,),
     ),
     Mutant(
@@ -35,8 +35,9 @@ MUTANTS: list[Mutant] = [
         file="trainer/checkpoint/files.py",
         before="            write_manifest(self.temporary, manifest)\n"
         "            fsync_dir(self.temporary)\n"
-        "            publish(self.folder, self.step)\n",
-        after="            publish(self.folder, self.step)\n            write_manifest(self.path, manifest)\n",
+        "            self.require_newest()\n"
+        "            publish(self.temporary, self.path)\n",
+        after="            publish(self.temporary, self.path)\n            write_manifest(self.path, manifest)\n",
         tests=(_POWER,),
     ),
     Mutant(

@@ -101,8 +101,8 @@ MUTANTS: list[Mutant] = [
         name="late-listing-prunes",
         what="a checkpoint whose manifest a late listing lacks is removed as an upload that never ended",
         file="trainer/checkpoint/remote.py",
-        before="if not self._has_manifest(step)]",
-        after="]",
+        before="or not self._has_manifest(step)",
+        after="or True",
         tests=(f"{_REMOTE}::test_a_listing_that_lacks_a_manifest_removes_no_checkpoint",),
     ),
     Mutant(

@@ -1,4 +1,4 @@
-"""What a store holds of a run's checkpoints: their names, the listing, and which of them count. No torch."""
+"""The checkpoints of a run in a store: their names, the listing, and which of them count. No torch."""
 
 from dataclasses import dataclass
 

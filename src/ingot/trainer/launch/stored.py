@@ -9,7 +9,8 @@ from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, verify_checkpoint
-from ingot.trainer.checkpoint.remote import RemoteTier, StoredCheckpoint, open_tier
+from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
+from ingot.trainer.checkpoint.stored import StoredCheckpoint
 from ingot.trainer.resilience.lock import RunLock
 
 
