@@ -62,6 +62,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LEASE}::test_a_holder_that_was_replaced_hears_of_it",),
     ),
     Mutant(
+        name="late-record-adopts-nothing",
+        what="a record that a store gets later makes its checkpoints late",
+        file="trainer/lease.py",
+        before='return {str(step): "" for step in steps}',
+        after="return {}",
+        tests=(f"{_LEASE}::test_a_store_that_does_not_answer_gets_its_record_later",),
+    ),
+    Mutant(
+        name="late-store-of-another-run",
+        what="a store that answers late is used although it belongs to another run",
+        file="trainer/lease.py",
+        before="if steps and before and before.run",
+        after="if False and before and before.run",
+        tests=(f"{_LEASE}::test_a_store_that_answers_late_may_be_of_another_run",),
+    ),
+    Mutant(
         name="end-believed",
         what="a launcher takes the end of the job that replaced its own for the end of its own",
         file="trainer/launch/supervise.py",

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
@@ -59,7 +59,7 @@ class RunLease:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._begun: set[str] = set()  # the urls of the places that have the record of this attempt
-        self._lost: RunBusyError | None = None
+        self._lost: IngotError | None = None
         self.epoch = 0
 
     def wait(self, say: Callable[[str], None]) -> None:
@@ -95,16 +95,16 @@ class RunLease:
 
         Raises RunBusyError if another launcher was quicker, ConfigError if the store belongs to another run.
         """
-        newest, steps = {}, list[int]()
+        newest = {}
         for place in self._places():
             with self._later(place):
-                steps = self._tier.steps() if self._tier and place is self._store else steps
                 if holder := newest_epoch(place):
                     newest[place.url] = holder
         self.epoch = 1 + max((holder.epoch for holder in newest.values()), default=0)
+        place = next((place for place in self._places() if place.url in newest), None)  # the folder before the store
         self._record = Epoch(
             epoch=self.epoch,
-            run=self._run_of(newest, steps),
+            run=(newest[place.url].run if place else "") or uuid.uuid4().hex,
             holder=uuid.uuid4().hex,
             host=socket.gethostname(),
             pid=os.getpid(),
@@ -112,34 +112,22 @@ class RunLease:
             started=time.time(),
             seconds=self._seconds,
         )
-        self._adopted = {self._here.url: adopted_hashes(self._folder.checkpoints)}
-        if self._store:
-            self._adopted[self._store.url] = {str(step): "" for step in steps}
         for place in reversed(self._places()):  # the store first: it is what launchers on two machines share
             with self._later(place):
                 self._begin(place)
         self._thread = threading.Thread(target=self._live, name="lease", daemon=True)
         self._thread.start()
 
-    def _run_of(self, newest: Mapping[str, Epoch], stored: Sequence[int]) -> str:
-        """Return the id of the run: that of the folder, else that of the checkpoints in the store, else a new one."""
-        here = newest[self._here.url].run if self._here.url in newest else ""
-        there = newest.get(self._store.url) if self._store else None
-        if there is None or not stored:  # records without a checkpoint belong to nobody
-            return here or uuid.uuid4().hex
-        if here and there.run and here != there.run:
-            raise _other_run(self._folder, there, self._store.url if self._store else "")
-        return here or there.run or uuid.uuid4().hex
-
     def require(self) -> None:
-        """Raise RunBusyError if another launcher has begun an attempt since `take`."""
+        """Raise RunBusyError if another launcher has begun an attempt since `take`; ConfigError if the store, which did
+        not answer then, belongs to another run."""
         if self._lost is None and self.epoch:
             self._look(self._here)
         if self._lost is not None:
             raise self._lost
 
     @property
-    def lost(self) -> RunBusyError | None:
+    def lost(self) -> IngotError | None:
         """The error of `require`, as of the last sign of life."""
         return self._lost
 
@@ -149,9 +137,8 @@ class RunLease:
     def __exit__(self, *_: object) -> None:
         """End the signs of life, and say so, so that the next launcher does not wait."""
         self._ends.set()
-        if self._thread is None:
-            return
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         for place in self._places():
             if place.url in self._begun and self._lost is None:
                 with contextlib.suppress(IngotError):
@@ -165,7 +152,7 @@ class RunLease:
         return contextlib.nullcontext() if place is self._here else contextlib.suppress(StoreUnreachable)
 
     def _begin(self, place: BlobStore) -> None:
-        record = replace(self._record, adopted=self._adopted[place.url])
+        record = replace(self._record, adopted=self._found(place))
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)
         except AlreadyStored:
@@ -176,18 +163,35 @@ class RunLease:
         place.write(alive_name(self.epoch), [b"0"])
         _remove_older(place, self.epoch - 1)
 
+    def _found(self, place: BlobStore) -> dict[str, str]:
+        """Return the checkpoints in `place`, as a record lists them. Raises ConfigError if they are of another run."""
+        if self._tier is None or place is self._here:
+            return adopted_hashes(self._folder.checkpoints)
+        steps, before = self._tier.steps(), newest_epoch(place)
+        if steps and before and before.run not in ("", self._record.run):  # a record without checkpoints is nobody's
+            raise _other_run(self._folder, before, place.url)
+        return {str(step): "" for step in steps}
+
     def _live(self) -> None:
         """Give signs of life, and look for a newer attempt."""
         beat = 0
         while not self._ends.wait(self._seconds / _BEATS):
             beat += 1
             for place in self._places():
-                with contextlib.suppress(IngotError):  # a full disk or a store that does not answer: the next beat
+                try:
                     self._look(place)
-                    if self._lost is not None:
-                        return
-                    if place.url not in self._begun:
+                    if self._lost is None and place.url not in self._begun:
                         self._begin(place)
+                except (
+                    ConfigError,
+                    RunBusyError,
+                ) as error:  # the store, which answers now, belongs to another launcher
+                    self._lost = error
+                except IngotError:
+                    continue  # it does not answer: the next beat tries again
+                if self._lost is not None:
+                    return
+                with contextlib.suppress(IngotError):  # a full disk
                     place.write(alive_name(self.epoch), [str(beat).encode()])
 
     def _look(self, place: BlobStore) -> None:

@@ -167,6 +167,8 @@ def test_a_holder_that_was_replaced_hears_of_it(folder):
 
 def test_a_store_that_does_not_answer_gets_its_record_later(folder):
     store = Store()
+    write_checkpoint(folder, 5, epoch=1)
+    RemoteTier(folder, store, REMOTE).push(5)
     store.answers = False
     write_checkpoint(folder, 10, epoch=1)
     with take(folder, store, seconds=0.05) as lease:
@@ -175,6 +177,25 @@ def test_a_store_that_does_not_answer_gets_its_record_later(folder):
             RemoteTier(folder, MemoryStore(), REMOTE, lease.epoch).push(10)
         wait_until(lambda: newest_epoch(store) is not None)
         assert RemoteTier(folder, store, REMOTE, lease.epoch).push(10) > 0
+        assert newest_epoch(store).adopted == {"5": ""}
+
+
+def test_a_store_that_answers_late_may_be_of_another_run(folder, tmp_path):
+    store, other = Store(), RunFolder(tmp_path / "other")
+    other.root.mkdir()
+    other.config.write_text("")
+    with take(folder, store) as lease:
+        write_checkpoint(folder, 10, epoch=lease.epoch)
+        RemoteTier(folder, store, REMOTE, lease.epoch).push(10)
+    for _ in range(2):  # with a higher number than the record in the store
+        with take(other):
+            pass
+    store.answers = False
+    with take(other, store, seconds=0.05) as lease:
+        store.answers = True
+        wait_until(lambda: lease.lost is not None)
+        with refused("E-LEASE-OTHER-RUN"):
+            lease.require()
 
 
 def test_a_store_of_another_run_is_refused(folder, tmp_path):
