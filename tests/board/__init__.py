@@ -33,7 +33,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS25": ("a damaged data shard", f"{_ELSEWHERE}: tests/e2e/test_data_faults.py; no quarantine"),
     "RS26": ("death of a data worker", f"{_ELSEWHERE}: the loader is a thread"),
     "RS27": ("out of memory on one rank", "needs its own class of incident"),
-    "RS28 USR1": ("SIGUSR1 from a scheduler", "needs the handler"),
     "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
     "RS32": ("jumps of the clock", _ELSEWHERE),

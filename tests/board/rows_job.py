@@ -17,8 +17,8 @@ from .row import Row, judge_recovered, newest_valid, random_of
 _LONG = "train.steps=60"  # so that a signal arrives before the end
 _GRACE_SECONDS = 2.0
 _PREEMPTED = 10
-# The signals that RS28 sends, one run each. (signal.SIGUSR1,) belongs here once the supervisor handles it.
-_SENT = ((signal.SIGTERM,), (signal.SIGINT,), (signal.SIGTERM, signal.SIGTERM))
+# The signals that RS28 sends, one run each.
+_SENT = ((signal.SIGTERM,), (signal.SIGINT,), (signal.SIGUSR1,), (signal.SIGTERM, signal.SIGTERM))
 _CANONICAL = ('parallel.reduce="canonical"', "parallel.virtual_ranks=4", "parallel.dp_shard=1")
 
 
@@ -61,7 +61,7 @@ def rs08(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 
 def rs28(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Send SIGTERM, SIGINT, and SIGTERM twice, at a random step."""
+    """Send SIGTERM, SIGINT, SIGUSR1, and SIGTERM twice, at a random step."""
     random = random_of("RS28", seed)
     for sent in _SENT:
         names = " and ".join(one.name for one in sent)
@@ -182,6 +182,6 @@ ROWS = (
     Row("RS08", "SIGKILL of all processes of a job", rs08),
     Row("RS17", "resume on 2, 1, 2 and on 4, 2, 1 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
-    Row("RS28", "SIGTERM, SIGINT, SIGTERM twice", rs28),
+    Row("RS28", "SIGTERM, SIGINT, SIGUSR1, SIGTERM twice", rs28),
     Row("RS30", "two launches in one folder", rs30),
 )
