@@ -21,6 +21,7 @@ from . import (
     plugin_imports,
     plugins,
     precision,
+    saves,
     stopping,
     stores,
 )
@@ -45,6 +46,7 @@ AREAS: dict[str, list[Mutant]] = {
         stores,
         lease,
         stopping,
+        saves,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -150,7 +150,7 @@ MUTANTS: list[Mutant] = [
         name="files-of-a-failed-save",
         what="a failed save leaves its files on the full disk, where the next save has no room",
         file="trainer/checkpoint/background.py",
-        before="CheckpointFiles(self._folder, facts.step, facts.epoch).discard()",
+        before="CheckpointFiles(self._folder.of(facts.kind), facts.step, facts.epoch).discard()",
         after="pass",
         tests=(f"{_BACKGROUND}::test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers",),
     ),

@@ -12,8 +12,8 @@ MUTANTS: list[Mutant] = [
         name="stop-at-log-lines",
         what="requests to stop are read after steps with a log line only",
         file="trainer/loop.py",
-        before="request = trainer.stop_vote.after_step(at_line=bool(self.line))",
-        after="request = trainer.stop_vote.after_step(at_line=True) if self.line else None",
+        before="request, due = trainer.stop_vote.after_step(at_line=bool(self.line), due=vote)",
+        after="request, due = trainer.stop_vote.after_step(at_line=True, due=vote) if self.line else (None, 0)",
         tests=(f"{_RUNS}::test_a_signal_to_one_rank_stops_all_after_the_same_step",),
     ),
     Mutant(
@@ -96,8 +96,8 @@ MUTANTS: list[Mutant] = [
         name="latest-deadline",
         what="the latest deadline of the ranks counts, not the earliest",
         file="trainer/resilience/stop_vote.py",
-        before="largest_of_ranks(reason, -left, own_seconds)",
-        after="largest_of_ranks(reason, left, own_seconds)",
+        before="largest_of_ranks(reason, -left, own_seconds, due)",
+        after="largest_of_ranks(reason, left, own_seconds, due)",
         tests=(f"{_VOTE}::test_the_earliest_deadline_counts",),
     ),
     Mutant(

@@ -205,7 +205,7 @@ class Trainer:
 
     @property
     def should_save(self) -> bool:
-        """True if the last step has to be saved: by checkpoint.every_steps, as the last one, or on a stop request."""
+        """True if the last step has to be saved: by its interval, as the last one, or on a stop request."""
         return self._loop is not None and self._loop.save_is_due
 
     @property

@@ -32,11 +32,11 @@ _TABLE = {
         "": "name",
         "data": "tokens heldout tokenizer prefetch",  # the token stream is compared by its fingerprint, not by its path
         "parallel": "prefetch reshard offload_folder",
-        "checkpoint": "mode every_steps keep keep_every",
+        "checkpoint": "mode every every_steps keep keep_every weights_every weights_keep",
         "checkpoint.remote": "url keep keep_every bytes_per_second",
         "evaluate": "every_steps max_tokens prompts sample_tokens",
         "watch": "log_every",
-        "launch": "max_restarts timeout_seconds lease_seconds stop_after grace",
+        "launch": "max_restarts timeout_seconds lease_seconds stop_after grace failures_per_node_day",
         "cost": "usd_per_hour",
         "plugins": "modules folder",  # the identity of their code is compared
     },

@@ -12,6 +12,10 @@ import numpy as np
 
 from ingot.schema.accepted import AcceptedChanges
 
+SaveKind = Literal["full", "weights"]
+FULL: SaveKind = "full"
+WEIGHTS: SaveKind = "weights"
+
 
 def file_of(rank: int) -> str:
     """Return the name of the checkpoint file that a rank writes."""
@@ -114,6 +118,8 @@ class Health:
 class CheckpointManifest:
     """The contents of a checkpoint.
 
+    kind: "full", or "weights" for a save of the model's weights alone, which has no optimizer state, no random states
+    and no ledger.
     step: optimizer steps done. epoch: the number of the attempt that saved it (trainer/checkpoint/fence.py), 0 in
       checkpoints of earlier versions. settings: RunConfig.settings(); checkpoints of earlier versions of ingot have
       only those that need confirmation to change (schema/changes.py). config_sha256: RunConfig.training_sha256().
@@ -127,6 +133,7 @@ class CheckpointManifest:
     """
 
     version: int = 2
+    kind: SaveKind = FULL
     step: int
     epoch: int = 0
     tokens: int

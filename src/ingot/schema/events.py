@@ -22,9 +22,12 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), write_seconds (until it was verified), path
                                                                       after the checkpoint was verified
-  checkpoint_skipped  step, in_flight (step)                          an earlier checkpoint was still being written
-  checkpoint_failed   step, code (of an error of ingot, or ""), reason, write_seconds
+  checkpoint_skipped  step, what ("full", or "weights" alone), in_flight (step)   an earlier save was being written
+  checkpoint_failed   step, what, code (of an error of ingot, or ""), reason, write_seconds
                                                                       training went on without this checkpoint
+  weights_saved  step, bytes, stall_seconds, write_seconds, path      after the weights alone were saved and verified
+  checkpoint_interval  step, what, seconds, stall_seconds (null: none measured), nodes, failures_per_node_day, formula
+                                                                      with "auto": the interval from here on
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
   checkpoint_stored   step, store, bytes (sent), seconds              the store of the remote tier has it
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
@@ -53,6 +56,8 @@ METRICS = "metrics"
 SKIPPED = "skipped"
 ROLLED_BACK = "rolled_back"
 CHECKPOINT = "checkpoint"
+WEIGHTS_SAVED = "weights_saved"
+CHECKPOINT_INTERVAL = "checkpoint_interval"
 CHECKPOINT_SKIPPED = "checkpoint_skipped"
 CHECKPOINT_FAILED = "checkpoint_failed"
 CHECKPOINT_REFUSED = "checkpoint_refused"

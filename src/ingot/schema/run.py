@@ -34,6 +34,7 @@ from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
+from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
 from ingot.storage import canonical_json, sha256_bytes
 from ingot.units import parse_duration
 
@@ -144,26 +145,66 @@ class RemoteCheckpoints:
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """Checkpoints: one every `every_steps` steps and one at the end.
+    """Checkpoints: one per interval and one at the end.
 
     keep: the number of newest checkpoints that stay on the disk. keep_every: besides them, those whose step is a
       multiple of it; 0: none. `ingot ckpt pin` keeps others.
     mode: "async": training waits for a copy of its state in memory, from which a process of each rank writes and
       verifies the files; a save that is due while another one is being written is left out. "sync": training waits for
       the verified files.
+    every: the interval, with its unit: "60 min", "1 h", "500 steps"; or "auto": Daly's interval from the measured stall
+      of a save and launch.failures_per_node_day. "": as `every_steps` says, or every 60 minutes if that is 0, too. A
+      time is measured on rank 0; the first checkpoint of an attempt comes after at most 10 minutes.
+    every_steps: the interval as a number of steps; 0: as `every` says.
+    weights_every: the interval of saves of the weights alone, in the same form; "" or "0 steps": none. They are for
+      evaluation, export and a new start; training cannot continue from them. A full checkpoint counts as one.
+    weights_keep: how many of them are kept.
     remote: a store to which saved checkpoints are uploaded while training goes on.
     """
 
     mode: Literal["async", "sync"] = "async"
-    every_steps: PositiveSteps = 100
+    every: str = ""
+    every_steps: Steps = 0
     keep: PositiveQueue = 3
     keep_every: Steps = 0
+    weights_every: str = "10 min"
+    weights_keep: PositiveQueue = 3
     remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
 
     def most_kept(self, steps: int) -> int:
         """Return the number of checkpoints that a run of `steps` steps keeps on its disk at most, without pinned
         ones."""
         return self.keep + (steps // self.keep_every if self.keep_every else 0)
+
+    def problems(self):
+        if self.every and self.every_steps:
+            found = f"is {self.every!r}, and every_steps = {self.every_steps} is another interval"
+            yield "every", f'{found}; remove one of them, or on the command line set it to "" or 0'
+        for name in ("every", "weights_every"):
+            text = getattr(self, name)
+            if text in NEVER if name == "weights_every" else not text:
+                continue
+            try:
+                parse_interval(text)
+            except ConfigError as error:
+                yield name, f"{error.found}; {error.rule}"
+
+    @property
+    def interval(self) -> SaveInterval:
+        """The interval between two full checkpoints."""
+        return SaveInterval(steps=self.every_steps) if self.every_steps else parse_interval(self.every or _HOURLY)
+
+    def with_steps(self, steps: int) -> dict[str, int | str]:
+        """Return the setting that makes the interval `steps` steps, in the form that this one has, by its key."""
+        return {"checkpoint.every_steps": steps} if self.every_steps else {"checkpoint.every": f"{steps} steps"}
+
+    @property
+    def weights_interval(self) -> SaveInterval | None:
+        """The interval between two saves of the weights alone; None without any."""
+        return None if self.weights_every in NEVER else parse_interval(self.weights_every)
+
+
+_HOURLY = "60 min"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,6 +237,8 @@ class Launch:
     grace: the duration between a request to stop (a signal, or stop_after) and the moment when the ranks are killed. A
       save that does not fit into the rest of it, by the last one's duration, is not begun. "": the run stops when it
       has saved.
+    failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
+      rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
     """
 
     max_restarts: Queue = 3
@@ -203,6 +246,7 @@ class Launch:
     lease_seconds: Deadline = 60.0
     stop_after: str = ""
     grace: str = ""
+    failures_per_node_day: Factor = 0.0
 
     def problems(self):
         for name in ("stop_after", "grace"):
@@ -332,5 +376,6 @@ def _defaults(section: type) -> dict[str, Any]:
     return found
 
 
-# The default of every setting that has one, flat. A default must mean the behavior from before the setting.
+# The default of every setting that has one, flat. A default must mean the behavior from before the setting, unless the
+# setting is free to change (schema/changes.py): those are not compared.
 DEFAULTS = _flat(_defaults(RunConfig))

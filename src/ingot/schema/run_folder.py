@@ -2,8 +2,12 @@
 of its job."""
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+
+from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
+
+CHECKPOINTS = "checkpoints"  # the subfolder of full checkpoints
 
 
 def is_folder_name(name: str) -> bool:
@@ -16,7 +20,19 @@ FOLDER_NAME_RULE = "a name begins with a letter, digit or '_' and has only lette
 
 @dataclass(frozen=True)
 class RunFolder:
+    """The folder `root` of a run. saves: the subfolder whose saves `checkpoints` and `checkpoint` name."""
+
     root: Path
+    saves: str = CHECKPOINTS
+
+    @property
+    def weights(self) -> "RunFolder":
+        """The same run, with the saves of its weights alone in place of its checkpoints."""
+        return replace(self, saves=WEIGHTS)
+
+    def of(self, kind: SaveKind) -> "RunFolder":
+        """Return the same run with the saves of this kind."""
+        return self if kind == FULL else self.weights
 
     @property
     def config(self) -> Path:
@@ -37,7 +53,7 @@ class RunFolder:
 
     @property
     def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
+        return self.root / self.saves
 
     def checkpoint(self, step: int) -> Path:
         return self.checkpoints / f"step-{step:08d}"

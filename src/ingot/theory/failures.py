@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from ingot.errors import ConfigError
 from ingot.theory.memory import Term
+from ingot.units import format_seconds
 
 DAY_SECONDS = 86_400
 # The sum of first-order losses is a good approximation only while it is small; above this it is not used.
@@ -44,6 +45,23 @@ PUBLISHED_RATES = {
     "bloom": FailureRate(0.00298, 8, "BigScience's chronicles of 176B: one a week on 48 nodes, A100"),
 }
 
+ASSUMED_RATE = PUBLISHED_RATES["llama3"]
+
+
+def assumed_rate(devices_per_node: int, given: float | None = None) -> Term:
+    """Return the failures per node per day, with their source: those that the user gave, or else Llama 3's, in
+    proportion to the devices of a node.
+
+    devices_per_node: 0 for a machine without devices, which is assumed to fail as often as a published node.
+    """
+    if given is not None:
+        return Term(given, "as given")
+    published = ASSUMED_RATE
+    rate = published.of_nodes_with(devices_per_node or published.devices_per_node)
+    other = devices_per_node and devices_per_node != published.devices_per_node
+    share = f", by {devices_per_node} of {published.devices_per_node} devices" if other else ""
+    return Term(rate, f"{published.source}{share}")
+
 
 def job_mttf_seconds(nodes: int, failures_per_node_day: float) -> float:
     """Return the mean time to failure, in seconds, of a job that stops if any node fails; infinity for a rate of 0."""
@@ -64,6 +82,18 @@ def daly_interval(mttf: float, stall: float) -> float:
         return mttf
     part = stall / (2 * mttf)
     return young_interval(mttf, stall) * (1 + math.sqrt(part) / 3 + part / 9) - stall
+
+
+def save_interval(mttf: float, stall: float, least: float, why: str) -> Term:
+    """Return the checkpoint interval to use, in seconds of steps: Daly's, or `least` if that is longer.
+
+    least: the shortest possible interval, seconds; why: what takes that long. The formula names all numbers.
+    """
+    best = daly_interval(mttf, stall)
+    rule = f"Daly 2006: w {format_seconds(stall)}, M {format_seconds(mttf)}"
+    if best < least:
+        return Term(least, f"{why}, {format_seconds(least)}; {rule} would be {format_seconds(best)}")
+    return Term(best, f"{rule}: {format_seconds(best)}")
 
 
 def first_order_overhead(mttf: float, stall: float, interval: float, restart: float = 0.0) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
+from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples
 from ingot.trainer.optim.schedule import learning_rate
@@ -67,7 +68,7 @@ class RunLoop:
         self.line: list[StepNumbers] = []
         self.verdict = Verdict.CONTINUE
         self._request = StopRequest(REQUESTED)  # until_step, a callback or the policy may also stop the run
-        self.save_is_due = self._evaluation_is_due = False
+        self.save_is_due = self._weights_alone = self._evaluation_is_due = False
         self.stopped = trainer.until_step <= self.done < self.steps  # an earlier attempt reached until_step
         self._began = time.monotonic()
         self._recent: list[StepResult] = []
@@ -86,12 +87,14 @@ class RunLoop:
         self._interval.add(batch.wait_seconds)
         self.done, self.line = step, []
 
-        save_now = step == trainer.until_step or step % config.checkpoint.every_steps == 0
+        due_save = FULL if step == trainer.until_step else trainer.schedule.take(step)
         self._evaluation_is_due = step < self.steps and is_due(step, config.evaluate.every_steps)
-        if save_now or self._evaluation_is_due or is_due(step, config.watch.log_every):
-            self._write_line(saves=save_now)
+        if due_save or self._evaluation_is_due or is_due(step, config.watch.log_every):
+            self._write_line(saves=bool(due_save))
         self.verdict = trainer.policy.verdict(replace(result, line=self.line))
-        request = trainer.stop_vote.after_step(at_line=bool(self.line))
+        vote = trainer.schedule.vote(trainer.background is not None and trainer.background.is_writing)
+        request, due = trainer.stop_vote.after_step(at_line=bool(self.line), due=vote)
+        trainer.schedule.agree(due)
         if request is not None and self.verdict is Verdict.CONTINUE:  # otherwise the next vote has it again
             self.verdict, self._request = Verdict.STOP, request
         if self.line:
@@ -106,7 +109,8 @@ class RunLoop:
             require_vetoed(self.line[-1])
         back = self.verdict is Verdict.ROLL_BACK
         self.stopped = not back and step < self.steps and (step == trainer.until_step or self.verdict is Verdict.STOP)
-        self.save_is_due = not back and (save_now or self.stopped)
+        self.save_is_due = not back and (bool(due_save) or self.stopped)
+        self._weights_alone = due_save == WEIGHTS and not self.stopped
         self._evaluation_is_due = self._evaluation_is_due and not back
 
     def _write_line(self, *, saves: bool) -> None:
@@ -117,15 +121,18 @@ class RunLoop:
         self.verdict = later(self.verdict, self.trainer.callbacks.line(self.line, self.trainer.log))
 
     def save(self) -> None:
-        """Save the checkpoint of the last completed step: before the run stops or ends, wait until it is verified.
+        """Save the checkpoint of the last completed step, or its weights alone if no more is due. Before the run stops
+        or ends, wait until it is verified.
 
         A stop before the end of `launch.grace` begins no save that would not end in time.
         """
-        if self.stopped and not fits(self.trainer, self.done, self._request.deadline):
+        if self._weights_alone:
+            save(self.trainer, self.done, WEIGHTS)
+        elif self.stopped and not fits(self.trainer, self.done, self._request.deadline):
             self.saved = last_saved(self.trainer)
         elif save(self.trainer, self.done, last=self.stopped or self.done == self.steps):
             self.saved = self.done
-        self.save_is_due = False
+        self.save_is_due = self._weights_alone = False
 
     def finish_step(self) -> None:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""

@@ -25,6 +25,7 @@ from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.resilience.policy import Policy
 from ingot.trainer.resilience.stop_vote import StopVote
+from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.usage import CostMeter
 
 
@@ -64,8 +65,8 @@ class RunParts(StepParts):
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
     all devices together, FLOP/s; None if unknown.
     first_step: the next step to run. until_step: the step to stop after, by default the last.
-    stop_vote: the agreement of the ranks to stop. save_seconds: the time of the last save from the copy of the state to
-    the published checkpoint; 0 before the first one of this process.
+    stop_vote: the agreement of the ranks to stop. schedule: decides when saves are due. save_seconds: the time of the
+    last full save from the copy of the state to the published checkpoint; 0 before the first one of this process.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -87,6 +88,7 @@ class RunParts(StepParts):
     first_step: int
     until_step: int
     stop_vote: StopVote
+    schedule: SaveSchedule
     event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]

@@ -61,6 +61,7 @@ from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save import load_newest, open_loader
+from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.usage import CostMeter
 
 # A rank whose writer is slower than this fails the save on all ranks. Writes of terabytes to a slow disk take minutes.
@@ -176,6 +177,7 @@ def build_trainer(
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
         loader=open_loader(config, folder, parts.mesh, place.device, first_step),
         stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
+        schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
         event_log=event_log,
         log=log,
         say=on_rank_zero,

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ingot.errors import IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
-from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
+from ingot.schema.checkpoint import FULL, CheckpointManifest, LedgerSegment, SaveKind
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
@@ -39,8 +39,8 @@ _END_SECONDS = 1.0  # of launch.grace, that the ranks need to end
 SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
 
 
-def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
-    """Save the checkpoint of `step`, or begin to save it in the background, and report it. Collective.
+def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = False) -> bool:
+    """Save the checkpoint of `step`, or its weights alone, or begin to in the background, and report it. Collective.
 
     While an earlier save is in flight, nothing is saved, which is reported, and False is returned. last: the run ends
     after this save, so wait for the earlier one and for this one. Raises the error of the earlier save if this one
@@ -50,21 +50,28 @@ def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
     background = trainer.background
     ended = settle(trainer, wait=last)
     if not ended:  # before an error is raised, which this rank may know before the others
-        trainer.log(events.CHECKPOINT_SKIPPED, step=step, in_flight=_step_in_flight(trainer))
-        trainer.say(f"not saved step {step}: the checkpoint of an earlier step is still being written")
+        trainer.schedule.left_out(kind)
+        trainer.log(events.CHECKPOINT_SKIPPED, step=step, what=kind, in_flight=_step_in_flight(trainer))
+        what = "" if kind == FULL else "the weights of "
+        trainer.say(f"not saved {what}step {step}: an earlier save is still being written")
         return False
     if background is not None and background.broken is not None:
         raise background.broken
-    segment, samples = next_segment(trainer, step)
-    ledger = (*trainer.segments, segment)
+    trainer.schedule.begun(kind)
+    segment, samples, ledger = None, b"", ()
+    if kind == FULL:
+        segment, samples = next_segment(trainer, step)
+        ledger = (*trainer.segments, segment)
     facts = replace(
         trainer.checkpoint_facts,
+        kind=kind,
         step=step,
         tokens=step * trainer.config.tokens_per_step,
         health=trainer.policy.health(),
-        callbacks=trainer.callbacks.records(),
+        callbacks=trainer.callbacks.records() if kind == FULL else {},
     )
-    keep, keep_every = trainer.config.checkpoint.keep, trainer.config.checkpoint.keep_every
+    settings = trainer.config.checkpoint
+    keep, keep_every = (settings.keep, settings.keep_every) if kind == FULL else (settings.weights_keep, 0)
     if background is not None:
         save = background.start(facts, trainer.state, ledger, samples, keep, keep_every, began)
         if last:
@@ -75,7 +82,7 @@ def save(trainer: RunParts, step: int, *, last: bool = False) -> bool:
     saved = save_checkpoint(
         trainer.folder, facts, trainer.state, ledger, keep=keep, keep_every=keep_every, segment=samples
     )
-    _record(trainer, segment, saved.bytes, time.monotonic() - began)
+    _record(trainer, kind, step, segment, saved.bytes, time.monotonic() - began)
     return True
 
 
@@ -127,14 +134,17 @@ def report_ended(trainer: RunParts) -> None:
         return
     save, background.in_flight = background.in_flight, None
     if save.error is None:
-        _record(trainer, save.segment, save.bytes, save.stall_seconds, save.write_seconds)
+        _record(trainer, save.kind, save.step, save.segment, save.bytes, save.stall_seconds, save.write_seconds)
         return
     if save.is_fatal:
         background.broken = save.error
     reason = save.error.found if isinstance(save.error, IngotError) else str(save.error)
     code = getattr(save.error, "code", "")
-    trainer.log(events.CHECKPOINT_FAILED, step=save.step, code=code, reason=reason, write_seconds=save.write_seconds)
-    trainer.say(f"WARNING   the checkpoint of step {save.step} was not saved: {reason}")
+    facts = {"step": save.step, "what": save.kind, "code": code, "reason": reason}
+    trainer.schedule.failed(save.kind)
+    trainer.log(events.CHECKPOINT_FAILED, **facts, write_seconds=save.write_seconds)
+    what = "checkpoint" if save.kind == FULL else "save of the weights"
+    trainer.say(f"WARNING   the {what} of step {save.step} was not saved: {reason}")
 
 
 def last_saved(trainer: RunParts) -> int:
@@ -143,19 +153,29 @@ def last_saved(trainer: RunParts) -> int:
 
 
 def _record(
-    trainer: RunParts, segment: LedgerSegment, size: int, stall_seconds: float, write_seconds: float | None = None
+    trainer: RunParts,
+    kind: SaveKind,
+    step: int,
+    segment: LedgerSegment | None,
+    size: int,
+    stall_seconds: float,
+    write_seconds: float | None = None,
 ) -> None:
-    """Take in that the checkpoint with the ledger segment `segment` was saved, and report it."""
-    step = segment.last_step
-    trainer.segments.append(segment)
-    trainer.ledger.forget(step)
-    path = str(trainer.folder.checkpoint(step).relative_to(trainer.folder.root))
+    """Take in that a save ended well, and report it. segment: the ledger segment that a full checkpoint added."""
+    path = str(trainer.folder.of(kind).checkpoint(step).relative_to(trainer.folder.root))
     seconds = stall_seconds if write_seconds is None else write_seconds
-    trainer.save_seconds = stall_seconds + (write_seconds or 0.0)
-    trainer.log(events.CHECKPOINT, step=step, bytes=size, stall_seconds=stall_seconds, write_seconds=seconds, path=path)
+    event = events.CHECKPOINT if kind == FULL else events.WEIGHTS_SAVED
+    trainer.log(event, step=step, bytes=size, stall_seconds=stall_seconds, write_seconds=seconds, path=path)
     written = "" if write_seconds is None else f"written in {format_seconds(write_seconds)}  "
     stall = f"stall {format_seconds(stall_seconds)}"
-    trainer.say(f"saved     step {step}  {format_bytes(size)}  {stall}  {written}verified")
+    what = "" if kind == FULL else "weights of "
+    trainer.say(f"saved     {what}step {step}  {format_bytes(size)}  {stall}  {written}verified")
+    trainer.schedule.measured(kind, step, stall_seconds, write_seconds or 0.0)
+    if segment is None:
+        return
+    trainer.segments.append(segment)
+    trainer.ledger.forget(step)
+    trainer.save_seconds = stall_seconds + (write_seconds or 0.0)
     if trainer.uploader is not None:
         trainer.uploader.push(step)
 
@@ -282,7 +302,7 @@ def reload(trainer: RunParts) -> int:
             "E-ROLLBACK-NO-CHECKPOINT",
             "the policy asked to roll back, but there is no checkpoint yet",
             rule="a run rolls back to its newest checkpoint",
-            fix="lower checkpoint.every_steps, so that the first checkpoint is saved earlier",
+            fix="lower checkpoint.every or checkpoint.every_steps, so that the first checkpoint is saved earlier",
             run=str(trainer.folder.root),
         )
     trainer.loader.close()

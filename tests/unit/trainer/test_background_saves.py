@@ -231,12 +231,13 @@ def test_ranks_agree_on_whether_a_save_has_ended(fork_ranks):
         in_flight = SimpleNamespace(ended=rank == 0, step=3)
         trainer = SimpleNamespace(
             background=SimpleNamespace(in_flight=in_flight, broken=None),
+            schedule=SimpleNamespace(left_out=lambda kind: None),
             log=lambda kind, **fields: logged.append((kind, fields)),
             say=lambda line: None,
         )
         return save(trainer, 6), logged
 
-    logged = [(events.CHECKPOINT_SKIPPED, {"step": 6, "in_flight": 3})]
+    logged = [(events.CHECKPOINT_SKIPPED, {"step": 6, "what": "full", "in_flight": 3})]
     assert fork_ranks(save_while_one_waits, 2) == [(False, logged)] * 2
 
 

@@ -103,19 +103,20 @@ def planned_of(request: PlanRequest, run: RunConfig, reasons: dict[str, str]) ->
         every = plan.outlook.checkpoint_every_seconds
         steps = max(min(round(every / plan.step_seconds), run.train.steps), 1)
         kept = plan_of(replace(request, assumptions=assumptions_of(request, run)), run)
-        if steps >= run.checkpoint.every_steps and kept.outlook and not loses_time(kept.outlook, plan.outlook):
+        if (
+            steps >= run.checkpoint.interval.in_steps(plan.step_seconds)
+            and kept.outlook
+            and not loses_time(kept.outlook, plan.outlook)
+        ):
             return PlannedRun(run=run, plan=kept, reasons=reasons)
-        run = replace(run, checkpoint=replace(run.checkpoint, every_steps=steps))
+        run = replace(run, checkpoint=replace(run.checkpoint, every="", every_steps=steps))
         reasons["checkpoint.every_steps"] = f"every {format_seconds(every)}, best for the expected failures (Daly 2006)"
     return PlannedRun(run=run, plan=plan, reasons=reasons)
 
 
 def assumptions_of(request: PlanRequest, run: RunConfig) -> Assumptions:
     """Return the request's assumptions, with the run's checkpoint interval if they do not set one themselves."""
-    given = request.assumptions
-    if given.checkpoint_every_seconds or given.checkpoint_every_steps:
-        return given
-    return replace(given, checkpoint_every_steps=run.checkpoint.every_steps)
+    return request.assumptions.with_interval_of(run)
 
 
 def _why(candidate: Candidate, request: PlanRequest, found: Found) -> dict[str, str]:

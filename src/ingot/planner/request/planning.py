@@ -130,9 +130,7 @@ def _plan_file(path: Path, overrides: tuple[str, ...], conditions: _Conditions) 
     require_layout(run)
     run, reasons = with_context(run, conditions.cluster)
     folder = path.parent / run.data.tokens
-    assumptions = conditions.assumptions
-    if not (assumptions.checkpoint_every_seconds or assumptions.checkpoint_every_steps):
-        assumptions = replace(assumptions, checkpoint_every_steps=run.checkpoint.every_steps)
+    assumptions = conditions.assumptions.with_interval_of(run)
     found = make_plan(
         run,
         conditions.cluster,

@@ -1,5 +1,6 @@
 """Warnings and notes about a run before it starts: legal settings that are slow, wasteful or without effect."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -313,8 +314,9 @@ def outlook_warnings(
     reading = data_reading(run, step_seconds, given.storage_read_bytes_per_second)
     if reading.is_limit:
         yield f"the run takes {reading.share:,.1f} times as long as its steps: {reading.formula}"
-    if given.checkpoint_every_steps and found.failures and not given.in_background(run):
-        yield from _interval(step_seconds * max(reading.share, 1.0), run.train.steps, found)
+    interval_is_given = given.checkpoint_every_steps or given.checkpoint_every_seconds
+    if interval_is_given and found.failures and not given.in_background(run):
+        yield from _interval(step_seconds * max(reading.share, 1.0), run, found)
 
 
 def loses_time(found: Outlook, best: Outlook) -> bool:
@@ -322,15 +324,16 @@ def loses_time(found: Outlook, best: Outlook) -> bool:
     return best.goodput - found.goodput > _RELEVANT_SHARE
 
 
-def _interval(step_seconds: float, most: int, found: Outlook) -> Iterator[str]:
+def _interval(step_seconds: float, run: RunConfig, found: Outlook) -> Iterator[str]:
     mttf = found.days * DAY_SECONDS / found.failures
     stall, every = found.checkpoint_stall_seconds, found.checkpoint_every_seconds
-    steps = max(min(round(daly_interval(mttf, stall) / step_seconds), most), 1)
+    steps = max(min(round(daly_interval(mttf, stall) / step_seconds), run.train.steps), 1)
     best = goodput(mttf, stall, steps * step_seconds, found.restart_seconds).value
     if best - found.goodput > _RELEVANT_SHARE:
+        ((key, value),) = run.checkpoint.with_steps(steps).items()
         yield (
             f"with a failure every {format_seconds(mttf)}, a checkpoint every {format_seconds(every)} leaves a goodput"
-            f" of {found.goodput:.1%}: checkpoint.every_steps = {steps} gives {best:.1%} (Daly 2006)"
+            f" of {found.goodput:.1%}: {key} = {json.dumps(value)} gives {best:.1%} (Daly 2006)"
         )
 
 

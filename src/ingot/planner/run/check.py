@@ -157,9 +157,10 @@ def _values(run, sound: Set[str]) -> Iterator[Finding]:
     if "optim" in sound and run.optim.lr > _HIGH_LEARNING_RATE:
         fix = "peak rates of AdamW are between 1e-5 and 1e-2"
         yield Finding("warning", "optim.lr", f"optim.lr = {run.optim.lr} is high for AdamW", fix)
-    if sound >= {"checkpoint", "train"} and run.checkpoint.every_steps > run.train.steps:
-        message = f"checkpoint.every_steps = {run.checkpoint.every_steps} exceeds the {run.train.steps} steps"
-        yield Finding("warning", "checkpoint.every_steps", message, "a fault then repeats the whole run; lower it")
+    if sound >= {"checkpoint", "train"} and (every := run.checkpoint.interval.steps) > run.train.steps:
+        (key,) = run.checkpoint.with_steps(every)
+        message = f"{key} = {every} steps exceeds the {run.train.steps} steps"
+        yield Finding("warning", key, message, "a fault then repeats the whole run; lower it")
     if sound >= {"schedule", "train"} and run.schedule.warmup_steps * 2 > run.train.steps:
         message = f"warm-up takes {run.schedule.warmup_steps} of {run.train.steps} steps"
         yield Finding("warning", "schedule.warmup_steps", message, "1-5% of the steps are usual")

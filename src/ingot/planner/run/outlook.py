@@ -5,7 +5,7 @@ date. Storage and egress are priced per gigabyte of 10^9 bytes.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from ingot.errors import ConfigError
 from ingot.planner.run.storage import (
@@ -23,17 +23,16 @@ from ingot.schema.plan import Outlook
 from ingot.schema.run import RunConfig
 from ingot.theory.failures import (
     DAY_SECONDS,
-    PUBLISHED_RATES,
-    FailureRate,
+    assumed_rate,
     daly_interval,
     goodput,
     job_mttf_seconds,
+    save_interval,
     spare_nodes,
 )
 from ingot.theory.memory import Term
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
-_DEFAULT_RATE = PUBLISHED_RATES["llama3"]
 # The assumed bytes/s of a device's link to its host if the rate is unknown: PCIe 4 x16 in practice.
 _HOST_BANDWIDTH = 25e9
 GIGABYTE = 10**9
@@ -49,8 +48,8 @@ STORAGE_PRICE_SOURCE = "AWS S3 standard, us-east-1, list price, May 2026"
 class Assumptions:
     """Assumptions about failures, storage and prices. The user can set all of them.
 
-    failures_per_node_day: failures of one node per day; None means Llama 3's 0.38% for nodes of 8 devices, scaled by
-      the number of devices in a node.
+    failures_per_node_day: failures of one node per day; None means the run file's, or Llama 3's 0.38% for nodes of 8
+      devices, scaled by the number of devices in a node.
     restart_seconds: time from a failure until steps continue: detection, replacement, start, loading (10 min: in
       MegaScale, Jiang et al. 2024, most failures are detected and diagnosed faster, and made up for within 15 min).
     write_bytes_per_second: write rate of one node (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
@@ -94,6 +93,14 @@ class Assumptions:
                 yield name, f"is {value}, must be finite and at least 0"
         if self.write_bytes_per_second == 0:
             yield "write_bytes_per_second", "is 0, so no checkpoint would ever be complete; must be above 0"
+
+    def with_interval_of(self, run: RunConfig) -> "Assumptions":
+        """Return these assumptions with the run file's checkpoint interval, unless they have one themselves or the
+        run decides with "auto", which is the interval of assumptions without one."""
+        if self.checkpoint_every_seconds or self.checkpoint_every_steps:
+            return self
+        interval = run.checkpoint.interval
+        return replace(self, checkpoint_every_seconds=interval.seconds, checkpoint_every_steps=interval.steps)
 
     def in_background(self, run: RunConfig) -> bool:
         """Return True if steps continue while a checkpoint is written."""
@@ -227,17 +234,10 @@ def _job(run: RunConfig, cluster: Cluster, given: Assumptions) -> _NodesInUse:
     cpu = cluster.device == "cpu"
     devices = cluster.nodes if cpu else run.parallel.world_size
     nodes = cluster.nodes if cpu else -(-devices // cluster.devices_per_node)
-    return _NodesInUse(nodes, devices, _rate(_DEFAULT_RATE, 0 if cpu else cluster.devices_per_node, given))
-
-
-def _rate(published: FailureRate, per_node: int, given: Assumptions) -> Term:
-    """Return the failures per node per day, scaled from a published rate unless the user gave one. per_node: number of
-    devices in a node; 0 for a machine without devices, which is assumed to fail as often as a published node."""
-    if given.failures_per_node_day is not None:
-        return Term(given.failures_per_node_day, "as given")
-    rate = published.of_nodes_with(per_node or published.devices_per_node)
-    share = f", by {per_node} of {published.devices_per_node} devices" if per_node != published.devices_per_node else ""
-    return Term(rate, f"{published.source}{share if per_node else ''}")
+    rate = given.failures_per_node_day
+    if rate is None:
+        rate = run.launch.failures_per_node_day or None
+    return _NodesInUse(nodes, devices, assumed_rate(0 if cpu else cluster.devices_per_node, rate))
 
 
 def _stalls(
@@ -267,24 +267,17 @@ def _cadence(job: _NodesInUse, given: Assumptions, stall: float, write: float, s
     stall, write, step: seconds of a checkpoint's stall, of its write while steps continue, and of a step. productive:
     seconds of all steps.
     """
-    if given.checkpoint_every_seconds:
-        return Term(given.checkpoint_every_seconds, f"every {format_seconds(given.checkpoint_every_seconds)}, as given")
     best = daly_interval(job.mttf, stall)
-    if given.checkpoint_every_steps:
+    if due := given.checkpoint_every_seconds or given.checkpoint_every_steps * step:
+        steps, seconds = f"{given.checkpoint_every_steps:,} steps", format_seconds(given.checkpoint_every_seconds)
         daly = f", Daly's interval is {format_seconds(best)}" if best < productive else ""
-        due = given.checkpoint_every_steps * step
         taken = max(math.ceil(write / due), 1)
         skipped = f", of which every {taken}th is saved: a write takes {format_seconds(write)}" if taken > 1 else ""
-        return Term(
-            min(taken * due, productive), f"every {given.checkpoint_every_steps:,} steps, as given{skipped}{daly}"
-        )
+        interval = seconds if given.checkpoint_every_seconds else steps
+        return Term(min(taken * due, productive), f"every {interval}, as given{skipped}{daly}")
     if best >= productive:
         return Term(productive, "only at the end: failures are rarer than the run is long")
-    least, why = max((step, "one step"), (write, "the write itself"))
-    rule = f"Daly 2006: w {format_seconds(stall)}, M {format_seconds(job.mttf)}"
-    if best < least:
-        return Term(least, f"{why}, {format_seconds(least)}; {rule} would be {format_seconds(best)}")
-    return Term(best, f"{rule}: {format_seconds(best)}")
+    return save_interval(job.mttf, stall, *max((step, "one step"), (write, "the write itself")))
 
 
 def _usd(

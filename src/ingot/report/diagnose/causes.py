@@ -5,6 +5,7 @@ planner's value: a part of the planned step, or the difference from the same run
 evaluations, restarts) are in every event log.
 """
 
+import json
 import math
 from collections.abc import Iterator
 
@@ -208,11 +209,12 @@ def _host_remedies(case: Case) -> Iterator[Remedy]:
 
 
 def checkpoint_stall(case: Case) -> Iterator[Cause]:
-    found, every = case.measured, case.run.checkpoint.every_steps
+    found, every = case.measured, case.run.checkpoint.interval
     if not found.saves:
         return
     each = found.save_seconds_each
-    evidence = f"{found.saves} checkpoints, one every {every} steps, each stops training for {format_seconds(each)}"
+    interval = "at the best interval" if every.is_auto else f"one every {every}"
+    evidence = f"{found.saves} checkpoints, {interval}, each stops training for {format_seconds(each)}"
     yield Cause(
         name="checkpoint stall",
         seconds=found.save_seconds,
@@ -246,16 +248,20 @@ def restarts(case: Case) -> Iterator[Cause]:
 
 def _other_interval(case: Case, stall: float, *, longer: bool) -> Iterator[Remedy]:
     """Yield Daly's checkpoint interval if it costs less and is longer than the run's (or shorter, if `longer` is
-    False). stall: seconds per checkpoint."""
-    step, every = case.measured.step_seconds, case.run.checkpoint.every_steps
+    False), unless the run has it already. stall: seconds per checkpoint."""
+    step, interval = case.measured.step_seconds, case.run.checkpoint.interval
+    if interval.is_auto:
+        return
+    every = interval.in_steps(step)
     mttf, known = _mttf(case)
     wanted = max(min(round(daly_interval(mttf, stall) / step), case.run.train.steps), 1)
     now, then = (first_order_overhead(mttf, stall, steps * step) for steps in (every, wanted))
     if (wanted > every) != longer or wanted == every or then >= now:
         return
+    settings = case.run.checkpoint.with_steps(wanted)
     yield Remedy(
-        text=f"checkpoint.every_steps = {wanted}",
-        settings={"checkpoint.every_steps": wanted},
+        text=", ".join(f"{key} = {json.dumps(value)}" for key, value in settings.items()),
+        settings=settings,
         seconds=(now - then) * step,
         reason=f"Daly's interval for a fault every {format_seconds(mttf)} ({known}), repeated work included",
     )

@@ -162,9 +162,10 @@ def _spread(values) -> Spread | None:
 def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, Any]:
     """Return the fields of `MeasuredSteps` on periodic saves, evaluations and restarts. The save and the evaluation at
     the end of a run are not periodic. done: the number of completed steps."""
-    every = data.run.checkpoint.every_steps if data.run else 1
-    saves = [event["stall_seconds"] for event in data.checkpoints if event["step"] % every == 0]
+    every = data.run.checkpoint.interval.steps if data.run else 1
     last = data.finished["step"] if data.finished else 0
+    periodic = [event for event in data.checkpoints if (event["step"] % every == 0 if every else event["step"] != last)]
+    saves = [event["stall_seconds"] for event in periodic]
     between = [event for event in data.evaluations if event["step"] != last]
     timed = [event["seconds"] for event in between if is_finite(event.get("seconds"))]
     back = [fault for fault in data.faults if fault.recover_seconds is not None]

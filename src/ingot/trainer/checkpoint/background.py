@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.errors import IngotError, ResourceError
-from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.checkpoint import LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
@@ -28,13 +28,22 @@ _PASSING = ("E-CKPT-WRITE", "E-CKPT-READ-BACK", "E-CKPT-WRITER", "E-DISK-SPACE")
 
 
 class SaveInFlight:
-    """A save that a thread carries out. step: the saved step. segment: the ledger segment that the checkpoint adds.
+    """A save that a thread carries out. kind, step: what is saved, of which step. segment: the ledger segment that a
+    full checkpoint adds.
 
     stall_seconds: how long training waited on this rank. After `ended`: bytes of all tensor files, write_seconds from
     the copy to the published checkpoint, and the error, which is the same on every rank.
     """
 
-    def __init__(self, step: int, segment: LedgerSegment, stall_seconds: float, work: Callable[[], int]):
+    def __init__(
+        self,
+        kind: SaveKind,
+        step: int,
+        segment: LedgerSegment | None,
+        stall_seconds: float,
+        work: Callable[[], int],
+    ):
+        self.kind: SaveKind = kind
         self.step, self.segment, self.stall_seconds = step, segment, stall_seconds
         self.bytes, self.write_seconds = 0, 0.0
         self.error: Exception | None = None
@@ -86,6 +95,11 @@ class BackgroundSaver:
         """The id of the writer process; None before the first save."""
         return self._writer.pid
 
+    @property
+    def is_writing(self) -> bool:
+        """True if a save of this rank is in flight."""
+        return self.in_flight is not None and not self.in_flight.ended
+
     def start(
         self,
         facts: CheckpointFacts,
@@ -96,14 +110,15 @@ class BackgroundSaver:
         keep_every: int,
         began: float,
     ) -> SaveInFlight:
-        """Copy the state of this rank, and begin to save it as the checkpoint of `facts.step`. Collective.
+        """Copy the state of this rank, and begin to save it as the checkpoint of `facts.step`, or its weights alone if
+        that is `facts.kind`. Collective.
 
         The arguments are those of `save_checkpoint`; the previous save must have ended. began: time.monotonic() at
         which training began to wait. An error of this rank ends the save on every rank.
         """
         contents, size, failure = None, 0, None
         try:
-            contents, tensors = file_contents(state)
+            contents, tensors = file_contents(state, facts.kind)
             size = self._snapshot.take(tensors)
             self._writer.begin(size)
         except (IngotError, OSError, RuntimeError) as error:  # the other ranks have to hear of it
@@ -112,7 +127,8 @@ class BackgroundSaver:
         def work() -> int:
             return self._save(facts, contents, size, failure, ledger, segment, keep, keep_every)
 
-        self.in_flight = SaveInFlight(facts.step, ledger[-1], time.monotonic() - began, work)
+        added, stall = ledger[-1] if ledger else None, time.monotonic() - began
+        self.in_flight = SaveInFlight(facts.kind, facts.step, added, stall, work)
         return self.in_flight
 
     def _save(
@@ -146,7 +162,7 @@ class BackgroundSaver:
             )
         except Exception:
             if rank() == 0:  # the next save needs the space; the writers of all ranks have answered or ended
-                CheckpointFiles(self._folder, facts.step, facts.epoch).discard()
+                CheckpointFiles(self._folder.of(facts.kind), facts.step, facts.epoch).discard()
             raise
 
     def close(self) -> None:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from ingot.errors import ResourceError
 from ingot.schema.accepted import read_accepted
-from ingot.schema.checkpoint import CheckpointManifest, Health, LedgerSegment, file_of
+from ingot.schema.checkpoint import FULL, CheckpointManifest, Health, LedgerSegment, SaveKind, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free, write_atomic
 from ingot.stores.local import LocalStore
@@ -40,14 +40,16 @@ class CheckpointFacts:
     health: Health = field(default_factory=Health)
     callbacks: dict[str, Any] = field(default_factory=dict)
     epoch: int = 0
+    kind: SaveKind = FULL
 
 
 @dataclass(frozen=True)
 class FileContents:
     """The tensors of one rank's file, without their bytes.
 
-    parts: in the order of the file; those after the blocks in `written` are random states. written: (tensor, offsets,
-    sizes) of each block. kinds: (dtype, whole shape) of every tensor of which the rank holds a block.
+    parts: in the order of the file; those after the blocks in `written` are random states, which only full checkpoints
+    have. written: (tensor, offsets, sizes) of each block. kinds: (dtype, whole shape) of every tensor of which the rank
+    holds a block.
     """
 
     parts: tuple[FilePart, ...]
@@ -57,7 +59,10 @@ class FileContents:
 
 @dataclass(frozen=True)
 class CheckpointFiles:
-    """The files of the checkpoint of `step` in the run `folder`. epoch: the number of the attempt that saves it."""
+    """The files of the save of `step` in the run `folder`, whose `saves` are those of its kind.
+
+    epoch: the number of the attempt that saves it.
+    """
 
     folder: RunFolder
     step: int
@@ -100,11 +105,11 @@ class CheckpointFiles:
         """Write the manifest, rename the folder, and remove the checkpoints that `keep` and `keep_every` do not keep.
 
         parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
-        content of the last file of `ledger`, or None if the file exists. Returns the bytes of all tensor files. Raises
+        content of the last file of `ledger`, or None if the file exists; a save of the weights alone has no ledger. Returns the bytes of all tensor files. Raises
         RunBusyError if another attempt has taken over the run.
         """
         self.require_newest()
-        if segment is not None:
+        if segment is not None and ledger:
             file = self.folder.ledger / ledger[-1].file
             self._on_disk(file, lambda: write_atomic(file, segment))
         cuts, tensors = assemble(parts)

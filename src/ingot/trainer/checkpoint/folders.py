@@ -119,7 +119,7 @@ def no_checkpoint(run: Path) -> CheckpointError:
     return CheckpointError(
         "E-CKPT-NONE",
         f"{run} has no checkpoint yet",
-        rule="a run saves its first checkpoint after checkpoint.every_steps steps",
+        rule="a run saves its first checkpoint after checkpoint.every or checkpoint.every_steps",
         fix=f"continue the run: ingot train {run}",
         run=str(run),
     )

@@ -10,7 +10,8 @@ from collections import Counter
 from pathlib import Path
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, file_of, segment_file, unpack_crc32
+from ingot.schema.checkpoint import WEIGHTS, BlockLayout, CheckpointManifest, file_of, segment_file, unpack_crc32
+from ingot.schema.run_folder import CHECKPOINTS
 from ingot.trainer.checkpoint.part import tiling_problem
 
 # torch's name of a dtype -> bytes per element, safetensors' name of the dtype.
@@ -45,6 +46,10 @@ def check_rules(folder: Path | str, manifest: CheckpointManifest) -> None:
     named = FOLDER.fullmatch(str(folder).rpartition("/")[2])
     if named and int(named[1]) != manifest.step:
         raise damaged(folder, f"its manifest is for step {manifest.step}", "E-CKPT-STEP", step=manifest.step)
+    holds = str(folder).split("/")[-2:-1]  # the folder of a run that this one is in
+    if holds in ([CHECKPOINTS], [WEIGHTS]) and (holds == [WEIGHTS]) != (manifest.kind == WEIGHTS):
+        what = "the weights alone" if manifest.kind == WEIGHTS else "a full checkpoint"
+        raise damaged(folder, f"it is a save of {what}, in the folder {holds[0]}", "E-CKPT-KIND", kind=manifest.kind)
     if problem := _number_problem(manifest):
         raise damaged(folder, f"manifest.json: {problem}", "E-CKPT-MANIFEST")
     _check_ledger(folder, manifest)
@@ -111,6 +116,8 @@ def _check_ledger(folder: Path | str, manifest: CheckpointManifest) -> None:
     The manifest lists every segment with its hash, and its own hash covers the list. So a segment that was exchanged,
     left out or repeated is noticed without a reference from each segment to the one before.
     """
+    if manifest.kind == WEIGHTS and not manifest.ledger:
+        return
     expected = 1
     for segment in manifest.ledger:
         first, last = segment.first_step, segment.last_step

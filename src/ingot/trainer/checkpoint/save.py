@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from ingot.schema.checkpoint import LedgerSegment, key_of
+from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind, key_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
@@ -42,17 +42,18 @@ def save_checkpoint(
     """Write, verify and publish the checkpoint of step `facts.step`, then remove those that `keep` and
     `keep_every` do not keep. Collective.
 
+    facts.kind: with "weights" the weights alone are saved, `ledger` is empty, and `keep` counts saves of weights.
     segment: on rank 0, the content of the last file of `ledger`, or None if that file exists. Without a process group,
     saves the state of this process. Raises ResourceError (no space) or CheckpointError (a value is not finite, the data
     read back differs from the data written, the owned blocks do not make up the tensors) on every rank. After an error,
     older checkpoints are unchanged, and the unfinished one is ignored.
     """
     started = time.perf_counter()
-    files = CheckpointFiles(folder, facts.step, facts.epoch)
+    files = CheckpointFiles(folder.of(facts.kind), facts.step, facts.epoch)
     collected: list[tuple[FileContents, list[Tensor]]] = []
 
     def collect() -> int:
-        collected.append(file_contents(state))
+        collected.append(file_contents(state, facts.kind))
         return sum(part.bytes for part in collected[0][0].parts)
 
     def write() -> RankBlocks:
@@ -69,13 +70,14 @@ def save_checkpoint(
     return SavedCheckpoint(files.path, saved_bytes, time.perf_counter() - started)
 
 
-def file_contents(state: TrainingState) -> tuple[FileContents, list[Tensor]]:
+def file_contents(state: TrainingState, kind: SaveKind = FULL) -> tuple[FileContents, list[Tensor]]:
     """Return what this rank's file holds, and the tensors of its parts in the same order."""
-    blocks = state.blocks(state.optimizer.moments(), first_rank=rank() == 0)
+    full = kind == FULL
+    blocks = state.blocks(state.optimizer.moments(), first_rank=rank() == 0) if full else state.weights()
     written = [block for block in blocks if block.written and block.tensor.numel()]
     # Tensors with larger elements go first, so that every tensor in the file is aligned.
     written.sort(key=lambda block: (-block.tensor.itemsize, block.name, block.offsets))
-    tensors = [(key_of(b.name, b.offsets), b.tensor) for b in written] + random_state()
+    tensors = [(key_of(b.name, b.offsets), b.tensor) for b in written] + (random_state() if full else [])
     contents = FileContents(
         tuple(part_of(key, tensor) for key, tensor in tensors),
         tuple((block.name, block.offsets, block.sizes) for block in written),

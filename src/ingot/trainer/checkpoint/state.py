@@ -123,6 +123,10 @@ class TrainingState:
             blocks += [_block(f"{CALLBACK}{name}.{p.name}", own, p, optional=True) for p, own in by_piece]
         return blocks
 
+    def weights(self) -> list[StateBlock]:
+        """Return this rank's blocks of master weights and buffers, which a save of the weights alone holds."""
+        return [_block(MODEL + piece.name, piece.value, piece) for piece in (*self.pieces, *self.buffers)]
+
     def is_skipped(self, name: str) -> bool:
         """Return whether loading may ignore the stored tensor `name`. The answer is the same on every rank."""
         if name.startswith(MODEL):

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from ingot.errors import ResourceError
 from ingot.machine.processes import die_with_parent
-from ingot.schema.checkpoint import Health, LedgerSegment
+from ingot.schema.checkpoint import Health, LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message
@@ -138,7 +138,7 @@ class WriterProcess:
 
 
 def _about(do: str, facts: CheckpointFacts) -> dict[str, Any]:
-    return {"do": do, "step": facts.step, "epoch": facts.epoch}
+    return {"do": do, "kind": facts.kind, "step": facts.step, "epoch": facts.epoch}
 
 
 def _writer_error(rank: int, what: str) -> ResourceError:
@@ -207,13 +207,14 @@ def _read_until_the_rank_is_gone(requests: "queue.SimpleQueue[bytes]") -> None:
 
 
 def _answer(folder: RunFolder, fd: int, request: dict[str, Any], more: list[bytes]) -> bytes:
-    files = CheckpointFiles(folder, request["step"], request["epoch"])
+    files = CheckpointFiles(folder.of(request["kind"]), request["step"], request["epoch"])
     if request["do"] == "make_folder":
         files.make_folder(request["bytes"])
         return b""
     if request["do"] == "write":
         contents = _contents(request["contents"])
-        image = memoryview(mmap.mmap(fd, request["snapshot"], prot=mmap.PROT_READ))
+        size = request["snapshot"]  # 0 on a rank that owns no weights
+        image = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"")
         return files.write(request["rank"], contents, lambda: _cut(image, contents.parts)).to_bytes()
     values = request["facts"]
     facts = CheckpointFacts(**values | {"health": Health(**values["health"])})

@@ -1,4 +1,4 @@
-"""The agreement of all ranks to stop after the same step."""
+"""The agreement of all ranks to stop, and to save, after the same step."""
 
 import math
 import time
@@ -25,21 +25,24 @@ class StopVote:
         self._line_at, self._steps = time.monotonic(), 0  # the time of the last log line, and the steps since
         self._every = 1  # steps; the same number on all ranks
 
-    def after_step(self, *, at_line: bool) -> StopRequest | None:
-        """Vote if it is time, and return the request by which the run stops after this step. Collective.
+    def after_step(self, *, at_line: bool, due: int = 0) -> tuple[StopRequest | None, int]:
+        """Vote if it is time, and return the request by which the run stops after this step, and what is due on the
+        clock of rank 0 (trainer/save_schedule.py). Collective.
 
+        due: on rank 0, the bits of the saves that are due; 0 on others. All ranks get the bits of rank 0.
         at_line: the step has a log line. Between lines the host may be ahead of its device, so only lines measure the
         time of a step. The deadline is the earliest of all ranks, on the clock of this machine.
         """
         self._steps += 1
         if not at_line and self._steps % self._every:
-            return None
+            return None, 0
         now, request = time.monotonic(), self._requests.current()
         own_seconds = (now - self._line_at) / self._steps if at_line else 0.0
         reason = 0 if request is None else 1 + REASONS.index(request.reason)
         left = math.inf if request is None else request.deadline - now
-        reason, negative_left, step_seconds = largest_of_ranks(reason, -left, own_seconds)
+        reason, negative_left, step_seconds, agreed = largest_of_ranks(reason, -left, own_seconds, due)
         if at_line:
             self._every = max(int(VOTE_SECONDS / max(step_seconds, 1e-6)), 1)
             self._line_at, self._steps = now, 0
-        return StopRequest(REASONS[int(reason) - 1], time.monotonic() - negative_left) if reason else None
+        stop = StopRequest(REASONS[int(reason) - 1], time.monotonic() - negative_left) if reason else None
+        return stop, int(agreed)

@@ -149,7 +149,7 @@ def test_what_is_wrong_in_one_phase_hides_nothing_of_the_others(project):
 def test_findings_come_in_the_order_of_the_lines(project):
     path = project / "run.toml"
     text = path.read_text().replace('"tokens/train"', '"x"').replace("num_kv_heads = 2", "num_kv_heads = 3")
-    path.write_text(text.replace("beta1 = 0.9", "beta1 = 9").replace("keep = 3", "keep = 0"))
+    path.write_text(text.replace("beta1 = 0.9", "beta1 = 9").replace("\nkeep = 3", "\nkeep = 0"))
     lines = [int(f.where.rpartition(":")[2]) for f in errors(project)]
     assert len(lines) == 4 and lines == sorted(lines)
 

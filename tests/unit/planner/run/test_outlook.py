@@ -108,7 +108,7 @@ def test_a_cadence_in_steps_is_kept_and_judged():
     assert rare.goodput < daly.goodput - 0.02
     (warning,) = advice(checkpoint_every_steps=4000)
     steps = round(daly.checkpoint_every_seconds / STEP)
-    assert f"checkpoint.every_steps = {steps} gives {daly.goodput:.1%}" in warning
+    assert f'checkpoint.every = "{steps} steps" gives {daly.goodput:.1%}' in warning
     assert not advice(checkpoint_every_steps=steps)
     assert seen(checkpoint_every_steps=10**9)[0].checkpoint_every_seconds == RUN.train.steps * STEP  # at the end
     assert not advice(checkpoint_every_steps=10**9, failures_per_node_day=0.0)

@@ -1,6 +1,7 @@
 import dataclasses
 import json
 import random
+import shutil
 
 import numpy as np
 import pytest
@@ -102,6 +103,19 @@ def test_a_newer_format_is_refused_by_name(saved):
     forge(saved, version=3)
     with refused("E-CKPT-VERSION"):
         read_manifest(saved)
+
+
+def test_weights_alone_are_no_checkpoint(saved):
+    """A save of either kind is refused in the folder of the other one."""
+    forge(saved, kind="weights", ledger=())
+    with refused("E-CKPT-KIND", kind="weights"):
+        read_manifest(saved)
+    moved = saved.parent.with_name("weights") / saved.name
+    shutil.copytree(saved, moved)
+    assert read_manifest(moved).kind == "weights"
+    forge(moved, kind="full")
+    with refused("E-CKPT-KIND", kind="full"):
+        read_manifest(moved)
 
 
 def test_a_renamed_folder_is_refused(saved):

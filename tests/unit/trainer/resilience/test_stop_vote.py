@@ -23,10 +23,10 @@ def test_all_ranks_stop_after_the_same_step(fork_ranks, monkeypatch, step_second
         vote = StopVote(requests)
         for step in range(1, 11):
             now[0] += step_seconds[rank]
-            assert vote.after_step(at_line=step == 10) is None
+            assert vote.after_step(at_line=step == 10) == (None, 0)
         if rank in asked:
             requests.ask("SIGTERM")
-        found = ((step, vote.after_step(at_line=False)) for step in range(1, 99))
+        found = ((step, vote.after_step(at_line=False)[0]) for step in range(1, 99))
         return next((step, request.reason) for step, request in found if request)
 
     assert fork_ranks(train, 2) == [(noticed_after, "SIGTERM")] * 2
@@ -36,10 +36,10 @@ def test_until_the_first_line_a_request_is_noticed_after_the_same_step(fork_rank
     def train(rank, ranks):
         requests = StopRequests()
         vote = StopVote(requests)
-        before = vote.after_step(at_line=False)
+        before, _ = vote.after_step(at_line=False)
         if rank == 1:
             requests.ask("SIGUSR1")
-        return before, vote.after_step(at_line=False).reason
+        return before, vote.after_step(at_line=False)[0].reason
 
     assert fork_ranks(train, 2) == [(None, "SIGUSR1")] * 2
 
@@ -48,7 +48,7 @@ def test_the_earliest_deadline_counts(fork_ranks):
     def train(rank, ranks):
         requests = StopRequests(launch=Launch(grace="1h" if rank else "2h"))
         requests.ask("SIGTERM")
-        return StopVote(requests).after_step(at_line=True).deadline - time.monotonic()
+        return StopVote(requests).after_step(at_line=True)[0].deadline - time.monotonic()
 
     assert all(3500 < left <= 3600 for left in fork_ranks(train, 2))
 
