@@ -26,6 +26,8 @@ KEPT = tuple(
     f"{Path(folder)}{os.sep}"
     for folder in (
         *(sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")),
+        # Packages from outside of the virtual environment, as tests of mutants have them.
+        *(path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")),
         Path(ingot.__file__).parent,
         Path(__file__).parent,
     )
