@@ -28,11 +28,11 @@ class RunFolder:
     @property
     def weights(self) -> "RunFolder":
         """The same run, with the saves of its weights alone in place of its checkpoints."""
-        return replace(self, saves=WEIGHTS)
+        return self.of(WEIGHTS)
 
     def of(self, kind: SaveKind) -> "RunFolder":
         """Return the same run with the saves of this kind."""
-        return self if kind == FULL else self.weights
+        return replace(self, saves=CHECKPOINTS if kind == FULL else WEIGHTS)
 
     @property
     def config(self) -> Path:

@@ -13,7 +13,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.tokenizer.encoder import Encoder
-from ingot.trainer.checkpoint.folders import find_checkpoint
+from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.load import load_model
 from ingot.trainer.evaluate import Evaluation, evaluate, local_nats
 from ingot.trainer.heldout import data_path, open_encoder, open_heldout
@@ -36,13 +36,14 @@ class Trained:
 
 
 def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
-    """Load and verify a checkpoint, or the newest checkpoint of a run, in the compute dtype of its run.
+    """Load and verify a checkpoint or a save of the weights alone, of a run the newest of both, in the compute dtype of
+    its run.
 
     Raises CheckpointError for a damaged checkpoint, ConfigError for a device that is not there, or an OMP_NUM_THREADS
     that is not a number.
     """
     rank_threads(ranks=1)
-    folder, checkpoint = find_checkpoint(path)
+    folder, checkpoint = find_weights(path)
     config = load_run(folder.config)
     chosen = choose_device(device, local_rank=0)
     model = Transformer(config.model).to(chosen, COMPUTE[config.train.precision])

@@ -50,6 +50,22 @@ def test_eval_gives_what_training_logged(trained, capsys):
     assert code == 0 and "step 5" in out and "unigram" in out
 
 
+def test_the_newest_weights_are_read_and_those_that_are_named(fork_ranks, make_run, capsys):
+    """Checkpoints of the steps 4 and 6, the weights alone of the steps 3 and 5."""
+    folder = make_run(steps=6, every_steps=4, weights_every="1 step", keep=9, weights_keep=9)
+    fork_ranks(run_rank, 1, folder)
+    shutil.rmtree(folder.checkpoint(6))
+    code, out, _ = call(capsys, "eval", folder.root, "--json")
+    assert code == 0 and json.loads(out)["step"] == 5
+    code, out, _ = call(capsys, "eval", folder.weights.checkpoint(3), "--json")
+    assert code == 0 and json.loads(out)["step"] == 3
+    shutil.rmtree(folder.weights.checkpoint(5))
+    code, out, _ = call(capsys, "export", folder.root, "--out", folder.root / "hf", "--json")
+    assert code == 0 and json.loads(out)["step"] == 4
+    code, out, _ = call(capsys, "export", folder.weights.checkpoint(3), "--out", folder.root / "hf", "--json")
+    assert code == 0 and json.loads(out)["step"] == 3
+
+
 def test_a_number_of_threads_that_is_none_is_refused(trained, capsys, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "x")
     for verb in (["eval", trained.root], ["sample", trained.root, "--prompt", "a"]):

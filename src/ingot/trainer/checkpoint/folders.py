@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
+from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders
@@ -68,10 +69,12 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
     call this, and not during a save.
     """
     removed = []
-    for prefix in (SAVING, REMOVED):
-        for path in sorted(folder.checkpoints.glob(prefix + "*")):
+    found = [(kind, prefix) for kind in (FULL, WEIGHTS) for prefix in (SAVING, REMOVED)]
+    for kind, prefix in found:
+        for path in sorted(folder.of(kind).checkpoints.glob(prefix + "*")):
             name = path.with_name(path.name.removeprefix(prefix))
-            if prefix == REMOVED and _is_pinned(folder, name) and not name.exists() and is_finished(path):
+            pinned = kind == FULL and prefix == REMOVED and _is_pinned(folder, name)
+            if pinned and not name.exists() and is_finished(path):
                 path.rename(name)
                 continue
             shutil.rmtree(path)
@@ -85,8 +88,8 @@ def _is_pinned(folder: RunFolder, path: Path) -> bool:
 
 
 def is_saving(folder: RunFolder) -> bool:
-    """Return whether a checkpoint is being written, or a killed save left its folder (`remove_leftovers`)."""
-    return any(folder.checkpoints.glob(SAVING + "*"))
+    """Return whether a save of either kind is being written, or a killed one left its folder (`remove_leftovers`)."""
+    return any(any(folder.of(kind).checkpoints.glob(SAVING + "*")) for kind in (FULL, WEIGHTS))
 
 
 def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
@@ -112,6 +115,21 @@ def find_checkpoint(path: Path) -> tuple[RunFolder, Path]:
         fix="name the folder that ingot train wrote",
         path=str(path),
     )
+
+
+def find_weights(path: Path) -> tuple[RunFolder, Path]:
+    """Return the run folder and the save that `path` names, for a reader of the weights: a checkpoint or a save of the
+    weights alone; a run folder means the save of its last step, whatever its kind. Raises as `find_checkpoint`.
+    """
+    folder = RunFolder(path)
+    if folder.config.is_file():
+        saves = candidate_folders(folder.checkpoints) + candidate_folders(folder.weights.checkpoints)
+        if saves:
+            return folder, max(saves, key=lambda save: int(save.name.removeprefix("step-")))
+    run = RunFolder(path.resolve().parent.parent)
+    if run.config.is_file() and path.resolve().parent == run.weights.checkpoints.resolve() and path.is_dir():
+        return run, path
+    return find_checkpoint(path)
 
 
 def no_checkpoint(run: Path) -> CheckpointError:

@@ -90,6 +90,7 @@ def resume(
             restore_random(path, manifest, rank())
         return manifest
     if candidates:
+        weights = candidate_folders(folder.weights.checkpoints)
         raise CheckpointError(
             "E-CKPT-NONE-USABLE",
             f"none of the {len(candidates)} checkpoints in {folder.checkpoints} can be used:\n  "
@@ -97,12 +98,21 @@ def resume(
             rule="a run that has checkpoints never starts again from step 0 on its own",
             fix=f"ingot ckpt repair {folder.root}, which writes the damaged ledger files again"
             if any(str(cause.get("file", "")).startswith("ledger/") for cause in causes)
-            else "restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive",
+            else "restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive"
+            + _from_weights(weights),
             folder=str(folder.checkpoints),
             checkpoints=len(candidates),
             causes=causes,
+            weights=str(weights[0]) if weights else "",
         )
     return None
+
+
+def _from_weights(saves: list[Path]) -> str:
+    """Return the way from the newest save of the weights alone to a new run; "" if there is none."""
+    if not saves:
+        return ""
+    return f"; or begin a new run from the weights: ingot export {saves[0]} --out DIR, and init = DIR in its run file"
 
 
 def _candidates(folder: RunFolder) -> list[Path]:

@@ -20,7 +20,7 @@ from ingot.schema.run import Data
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import fsync_dir, require_free, sha256_file, write_atomic, write_json
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.folders import find_checkpoint
+from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.load import load_model
 from ingot.trainer.export.card import model_card
 from ingot.trainer.export.model_folder import DTYPES, import_huggingface, write_model
@@ -52,12 +52,13 @@ class Exported:
 
 
 def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> Exported:
-    """Write a checkpoint, or the newest checkpoint of a run, to `out` in Hugging Face format, and compare logits.
+    """Write a checkpoint or a save of the weights alone, of a run the newest of both, to `out` in Hugging Face format,
+    and compare logits.
 
     An earlier export in `out` is replaced. Raises UsageError if `out` is any other folder that is not empty,
     CheckpointError if the checkpoint is damaged or the written folder gives different logits.
     """
-    folder, checkpoint = find_checkpoint(run_or_checkpoint)
+    folder, checkpoint = find_weights(run_or_checkpoint)
     _require_replaceable(out)
     run = load_run(folder.config)
     tokens = read_token_manifest(folder.root / run.data.tokens)

@@ -4,6 +4,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, CheckpointError, UsageError
+from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
@@ -13,6 +14,7 @@ from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
+WEIGHTS_ALONE = "the weights alone: for evaluation and export, training cannot continue from them"
 A_COPY = "a copy outside a run: only its own files are checked, not the ledger of its run"
 
 
@@ -20,10 +22,12 @@ A_COPY = "a copy outside a run: only its own files are checked, not the ledger o
 class InspectedCheckpoint:
     """A row of the table. saved_at: Unix seconds. state: "yes" if undamaged, otherwise "NO".
 
-    note: the damage; otherwise why the weights are suspect, and RESUMES_HERE where training resumes; or A_COPY.
+    kind: "full", or "weights" for a save of the weights alone. note: the damage; otherwise WEIGHTS_ALONE, or why the
+    weights are suspect, and RESUMES_HERE where training resumes; or A_COPY.
     """
 
     step: int
+    kind: str
     path: str
     saved_at: float
     bytes: int
@@ -54,13 +58,16 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
 
     Raises UsageError if `path` is neither of these, CheckpointError if the run has no checkpoint, or they vanished.
     """
+    listed: list[ListedCheckpoint] = []
+    weights: list[ListedCheckpoint] = []
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
-        listed = [c for c in list_checkpoints(path.parent) if c.path == path]
-    elif hash_files:
-        listed = list_checkpoints(RunFolder(path).checkpoints)
+        found = [c for c in list_checkpoints(path.parent) if c.path == path]
+        (weights if path.resolve().parent.name == WEIGHTS else listed).extend(found)
     else:
-        listed = judged_checkpoints(RunFolder(path))
-    if not listed:
+        folder = RunFolder(path)
+        listed = list_checkpoints(folder.checkpoints) if hash_files else judged_checkpoints(folder)
+        weights = list_checkpoints(folder.weights.checkpoints)
+    if not listed + weights:
         if RunFolder(path).events.exists():
             require_checkpoints(RunFolder(path))
             raise no_checkpoint(path)
@@ -72,9 +79,13 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
             path=str(path),
         )
     if hash_files:
-        listed = [c if c.damage else replace(c, damage=_hash_damage(c.path)) for c in listed]
+        listed, weights = (
+            [c if c.damage else replace(c, damage=_hash_damage(c.path)) for c in saves] for saves in (listed, weights)
+        )
     usable = first_usable(listed)
-    return Inspected(tuple(_inspected(c, _note(c, resumes=c is usable)) for c in reversed(listed)))
+    rows = [_inspected(c, FULL, _note(c, resumes=c is usable)) for c in listed]
+    rows += [_inspected(c, WEIGHTS, c.damage or WEIGHTS_ALONE) for c in weights]
+    return Inspected(tuple(sorted(rows, key=lambda row: row.step)))
 
 
 def _note(listed: ListedCheckpoint, *, resumes: bool) -> str:
@@ -92,10 +103,11 @@ def _hash_damage(path: Path) -> str:
     return ""
 
 
-def _inspected(listed: ListedCheckpoint, note: str) -> InspectedCheckpoint:
+def _inspected(listed: ListedCheckpoint, kind: SaveKind, note: str) -> InspectedCheckpoint:
     manifest = listed.path / MANIFEST
     return InspectedCheckpoint(
         step=listed.step,
+        kind=kind,
         path=str(listed.path),
         saved_at=(manifest if manifest.exists() else listed.path).stat().st_mtime,
         bytes=listed.bytes,

@@ -11,13 +11,14 @@ from tests.expect import refused
 from ingot.config import from_dict
 from ingot.errors import CheckpointError
 from ingot.events import EventLog
-from ingot.schema.checkpoint import CheckpointManifest, FileEntry, file_of
+from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest, FileEntry, file_of
 from ingot.schema.run import settings_sha256
 from ingot.storage import sha256_bytes, write_json
 from ingot.trainer.checkpoint.load import load_model, resume
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint, write_manifest
+from ingot.trainer.checkpoint.save import save_checkpoint
 
-from .conftest import make_training, save, state_of, train_one, values
+from .conftest import facts, make_training, save, state_of, train_one, values
 
 SETTINGS = {"optim.lr": 0.01}  # those of the checkpoints here
 
@@ -126,6 +127,21 @@ def test_never_starts_again_silently(folder, training):
         go_on(folder, *make_training(steps=0))
     causes = [(cause["code"], cause["path"]) for cause in caught.value.facts["causes"]]
     assert causes == [("E-CKPT-SIZE", str(folder.checkpoint(step))) for step in (20, 10)]
+    assert caught.value.facts["weights"] == ""
+    for step in (8, 15):
+        save_checkpoint(folder, dataclasses.replace(facts(step), kind=WEIGHTS), state_of(*training), (), keep=3)
+    newest = str(folder.weights.checkpoint(15))
+    with refused("E-CKPT-NONE-USABLE", weights=newest) as caught:
+        go_on(folder, *make_training(steps=0))
+    assert newest in caught.value.fix
+
+
+def test_training_does_not_continue_from_the_weights_alone(folder, training):
+    """Not even if there is nothing else, and not if they are newer."""
+    save_checkpoint(folder, dataclasses.replace(facts(15), kind=WEIGHTS), state_of(*training), (), keep=3)
+    assert go_on(folder, *make_training(steps=0))[0] is None
+    save(folder, 10, *training)
+    assert go_on(folder, *make_training(steps=0))[0].step == 10
 
 
 @pytest.mark.parametrize(

@@ -212,6 +212,7 @@ def test_leftovers_of_killed_saves_are_named(folder):
     for name in (".saving-step-00000007", ".removed-step-00000003"):
         (folder.checkpoints / name).mkdir(parents=True)
         Path(folder.checkpoints / name / "rank-00000.safetensors").write_bytes(b"half")
+    (folder.weights.checkpoints / ".saving-step-00000005").mkdir(parents=True)
     folder.ledger.mkdir()
     samples = folder.ledger / "steps-00000001-00000003.i64"
     samples.write_bytes(b"whole")
@@ -219,6 +220,7 @@ def test_leftovers_of_killed_saves_are_named(folder):
     assert remove_leftovers(folder) == [
         ".saving-step-00000007",
         ".removed-step-00000003",
+        ".saving-step-00000005",
         ".steps-00000004-00000007.i64.123.tmp",
     ]
     assert not list(folder.checkpoints.iterdir())

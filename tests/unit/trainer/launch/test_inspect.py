@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -8,9 +9,9 @@ from ingot.cli.main import main
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.checkpoint import Health
-from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
+from ingot.trainer.checkpoint.manifest import parse_manifest, read_manifest, write_manifest
 from ingot.trainer.checkpoint.resumable import resume_step
-from ingot.trainer.launch.inspect import RESUMES_HERE, inspect_checkpoints
+from ingot.trainer.launch.inspect import RESUMES_HERE, WEIGHTS_ALONE, inspect_checkpoints
 
 from .conftest import write_checkpoint
 
@@ -46,6 +47,29 @@ def test_training_resumes_where_no_one_doubts_the_weights(three):
     assert ten.state == "NO" and "a bit flipped" in ten.note and twenty.note.endswith(RESUMES_HERE)
     assert resume_step(three) == 20
     assert inspect_checkpoints(three.root, hash_files=True).checkpoints[0].note == RESUMES_HERE
+
+
+def test_saves_of_the_weights_are_listed_and_named(three, config):
+    for step in (20, 25, 35):
+        write_checkpoint(three, step, config, "d" * 64)
+        moved = three.weights.checkpoint(step)
+        moved.parent.mkdir(exist_ok=True)
+        if step == 20:
+            shutil.copytree(three.checkpoint(step), moved)
+        else:
+            three.checkpoint(step).rename(moved)
+        full = parse_manifest("", (moved / "manifest.json").read_bytes())
+        write_manifest(moved, replace(full, kind="weights", ledger=()))
+    (three.weights.checkpoint(25) / "rank-00000.safetensors").write_bytes(b"x")
+    rows = inspect_checkpoints(three.root, hash_files=True).checkpoints
+    assert [(c.step, c.kind, c.state) for c in rows] == [
+        *[(10, "full", "yes"), (20, "full", "yes"), (20, "weights", "yes")],
+        *[(25, "weights", "NO"), (30, "full", "NO"), (35, "weights", "yes")],
+    ]
+    assert [c.step for c in rows if c.note == RESUMES_HERE] == [20]
+    assert [c.step for c in rows if c.note == WEIGHTS_ALONE] == [20, 35]
+    (row,) = inspect_checkpoints(three.weights.checkpoint(35), hash_files=True).checkpoints
+    assert (row.kind, row.note) == ("weights", WEIGHTS_ALONE)
 
 
 def test_one_checkpoint_can_be_asked_for(three):
