@@ -106,6 +106,22 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/launch/test_inspect.py::test_saves_of_the_weights_are_listed_and_named",),
     ),
     Mutant(
+        name="weights-hide-a-failure",
+        what="ingot status forgets a failed checkpoint when the weights alone were saved",
+        file="report/status.py",
+        before="failures.pop(WEIGHTS, None)",
+        after="failures.clear()",
+        tests=("tests/unit/report/test_status.py::test_saves_of_the_weights_are_shown_and_hide_no_failed_checkpoint",),
+    ),
+    Mutant(
+        name="no-room-for-weights",
+        what="a run starts on a disk that has no room for saves of the weights alone",
+        file="trainer/launch/checks.py",
+        before="needed += round(",
+        after="needed -= round(",
+        tests=("tests/unit/trainer/launch/test_train.py::test_a_full_disk_is_noticed_first",),
+    ),
+    Mutant(
         name="weights-among-checkpoints",
         what="a run continues from a save of the weights alone that was moved among its checkpoints",
         file="trainer/checkpoint/rules.py",

@@ -125,8 +125,8 @@ def evaluate(
 def export(run: str | Path | Run, out: str | Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> "Exported":
     """Write a checkpoint as a Hugging Face model folder, read it back, and compare the logits of both.
 
-    run: a run (its newest checkpoint), or a checkpoint folder. out: the folder to write; an earlier export in it is
-    replaced. dtype: of the stored weights. Raises UsageError if `out` is another folder that is not empty,
+    run: a run (its newest checkpoint or weights), or the folder of one. out: the folder to write; an earlier export in
+    it is replaced. dtype: of the stored weights. Raises UsageError if `out` is another folder that is not empty,
     CheckpointError if the checkpoint is damaged or the logits differ by more than 1e-5; nothing is then written.
 
         exported = ingot.export("runs/demo", "demo-hf")

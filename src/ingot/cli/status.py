@@ -56,6 +56,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
         terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
+    if status.weights_step is not None and status.weights_time is not None:
+        age = format_seconds(max(now - status.weights_time, 0))
+        terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
     if status.stored_step is not None and status.stored_time is not None:
         terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
     if status.unstored_reason:

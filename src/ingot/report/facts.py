@@ -114,6 +114,7 @@ _NUMBERS = {
     kinds.EXPERTS: ("step", "steps"),
     kinds.METRICS: ("step",),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
+    kinds.WEIGHTS_SAVED: ("step", "bytes", "stall_seconds"),
     kinds.CHECKPOINT_FAILED: ("step",),
     kinds.CHECKPOINT_SKIPPED: ("step",),
     kinds.EVALUATION: ("step", "tokens"),
@@ -157,8 +158,8 @@ class RunData:
 
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs: the `skipped` and
-    `rolled_back` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events. hashes:
-    the SHA-256 of each named item.
+    `rolled_back` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events. weights_saves:
+    the `weights_saved` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
     included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
@@ -177,6 +178,7 @@ class RunData:
     experts: dict[int, dict] = field(default_factory=dict)
     metrics: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
+    weights_saves: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
     unsaved: list[dict] = field(default_factory=list)
     changed_settings: list[dict] = field(default_factory=list)
@@ -287,6 +289,7 @@ def read_run_events(data: RunData) -> None:
     faults = FaultReader(data.steps)
     lists = {
         kinds.CHECKPOINT: data.checkpoints,
+        kinds.WEIGHTS_SAVED: data.weights_saves,
         kinds.CHECKPOINT_REFUSED: data.refused,
         kinds.CHECKPOINT_FAILED: data.unsaved,
         kinds.CHECKPOINT_SKIPPED: data.unsaved,

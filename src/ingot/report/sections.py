@@ -164,6 +164,9 @@ def checkpoints_section(data: RunData) -> Section | None:
         f"{format_seconds(stalls[len(stalls) // 2])} at the median, {format_seconds(stalls[-1])} at most."
     )
     blocks: list[Block] = [Text(text)]
+    if data.weights_saves:
+        paused = format_seconds(sum(e["stall_seconds"] for e in data.weights_saves))
+        blocks.append(Text(f"The weights alone were saved {len(data.weights_saves)} times: {paused} of pauses in all."))
     if data.unused:
         blocks.append(Text(data.unused))
     if data.refused:
@@ -184,10 +187,10 @@ def _unsaved(data: RunData) -> TableBlock:
     def why(event: dict) -> str:
         if event["kind"] == kinds.CHECKPOINT_FAILED:
             return str(event.get("reason", ""))
-        return f"the checkpoint of step {event.get('in_flight')} was still being written"
+        return f"the save of step {event.get('in_flight')} was still being written"
 
-    rows = [(f"{event['step']:,}", why(event)) for event in data.unsaved]
-    return TableBlock(("Step", "Why"), rows, right=(0,), caption="Not saved", folded=len(rows) > 6)
+    rows = [(f"{event['step']:,}", event.get("what", "full"), why(event)) for event in data.unsaved]
+    return TableBlock(("Step", "Kind", "Why"), rows, right=(0,), caption="Not saved", folded=len(rows) > 6)
 
 
 def settings_section(data: RunData) -> Section | None:

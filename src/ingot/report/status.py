@@ -6,6 +6,7 @@ from pathlib import Path
 from ingot.events import read_events
 from ingot.report.facts import has_values, no_run_folder
 from ingot.schema import events
+from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import MANIFEST
@@ -26,6 +27,7 @@ class RunStatus:
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
+    weights_step, weights_time: the newest save of the weights alone.
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
@@ -55,6 +57,8 @@ class RunStatus:
     unused_reason: str = ""
     failed_step: int | None = None
     failed_reason: str = ""
+    weights_step: int | None = None
+    weights_time: float | None = None
     stored_step: int | None = None
     stored_time: float | None = None
     unstored_reason: str = ""
@@ -75,7 +79,7 @@ def read_status(root: Path) -> RunStatus:
     losses: dict[int, float] = {}
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None
-    failed: dict = {}
+    failures: dict[str, dict] = {}  # by the kind of the save
     unstored = ""
     skipped: set[int] = set()
     roll_backs: list[tuple[int, int]] = []
@@ -93,8 +97,12 @@ def read_status(root: Path) -> RunStatus:
             losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
         elif kind == events.METRICS and has_values(event):
             metrics.setdefault(event["by"], {}).update(event["values"])
-        elif kind in (events.CHECKPOINT, events.CHECKPOINT_FAILED):
-            failed = event if kind == events.CHECKPOINT_FAILED else {}
+        elif kind == events.CHECKPOINT:
+            failures.clear()
+        elif kind == events.WEIGHTS_SAVED:
+            failures.pop(WEIGHTS, None)
+        elif kind == events.CHECKPOINT_FAILED:
+            failures[event.get("what", FULL)] = event
         elif kind in (events.CHECKPOINT_STORED, events.CHECKPOINT_NOT_STORED):
             unstored = str(event.get("reason", ""))
         elif kind == events.SKIPPED:
@@ -108,7 +116,8 @@ def read_status(root: Path) -> RunStatus:
             faults.append(str(event.get("cause", "unknown")))
         if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
             last["end"] = event
-    progress = last.get(events.PROGRESS, {})
+    progress, weights = last.get(events.PROGRESS, {}), last.get(events.WEIGHTS_SAVED, {})
+    failed = failures.get(FULL) or failures.get(WEIGHTS) or {}
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
@@ -130,6 +139,8 @@ def read_status(root: Path) -> RunStatus:
         unused_reason=resumes.problem,
         failed_step=failed.get("step"),
         failed_reason=str(failed.get("reason", "")),
+        weights_step=weights.get("step"),
+        weights_time=weights.get("time"),
         stored_step=last.get(events.CHECKPOINT_STORED, {}).get("step"),
         stored_time=last.get(events.CHECKPOINT_STORED, {}).get("time"),
         unstored_reason=unstored,

@@ -139,6 +139,22 @@ def test_a_save_that_failed_is_shown_until_one_succeeds(folder, capsys):
     assert read_status(folder.root).failed_step is None
 
 
+def test_saves_of_the_weights_are_shown_and_hide_no_failed_checkpoint(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.CHECKPOINT_FAILED, step=3, what="weights", code="", reason="slow", write_seconds=1.0)
+    assert read_status(folder.root).failed_step == 3
+    log.write(events.CHECKPOINT_FAILED, step=4, what="full", code="", reason="full", write_seconds=1.0)
+    log.write(events.CHECKPOINT_FAILED, step=5, what="weights", code="", reason="slow", write_seconds=1.0)
+    assert read_status(folder.root).failed_step == 4
+    log.write(events.WEIGHTS_SAVED, step=6)
+    status = read_status(folder.root)
+    assert (status.failed_step, status.weights_step) == (4, 6)
+    main(["status", str(folder.root)])
+    assert "the weights alone of step 6, " in capsys.readouterr().out
+    log.write(events.CHECKPOINT, step=8)
+    assert read_status(folder.root).failed_step is None
+
+
 def test_what_is_no_run_folder_is_refused(tmp_path):
     with refused("E-RUN-FOLDER", run=str(tmp_path)):
         read_status(tmp_path)

@@ -264,12 +264,14 @@ def test_saves_that_failed_or_were_left_out_are_reported(tmp_path, logs):
     }
     left_out = {"kind": "checkpoint_skipped", "time": logs.START, "step": 60, "in_flight": 50}
     saved = {"kind": "checkpoint", "time": logs.START, "step": 80, "bytes": 1000, "stall_seconds": 0.1}
+    weights = saved | {"kind": "weights_saved", "step": 70}
     begin = [logs.started(logs.START, 0, 0), failed, left_out]
-    for name, events, none in (("some", [*begin, saved], False), ("none", begin, True)):
+    for name, events, none in (("some", [*begin, weights, weights, saved], False), ("none", begin, True)):
         (tmp_path / name).mkdir()
         text = write_report(logs.write_events(tmp_path / name, events)).markdown.read_text()
-        assert "disk full" in text and "the checkpoint of step 50 was still being written" in text
+        assert "disk full" in text and "the save of step 50 was still being written" in text
         assert ("None was saved" in text) == none
+        assert ("saved 2 times: 200.0 ms of pauses" in text) != none
 
 
 @pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])

@@ -186,11 +186,18 @@ def _fewer(config: RunConfig, ranks: int) -> str:
 
 
 def _check_disk(folder: RunFolder, config: RunConfig) -> None:
-    """Check that the disk has room for the checkpoints that stay and the checkpoint being written."""
-    one = round(checkpoint_bytes(config.model, config.train.precision, mean_moments(config)).value)
-    there = sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
-    most = config.checkpoint.most_kept(config.train.steps) + 1
-    require_free(folder.checkpoints, max(one * most - there, 0), f"{most} checkpoints")
+    """Check that the disk has room for the checkpoints that stay and the one being written, and for saves of the
+    weights alone."""
+    saves, arch, precision = config.checkpoint, config.model, config.train.precision
+    most = saves.most_kept(config.train.steps) + 1
+    needed = round(checkpoint_bytes(arch, precision, mean_moments(config)).value) * most
+    needed -= sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
+    what = f"{most} checkpoints"
+    if saves.weights_interval:
+        needed += round(checkpoint_bytes(arch, precision, moments=0).value) * (saves.weights_keep + 1)
+        needed -= sum(listed.bytes for listed in list_checkpoints(folder.weights.checkpoints))
+        what += f" and {saves.weights_keep + 1} saves of the weights"
+    require_free(folder.checkpoints, max(needed, 0), what)
 
 
 def check_until_step(until_step: int | None, config: RunConfig) -> None:

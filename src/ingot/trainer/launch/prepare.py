@@ -192,7 +192,7 @@ def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
     Raises ConfirmationNeeded unless `archive`, ResourceError if a part cannot be moved; nothing is then moved.
     """
     old = [p for p in folder.root.iterdir() if p != folder.lock]
-    if not any(p in (folder.events, folder.checkpoints, folder.ledger) for p in old):
+    if not any(p in (folder.events, folder.checkpoints, folder.weights.checkpoints, folder.ledger) for p in old):
         return None
     if not archive:
         step = max(newest_step(folder), *saved_steps(folder).values(), 0)

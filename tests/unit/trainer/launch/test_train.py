@@ -282,7 +282,7 @@ def test_a_busy_folder_is_left_alone(run_file, jobs, folder):
         ("train.device=cuda", "E-GPU-COUNT", {"needed": 1, "available": 0}),
         ("train.stepz=5", "E-CONFIG-SETTINGS", {"meant": {"train.stepz": ["train.steps"]}}),
         ("name='a/../b'", "E-RUN-NAME", {"name": "a/../b"}),
-        ("model.d_model=9000000", "E-DISK-SPACE", {"purpose": "4 checkpoints"}),
+        ("model.d_model=9000000", "E-DISK-SPACE", {"purpose": "4 checkpoints and 4 saves of the weights"}),
     ],
 )
 def test_what_cannot_work_is_said_before_anything_starts(run_file, jobs, monkeypatch, override, code, facts):
@@ -345,8 +345,12 @@ def test_a_missing_part_is_named(run_file, jobs, monkeypatch):
 def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
     usage = storage_shutil._ntuple_diskusage(1 << 40, 1 << 40, 10)
     monkeypatch.setattr("ingot.storage.shutil.disk_usage", lambda path: usage)
-    with refused("E-DISK-SPACE"):
+    with refused("E-DISK-SPACE") as both:
         launch_train.train(run_file)
+    with refused("E-DISK-SPACE", purpose="4 checkpoints") as full:
+        launch_train.train(run_file, overrides=["checkpoint.weights_every=0 steps"])
+    # A checkpoint has a parameter and AdamW's two moments of it.
+    assert 3 * both.value.facts["needed_bytes"] == 4 * full.value.facts["needed_bytes"]
 
 
 def test_a_folder_without_a_run_is_refused(tmp_path, jobs):
