@@ -70,8 +70,9 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
         health=trainer.policy.health(),
         callbacks=trainer.callbacks.records() if kind == FULL else {},
     )
-    settings = trainer.config.checkpoint
-    keep, keep_every = (settings.keep, settings.keep_every) if kind == FULL else (settings.weights_keep, 0)
+    checkpoint = trainer.config.checkpoint
+    keep = checkpoint.keep if kind == FULL else checkpoint.weights_keep
+    keep_every = checkpoint.keep_every if kind == FULL else 0
     if background is not None:
         save = background.start(facts, trainer.state, ledger, samples, keep, keep_every, began)
         if last:
