@@ -152,7 +152,8 @@ class RunLease:
         return contextlib.nullcontext() if place is self._here else contextlib.suppress(StoreUnreachable)
 
     def _begin(self, place: BlobStore) -> None:
-        record = replace(self._record, adopted=self._found(place))
+        weights = adopted_hashes(self._folder.weights.checkpoints) if place is self._here else None
+        record = replace(self._record, adopted=self._found(place), weights=weights)
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)
         except AlreadyStored:

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from ingot.config import from_dict
 from ingot.errors import ConfigError, RunBusyError
+from ingot.schema.checkpoint import FULL, SaveKind
 from ingot.stores.local import LocalStore
 from ingot.stores.store import BlobStore, NotStored, read_object
 
@@ -34,7 +35,8 @@ class Epoch:
     epoch: 1, 2, ... run: the id of the run; holder: of this attempt. host, pid: of its launcher, with `process`
     (machine/processes.py), by which a process on the same machine finds out whether it lives. started: Unix seconds,
     for people. seconds: without a sign of life for this time, the attempt counts as gone. adopted: the step of each
-    checkpoint that the attempt found -> hash of its manifest, "" if unknown; None if the record is damaged.
+    checkpoint that the attempt found -> hash of its manifest, "" if unknown; None if the record is damaged. weights:
+    the same of saves of the weights alone.
     """
 
     epoch: int
@@ -46,23 +48,25 @@ class Epoch:
     started: float = 0.0
     seconds: float = 0.0
     adopted: dict[str, str] | None = None
+    weights: dict[str, str] | None = None
 
     @property
     def owner(self) -> str:
         return f"{self.host}:{self.pid}" if self.host else "an unknown process"
 
-    def ignores(self, step: int, epoch: int, sha256: str) -> bool:
+    def ignores(self, step: int, epoch: int, sha256: str, kind: SaveKind = FULL) -> bool:
         """Return whether a checkpoint was published too late: by an earlier attempt, after this one had begun.
 
         epoch: 0 for a checkpoint that no attempt saved, like one of an earlier version of ingot. sha256: the hash of
         its manifest. A checkpoint older than the newest one that this attempt found may be missing in its record: it
         was removed, and somebody restored a copy.
         """
-        if not 0 < epoch < self.epoch or self.adopted is None:
+        adopted = self.adopted if kind == FULL else self.weights
+        if not 0 < epoch < self.epoch or adopted is None:
             return False
-        known = self.adopted.get(str(step))
+        known = adopted.get(str(step))
         if known is None:
-            return step > max(map(int, self.adopted), default=0)
+            return step > max(map(int, adopted), default=0)
         return known not in ("", sha256)
 
 
@@ -94,7 +98,8 @@ def read_epoch(place: BlobStore, number: int) -> Epoch:
     """Return the record of the attempt `number` in `place`; one with nothing but its number if it is damaged."""
     with contextlib.suppress(NotStored, ConfigError, ValueError, TypeError, AttributeError):
         record = from_dict(Epoch, json.loads(read_object(place, record_name(number), _MOST_BYTES)))
-        if record.epoch == number and all(step.isdecimal() for step in record.adopted or ()):
+        steps = [*(record.adopted or ()), *(record.weights or ())]
+        if record.epoch == number and all(step.isdecimal() for step in steps):
             return record
     return Epoch(epoch=number)
 

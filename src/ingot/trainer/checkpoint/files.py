@@ -105,8 +105,8 @@ class CheckpointFiles:
         """Write the manifest, rename the folder, and remove the checkpoints that `keep` and `keep_every` do not keep.
 
         parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
-        content of the last file of `ledger`, or None if the file exists; a save of the weights alone has no ledger. Returns the bytes of all tensor files. Raises
-        RunBusyError if another attempt has taken over the run.
+        content of the last file of `ledger`, or None if the file exists; a save of the weights alone has no ledger.
+        Returns the bytes of all tensor files. Raises RunBusyError if another attempt has taken over the run.
         """
         self.require_newest()
         if segment is not None and ledger:

@@ -20,6 +20,8 @@ from typing import Any, TypeVar
 from ingot.config import from_dict, to_dict
 from ingot.errors import CheckpointError, ConfigError, IngotError, require
 from ingot.schema.checkpoint import (
+    FULL,
+    WEIGHTS,
     CheckpointManifest,
     file_of,
     key_of,
@@ -130,7 +132,8 @@ def _is_late(holder: Epoch | None, folder: Path) -> bool:
     reading it will name the damage."""
     if holder is None:
         return False
-    return holder.ignores(_step_of(folder), _claimed(folder, "epoch", 0), _claimed(folder, "sha256", ""))
+    kind = WEIGHTS if folder.parent.name == WEIGHTS else FULL
+    return holder.ignores(_step_of(folder), _claimed(folder, "epoch", 0), _claimed(folder, "sha256", ""), kind)
 
 
 def _claimed(folder: Path, key: str, default: T) -> T:

@@ -22,7 +22,7 @@ from typing import IO, Any
 
 from ingot.errors import ResourceError
 from ingot.machine.processes import die_with_parent
-from ingot.schema.checkpoint import Health, LedgerSegment, SaveKind
+from ingot.schema.checkpoint import Health, LedgerSegment
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message
