@@ -182,8 +182,8 @@ MUTANTS: list[Mutant] = [
         name="pin-after-decision-on-disk",
         what="a checkpoint of the disk that is pinned between the decision and the removal is removed",
         file="trainer/checkpoint/folders.py",
-        before="if prefix == REMOVED and _is_pinned(folder, name)",
-        after="if False and _is_pinned(folder, name)",
+        before="prefix == REMOVED and _is_pinned(folder, name)",
+        after="False",
         tests=(f"{_RETENTION}::test_a_pin_between_the_decision_and_the_removal_is_seen",),
     ),
     Mutant(

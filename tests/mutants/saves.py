@@ -85,8 +85,8 @@ MUTANTS: list[Mutant] = [
         name="leftovers-of-weights",
         what="half written saves of the weights alone stay on the disk for ever",
         file="trainer/checkpoint/folders.py",
-        before="for saves in (folder.of(FULL), folder.of(WEIGHTS)):",
-        after="for saves in (folder.of(FULL),):",
+        before="for kind in (FULL, WEIGHTS) for prefix",
+        after="for kind in (FULL,) for prefix",
         tests=("tests/unit/trainer/checkpoint/test_save.py::test_leftovers_of_killed_saves_are_named",),
     ),
     Mutant(
