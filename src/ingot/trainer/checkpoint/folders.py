@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
-from ingot.schema.checkpoint import FULL, WEIGHTS
+from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders
@@ -69,7 +69,7 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
     call this, and not during a save.
     """
     removed = []
-    found = [(kind, prefix) for kind in (FULL, WEIGHTS) for prefix in (SAVING, REMOVED)]
+    found: list[tuple[SaveKind, str]] = [(kind, prefix) for kind in (FULL, WEIGHTS) for prefix in (SAVING, REMOVED)]
     for kind, prefix in found:
         for path in sorted(folder.of(kind).checkpoints.glob(prefix + "*")):
             name = path.with_name(path.name.removeprefix(prefix))
