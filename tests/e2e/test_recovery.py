@@ -4,6 +4,7 @@ import contextlib
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -12,7 +13,9 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.launch.train import train
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.optim.schedule import learning_rate
@@ -236,3 +239,31 @@ def test_everything_is_killed_while_a_checkpoint_is_written(project, undisturbed
     assert newest.manifest.files == whole.manifest.files  # weights, moments and random states, bit for bit
     assert not list(folder.checkpoints.glob(".*"))
     assert not workers_of(folder)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_continues_from_memory_and_nothing_is_left(project, undisturbed):
+    """Within a program that lives on: the process that keeps snapshots survives the ranks, and ends with the run."""
+    folder = project.folder("in-memory")
+
+    def disturb() -> None:
+        deadline = time.monotonic() + 60
+        while not any(e["step"] == 60 for e in read_events(folder.events, events.SNAPSHOT_KEPT)):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        for path in folder.checkpoints.glob("step-*/rank-*"):
+            path.unlink()
+        os.kill(project.rank_pid("in-memory", 1), signal.SIGKILL)
+
+    disturbing = threading.Thread(target=disturb)
+    disturbing.start()
+    overrides = ("checkpoint.mode=async", "checkpoint.replicas=1", "checkpoint.every_steps=60")  # far apart
+    result = train(project.run_file, folder.root, overrides=overrides, quiet=True)
+    disturbing.join()
+    assert result.finished and result.restarts == 1
+    (restored,) = read_events(folder.events, events.SNAPSHOT_RESTORED)
+    assert restored["step"] == 60 and restored["peer_bytes"] == 0
+    assert project.facts("in-memory") == undisturbed
+    prove_ledger(project, "in-memory")
+    with pytest.raises(OSError):
+        reach_local(keeper_name(os.getpid(), folder.root))

@@ -21,6 +21,7 @@ from . import (
     plugin_imports,
     plugins,
     precision,
+    replicas,
     saves,
     stopping,
     stores,
@@ -45,6 +46,7 @@ AREAS: dict[str, list[Mutant]] = {
         parts,
         stores,
         lease,
+        replicas,
         stopping,
         saves,
     )

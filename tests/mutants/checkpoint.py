@@ -101,8 +101,8 @@ MUTANTS: list[Mutant] = [
         name="snapshot-by-the-thread",
         what="the snapshot is taken by the thread of the save, while training goes on",
         file="trainer/checkpoint/background.py",
-        before="size = self._snapshot.take(tensors)",
-        after="size, take = sum(t.nbytes for t in tensors), self._snapshot.take\n"
+        before="size = snapshot.take(tensors, header)",
+        after="size, take = sum(t.nbytes for t in tensors), snapshot.take\n"
         "            self._writer.write = lambda *a, w=self._writer.write: (take(tensors), w(*a))[1]",
         tests=(f"{_BACKGROUND}::test_training_may_change_the_state_once_the_save_has_begun",),
     ),

@@ -59,6 +59,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.weights_step is not None and status.weights_time is not None:
         age = format_seconds(max(now - status.weights_time, 0))
         terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
+    if status.kept_step is not None:
+        where = f"in the memory of {status.kept_nodes} node{'s' * (status.kept_nodes != 1)}"
+        terminal.say(f"kept   step {status.kept_step:,} {where if status.kept_nodes else 'nowhere in memory'}")
     if status.stored_step is not None and status.stored_time is not None:
         terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
     if status.unstored_reason:

@@ -46,7 +46,7 @@ class Machine:
 
 
 def read_machine() -> Machine:
-    total, available = _memory()
+    total, available = host_memory()
     return Machine(
         cores=usable_cores(),
         cpu=_cpu_name(),
@@ -95,7 +95,7 @@ def _cpu_quota(root: Path = Path("/sys/fs/cgroup")) -> float | None:
     return int(quota) / int(period) if quota and period and int(quota) > 0 else None
 
 
-def _memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
+def host_memory(root: Path = Path("/sys/fs/cgroup"), meminfo: Path = Path("/proc/meminfo")) -> tuple[int, int]:
     """Return (total, available) bytes of memory, both at most the container's limit."""
     values = {}
     for line in _read(meminfo).splitlines():

@@ -18,10 +18,11 @@ def die_with_parent() -> None:
 def identity() -> str:
     """Return a text that no other process has, on this or another machine: of the boot of the kernel, the namespace of
     process ids, the id and the start of this process. "" where /proc does not show them."""
-    return _identity(os.getpid())
+    return identity_of(os.getpid())
 
 
-def _identity(pid: int) -> str:
+def identity_of(pid: int) -> str:
+    """Return the `identity` of the process `pid` of this machine; "" if there is none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
@@ -34,4 +35,4 @@ def is_gone(process: str) -> bool:
     """Return whether the process with this `identity` has certainly ended. False for one that may run elsewhere."""
     *place, pid, _ = process.split(" ") if process.count(" ") == 3 else ("", "", "")
     here = identity()
-    return bool(here) and here.split(" ")[:2] == place and pid.isdecimal() and _identity(int(pid)) != process
+    return bool(here) and here.split(" ")[:2] == place and pid.isdecimal() and identity_of(int(pid)) != process

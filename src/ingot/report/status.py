@@ -28,6 +28,7 @@ class RunStatus:
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
     weights_step, weights_time: the newest save of the weights alone.
+    kept_step, kept_nodes: the newest snapshot in memory, and how many nodes have each part of it, at least.
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
@@ -59,6 +60,8 @@ class RunStatus:
     failed_reason: str = ""
     weights_step: int | None = None
     weights_time: float | None = None
+    kept_step: int | None = None
+    kept_nodes: int = 0
     stored_step: int | None = None
     stored_time: float | None = None
     unstored_reason: str = ""
@@ -141,6 +144,8 @@ def read_status(root: Path) -> RunStatus:
         failed_reason=str(failed.get("reason", "")),
         weights_step=weights.get("step"),
         weights_time=weights.get("time"),
+        kept_step=last.get(events.SNAPSHOT_KEPT, {}).get("step"),
+        kept_nodes=last.get(events.SNAPSHOT_KEPT, {}).get("nodes", 0),
         stored_step=last.get(events.CHECKPOINT_STORED, {}).get("step"),
         stored_time=last.get(events.CHECKPOINT_STORED, {}).get("time"),
         unstored_reason=unstored,

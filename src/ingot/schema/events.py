@@ -32,6 +32,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   checkpoint_stored   step, store, bytes (sent), seconds              the store of the remote tier has it
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
+  snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
+  snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
@@ -64,6 +66,8 @@ CHECKPOINT_REFUSED = "checkpoint_refused"
 CHECKPOINT_STORED = "checkpoint_stored"
 CHECKPOINT_NOT_STORED = "checkpoint_not_stored"
 CHECKPOINT_FETCHED = "checkpoint_fetched"
+SNAPSHOT_KEPT = "snapshot_kept"
+SNAPSHOT_RESTORED = "snapshot_restored"
 EVALUATION = "evaluation"
 SAMPLE = "sample"
 FAULT = "fault"

@@ -159,6 +159,9 @@ class Checkpoint:
     weights_every: the interval of saves of the weights alone, in the same form; "" or "0 steps": none. They are for
       evaluation, export and a new start; training cannot continue from them. A full checkpoint counts as one.
     weights_keep: how many of them are kept.
+    replicas: on how many other nodes the snapshots of a node are kept in memory, until the next one; 0: nowhere. If a
+      node is lost, training continues from them without reading a checkpoint. With one node, they survive the ranks
+      alone. Each replica needs the memory of a snapshot.
     remote: a store to which saved checkpoints are uploaded while training goes on.
     """
 
@@ -169,6 +172,7 @@ class Checkpoint:
     keep_every: Steps = 0
     weights_every: str = "10 min"
     weights_keep: PositiveQueue = 3
+    replicas: Queue = 0
     remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
 
     def most_kept(self, steps: int) -> int:
@@ -177,6 +181,8 @@ class Checkpoint:
         return self.keep + (steps // self.keep_every if self.keep_every else 0)
 
     def problems(self):
+        if self.replicas and self.mode == "sync":
+            yield "replicas", f"is {self.replicas}, but without snapshots, as mode = 'sync', there is nothing to keep"
         if self.every and self.every_steps:
             found = f"is {self.every!r}, and every_steps = {self.every_steps} is another interval"
             yield "every", f'{found}; remove one of them, or on the command line set it to "" or 0'
@@ -202,6 +208,11 @@ class Checkpoint:
     def weights_interval(self) -> SaveInterval | None:
         """The interval between two saves of the weights alone; None without any."""
         return None if self.weights_every in NEVER else parse_interval(self.weights_every)
+
+    @property
+    def weights_apart(self) -> bool:
+        """True if saves of the weights alone have a snapshot of their own: the last full one stays in memory."""
+        return self.replicas > 0 and self.weights_interval is not None
 
 
 _HOURLY = "60 min"

@@ -251,6 +251,19 @@ def saved(position: Position) -> Term:
     )
 
 
+def snapshots(position: Position, *, weights_apart: bool) -> Term:
+    """Return the bytes of memory that this rank keeps for saves in the background: a copy of what it saves.
+
+    weights_apart: saves of the weights alone have a copy of their own.
+    """
+    whole = saved(position)
+    if not weights_apart:
+        return whole
+    s = STORED_BYTES[position.train.precision]
+    weights = _total(_kept(p, s / p.ranks, "master") for p in shares(position))
+    return Term(whole.value + weights.value, f"{whole.formula}; {weights.formula} for saves of the weights alone")
+
+
 def checkpoint_bytes(arch: Arch, precision: str, moments: float = ADAMW_MOMENTS) -> Term:
     """Return the bytes of a checkpoint: master parameters and optimizer state of the whole model, without gradients.
 

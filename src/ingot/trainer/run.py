@@ -29,6 +29,7 @@ from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.remote import open_tier
+from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest
 from ingot.trainer.checkpoint.uploader import Uploader
@@ -57,10 +58,11 @@ from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
-from ingot.trainer.save import load_newest, open_loader
+from ingot.trainer.save import load_from_memory, load_newest, open_loader
 from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.usage import CostMeter
 
@@ -149,10 +151,13 @@ def build_trainer(
         epoch=from_rank_zero(lambda: epoch),
     )
     on_rank_zero = say if place.is_first else _silent
+    replicas = _replicas(config, folder, place, on_rank_zero)
+    restored = load_from_memory(parts, folder, facts, replicas, log, on_rank_zero)
     tier = open_tier(folder, config.checkpoint.remote) if place.is_first else None
-    from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
     again = partial(fetch_again, tier, say=on_rank_zero)
-    restored = load_newest(parts, folder, facts, log, again)
+    if restored is None:
+        from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
+        restored = load_newest(parts, folder, facts, log, again)
     uploader = Uploader(folder, epoch) if tier else None
     if uploader and restored:
         uploader.push(restored.step)
@@ -164,7 +169,7 @@ def build_trainer(
         ledger=Ledger(),
         segments=list(restored.ledger) if restored else [],
         checkpoint_facts=facts,
-        background=_background(config, folder, place.device),
+        background=_background(config, folder, place, replicas),
         uploader=uploader,
         fetch_again=again,
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
@@ -186,11 +191,25 @@ def build_trainer(
     return trainer
 
 
-def _background(config: RunConfig, folder: RunFolder, device: torch.device) -> BackgroundSaver | None:
+def _background(
+    config: RunConfig, folder: RunFolder, place: RankInfo, replicas: Replicas | None
+) -> BackgroundSaver | None:
     """Return the saver of a run that does not wait for its checkpoints. Collective."""
     if config.checkpoint.mode == "sync":
         return None
-    return BackgroundSaver(folder, device, cpu_group(_SAVE_TIMEOUT, "checkpoints"))
+    group = cpu_group(_SAVE_TIMEOUT, "checkpoints")
+    return BackgroundSaver(folder, place.device, group, replicas, place.attempt)
+
+
+def _replicas(config: RunConfig, folder: RunFolder, place: RankInfo, warn: Callable[[str], None]) -> Replicas | None:
+    """Return the keepers of snapshots in memory, if the run wants them. Collective.
+
+    They end with the process that starts the ranks again. Without one there is nothing to keep them for.
+    """
+    owner = os.environ.get(SUPERVISOR_VARIABLE) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
+    if not config.checkpoint.replicas or not owner:
+        return None
+    return open_replicas(config.checkpoint.replicas, folder, int(owner), place.rank - place.local_rank, warn)
 
 
 def build_parts(

@@ -14,22 +14,24 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.errors import IngotError, RunFailed
+from ingot.errors import CheckpointError, IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import FULL, CheckpointManifest, LedgerSegment, SaveKind
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
-from ingot.trainer.checkpoint.agree import from_rank_zero
+from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
-from ingot.trainer.checkpoint.load import resume
+from ingot.trainer.checkpoint.load import resume, resume_from_memory
+from ingot.trainer.checkpoint.manifest import SUSPECT, candidate_folders
+from ingot.trainer.checkpoint.replicas import Copied, Replicas
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.heldout import data_path
 from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
-from ingot.trainer.mesh.collectives import largest_of_ranks
+from ingot.trainer.mesh.collectives import gather_from, largest_of_ranks
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.units import format_bytes, format_seconds
@@ -134,6 +136,8 @@ def report_ended(trainer: RunParts) -> None:
     if background is None or background.in_flight is None or not background.in_flight.ended:
         return
     save, background.in_flight = background.in_flight, None
+    if save.copied is not None:
+        _report_copies(trainer, save.copied)
     if save.error is None:
         _record(trainer, save.kind, save.step, save.segment, save.bytes, save.stall_seconds, save.write_seconds)
         return
@@ -146,6 +150,16 @@ def report_ended(trainer: RunParts) -> None:
     trainer.log(events.CHECKPOINT_FAILED, **facts, write_seconds=save.write_seconds)
     what = "checkpoint" if save.kind == FULL else "save of the weights"
     trainer.say(f"WARNING   the {what} of step {save.step} was not saved: {reason}")
+
+
+def _report_copies(trainer: RunParts, copied: Copied) -> None:
+    trainer.log(events.SNAPSHOT_KEPT, **vars(copied))
+    for failure in copied.failures[:1]:
+        trainer.say(f"WARNING   the snapshot of step {copied.step} is not in memory everywhere: {failure}")
+    if not copied.failures:
+        nodes = f"{copied.nodes} nodes" if copied.nodes > 1 else "its node"
+        seconds = format_seconds(copied.seconds)
+        trainer.say(f"kept      step {copied.step}  {format_bytes(copied.bytes)}  {seconds}  in the memory of {nodes}")
 
 
 def last_saved(trainer: RunParts) -> int:
@@ -239,6 +253,49 @@ def _of_readers(own: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
     return [part.numpy() for part in parts]
 
 
+def load_from_memory(
+    parts: StepParts,
+    folder: RunFolder,
+    facts: CheckpointFacts,
+    replicas: Replicas | None,
+    log: Callable[..., None],
+    say: Callable[[str], None],
+) -> CheckpointManifest | None:
+    """Load the newest snapshot that the memory of the nodes has whole into `parts`, and report it. Collective.
+
+    Returns None if there is none, or if a checkpoint on the disk is newer: then nothing was reported, or why a snapshot
+    was not used.
+    """
+    if replicas is None:
+        return None
+    began = time.monotonic()
+    newest = candidate_folders(folder.checkpoints)[:1]
+    memory = replicas.newest(folder, facts.epoch, int(newest[0].name.removeprefix("step-")) if newest else 0)
+    if memory is None or memory.manifest.health.state == SUSPECT:
+        return None
+    try:
+        restored = resume_from_memory(
+            folder, memory, parts.state, settings=facts.settings, data_fingerprint=facts.data_fingerprint
+        )
+    except CheckpointError as error:
+        log(events.CHECKPOINT_REFUSED, step=memory.step, path=str(memory.path), reason=error.found)
+        say(f"refused   {error.found}; trying the checkpoints")
+        return None
+    finally:
+        memory.close()
+    replicas.adopt(memory.images[0].snapshot, facts.epoch)
+    taken = gather_from(range(world()), np.array([memory.own_bytes, memory.peer_bytes], dtype=np.float64))
+    own, peers = map(int, taken.sum(0))
+    seconds = time.monotonic() - began
+    log(events.SNAPSHOT_RESTORED, step=restored.step, own_bytes=own, peer_bytes=peers, seconds=seconds)
+    say(
+        f"restored  step {restored.step} from memory  {format_bytes(own)} of the same nodes  {format_bytes(peers)} of "
+        f"other nodes  {format_seconds(seconds)}  no checkpoint was read"
+    )
+    _take_up(parts, folder, facts, restored, log)
+    return restored
+
+
 def load_newest(
     parts: StepParts,
     folder: RunFolder,
@@ -262,11 +319,18 @@ def load_newest(
         fetch_again=fetch_again,
     )
     if restored:
-        parts.model.publish()
-        parts.callbacks.restore(restored.callbacks)
-        # The order of samples depends on this record: no rank may open the data before it is written.
-        from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
+        _take_up(parts, folder, facts, restored, log)
     return restored
+
+
+def _take_up(
+    parts: StepParts, folder: RunFolder, facts: CheckpointFacts, restored: CheckpointManifest, log: Callable[..., None]
+) -> None:
+    """Bring what depends on the loaded state up to date, and record settings that differ. Collective."""
+    parts.model.publish()
+    parts.callbacks.restore(restored.callbacks)
+    # The order of samples depends on this record: no rank may open the data before it is written.
+    from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
 
 
 def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.device, first_step: int) -> Loader:

@@ -49,7 +49,7 @@ def test_a_containers_memory_limit_counts(tmp_path, files, expected):
     write(tmp_path, files)
     meminfo = tmp_path / "meminfo"
     meminfo.write_text(f"MemTotal: {8 * GIB // 1024} kB\nMemAvailable: {6 * GIB // 1024} kB\n")
-    assert facts._memory(tmp_path, meminfo) == expected
+    assert facts.host_memory(tmp_path, meminfo) == expected
 
 
 def write(root, files):

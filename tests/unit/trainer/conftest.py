@@ -168,7 +168,7 @@ KNOWN = {
     "train": {"steps", "seq_len", "global_batch", "micro_batch", "precision"},
     "optim": {"lr", "clip_norm"},
     "parallel": {"pp", "dp_shard"},
-    "checkpoint": {"every", "every_steps", "keep", "mode", "remote", "weights_every", "weights_keep"},
+    "checkpoint": {"every", "every_steps", "keep", "mode", "remote", "weights_every", "replicas", "weights_keep"},
     "watch": {"log_every"},
     "evaluate": {"prompts", "max_tokens"},
     "data": {"tokens", "heldout", "tokenizer", "mask_documents"},

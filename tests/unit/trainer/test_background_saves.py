@@ -192,7 +192,7 @@ def test_a_writer_that_hangs_is_replaced(fork_ranks, make_run):
 
 def test_a_stopped_writer_ends_with_its_rank(tmp_path):
     def die(pipe):
-        own = writer.WriterProcess(RunFolder(tmp_path), 0, os.memfd_create("snapshot"))
+        own = writer.WriterProcess(RunFolder(tmp_path), 0, [os.memfd_create("snapshot")])
         own.begin()
         own.make_folder(CheckpointFacts(1, 1, {}, "", "", {}), [1])  # it has begun to work
         os.kill(own.pid, signal.SIGSTOP)

@@ -14,7 +14,7 @@ from ingot.planner.run.storage import (
     data_reading,
     kept_bytes,
     node_snapshot,
-    ranks_of_node,
+    rank_snapshot,
     token_bytes,
 )
 from ingot.ranges import Degree, Factor, Queue, Rate, Seconds, Steps, Usd
@@ -140,7 +140,7 @@ def outlook(
     step_seconds *= max(reading.share, 1.0)
     job, productive = _job(run, cluster, given), run.train.steps * step_seconds
     copied = node_snapshot(run, cluster) if given.in_background(run) else Term(0.0, "")
-    write, stall = _stalls(job, cluster, given, checkpoint_bytes, copied.value / ranks_of_node(run, cluster))
+    write, stall = _stalls(job, cluster, given, checkpoint_bytes, rank_snapshot(run).value if copied.value else 0.0)
     # A checkpoint that is not completely written when the job fails cannot be used.
     writing = write.value if copied.value else 0.0
     every = _cadence(job, given, stall.value, writing, step_seconds, productive)

@@ -7,7 +7,7 @@ from ingot.errors import ConfigError
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import positions
-from ingot.theory.memory import Term, saved
+from ingot.theory.memory import Term, saved, snapshots
 from ingot.units import format_bytes, format_count, format_seconds
 
 # The number of ids that two bytes can distinguish (schema/tokens.py refuses more in uint16).
@@ -117,12 +117,26 @@ def blocking_stall(size_bytes: float, nodes: int, node_write: float, storage_wri
 
 
 def node_snapshot(run: RunConfig, cluster: Cluster) -> Term:
-    """Return the bytes of host memory that the fullest node needs for saves in the background: one copy of what each of
-    its ranks saves (trainer/checkpoint/snapshot.py), which stays allocated between saves.
+    """Return the bytes of host memory that the fullest node needs for saves in the background: copies of what each of
+    its ranks saves (trainer/checkpoint/snapshot.py), and of what ranks of other nodes save (checkpoint.replicas). They
+    stay allocated between saves.
     """
     ranks = ranks_of_node(run, cluster)
-    largest = max((saved(position) for position in positions(run)), key=lambda term: term.value)
-    return Term(ranks * largest.value, f"{ranks} ranks of a node x {format_bytes(largest.value)} ({largest.formula})")
+    own = max(
+        (snapshots(position, weights_apart=run.checkpoint.weights_apart) for position in positions(run)),
+        key=lambda term: term.value,
+    )
+    others = min(run.checkpoint.replicas, -(-run.parallel.world_size // ranks) - 1)
+    kept, copy = "", rank_snapshot(run).value
+    if others:
+        kept = f"; and {others} x {ranks} x {format_bytes(copy)} of other nodes"
+    formula = f"{ranks} ranks of a node x {format_bytes(own.value)} ({own.formula}){kept}"
+    return Term(ranks * (own.value + others * copy), formula)
+
+
+def rank_snapshot(run: RunConfig) -> Term:
+    """Return the bytes that the fullest rank copies before steps continue."""
+    return max((saved(position) for position in positions(run)), key=lambda term: term.value)
 
 
 def ranks_of_node(run: RunConfig, cluster: Cluster) -> int:

@@ -8,18 +8,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from ingot.errors import IngotError, ResourceError
-from ingot.schema.checkpoint import LedgerSegment, SaveKind
+from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
+from ingot.trainer.checkpoint.replicas import Copied, Copying, Replicas, summary
 from ingot.trainer.checkpoint.save import file_contents
 from ingot.trainer.checkpoint.snapshot import Snapshot
 from ingot.trainer.checkpoint.state import TrainingState
+from ingot.trainer.checkpoint.tensor_file import header_of
 from ingot.trainer.checkpoint.writer import WriterProcess
 
 # Errors of a disk or a process, after which the next save may be whole. After any other error the state itself, or the
@@ -31,8 +35,11 @@ class SaveInFlight:
     """A save that a thread carries out. kind, step: what is saved, of which step. segment: the ledger segment that a
     full checkpoint adds.
 
-    stall_seconds: how long training waited on this rank. After `ended`: bytes of all tensor files, write_seconds from
-    the copy to the published checkpoint, and the error, which is the same on every rank.
+    stall_seconds: how long training waited on this rank. work: writes the checkpoint, and returns its bytes. keep:
+    begins to keep the snapshot in memory, and returns a function that waits for that.
+
+    After `ended`: bytes of all tensor files, write_seconds from the copy to the published checkpoint, the error, which
+    is the same on every rank, and how the snapshot was kept in memory (copied); None if it was not.
     """
 
     def __init__(
@@ -42,12 +49,14 @@ class SaveInFlight:
         segment: LedgerSegment | None,
         stall_seconds: float,
         work: Callable[[], int],
+        keep: Callable[[], Callable[[], Copied]] | None = None,
     ):
         self.kind: SaveKind = kind
         self.step, self.segment, self.stall_seconds = step, segment, stall_seconds
         self.bytes, self.write_seconds = 0, 0.0
         self.error: Exception | None = None
-        self._work = work
+        self.copied: Copied | None = None
+        self._work, self._keep = work, keep
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -66,25 +75,51 @@ class SaveInFlight:
         self._thread.join()
 
     def _run(self) -> None:
-        started = time.perf_counter()
+        started, kept = time.perf_counter(), self._keep() if self._keep else None
         try:
             self.bytes = self._work()
         except Exception as error:
             self.error = error
         self.write_seconds = time.perf_counter() - started
+        if kept is not None:
+            try:
+                self.copied = kept()
+            except Exception as error:  # the ranks cannot agree any more
+                self.error = self.error or error
+
+
+@dataclass(frozen=True)
+class _Image:
+    """A snapshot: `size` bytes of the memory `fd`, of which tensors begin at `begin`. failure: why there is none."""
+
+    contents: FileContents | None
+    fd: int
+    size: int
+    begin: int
+    failure: Exception | None
 
 
 class BackgroundSaver:
     """Saves of this rank in the background.
 
-    group: all ranks, used by nothing else; None without a process group. in_flight: the newest save, until it was
-    reported. broken: the error of a save after which no later one can succeed.
+    group: all ranks, used by nothing else; None without a process group. replicas: where snapshots of full checkpoints
+    are kept in memory, if anywhere. attempt: the number of this start of the ranks. in_flight: the newest save, until
+    it was reported. broken: the error of a save after which no later one can succeed.
     """
 
-    def __init__(self, folder: RunFolder, device: torch.device, group: dist.ProcessGroup | None):
-        self._folder, self._group = folder, group
+    def __init__(
+        self,
+        folder: RunFolder,
+        device: torch.device,
+        group: dist.ProcessGroup | None,
+        replicas: Replicas | None = None,
+        attempt: int = 0,
+    ):
+        self._folder, self._group, self._replicas, self._attempt = folder, group, replicas, attempt
         self._snapshot = Snapshot(device)
-        self._writer = WriterProcess(folder, rank(), self._snapshot.fd)
+        # The keeper has the memory of the last full snapshot, which a save of the weights alone must not change.
+        self._weights = Snapshot(device) if replicas else self._snapshot
+        self._writer = WriterProcess(folder, rank(), [self._snapshot.fd, self._weights.fd])
         with contextlib.suppress(ResourceError):  # tried again at the first save, which reports it
             self._writer.begin()  # now, because its start must not count for the first save
         self.in_flight: SaveInFlight | None = None
@@ -116,40 +151,61 @@ class BackgroundSaver:
         The arguments are those of `save_checkpoint`; the previous save must have ended. began: time.monotonic() at
         which training began to wait. An error of this rank ends the save on every rank.
         """
-        contents, size, failure = None, 0, None
+        contents, header, size, failure = None, b"", 0, None
+        replicas = self._replicas if facts.kind == FULL else None
+        snapshot = self._snapshot if facts.kind == FULL else self._weights
         try:
             contents, tensors = file_contents(state, facts.kind)
-            size = self._snapshot.take(tensors)
+            if replicas is not None:
+                replicas.begin()
+                header = header_of(contents.parts)  # what is kept in memory is a whole checkpoint file
+            size = snapshot.take(tensors, header)
             self._writer.begin(size)
         except (IngotError, OSError, RuntimeError) as error:  # the other ranks have to hear of it
             failure = error
+        image = _Image(contents, snapshot.fd, size, len(header), failure)
 
         def work() -> int:
-            return self._save(facts, contents, size, failure, ledger, segment, keep, keep_every)
+            return self._save(facts, image, ledger, segment, keep, keep_every)
+
+        def keep_in_memory() -> Callable[[], Copied]:
+            copying = None
+            if replicas is not None and contents is not None and failure is None:
+                copying = replicas.keep(snapshot.fd, size, self._attempt, facts, contents, ledger, segment)
+            return lambda: self._copied(facts.step, copying, failure)
 
         added, stall = ledger[-1] if ledger else None, time.monotonic() - began
-        self.in_flight = SaveInFlight(facts.kind, facts.step, added, stall, work)
+        in_memory = keep_in_memory if replicas is not None else None
+        self.in_flight = SaveInFlight(facts.kind, facts.step, added, stall, work, in_memory)
         return self.in_flight
+
+    def _copied(self, step: int, copying: Copying | None, failure: Exception | None) -> Copied:
+        """Wait until the snapshot is in memory on all nodes. The same on every rank. Collective."""
+
+        def own() -> dict[str, Any]:
+            if copying is not None:
+                return copying.wait()
+            return {"nodes": 0, "bytes": 0, "seconds": 0.0, "failures": [f"rank {rank()}: {failure}"]}
+
+        return Copied(**from_all_ranks(own, lambda ranks: vars(summary(step, ranks)), group=self._group))
 
     def _save(
         self,
         facts: CheckpointFacts,
-        contents: FileContents | None,
-        size: int,
-        failure: Exception | None,
+        image: "_Image",
         ledger: tuple[LedgerSegment, ...],
         segment: bytes,
         keep: int,
         keep_every: int,
     ) -> int:
         def own_bytes() -> int:
-            if failure is not None:
-                raise failure
-            return size
+            if image.failure is not None:
+                raise image.failure
+            return image.size
 
         def write() -> bytes:
-            assert contents is not None
-            return self._writer.write(facts, contents, size)
+            assert image.contents is not None
+            return self._writer.write(facts, image.contents, image.fd, image.size, image.begin)
 
         try:
             from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts, sizes), group=self._group)
@@ -169,3 +225,4 @@ class BackgroundSaver:
         """End the writer process, and a save that is in flight with it, and free the snapshot."""
         self._writer.close()
         self._snapshot.close()
+        self._weights.close()

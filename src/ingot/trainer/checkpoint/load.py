@@ -1,7 +1,7 @@
 """Resume from the newest undamaged checkpoint, or load a checkpoint into a model in a single process."""
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,10 +26,12 @@ from ingot.trainer.checkpoint.manifest import (
 )
 from ingot.trainer.checkpoint.message import pack_json, unpack_manifest
 from ingot.trainer.checkpoint.part import overlap, slices
+from ingot.trainer.checkpoint.replicas import MemoryCheckpoint
 from ingot.trainer.checkpoint.rules import damaged
 from ingot.trainer.checkpoint.segments import verify_segments
 from ingot.trainer.checkpoint.state import (
     BIAS,
+    GENERATORS,
     LOAD,
     MODEL,
     StateBlock,
@@ -133,7 +135,32 @@ def _verified_by_all(path: Path) -> CheckpointManifest:
     return manifest
 
 
-def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> None:
+def resume_from_memory(
+    folder: RunFolder,
+    memory: MemoryCheckpoint,
+    state: TrainingState,
+    *,
+    settings: Mapping[str, Any],
+    data_fingerprint: str,
+) -> CheckpointManifest:
+    """Fill `state` from snapshots in the memory of the nodes, as `resume` does from a checkpoint. Collective.
+
+    No file of a checkpoint is read; the samples in the ledger are compared with their hashes. Raises CheckpointError on
+    every rank if a snapshot was lost or changed meanwhile, or is of another model, and ConfirmationNeeded.
+    """
+    manifest, path = memory.manifest, memory.path
+    on_all_ranks(lambda: verify_segments(folder.checkpoints / path.name, manifest, manifest.ledger[rank() :: world()]))
+    from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
+    _load(path, manifest, state, memory.find)
+    if manifest.world == world():
+        on_all_ranks(lambda: restore_random(path, manifest, rank(), memory.find))
+    return manifest
+
+
+Find = Callable[[str, Sequence[str]], Path]  # the name of a checkpoint's file, and keys in it -> where to read them
+
+
+def _load(path: Path, manifest: CheckpointManifest, state: TrainingState, find: Find | None = None) -> None:
     """Load all blocks after all ranks have compared names, shapes and dtypes: another model is never loaded in part."""
     names = sorted(name for name in manifest.tensors if not state.is_skipped(name))
     moments = on_all_ranks(state.optimizer.moments)
@@ -155,7 +182,7 @@ def _load(path: Path, manifest: CheckpointManifest, state: TrainingState) -> Non
                 raise _other_model(path, name, "the model has no such tensor", lacking="model")
 
     def fill() -> None:
-        read_blocks(path, manifest, blocks)
+        read_blocks(path, manifest, blocks, find)
         state.optimizer.put_moments(moments)
 
     from_all_ranks(own_names, covered)
@@ -213,25 +240,28 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
     return manifest
 
 
-def restore_random(path: Path, manifest: CheckpointManifest, rank: int) -> None:
+def restore_random(path: Path, manifest: CheckpointManifest, rank: int, find: Find | None = None) -> None:
     """Restore the random states of `rank` from the verified checkpoint `path`. Raises CheckpointError if what is there
-    is not the state of a generator."""
+    is not the state of a generator. find: as in `read_blocks`."""
     try:
         if manifest.rng:
             restore_random_text(manifest.rng[rank])
         else:
-            restore_random_state(path / file_of(rank))
+            file = file_of(rank)
+            restore_random_state(find(file, GENERATORS) if find else path / file)
     except (RuntimeError, TypeError, ValueError, OSError, safetensors.SafetensorError) as error:
         problem = f"the random state of rank {rank} cannot be restored ({error})"
         raise damaged(path, problem, "E-CKPT-RANDOM", rank=rank) from None
 
 
-def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock]) -> None:
+def read_blocks(
+    path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock], find: Find | None = None
+) -> None:
     """Fill the tensor of each block from checkpoint `path`, however the checkpoint was divided into blocks.
 
     manifest: the verified manifest of `path`, which must list the tensor of every block. Only the bytes that a block
-    needs are read, one file at a time. The tensors keep their device and dtype. Raises CheckpointError if a file
-    cannot be read.
+    needs are read, one file at a time. The tensors keep their device and dtype. find: where the files are; by default
+    in the folder `path`. Raises CheckpointError if a file cannot be read.
     """
     wanted: dict[str, list[tuple[StateBlock, StoredBlock]]] = defaultdict(list)
     shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts, so each cut is searched only once
@@ -245,8 +275,9 @@ def read_blocks(path: Path, manifest: CheckpointManifest, blocks: Iterable[State
             chunk = manifest.chunk(block.name, number)
             wanted[chunk.file].append((block, chunk))
     for name in sorted(wanted):
+        place = find(name, [chunk.key for _, chunk in wanted[name]]) if find else path / name
         try:
-            with safetensors.safe_open(path / name, framework="pt", device="cpu") as file:
+            with safetensors.safe_open(place, framework="pt", device="cpu") as file:
                 for block, chunk in wanted[name]:
                     _copy(file, chunk, block)
         except (OSError, safetensors.SafetensorError) as error:

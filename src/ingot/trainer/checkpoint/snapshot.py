@@ -32,15 +32,17 @@ class Snapshot:
         self._map: mmap.mmap | None = None
         self._image = torch.empty(0, dtype=torch.uint8)
 
-    def take(self, tensors: Sequence[Tensor]) -> int:
-        """Copy `tensors`, on any device, of which those with larger elements come first. Returns the number of bytes.
+    def take(self, tensors: Sequence[Tensor], header: bytes = b"") -> int:
+        """Copy `header`, a multiple of 8 bytes, and `tensors`, on any device, of which those with larger elements come
+        first. Returns the number of bytes.
 
         When this returns, the tensors may change.
         """
-        total = sum(tensor.nbytes for tensor in tensors)
+        total = len(header) + sum(tensor.nbytes for tensor in tensors)
         if total > self._image.numel():
             self._allocate(total)
-        begin = 0
+        begin = len(header)
+        self._image[:begin].numpy()[:] = np.frombuffer(header, np.uint8)
         for tensor in tensors:
             end = begin + tensor.nbytes
             self._copy(tensor.detach(), self._image[begin:end])

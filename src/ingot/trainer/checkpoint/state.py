@@ -25,6 +25,7 @@ from ingot.errors import CheckpointError
 
 MODEL, OPTIM, EXTRA, CALLBACK = "model.", "optim.", "extra.", "callback."
 CPU, CUDA = "random.cpu", "random.cuda"
+GENERATORS = (CPU, CUDA)
 # The suffix of the names of experts' loads in the previous step. Only a balance loss reads them, and a run may add or
 # remove the loss; the model's outputs do not depend on them.
 LOAD = ".router.load"

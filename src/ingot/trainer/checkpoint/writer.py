@@ -43,8 +43,8 @@ class WriterProcess:
     Every method after `begin` raises the error that the writer answers, or ResourceError if the writer ended or hangs.
     """
 
-    def __init__(self, folder: RunFolder, rank: int, snapshot_fd: int):
-        self._folder, self._rank, self._fd = folder, rank, snapshot_fd
+    def __init__(self, folder: RunFolder, rank: int, snapshot_fds: Sequence[int]):
+        self._folder, self._rank, self._fds = folder, rank, tuple(snapshot_fds)
         self._process: subprocess.Popen[bytes] | None = None
         self._patience = _PATIENCE_SECONDS
 
@@ -67,10 +67,10 @@ class WriterProcess:
         module, root = "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute())
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, root, str(self._fd), str(os.getpid())],
+                [sys.executable, "-P", "-m", module, root, str(os.getpid())],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
-                pass_fds=(self._fd,),
+                pass_fds=self._fds,
                 start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
             )
         except OSError as error:
@@ -82,9 +82,10 @@ class WriterProcess:
         """See CheckpointFiles.make_folder."""
         self._ask(_about("make_folder", facts) | {"bytes": list(bytes_by_rank)})
 
-    def write(self, facts: CheckpointFacts, contents: FileContents, snapshot_bytes: int) -> bytes:
-        """Write this rank's file from the snapshot. Returns the bytes of its RankBlocks."""
-        request = {"rank": self._rank, "contents": contents, "snapshot": snapshot_bytes}
+    def write(self, facts: CheckpointFacts, contents: FileContents, fd: int, size: int, begin: int) -> bytes:
+        """Write this rank's file from the snapshot `fd`, which has `size` bytes, with tensors from `begin` on. Returns
+        the bytes of its RankBlocks."""
+        request = {"rank": self._rank, "contents": contents, "fd": fd, "size": size, "begin": begin}
         return self._ask(_about("write", facts) | request)
 
     def finish(
@@ -178,7 +179,7 @@ def _frames(pipe: IO[bytes]) -> Iterator[bytes]:
 # -- the process --
 
 
-def main(root: str, snapshot_fd: str, rank_pid: str) -> None:
+def main(root: str, rank_pid: str) -> None:
     """Answer the requests on standard input until it is closed. rank_pid: the process that started this one; this one
     ends with it.
     """
@@ -189,12 +190,12 @@ def main(root: str, snapshot_fd: str, rank_pid: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_until_the_rank_is_gone, args=(requests,), daemon=True).start()
-    folder, fd = RunFolder(Path(root)), int(snapshot_fd)
+    folder = RunFolder(Path(root))
     while True:
         request = json.loads(requests.get())
         more = [requests.get() for _ in range(request["more"])]
         try:
-            answer = as_value(_answer(folder, fd, request, more))
+            answer = as_value(_answer(folder, request, more))
         except Exception as error:
             answer = as_error(error)
         _send(answers, answer)
@@ -206,15 +207,15 @@ def _read_until_the_rank_is_gone(requests: "queue.SimpleQueue[bytes]") -> None:
     os._exit(0)
 
 
-def _answer(folder: RunFolder, fd: int, request: dict[str, Any], more: list[bytes]) -> bytes:
+def _answer(folder: RunFolder, request: dict[str, Any], more: list[bytes]) -> bytes:
     files = CheckpointFiles(folder.of(request["kind"]), request["step"], request["epoch"])
     if request["do"] == "make_folder":
         files.make_folder(request["bytes"])
         return b""
     if request["do"] == "write":
         contents = _contents(request["contents"])
-        size = request["snapshot"]  # 0 on a rank that owns no weights
-        image = memoryview(mmap.mmap(fd, size, prot=mmap.PROT_READ) if size else b"")
+        size = request["size"]  # 0 on a rank that owns no weights
+        image = memoryview(mmap.mmap(request["fd"], size, prot=mmap.PROT_READ) if size else b"")[request["begin"] :]
         return files.write(request["rank"], contents, lambda: _cut(image, contents.parts)).to_bytes()
     values = request["facts"]
     facts = CheckpointFacts(**values | {"health": Health(**values["health"])})

@@ -7,6 +7,7 @@ begin before the cause is known, and wait 30 s for a hung peer.
 import contextlib
 import json
 import math
+import os
 import signal
 import subprocess
 import time
@@ -20,6 +21,7 @@ from ingot.schema import events
 from ingot.schema.run import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers
+from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
@@ -174,6 +176,7 @@ def supervise(
                 raise KeyboardInterrupt(_standing(log_reader))
     finally:
         running.close()
+        end_keeper(os.getpid(), folder.root)
         log.close()
         folder.stop_request.unlink(missing_ok=True)
     return JobResult(

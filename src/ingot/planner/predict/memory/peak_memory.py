@@ -79,7 +79,7 @@ def _snapshot(position: Position, run: RunConfig, cluster: Cluster) -> dict[str,
     """
     if run.checkpoint.mode == "sync" or cluster.device != "cpu":
         return {}
-    return {"snapshot": memory.saved(position)}
+    return {"snapshot": memory.snapshots(position, weights_apart=run.checkpoint.weights_apart)}
 
 
 def position_bill(position: Position, device: str) -> dict[str, Term]:

@@ -1,0 +1,441 @@
+"""The process of a node that keeps snapshots in memory: those of the node's ranks, and copies of other nodes' ranks.
+
+The program `python -m ingot.trainer.checkpoint.keeper NAME OWNER ADDRESS` has no torch and reads no disk. It outlives
+the ranks, and ends with the process OWNER, which starts ranks again: ingot's supervisor or torchrun's agent.
+
+It answers the ranks of its node on a socket of the machine without a file, to processes of the same user. A rank lends
+it the memory of its snapshot, so the node keeps no second copy. Keepers of other nodes, and ranks that replace lost
+ones, connect to ADDRESS by TCP ("" on a single node) and send a token first. Like the traffic between ranks, this is
+not encrypted.
+
+A snapshot is one image: the bytes of the rank's checkpoint file. An image that is being replaced does not exist: while
+a rank fills its memory anew, and while a copy arrives, the newest image is gone, and a run that fails at that moment
+continues from its checkpoints.
+"""
+
+import contextlib
+import hashlib
+import hmac
+import itertools
+import json
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ingot.errors import IngotError, ResourceError
+from ingot.machine.facts import host_memory
+from ingot.machine.processes import identity_of
+from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message, unpack_json
+
+_CHUNK = 4 << 20
+_SECONDS = 60.0  # a node that sends or takes nothing for so long is gone
+_LENGTH = struct.Struct("<Q")
+_MOST_FRAME_BYTES = 1 << 30
+_CREDENTIALS = struct.Struct("3i")  # of unix(7), SO_PEERCRED: process, user, group
+_POLL_SECONDS = 0.01
+_NOTHING_LENT = b"-"  # the first byte to the keeper of a node, which a descriptor may come with
+_SPARE_BYTES = 1 << 30  # memory that a copy leaves to others
+
+
+@dataclass(frozen=True, kw_only=True)
+class KeptImage:
+    """A snapshot of one rank in the memory of a node. snapshot: a text that all ranks' images of one save have.
+
+    epoch: of the attempt that saved it, or that continued from it. world: the number of ranks that saved.
+    """
+
+    rank: int
+    snapshot: str
+    step: int
+    epoch: int
+    world: int
+    bytes: int
+    sha256: str = ""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """The place at which the keeper of another node listens."""
+
+    host: str
+    port: int
+    token: str
+
+
+# -- the way to a keeper --
+
+
+class Connection:
+    """A socket that carries frames: a length, then bytes. Raises OSError if the other side is gone or too slow."""
+
+    def __init__(self, connected: socket.socket):
+        connected.settimeout(_SECONDS)
+        self.socket = connected
+
+    def send(self, *frames: bytes) -> None:
+        for frame in frames:
+            self.socket.sendall(_LENGTH.pack(len(frame)))
+            self.socket.sendall(frame)
+
+    def receive(self, most: int = _MOST_FRAME_BYTES) -> bytes:
+        size = _LENGTH.unpack(self._exactly(_LENGTH.size))[0]
+        if size > most:
+            raise OSError(f"a message of {size:,} bytes arrives, more than {most:,}")
+        return self._exactly(size)
+
+    def fill(self, place: memoryview) -> None:
+        """Receive bytes until `place` is full."""
+        while len(place):
+            count = self.socket.recv_into(place[:_CHUNK])
+            if not count:
+                raise OSError("the other side has closed the connection")
+            place = place[count:]
+
+    def _exactly(self, size: int) -> bytes:
+        found = bytearray(size)
+        self.fill(memoryview(found))
+        return bytes(found)
+
+    def ask(self, request: dict[str, Any], *more: bytes) -> Any:
+        """Send a request and return its answer. Raises the error that the keeper answers, OSError if it gives none."""
+        self.send(pack_json(request | {"more": len(more)}), *more)
+        return read_message(self.receive(), unpack_json)
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def reach_local(name: str) -> Connection:
+    """Connect to the keeper `name` of this machine. Raises OSError if there is none."""
+    connected = socket.socket(socket.AF_UNIX)
+    try:
+        connected.connect("\0" + name)
+    except OSError:
+        connected.close()
+        raise
+    return Connection(connected)
+
+
+def asking(name: str) -> Connection:
+    """Connect to the keeper `name` of this machine, for a request that lends no memory. Raises OSError."""
+    connection = reach_local(name)
+    connection.socket.sendall(_NOTHING_LENT)
+    return connection
+
+
+def reach_peer(peer: Peer) -> Connection:
+    """Connect to the keeper of another node. Raises OSError if it does not answer."""
+    connection = Connection(socket.create_connection((peer.host, peer.port), timeout=_SECONDS))
+    connection.send(peer.token.encode())
+    return connection
+
+
+def keeper_name(owner: int, run: Path) -> str:
+    """Return the name of the keeper of the ranks that the process `owner` starts, for the run in the folder `run`."""
+    return "ingot-keeper-" + hashlib.sha256(f"{identity_of(owner)} {run.resolve()}".encode()).hexdigest()[:32]
+
+
+def start_keeper(name: str, owner: int, address: str) -> None:
+    """Start the keeper `name` unless it runs. address: see the program's; "" without other nodes.
+
+    Raises ResourceError if it does not answer within a minute.
+    """
+    with contextlib.suppress(OSError), contextlib.closing(reach_local(name)):
+        return
+    command = [sys.executable, "-P", "-m", "ingot.trainer.checkpoint.keeper", name, str(owner), address]
+    # Nothing by which a supervisor finds the processes of a job, because it ends those before it starts ranks again.
+    env = {key: value for key, value in os.environ.items() if key.startswith(("PYTHON", "LD_")) or key == "PATH"}
+    started = subprocess.Popen(
+        command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, start_new_session=True
+    )
+    deadline = time.monotonic() + _SECONDS
+    while time.monotonic() < deadline and started.poll() is None:
+        with contextlib.suppress(OSError), contextlib.closing(reach_local(name)):
+            return
+        time.sleep(_POLL_SECONDS)
+    raise ResourceError(
+        "E-REPLICA-KEEPER",
+        "the process that keeps snapshots in memory does not start",
+        rule="with checkpoint.replicas, each node has one",
+        fix="see its error in the log of this attempt; training goes on without copies in memory",
+        exit_code=started.poll(),
+    )
+
+
+def end_keeper(owner: int, run: Path) -> None:
+    """End the keeper of the ranks that `owner` started, if there is one, and free its memory."""
+    with contextlib.suppress(OSError), contextlib.closing(asking(keeper_name(owner, run))) as connection:
+        connection.ask({"do": "end"})
+
+
+def memory_of(size: int) -> int:
+    """Return the descriptor of `size` bytes of memory. Raises ResourceError if the machine has not that much left."""
+    _, available = host_memory()
+    if size + _SPARE_BYTES > available:
+        raise ResourceError(
+            "E-REPLICA-MEMORY",
+            f"a copy of a snapshot needs {size:,} bytes of memory, and {available:,} are available",
+            rule=f"a copy leaves {_SPARE_BYTES:,} bytes to other programs",
+            fix="lower checkpoint.replicas, or use nodes with more memory",
+            bytes=size,
+            available=available,
+        )
+    fd = os.memfd_create("ingot-image")
+    os.ftruncate(fd, size)
+    return fd
+
+
+def receive_image(connection: Connection, size: int) -> tuple[int, str]:
+    """Receive the bytes of an image into new memory. Returns its descriptor and the SHA-256 of what arrived."""
+    fd, sha256 = memory_of(size), hashlib.sha256()
+    try:
+        with mmap.mmap(fd, size) as whole, memoryview(whole) as view:
+            for start in range(0, size, _CHUNK):
+                with view[start : start + _CHUNK] as chunk:
+                    connection.fill(chunk)
+                    sha256.update(chunk)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, sha256.hexdigest()
+
+
+def chunks_of(fd: int, begin: int, end: int) -> Iterator[memoryview]:
+    """Yield the bytes from `begin` to `end` of the memory `fd`, in order."""
+    if begin == end:
+        return
+    with mmap.mmap(fd, end, prot=mmap.PROT_READ) as whole, memoryview(whole) as view:
+        for start in range(begin, end, _CHUNK):
+            with view[start : min(start + _CHUNK, end)] as chunk:
+                yield chunk
+
+
+def sha256_of(fd: int, size: int) -> str:
+    """Return the SHA-256 of the first `size` bytes of the memory `fd`."""
+    sha256 = hashlib.sha256()
+    for chunk in chunks_of(fd, 0, size):
+        sha256.update(chunk)
+    return sha256.hexdigest()
+
+
+def part_of_image(fd: int, keys: Collection[str]) -> tuple[bytes, list[tuple[int, int]]]:
+    """Return the header of a safetensors file of those `keys` that the image `fd` has, and the spans of bytes of their
+    tensors in the image, in order."""
+    size = int.from_bytes(os.pread(fd, 8, 0), "little")
+    entries = json.loads(os.pread(fd, size, 8))
+    wanted = set(keys)
+    chosen = [(key, one) for key, one in entries.items() if key in wanted]  # in the order of their data
+    header, spans, position = {}, list[tuple[int, int]](), 0
+    for key, entry in chosen:
+        begin, end = entry["data_offsets"]
+        spans.append((8 + size + begin, 8 + size + end))
+        header[key] = entry | {"data_offsets": [position, position + end - begin]}
+        position += end - begin
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text, spans
+
+
+# -- the process --
+
+
+class Keeper:
+    """The images of one node, by rank, and the answers to requests about them."""
+
+    def __init__(self) -> None:
+        self._images: dict[
+            int, tuple[KeptImage, list[bytes], int]
+        ] = {}  # with what its save says of it, and its memory
+        self._lock, self._comparing = threading.Lock(), threading.Lock()
+        self._compared: set[tuple[int, str]] = set()
+
+    def answer(self, connection: Connection, request: dict[str, Any], more: list[bytes], lent: list[int]) -> Any:
+        """Carry out one request. Returns a value of JSON. lent: descriptors that came with it."""
+        do = request["do"]
+        if do == "begin":
+            return self._drop(request["rank"])
+        if do == "keep":
+            return self._keep(KeptImage(**request["image"]), more, lent, [Peer(**one) for one in request["peers"]])
+        if do == "hold":
+            return self._hold(KeptImage(**request["image"]), more, connection)
+        if do == "list":  # the blocks of an image come with it; the ledger, which is large, is asked for by its own
+            with self._lock:
+                return [[asdict(image), about[0].decode()] for image, about, _ in self._images.values()]
+        if do == "ledger":
+            with self._lock:
+                return self._images[request["rank"]][1][1].decode()
+        if do == "adopt":
+            return self._adopt(request["snapshot"], request["epoch"])
+        raise ValueError(f"a keeper cannot {do!r}")
+
+    def find(self, rank: int, snapshot: str) -> int:
+        """Return a descriptor of the memory of an image, which the caller closes, after its bytes were compared with
+        their hash, once. Raises OSError if it is not here, or has changed."""
+        with self._lock:
+            image, _, fd = self._images.get(rank, (None, [], -1))
+            if image is None or image.snapshot != snapshot:
+                raise OSError(f"the snapshot of rank {rank} is no longer in memory")
+            found = os.dup(fd)
+        with self._comparing:
+            if (rank, snapshot) not in self._compared and sha256_of(found, image.bytes) != image.sha256:
+                os.close(found)
+                raise OSError(f"the snapshot of rank {rank} has changed in memory")
+            self._compared.add((rank, snapshot))
+        return found
+
+    def _drop(self, rank: int) -> None:
+        with self._lock:
+            _, _, fd = self._images.pop(rank, (None, [], -1))
+        if fd >= 0:
+            os.close(fd)
+
+    def _put(self, image: KeptImage, about: list[bytes], fd: int) -> None:
+        self._drop(image.rank)
+        with self._lock:
+            self._images[image.rank] = image, about, fd
+            self._compared.clear()
+
+    def _keep(self, image: KeptImage, about: list[bytes], lent: list[int], peers: Sequence[Peer]) -> dict[str, Any]:
+        """Keep the memory that a rank of this node lent, and send a copy to `peers`."""
+        (fd,) = lent
+        sha256, open_peers, failures = hashlib.sha256(), list[Connection](), list[str]()
+        with contextlib.ExitStack() as stack:
+            for peer in peers:
+                try:
+                    connection = reach_peer(peer)
+                    stack.callback(connection.close)
+                    connection.send(pack_json({"do": "hold", "image": image, "more": len(about)}), *about)
+                    open_peers.append(connection)
+                except OSError as error:
+                    failures.append(f"{peer.host}: {error}")
+            for chunk in chunks_of(fd, 0, image.bytes):
+                sha256.update(chunk)
+                for connection in list(open_peers):
+                    try:
+                        connection.socket.sendall(chunk)
+                    except OSError as error:
+                        open_peers.remove(connection)
+                        failures.append(str(error))
+            whole = replace(image, sha256=sha256.hexdigest())
+            for connection in list(open_peers):
+                try:
+                    connection.send(whole.sha256.encode())
+                    read_message(connection.receive(), unpack_json)
+                except (OSError, IngotError) as error:
+                    open_peers.remove(connection)
+                    failures.append(getattr(error, "found", str(error)))
+        self._put(whole, about, fd)
+        lent.clear()
+        return {"copies": len(open_peers), "failures": failures}
+
+    def _hold(self, image: KeptImage, about: list[bytes], connection: Connection) -> None:
+        """Receive and keep a copy of the image of a rank of another node."""
+        self._drop(image.rank)
+        fd, found = receive_image(connection, image.bytes)
+        if connection.receive(1 << 10).decode() != found:
+            os.close(fd)
+            raise OSError(f"the snapshot of rank {image.rank} arrived with other bytes than were sent")
+        self._put(replace(image, sha256=found), about, fd)
+
+    def _adopt(self, snapshot: str, epoch: int) -> None:
+        with self._lock:
+            for rank, (image, about, fd) in self._images.items():
+                if image.snapshot == snapshot:
+                    self._images[rank] = replace(image, epoch=epoch), about, fd
+
+
+def _serve(listener: socket.socket, keeper: Keeper, token: str) -> None:
+    while True:
+        connected, _ = listener.accept()
+        threading.Thread(target=_serve_one, args=(Connection(connected), keeper, token), daemon=True).start()
+
+
+def _serve_one(connection: Connection, keeper: Keeper, token: str) -> None:
+    """Answer the request of one connection. token: what a node has to send first; "" for ranks of this node."""
+    lent: list[int] = []
+    with contextlib.suppress(OSError), contextlib.closing(connection):
+        if not (_sends(connection, token) if token else _is_same_user(connection)):
+            return
+        if not token:
+            _, lent, _, _ = socket.recv_fds(connection.socket, 1, 1)  # one byte comes with the descriptor, or alone
+        request = json.loads(connection.receive())
+        more = [connection.receive() for _ in range(request["more"])]
+        try:
+            if request["do"] in ("lend", "read"):
+                _give(connection, keeper, request)
+            elif request["do"] == "end" and not token:
+                connection.send(as_value(pack_json({"port": 0})))
+                os._exit(0)
+            elif request["do"] == "where" and not token:
+                connection.send(as_value(pack_json(_WHERE)))
+            else:
+                connection.send(as_value(pack_json(keeper.answer(connection, request, more, lent))))
+        except Exception as error:
+            connection.send(as_error(error))
+    for fd in lent:
+        os.close(fd)
+
+
+def _give(connection: Connection, keeper: Keeper, request: dict[str, Any]) -> None:
+    """Lend the memory of an image to a rank of this node, or send the tensors that another node asks for."""
+    fd = keeper.find(request["rank"], request["snapshot"])
+    try:
+        if request["do"] == "lend":
+            connection.send(as_value(pack_json(None)))
+            socket.send_fds(connection.socket, [b"+"], [fd])
+            return
+        header, spans = part_of_image(fd, request["keys"])
+        size = len(header) + sum(end - begin for begin, end in spans)
+        connection.send(as_value(pack_json(size)))
+        sha256 = hashlib.sha256()
+        for piece in itertools.chain([memoryview(header)], *(chunks_of(fd, *span) for span in spans)):
+            sha256.update(piece)
+            connection.socket.sendall(piece)
+        connection.send(sha256.hexdigest().encode())
+    finally:
+        os.close(fd)
+
+
+def _sends(connection: Connection, token: str) -> bool:
+    return hmac.compare_digest(connection.receive(1 << 10), token.encode())
+
+
+def _is_same_user(connection: Connection) -> bool:
+    found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+    return _CREDENTIALS.unpack(found)[1] == os.getuid()
+
+
+_WHERE: dict[str, Any] = {"host": "", "port": 0, "token": ""}  # the Peer that this process is to other nodes
+
+
+def main(name: str, owner: str, address: str) -> None:
+    """Serve until the process `owner` has ended."""
+    keeper, local, token = Keeper(), socket.socket(socket.AF_UNIX), secrets.token_hex(16)
+    owner_ends = os.pidfd_open(int(owner))
+    try:
+        local.bind("\0" + name)
+    except OSError:
+        return  # another rank was faster
+    if address:
+        listener = socket.create_server((address, 0))
+        _WHERE.update(host=address, port=listener.getsockname()[1], token=token)
+        threading.Thread(target=_serve, args=(listener, keeper, token), daemon=True).start()
+    local.listen()
+    threading.Thread(target=_serve, args=(local, keeper, ""), daemon=True).start()
+    select.select([owner_ends], [], [])
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

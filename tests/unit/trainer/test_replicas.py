@@ -1,0 +1,288 @@
+"""Snapshots in the memory of nodes: forked ranks, real keepers, and nodes that are lost with everything on them."""
+
+import hashlib
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+from contextlib import closing, nullcontext
+from pathlib import Path
+
+import pytest
+import torch
+
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.checkpoint import WEIGHTS
+from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint import replicas
+from ingot.trainer.checkpoint.keeper import (
+    Connection,
+    KeptImage,
+    Peer,
+    asking,
+    end_keeper,
+    keeper_name,
+    reach_local,
+    reach_peer,
+    start_keeper,
+)
+from ingot.trainer.checkpoint.message import pack_json, read_message, unpack_json
+from ingot.trainer.checkpoint.replicas import other_nodes
+from ingot.trainer.loop import train
+from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.run import build_trainer
+from ingot.trainer.save import save, settle
+
+from .test_loop import ledger_proof, step_facts
+from .test_loop import run_rank as run_undisturbed
+
+RANKS, STEPS, SAVED = 4, 12, 8
+CHANGES = {"dp_shard": RANKS, "steps": STEPS, "every_steps": 4, "keep": 9}
+
+
+def run_rank(rank, ranks, folder, owners, until_step=None, weights_of=None):
+    """Train as a rank of the node whose processes `owners[node]` starts. weights_of: at the end, save the weights alone
+    as those of this step."""
+    inside = ranks // len(owners)
+    os.environ[SUPERVISOR_VARIABLE] = str(owners[rank // inside])
+    os.environ |= {"LOCAL_WORLD_SIZE": str(inside), "MASTER_ADDR": "127.0.0.1"}
+    place = RankInfo(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank % inside,
+        local_world_size=inside,
+        attempt=0,
+        device=torch.device("cpu"),
+    )
+    lines = []
+    run = build_trainer(load_run(folder.config), folder, place, until_step=until_step, say=lines.append)
+    try:
+        train(run)
+        if weights_of is not None:
+            assert save(run, weights_of, WEIGHTS)
+            assert settle(run, wait=True)
+    finally:
+        run.close()
+    return lines
+
+
+class Nodes:
+    """Processes that stand for the agents of nodes. One that is killed takes its keeper with it."""
+
+    def __init__(self, count):
+        self._processes = [self._start() for _ in range(count)]
+
+    def _start(self):
+        return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+
+    @property
+    def owners(self):
+        return [one.pid for one in self._processes]
+
+    def keeper(self, number, folder):
+        """Return the process id of a node's keeper."""
+        with closing(reach_local(keeper_name(self.owners[number], folder.root))) as connection:
+            found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        return struct.unpack("3i", found)[0]
+
+    def replace(self, number, folder):
+        """Lose a node, and put a new one in its place."""
+        name = keeper_name(self.owners[number], folder.root)
+        reach_local(name).close()  # it has a keeper
+        self.end(number)
+        while True:  # it ends by the end of its owner
+            try:
+                reach_local(name).close()
+            except OSError:
+                break
+        self._processes[number] = self._start()
+
+    def end(self, number):
+        self._processes[number].send_signal(signal.SIGKILL)
+        self._processes[number].communicate()
+
+    def close(self):
+        for number in range(len(self._processes)):
+            self.end(number)
+
+
+@pytest.fixture
+def nodes():
+    found = []
+
+    def make(count):
+        found.append(Nodes(count))
+        return found[0]
+
+    yield make
+    for one in found:
+        one.close()
+
+
+_UNDISTURBED = {}
+
+
+@pytest.fixture
+def reference(fork_ranks, make_run):
+    """The losses and gradient norms of a run that nothing disturbs, by step."""
+    if not _UNDISTURBED:
+        folder = make_run("undisturbed", **CHANGES)
+        fork_ranks(run_undisturbed, RANKS, folder)
+        _UNDISTURBED.update(step_facts(folder))
+    return _UNDISTURBED
+
+
+def lose_files(folder):
+    """Remove the tensors of every checkpoint: what continues, continues without them."""
+    for path in folder.checkpoints.glob("step-*/rank-*"):
+        path.unlink()
+
+
+def last(folder, kind):
+    return list(read_events(folder.events, kind))[-1]
+
+
+def test_a_lost_node_is_replaced_from_the_memory_of_another_without_a_checkpoint(
+    fork_ranks, make_run, nodes, reference
+):
+    cluster, folder = nodes(2), make_run("run", mode="async", replicas=1, **CHANGES)
+    lines = fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED)[0]
+    assert any("in the memory of 2 nodes" in line for line in lines)
+    kept = last(folder, events.SNAPSHOT_KEPT)
+    assert (kept["step"], kept["nodes"], kept["failures"]) == (SAVED, 2, [])
+    lose_files(folder)
+    cluster.replace(1, folder)
+    fork_ranks(run_rank, RANKS, folder, cluster.owners)
+    restored = last(folder, events.SNAPSHOT_RESTORED)
+    assert restored["step"] == SAVED
+    # Half of the ranks are on each node, and only those of the lost one need another node.
+    assert restored["own_bytes"] == restored["peer_bytes"] <= kept["bytes"] / 2
+    assert step_facts(folder) == reference
+    assert ledger_proof(folder, load_run(folder.config))
+
+
+def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run, nodes, reference):
+    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES)
+    fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED, SAVED + 1)
+    assert last(folder, events.WEIGHTS_SAVED)["step"] == SAVED + 1
+    lose_files(folder)
+    fork_ranks(run_rank, RANKS, folder, cluster.owners)
+    assert last(folder, events.SNAPSHOT_RESTORED)["peer_bytes"] == 0
+    assert step_facts(folder) == reference
+
+
+def flip_a_bit(keeper):
+    """Change one byte of one image of a keeper, as broken memory does."""
+    fds = Path(f"/proc/{keeper}/fd")
+    image = next(fd for fd in sorted(fds.iterdir()) if "memfd:ingot" in str(fd.readlink()))
+    with image.open("r+b") as memory:
+        memory.seek(-5, os.SEEK_END)
+        byte = memory.read(1)
+        memory.seek(-5, os.SEEK_END)
+        memory.write(bytes([byte[0] ^ 4]))
+
+
+def test_a_snapshot_that_changed_in_memory_is_refused_and_the_checkpoint_is_used(
+    fork_ranks, make_run, nodes, reference
+):
+    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES)
+    fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED)
+    flip_a_bit(cluster.keeper(0, folder))
+    lines = fork_ranks(run_rank, RANKS, folder, cluster.owners)[0]
+    assert any("has changed in memory" in line for line in lines)
+    assert not list(read_events(folder.events, events.SNAPSHOT_RESTORED))
+    assert [e["step"] for e in read_events(folder.events, events.CHECKPOINT_REFUSED)] == [SAVED]
+    assert step_facts(folder) == reference
+    assert ledger_proof(folder, load_run(folder.config))
+
+
+def test_a_keeper_that_dies_costs_nothing_but_its_copies(fork_ranks, make_run, nodes, reference):
+    """The first attempt saves the steps 4 and 8, and its keeper is killed before the second save."""
+    cluster, folder = nodes(2), make_run("run", mode="async", replicas=1, **CHANGES)
+    fork_ranks(run_rank, RANKS, folder, cluster.owners, 4)
+    os.kill(cluster.keeper(1, folder), signal.SIGKILL)
+    lines = fork_ranks(run_rank, RANKS, folder, cluster.owners)[0]  # starts another one
+    assert last(folder, events.SNAPSHOT_RESTORED)["step"] == 4
+    assert sum("in the memory of 2 nodes" in line for line in lines) >= 1
+    assert step_facts(folder) == reference
+
+
+def test_two_ranks_continue_from_the_snapshots_of_four(fork_ranks, make_run, nodes):
+    cluster, folder = nodes(2), make_run("run", mode="async", replicas=1, **CHANGES)
+    fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED)
+    folder.config.write_text(folder.config.read_text().replace(f"dp_shard = {RANKS}", "dp_shard = 2"))
+    from_disk = RunFolder(shutil.copytree(folder.root, folder.root.with_name("from-disk")))
+    lose_files(folder)
+    cluster.replace(0, folder)
+    fork_ranks(run_rank, 2, folder, cluster.owners)
+    fork_ranks(run_undisturbed, 2, from_disk)
+    assert last(folder, events.SNAPSHOT_RESTORED)["step"] == SAVED
+    assert step_facts(folder) == step_facts(from_disk)
+    assert ledger_proof(folder, load_run(folder.config))
+
+
+def test_nodes_keep_copies_far_away():
+    assert other_nodes(0, 8, 1) == [4]
+    assert other_nodes(6, 8, 3) == [0, 2, 4]
+    assert other_nodes(1, 2, 1) == [0]
+    assert other_nodes(0, 1, 0) == []
+    for nodes_ in range(1, 9):
+        for copies in range(nodes_):
+            found = other_nodes(0, nodes_, copies)
+            assert len({0, *found}) == copies + 1
+
+
+def image(**changes):
+    return vars(KeptImage(**{"rank": 0, "snapshot": "7-0-1", "step": 40, "epoch": 7, "world": 2, "bytes": 8} | changes))
+
+
+def chosen(*by_node, at_least=0):
+    """The step of the snapshot that an attempt 7 would continue from, and the nodes that have each rank's image."""
+    plan = replicas._choose([[[one, ""] for one in held] for held in by_node], {7, 6}, at_least)
+    return plan and (plan["images"][0]["step"], plan["holders"])
+
+
+def test_only_whole_and_new_snapshots_are_chosen():
+    both = [image(), image(rank=1)]
+    assert chosen(both, both) == (40, [[0, 1], [0, 1]])
+    assert chosen(both[:1], both[1:]) == (40, [[0], [1]])
+    assert chosen(both[:1]) is None and chosen([]) is None
+    assert chosen(both, at_least=40) and chosen(both, at_least=41) is None  # a checkpoint on the disk is newer
+    other = image(rank=1, snapshot="7-0-2", step=60)
+    assert chosen(both[:1], [other]) is None
+    newer = [image(snapshot="7-0-2", step=60), other]
+    assert chosen(both, newer) == (60, [[1], [1]])
+    assert chosen([image(epoch=6), image(rank=1, epoch=6)]) == (40, [[0], [0]])
+    assert chosen([image(epoch=5), image(rank=1, epoch=5)]) is None
+
+
+def test_a_copy_that_arrives_with_other_bytes_is_refused(tmp_path):
+    name = keeper_name(os.getpid(), tmp_path)
+    start_keeper(name, os.getpid(), "127.0.0.1")
+    try:
+        with closing(asking(name)) as keeper:
+            peer = Peer(**keeper.ask({"do": "where"}))
+        for sent, refusal in ((b"12345678", ""), (b"12345679", "other bytes than were sent")):
+            with closing(reach_peer(peer)) as connection:
+                connection.send(pack_json({"do": "hold", "image": image(), "more": 1}), b"{}")
+                connection.socket.sendall(sent)
+                connection.send(hashlib.sha256(b"12345678").hexdigest().encode())
+                with pytest.raises(OSError, match=refusal) if refusal else nullcontext():
+                    read_message(connection.receive(), unpack_json)
+            with closing(asking(name)) as keeper:
+                assert len(keeper.ask({"do": "list"})) == (not refusal)
+        with closing(socket.create_connection((peer.host, peer.port))) as stranger, pytest.raises(OSError):
+            connection = Connection(stranger)
+            connection.send(b"0" * 32, pack_json({"do": "list", "more": 0}))
+            connection.receive()  # closed without an answer
+    finally:
+        end_keeper(os.getpid(), tmp_path)
+    with pytest.raises(OSError):
+        reach_local(name)
+    end_keeper(os.getpid(), tmp_path)  # there is none
