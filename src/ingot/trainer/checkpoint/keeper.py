@@ -174,9 +174,13 @@ def start_keeper(name: str, owner: int, address: str) -> None:
 
 
 def end_keeper(owner: int, run: Path) -> None:
-    """End the keeper of the ranks that `owner` started, if there is one, and free its memory."""
-    with contextlib.suppress(OSError), contextlib.closing(asking(keeper_name(owner, run))) as connection:
-        connection.ask({"do": "end"})
+    """End the keeper of the ranks that `owner` started, if there is one, and wait until its memory is free."""
+    deadline = time.monotonic() + _SECONDS
+    with contextlib.suppress(OSError):  # it is gone
+        while time.monotonic() < deadline:
+            with contextlib.closing(asking(keeper_name(owner, run))) as connection:
+                connection.ask({"do": "end"})
+            time.sleep(_POLL_SECONDS)
 
 
 def memory_of(size: int) -> int:
@@ -375,7 +379,7 @@ def _serve_one(connection: Connection, keeper: Keeper, token: str) -> None:
             if request["do"] in ("lend", "read"):
                 _give(connection, keeper, request)
             elif request["do"] == "end" and not token:
-                connection.send(as_value(pack_json({"port": 0})))
+                connection.send(as_value(pack_json(None)))
                 os._exit(0)
             elif request["do"] == "where" and not token:
                 connection.send(as_value(pack_json(_WHERE)))
