@@ -4,17 +4,20 @@ import os
 import signal
 import socket
 import struct
+import subprocess
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 
-from .bench import Bench, marked_processes, options
+from .bench import DEADLINE_SECONDS, Bench, marked_processes, options
 from .oracles import Trace, Verdicts, gone_within, o3, o7, read_facts, redone
-from .row import Row, judge_recovered, newest_valid, random_of
+from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of
 
 _LONG = "train.steps=60"  # so that a signal arrives before the end
+_LONGER = "train.steps=240"  # so that the bench, which reads the log again and again, is not too late
 _GRACE_SECONDS = 2.0
 _PREEMPTED = 10
 # The signals that RS28 sends, one run each.
@@ -39,6 +42,54 @@ def rs01(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o6", where, "" if faults == [(rank, True)] else f"faults {faults}")
     verdicts.time(folder, injected)
     judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
+
+
+def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Remove the tensors of all checkpoints and kill a rank: the run can only continue from the memory of its node."""
+    random, name = random_of("RS07 memory", seed), f"memory-{seed}"
+    rank, step = random.randrange(2), INTERVAL * random.randrange(2, 10)
+    folder = bench.folder(name)
+    in_memory = (_LONGER, 'checkpoint.mode="async"', "checkpoint.replicas=1")
+    process = bench.start(name, *options(in_memory))
+    kept, pids = _stopped_between_snapshots(bench, name, step, process)
+    where = f"rank {rank} after the snapshot of step {kept}"
+    for path in folder.checkpoints.glob("step-*/rank-*"):
+        path.unlink()
+    injected = time.time()
+    os.kill(pids[rank], signal.SIGKILL)
+    for pid in pids.values():
+        os.kill(pid, signal.SIGCONT)
+    ended = bench.ended(process)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    restored = [(e["step"], e["peer_bytes"]) for e in read_events(folder.events, events.SNAPSHOT_RESTORED)]
+    verdicts.judge("o6", where, "" if restored == [(kept, 0)] else f"restored {restored}")
+    verdicts.time(folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(_LONGER))
+    with suppress(OSError), closing(reach_local(keeper_name(process.pid, folder.root))):
+        verdicts.judge("o7", where, "the process that keeps snapshots has outlived the run")
+
+
+def _stopped_between_snapshots(
+    bench: Bench, name: str, step: int, process: subprocess.Popen
+) -> tuple[int, dict[int, int]]:
+    """Stop all ranks soon after a snapshot of `step` or later. Returns its step, and the ranks' processes."""
+    folder, deadline = bench.folder(name), time.monotonic() + DEADLINE_SECONDS
+    while time.monotonic() < deadline and process.poll() is None:
+        log = list(read_events(folder.events))
+        kept = [event["step"] for event in log if event["kind"] == events.SNAPSHOT_KEPT]
+        if not kept or kept[-1] < step:
+            continue
+        pids = {event["rank"]: event["pid"] for event in log if event["kind"] == events.RANK_STARTED}
+        for pid in pids.values():
+            os.kill(pid, signal.SIGSTOP)
+        log = list(read_events(folder.events))
+        kept = [event["step"] for event in log if event["kind"] == events.SNAPSHOT_KEPT]
+        trained = max(event["step"] for event in log if event["kind"] == events.STEP)
+        if trained < kept[-1] + INTERVAL - 1:
+            return kept[-1], pids
+        for pid in pids.values():  # the next snapshot may have begun
+            os.kill(pid, signal.SIGCONT)
+    raise TimeoutError(f"{name}: no snapshot of step {step} was kept")
 
 
 def rs08(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -179,6 +230,7 @@ def _distance(ours: Trace, reference: Trace, step: int) -> float:
 
 ROWS = (
     Row("RS01", "SIGKILL of a rank at a random moment", rs01),
+    Row("RS07 memory", "SIGKILL of a rank, and loss of the tensors of all checkpoints", rs07_memory),
     Row("RS08", "SIGKILL of all processes of a job", rs08),
     Row("RS17", "resume on 2, 1, 2 and on 4, 2, 1 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
