@@ -212,7 +212,9 @@ static int on_name(const char *call, int folder, const char *name, char *path) {
 }
 
 static ssize_t wrong_bit(int fd, const void *data, size_t n, long position) {
-  char *copy = malloc(n ? n : 1);
+  void *aligned; /* for O_DIRECT */
+  if (posix_memalign(&aligned, 4096, n ? n : 1)) abort();
+  char *copy = aligned;
   memcpy(copy, data, n);
   if (n) copy[n / 2] ^= 1;
   ssize_t written = position < 0 ? syscall(SYS_write, fd, copy, n) : syscall(SYS_pwrite64, fd, copy, n, position);

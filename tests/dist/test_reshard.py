@@ -311,7 +311,7 @@ def save_with_trouble(rank, ranks, root, trouble):
     import errno
 
     import ingot.trainer.checkpoint.files as writer
-    import ingot.trainer.checkpoint.tensor_file as tensor_file
+    from ingot.trainer.checkpoint.verified_file import VerifiedFile
 
     layout = Layout(dp_shard=2)
     state = fill(empty_state(rank, layout))
@@ -321,7 +321,7 @@ def save_with_trouble(rank, ranks, root, trouble):
         def full(self, data):
             raise OSError(errno.ENOSPC, "No space left on device")
 
-        tensor_file._HashedFile.write = full
+        VerifiedFile._write = full
     if trouble == "no space on rank 0" and rank == 0:
 
         def no_space(*_):

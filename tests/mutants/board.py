@@ -8,7 +8,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="tensors-not-flushed",
         what="a file of tensors is renamed with its folder while the disk may not have its bytes yet",
-        file="trainer/checkpoint/tensor_file.py",
+        file="trainer/checkpoint/verified_file.py",
         before="os.fsync(self._file.fileno())\n",
         after="self._file.flush()\n",
         tests=(_POWER,),
@@ -43,9 +43,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="read-back-of-memory",
         what="only the number of bytes that the disk gives back is compared",
-        file="trainer/checkpoint/tensor_file.py",
-        before="or found != chunk:",
-        after="or False:",
+        file="trainer/checkpoint/verified_file.py",
+        before="if not np.array_equal(found, np.frombuffer(piece, np.uint8)):",
+        after="if len(found) != len(piece):",
         tests=("tests/board/test_rows.py::test_a_wrong_bit_on_its_way_to_the_disk_is_noticed",),
     ),
     Mutant(

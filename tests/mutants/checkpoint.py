@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+_VERIFIED = "tests/unit/trainer/checkpoint/test_verified_file.py"
 _SAVE = "tests/unit/trainer/checkpoint/test_save.py"
 _BACKGROUND = "tests/unit/trainer/test_background_saves.py"
 _RETENTION = "tests/unit/trainer/checkpoint/test_retention.py"
@@ -26,18 +27,50 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="not-read-back",
         what="a file that was written is compared by its size instead of being read back from the disk",
-        file="trainer/checkpoint/tensor_file.py",
-        before="if not _holds(path, header, data()):",
-        after="if path.stat().st_size != file.bytes:",
+        file="trainer/checkpoint/verified_file.py",
+        before="self._thread.submit(self._flush_and_compare, self._pieces)",
+        after="self._thread.submit(os.fsync, self._file.fileno())",
         tests=("tests/unit/trainer/checkpoint/test_tensor_file.py::test_a_disk_that_lies_is_noticed",),
     ),
     Mutant(
         name="read-back-of-whole-chunks",
         what="of what is read back, the end of each tensor is not compared",
-        file="trainer/checkpoint/tensor_file.py",
-        before="or found != chunk:",
-        after="or (found != chunk and len(chunk) == _CHUNK):",
-        tests=("tests/unit/trainer/checkpoint/test_tensor_file.py::test_a_disk_that_lies_is_noticed",),
+        file="trainer/checkpoint/verified_file.py",
+        before="if not np.array_equal(found, np.frombuffer(piece, np.uint8)):",
+        after="if not np.array_equal(found[:-1], np.frombuffer(piece[:-1], np.uint8)):",
+        tests=(f"{_VERIFIED}::test_a_byte_that_the_disk_changed_is_noticed_in_every_group",),
+    ),
+    Mutant(
+        name="read-back-of-the-first-length",
+        what="bytes that a disk adds at the end of a file are not noticed",
+        file="trainer/checkpoint/verified_file.py",
+        before="if os.fstat(self._back.fileno()).st_size != self.bytes:",
+        after="if os.fstat(self._back.fileno()).st_size < self.bytes:",
+        tests=(f"{_VERIFIED}::test_a_file_of_another_length_is_noticed",),
+    ),
+    Mutant(
+        name="read-back-at-the-end",
+        what="a file is read back only after all of it was written",
+        file="trainer/checkpoint/verified_file.py",
+        before="_WAITING_GROUPS = 2 ",
+        after="_WAITING_GROUPS = 2**40 ",
+        tests=(f"{_VERIFIED}::test_groups_are_compared_while_later_ones_are_written",),
+    ),
+    Mutant(
+        name="page-cache-not-bypassed",
+        what="a large file takes the page cache",
+        file="trainer/checkpoint/verified_file.py",
+        before="if size >= _GROUP and _bypass_cache(file, True) else None",
+        after="if size < _GROUP and _bypass_cache(file, True) else None",
+        tests=(f"{_VERIFIED}::test_large_files_bypass_the_page_cache",),
+    ),
+    Mutant(
+        name="direct-writes-required",
+        what="a file system that takes the flag for direct writes and then refuses them has no checkpoints",
+        file="trainer/checkpoint/verified_file.py",
+        before="if error.errno != errno.EINVAL:",
+        after="if True:",
+        tests=(f"{_VERIFIED}::test_a_file_system_that_refuses_direct_writes_late",),
     ),
     Mutant(
         name="prune-counts-damaged",
@@ -161,6 +194,16 @@ MUTANTS: list[Mutant] = [
         before="    die_with_parent()  # a stopped",
         after="    # a stopped",
         tests=(f"{_BACKGROUND}::test_a_stopped_writer_ends_with_its_rank",),
+    ),
+    Mutant(
+        name="blocks-read-by-rank-0",
+        what="rank 0 reads the blocks of all ranks in the process that trains",
+        file="trainer/checkpoint/background.py",
+        before="                bytes,\n                bytes,\n",
+        after="                bytes,\n"
+        "                lambda data: __import__('ingot.trainer.checkpoint.part', fromlist=['RankBlocks'])"
+        ".RankBlocks.from_bytes(data).to_bytes(),\n",
+        tests=(f"{_BACKGROUND}::test_a_rank_that_trains_never_reads_the_blocks_of_other_ranks",),
     ),
     Mutant(
         name="pinned-removed",

@@ -19,6 +19,7 @@ from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint import background, writer
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
@@ -258,4 +259,16 @@ def test_training_may_change_the_state_once_the_save_has_begun(fork_ranks, make_
 
     assert fork_ranks(train_with_a_late_thread, 1) == ["ended"]
     assert files_by_step(folder) == files_by_step(waiting)
+    assert sorted(files_by_step(folder)) == [4, 8]
+
+
+def test_a_rank_that_trains_never_reads_the_blocks_of_other_ranks(fork_ranks, make_run):
+    """To read those of 16,384 ranks takes seconds, in which training would wait for the lock of the interpreter."""
+    folder = make_run("async", mode="async", dp_shard=2, steps=8, every_steps=4)
+
+    def train_without_reading(rank, ranks):
+        RankBlocks.from_bytes = staticmethod(lambda data: 1 // 0)
+        return run_rank(rank, ranks, folder)
+
+    assert fork_ranks(train_without_reading, 2) == ["ended"] * 2
     assert sorted(files_by_step(folder)) == [4, 8]

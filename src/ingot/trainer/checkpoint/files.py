@@ -84,7 +84,7 @@ class CheckpointFiles:
         self.discard()
         self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
 
-    def write(self, rank: int, contents: FileContents, data: Callable[[], Iterable[memoryview]]) -> RankBlocks:
+    def write(self, rank: int, contents: FileContents, data: Iterable[memoryview]) -> RankBlocks:
         """Write and verify the file of `rank`. data: see `write_parts`. Returns the rank's part of the manifest.
 
         Raises ResourceError if the file cannot be written, and the errors of `write_parts`.

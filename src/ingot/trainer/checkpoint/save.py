@@ -58,7 +58,7 @@ def save_checkpoint(
 
     def write() -> RankBlocks:
         contents, tensors = collected[0]
-        return files.write(rank(), contents, lambda: bytes_of(tensors))
+        return files.write(rank(), contents, bytes_of(tensors))
 
     from_all_ranks(collect, files.make_folder)
     saved_bytes = from_all_ranks(

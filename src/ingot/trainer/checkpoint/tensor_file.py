@@ -4,17 +4,18 @@ The layout is that of safetensors (8 bytes header length, JSON header, raw littl
 cannot hash the bytes while it writes them, and a hash of only the bytes read back would accept a bad write. Reading
 uses the library.
 
-The bytes read back are compared with those in memory, from which the hash was made: a second hash would find the same
-differences and take half as much processor time as the whole write.
+A second thread hashes while the first one writes. The bytes read back (verified_file.py) are compared with those in
+memory, from which the hash was made: a second hash would find the same differences and take half as much processor time
+as the whole write.
 """
 
 import hashlib
-import itertools
 import json
 import math
-import os
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,8 +24,10 @@ import numpy as np
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FileEntry
 from ingot.trainer.checkpoint.rules import DTYPES
+from ingot.trainer.checkpoint.verified_file import verified_file
 
-_CHUNK = 1 << 20  # stays in a processor's cache from the hash to the write
+_CHUNK = 1 << 20  # stays in a processor's cache from one hash to the next
+_HASHING_PARTS = 4  # parts that may wait for their hash: their memory has to stay
 # Floating-point dtypes that NumPy lacks or is slow with -> the exponent bits of an element, as an unsigned integer of
 # its size. NaN and infinity have all of them; float8_e4m3fn has no infinity, and its NaN has all bits but the sign.
 _EXPONENTS = {
@@ -65,78 +68,38 @@ def header_of(parts: Sequence[FilePart]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_parts(
-    path: Path, parts: Sequence[FilePart], data: Callable[[], Iterable[memoryview]]
-) -> tuple[FileEntry, list[int]]:
+def write_parts(path: Path, parts: Sequence[FilePart], data: Iterable[memoryview]) -> tuple[FileEntry, list[int]]:
     """Write the tensors `parts` to the new file `path`, durably.
 
-    data: yields the bytes of each part, in the same order. It is called twice, and the bytes stay the same meanwhile.
+    data: yields the bytes of each part, in the same order; they stay the same meanwhile. A few parts are in use at a
+    time.
 
     Returns the file's entry and the CRC-32 of each tensor's bytes. Raises CheckpointError for a value that is not
     finite (a run could not continue from it), and if the data read back differs from the data written.
     """
-    file, header = _HashedFile(path), header_of(parts)
-    file.write(header)
-    checksums = []
-    for part, whole in zip(parts, data(), strict=True):
+    header = header_of(parts)
+    size = len(header) + sum(part.bytes for part in parts)
+    sha256 = hashlib.sha256(header)
+
+    def hashed(part: FilePart, whole: memoryview) -> int:
         checksum = 0
-        for chunk in _chunks(whole):
+        for chunk in (whole[start : start + _CHUNK] for start in range(0, len(whole), _CHUNK)):
             _require_finite(part, chunk)
             checksum = zlib.crc32(chunk, checksum)
-            file.write(chunk)
-        checksums.append(checksum)
-    sha256 = file.close_durably()
-    if not _holds(path, header, data()):
-        raise CheckpointError(
-            "E-CKPT-READ-BACK",
-            f"the data read back from {path} differs from the data written",
-            rule="a checkpoint counts as saved only after its files have been read back and compared",
-            fix="check this disk; the last checkpoint is unchanged",
-            path=str(path),
-        )
-    return FileEntry(bytes=file.bytes, sha256=sha256), checksums
+            sha256.update(chunk)
+        return checksum
 
-
-def _holds(path: Path, header: bytes, data: Iterable[memoryview]) -> bool:
-    """Return whether the file holds `header` and then `data`, and nothing else."""
-    whole_chunk = bytearray(_CHUNK)
-    with path.open("rb", buffering=0) as file:
-        if hasattr(os, "posix_fadvise"):  # larger reads of the disk: a third of the time, a tenth of the processor time
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_SEQUENTIAL)
-        for whole in itertools.chain((memoryview(header),), data):
-            for chunk in _chunks(whole):
-                found = whole_chunk if len(chunk) == _CHUNK else bytearray(len(chunk))
-                if file.readinto(found) != len(chunk) or found != chunk:  # a bytearray compares as fast as memory
-                    return False
-        return not file.read(1)
-
-
-def _chunks(whole: memoryview) -> Iterator[memoryview]:
-    return (whole[start : start + _CHUNK] for start in range(0, len(whole), _CHUNK))
-
-
-class _HashedFile:
-    """A file that counts and hashes the bytes written to it."""
-
-    def __init__(self, path: Path):
-        self._file = path.open("xb", buffering=0)
-        self._sha256 = hashlib.sha256()
-        self.bytes = 0
-
-    def write(self, data: bytes | memoryview) -> None:
-        view = memoryview(data)
-        self._sha256.update(view)
-        self.bytes += len(view)
-        while len(view):
-            view = view[self._file.write(view) :]
-
-    def close_durably(self) -> str:
-        """Flush to the disk and drop the cached pages, so that a later read reads the disk. Returns the SHA-256."""
-        os.fsync(self._file.fileno())
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        self._file.close()
-        return self._sha256.hexdigest()
+    checksums: list[int] = []
+    hashing: deque[Future[int]] = deque()
+    with verified_file(path, size) as file, ThreadPoolExecutor(1, "hash") as thread:
+        file.write(memoryview(header))
+        for part, whole in zip(parts, data, strict=True):
+            hashing.append(thread.submit(hashed, part, whole))
+            file.write(whole)
+            if len(hashing) > _HASHING_PARTS:
+                checksums.append(hashing.popleft().result())
+        checksums += [one.result() for one in hashing]
+    return FileEntry(bytes=file.bytes, sha256=sha256.hexdigest()), checksums
 
 
 def _require_finite(part: FilePart, data: memoryview) -> None:

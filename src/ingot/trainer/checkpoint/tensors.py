@@ -21,7 +21,7 @@ def part_of(key: str, tensor: Tensor) -> FilePart:
 
 
 def bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
-    """Yield the bytes of each tensor, on any device. One copy on the host exists at a time."""
+    """Yield the bytes of each tensor, on any device. A copy on the host is made only when its turn comes."""
     for tensor in tensors:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
@@ -29,4 +29,4 @@ def bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
 def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileEntry, list[int]]:
     """Write `tensors` (key, tensor on any device) to the new file `path`, as `write_parts` does."""
     parts = [part_of(key, tensor) for key, tensor in tensors]
-    return write_parts(path, parts, lambda: bytes_of([tensor for _, tensor in tensors]))
+    return write_parts(path, parts, bytes_of([tensor for _, tensor in tensors]))

@@ -216,7 +216,7 @@ def _answer(folder: RunFolder, request: dict[str, Any], more: list[bytes]) -> by
         contents = _contents(request["contents"])
         size = request["size"]  # 0 on a rank that owns no weights
         image = memoryview(mmap.mmap(request["fd"], size, prot=mmap.PROT_READ) if size else b"")[request["begin"] :]
-        return files.write(request["rank"], contents, lambda: _cut(image, contents.parts)).to_bytes()
+        return files.write(request["rank"], contents, _cut(image, contents.parts)).to_bytes()
     values = request["facts"]
     facts = CheckpointFacts(**values | {"health": Health(**values["health"])})
     ledger = tuple(LedgerSegment(**one) for one in request["ledger"])

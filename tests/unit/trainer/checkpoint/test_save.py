@@ -9,11 +9,11 @@ import torch
 from tests.expect import refused
 
 import ingot.storage as storage
-import ingot.trainer.checkpoint.tensor_file as tensor_file
 from ingot.schema.checkpoint import Health
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.load import resume
 from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint, write_manifest
+from ingot.trainer.checkpoint.verified_file import VerifiedFile
 
 from .conftest import make_training, save, state_of, train_one, values
 
@@ -130,7 +130,7 @@ def test_no_space_is_said_before_anything_is_written(folder, training, monkeypat
 def test_a_disk_that_fills_up_while_writing_costs_nothing_else(folder, training, monkeypatch):
     save(folder, 10, *training)
     before = load(folder)[1]
-    write, calls = tensor_file._HashedFile.write, []
+    write, calls = VerifiedFile._write, []
 
     def full(self, data):
         calls.append(data)
@@ -138,7 +138,7 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing_else(folder, training,
             raise OSError(errno.ENOSPC, "No space left on device")
         write(self, data)
 
-    monkeypatch.setattr(tensor_file._HashedFile, "write", full)
+    monkeypatch.setattr(VerifiedFile, "_write", full)
     with refused("E-CKPT-WRITE"):
         save(folder, 20, *training)
     monkeypatch.undo()
@@ -147,7 +147,7 @@ def test_a_disk_that_fills_up_while_writing_costs_nothing_else(folder, training,
 
 
 KILL_POINTS = [
-    (tensor_file._HashedFile, "write"),
+    (VerifiedFile, "_write"),
     (os, "fsync"),
     (os, "mkdir"),
     (os, "rename"),

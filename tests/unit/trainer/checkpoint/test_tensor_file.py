@@ -7,7 +7,6 @@ import torch
 from safetensors.torch import load_file
 from tests.expect import refused
 
-import ingot.trainer.checkpoint.tensor_file as tensor_file
 from ingot.storage import sha256_file
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint
 from ingot.trainer.checkpoint.tensors import write_tensors
@@ -65,7 +64,7 @@ def test_a_disk_that_lies_is_noticed(tmp_path, monkeypatch, place):
         (tmp_path / "x").write_bytes(content + b"\0" * (place is None))
         flush(fd)
 
-    monkeypatch.setattr(tensor_file.os, "fsync", damage_and_flush)
+    monkeypatch.setattr(os, "fsync", damage_and_flush)
     with refused("E-CKPT-READ-BACK"):
         write_tensors(tmp_path / "x", tensors)
 
