@@ -5,7 +5,7 @@ save that training waits for and the same steps, a save in the background and th
 in the background takes turns with a plain copy of its bytes, a plain sequential write with fsync, and that write with
 the hashes that a manifest records. All figures are medians.
 
-    python benchmarks/saves.py [--rounds 5] [--models tiny smollm2-135m] [--folder DIR]
+    python benchmarks/saves.py [--rounds 5] [--models tiny smollm2-135m] [--parts training idle] [--folder DIR]
 """
 
 import argparse
@@ -95,7 +95,7 @@ class Rank:
     def begin_save(self):
         """Begin a save with mode "async"; its `stall_seconds` is how long training waited."""
         facts, ledger, content = self.next_save()
-        return self.background.start(facts, self.state, ledger, content, 1, time.monotonic())
+        return self.background.start(facts, self.state, ledger, content, 1, 0, time.monotonic())
 
     def end_save(self, save) -> None:
         save.wait()
@@ -159,25 +159,21 @@ def idle(rank: Rank, rounds: int) -> dict:
     flat = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
     copy, data = torch.empty_like(flat).fill_(1), memoryview(flat.numpy())
     path, took = rank.folder.root / "plain", defaultdict(list)
-    for _ in range(rounds):
+    ways = ["write", "write_sha", "write_hashes", "save"]
+    for number in range(rounds):
         began = time.perf_counter()
         copy.copy_(flat)
         took["copy"].append(time.perf_counter() - began)
-        for name, hashes in (("write", 0), ("write_sha", 1), ("write_hashes", 2)):
+        # Each way takes each place: memory that another way has just freed makes a write of cached pages faster.
+        for name in ways[number % len(ways) :] + ways[: number % len(ways)]:
+            if name == "save":
+                save_idle(rank, len(data), took)
+                continue
             began, cpu = time.perf_counter(), time.process_time()
-            plain_write(path, data, hashes)
+            plain_write(path, data, ways.index(name))
             took[name].append(time.perf_counter() - began)
             took[f"{name} cpu"].append(time.process_time() - cpu)
             path.unlink()
-        own, cpu = resident(os.getpid()), cpu_seconds(rank.background.writer_pid)
-        save = rank.begin_save()
-        with Peak(rank.background.writer_pid) as peak:
-            rank.end_save(save)
-        took["save"].append(save.write_seconds)
-        took["save cpu"].append(cpu_seconds(rank.background.writer_pid) - cpu)
-        took["stall"].append(save.stall_seconds)
-        snapshot = os.fstat(rank.background._snapshot.fd).st_blocks * 512
-        took["memory"].append((snapshot + peak.bytes + max(0, resident(os.getpid()) - own)) / len(data))
     m = {name: statistics.median(values) for name, values in took.items()}
     return {
         "bytes": len(data),
@@ -191,6 +187,19 @@ def idle(rank: Rank, rounds: int) -> dict:
         "cpu_relative_to_write_with_sha256_and_crc32": m["save cpu"] / m["write_hashes cpu"],
         "extra_memory_in_snapshots": m["memory"],
     }
+
+
+def save_idle(rank: Rank, size: int, took: dict[str, list[float]]) -> None:
+    """Save once in the background, and add the figures to `took`. size: bytes of the tensors."""
+    own, cpu = resident(os.getpid()), cpu_seconds(rank.background.writer_pid)
+    save = rank.begin_save()
+    with Peak(rank.background.writer_pid) as peak:
+        rank.end_save(save)
+    took["save"].append(save.write_seconds)
+    took["save cpu"].append(cpu_seconds(rank.background.writer_pid) - cpu)
+    took["stall"].append(save.stall_seconds)
+    snapshot = os.fstat(rank.background._snapshot.fd).st_blocks * 512
+    took["memory"].append((snapshot + peak.bytes + max(0, resident(os.getpid()) - own)) / size)
 
 
 def plain_write(path: Path, data: memoryview, hashes: int) -> None:
@@ -238,10 +247,14 @@ class Peak:
         self._thread.join()
 
 
+PARTS = {"training": in_training, "idle": idle}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="turns of each way (default: 5)")
     parser.add_argument("--models", nargs="+", default=list(STEPS), help="presets (default: all that are named above)")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS), help="what to measure (default: all)")
     parser.add_argument("--folder", help="a folder on the disk to measure (default: that of temporary files)")
     args = parser.parse_args()
     from ingot.trainer.mesh.start import start, worker_environment
@@ -254,7 +267,9 @@ def main() -> None:
         folder = Path(tempfile.mkdtemp(dir=args.folder))
         rank = Rank(model, folder)
         try:
-            results[model] = in_training(rank, args.rounds) | idle(rank, args.rounds)
+            results[model] = {
+                name: value for part in args.parts for name, value in PARTS[part](rank, args.rounds).items()
+            }
         finally:
             rank.background.close()
             shutil.rmtree(folder)
