@@ -257,8 +257,8 @@ MUTANTS: list[Mutant] = [
         name="prune-while-training",
         what="ingot ckpt prune removes checkpoints of a run that trains",
         file="trainer/launch/retain.py",
-        before="with nullcontext() if dry_run else RunLock(folder.lock):",
-        after="with nullcontext():",
+        before="with nullcontext() if dry_run else held(folder, tier, say) as lease:",
+        after="with nullcontext() as lease:",
         tests=(f"{_RETENTION}::test_commands_pin_and_prune_both_tiers",),
     ),
 ]

@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _LEASE = "tests/unit/trainer/test_lease.py"
+_HELD = "tests/unit/trainer/launch/test_held.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -100,5 +101,21 @@ MUTANTS: list[Mutant] = [
         before="                self.store.remove(name)\n                self._judged",
         after="                self._judged",
         tests=(f"{_LEASE}::test_an_upload_is_refused_and_a_late_one_is_replaced",),
+    ),
+    Mutant(
+        name="command-beside-another-machine",
+        what="a command changes a run that another machine trains",
+        file="trainer/launch/stored.py",
+        before="        lease.wait(say)\n",
+        after="",
+        tests=(f"{_HELD}::test_a_run_that_another_machine_trains_is_left_alone",),
+    ),
+    Mutant(
+        name="fetched-is-late",
+        what="a checkpoint that a command fetched counts as published too late",
+        file="trainer/lease.py",
+        before="self._adopting = dict(adopting)",
+        after="self._adopting = {}",
+        tests=(f"{_HELD}::test_a_fetched_checkpoint_counts_although_an_earlier_attempt_saved_it",),
     ),
 ]

@@ -114,7 +114,8 @@ def _move(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.units import format_bytes, format_seconds
 
     pushes = args.action == "push"
-    moved = (push_checkpoint if pushes else fetch_checkpoint)(Path(args.run), args.step)
+    path = Path(args.run)
+    moved = push_checkpoint(path, args.step) if pushes else fetch_checkpoint(path, args.step, terminal.say)
     what, where = f"step {moved.step}", f"{'in' if pushes else 'from'} {moved.store}"
     if moved.bytes:
         size, seconds = format_bytes(moved.bytes), format_seconds(moved.seconds)
@@ -145,7 +146,7 @@ def _prune(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
     from ingot.trainer.launch.retain import prune_checkpoints
 
-    found = prune_checkpoints(Path(args.run), dry_run=args.dry_run)
+    found = prune_checkpoints(Path(args.run), dry_run=args.dry_run, say=terminal.say)
     gone = "would go" if args.dry_run else "removed"
     terminal.table(
         [(one.step, one.place, "stays" if one.reason else gone, one.reason) for one in found],
@@ -190,7 +191,7 @@ def _repair(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
     from ingot.report.lineage.repair import repair_ledger
 
-    repair = repair_ledger(Path(args.run))
+    repair = repair_ledger(Path(args.run), terminal.say)
     for name in repair.written:
         terminal.say(f"written   ledger/{name}: computed from the order of samples, with the hash in the checkpoint")
     terminal.say(f"sound     the ledger of the checkpoints of steps {', '.join(map(str, sorted(repair.sound)))}")

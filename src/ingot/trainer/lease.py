@@ -11,8 +11,9 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.machine.processes import identity, is_gone
@@ -38,6 +39,7 @@ _BEATS = 6  # signs of life per lease
 _POLLS = 24  # looks of a launcher that waits, per lease
 _RELEASED = b"released"
 _MOST_BYTES = 1000
+_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def open_lease(folder: RunFolder, config: RunConfig) -> "RunLease":
@@ -61,6 +63,7 @@ class RunLease:
         self._begun: set[str] = set()  # the urls of the places that have the record of this attempt
         self._lost: IngotError | None = None
         self.epoch = 0
+        self._adopting: dict[str, str] = {}
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait until no other launcher holds the lease: it released it, has ended, or gives no sign of life.
@@ -90,10 +93,12 @@ class RunLease:
             if sign != before:
                 raise _busy(place, holder)
 
-    def take(self) -> None:
+    def take(self, adopting: Mapping[str, str] = _NONE) -> None:
         """Begin an attempt that adopts the checkpoints of the folder and of the store, and give signs of life.
 
-        Raises RunBusyError if another launcher was quicker, ConfigError if the store belongs to another run.
+        adopting: step -> hash of the manifest of checkpoints that this attempt will put into the folder. An earlier
+        attempt saved them, so without this record they would count as late. Raises RunBusyError if another launcher was
+        quicker, ConfigError if the store belongs to another run.
         """
         newest = {}
         for place in self._places():
@@ -112,6 +117,7 @@ class RunLease:
             started=time.time(),
             seconds=self._seconds,
         )
+        self._adopting = dict(adopting)
         for place in reversed(self._places()):  # the store first: it is what launchers on two machines share
             with self._later(place):
                 self._begin(place)
@@ -153,7 +159,8 @@ class RunLease:
 
     def _begin(self, place: BlobStore) -> None:
         weights = adopted_hashes(self._folder.weights.checkpoints) if place is self._here else None
-        record = replace(self._record, adopted=self._found(place), weights=weights)
+        adopted = self._found(place) | (self._adopting if place is self._here else {})
+        record = replace(self._record, adopted=adopted, weights=weights)
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)
         except AlreadyStored:

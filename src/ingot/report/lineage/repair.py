@@ -5,6 +5,7 @@ weights are sound. A segment is written only if its computed samples have exactl
 the repaired file has the bits of the lost one.
 """
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,7 +19,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.folders import find_checkpoint
 from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_tensors
-from ingot.trainer.resilience.lock import RunLock
+from ingot.trainer.launch.stored import held, open_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,16 +36,18 @@ class Repair:
         return asdict(self) | {"exit_code": EXIT_OK}
 
 
-def repair_ledger(path: Path) -> Repair:
+def repair_ledger(path: Path, say: Callable[[str], None] = lambda text: None) -> Repair:
     """Write the damaged and missing segments of the checkpoints of the run folder `path` again, the newest first.
 
     A run that had to continue from an older checkpoint may have checkpoints with different segments of one name. Then
     only those of checkpoints with sound tensors count, and a file that has the hash of one of them stays.
-    Raises DataError if no checkpoint has all its segments afterwards, RunBusyError if the run is training,
-    CheckpointError if no manifest can be read.
+    say: called with the line that says why the command waits. Raises DataError if no checkpoint has all its segments
+    afterwards, RunBusyError if the run is training, on this machine or another one, CheckpointError if no manifest can
+    be read.
     """
     folder, named = find_checkpoint(path)
-    with RunLock(folder.lock):
+    with held(folder, open_run(folder.root)[1], say) as lease:
+        lease.take()
         manifests = [(c.path, c.manifest) for c in list_checkpoints(folder.checkpoints) if c.manifest]
         manifests = _with_sound_tensors(manifests or [(named, read_manifest(named))])
         needed = {(one.file, one.sha256) for _, manifest in manifests for one in manifest.ledger}

@@ -3,6 +3,7 @@
 No torch.
 """
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -17,8 +18,7 @@ from ingot.trainer.checkpoint.folders import remove_checkpoints
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.retention import retained
-from ingot.trainer.launch.stored import open_run
-from ingot.trainer.resilience.lock import RunLock
+from ingot.trainer.launch.stored import held, open_run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,14 +111,19 @@ class Retained:
     reason: str
 
 
-def prune_checkpoints(path: Path, *, dry_run: bool) -> tuple[Retained, ...]:
+def prune_checkpoints(
+    path: Path, *, dry_run: bool, say: Callable[[str], None] = lambda text: None
+) -> tuple[Retained, ...]:
     """Apply the rules of retention to the disk and the store of the run `path`. Returns all checkpoints, newest first.
 
     dry_run: remove nothing, which is also possible while the run trains. The newest sound checkpoint of each tier stays
-    in any case. Raises UsageError, RunBusyError if the run is training, and the errors of the store.
+    in any case. say: called with the line that says why the command waits. Raises UsageError, RunBusyError if the run
+    is training, on this machine or another one, and the errors of the store.
     """
     folder, tier = open_run(path)
-    with nullcontext() if dry_run else RunLock(folder.lock):
+    with nullcontext() if dry_run else held(folder, tier, say) as lease:
+        if lease:
+            lease.take()
         local = _retained_on_disk(folder, recorded_run(folder.config).checkpoint)
         stored = tier.retained() if tier else {}
         if not dry_run:

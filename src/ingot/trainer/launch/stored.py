@@ -1,6 +1,8 @@
 """The checkpoints of a run in its store: list, upload and fetch them by command. No torch."""
 
+import contextlib
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -11,6 +13,7 @@ from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.checkpoint.stored import StoredCheckpoint
+from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.lock import RunLock
 
 
@@ -50,13 +53,14 @@ def push_checkpoint(path: Path, step: int | None = None) -> Moved:
     return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)
 
 
-def fetch_checkpoint(path: Path, step: int | None = None) -> Moved:
+def fetch_checkpoint(path: Path, step: int | None = None, say: Callable[[str], None] = lambda text: None) -> Moved:
     """Fetch the stored checkpoint of `step` (None: the newest) into the run folder, in place of a local one.
 
-    Raises what `push_checkpoint` raises, and RunBusyError if the run is training.
+    say: called with the line that says why the command waits. Raises what `push_checkpoint` raises, and RunBusyError if
+    the run is training, on this machine or another one.
     """
     folder, tier = _run(path)
-    with RunLock(folder.lock):
+    with held(folder, tier, say) as lease:
         steps = tier.steps()
         if not steps:
             raise CheckpointError(
@@ -67,7 +71,21 @@ def fetch_checkpoint(path: Path, step: int | None = None) -> Moved:
                 run=str(path),
             )
         step, began = _chosen(step, steps, tier.url), time.perf_counter()
+        lease.take({str(step): tier.manifest_hash(step)})
         return Moved(step=step, bytes=tier.fetch(step), store=tier.url, seconds=time.perf_counter() - began)
+
+
+@contextlib.contextmanager
+def held(folder: RunFolder, tier: RemoteTier | None, say: Callable[[str], None]) -> Iterator[RunLease]:
+    """Hold the run within the context against launchers on this machine and on others: by its lock, and by its lease as
+    soon as the caller takes it. Waits until the last holder of the lease is known to be gone.
+
+    say: called with the line that says why. Raises RunBusyError if the run is training, and the errors of the store.
+    """
+    seconds = recorded_run(folder.config).launch.lease_seconds
+    with RunLock(folder.lock), RunLease(folder, tier, seconds) as lease:
+        lease.wait(say)
+        yield lease
 
 
 def open_run(path: Path) -> tuple[RunFolder, RemoteTier | None]:

@@ -10,7 +10,7 @@ from tests.expect import refused
 
 from ingot.schema import events
 from ingot.schema.checkpoint import Health
-from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run import Launch, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreRefused, StoreUnreachable, read_object
@@ -402,7 +402,7 @@ def test_an_upload_that_cannot_succeed_is_reported_once_with_the_way_out(error, 
 
 def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
     stored = RemoteCheckpoints(url=f"file://{tmp_path}/store")
-    run = SimpleNamespace(checkpoint=SimpleNamespace(remote=stored))
+    run = SimpleNamespace(checkpoint=SimpleNamespace(remote=stored), launch=Launch())
     monkeypatch.setattr(commands, "recorded_run", lambda path: run)
     for move in (commands.push_checkpoint, commands.fetch_checkpoint):
         with refused("E-CKPT-NONE"):

@@ -9,7 +9,7 @@ from tests.checkpoints import write_checkpoint
 from tests.expect import refused
 
 from ingot.cli.main import main
-from ingot.schema.run import Checkpoint, RemoteCheckpoints
+from ingot.schema.run import Checkpoint, Launch, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreUnreachable
@@ -162,7 +162,8 @@ class Silent(MemoryStore):
 
 @pytest.fixture
 def rules(folder, tmp_path, monkeypatch):
-    run = SimpleNamespace(checkpoint=Checkpoint(keep=1, remote=RemoteCheckpoints(url=f"file://{tmp_path}/s", keep=2)))
+    remote = RemoteCheckpoints(url=f"file://{tmp_path}/s", keep=2)
+    run = SimpleNamespace(checkpoint=Checkpoint(keep=1, remote=remote), launch=Launch())
     monkeypatch.setattr(stored, "recorded_run", lambda path: run)
     monkeypatch.setattr(retain, "recorded_run", lambda path: run)
     for step in (10, 20, 30, 40):
