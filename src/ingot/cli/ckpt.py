@@ -2,9 +2,9 @@
 checkpoints to the store of a run and back."""
 
 import argparse
-import time
 from pathlib import Path
 
+from ingot.cli import ckpt_ls
 from ingot.cli.arguments import place
 from ingot.cli.terminal import Terminal
 
@@ -66,46 +66,20 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return _move(args, terminal)
     if args.action in ("pin", "unpin", "prune"):
         return (_prune if args.action == "prune" else _pin)(args, terminal)
+    return (ckpt_ls.run if args.action == "ls" else _verify)(args, terminal)
+
+
+def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.trainer.launch.inspect import inspect_checkpoints
 
-    verify = args.action == "verify"
-    inspected = inspect_checkpoints(Path(args.path if verify else args.run), hash_files=verify)
+    inspected = inspect_checkpoints(Path(args.path), hash_files=True)
     terminal.table(
-        [(c.step, _time(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
-        header=("step", "when", "size", "verified" if verify else "whole", "note"),
+        [(c.step, ckpt_ls.time_text(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
+        header=("step", "when", "size", "verified", "note"),
         right=(0, 2),
     )
-    stored = {} if verify else _list_stored(Path(args.run), terminal)
-    terminal.result(inspected.as_dict() | stored)
+    terminal.result(inspected.as_dict())
     return inspected.exit_code
-
-
-def _list_stored(run: Path, terminal: Terminal) -> dict:
-    """Print the checkpoints in the store of the run, if it has one. A store that does not answer is a line."""
-    from dataclasses import asdict
-
-    from ingot.errors import IngotError
-    from ingot.trainer.launch.stored import list_stored
-    from ingot.units import format_bytes
-
-    try:
-        found = list_stored(run)
-    except IngotError as error:
-        terminal.say(f"\nstore     {error.found}")
-        return {"store": {"error": error.code, "found": error.found}}
-    if found is None:
-        return {}
-    url, checkpoints = found
-    terminal.say(f"\nstore     {url}" + ("" if checkpoints else ": no checkpoint yet"))
-    terminal.table(
-        [
-            (c.step, _time(c.stored_at), format_bytes(c.bytes), "yes" if c.whole else "NO: upload not finished")
-            for c in checkpoints
-        ],
-        header=("step", "when", "size", "whole") if checkpoints else (),
-        right=(0, 2),
-    )
-    return {"store": {"url": url, "checkpoints": [asdict(c) for c in checkpoints]}}
 
 
 def _move(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -155,10 +129,6 @@ def _prune(args: argparse.Namespace, terminal: Terminal) -> int:
     )
     terminal.result({"checkpoints": [asdict(one) for one in found], "dry_run": args.dry_run, "exit_code": EXIT_OK})
     return EXIT_OK
-
-
-def _time(seconds: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(seconds))
 
 
 def _prove(args: argparse.Namespace, terminal: Terminal) -> int:

@@ -1,7 +1,9 @@
 """The checkpoints of a run in a store: their names, the listing, and which of them count. No torch."""
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
@@ -11,15 +13,25 @@ from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
 from ingot.trainer.checkpoint.manifest import MANIFEST, SUSPECT, parse_manifest
 from ingot.trainer.checkpoint.rules import FOLDER
 
+_NONE: Mapping[int, CheckpointManifest] = MappingProxyType({})
+
 
 @dataclass(frozen=True, kw_only=True)
 class StoredCheckpoint:
-    """A checkpoint in the listing of a store. stored_at: Unix seconds. whole: it has a manifest."""
+    """A checkpoint in the listing of a store. stored_at: Unix seconds of its last object, as the store counts.
+
+    whole: it has a manifest; otherwise its upload has not ended. late: it was published too late (fence.py). damage:
+    the reason why it cannot be fetched, by its manifest and the listing; "" if there is none. manifest: None if it
+    cannot be read.
+    """
 
     step: int
     bytes: int
     stored_at: float
     whole: bool
+    late: bool = False
+    damage: str = ""
+    manifest: CheckpointManifest | None = None
 
 
 class StoredCheckpoints:
@@ -37,17 +49,50 @@ class StoredCheckpoints:
         """Return the steps of the checkpoints that have a manifest, newest first."""
         return sorted(self._finished(self._listed()), reverse=True)
 
-    def stored(self) -> list[StoredCheckpoint]:
-        """Return all checkpoints in the store, also those whose upload never ended, newest last. No object is read."""
-        return [
-            StoredCheckpoint(
-                step=step,
-                bytes=sum(one.bytes for one in objects),
-                stored_at=max(one.modified for one in objects),
-                whole=self._name(step, MANIFEST) in (one.name for one in objects),
-            )
-            for step, objects in sorted(self._listed().items())
-        ]
+    def stored(self, known: Mapping[int, CheckpointManifest] = _NONE) -> list[StoredCheckpoint]:
+        """Return all checkpoints in the store, also those whose upload never ended, newest last.
+
+        known: manifests of the local disk by step. The store's own is read where the listing does not fit to it, so
+        that a checkpoint on both tiers costs no request. Nothing else is read.
+        """
+        listed = self._listed()
+        ledger = {one.name: one.bytes for one in self.store.list(self._folder.ledger.name)} if listed else {}
+        holder = newest_epoch(self.store) if listed else None
+        return [self._judged_by_listing(step, listed[step], ledger, holder, known.get(step)) for step in sorted(listed)]
+
+    def _judged_by_listing(
+        self,
+        step: int,
+        objects: list[StoredObject],
+        ledger: dict[str, int],
+        holder: Epoch | None,
+        known: CheckpointManifest | None,
+    ) -> StoredCheckpoint:
+        names = {one.name: one.bytes for one in objects}
+        size, stored_at = sum(names.values()), max(one.modified for one in objects)
+        if self._name(step, MANIFEST) not in names:
+            return StoredCheckpoint(step=step, bytes=size, stored_at=stored_at, whole=False)
+        late, manifest, damage = self._is_late(holder, step), known, ""
+        if late or manifest is None or self._missing(step, manifest, names | ledger):
+            try:
+                manifest = self.manifest(step)
+                damage = self._missing(step, manifest, names | ledger)
+            except CheckpointError as error:
+                manifest, damage = None, error.found.partition(": ")[2] or error.found
+        return StoredCheckpoint(
+            step=step, bytes=size, stored_at=stored_at, whole=True, late=late, damage=damage, manifest=manifest
+        )
+
+    def _missing(self, step: int, manifest: CheckpointManifest, names: Mapping[str, int]) -> str:
+        """Return which object of a checkpoint the listing `names` (name -> bytes) lacks, "" if it has all of them."""
+        for file, entry in manifest.files.items():
+            found = names.get(self._tensor_name(step, file, entry.sha256))
+            if found != entry.bytes:
+                return f"{file} has {found:,} bytes, but {entry.bytes:,} were saved" if found else f"{file} is missing"
+        for segment in manifest.ledger:
+            if self._ledger_name(segment) not in names:
+                return f"ledger/{segment.file} is missing"
+        return ""
 
     def _listed(self) -> dict[int, list[StoredObject]]:
         """Return step -> all objects of its checkpoint, also of those without a manifest."""

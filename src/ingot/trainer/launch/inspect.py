@@ -3,7 +3,7 @@
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from ingot.errors import EXIT_OK, CheckpointError, UsageError
+from ingot.errors import EXIT_OK, CheckpointError, IngotError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import no_checkpoint
@@ -68,16 +68,7 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
         listed = list_checkpoints(folder.checkpoints) if hash_files else judged_checkpoints(folder)
         weights = list_checkpoints(folder.weights.checkpoints)
     if not listed + weights:
-        if RunFolder(path).events.exists():
-            require_checkpoints(RunFolder(path))
-            raise no_checkpoint(path)
-        raise UsageError(
-            "E-RUN-NOT-FOUND",
-            f"{path} is not the folder of a run or of a checkpoint",
-            rule="the path is the folder of a run that has checkpoints, or of one checkpoint",
-            fix="name the folder that ingot train wrote",
-            path=str(path),
-        )
+        raise nothing_found(path)
     if hash_files:
         listed, weights = (
             [c if c.damage else replace(c, damage=_hash_damage(c.path)) for c in saves] for saves in (listed, weights)
@@ -86,6 +77,24 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
     rows = [_inspected(c, FULL, _note(c, resumes=c is usable)) for c in listed]
     rows += [_inspected(c, WEIGHTS, c.damage or WEIGHTS_ALONE) for c in weights]
     return Inspected(tuple(sorted(rows, key=lambda row: row.step)))
+
+
+def nothing_found(path: Path) -> IngotError:
+    """Return the error for a folder in which no checkpoint is: of a run that has none yet, whose checkpoints vanished,
+    or of no run."""
+    if RunFolder(path).events.exists():
+        try:
+            require_checkpoints(RunFolder(path))
+        except CheckpointError as error:
+            return error
+        return no_checkpoint(path)
+    return UsageError(
+        "E-RUN-NOT-FOUND",
+        f"{path} is not the folder of a run or of a checkpoint",
+        rule="the path is the folder of a run that has checkpoints, or of one checkpoint",
+        fix="name the folder that ingot train wrote",
+        path=str(path),
+    )
 
 
 def _note(listed: ListedCheckpoint, *, resumes: bool) -> str:

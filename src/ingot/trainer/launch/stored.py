@@ -7,12 +7,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, CheckpointError, ConfigError, UsageError
+from ingot.events import EventLog
+from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
-from ingot.trainer.checkpoint.stored import StoredCheckpoint
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.lock import RunLock
 
@@ -28,13 +29,6 @@ class Moved:
 
     def as_dict(self) -> dict:
         return asdict(self) | {"exit_code": EXIT_OK}
-
-
-def list_stored(path: Path) -> tuple[str, list[StoredCheckpoint]] | None:
-    """Return the store of the run folder `path`, and its checkpoints, newest last; None if the run has no store."""
-    folder = RunFolder(path)
-    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote) if folder.config.is_file() else None
-    return (tier.url, tier.stored()) if tier else None
 
 
 def push_checkpoint(path: Path, step: int | None = None) -> Moved:
@@ -72,7 +66,10 @@ def fetch_checkpoint(path: Path, step: int | None = None, say: Callable[[str], N
             )
         step, began = _chosen(step, steps, tier.url), time.perf_counter()
         lease.take({str(step): tier.manifest_hash(step)})
-        return Moved(step=step, bytes=tier.fetch(step), store=tier.url, seconds=time.perf_counter() - began)
+        moved = Moved(step=step, bytes=tier.fetch(step), store=tier.url, seconds=time.perf_counter() - began)
+        with contextlib.closing(EventLog(folder.events)) as log:
+            log.write(events.CHECKPOINT_FETCHED, step=step, store=tier.url, bytes=moved.bytes, seconds=moved.seconds)
+        return moved
 
 
 @contextlib.contextmanager

@@ -415,14 +415,13 @@ def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
     shutil.rmtree(folder.checkpoints)
     assert commands.fetch_checkpoint(folder.root).step == 20
     assert commands.fetch_checkpoint(folder.root, 10).step == 10
-    url, listed = commands.list_stored(folder.root)
-    assert (url, [(one.step, one.whole) for one in listed]) == (stored.url, [(10, True), (20, True)])
+    tier = commands.open_run(folder.root)[1]
+    assert [(one.step, one.whole) for one in tier.stored()] == [(10, True), (20, True)]
     (tmp_path / "store" / MANIFEST).unlink()
-    assert [(one.step, one.whole) for one in commands.list_stored(folder.root)[1]] == [(10, True), (20, False)]
+    assert [(one.step, one.whole) for one in tier.stored()] == [(10, True), (20, False)]
     with RunLock(folder.lock), refused("E-RUN-BUSY"):
         commands.fetch_checkpoint(folder.root)
     run.checkpoint.remote = RemoteCheckpoints()
-    assert commands.list_stored(folder.root) is None
     with refused("E-TIER-NONE"):
         commands.push_checkpoint(folder.root)
     with refused("E-RUN-NOT-FOUND"):

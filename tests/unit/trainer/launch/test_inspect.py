@@ -87,11 +87,11 @@ def test_other_folders_are_refused(tmp_path):
 
 
 def test_the_verb_prints_a_table_or_json(three, capsys):
-    assert main(["ckpt", "ls", str(three.root)]) == 21
+    assert main(["ckpt", "verify", str(three.root)]) == 21
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "when", "size", "whole", "note"]
+    assert lines[0].split() == ["step", "when", "size", "verified", "note"]
     assert lines[2].endswith(RESUMES_HERE) and "NO" in lines[3]
     assert main(["ckpt", "verify", str(three.checkpoint(10)), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["checkpoints"][0]["step"] == 10 and facts["exit_code"] == 0
-    assert main(["ckpt", "ls", str(three.root / "nothing")]) == 2
+    assert main(["ckpt", "verify", str(three.root / "nothing")]) == 2
