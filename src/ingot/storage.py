@@ -10,10 +10,12 @@ import hashlib
 import json
 import os
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 from ingot.errors import ResourceError, RunBusyError
 
+_CHUNK = 1 << 20
 _UNFINISHED = ".tmp"  # the end of the names of files that are being written
 
 
@@ -21,9 +23,16 @@ def sha256_bytes(data: bytes | memoryview) -> str:
     return hashlib.sha256(data).hexdigest()
 
 
-def sha256_file(path: Path) -> str:
+def sha256_file(path: Path, on_bytes: Callable[[int], object] | None = None) -> str:
+    """Return the SHA-256 of a file, in hex. on_bytes: called with the size of each chunk that was read."""
     with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
+        if on_bytes is None:
+            return hashlib.file_digest(file, "sha256").hexdigest()
+        digest = hashlib.sha256()
+        while chunk := file.read(_CHUNK):
+            digest.update(chunk)
+            on_bytes(len(chunk))
+        return digest.hexdigest()
 
 
 def canonical_json(value) -> str:

@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+_INTERRUPTED = "tests/unit/trainer/launch/test_interrupted.py"
 _LISTING = "tests/unit/trainer/launch/test_listing.py"
 
 MUTANTS: list[Mutant] = [
@@ -28,5 +29,29 @@ MUTANTS: list[Mutant] = [
         before="if late or manifest is None or self._missing(step, manifest, names | ledger):",
         after="if True:",
         tests=(f"{_LISTING}::test_only_manifests_and_listings_are_read",),
+    ),
+    Mutant(
+        name="interrupted-transfer-goes-on",
+        what="Ctrl-C during a fetch waits until all files under way have arrived",
+        file="trainer/checkpoint/remote.py",
+        before="                    self._stopped.set()\n",
+        after="",
+        tests=(f"{_INTERRUPTED}::test_a_real_ctrl_c_during_a_fetch_from_a_slow_store",),
+    ),
+    Mutant(
+        name="interrupted-fetch-leaves-files",
+        what="a fetch that was interrupted leaves its unfinished folder",
+        file="trainer/checkpoint/remote.py",
+        before="        except BaseException:\n            shutil.rmtree(temporary",
+        after="        except Exception:\n            shutil.rmtree(temporary",
+        tests=(f"{_INTERRUPTED}::test_a_real_ctrl_c_during_a_fetch_from_a_slow_store",),
+    ),
+    Mutant(
+        name="interrupted-between-renames",
+        what="Ctrl-C between the two renames of a publication takes the old checkpoint's name",
+        file="trainer/checkpoint/folders.py",
+        before="            aside.rename(path)\n        raise",
+        after="            pass\n        raise",
+        tests=(f"{_INTERRUPTED}::test_ctrl_c_between_the_renames_gives_the_old_checkpoint_its_name_back",),
     ),
 ]

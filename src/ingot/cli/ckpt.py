@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ingot.cli import ckpt_ls
 from ingot.cli.arguments import place
+from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -72,7 +73,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.trainer.launch.inspect import inspect_checkpoints
 
-    inspected = inspect_checkpoints(Path(args.path), hash_files=True)
+    inspected = inspect_checkpoints(Path(args.path), hash_files=True, meter=ByteBar(terminal))
     terminal.table(
         [(c.step, ckpt_ls.time_text(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
         header=("step", "when", "size", "verified", "note"),
@@ -89,7 +90,11 @@ def _move(args: argparse.Namespace, terminal: Terminal) -> int:
 
     pushes = args.action == "push"
     path = Path(args.run)
-    moved = push_checkpoint(path, args.step) if pushes else fetch_checkpoint(path, args.step, terminal.say)
+    bar = ByteBar(terminal)
+    if pushes:
+        moved = push_checkpoint(path, args.step, bar)
+    else:
+        moved = fetch_checkpoint(path, args.step, terminal.say, bar)
     what, where = f"step {moved.step}", f"{'in' if pushes else 'from'} {moved.store}"
     if moved.bytes:
         size, seconds = format_bytes(moved.bytes), format_seconds(moved.seconds)

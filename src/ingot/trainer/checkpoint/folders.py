@@ -22,11 +22,17 @@ SAVING = ".saving-"  # a folder with this prefix was never a checkpoint
 
 def publish(temporary: Path, path: Path) -> None:
     """Rename the complete folder `temporary` to `path`, the name of the checkpoint of its step."""
-    if path.exists():  # a damaged checkpoint of this step, because of which the step was trained again
-        aside = path.with_name(REMOVED + path.name)
-        shutil.rmtree(aside, ignore_errors=True)
-        path.rename(aside)
-    temporary.rename(path)
+    aside = path.with_name(REMOVED + path.name)
+    replaces = path.exists()  # a damaged checkpoint of this step, because of which the step was trained again
+    try:
+        if replaces:
+            shutil.rmtree(aside, ignore_errors=True)
+            path.rename(aside)
+        temporary.rename(path)
+    except BaseException:  # also Ctrl-C between both: without its name, the old checkpoint would be a leftover
+        if replaces and aside.exists() and not path.exists():
+            aside.rename(path)
+        raise
     fsync_dir(path.parent)
 
 

@@ -12,7 +12,7 @@ work on machines that do not train. Nothing is ever unpickled.
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -191,12 +191,17 @@ def _values(folder: Path | str, text: bytes) -> dict:
 _BlockNumber = tuple[str, int]  # name of the tensor, number of the block in its cut
 
 
-def verify_files(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> None:
-    """Read the files `names` and compare them with the manifest. Raises CheckpointError naming file and tensor."""
+def verify_files(
+    folder: Path, manifest: CheckpointManifest, names: Iterable[str], on_bytes: Callable[[int], object] | None = None
+) -> None:
+    """Read the files `names` and compare them with the manifest. Raises CheckpointError naming file and tensor.
+
+    on_bytes: called with the size of each chunk that was read.
+    """
     names = sorted(names)
     blocks = _blocks_by_file(manifest, set(names))
     for name in names:
-        _verify_file(folder, manifest, name, blocks[name])
+        _verify_file(folder, manifest, name, blocks[name], on_bytes)
 
 
 def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[_BlockNumber]]:
@@ -212,11 +217,17 @@ def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, 
     return blocks
 
 
-def _verify_file(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> None:
+def _verify_file(
+    folder: Path,
+    manifest: CheckpointManifest,
+    name: str,
+    blocks: list[_BlockNumber],
+    on_bytes: Callable[[int], object] | None,
+) -> None:
     entry = manifest.files[name]
     check_size(folder, name, entry.bytes)
     try:
-        same = sha256_file(folder / name) == entry.sha256
+        same = sha256_file(folder / name, on_bytes) == entry.sha256
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if not same:
@@ -270,18 +281,18 @@ def _crc32(manifest: CheckpointManifest, tensor: str, number: int) -> int:
     return unpack_crc32(manifest.tensors[tensor].crc32)[number]
 
 
-def verify_checkpoint(path: Path) -> CheckpointManifest:
+def verify_checkpoint(path: Path, on_bytes: Callable[[int], object] | None = None) -> CheckpointManifest:
     """Read and hash every byte of checkpoint `path` and of its ledger. Raises CheckpointError at the first damaged
-    file."""
-    manifest = verify_tensors(path)
+    file. on_bytes: called with the size of each chunk of a tensor file."""
+    manifest = verify_tensors(path, on_bytes)
     verify_segments(path, manifest, manifest.ledger)
     return manifest
 
 
-def verify_tensors(path: Path) -> CheckpointManifest:
+def verify_tensors(path: Path, on_bytes: Callable[[int], object] | None = None) -> CheckpointManifest:
     """Read and hash every byte of checkpoint `path`, but not its ledger, which only training and lineage need."""
     manifest = read_manifest(path)
-    verify_files(path, manifest, manifest.files)
+    verify_files(path, manifest, manifest.files, on_bytes)
     return manifest
 
 

@@ -36,6 +36,7 @@ from ingot.trainer.checkpoint.manifest import (
     parse_manifest,
     read_manifest,
 )
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.pins import StoredPins, pinned_steps
 from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.checkpoint.rules import damaged, wrong_size
@@ -45,21 +46,44 @@ _CHUNK = 8 << 20
 _FILES_AT_ONCE = 2
 
 
+class _StoppedError(Exception):
+    """The transfer of a file was stopped, because that of another one failed or the command was interrupted."""
+
+
 class Pace:
-    """A limit on the bytes per second that several threads move together. 0: no limit."""
+    """A limit on the bytes per second that several threads move together, and their end. 0: no limit."""
 
     def __init__(self, bytes_per_second: int):
         self._rate, self._lock, self._free_at = bytes_per_second, threading.Lock(), 0.0
+        self._stopped = threading.Event()
+
+    @contextlib.contextmanager
+    def workers(self) -> Iterator[ThreadPoolExecutor]:
+        """Yield the pool that moves files. If the block ends with an error, also by Ctrl-C, files that wait are not
+        begun, and those under way end at their next chunk."""
+        try:
+            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+                try:
+                    yield pool
+                except BaseException:
+                    self._stopped.set()
+                    pool.shutdown(wait=False, cancel_futures=True)
+                    raise
+        finally:
+            self._stopped.clear()
 
     def take(self, size: int) -> None:
-        """Wait until `size` more bytes may move."""
+        """Wait until `size` more bytes may move. Raises _StoppedError after an error of another file."""
+        if self._stopped.is_set():
+            raise _StoppedError
         if not self._rate:
             return
         with self._lock:
             now = time.monotonic()
             start = max(now, self._free_at)
             self._free_at = start + size / self._rate
-        time.sleep(start - now)
+        if self._stopped.wait(start - now):
+            raise _StoppedError
 
 
 @dataclass(frozen=True)
@@ -72,19 +96,24 @@ class Fetched:
     refused: dict[int, str]
 
 
-def open_tier(folder: RunFolder, remote: RemoteCheckpoints, epoch: int = 0) -> "RemoteTier | None":
+def open_tier(
+    folder: RunFolder, remote: RemoteCheckpoints, epoch: int = 0, meter: Meter = SILENT
+) -> "RemoteTier | None":
     """Return the remote tier of a run; None if the run has none. Raises ConfigError, MissingPartError."""
-    return RemoteTier(folder, open_store(remote.url), remote, epoch) if remote.url else None
+    return RemoteTier(folder, open_store(remote.url), remote, epoch, meter) if remote.url else None
 
 
 class RemoteTier(StoredCheckpoints):
     """The checkpoints of the run `folder` in `store`: upload, fetch and remove them.
 
-    epoch: the number of the attempt that uploads; 0: none, as in commands.
+    epoch: the number of the attempt that uploads; 0: none, as in commands. meter: counts the bytes that move.
     """
 
-    def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, epoch: int = 0):
+    def __init__(
+        self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, epoch: int = 0, meter: Meter = SILENT
+    ):
         super().__init__(folder, store)
+        self._meter = meter
         self.remote, self._epoch = remote, epoch
         self.pins = StoredPins(store)
         self._pace = Pace(remote.bytes_per_second)
@@ -121,7 +150,9 @@ class RemoteTier(StoredCheckpoints):
                 self.store.remove(name)
                 self._judged.pop(step, None)
             new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
-            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            ledger = sum((self._folder.ledger / segment.file).stat().st_size for segment in new)
+            self._meter.begin("uploading", ledger + sum(entry.bytes for entry in manifest.files.values()))
+            with self._pace.workers() as pool:
                 sent = sum(pool.map(lambda job: self._send(path, *job), jobs))
                 sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
         self._require_newest()
@@ -184,6 +215,7 @@ class RemoteTier(StoredCheckpoints):
                 self._pace.take(len(chunk))
                 digest.update(chunk)
                 sent += len(chunk)
+                self._meter.add(len(chunk))
                 yield chunk
 
         self.store.write(name, chunks())
@@ -216,7 +248,8 @@ class RemoteTier(StoredCheckpoints):
             if not _has(self._folder.ledger / one.file, one.sha256)
         ]
         try:
-            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
+            self._meter.begin("fetching", needed)
+            with self._pace.workers() as pool:
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
             write_atomic(temporary / MANIFEST, text)
             publish(temporary, folder)
@@ -257,6 +290,7 @@ class RemoteTier(StoredCheckpoints):
             for chunk in self.store.stream(name):
                 self._pace.take(len(chunk))
                 received += len(chunk)
+                self._meter.add(0 if in_ledger else len(chunk))
                 if size is not None and received > size:
                     break
                 digest.update(chunk)

@@ -8,6 +8,7 @@ from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints
 from ingot.trainer.checkpoint.segments import ledger_beside
 from ingot.trainer.checkpoint.vanished import require_checkpoints
@@ -53,8 +54,9 @@ class Inspected:
         return {"checkpoints": [asdict(c) for c in self.checkpoints], "exit_code": self.exit_code}
 
 
-def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
-    """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte.
+def inspect_checkpoints(path: Path, *, hash_files: bool, meter: Meter = SILENT) -> Inspected:
+    """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte, which
+    `meter` counts.
 
     Raises UsageError if `path` is neither of these, CheckpointError if the run has no checkpoint, or they vanished.
     """
@@ -70,8 +72,10 @@ def inspect_checkpoints(path: Path, *, hash_files: bool) -> Inspected:
     if not listed + weights:
         raise nothing_found(path)
     if hash_files:
+        meter.begin("verifying", sum(c.bytes for c in listed + weights if not c.damage))
         listed, weights = (
-            [c if c.damage else replace(c, damage=_hash_damage(c.path)) for c in saves] for saves in (listed, weights)
+            [c if c.damage else replace(c, damage=_hash_damage(c.path, meter)) for c in saves]
+            for saves in (listed, weights)
         )
     usable = first_usable(listed)
     rows = [_inspected(c, FULL, _note(c, resumes=c is usable)) for c in listed]
@@ -104,9 +108,9 @@ def _note(listed: ListedCheckpoint, *, resumes: bool) -> str:
     return "  ".join(part for part in (suspect, RESUMES_HERE if resumes else "") if part)
 
 
-def _hash_damage(path: Path) -> str:
+def _hash_damage(path: Path, meter: Meter) -> str:
     try:
-        verify_checkpoint(path)
+        verify_checkpoint(path, meter.add)
     except CheckpointError as error:
         return error.found.partition(": ")[2]
     return ""

@@ -12,7 +12,8 @@ from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, verify_checkpoint
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, read_manifest, verify_checkpoint
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.lock import RunLock
@@ -31,29 +32,34 @@ class Moved:
         return asdict(self) | {"exit_code": EXIT_OK}
 
 
-def push_checkpoint(path: Path, step: int | None = None) -> Moved:
+def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT) -> Moved:
     """Verify the local checkpoint of `step` (None: the newest), and upload it. The run may be training.
 
-    Raises UsageError, ConfigError if the run has no store, CheckpointError if there is no such checkpoint or it is
-    damaged, and the errors of the store.
+    meter: counts the bytes. Raises UsageError, ConfigError if the run has no store, CheckpointError if there is no such
+    checkpoint or it is damaged, and the errors of the store.
     """
-    folder, tier = _run(path)
+    folder, tier = _run(path, meter)
     steps = [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
     if not steps:
         raise no_checkpoint(path)
     step = _chosen(step, steps, str(folder.checkpoints))
-    verify_checkpoint(folder.checkpoint(step))
+    checkpoint = folder.checkpoint(step)
+    meter.begin("verifying", sum(entry.bytes for entry in read_manifest(checkpoint).files.values()))
+    verify_checkpoint(checkpoint, meter.add)
     began = time.perf_counter()
     return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)
 
 
-def fetch_checkpoint(path: Path, step: int | None = None, say: Callable[[str], None] = lambda text: None) -> Moved:
+def fetch_checkpoint(
+    path: Path, step: int | None = None, say: Callable[[str], None] = lambda text: None, meter: Meter = SILENT
+) -> Moved:
     """Fetch the stored checkpoint of `step` (None: the newest) into the run folder, in place of a local one.
 
-    say: called with the line that says why the command waits. Raises what `push_checkpoint` raises, and RunBusyError if
-    the run is training, on this machine or another one.
+    say: called with the line that says why the command waits. meter: counts the bytes. If the command is interrupted,
+    the local checkpoints are as before. Raises what `push_checkpoint` raises, and
+    RunBusyError if the run is training, on this machine or another one.
     """
-    folder, tier = _run(path)
+    folder, tier = _run(path, meter)
     with held(folder, tier, say) as lease:
         steps = tier.steps()
         if not steps:
@@ -85,8 +91,11 @@ def held(folder: RunFolder, tier: RemoteTier | None, say: Callable[[str], None])
         yield lease
 
 
-def open_run(path: Path) -> tuple[RunFolder, RemoteTier | None]:
-    """Return the run folder `path`, and its remote tier if it has one. Raises UsageError if it is not one."""
+def open_run(path: Path, meter: Meter = SILENT) -> tuple[RunFolder, RemoteTier | None]:
+    """Return the run folder `path`, and its remote tier if it has one. Raises UsageError if it is not one.
+
+    meter: counts the bytes that the tier moves.
+    """
     folder = RunFolder(path)
     if not folder.config.is_file():
         raise UsageError(
@@ -96,11 +105,11 @@ def open_run(path: Path) -> tuple[RunFolder, RemoteTier | None]:
             fix="name the folder that ingot train wrote; on an empty disk, a folder with a copy of its run.toml",
             path=str(path),
         )
-    return folder, open_tier(folder, recorded_run(folder.config).checkpoint.remote)
+    return folder, open_tier(folder, recorded_run(folder.config).checkpoint.remote, meter=meter)
 
 
-def _run(path: Path) -> tuple[RunFolder, RemoteTier]:
-    folder, tier = open_run(path)
+def _run(path: Path, meter: Meter) -> tuple[RunFolder, RemoteTier]:
+    folder, tier = open_run(path, meter)
     if tier is None:
         raise ConfigError(
             "E-TIER-NONE",

@@ -343,7 +343,7 @@ def test_without_an_answer_a_run_continues_only_from_a_local_checkpoint(folder, 
 def test_the_pace_is_kept_by_all_threads_together(monkeypatch):
     slept, now = [], [100.0]
     monkeypatch.setattr("time.monotonic", lambda: now[0])
-    monkeypatch.setattr("time.sleep", slept.append)
+    monkeypatch.setattr("threading.Event.wait", lambda self, seconds: slept.append(seconds))
     pace = Pace(1000)
     for _ in range(3):
         pace.take(500)

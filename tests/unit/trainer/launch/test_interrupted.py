@@ -1,0 +1,145 @@
+"""Ctrl-C and progress of the commands that read and move checkpoints."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import write_checkpoint
+
+from ingot.cli.main import main
+from ingot.cli.progress import ByteBar
+from ingot.cli.terminal import Terminal
+from ingot.schema.checkpoint import FileEntry, file_of
+from ingot.storage import sha256_bytes, write_atomic
+from ingot.trainer.checkpoint import folders
+from ingot.trainer.launch.inspect import inspect_checkpoints
+from ingot.trainer.launch.stored import fetch_checkpoint, push_checkpoint
+
+from .conftest import RUN_FILE
+
+SIZE = 64 << 10
+# A safetensors file without tensors, whose header is padded.
+FILE = (SIZE - 8).to_bytes(8, "little") + b"{}".ljust(SIZE - 8)
+FILES = {file_of(rank): FileEntry(bytes=SIZE, sha256=sha256_bytes(FILE)) for rank in range(4)}
+
+
+@pytest.fixture
+def run(folder, tmp_path):
+    """Two checkpoints of four files on both tiers."""
+    set_rate(folder, tmp_path, 0)
+    for step in (10, 20):
+        for name in FILES:
+            write_atomic(folder.checkpoint(step) / name, FILE)
+        write_checkpoint(folder, step, world=4, files=FILES)
+        write_atomic(folder.checkpoint(step) / file_of(0), FILE)
+        push_checkpoint(folder.root, step)
+    return folder
+
+
+def set_rate(folder, tmp_path, bytes_per_second: int) -> None:
+    store = f'[checkpoint.remote]\nurl = "file://{tmp_path}/store"\nbytes_per_second = {bytes_per_second}\n'
+    write_atomic(folder.config, RUN_FILE + store)
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+def test_a_real_ctrl_c_during_a_fetch_from_a_slow_store(run, tmp_path):
+    set_rate(run, tmp_path, 1)  # a byte per second: the fetch would take days
+    before, stored = content(run.checkpoints), content(tmp_path / "store/checkpoints")
+    fetch = subprocess.Popen(
+        [sys.executable, "-m", "ingot.cli.main", "ckpt", "fetch", str(run.root)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        # A job started with & in a script ignores Ctrl-C, and so would its children; a user's terminal does not.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    try:
+        unfinished = run.checkpoints / ".saving-step-00000020.fetched"
+        until = time.monotonic() + 60
+        while not any(unfinished.glob("*")) and time.monotonic() < until and fetch.poll() is None:
+            time.sleep(0.01)
+        assert unfinished.is_dir(), fetch.communicate()[0] if fetch.poll() is not None else ""
+        os.kill(fetch.pid, signal.SIGINT)
+        output, _ = fetch.communicate(timeout=60)
+    finally:
+        fetch.kill()
+    assert fetch.returncode == 130 and "interrupted" in output, output
+    assert content(run.checkpoints) == before and content(tmp_path / "store/checkpoints") == stored
+    assert not unfinished.exists()
+    assert inspect_checkpoints(run.root, hash_files=True).exit_code == 0
+    set_rate(run, tmp_path, 0)
+    assert fetch_checkpoint(run.root).step == 20  # and nothing holds the run any more
+
+
+def test_ctrl_c_between_the_renames_gives_the_old_checkpoint_its_name_back(run, monkeypatch):
+    before, rename = content(run.checkpoints), Path.rename
+
+    def interrupted(path, target):
+        if path.name.endswith(".fetched"):
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    monkeypatch.setattr(Path, "rename", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        fetch_checkpoint(run.root)
+    assert content(run.checkpoints) == before
+    assert folders.remove_leftovers(run) == []
+
+
+class Meter:
+    """Records what a command counts: (what, total, done)."""
+
+    def __init__(self):
+        self.parts = []
+
+    def begin(self, what, total):
+        self.parts.append([what, total, 0])
+
+    def add(self, size):
+        self.parts[-1][2] += size
+
+
+def test_every_byte_is_counted_once(run, tmp_path):
+    meters = [Meter() for _ in range(3)]
+    inspect_checkpoints(run.root, hash_files=True, meter=meters[0])
+    fetch_checkpoint(run.root, meter=meters[1])
+    (tmp_path / "store/checkpoints/step-00000020/manifest.json").unlink()
+    push_checkpoint(run.root, meter=meters[2])
+    assert [meter.parts for meter in meters] == [
+        [["verifying", 8 * SIZE, 8 * SIZE]],
+        [["fetching", 4 * SIZE, 4 * SIZE]],
+        # and the 20 samples of the ledger
+        [["verifying", 4 * SIZE, 4 * SIZE], ["uploading", 4 * SIZE + 160, 4 * SIZE + 160]],
+    ]
+
+
+def test_a_bar_shows_bytes_and_rate_on_a_terminal_alone(capsys):
+    now, terminal = [0.0], Terminal()
+    terminal.interactive = True
+    bar = ByteBar(terminal, lambda: now[0])
+    bar.add(7)  # nothing has begun: nothing is drawn
+    bar.begin("fetching", 4096)
+    for at, size in ((1.0, 1024), (1.01, 1024), (2.0, 1024)):
+        now[0] = at
+        bar.add(size)
+    shown = capsys.readouterr().out.split("\r\x1b[K")[1:]
+    assert [line.partition("] ")[2] for line in shown] == [
+        " 25% fetching  1.0 KiB of 4.0 KiB  1.0 KiB/s",
+        " 75% fetching  3.0 KiB of 4.0 KiB  1.5 KiB/s",
+    ]
+    terminal.interactive = False
+    now[0] = 9.0
+    bar.add(1)
+    assert capsys.readouterr().out == ""
+
+
+def test_nothing_is_drawn_into_a_pipe(run, capsys):
+    assert main(["ckpt", "verify", str(run.root)]) == 0
+    assert "\r" not in capsys.readouterr().out
