@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+_COMPARE = "tests/unit/trainer/checkpoint/test_compare.py"
 _INTERRUPTED = "tests/unit/trainer/launch/test_interrupted.py"
 _LISTING = "tests/unit/trainer/launch/test_listing.py"
 
@@ -53,5 +54,21 @@ MUTANTS: list[Mutant] = [
         before="            aside.rename(path)\n        raise",
         after="            pass\n        raise",
         tests=(f"{_INTERRUPTED}::test_ctrl_c_between_the_renames_gives_the_old_checkpoint_its_name_back",),
+    ),
+    Mutant(
+        name="diff-reads-the-first-block",
+        what="ingot ckpt diff compares the first block of a tensor again and again",
+        file="trainer/checkpoint/compare.py",
+        before="rest = (*offsets[:dim], offsets[dim] + half, *offsets[dim + 1 :])",
+        after="rest = offsets",
+        tests=(f"{_COMPARE}::test_the_changes_are_those_of_the_tensors",),
+    ),
+    Mutant(
+        name="diff-poisoned-by-nan",
+        what="one NaN hides how much a parameter changed",
+        file="trainer/checkpoint/compare.py",
+        before="        a, b = a[finite], b[finite]",
+        after="        pass",
+        tests=(f"{_COMPARE}::test_values_that_are_not_finite_come_first_and_leave_the_figures",),
     ),
 ]

@@ -4,7 +4,7 @@ checkpoints to the store of a run and back."""
 import argparse
 from pathlib import Path
 
-from ingot.cli import ckpt_ls
+from ingot.cli import ckpt_diff, ckpt_ls
 from ingot.cli.arguments import place
 from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
@@ -13,6 +13,7 @@ EXAMPLES = (
     "ingot ckpt ls runs/demo",
     "ingot ckpt verify runs/demo",
     "ingot ckpt verify runs/demo/checkpoints/step-00000400",
+    "ingot ckpt diff runs/demo/checkpoints/step-00000200 runs/demo",
     "ingot ckpt prove runs/demo",
     "ingot ckpt repair runs/demo",
     "ingot ckpt push runs/demo",
@@ -30,6 +31,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "path", type=place, metavar="RUN|CHECKPOINT", help="run folder (all its checkpoints), or a checkpoint folder"
     )
+    diff = actions.add_parser(
+        "diff", help="compare two checkpoints: settings, layout, and the parameters that changed most"
+    )
+    for name, which in (("a", "A"), ("b", "B")):
+        diff.add_argument(name, type=place, metavar=which, help="checkpoint folder, or run folder (its newest save)")
+    diff.add_argument("--all", action="store_true", help="show all parameters, not the ten that changed most")
     prove = actions.add_parser(
         "prove", help="prove that a run consumed every sample of its order exactly once per epoch"
     )
@@ -67,7 +74,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return _move(args, terminal)
     if args.action in ("pin", "unpin", "prune"):
         return (_prune if args.action == "prune" else _pin)(args, terminal)
-    return (ckpt_ls.run if args.action == "ls" else _verify)(args, terminal)
+    if args.action in ("ls", "diff"):
+        return (ckpt_ls.run if args.action == "ls" else ckpt_diff.run)(args, terminal)
+    return _verify(args, terminal)
 
 
 def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
