@@ -67,12 +67,20 @@ def atomic_file(path: Path, mode: str = "wb"):
     fsync_dir(path.parent)
 
 
+def unfinished_files(folder: Path, of: str = "*") -> list[Path]:
+    """Return the files that processes are writing into `folder` with `atomic_file`, or were when they were killed.
+
+    of: the name that such a file would get.
+    """
+    return sorted(folder.glob(f".{of}.*{_UNFINISHED}"))
+
+
 def remove_unfinished(folder: Path) -> list[str]:
     """Remove the files that killed processes were writing into `folder` with `atomic_file`, and return their names.
 
     No other process may be writing into the folder.
     """
-    left = sorted(folder.glob(f".*{_UNFINISHED}"))
+    left = unfinished_files(folder)
     for path in left:
         path.unlink()
     return [path.name for path in left]

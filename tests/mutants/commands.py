@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _COMPARE = "tests/unit/trainer/checkpoint/test_compare.py"
+_GARBAGE = "tests/unit/trainer/launch/test_garbage.py"
 _INTERRUPTED = "tests/unit/trainer/launch/test_interrupted.py"
 _LISTING = "tests/unit/trainer/launch/test_listing.py"
 
@@ -70,5 +71,37 @@ MUTANTS: list[Mutant] = [
         before="        a, b = a[finite], b[finite]",
         after="        pass",
         tests=(f"{_COMPARE}::test_values_that_are_not_finite_come_first_and_leave_the_figures",),
+    ),
+    Mutant(
+        name="gc-during-an-upload",
+        what="ingot ckpt gc removes the objects of an upload that is in progress",
+        file="trainer/launch/garbage.py",
+        before="as lease, RunLock(folder.upload_lock):",
+        after="as lease:",
+        tests=(f"{_GARBAGE}::test_nothing_is_removed_while_the_run_trains_or_a_command_uploads",),
+    ),
+    Mutant(
+        name="gc-of-an-unreadable-checkpoint",
+        what="ingot ckpt gc removes samples that a checkpoint with a damaged manifest may list",
+        file="trainer/launch/garbage.py",
+        before="            unknown = max(unknown, int(match[1]) if match else 0)",
+        after="            pass",
+        tests=(f"{_GARBAGE}::test_what_a_checkpoint_may_need_stays",),
+    ),
+    Mutant(
+        name="gc-of-the-last-proof",
+        what="ingot ckpt gc removes the ledger of a run whose checkpoints vanished",
+        file="trainer/launch/garbage.py",
+        before="        require_checkpoints(folder)",
+        after="        pass",
+        tests=(f"{_GARBAGE}::test_a_run_whose_checkpoints_vanished_keeps_its_ledger",),
+    ),
+    Mutant(
+        name="gc-forgets-pinned-leftovers",
+        what="ingot ckpt gc removes the samples of a checkpoint that was pinned during its removal",
+        file="trainer/launch/garbage.py",
+        before=", *_removed_but_pinned(folder)]",
+        after="]",
+        tests=(f"{_GARBAGE}::test_what_a_checkpoint_may_need_stays",),
     ),
 ]

@@ -4,7 +4,7 @@ checkpoints to the store of a run and back."""
 import argparse
 from pathlib import Path
 
-from ingot.cli import ckpt_diff, ckpt_ls
+from ingot.cli import ckpt_diff, ckpt_gc, ckpt_ls
 from ingot.cli.arguments import place
 from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
@@ -20,6 +20,7 @@ EXAMPLES = (
     "ingot ckpt fetch runs/demo --step 400",
     "ingot ckpt pin runs/demo 400",
     "ingot ckpt prune runs/demo --dry-run",
+    "ingot ckpt gc runs/demo --dry-run",
 )
 
 
@@ -65,6 +66,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     prune = actions.add_parser("prune", help="remove the checkpoints that the rules of the run file do not keep")
     prune.add_argument("run", type=place, metavar="RUN", help="run folder")
     prune.add_argument("--dry-run", action="store_true", help="show what stays and what goes, and remove nothing")
+    gc = actions.add_parser("gc", help="remove what killed saves and uploads left, and samples of no checkpoint")
+    gc.add_argument("run", type=place, metavar="RUN", help="run folder")
+    gc.add_argument("--dry-run", action="store_true", help="show what goes, and remove nothing")
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -74,8 +78,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return _move(args, terminal)
     if args.action in ("pin", "unpin", "prune"):
         return (_prune if args.action == "prune" else _pin)(args, terminal)
-    if args.action in ("ls", "diff"):
-        return (ckpt_ls.run if args.action == "ls" else ckpt_diff.run)(args, terminal)
+    if shows := {"ls": ckpt_ls.run, "diff": ckpt_diff.run, "gc": ckpt_gc.run}.get(args.action):
+        return shows(args, terminal)
     return _verify(args, terminal)
 
 

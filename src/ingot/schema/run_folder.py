@@ -63,6 +63,11 @@ class RunFolder:
         return self.root / "lock"
 
     @property
+    def upload_lock(self) -> Path:
+        """The lock of a command that uploads a checkpoint, or removes what uploads left."""
+        return self.root / "upload-lock"
+
+    @property
     def stop_request(self) -> Path:
         """A file that exists while the supervisor asks the ranks to save and stop."""
         return self.root / "stop-request"

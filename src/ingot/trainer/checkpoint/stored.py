@@ -1,6 +1,7 @@
 """The checkpoints of a run in a store: their names, the listing, and which of them count. No torch."""
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -13,6 +14,7 @@ from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
 from ingot.trainer.checkpoint.manifest import MANIFEST, SUSPECT, parse_manifest
 from ingot.trainer.checkpoint.rules import FOLDER
 
+_SEGMENT = re.compile(r"steps-\d{8,}-(\d{8,})-[0-9a-f]{16}\.i64")
 _NONE: Mapping[int, CheckpointManifest] = MappingProxyType({})
 
 
@@ -93,6 +95,23 @@ class StoredCheckpoints:
             if self._ledger_name(segment) not in names:
                 return f"ledger/{segment.file} is missing"
         return ""
+
+    def orphaned_segments(self) -> list[StoredObject]:
+        """Return the ledger segments in the store that no stored checkpoint lists.
+
+        Segments that a checkpoint with an unreadable manifest may list are left out, and those after the newest
+        checkpoint, whose upload may go on.
+        """
+        whole = [one for one in self.stored() if one.whole]
+        needed = {self._ledger_name(segment) for one in whole if one.manifest for segment in one.manifest.ledger}
+        unknown = max((one.step for one in whole if one.manifest is None), default=0)
+        newest = max((one.step for one in whole), default=0)
+        return [
+            one
+            for one in self.store.list(self._folder.ledger.name)
+            if one.name not in needed and (match := _SEGMENT.fullmatch(one.name.rpartition("/")[2]))
+            if unknown < (last := int(match[1])) < newest and not self._has_manifest(last)
+        ]
 
     def _listed(self) -> dict[int, list[StoredObject]]:
         """Return step -> all objects of its checkpoint, also of those without a manifest."""

@@ -35,8 +35,8 @@ class Moved:
 def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT) -> Moved:
     """Verify the local checkpoint of `step` (None: the newest), and upload it. The run may be training.
 
-    meter: counts the bytes. Raises UsageError, ConfigError if the run has no store, CheckpointError if there is no such
-    checkpoint or it is damaged, and the errors of the store.
+    meter: counts the bytes. Raises UsageError, RunBusyError if another command uploads, ConfigError if the run has no
+    store, CheckpointError if there is no such checkpoint or it is damaged, and the errors of the store.
     """
     folder, tier = _run(path, meter)
     steps = [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
@@ -47,7 +47,8 @@ def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT) 
     meter.begin("verifying", sum(entry.bytes for entry in read_manifest(checkpoint).files.values()))
     verify_checkpoint(checkpoint, meter.add)
     began = time.perf_counter()
-    return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)
+    with RunLock(folder.upload_lock):  # `ingot ckpt gc` takes an upload without a manifest for one that was killed
+        return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)
 
 
 def fetch_checkpoint(
