@@ -25,8 +25,8 @@ MUTANTS: list[Mutant] = [
         name="folder-not-flushed",
         what="the older checkpoint is removed while the disk may not have the name of the new one yet",
         file="trainer/checkpoint/folders.py",
-        before="    temporary.rename(path)\n    fsync_dir(path.parent)\n",
-        after="    temporary.rename(path)\n",
+        before="        raise\n    fsync_dir(path.parent)\n",
+        after="        raise\n",
         tests=(_POWER,),
     ),
     Mutant(

@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = [
         name="hash-not-checked",
         what="a file counts as undamaged if its size is right",
         file="trainer/checkpoint/manifest.py",
-        before="same = sha256_file(folder / name) == entry.sha256",
+        before="same = sha256_file(folder / name, on_bytes) == entry.sha256",
         after="same = (folder / name).stat().st_size == entry.bytes",
         tests=("tests/unit/trainer/checkpoint/test_load.py::test_falls_back_over_damaged_ones_and_says_why",),
     ),

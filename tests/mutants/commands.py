@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _COMPARE = "tests/unit/trainer/checkpoint/test_compare.py"
+_DEEP = "tests/unit/trainer/launch/test_deep.py"
 _GARBAGE = "tests/unit/trainer/launch/test_garbage.py"
 _INTERRUPTED = "tests/unit/trainer/launch/test_interrupted.py"
 _LISTING = "tests/unit/trainer/launch/test_listing.py"
@@ -103,5 +104,37 @@ MUTANTS: list[Mutant] = [
         before=", *_removed_but_pinned(folder)]",
         after="]",
         tests=(f"{_GARBAGE}::test_what_a_checkpoint_may_need_stays",),
+    ),
+    Mutant(
+        name="deep-without-loading",
+        what="ingot ckpt verify --deep does not load the tensors",
+        file="trainer/launch/deep.py",
+        before="    load_checkpoint(path, manifest, parts.state, meter.add)\n",
+        after="",
+        tests=(f"{_DEEP}::test_a_missing_tensor_is_found",),
+    ),
+    Mutant(
+        name="deep-random-state-of-one-rank",
+        what="ingot ckpt verify --deep restores the random state of the first rank alone",
+        file="trainer/launch/deep.py",
+        before="for rank in range(manifest.world):",
+        after="for rank in range(1):",
+        tests=(f"{_DEEP}::test_a_random_state_that_is_none_is_found_on_every_rank",),
+    ),
+    Mutant(
+        name="deep-without-callbacks",
+        what="ingot ckpt verify --deep does not give callbacks their records",
+        file="trainer/launch/deep.py",
+        before="    parts.callbacks.restore(manifest.callbacks)\n",
+        after="",
+        tests=(f"{_DEEP}::test_a_callback_that_refuses_its_record_is_found",),
+    ),
+    Mutant(
+        name="deep-blind-to-nan",
+        what="ingot ckpt verify --deep takes NaN for a value",
+        file="trainer/launch/deep.py",
+        before="not bool(tensor.isfinite().all())]",
+        after="bool(tensor.isinf().any())]",
+        tests=(f"{_DEEP}::test_values_that_are_not_finite_are_named_by_parameter",),
     ),
 ]

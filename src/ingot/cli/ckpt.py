@@ -12,7 +12,7 @@ from ingot.cli.terminal import Terminal
 EXAMPLES = (
     "ingot ckpt ls runs/demo",
     "ingot ckpt verify runs/demo",
-    "ingot ckpt verify runs/demo/checkpoints/step-00000400",
+    "ingot ckpt verify runs/demo/checkpoints/step-00000400 --deep",
     "ingot ckpt diff runs/demo/checkpoints/step-00000200 runs/demo",
     "ingot ckpt prove runs/demo",
     "ingot ckpt repair runs/demo",
@@ -32,6 +32,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     verify.add_argument(
         "path", type=place, metavar="RUN|CHECKPOINT", help="run folder (all its checkpoints), or a checkpoint folder"
     )
+    verify.add_argument("--deep", action="store_true", help="also load each one, as training that continues does")
     diff = actions.add_parser(
         "diff", help="compare two checkpoints: settings, layout, and the parameters that changed most"
     )
@@ -84,12 +85,18 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.trainer.launch.inspect import inspect_checkpoints
+    path, bar = Path(args.path), ByteBar(terminal)
+    if args.deep:
+        from ingot.trainer.launch.deep import inspect_deep  # only this imports torch
 
-    inspected = inspect_checkpoints(Path(args.path), hash_files=True, meter=ByteBar(terminal))
+        inspected = inspect_deep(path, bar)
+    else:
+        from ingot.trainer.launch.inspect import inspect_checkpoints
+
+        inspected = inspect_checkpoints(path, hash_files=True, meter=bar)
     terminal.table(
         [(c.step, ckpt_ls.time_text(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
-        header=("step", "when", "size", "verified", "note"),
+        header=("step", "when", "size", "loads" if args.deep else "verified", "note"),
         right=(0, 2),
     )
     terminal.result(inspected.as_dict())

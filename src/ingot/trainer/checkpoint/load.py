@@ -157,10 +157,26 @@ def resume_from_memory(
     return manifest
 
 
+OnBytes = Callable[[int], object]
 Find = Callable[[str, Sequence[str]], Path]  # the name of a checkpoint's file, and keys in it -> where to read them
 
 
-def _load(path: Path, manifest: CheckpointManifest, state: TrainingState, find: Find | None = None) -> None:
+def load_checkpoint(path: Path, manifest: CheckpointManifest, state: TrainingState, on_bytes: OnBytes) -> None:
+    """Fill `state` from the verified checkpoint `path`, as `resume` does with the one that it takes.
+
+    on_bytes: called with the bytes of each block that was read. Raises CheckpointError if the checkpoint is of another
+    model; `state` is then as before. Collective.
+    """
+    _load(path, manifest, state, on_bytes=on_bytes)
+
+
+def _load(
+    path: Path,
+    manifest: CheckpointManifest,
+    state: TrainingState,
+    find: Find | None = None,
+    on_bytes: OnBytes | None = None,
+) -> None:
     """Load all blocks after all ranks have compared names, shapes and dtypes: another model is never loaded in part."""
     names = sorted(name for name in manifest.tensors if not state.is_skipped(name))
     moments = on_all_ranks(state.optimizer.moments)
@@ -182,7 +198,7 @@ def _load(path: Path, manifest: CheckpointManifest, state: TrainingState, find: 
                 raise _other_model(path, name, "the model has no such tensor", lacking="model")
 
     def fill() -> None:
-        read_blocks(path, manifest, blocks, find)
+        read_blocks(path, manifest, blocks, find, on_bytes)
         state.optimizer.put_moments(moments)
 
     from_all_ranks(own_names, covered)
@@ -255,13 +271,17 @@ def restore_random(path: Path, manifest: CheckpointManifest, rank: int, find: Fi
 
 
 def read_blocks(
-    path: Path, manifest: CheckpointManifest, blocks: Iterable[StateBlock], find: Find | None = None
+    path: Path,
+    manifest: CheckpointManifest,
+    blocks: Iterable[StateBlock],
+    find: Find | None = None,
+    on_bytes: OnBytes | None = None,
 ) -> None:
     """Fill the tensor of each block from checkpoint `path`, however the checkpoint was divided into blocks.
 
     manifest: the verified manifest of `path`, which must list the tensor of every block. Only the bytes that a block
-    needs are read, one file at a time. The tensors keep their device and dtype. find: where the files are; by default
-    in the folder `path`. Raises CheckpointError if a file cannot be read.
+    needs are read, one file at a time; on_bytes is called with the size of each part. The tensors keep their device and
+    dtype. find: where the files are; by default in the folder `path`. Raises CheckpointError if a file cannot be read.
     """
     wanted: dict[str, list[tuple[StateBlock, StoredBlock]]] = defaultdict(list)
     shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts, so each cut is searched only once
@@ -279,18 +299,22 @@ def read_blocks(
         try:
             with safetensors.safe_open(place, framework="pt", device="cpu") as file:
                 for block, chunk in wanted[name]:
-                    _copy(file, chunk, block)
+                    read = _copy(file, chunk, block)
+                    if on_bytes is not None:
+                        on_bytes(read)
         except (OSError, safetensors.SafetensorError) as error:
             raise damaged(path, f"{name} cannot be read ({error})", code="E-CKPT-READ", file=name) from None
 
 
 @torch.no_grad()
-def _copy(file, chunk: StoredBlock, block: StateBlock) -> None:
+def _copy(file, chunk: StoredBlock, block: StateBlock) -> int:
+    """Fill the part of `block` that `chunk` holds. Returns the bytes read."""
     shared = overlap((block.offsets, block.sizes), (chunk.offsets, chunk.sizes))
     if shared is None:
-        return
+        return 0
     if tuple(shared[1]) == chunk.sizes:
         source = file.get_tensor(chunk.key)
     else:
         source = file.get_slice(chunk.key)[slices(shared, chunk.offsets)]
     block.tensor[slices(shared, block.offsets)].copy_(source)
+    return source.nbytes
