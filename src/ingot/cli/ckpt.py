@@ -4,7 +4,7 @@ checkpoints to the store of a run and back."""
 import argparse
 from pathlib import Path
 
-from ingot.cli import ckpt_diff, ckpt_gc, ckpt_ls
+from ingot.cli import ckpt_convert, ckpt_diff, ckpt_gc, ckpt_ls
 from ingot.cli.arguments import place
 from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
@@ -21,6 +21,7 @@ EXAMPLES = (
     "ingot ckpt pin runs/demo 400",
     "ingot ckpt prune runs/demo --dry-run",
     "ingot ckpt gc runs/demo --dry-run",
+    *ckpt_convert.EXAMPLES,
 )
 
 
@@ -70,9 +71,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     gc = actions.add_parser("gc", help="remove what killed saves and uploads left, and samples of no checkpoint")
     gc.add_argument("run", type=place, metavar="RUN", help="run folder")
     gc.add_argument("--dry-run", action="store_true", help="show what goes, and remove nothing")
+    ckpt_convert.configure(actions)
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    if args.action in ckpt_convert.ACTIONS:
+        return ckpt_convert.run(args, terminal)
     if args.action in ("prove", "repair"):
         return (_prove if args.action == "prove" else _repair)(args, terminal)
     if args.action in ("push", "fetch"):

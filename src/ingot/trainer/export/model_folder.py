@@ -182,11 +182,11 @@ def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: b
     pairs: whether rotary rows of latent attention are stored in pairs (config.json: rope_interleave).
     """
     whole = torch.cat(tuple(parts)) if len(parts) > 1 else parts[0]
-    return _turned(arch, ours, whole, _halves) if pairs else whole
+    return _turned(arch, ours, whole, in_halves) if pairs else whole
 
 
 def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
-    """Apply `order` (`_pairs` or `_halves`) to the rotary rows of latent attention, the last R rows of each head."""
+    """Apply `order` (`_pairs` or `in_halves`) to the rotary rows of latent attention, the last R rows of each head."""
     if not arch.is_mla or not ours.endswith(
         ("attention.q.weight", "attention.q_up.weight", "attention.kv_down.weight")
     ):
@@ -202,6 +202,6 @@ def _pairs(rows_NRD: Tensor) -> Tensor:
     return rows_NRD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
-def _halves(rows_NRD: Tensor) -> Tensor:
-    """Invert `_pairs`."""
+def in_halves(rows_NRD: Tensor) -> Tensor:
+    """Invert `_pairs`: rows 2i and 2i + 1, which other systems rotate together, go to i and i + R/2."""
     return rows_NRD.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)

@@ -1,0 +1,81 @@
+"""`ingot ckpt import`: weights that another system saved, as a folder from which a run can start."""
+
+import argparse
+import shlex
+
+from ingot.cli.arguments import count, path, place
+from ingot.cli.terminal import Terminal
+
+EXAMPLES = ("ingot ckpt import dcp/step-1000 llama-hf --model llama3-8b --eot-id 128001",)
+ACTIONS = ("import",)
+
+
+def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Add the actions of this file to those of `ingot ckpt`."""
+    imports = actions.add_parser(
+        "import",
+        help="import weights from a folder of torch.distributed.checkpoint, without executing its pickles; the moments "
+        "of an optimizer are not imported",
+    )
+    imports.add_argument("source", type=path, metavar="DCP_DIR", help="folder with .metadata and *.distcp files")
+    imports.add_argument(
+        "out", type=path, metavar="OUT", help="Hugging Face folder to write; a run starts from it with init = OUT"
+    )
+    imports.add_argument(
+        "--model",
+        type=place,
+        required=True,
+        metavar="PRESET|FILE|DIR",
+        help="the model of these weights: a preset, a TOML file with [arch], or a folder with its config.json",
+    )
+    imports.add_argument(
+        "--eot-id",
+        type=count("eot-id", 0, 2**31 - 1),
+        metavar="ID",
+        help="id of the end-of-text token (default: eos_token_id in the config.json of --model)",
+    )
+    imports.add_argument(
+        "--prefix",
+        metavar="TEXT",
+        help="text before the names of the model's tensors (default: found, if the folder holds one model)",
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    return _import(args, terminal)
+
+
+def _import(args: argparse.Namespace, terminal: Terminal) -> int:
+    from pathlib import Path
+
+    from ingot.errors import EXIT_OK, UsageError, require
+    from ingot.hub.config_file import read_arch, read_config
+    from ingot.planner.request.presets import load_model
+    from ingot.units import format_count
+
+    require("torch", "train")
+    from ingot.trainer.convert.imported import import_dcp
+
+    folder = Path(args.model)
+    is_folder = folder.is_dir()
+    arch = read_arch(folder) if is_folder else load_model(args.model).arch
+    eot_id = args.eot_id
+    if eot_id is None:
+        found = read_config(folder).get("eos_token_id") if is_folder else None
+        eot_id = found[0] if isinstance(found, list) and found else found
+    if type(eot_id) is not int or not 0 <= eot_id < arch.vocab_size:
+        raise UsageError(
+            "E-EOT-UNSET",
+            "the end-of-text token is not given" if eot_id is None else f"the end-of-text token {eot_id!r} is no token",
+            rule=f"a model folder names its end-of-text token, one of the {arch.vocab_size:,} token ids",
+            fix="add --eot-id ID",
+            vocab_size=arch.vocab_size,
+        )
+    imported = import_dcp(args.source, args.out, arch, eot_id=eot_id, prefix=args.prefix)
+    terminal.say(f"imported  {format_count(imported.parameters)} parameters, {imported.dtype}, to {imported.path}")
+    terminal.say(f"names     {imported.system}'s" + (f", after {imported.prefix!r}" if imported.prefix else ""))
+    if imported.left:
+        terminal.say(f"left out  {imported.left} entries that are not weights, such as the moments of an optimizer")
+    terminal.result(imported.as_dict())
+    terminal.next(f"ingot plan --init {shlex.quote(str(args.out))} --tokens DATA --out run.toml")
+    return EXIT_OK

@@ -1,0 +1,74 @@
+"""Faults in what reads the files of other systems, and writes checkpoints in another layout."""
+
+from .mutant import Mutant
+
+_DCP = "tests/unit/trainer/convert/test_dcp.py"
+_IMPORT = "tests/unit/trainer/convert/test_import.py"
+_PICKLED = "tests/unit/trainer/convert/test_pickled.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="pickle-of-any-name",
+        what="a pickle may name any function",
+        file="trainer/convert/pickled.py",
+        before="if text not in self._expected:",
+        after="if not text:",
+        tests=(f"{_PICKLED}::test_names_that_are_not_expected_are_refused",),
+    ),
+    Mutant(
+        name="pickle-without-limit",
+        what="the objects of a pickle are counted, but there is no limit",
+        file="trainer/convert/pickled.py",
+        before="if self._left < 0:",
+        after="if self._left == 0:",
+        tests=(f"{_PICKLED}::test_objects_count_against_the_memory",),
+    ),
+    Mutant(
+        name="dcp-path",
+        what="metadata may name any .distcp file, also outside of the folder",
+        file="trainer/convert/dcp.py",
+        before="Path(file).name != file or not file.endswith",
+        after="not file.endswith",
+        tests=(f"{_DCP}::test_places_outside_of_the_folder_are_refused",),
+    ),
+    Mutant(
+        name="dcp-shared-bytes",
+        what="two blocks may have the same bytes, so a small file can claim any amount of memory",
+        file="trainer/convert/dcp.py",
+        before="after[1] < before[2]",
+        after="after[1] < before[1]",
+        tests=(f"{_DCP}::test_blocks_that_share_bytes_are_refused",),
+    ),
+    Mutant(
+        name="dcp-tiling",
+        what="blocks may overlap and leave elements unset",
+        file="trainer/convert/dcp.py",
+        before="if problem := tiling_problem(entry.shape, entry.blocks):",
+        after="if problem := tiling_problem(entry.shape, entry.blocks[:1]) and not entry.blocks:",
+        tests=(f"{_DCP}::test_two_shards_that_overlap_are_refused",),
+    ),
+    Mutant(
+        name="dcp-dtype",
+        what="the dtype of an archive is not compared with that of the metadata",
+        file="trainer/convert/dcp_block.py",
+        before="(shape, str(_STORAGES[kind])) != (sizes, dtype)",
+        after="shape != sizes",
+        tests=(f"{_DCP}::test_a_dtype_that_differs_or_is_not_read_is_refused",),
+    ),
+    Mutant(
+        name="dcp-strides",
+        what="strides may point one element behind the bytes of a tensor",
+        file="trainer/convert/dcp_block.py",
+        before="if last >= len(flat):",
+        after="if last > len(flat):",
+        tests=(f"{_DCP}::test_archives_of_something_else_are_refused",),
+    ),
+    Mutant(
+        name="torchtitan-keys",
+        what="the rows of keys stay in torchtitan's order, those of queries do not",
+        file="trainer/convert/names.py",
+        before='ours.endswith(("attention.q.weight", "attention.k.weight"))',
+        after='ours.endswith("attention.q.weight")',
+        tests=(f"{_IMPORT}::test_torchtitans_names",),
+    ),
+]
