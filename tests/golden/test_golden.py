@@ -111,6 +111,17 @@ def test_a_run_of_every_earlier_state_continues(name, golden, capsys, monkeypatc
     assert_close(steps_of(run), json.loads((run / "expected.json").read_text()))
 
 
+@pytest.mark.parametrize("name", OLD)
+def test_a_checkpoint_of_every_earlier_state_is_written_in_another_layout(name, golden, tmp_path, capsys):
+    old, new = golden / "old" / name, tmp_path / "new"
+    found = ingot(capsys, "ckpt", "reshard", old, new, "--layout", "dp_shard=1")
+    assert (found["step"], found["ranks"], found["layout"]) == (STOP, 1, {"dp_shard": 1})
+    checked = ingot(capsys, "ckpt", "verify", new)
+    assert [(c["step"], c["state"]) for c in checked["checkpoints"]] == [(STOP, "yes")]
+    continue_alone(new, capsys)
+    assert_close(steps_of(new), json.loads((old / "expected.json").read_text())[STOP:])
+
+
 @pytest.mark.parametrize(
     ("edit", "code", "exit_code"),
     [("optim.lr=0.001", "E-RUN-CHANGED", 11), ("model.d_ffn=32", "E-RUN-OTHER-MODEL", 3)],

@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+_RESHARDED = "tests/dist/test_resharded.py"
 _DCP = "tests/unit/trainer/convert/test_dcp.py"
 _IMPORT = "tests/unit/trainer/convert/test_import.py"
 _PICKLED = "tests/unit/trainer/convert/test_pickled.py"
@@ -56,19 +57,51 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_DCP}::test_a_dtype_that_differs_or_is_not_read_is_refused",),
     ),
     Mutant(
-        name="dcp-strides",
-        what="strides may point one element behind the bytes of a tensor",
-        file="trainer/convert/dcp_block.py",
-        before="if last >= len(flat):",
-        after="if last > len(flat):",
-        tests=(f"{_DCP}::test_archives_of_something_else_are_refused",),
-    ),
-    Mutant(
         name="torchtitan-keys",
         what="the rows of keys stay in torchtitan's order, those of queries do not",
         file="trainer/convert/names.py",
         before='ours.endswith(("attention.q.weight", "attention.k.weight"))',
         after='ours.endswith("attention.q.weight")',
         tests=(f"{_IMPORT}::test_torchtitans_names",),
+    ),
+    Mutant(
+        name="reshard-memory",
+        what="all blocks of a rank are read together, as much memory as its file",
+        file="trainer/convert/reshard.py",
+        before="if waiting and held + part.bytes > _TOGETHER_BYTES:",
+        after="if waiting and part.bytes > _TOGETHER_BYTES:",
+        tests=(f"{_RESHARDED}::test_memory_is_that_of_some_blocks",),
+    ),
+    Mutant(
+        name="reshard-random-states",
+        what="random states are lost although the number of ranks is the same",
+        file="trainer/convert/reshard.py",
+        before="if same_world and not manifest.rng else []",
+        after="if same_world and manifest.rng else []",
+        tests=(f"{_RESHARDED}::test_training_goes_on_as_from_the_checkpoint_itself[copies, as many ranks]",),
+    ),
+    Mutant(
+        name="reshard-step-everywhere",
+        what="the scalar moments of a parameter get the shape of its block",
+        file="trainer/convert/layout_blocks.py",
+        before="() if not manifest.tensors[name].shape else piece.sizes",
+        after="piece.sizes",
+        tests=(f"{_RESHARDED}::test_equals_what_the_ranks_of_that_layout_save[context]",),
+    ),
+    Mutant(
+        name="reshard-later-tensors",
+        what="tensors that the model of the run file lacks are left out",
+        file="trainer/convert/reshard.py",
+        before="manifest.tensors.keys() - tensors.keys()",
+        after="tensors.keys() - manifest.tensors.keys()",
+        tests=(f"{_RESHARDED}::test_a_run_file_of_another_model_is_refused",),
+    ),
+    Mutant(
+        name="reshard-accepted",
+        what="the new run gets the accepted changes of later steps of the old run",
+        file="trainer/convert/reshard.py",
+        before="if earlier is None:  # a",
+        after="if not earlier:  # a",
+        tests=(f"{_RESHARDED}::test_paths_changes_and_ledger_come_along",),
     ),
 ]

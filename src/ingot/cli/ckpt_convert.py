@@ -1,4 +1,4 @@
-"""`ingot ckpt import`: weights that another system saved, as a folder from which a run can start."""
+"""`ingot ckpt reshard`, `import`: a checkpoint in another layout, and weights that another system saved."""
 
 import argparse
 import shlex
@@ -6,12 +6,31 @@ import shlex
 from ingot.cli.arguments import count, path, place
 from ingot.cli.terminal import Terminal
 
-EXAMPLES = ("ingot ckpt import dcp/step-1000 llama-hf --model llama3-8b --eot-id 128001",)
-ACTIONS = ("import",)
+EXAMPLES = (
+    'ingot ckpt reshard runs/demo runs/demo-16 --layout "dp_shard=8 tp=2"',
+    "ingot ckpt import dcp/step-1000 llama-hf --model llama3-8b --eot-id 128001",
+)
+ACTIONS = ("reshard", "import")
 
 
 def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     """Add the actions of this file to those of `ingot ckpt`."""
+    reshard = actions.add_parser(
+        "reshard",
+        help="write a checkpoint as if it had been saved in another layout, into a new run folder that continues from "
+        "it; each rank then reads its own file only",
+    )
+    reshard.add_argument(
+        "source", type=path, metavar="RUN|CHECKPOINT", help="run folder (its newest checkpoint), or a checkpoint folder"
+    )
+    reshard.add_argument("out", type=path, metavar="OUT", help="run folder to write; it must not exist")
+    reshard.add_argument(
+        "--layout",
+        required=True,
+        metavar="NAME=VALUE...",
+        help="settings of [parallel] in one text, as 'dp_shard=4 tp=2', and micro_batch; degrees that are not given "
+        "are 1",
+    )
     imports = actions.add_parser(
         "import",
         help="import weights from a folder of torch.distributed.checkpoint, without executing its pickles; the moments "
@@ -42,7 +61,27 @@ def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    return _import(args, terminal)
+    return (_reshard if args.action == "reshard" else _import)(args, terminal)
+
+
+def _reshard(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK, require
+    from ingot.planner.show.layout import degrees_text
+    from ingot.units import format_bytes
+
+    require("torch", "train")
+    from ingot.trainer.convert.reshard import read_layout, reshard_checkpoint
+
+    found = reshard_checkpoint(args.source, args.out, read_layout(args.layout))
+    ranks = f"{found.ranks} rank{'s' if found.ranks != 1 else ''}"
+    terminal.say(
+        f"written   step {found.step:,} for {ranks} ({degrees_text(found.layout)}), {format_bytes(found.bytes)}"
+    )
+    if found.store:
+        terminal.say(f"note      the new run has no store: {found.store} belongs to the old one")
+    terminal.result(found.as_dict())
+    terminal.next(f"ingot ckpt verify {shlex.quote(str(args.out))}", f"ingot train {shlex.quote(str(args.out))}")
+    return EXIT_OK
 
 
 def _import(args: argparse.Namespace, terminal: Terminal) -> int:

@@ -63,6 +63,7 @@ REPLACED = (
     ("ingot.trainer.trained", "sample_trained"),
     ("ingot.trainer.export.huggingface", "export_run"),
     ("ingot.trainer.convert.imported", "import_dcp"),
+    ("ingot.trainer.convert.reshard", "reshard_checkpoint"),
     ("ingot.trainer.experiments.doremi", "doremi"),
     ("ingot.trainer.experiments.ablation", "ablate"),
     ("ingot.rehearse.dryrun.dry_run", "simulate"),

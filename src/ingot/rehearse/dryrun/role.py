@@ -31,7 +31,7 @@ from ingot.errors import IngotError
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.rehearse.dryrun.fake import FakeProgram, Known
 from ingot.rehearse.dryrun.rendezvous import Call
-from ingot.rehearse.dryrun.stand_ins import as_on_cuda, dealt_to_experts, own_groups_only, replaced
+from ingot.rehearse.dryrun.stand_ins import as_on_cuda, dealt_to_experts, replaced
 from ingot.rehearse.dryrun.tracker import HOST, Tracker
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
@@ -40,6 +40,7 @@ from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import run_from_dict
 from ingot.trainer import run as trainer_run
 from ingot.trainer.loader.loader import Batch
+from ingot.trainer.mesh.fake import own_groups_only
 from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.model import attention
 from ingot.trainer.parallel.ring import AttentionTile, masked_tiles, plain_tiles

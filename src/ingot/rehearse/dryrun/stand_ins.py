@@ -1,11 +1,10 @@
 """Replacements for parts of the training program that fail with fake tensors, or take another path with them."""
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as functional
 from torch import Tensor
 
@@ -16,7 +15,7 @@ from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.model import experts
 from ingot.trainer.optim import offload
 from ingot.trainer.parallel import expert as dispatch
-from ingot.trainer.torch_private import FakeTensor, attention_kernels, count_group_name
+from ingot.trainer.torch_private import FakeTensor, attention_kernels
 
 
 @contextmanager
@@ -27,20 +26,6 @@ def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, before)
-
-
-def own_groups_only(original: Callable, rank: int) -> Callable:
-    """Return a replacement for `dist.new_group` that creates only groups that contain `rank`. For each of the thousands
-    of other groups, the replacement only advances the counter of group names.
-    """
-
-    def new_group(ranks: list[int], *args, **kwargs):
-        if rank in ranks:
-            return original(ranks, *args, **kwargs)
-        count_group_name(ranks)
-        return dist.GroupMember.NON_GROUP_MEMBER
-
-    return new_group
 
 
 @contextmanager

@@ -71,7 +71,7 @@ class RunRequest:
         require_settings(accept)
         rank_threads(config.parallel.world_size)  # raises ConfigError for an OMP_NUM_THREADS that is not a number
         self.folder = find_folder(run_file, self.path, out, config)
-        self.written = _with_paths_from(config, self.path.parent, self.folder.root)
+        self.written = with_paths_from(config, self.path.parent, self.folder.root)
         self.config = given.added_to(self.written)
         self.overrides, self.accept, self.fresh, self.archive = overrides, accept, fresh, archive
         self.until_step = until_step
@@ -165,7 +165,7 @@ def find_folder(run_file: Path, path: Path, out: Path | None, config: RunConfig)
     return RunFolder(path.parent / "runs" / config.name)
 
 
-def _with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
+def with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
     """Return `config` with its relative paths changed from relative to `base` to relative to `root`."""
 
     def moved(value: str) -> str:
