@@ -61,6 +61,32 @@ def test_a_checkpoint_is_exported(name, golden, tmp_path, capsys):
     assert exported["max_logit_difference"] <= 1e-5
 
 
+@pytest.mark.parametrize("name", ["dense-2-ranks", "experts-2-ranks"])
+def test_a_checkpoint_is_converted_there_and_back(name, golden, tmp_path, capsys):
+    """To a Hugging Face folder, and from that to a project whose run starts with the weights of the checkpoint."""
+    torch = pytest.importorskip("torch")
+    from ingot.theory.rules import load_run
+    from ingot.trainer.checkpoint.load import load_model
+    from ingot.trainer.export.model_folder import TRAINING_ONLY, first_weights
+    from ingot.trainer.model.transformer import Transformer
+
+    converted = ingot(capsys, "ckpt", "convert", golden / name, tmp_path / "hf")
+    ingot(capsys, "export", golden / name, "--out", tmp_path / "exported")
+    assert converted["files"].keys() == {path.name for path in (tmp_path / "hf").iterdir()} - {"ingot.json"}
+    weights = [(tmp_path / folder / "model.safetensors").read_bytes() for folder in ("hf", "exported")]
+    assert weights[0] == weights[1]
+    ingot(capsys, "ckpt", "convert", tmp_path / "hf", tmp_path / "mine")
+    run, model = load_run(tmp_path / "mine" / "run.toml"), Transformer(load_run(golden / name / "run.toml").model)
+    assert run.init == "../hf"
+    load_model(golden / name / "checkpoints" / f"step-{STOP:08d}", model)
+    first = first_weights(tmp_path / "mine" / run.init, run.model, drawn=None)
+    for key, tensor in model.state_dict().items():
+        if not key.endswith(TRAINING_ONLY):
+            assert torch.equal(first(key, tensor.shape, (0,) * tensor.dim(), tensor.shape), tensor), key
+    assert main(["ckpt", "convert", str(tmp_path / "hf"), str(tmp_path / "x"), "--dtype", "bfloat16", "--json"]) == 2
+    reported(capsys.readouterr().out, "E-CONVERT-DTYPE", dtype="bfloat16")
+
+
 def test_corpus_and_tokens_verify(golden, capsys):
     checked = ingot(capsys, "data", "verify", golden / "data")["verified"]
     assert sorted(Path(one["folder"]).name for one in checked) == ["corpus", "heldout", "train"]

@@ -104,4 +104,12 @@ MUTANTS: list[Mutant] = [
         after="if not earlier:  # a",
         tests=(f"{_RESHARDED}::test_paths_changes_and_ledger_come_along",),
     ),
+    Mutant(
+        name="init-from-here",
+        what="a run file names the folder of its first weights relative to the folder in which it was made",
+        file="planner/request/plan_request.py",
+        before="replace(run, init=relative(model.init, relative_to))",
+        after="replace(run, init=relative(model.init, Path()))",
+        tests=("tests/unit/planner/request/test_presets.py::test_a_project_starts_from_the_weights_of_a_folder",),
+    ),
 ]

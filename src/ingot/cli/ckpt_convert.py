@@ -1,4 +1,4 @@
-"""`ingot ckpt reshard`, `import`: a checkpoint in another layout, and weights that another system saved."""
+"""`ingot ckpt reshard`, `convert`, `import`: checkpoints in another layout, and those of other systems."""
 
 import argparse
 import shlex
@@ -8,9 +8,11 @@ from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
     'ingot ckpt reshard runs/demo runs/demo-16 --layout "dp_shard=8 tp=2"',
+    "ingot ckpt convert runs/demo demo-hf",
+    "ingot ckpt convert llama-hf my-run",
     "ingot ckpt import dcp/step-1000 llama-hf --model llama3-8b --eot-id 128001",
 )
-ACTIONS = ("reshard", "import")
+ACTIONS = ("reshard", "convert", "import")
 
 
 def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -30,6 +32,21 @@ def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="NAME=VALUE...",
         help="settings of [parallel] in one text, as 'dp_shard=4 tp=2', and micro_batch; degrees that are not given "
         "are 1",
+    )
+    convert = actions.add_parser(
+        "convert",
+        help="to and from a Hugging Face folder: a checkpoint becomes one, as with `ingot export`; from one a project "
+        "is made whose run starts from its weights, as with `ingot init --init`",
+    )
+    convert.add_argument(
+        "source", type=path, metavar="RUN|CHECKPOINT|DIR", help="run folder, checkpoint folder, or Hugging Face folder"
+    )
+    convert.add_argument("out", type=path, metavar="OUT", help="Hugging Face folder or project folder to write")
+    convert.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the stored weights, for a checkpoint (default: float32)",
     )
     imports = actions.add_parser(
         "import",
@@ -61,7 +78,26 @@ def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    return (_reshard if args.action == "reshard" else _import)(args, terminal)
+    act = {"reshard": _reshard, "convert": _convert, "import": _import}[args.action]
+    return act(args, terminal)
+
+
+def _convert(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.cli import export, init
+    from ingot.errors import UsageError
+    from ingot.hub.config_file import CONFIG
+
+    if not (args.source / CONFIG).is_file():
+        return export.run(argparse.Namespace(run=args.source, out=args.out, dtype=args.dtype), terminal)
+    if args.dtype != "float32":
+        raise UsageError(
+            "E-CONVERT-DTYPE",
+            f"--dtype {args.dtype} is given with the Hugging Face folder {args.source}",
+            rule="a run starts from the weights as they are stored, and trains in its own precision",
+            fix="leave --dtype out; train.precision in the run file is the precision of the run",
+            dtype=args.dtype,
+        )
+    return init.run(argparse.Namespace(folder=args.out, model=None, init=args.source), terminal)
 
 
 def _reshard(args: argparse.Namespace, terminal: Terminal) -> int:

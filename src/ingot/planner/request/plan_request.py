@@ -70,13 +70,23 @@ def base_run(request: PlanRequest) -> tuple[RunConfig, dict[str, str]]:
             reasons["train.global_batch"] += f", changed to a number that {cluster.devices:,} devices can share"
     if request.batch_why:
         reasons["train.global_batch"] = request.batch_why
-    if model.init:
-        if request.manifest:
-            check_vocabulary(request.manifest, run.model.vocab_size)
-        require_fit(model.init, run.model)
-        run = replace(run, init=relative(model.init, request.relative_to))
-        reasons["init"] = "the initial weights, and the source of the shape in [model]"
-    return run, reasons
+    if model.init and request.manifest:
+        check_vocabulary(request.manifest, run.model.vocab_size)
+    return with_init(run, reasons, model, request.relative_to)
+
+
+def with_init(
+    run: RunConfig, reasons: Mapping[str, str], model: ModelChoice, relative_to: Path
+) -> tuple[RunConfig, dict[str, str]]:
+    """Return the run, and the reasons of its values, with the initial weights of the model, if it has any.
+
+    relative_to: the folder of the run file. Raises ConfigError if the run's model is not that of the weights.
+    """
+    if not model.init:
+        return run, dict(reasons)
+    require_fit(model.init, run.model)
+    why = {"init": "the initial weights, and the source of the shape in [model]"}
+    return replace(run, init=relative(model.init, relative_to)), {**reasons, **why}
 
 
 def _proposal(request: PlanRequest, wanted: Hints) -> ProposedRun:

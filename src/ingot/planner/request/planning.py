@@ -27,8 +27,8 @@ from ingot.planner.request.answer import PlanResult, answer
 from ingot.planner.request.assumptions import assume, with_properties
 from ingot.planner.request.budget import first_size, spend
 from ingot.planner.request.clusters import find_cluster
-from ingot.planner.request.plan_request import NOWHERE, PlanRequest, read_data
-from ingot.planner.request.presets import ModelChoice, choose_model, load_model
+from ingot.planner.request.plan_request import NOWHERE, PlanRequest, read_data, with_init
+from ingot.planner.request.presets import ModelChoice, choose_model
 from ingot.planner.run.outlook import Assumptions
 from ingot.planner.run.plan import PlannedRun, make_plan
 from ingot.planner.run.propose import Hints, propose
@@ -201,10 +201,11 @@ def _model_choice(model: str, params, init, spent: Budget | None, given: _Condit
     return choose_model(model, parameters=parameters, init=Path(init) if init else None), False
 
 
-def make_project(folder: Path, model: str) -> list[Path]:
+def make_project(folder: Path, model: str = "", init: Path | None = None) -> list[Path]:
     """Make `folder` with a .gitignore and a run.toml for the data of `ingot data build --out data`; return both paths.
 
-    model: a preset or a model file. Raises UsageError if `folder` has a run.toml already or is a file.
+    model: a preset or a model file; or init: a Hugging Face model folder, with whose weights the run starts. Raises
+    UsageError if `folder` has a run.toml already or is a file, ConfigError for a model that ingot does not compute.
     """
     if (folder / "run.toml").exists():
         raise UsageError(
@@ -222,14 +223,15 @@ def make_project(folder: Path, model: str) -> list[Path]:
             fix="choose another name",
             path=str(folder),
         )
-    preset = load_model(model)
+    choice = choose_model(model, init=init)
     data = Data(tokens="data/tokens/train", heldout="data/tokens/heldout", tokenizer="data/tokens/tokenizer.json")
     # The data does not exist yet, so the run is planned for the compute-optimal number of tokens.
-    count = compute_optimal_tokens(count_active_parameters(preset.arch))
+    count = compute_optimal_tokens(count_active_parameters(choice.arch))
     proposal = propose(
-        preset.arch, find_cluster(None, folder), data, name=folder.resolve().name, tokens=count, preset=preset.train
+        choice.arch, find_cluster(None, folder), data, name=folder.resolve().name, tokens=count, preset=choice.hints
     )
-    files = {folder / "run.toml": to_toml(proposal.run, proposal.reasons), folder / ".gitignore": _GITIGNORE}
+    run, reasons = with_init(proposal.run, proposal.reasons, choice, folder)
+    files = {folder / "run.toml": to_toml(run, reasons), folder / ".gitignore": _GITIGNORE}
     for path, text in files.items():
         if not path.exists():
             write_atomic(path, text)

@@ -2,11 +2,13 @@
 
 import json
 import tomllib
+from dataclasses import replace
 
 import pytest
 from tests.expect import refused
 
 from ingot.config import from_dict, to_toml
+from ingot.hub.arch_config import huggingface_config
 from ingot.hub.kinds import kind_of
 from ingot.machine.facts import write_cluster
 from ingot.planner.request.clusters import find_cluster, load_cluster, with_published_rates
@@ -107,7 +109,18 @@ def test_a_project_folder_holds_a_run_file_that_loads(tmp_path):
         make_project(tmp_path / "file", "tiny")
     with refused("E-MODEL-UNKNOWN", given="nope"):
         make_project(tmp_path / "other", "nope")
+    with refused("E-MODEL-CHOICE", given=2):
+        make_project(tmp_path / "other", "tiny", tmp_path)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_project_starts_from_the_weights_of_a_folder(tmp_path):
+    arch = replace(load_model("tiny").arch, vocab_size=500)
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf/config.json").write_text(json.dumps(huggingface_config(arch, eot_id=0, dtype="float32")))
+    make_project(tmp_path / "mine", init=tmp_path / "hf")
+    run = load_run(tmp_path / "mine/run.toml")
+    assert (run.init, run.model.vocab_size, run.model.d_model) == ("../hf", 500, arch.d_model)
 
 
 def test_a_plan_is_written_once_and_read_back(tmp_path):
