@@ -25,7 +25,7 @@ from ingot.schema.checkpoint import LedgerSegment, segment_file
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes
 from ingot.trainer.checkpoint import agree
-from ingot.trainer.checkpoint.background import BackgroundSaver
+from ingot.trainer.checkpoint.background import BackgroundSaver, _Image
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.message import as_value, pack_json
 
@@ -103,6 +103,7 @@ def measure(parts: list[bytes], rounds: int, root: Path) -> dict[str, float]:
         return saved
 
     saver._writer.finish = timed_finish
+    image = _Image(None, -1, 0, 0, None)
     entry = LedgerSegment(file=segment_file(1, 1), first_step=1, last_step=1, sha256=sha256_bytes(segment))
     for step in range(1, rounds + 1):
         facts = CheckpointFacts(step, 0, {}, "c" * 64, "d" * 64, {})
@@ -110,7 +111,7 @@ def measure(parts: list[bytes], rounds: int, root: Path) -> dict[str, float]:
 
         def save(facts=facts, done=done, cpu=cpu, failed=failed) -> None:
             try:
-                saver._save(facts, None, 0, None, (entry,), segment, 1, 0)
+                saver._save(facts, image, (entry,), segment, 1, 0)
             except Exception as error:
                 failed.append(error)
             cpu[0] = time.thread_time()

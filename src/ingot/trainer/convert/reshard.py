@@ -5,6 +5,7 @@ checkpoint in its own layout it reads its own file. Tensors keep their bits. In 
 together (64 MiB, or one larger block) and the stored block that they are read from.
 """
 
+import itertools
 import os
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
@@ -164,12 +165,8 @@ def _write_files(
         _require_same_kinds(checkpoint, manifest, contents)
         random = _random_states(checkpoint / file_of(rank)) if same_world and not manifest.rng else []
         whole = replace(contents, parts=(*contents.parts, *(part_of(key, tensor) for key, tensor in random)))
-
-        def data(contents=contents, random=random) -> Iterator[memoryview]:
-            yield from _stored_bytes(checkpoint, manifest, contents)
-            yield from bytes_of([tensor for _, tensor in random])
-
-        parts.append(files.write(rank, whole, data))
+        stored, states = _stored_bytes(checkpoint, manifest, contents), bytes_of([tensor for _, tensor in random])
+        parts.append(files.write(rank, whole, itertools.chain(stored, states)))
     cuts, tensors = assemble(parts)
     if missing := sorted(manifest.tensors.keys() - tensors.keys()):
         raise _other_model(checkpoint, missing[0], "the model of the run file has no such tensor")
