@@ -29,7 +29,7 @@ VERBS = {
     "check": "report every problem of a run file at once, with file and line; start nothing",
     "train": "start a run, or continue it with the same command",
     "status": "show the state of a run: step, loss, speed, newest checkpoint, faults",
-    "ckpt": "list and verify checkpoints, and prove which samples a run consumed",
+    "ckpt": "list, verify, compare, move and clean up checkpoints; prove which samples a run consumed",
     "eval": "compute held-out bits per byte of a checkpoint, by source, with a unigram baseline",
     "sample": "generate text from a checkpoint",
     "export": "write a Hugging Face model folder, and verify that it gives the same logits",
