@@ -145,12 +145,31 @@ def test_training_goes_on_as_from_the_checkpoint_itself(fork_ranks, tmp_path, ca
     assert manifests[0].tensors == manifests[1].tensors
 
 
+class OneMoment:
+    """An optimizer that keeps one tensor for matrices, and for others only their step."""
+
+    def __init__(self, pieces, value):
+        self.kept = {
+            piece.name: {"step": torch.tensor(value)}
+            | ({"momentum": piece.value * value} if len(piece.shape) == 2 else {})
+            for piece in pieces
+        }
+
+    def moments(self):
+        return self.kept
+
+    def put_moments(self, moments):
+        assert moments is self.kept
+
+
 def with_callbacks(rank, world, run, folder, target):
-    """Save a state with a loss scale and the tensors of a callback, or load it from `folder` and save it."""
+    """Save a state with another optimizer, a loss scale and the tensors of a callback, or load and save it."""
     parts = build_parts(run, CPU, folder.root)
     cut = {piece.name: piece.value.clone() for piece in parts.model.shards if "norm" not in piece.name}
     callbacks = {"ema.weights": cut, "ema.count": torch.tensor([3, rank + 3 if folder != target else 3])}
-    state = replace(parts.state, callbacks=callbacks, extras={"loss_scale": torch.tensor(64.0)})
+    optimizer = OneMoment(parts.model.shards, 7.0 if folder == target else 0.0)
+    extras = {"loss_scale": torch.tensor(64.0)}
+    state = replace(parts.state, optimizer=optimizer, callbacks=callbacks, extras=extras)
     if folder != target:
         for tensor in (*cut.values(), callbacks["ema.count"], state.extras["loss_scale"]):
             tensor.zero_()
@@ -161,7 +180,7 @@ def with_callbacks(rank, world, run, folder, target):
     save_checkpoint(target, facts, state, ledger_of(target, 1), keep=9)
 
 
-def test_tensors_of_callbacks_and_the_loss_scale_come_along(fork_ranks, tmp_path):
+def test_other_moments_tensors_of_callbacks_and_the_loss_scale_come_along(fork_ranks, tmp_path):
     old, new, by_ranks = (RunFolder(tmp_path / name) for name in ("old", "new", "ranks"))
     run = run_in(old, ARCH, pp=2, dp_shard=2)
     fork_ranks(with_callbacks, 4, run, old, old)
@@ -170,6 +189,8 @@ def test_tensors_of_callbacks_and_the_loss_scale_come_along(fork_ranks, tmp_path
     found, wanted = (read_manifest(folder.checkpoint(1)) for folder in (new, by_ranks))
     assert (found.cuts, found.tensors) == (wanted.cuts, wanted.tensors)
     assert len(found.chunks("callback.ema.weights.blocks.3.attention.q.weight")) == 3
+    assert len(found.chunks("optim.momentum.blocks.3.attention.q.weight")) == 3
+    assert "optim.momentum.norm.weight" not in found.tensors and "optim.step.norm.weight" in found.tensors
     for name in ("callback.ema.count", "extra.loss_scale"):
         assert [chunk.file for chunk in found.chunks(name)] == [file_of(0)]
 

@@ -112,4 +112,20 @@ MUTANTS: list[Mutant] = [
         after="replace(run, init=relative(model.init, Path()))",
         tests=("tests/unit/planner/request/test_presets.py::test_a_project_starts_from_the_weights_of_a_folder",),
     ),
+    Mutant(
+        name="convert-over-a-folder",
+        what="a folder with files in it counts as free",
+        file="trainer/convert/new_folder.py",
+        before="not (out.is_dir() and not any(out.iterdir()))",
+        after="not out.is_dir()",
+        tests=("tests/unit/trainer/convert/test_new_folder.py::test_what_exists_is_never_replaced",),
+    ),
+    Mutant(
+        name="convert-leftovers",
+        what="a failed conversion leaves its temporary folder",
+        file="trainer/convert/new_folder.py",
+        before="    finally:\n        shutil.rmtree(temporary, ignore_errors=True)\n",
+        after="    finally:\n        pass\n",
+        tests=("tests/unit/trainer/convert/test_new_folder.py::test_nothing_is_left_after_an_error",),
+    ),
 ]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.run import RunConfig
+from ingot.schema.run import Optim, RunConfig
 from ingot.trainer.checkpoint.files import FileContents
 from ingot.trainer.checkpoint.save import file_contents
 from ingot.trainer.checkpoint.state import (
@@ -48,11 +48,13 @@ def rank_contents(config: RunConfig, manifest: CheckpointManifest, rank: int) ->
     moments do not fit the parameters.
     """
     # Where state is kept has no effect on its blocks, and ZeRO-3 divides parameters as ZeRO-1 divides their moments.
+    # The moments are those of the checkpoint, so no optimizer, loss term or callback of a plug-in is needed.
     parallel = replace(config.parallel, zero=1, offload="none", offload_parameters=False, async_tp=False)
     train = replace(config.train, compile="off", device="cpu")
     config = replace(config, parallel=parallel, train=train, model=_with_stored_buffers(config, manifest))
     with fake_rank(rank, parallel.world_size):
-        parts = build_parts(replace(config, callbacks={}), _META, Path(), first_values=False)
+        plain = replace(config, optim=Optim(), loss={}, callbacks={})
+        parts = build_parts(plain, _META, Path(), first_values=False)
         pieces = parts.model.shards
         state = TrainingState(
             pieces,

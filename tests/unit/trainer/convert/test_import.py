@@ -1,13 +1,16 @@
 """A model that torch.distributed.checkpoint saved becomes a folder from which a run starts with the same bits."""
 
+import json
 from dataclasses import replace
 
 import pytest
-from tests.expect import named, refused
+from tests.expect import named, refused, reported
 
 torch = pytest.importorskip("torch")
 
+from ingot.cli.main import main  # noqa: E402
 from ingot.errors import CheckpointError  # noqa: E402
+from ingot.hub.arch_config import huggingface_config  # noqa: E402
 from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
 from ingot.trainer.convert import imported  # noqa: E402
 from ingot.trainer.convert.imported import import_dcp  # noqa: E402
@@ -243,3 +246,19 @@ def test_weights_that_were_written_otherwise_are_found(save_dcp, tmp_path, monke
     with pytest.raises(CheckpointError) as caught:
         import_dcp(folder, tmp_path / "out", UNTIED, eot_id=0)
     assert caught.value.code == "E-CKPT-READ-BACK" and not (tmp_path / "out").exists()
+
+
+def test_the_command_takes_model_and_token_from_a_folder(save_dcp, tmp_path, capsys):
+    """The end-of-text token is that of config.json; a preset has none."""
+    folder = save_dcp(torchtitan(UNTIED, weights(UNTIED)))
+    (tmp_path / "like").mkdir()
+    config = huggingface_config(UNTIED, eot_id=5, dtype="float32")
+    (tmp_path / "like" / "config.json").write_text(json.dumps(config))
+    command = ["ckpt", "import", str(folder), str(tmp_path / "out"), "--json", "--model"]
+    assert main([*command, str(tmp_path / "like")]) == 0
+    assert json.loads(capsys.readouterr().out)["system"] == "torchtitan"
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
+    assert main([*command, "tiny"]) == 2
+    reported(capsys.readouterr().out, "E-EOT-UNSET", vocab_size=4096)
+    assert main([*command, str(tmp_path / "like"), "--eot-id", "40"]) == 2
+    reported(capsys.readouterr().out, "E-EOT-UNSET", vocab_size=40)
