@@ -55,6 +55,7 @@ PIPELINE = (" --pp 2", " --set parallel.pp=2 --set parallel.dp_shard=1")
 # What trains, serves, measures or starts a cluster: module, name.
 REPLACED = (
     ("ingot.trainer.launch.train", "train"),
+    ("ingot.trainer.launch.deep", "inspect_deep"),
     ("ingot.trainer.launch.stored", "push_checkpoint"),
     ("ingot.trainer.launch.stored", "fetch_checkpoint"),
     ("ingot.trainer.launch.retain", "prune_checkpoints"),
