@@ -60,8 +60,8 @@ MUTANTS: list[Mutant] = [
         name="page-cache-not-bypassed",
         what="a large file takes the page cache",
         file="trainer/checkpoint/verified_file.py",
-        before="if size >= _GROUP and _bypass_cache(file, True) else None",
-        after="if size < _GROUP and _bypass_cache(file, True) else None",
+        before="direct = size >= _GROUP and",
+        after="direct = size < _GROUP and",
         tests=(f"{_VERIFIED}::test_large_files_bypass_the_page_cache",),
     ),
     Mutant(

@@ -50,11 +50,11 @@ class VerifiedFile:
 
     def __init__(self, path: Path, file: FileIO, back: FileIO, thread: Executor, size: int):
         self._path, self._file, self._back, self._thread = path, file, back, thread
-        self._found = _aligned()
+        direct = size >= _GROUP and _bypass_cache(back, True) and _bypass_cache(file, True)
+        self._chunk = _CHUNK if direct else _CHUNK // 8  # little memory for a small file
+        self._found = _aligned(self._chunk)
         # Direct writes need whole aligned chunks, which are gathered here; None while writes take the page cache.
-        self._gathered = _aligned() if size >= _GROUP and _bypass_cache(file, True) else None
-        if self._gathered is not None:
-            _bypass_cache(back, True)
+        self._gathered = _aligned(self._chunk) if direct else None
         self.bytes = 0
         self._pieces: list[memoryview] = []  # written, not yet given to the comparison; each within one chunk
         self._comparisons: deque[Future[None]] = deque()
@@ -62,15 +62,15 @@ class VerifiedFile:
     def write(self, data: memoryview) -> None:
         """Write `data`, whose bytes must not change until the file is closed."""
         while data:
-            begin = self.bytes % _CHUNK
-            piece, data = data[: _CHUNK - begin], data[_CHUNK - begin :]
+            begin = self.bytes % self._chunk
+            piece, data = data[: self._chunk - begin], data[self._chunk - begin :]
             self._pieces.append(piece)
             self.bytes += len(piece)
             if self._gathered is None:
                 self._write(piece)
             else:
                 np.copyto(self._gathered[begin : begin + len(piece)], np.frombuffer(piece, np.uint8))
-                if not self.bytes % _CHUNK:
+                if not self.bytes % self._chunk:
                     self._write_chunk(self._gathered)
             if not self.bytes % _GROUP:
                 self._compare_group()
@@ -79,7 +79,7 @@ class VerifiedFile:
         """Write and compare the rest. Raises CheckpointError if the disk holds other bytes than were written."""
         if self._gathered is not None:
             _bypass_cache(self._file, False)  # the last chunk is no multiple of a block
-            self._write(self._gathered.data[: self.bytes % _CHUNK])
+            self._write(self._gathered.data[: self.bytes % self._chunk])
         self._compare_group()
         while self._comparisons:
             self._comparisons.popleft().result()
@@ -131,9 +131,9 @@ class VerifiedFile:
         )
 
 
-def _aligned() -> np.ndarray:
-    """Return memory for one chunk, at an address that direct reads and writes accept."""
-    return np.frombuffer(mmap.mmap(-1, _CHUNK, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
+def _aligned(size: int) -> np.ndarray:
+    """Return `size` bytes of memory, at an address that direct reads and writes accept."""
+    return np.frombuffer(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS), np.uint8)
 
 
 def _bypass_cache(file: FileIO, on: bool) -> bool:
