@@ -40,6 +40,7 @@ from ingot.planner.request.presets import load_model
 from ingot.planner.show import plans
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.compare import ComparedCheckpoint, Comparison, TensorChange
 
 OUTPUT = ("--json", "--quiet", "--verbose")
 TOPICS = ("mem", "time", "comms", "bubble", "lr", "batch", "size", "failures")
@@ -284,6 +285,12 @@ def nothing_trains(monkeypatch):
         print("measure", cluster)
         return cluster
 
+    def compare(*args):
+        one = ComparedCheckpoint(path="", step=1, kind="full", tokens=1, layout={}, world=1, epoch=0, health="")
+        changes = [TensorChange(name=f"w{i}", shape=(1,), relative=1.0, largest=1.0) for i in range(11)]
+        return Comparison(a=one, b=one, parameters=changes)
+
+    monkeypatch.setattr("ingot.trainer.checkpoint.compare.compare_checkpoints", compare)
     monkeypatch.setattr("ingot.trainer.trained.load_trained", load)
     monkeypatch.setattr("ingot.cli.plan_web._listen", listen)
     monkeypatch.setattr("ingot.rehearse.calibrate.calibrate.calibrate", measure)
