@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="interrupted-transfer-goes-on",
         what="Ctrl-C during a fetch waits until all files under way have arrived",
-        file="trainer/checkpoint/remote.py",
+        file="trainer/checkpoint/pace.py",
         before="                    self._stopped.set()\n",
         after="",
         tests=(f"{_INTERRUPTED}::test_a_real_ctrl_c_during_a_fetch_from_a_slow_store",),

@@ -32,7 +32,7 @@ _TABLE = {
         "": "name",
         "data": "tokens heldout tokenizer prefetch",  # the token stream is compared by its fingerprint, not by its path
         "parallel": "prefetch reshard offload_folder",
-        "checkpoint": "mode every every_steps keep keep_every weights_every weights_keep replicas",
+        "checkpoint": "mode every every_steps keep keep_every weights_every weights_keep replicas disks",
         "checkpoint.remote": "url keep keep_every bytes_per_second",
         "evaluate": "every_steps max_tokens prompts sample_tokens",
         "watch": "log_every",

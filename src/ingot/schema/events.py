@@ -32,6 +32,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   checkpoint_stored   step, store, bytes (sent), seconds              the store of the remote tier has it
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
+                      step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked
   snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
   snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,

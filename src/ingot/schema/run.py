@@ -162,6 +162,9 @@ class Checkpoint:
     replicas: on how many other nodes the snapshots of a node are kept in memory, until the next one; 0: nowhere. If a
       node is lost, training continues from them without reading a checkpoint. With one node, they survive the ranks
       alone. Each replica needs the memory of a snapshot.
+    disks: folders on local disks, for the files of full checkpoints: process i of a node writes to disk i modulo their
+      number, and `{node}` stands for the number of the node. Manifests, and saves of the weights alone, stay in the run
+      folder, which all nodes must see. Empty: all files are in the run folder.
     remote: a store to which saved checkpoints are uploaded while training goes on.
     """
 
@@ -173,6 +176,7 @@ class Checkpoint:
     weights_every: str = "10 min"
     weights_keep: PositiveQueue = 3
     replicas: Queue = 0
+    disks: tuple[str, ...] = ()
     remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
 
     def most_kept(self, steps: int) -> int:
@@ -186,6 +190,10 @@ class Checkpoint:
         if self.every and self.every_steps:
             found = f"is {self.every!r}, and every_steps = {self.every_steps} is another interval"
             yield "every", f'{found}; remove one of them, or on the command line set it to "" or 0'
+        if wrong := [disk for disk in self.disks if not disk.startswith("/") or "\0" in disk]:
+            yield "disks", f"lists {wrong[0]!r}, which is not the absolute path of a folder"
+        if len(set(self.disks)) < len(self.disks):
+            yield "disks", "lists a folder twice"
         for name in ("every", "weights_every"):
             text = getattr(self, name)
             if text in NEVER if name == "weights_every" else not text:

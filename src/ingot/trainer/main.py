@@ -19,7 +19,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.lease import open_lease
-from ingot.trainer.mesh.start import environment_number
+from ingot.trainer.mesh.environment import environment_number
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
 from ingot.trainer.resilience.lock import RunLock
 

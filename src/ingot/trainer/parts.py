@@ -11,6 +11,7 @@ from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
+from ingot.trainer.checkpoint.nodes import FetchFile
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.heldout import Heldout
@@ -60,6 +61,7 @@ class RunParts(StepParts):
 
     place: the rank and device of this process. background: None if training waits for saves. uploader: None except on
     rank 0 of a run with a remote tier. fetch_again: replaces a damaged checkpoint by the one in the store, on rank 0.
+    fetch_file: fetches a file of one to a disk of this node; None without a store or without checkpoint.disks.
     segments: the ledger segments that checkpoints hold so far.
     tokens_per_byte: tokens per UTF-8 byte of the training text.
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
@@ -79,6 +81,7 @@ class RunParts(StepParts):
     background: BackgroundSaver | None
     uploader: Uploader | None
     fetch_again: Callable[[int], bool]
+    fetch_file: FetchFile | None
     heldout: Heldout | None
     encoder: Encoder | None
     cost: CostMeter

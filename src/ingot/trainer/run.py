@@ -28,6 +28,8 @@ from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.nodes import open_disks, sweep_disks
+from ingot.trainer.checkpoint.places import local_rank
 from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
 from ingot.trainer.checkpoint.state import TrainingState
@@ -138,6 +140,7 @@ def build_trainer(
         vocab_size=config.model.vocab_size,
         from_weights=bool(config.init),
     )
+    open_disks(folder)
     continues = bool(candidate_folders(folder.checkpoints))
     parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues, given=given)
     recorded = given.added_to(config)
@@ -153,12 +156,15 @@ def build_trainer(
     on_rank_zero = say if place.is_first else _silent
     replicas = _replicas(config, folder, place, on_rank_zero)
     restored = load_from_memory(parts, folder, facts, replicas, log, on_rank_zero)
-    tier = open_tier(folder, config.checkpoint.remote) if place.is_first else None
+    striped = bool(config.checkpoint.disks)
+    tier = open_tier(folder, config.checkpoint.remote) if place.is_first or striped else None
+    fetch_file = tier.fetch_file if tier and striped else None
     again = partial(fetch_again, tier, say=on_rank_zero)
     if restored is None:
         from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
-        restored = load_newest(parts, folder, facts, log, again)
-    uploader = Uploader(folder, epoch) if tier else None
+        restored = load_newest(parts, folder, facts, log, on_rank_zero, again, fetch_file)
+    sweep_disks(folder, at_start=True)
+    uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
     if uploader and restored:
         uploader.push(restored.step)
     first_step = restored.step + 1 if restored else 1
@@ -172,6 +178,7 @@ def build_trainer(
         background=_background(config, folder, place, replicas),
         uploader=uploader,
         fetch_again=again,
+        fetch_file=fetch_file,
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),

@@ -25,6 +25,7 @@ from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import resume, resume_from_memory
 from ingot.trainer.checkpoint.manifest import SUSPECT, candidate_folders
+from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch
 from ingot.trainer.checkpoint.replicas import Copied, Replicas
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.heldout import data_path
@@ -210,8 +211,9 @@ def finish_uploads(trainer: RunParts, deadline: float) -> None:
 
 
 def _report_uploads(trainer: RunParts) -> None:
+    log = trainer.log if trainer.place.is_first else trainer.event_log.write  # of an uploader of another node
     for event in trainer.uploader.reports() if trainer.uploader else ():
-        trainer.log(**event)
+        log(**event)
         if event["kind"] == events.CHECKPOINT_STORED:
             size, seconds = format_bytes(event["bytes"]), format_seconds(event["seconds"])
             trainer.say(f"stored    step {event['step']}  {size}  {seconds}  in {event['store']}")
@@ -301,13 +303,24 @@ def load_newest(
     folder: RunFolder,
     facts: CheckpointFacts,
     log: Callable[..., None],
+    say: Callable[[str], None],
     fetch_again: Callable[[int], bool],
+    fetch_file: FetchFile | None,
 ) -> CheckpointManifest | None:
     """Load the newest undamaged checkpoint of `folder` into `parts`. Returns None for a new run. Collective.
 
     A checkpoint that cannot be used is logged, and the next older one is tried, unless `fetch_again` replaces it.
-    Settings that differ from those of the loaded checkpoint are recorded.
+    fetch_file: see `bring_files`. Settings that differ from those of the loaded checkpoint are recorded.
     """
+
+    def on_fetched(manifest: CheckpointManifest, fetched: NodeFetch) -> None:
+        whole = sum(entry.bytes for entry in manifest.files.values())
+        log(events.CHECKPOINT_FETCHED, step=manifest.step, **vars(fetched), whole_bytes=whole)
+        say(
+            f"fetched   step {manifest.step} on node {fetched.node}  {fetched.files} of {len(manifest.files)} files, "
+            f"{format_bytes(fetched.bytes)} of {format_bytes(whole)}  {format_seconds(fetched.seconds)}"
+        )
+
     restored = resume(
         folder,
         parts.state,
@@ -317,6 +330,8 @@ def load_newest(
             events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
         ),
         fetch_again=fetch_again,
+        fetch_file=fetch_file,
+        on_fetched=on_fetched,
     )
     if restored:
         _take_up(parts, folder, facts, restored, log)
@@ -361,7 +376,15 @@ def reload(trainer: RunParts) -> int:
     settle(trainer, wait=True)
     if trainer.background is not None:
         trainer.background.broken = None  # the state that could not be saved is replaced
-    restored = load_newest(trainer, trainer.folder, trainer.checkpoint_facts, trainer.log, trainer.fetch_again)
+    restored = load_newest(
+        trainer,
+        trainer.folder,
+        trainer.checkpoint_facts,
+        trainer.log,
+        trainer.say,
+        trainer.fetch_again,
+        trainer.fetch_file,
+    )
     if restored is None:
         raise RunFailed(
             "E-ROLLBACK-NO-CHECKPOINT",

@@ -20,9 +20,8 @@ from ingot.schema.checkpoint import WEIGHTS
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint import replicas
+from ingot.trainer.checkpoint.images import Connection, KeptImage
 from ingot.trainer.checkpoint.keeper import (
-    Connection,
-    KeptImage,
     Peer,
     asking,
     end_keeper,

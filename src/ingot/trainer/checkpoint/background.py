@@ -19,6 +19,7 @@ from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
+from ingot.trainer.checkpoint.nodes import discard_files, sweep_disks
 from ingot.trainer.checkpoint.replicas import Copied, Copying, Replicas, summary
 from ingot.trainer.checkpoint.save import file_contents
 from ingot.trainer.checkpoint.snapshot import Snapshot
@@ -209,17 +210,18 @@ class BackgroundSaver:
 
         try:
             from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts, sizes), group=self._group)
-            return from_all_ranks(
+            saved = from_all_ranks(
                 write,
                 lambda parts: self._writer.finish(facts, parts, ledger, segment, keep, keep_every),
                 bytes,
                 bytes,
                 group=self._group,
             )
-        except Exception:
-            if rank() == 0:  # the next save needs the space; the writers of all ranks have answered or ended
-                CheckpointFiles(self._folder.of(facts.kind), facts.step, facts.epoch).discard()
+        except Exception:  # the writers of all ranks have answered or ended
+            discard_files(CheckpointFiles(self._folder.of(facts.kind), facts.step, facts.epoch), self._group)
             raise
+        sweep_disks(self._folder, self._group)
+        return saved
 
     def close(self) -> None:
         """End the writer process, and a save that is in flight with it, and free the snapshot."""

@@ -4,6 +4,7 @@ The order: rank 0 calls `make_folder`, then every rank `write`, then rank 0 `fin
 until everything in it was written and read back.
 """
 
+import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -12,7 +13,7 @@ from typing import Any, TypeVar
 
 from ingot.errors import ResourceError
 from ingot.schema.accepted import read_accepted
-from ingot.schema.checkpoint import FULL, CheckpointManifest, Health, LedgerSegment, SaveKind, file_of
+from ingot.schema.checkpoint import FULL, CheckpointManifest, FileEntry, Health, LedgerSegment, SaveKind, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free, write_atomic
 from ingot.stores.local import LocalStore
@@ -20,6 +21,7 @@ from ingot.trainer.checkpoint.fence import require_newest
 from ingot.trainer.checkpoint.folders import SAVING, prune, publish
 from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.checkpoint.part import Kind, Numbers, RankBlocks, assemble
+from ingot.trainer.checkpoint.places import Places, local_rank, make_folder, with_hash
 from ingot.trainer.checkpoint.tensor_file import FilePart, write_parts
 
 _LEDGER_BYTES = 16 << 20  # free space for the ledger
@@ -79,7 +81,8 @@ class CheckpointFiles:
 
     def make_folder(self, bytes_by_rank: Sequence[int]) -> None:
         """Check that the disk has room, and make the temporary folder. Raises ResourceError."""
-        needed = sum(bytes_by_rank) + _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
+        needed = _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
+        needed += 0 if Places(self.path).own_folder(0) else sum(bytes_by_rank)  # each rank looks at its own disk
         require_free(self.folder.checkpoints, needed, f"the checkpoint of step {self.step}")
         self.discard()
         self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
@@ -90,7 +93,27 @@ class CheckpointFiles:
         Raises ResourceError if the file cannot be written, and the errors of `write_parts`.
         """
         path = self.temporary / file_of(rank)
-        entry, checksums = self._on_disk(path, lambda: write_parts(path, contents.parts, data))
+        own = Places(self.path).own_folder(local_rank())
+        if own:
+            path = own / f".{file_of(rank)}.{os.getpid()}.tmp"
+            self._on_disk(own, lambda: make_folder(own))
+            size = sum(part.bytes for part in contents.parts) + _EXTRA_BYTES_PER_RANK
+            require_free(own, size, f"the file of rank {rank} in the checkpoint of step {self.step}")
+
+        def write_it() -> tuple[FileEntry, list[int]]:
+            path.unlink(missing_ok=True)
+            entry, checksums = write_parts(path, contents.parts, data)
+            if own:
+                path.replace(own / with_hash(file_of(rank), entry.sha256))
+                fsync_dir(own)
+            return entry, checksums
+
+        try:
+            entry, checksums = self._on_disk(path, write_it)
+        except BaseException:
+            if own:
+                path.unlink(missing_ok=True)
+            raise
         return RankBlocks.pack(entry, contents.kinds, contents.written, checksums[: len(contents.written)])
 
     def finish(
@@ -141,6 +164,18 @@ class CheckpointFiles:
     def discard(self) -> None:
         """Remove what a failed save has left."""
         shutil.rmtree(self.temporary, ignore_errors=True)
+
+    @property
+    def is_striped(self) -> bool:
+        """True if ranks write their files to disks of their nodes."""
+        return Places(self.path).striped
+
+    def discard_own(self, rank: int) -> None:
+        """Remove the file that `rank` wrote to a disk of its node in a save that failed, and was not published."""
+        name = file_of(rank)
+        if own := Places(self.path).own_folder(local_rank()):
+            for path in (*own.glob(with_hash(name, "*")), *own.glob(f".{name}.*")):
+                path.unlink(missing_ok=True)
 
     def _on_disk(self, path: Path, write: Callable[[], R]) -> R:
         try:

@@ -11,8 +11,9 @@ from ingot.errors import CheckpointError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders, listed_names
 from ingot.trainer.checkpoint.pins import REMOVED, pinned_steps
+from ingot.trainer.checkpoint.places import sweep
 from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.checkpoint.rules import FOLDER
 from ingot.trainer.checkpoint.vanished import require_checkpoints
@@ -69,7 +70,7 @@ def remove_checkpoints(folder: RunFolder, steps: Iterable[int]) -> None:
 
 
 def remove_leftovers(folder: RunFolder) -> list[str]:
-    """Remove the leftovers of killed saves and prunes, and return their names.
+    """Remove the leftovers of killed saves and prunes, also on the disks of this node, and return their names.
 
     A checkpoint that was pinned after its removal was decided gets its name back. Only the owner of the run's lock may
     call this, and not during a save.
@@ -85,7 +86,14 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
                 continue
             shutil.rmtree(path)
             removed.append(path.name)
-    return removed + remove_unfinished(folder.ledger)
+    return removed + remove_unfinished(folder.ledger) + sweep(folder, _kept(folder))
+
+
+def _kept(folder: RunFolder) -> dict[str, set[str] | None]:
+    """Return what `sweep` keeps: the files of every checkpoint of the run, also of those that are damaged or late."""
+    checkpoints = folder.of(FULL).checkpoints
+    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
+    return {path.name: listed_names(path) for path in found if FOLDER.fullmatch(path.name)}
 
 
 def _is_pinned(folder: RunFolder, path: Path) -> bool:

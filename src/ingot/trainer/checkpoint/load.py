@@ -1,9 +1,11 @@
 """Resume from the newest undamaged checkpoint, or load a checkpoint into a model in a single process."""
 
+import math
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import safetensors
@@ -25,9 +27,19 @@ from ingot.trainer.checkpoint.manifest import (
     verify_tensors,
 )
 from ingot.trainer.checkpoint.message import pack_json, unpack_manifest
+from ingot.trainer.checkpoint.nodes import (
+    FILE_LOST,
+    SMALL_BYTES,
+    Brought,
+    FetchFile,
+    NeededFiles,
+    NodeFetch,
+    bring_files,
+)
 from ingot.trainer.checkpoint.part import overlap, slices
+from ingot.trainer.checkpoint.places import Places
 from ingot.trainer.checkpoint.replicas import MemoryCheckpoint
-from ingot.trainer.checkpoint.rules import damaged
+from ingot.trainer.checkpoint.rules import DTYPES, damaged, elsewhere
 from ingot.trainer.checkpoint.segments import verify_segments
 from ingot.trainer.checkpoint.state import (
     BIAS,
@@ -42,6 +54,7 @@ from ingot.trainer.checkpoint.state import (
 from ingot.trainer.checkpoint.tensors import dtype_name
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
+SmallBlocks = Mapping[str, Mapping[str, torch.Tensor]]
 OTHER_MODEL = "E-CKPT-OTHER-MODEL"
 
 
@@ -53,6 +66,8 @@ def resume(
     data_fingerprint: str,
     on_refused: Callable[[int, Path, str], None],
     fetch_again: Callable[[int], bool] = lambda step: False,
+    fetch_file: FetchFile | None = None,
+    on_fetched: Callable[[CheckpointManifest, NodeFetch], None] = lambda manifest, fetched: None,
 ) -> CheckpointManifest | None:
     """Fill `state` from the newest usable checkpoint of `folder`. Returns None if the run has none. Collective.
 
@@ -61,8 +76,10 @@ def resume(
 
     A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
     the next older one is tried; a damaged one only if `fetch_again(step)` on rank 0 could not replace it. Random states
-    are restored if the number of ranks is the same. Raises CheckpointError if no existing checkpoint can be used or
-    saved checkpoints vanished, ConfirmationNeeded if settings or data differ from those of the checkpoint.
+    are restored if the number of ranks is the same. fetch_file, on_fetched: for files on disks of nodes (nodes.py); the
+    second is called on every rank, for each node that fetched some. Raises CheckpointError if no existing checkpoint
+    can be used or saved checkpoints vanished, ConfirmationNeeded if settings or data differ from those of the
+    checkpoint.
     """
     for name in from_rank_zero(lambda: [path.name for path in late_folders(folder.checkpoints)]):
         path = folder.checkpoints / name
@@ -75,15 +92,17 @@ def resume(
     while waiting:
         path = waiting.popleft()
         try:
-            manifest = _verified_by_all(path)
+            manifest, brought = _verified_by_all(path, state, fetch_file)
+            for one in brought.fetched:
+                on_fetched(manifest, one)
             from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
-            _load(path, manifest, state)
+            _load(path, manifest, state, brought.small)
         except CheckpointError as error:
             step = int(path.name.removeprefix("step-"))
             on_refused(step, path, error.found)
             refused.append(error.found)
             causes.append({"code": error.code} | error.facts)
-            again = error.code != OTHER_MODEL and path not in replaced
+            again = error.code not in (OTHER_MODEL, FILE_LOST) and path not in replaced
             if again and from_rank_zero(partial(fetch_again, step)):
                 replaced.add(path)
                 waiting.appendleft(path)
@@ -122,17 +141,37 @@ def _candidates(folder: RunFolder) -> list[Path]:
     return candidate_folders(folder.checkpoints)
 
 
-def _verified_by_all(path: Path) -> CheckpointManifest:
-    """Verify `path` and its ledger on all ranks: each hashes its share of the files. An error on one rank is raised on
-    all ranks."""
+def _verified_by_all(
+    path: Path, state: TrainingState, fetch_file: FetchFile | None
+) -> tuple[CheckpointManifest, Brought]:
+    """Verify `path` and its ledger on all ranks: each hashes its share of the files, or of those that its node needs if
+    files are on disks of nodes. An error on one rank is raised on all ranks."""
     manifest = from_rank_zero(lambda: read_manifest(path), pack_json, unpack_manifest)
+    striped = Places(path).striped
 
     def verify_share() -> None:
-        verify_files(path, manifest, sorted(manifest.files)[rank() :: world()])
+        if not striped:
+            verify_files(path, manifest, sorted(manifest.files)[rank() :: world()])
         verify_segments(path, manifest, manifest.ledger[rank() :: world()])
 
     on_all_ranks(verify_share)
-    return manifest
+    if not striped:
+        return manifest, Brought([], {})
+    return manifest, bring_files(path, manifest, lambda: _needed_files(manifest, state), fetch_file)
+
+
+def _needed_files(manifest: CheckpointManifest, state: TrainingState) -> NeededFiles:
+    """Return the files that this rank reads if it loads `manifest`. Blocks that do not fit are left to the load."""
+    blocks = state.blocks(state.optimizer.moments(), first_rank=rank() == 0)
+    fitting = [one for one in blocks if one.name in manifest.tensors and manifest.tensors[one.name].shape == one.shape]
+    own = {file_of(rank())} if manifest.world == world() and not manifest.rng else set()
+    wanted = _chunks_by_file(manifest, fitting)
+    large = own | {name for name, pairs in wanted.items() if any(_is_large(manifest, *pair) for pair in pairs)}
+    return NeededFiles(large, wanted.keys() - large)
+
+
+def _is_large(manifest: CheckpointManifest, block: StateBlock, chunk: StoredBlock) -> bool:
+    return math.prod(chunk.sizes) * DTYPES[manifest.tensors[block.name].dtype][0] > SMALL_BYTES
 
 
 def resume_from_memory(
@@ -151,7 +190,7 @@ def resume_from_memory(
     manifest, path = memory.manifest, memory.path
     on_all_ranks(lambda: verify_segments(folder.checkpoints / path.name, manifest, manifest.ledger[rank() :: world()]))
     from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
-    _load(path, manifest, state, memory.find)
+    _load(path, manifest, state, find=memory.find)
     if manifest.world == world():
         on_all_ranks(lambda: restore_random(path, manifest, rank(), memory.find))
     return manifest
@@ -174,6 +213,7 @@ def _load(
     path: Path,
     manifest: CheckpointManifest,
     state: TrainingState,
+    small: SmallBlocks = MappingProxyType({}),
     find: Find | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
@@ -198,7 +238,7 @@ def _load(
                 raise _other_model(path, name, "the model has no such tensor", lacking="model")
 
     def fill() -> None:
-        read_blocks(path, manifest, blocks, find, on_bytes)
+        read_blocks(path, manifest, blocks, small, find, on_bytes)
         state.optimizer.put_moments(moments)
 
     from_all_ranks(own_names, covered)
@@ -264,7 +304,7 @@ def restore_random(path: Path, manifest: CheckpointManifest, rank: int, find: Fi
             restore_random_text(manifest.rng[rank])
         else:
             file = file_of(rank)
-            restore_random_state(find(file, GENERATORS) if find else path / file)
+            restore_random_state(find(file, GENERATORS) if find else found_file(path, manifest, file))
     except (RuntimeError, TypeError, ValueError, OSError, safetensors.SafetensorError) as error:
         problem = f"the random state of rank {rank} cannot be restored ({error})"
         raise damaged(path, problem, "E-CKPT-RANDOM", rank=rank) from None
@@ -274,6 +314,7 @@ def read_blocks(
     path: Path,
     manifest: CheckpointManifest,
     blocks: Iterable[StateBlock],
+    small: SmallBlocks = MappingProxyType({}),
     find: Find | None = None,
     on_bytes: OnBytes | None = None,
 ) -> None:
@@ -281,8 +322,30 @@ def read_blocks(
 
     manifest: the verified manifest of `path`, which must list the tensor of every block. Only the bytes that a block
     needs are read, one file at a time; on_bytes is called with the size of each part. The tensors keep their device and
-    dtype. find: where the files are; by default in the folder `path`. Raises CheckpointError if a file cannot be read.
+    dtype. small: file -> key -> block, of files that may be on another node (nodes.py). find: where the files are; by
+    default in the folder `path`, or on disks. Raises CheckpointError if a file cannot be read.
     """
+    wanted = _chunks_by_file(manifest, blocks)
+    for name in sorted(wanted):
+        if all(chunk.key in small.get(name, {}) for _, chunk in wanted[name]):
+            for block, chunk in wanted[name]:
+                _copy(small[name], chunk, block)
+            continue
+        place = find(name, [c.key for _, c in wanted[name]]) if find else found_file(path, manifest, name)
+        try:
+            with safetensors.safe_open(place, framework="pt", device="cpu") as file:
+                for block, chunk in wanted[name]:
+                    read = _copy(file, chunk, block)
+                    if on_bytes is not None:
+                        on_bytes(read)
+        except (OSError, safetensors.SafetensorError) as error:
+            raise damaged(path, f"{name} cannot be read ({error})", code="E-CKPT-READ", file=name) from None
+
+
+def _chunks_by_file(
+    manifest: CheckpointManifest, blocks: Iterable[StateBlock]
+) -> dict[str, list[tuple[StateBlock, StoredBlock]]]:
+    """Return file -> (block, stored block in it that overlaps with the block), for all of `blocks`."""
     wanted: dict[str, list[tuple[StateBlock, StoredBlock]]] = defaultdict(list)
     shared: dict[tuple, list[int]] = {}  # weights, moments and layers share cuts, so each cut is searched only once
     for block in blocks:
@@ -294,16 +357,14 @@ def read_blocks(
         for number in shared[place]:
             chunk = manifest.chunk(block.name, number)
             wanted[chunk.file].append((block, chunk))
-    for name in sorted(wanted):
-        place = find(name, [chunk.key for _, chunk in wanted[name]]) if find else path / name
-        try:
-            with safetensors.safe_open(place, framework="pt", device="cpu") as file:
-                for block, chunk in wanted[name]:
-                    read = _copy(file, chunk, block)
-                    if on_bytes is not None:
-                        on_bytes(read)
-        except (OSError, safetensors.SafetensorError) as error:
-            raise damaged(path, f"{name} cannot be read ({error})", code="E-CKPT-READ", file=name) from None
+    return wanted
+
+
+def found_file(path: Path, manifest: CheckpointManifest, name: str) -> Path:
+    """Return where the file `name` of checkpoint `path` is on this node. Raises CheckpointError if it is nowhere."""
+    if (found := Places(path).find(name, manifest.files[name].sha256)) is None:
+        raise elsewhere(path, name)
+    return found
 
 
 @torch.no_grad()
@@ -313,8 +374,9 @@ def _copy(file, chunk: StoredBlock, block: StateBlock) -> int:
     if shared is None:
         return 0
     if tuple(shared[1]) == chunk.sizes:
-        source = file.get_tensor(chunk.key)
+        source = file[chunk.key] if isinstance(file, dict) else file.get_tensor(chunk.key)
     else:
-        source = file.get_slice(chunk.key)[slices(shared, chunk.offsets)]
+        whole = file[chunk.key] if isinstance(file, dict) else file.get_slice(chunk.key)
+        source = whole[slices(shared, chunk.offsets)]
     block.tensor[slices(shared, block.offsets)].copy_(source)
     return source.nbytes

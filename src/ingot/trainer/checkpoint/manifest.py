@@ -24,13 +24,12 @@ from ingot.schema.checkpoint import (
     WEIGHTS,
     CheckpointManifest,
     file_of,
-    key_of,
-    pack_crc32,
     unpack_crc32,
 )
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.fence import TOO_LATE, Epoch, newest_local_epoch
-from ingot.trainer.checkpoint.rules import DTYPES, FOLDER, check_rules, check_size, damaged
+from ingot.trainer.checkpoint.places import Places, with_hash
+from ingot.trainer.checkpoint.rules import DTYPES, FOLDER, check_rules, check_size, damaged, elsewhere, upgraded
 from ingot.trainer.checkpoint.segments import check_segment_sizes, verify_segments
 
 MANIFEST = "manifest.json"
@@ -77,12 +76,19 @@ def _hash(values: dict) -> str:
 def read_manifest(folder: Path) -> CheckpointManifest:
     """Read the manifest of checkpoint `folder`. Raises CheckpointError if it is missing, damaged or breaks a rule.
 
-    Only names, and the sizes of the tensor files, are checked; `verify_checkpoint` reads the files.
+    Only names, and the sizes of the tensor files on this node, are checked; `verify_checkpoint` reads the files.
     """
-    manifest = parse_manifest(folder, _read_text(folder))
+    manifest, places = parse_manifest(folder, _read_text(folder)), Places(folder)
     for name, entry in manifest.files.items():
-        check_size(folder, name, entry.bytes)
+        if path := places.find(name, entry.sha256):
+            check_size(folder, path, name, entry.bytes)
     return manifest
+
+
+def files_elsewhere(folder: Path, manifest: CheckpointManifest) -> list[str]:
+    """Return the files of checkpoint `folder` that are not on this node: they are on another one, or lost."""
+    places = Places(folder)
+    return [name for name, entry in manifest.files.items() if places.find(name, entry.sha256) is None]
 
 
 def parse_manifest(folder: Path | str, text: bytes) -> CheckpointManifest:
@@ -104,10 +110,12 @@ def parse_manifest(folder: Path | str, text: bytes) -> CheckpointManifest:
 
 
 def is_finished(folder: Path) -> bool:
-    """Return whether `folder` has a manifest and all files have the sizes listed there. No hash is computed."""
+    """Return whether `folder` has a manifest and all files on this node have the sizes listed there. No hash is
+    computed."""
     try:
-        files = _read_key(folder, "files")
-        return all((folder / name).stat().st_size == entry["bytes"] for name, entry in files.items())
+        files, places = _read_key(folder, "files"), Places(folder)
+        found = ((places.find(name, entry["sha256"]), entry["bytes"]) for name, entry in files.items())
+        return all(path is None or path.stat().st_size == size for path, size in found)
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
@@ -119,6 +127,15 @@ def is_suspect(folder: Path) -> bool:
         return _read_key(folder, "health")["state"] == SUSPECT
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
+
+
+def listed_names(folder: Path) -> set[str] | None:
+    """Return the names that the files of checkpoint `folder` have on disks of nodes; None if its manifest is
+    damaged. No hash is computed."""
+    try:
+        return {with_hash(name, entry["sha256"]) for name, entry in _read_key(folder, "files").items()}
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        return None
 
 
 def adopted_hashes(checkpoints: Path) -> dict[str, str]:
@@ -225,13 +242,15 @@ def _verify_file(
     on_bytes: Callable[[int], object] | None,
 ) -> None:
     entry = manifest.files[name]
-    check_size(folder, name, entry.bytes)
+    if (path := Places(folder).find(name, entry.sha256)) is None:
+        raise elsewhere(folder, name)
+    check_size(folder, path, name, entry.bytes)
     try:
-        same = sha256_file(folder / name, on_bytes) == entry.sha256
+        same = sha256_file(path, on_bytes) == entry.sha256
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if not same:
-        part = _damaged_part(folder, manifest, name, blocks)
+        part = _damaged_part(path, manifest, name, blocks)
         raise damaged(
             folder,
             f"{name} differs from the bytes that were saved (damaged: {part})",
@@ -239,13 +258,24 @@ def _verify_file(
             file=name,
             part=part,
         )
-    _check_header(folder, manifest, name, blocks)
+    _check_header(folder, path, manifest, name, blocks)
 
 
-def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> None:
+def check_headers(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> None:
+    """Compare the headers of the files `names`, whose bytes are verified, with the manifest. Raises CheckpointError."""
+    places, blocks = Places(folder), _blocks_by_file(manifest, set(names))
+    for name, own in blocks.items():
+        if (path := places.find(name, manifest.files[name].sha256)) is None:
+            raise elsewhere(folder, name)
+        _check_header(folder, path, manifest, name, own)
+
+
+def _check_header(
+    folder: Path, path: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]
+) -> None:
     safetensors = require("safetensors", "train")
     try:
-        with safetensors.safe_open(folder / name, framework="np") as file:
+        with safetensors.safe_open(path, framework="np") as file:
             keys = set(file.keys())
             for tensor, number in blocks:
                 chunk, dtype = manifest.chunk(tensor, number), manifest.tensors[tensor].dtype
@@ -259,10 +289,10 @@ def _check_header(folder: Path, manifest: CheckpointManifest, name: str, blocks:
         raise damaged(folder, f"{name} is not a safetensors file ({error})", "E-CKPT-HEADER", file=name) from None
 
 
-def _damaged_part(folder: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> str:
+def _damaged_part(path: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> str:
     """Find the damaged tensor by the checksum of each block; if no block is damaged, name the header."""
     try:
-        with (folder / name).open("rb") as file:
+        with path.open("rb") as file:
             header_bytes = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(header_bytes, manifest.files[name].bytes)))
             for tensor, number in blocks:
@@ -287,6 +317,14 @@ def verify_checkpoint(path: Path, on_bytes: Callable[[int], object] | None = Non
     manifest = verify_tensors(path, on_bytes)
     verify_segments(path, manifest, manifest.ledger)
     return manifest
+
+
+def verify_here(path: Path, on_bytes: Callable[[int], object] | None = None) -> None:
+    """Read and hash every byte of checkpoint `path` that is on this node, and of its ledger. on_bytes: called with the
+    bytes of each part. Raises CheckpointError."""
+    manifest = read_manifest(path)
+    verify_files(path, manifest, manifest.files.keys() - set(files_elsewhere(path, manifest)), on_bytes)
+    verify_segments(path, manifest, manifest.ledger)
 
 
 def verify_tensors(path: Path, on_bytes: Callable[[int], object] | None = None) -> CheckpointManifest:
@@ -337,31 +375,3 @@ def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
             damage = damage or error.found.partition(": ")[2] or error.found
         listed.append(ListedCheckpoint(path, step, manifest, damage))
     return listed
-
-
-def upgraded(values: dict) -> dict:
-    """Convert the values of a version 1 manifest, which lists file, key, offsets and sizes of each block, to version 2.
-
-    Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for values that version 1 never wrote.
-    """
-    numbers: dict[tuple, int] = {}
-    tensors = {}
-    for name, entry in values["tensors"].items():
-        rows, checksums = [], []
-        for chunk in entry["chunks"]:
-            rank = int(chunk["file"].removeprefix("rank-").removesuffix(".safetensors"))
-            if chunk["file"] != file_of(rank) or chunk["key"] != key_of(name, chunk["offsets"]):
-                raise ValueError(f"tensor {name} has a block {chunk['key']!r} in {chunk['file']!r}")
-            rows.append((tuple(chunk["offsets"]), tuple(chunk["sizes"]), rank))
-            checksums.append(chunk["crc32"])
-        tensors[name] = {
-            "dtype": entry["dtype"],
-            "shape": entry["shape"],
-            "cut": numbers.setdefault(tuple(rows), len(numbers)),
-            "crc32": pack_crc32(checksums),
-        }
-    cuts = [
-        {"offsets": [row[0] for row in rows], "sizes": [row[1] for row in rows], "ranks": [row[2] for row in rows]}
-        for rows in numbers
-    ]
-    return values | {"version": 2, "world": len(values["rng"]), "cuts": cuts, "tensors": tensors}

@@ -8,18 +8,17 @@ the hashes of the manifest on the way.
 
 import contextlib
 import hashlib
+import os
 import shutil
-import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
@@ -37,53 +36,19 @@ from ingot.trainer.checkpoint.manifest import (
     read_manifest,
 )
 from ingot.trainer.checkpoint.meter import SILENT, Meter
+from ingot.trainer.checkpoint.pace import Pace
 from ingot.trainer.checkpoint.pins import StoredPins, pinned_steps
+from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_run, node, with_hash
 from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.checkpoint.rules import damaged, wrong_size
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
 
 _CHUNK = 8 << 20
-_FILES_AT_ONCE = 2
+_Job = tuple[IO[bytes], str, str]  # an open file, the name of its object, its hash
 
 
-class _StoppedError(Exception):
-    """The transfer of a file was stopped, because that of another one failed or the command was interrupted."""
-
-
-class Pace:
-    """A limit on the bytes per second that several threads move together, and their end. 0: no limit."""
-
-    def __init__(self, bytes_per_second: int):
-        self._rate, self._lock, self._free_at = bytes_per_second, threading.Lock(), 0.0
-        self._stopped = threading.Event()
-
-    @contextlib.contextmanager
-    def workers(self) -> Iterator[ThreadPoolExecutor]:
-        """Yield the pool that moves files. If the block ends with an error, also by Ctrl-C, files that wait are not
-        begun, and those under way end at their next chunk."""
-        try:
-            with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-                try:
-                    yield pool
-                except BaseException:
-                    self._stopped.set()
-                    pool.shutdown(wait=False, cancel_futures=True)
-                    raise
-        finally:
-            self._stopped.clear()
-
-    def take(self, size: int) -> None:
-        """Wait until `size` more bytes may move. Raises _StoppedError after an error of another file."""
-        if self._stopped.is_set():
-            raise _StoppedError
-        if not self._rate:
-            return
-        with self._lock:
-            now = time.monotonic()
-            start = max(now, self._free_at)
-            self._free_at = start + size / self._rate
-        if self._stopped.wait(start - now):
-            raise _StoppedError
+class NotYetStored(StoreUnreachable):
+    """Files of a checkpoint are not in the store yet that other nodes upload."""
 
 
 @dataclass(frozen=True)
@@ -106,7 +71,9 @@ def open_tier(
 class RemoteTier(StoredCheckpoints):
     """The checkpoints of the run `folder` in `store`: upload, fetch and remove them.
 
-    epoch: the number of the attempt that uploads; 0: none, as in commands. meter: counts the bytes that move.
+    epoch: the number of the attempt that uploads; 0: none, as in commands. meter: counts the bytes that move. commits:
+    True if uploads of this node end with the manifest. With files on disks of nodes, each node uploads its own, and
+    node 0 commits when all are there.
     """
 
     def __init__(
@@ -114,7 +81,7 @@ class RemoteTier(StoredCheckpoints):
     ):
         super().__init__(folder, store)
         self._meter = meter
-        self.remote, self._epoch = remote, epoch
+        self.remote, self._epoch, self.commits = remote, epoch, not node()
         self.pins = StoredPins(store)
         self._pace = Pace(remote.bytes_per_second)
         self._segments: set[LedgerSegment] | None = None  # those known to be in the store
@@ -122,20 +89,20 @@ class RemoteTier(StoredCheckpoints):
     def push(self, step: int) -> int:
         """Upload the local checkpoint of `step`, and return the bytes sent: 0 if the store has it.
 
-        Raises CheckpointError if a local file is not as it was saved, or if the store has another checkpoint of this
-        step; RunBusyError if another attempt has taken over the run.
+        With files on disks of nodes: those of this node; then, on the node that commits, the manifest. Raises
+        CheckpointError if a local file is not as it was saved, or if the store has another checkpoint of this step;
+        RunBusyError if another attempt has taken over the run; NotYetStored if other nodes have not uploaded theirs.
         """
         path, name = self._folder.checkpoint(step), self._name(step, MANIFEST)
+        places = Places(path)
         with ExitStack() as opened:  # open files survive the removal of an old checkpoint during its upload
             try:
                 manifest, text = read_manifest(path), (path / MANIFEST).read_bytes()
-                jobs = [
-                    (
-                        opened.enter_context((path / file).open("rb")),
-                        self._tensor_name(step, file, entry.sha256),
-                        entry.sha256,
-                    )
+                jobs: list[_Job] = [
+                    (opened.enter_context(found.open("rb")), self._tensor_name(step, file, entry.sha256), entry.sha256)
                     for file, entry in manifest.files.items()
+                    if (found := places.find(file, entry.sha256)) is not None
+                    if self.commits or found.parent != path  # all nodes see the files in the folder of the checkpoint
                 ]
             except (CheckpointError, FileNotFoundError):
                 if path.is_dir():
@@ -146,15 +113,19 @@ class RemoteTier(StoredCheckpoints):
             if step in self._finished(listed):
                 self._require_same(name, text)
                 return 0
+            if not self.commits:
+                return self._send_absent(path, jobs, step)
             if name in (one.name for one in listed.get(step, ())):  # published too late: it is nobody's checkpoint
                 self.store.remove(name)
                 self._judged.pop(step, None)
             new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
             ledger = sum((self._folder.ledger / segment.file).stat().st_size for segment in new)
-            self._meter.begin("uploading", ledger + sum(entry.bytes for entry in manifest.files.values()))
+            self._meter.begin("uploading", ledger + sum(os.fstat(job[0].fileno()).st_size for job in jobs))
             with self._pace.workers() as pool:
-                sent = sum(pool.map(lambda job: self._send(path, *job), jobs))
+                sent = self._send_absent(path, jobs, step) if places.striped else self._send_all(path, jobs)
                 sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
+        if len(jobs) < len(manifest.files):
+            self._require_all(step, manifest)
         self._require_newest()
         self.store.write(self._folder.config.name, [self._folder.config.read_bytes()])
         try:
@@ -164,6 +135,37 @@ class RemoteTier(StoredCheckpoints):
         self._known_segments().update(new)
         self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
         return sent
+
+    def _send_all(self, checkpoint: Path, jobs: list[_Job]) -> int:
+        with self._pace.workers() as pool:
+            return sum(pool.map(lambda job: self._send(checkpoint, *job), jobs))
+
+    def _send_absent(self, checkpoint: Path, jobs: list[_Job], step: int) -> int:
+        """Send those of `jobs` that the store lacks: the attempts of an upload that waits for others send them once."""
+        there = {one.name: one.bytes for one in self._listed().get(step, ())}
+        return self._send_all(
+            checkpoint, [job for job in jobs if there.get(job[1]) != os.fstat(job[0].fileno()).st_size]
+        )
+
+    def _require_all(self, step: int, manifest: CheckpointManifest) -> None:
+        """Raise NotYetStored unless the store lists every file of the checkpoint, with its size."""
+        there = {one.name: one.bytes for one in self._listed().get(step, ())}
+        absent = [
+            file
+            for file, entry in sorted(manifest.files.items())
+            if there.get(self._tensor_name(step, file, entry.sha256)) != entry.bytes
+        ]
+        if absent:
+            raise NotYetStored(
+                "E-TIER-INCOMPLETE",
+                f"{self.url} lacks {len(absent)} of {len(manifest.files)} files of step {step}, like {absent[0]}, and "
+                "they are on no disk of this node",
+                rule="each node uploads the files on its disks, and the first node the manifest when all are there",
+                fix="none is needed while the other nodes upload; without a run, ingot ckpt push RUN on each of them",
+                store=self.url,
+                step=step,
+                absent=absent,
+            )
 
     def _require_newest(self) -> None:
         """Raise RunBusyError if another attempt has taken over the run, StoreUnreachable if this one could not say yet
@@ -225,23 +227,42 @@ class RemoteTier(StoredCheckpoints):
             raise damaged(checkpoint, f"{short} differs from the bytes that were saved", "E-CKPT-HASH", file=short)
         return sent
 
-    def fetch(self, step: int) -> int:
+    def fetch_file(self, manifest: CheckpointManifest, file: str) -> int:
+        """Fetch one file of a checkpoint to a disk of this node, verified on the way, and return its bytes.
+
+        Raises NotStored, CheckpointError if the stored one is damaged, ResourceError if the disk has no room.
+        """
+        entry = manifest.files[file]
+        folder = Places(self._folder.checkpoint(manifest.step)).own_folder(sorted(manifest.files).index(file))
+        assert folder is not None
+        make_folder(folder)
+        require_free(folder, entry.bytes, f"{file} of the checkpoint of step {manifest.step}")
+        name = self._tensor_name(manifest.step, file, entry.sha256)
+        return self._receive(manifest.step, folder / with_hash(file, entry.sha256), name, entry.sha256, entry.bytes)
+
+    def fetch(self, step: int, *, whole: bool = True) -> int:
         """Make the local checkpoint of `step` from the store, and return the bytes received.
 
-        A local checkpoint of this step is replaced. Raises CheckpointError if the stored one is damaged, ResourceError
-        if the local disk has no room; the local checkpoints are then as they were.
+        A local checkpoint of this step is replaced. If the run has disks, the tensor files go to those of this node;
+        whole = False then leaves them to the nodes that need them. Raises CheckpointError if the stored one is damaged,
+        ResourceError if the local disk has no room; the local checkpoints are then as they were.
         """
+        if disks_of(self._folder.root):
+            name_run(self._folder)
         text = read_object(self.store, self._name(step, MANIFEST))
         manifest = parse_manifest(self._place(step), text)
         folder = self._folder.checkpoint(step)
+        places = Places(folder)
         temporary = folder.with_name(f"{SAVING}{folder.name}.fetched")
-        needed = sum(entry.bytes for entry in manifest.files.values())
+        needed = 0 if places.striped else sum(entry.bytes for entry in manifest.files.values())
         require_free(self._folder.checkpoints, needed, f"the checkpoint of step {step}")
         shutil.rmtree(temporary, ignore_errors=True)
         jobs = [
             (temporary / file, self._tensor_name(step, file, entry.sha256), entry.sha256, entry.bytes)
             for file, entry in manifest.files.items()
+            if not places.striped
         ]
+        absent = [file for file, entry in manifest.files.items() if places.find(file, entry.sha256) is None]
         jobs += [
             (self._folder.ledger / one.file, self._ledger_name(one), one.sha256, None)
             for one in manifest.ledger
@@ -251,6 +272,7 @@ class RemoteTier(StoredCheckpoints):
             self._meter.begin("fetching", needed)
             with self._pace.workers() as pool:
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
+                received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent if whole else ()))
             write_atomic(temporary / MANIFEST, text)
             publish(temporary, folder)
         except BaseException:
@@ -273,7 +295,7 @@ class RemoteTier(StoredCheckpoints):
             if step <= newest:
                 break
             try:
-                size = self.fetch(step)
+                size = self.fetch(step, whole=False)
             except (CheckpointError, NotStored) as error:  # a listing may show what was removed
                 failure, refused[step] = error, error.found
                 continue

@@ -23,18 +23,8 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, rank, world
 from ingot.trainer.checkpoint.files import CheckpointFacts, FileContents
-from ingot.trainer.checkpoint.keeper import (
-    Connection,
-    KeptImage,
-    Peer,
-    asking,
-    keeper_name,
-    part_of_image,
-    reach_local,
-    reach_peer,
-    receive_image,
-    start_keeper,
-)
+from ingot.trainer.checkpoint.images import Connection, KeptImage, part_of_image, receive_image
+from ingot.trainer.checkpoint.keeper import Peer, asking, keeper_name, reach_local, reach_peer, start_keeper
 from ingot.trainer.checkpoint.message import pack_json, unpack_json, unpack_manifest
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
 

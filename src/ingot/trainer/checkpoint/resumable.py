@@ -10,6 +10,7 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
+from ingot.trainer.checkpoint.places import Places
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ def _written_since(folder: RunFolder, listed: ListedCheckpoint, seconds: float) 
     of the last change of an inode is used, which a copy does not preserve."""
     segments = listed.manifest.ledger if listed.manifest else ()
     files = [*listed.path.iterdir(), *(folder.ledger / segment.file for segment in segments)]
+    if listed.manifest and (places := Places(listed.path)).striped:
+        files += filter(None, (places.find(name, one.sha256) for name, one in listed.manifest.files.items()))
     return any(file.stat().st_ctime > seconds for file in files if file.exists())
 
 

@@ -10,7 +10,16 @@ from collections import Counter
 from pathlib import Path
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import WEIGHTS, BlockLayout, CheckpointManifest, file_of, segment_file, unpack_crc32
+from ingot.schema.checkpoint import (
+    WEIGHTS,
+    BlockLayout,
+    CheckpointManifest,
+    file_of,
+    key_of,
+    pack_crc32,
+    segment_file,
+    unpack_crc32,
+)
 from ingot.schema.run_folder import CHECKPOINTS
 from ingot.trainer.checkpoint.part import tiling_problem
 
@@ -170,9 +179,9 @@ def _inside(offsets: tuple[int, ...], sizes: tuple[int, ...], shape: tuple[int, 
     return all(o >= 0 and s >= 0 and o + s <= whole for o, s, whole in zip(offsets, sizes, shape, strict=True))
 
 
-def check_size(folder: Path, name: str, expected: int) -> None:
-    """Raise CheckpointError unless the file `name` of checkpoint `folder` has `expected` bytes."""
-    size = size_of(folder, folder / name, name)
+def check_size(folder: Path, path: Path, name: str, expected: int) -> None:
+    """Raise CheckpointError unless `path`, the file `name` of checkpoint `folder`, has `expected` bytes."""
+    size = size_of(folder, path, name)
     if size != expected:
         raise wrong_size(folder, name, size, expected)
 
@@ -185,6 +194,18 @@ def size_of(folder: Path, path: Path, name: str) -> int:
         raise damaged(folder, f"{name} is missing", "E-CKPT-FILE-MISSING", file=name) from None
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
+
+
+def elsewhere(folder: Path, name: str) -> CheckpointError:
+    """Return the error for a file that is not on this node, of a checkpoint whose files are on disks of nodes."""
+    return CheckpointError(
+        "E-CKPT-ELSEWHERE",
+        f"checkpoint {folder}: {name} is not on the disks of this node",
+        rule="with checkpoint.disks, the file of a rank is on a disk of the node of that rank",
+        fix="run the command on that node; or, if the run has a store, fetch the checkpoint: ingot ckpt fetch RUN",
+        path=str(folder),
+        file=name,
+    )
 
 
 def wrong_size(folder: Path | str, name: str, size: int, expected: int) -> CheckpointError:
@@ -203,3 +224,31 @@ def damaged(folder: Path | str, what: str, code: str = "E-CKPT-DAMAGED", **facts
         path=str(folder),
         **facts,
     )
+
+
+def upgraded(values: dict) -> dict:
+    """Convert the values of a version 1 manifest, which lists file, key, offsets and sizes of each block, to version 2.
+
+    Raises ValueError, KeyError, TypeError, AttributeError or OverflowError for values that version 1 never wrote.
+    """
+    numbers: dict[tuple, int] = {}
+    tensors = {}
+    for name, entry in values["tensors"].items():
+        rows, checksums = [], []
+        for chunk in entry["chunks"]:
+            rank = int(chunk["file"].removeprefix("rank-").removesuffix(".safetensors"))
+            if chunk["file"] != file_of(rank) or chunk["key"] != key_of(name, chunk["offsets"]):
+                raise ValueError(f"tensor {name} has a block {chunk['key']!r} in {chunk['file']!r}")
+            rows.append((tuple(chunk["offsets"]), tuple(chunk["sizes"]), rank))
+            checksums.append(chunk["crc32"])
+        tensors[name] = {
+            "dtype": entry["dtype"],
+            "shape": entry["shape"],
+            "cut": numbers.setdefault(tuple(rows), len(numbers)),
+            "crc32": pack_crc32(checksums),
+        }
+    cuts = [
+        {"offsets": [row[0] for row in rows], "sizes": [row[1] for row in rows], "ranks": [row[2] for row in rows]}
+        for rows in numbers
+    ]
+    return values | {"version": 2, "world": len(values["rng"]), "cuts": cuts, "tensors": tensors}

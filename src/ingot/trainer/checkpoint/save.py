@@ -15,6 +15,7 @@ from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind, key_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
+from ingot.trainer.checkpoint.nodes import sweep_disks
 from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.checkpoint.state import TrainingState, random_state
 from ingot.trainer.checkpoint.tensors import bytes_of, dtype_name, part_of
@@ -67,6 +68,7 @@ def save_checkpoint(
         RankBlocks.to_bytes,
         RankBlocks.from_bytes,
     )
+    sweep_disks(folder)
     return SavedCheckpoint(files.path, saved_bytes, time.perf_counter() - started)
 
 

@@ -12,6 +12,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import BlobStore, NotStored, StoredObject, read_object
 from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
 from ingot.trainer.checkpoint.manifest import MANIFEST, SUSPECT, parse_manifest
+from ingot.trainer.checkpoint.places import with_hash
 from ingot.trainer.checkpoint.rules import FOLDER
 
 _SEGMENT = re.compile(r"steps-\d{8,}-(\d{8,})-[0-9a-f]{16}\.i64")
@@ -147,7 +148,7 @@ class StoredCheckpoints:
         return f"{self._folder.checkpoint(step).relative_to(self._folder.root)}/{file}"
 
     def _tensor_name(self, step: int, file: str, sha256: str) -> str:
-        return self._name(step, _with_hash(file, sha256))
+        return self._name(step, with_hash(file, sha256))
 
     def _place(self, step: int) -> str:
         return f"{self.url}/{self._name(step, MANIFEST)}".rpartition("/")[0]
@@ -166,7 +167,7 @@ class StoredCheckpoints:
         return json.loads(text)["sha256"]
 
     def _ledger_name(self, segment: LedgerSegment) -> str:
-        return f"{self._folder.ledger.name}/{_with_hash(segment.file, segment.sha256)}"
+        return f"{self._folder.ledger.name}/{with_hash(segment.file, segment.sha256)}"
 
     def _has_manifest(self, step: int) -> bool:
         """Return whether the store has the manifest of `step`, which a listing that is late may lack."""
@@ -181,10 +182,3 @@ class StoredCheckpoints:
             return self._judge(step)[1]
         except CheckpointError:
             return None
-
-
-def _with_hash(file: str, sha256: str) -> str:
-    """Return the name of a file's object. With its content in its name, an object is never replaced by another one,
-    however late it is written."""
-    stem, dot, suffix = file.partition(".")
-    return f"{stem}-{sha256[:16]}{dot}{suffix}"

@@ -48,7 +48,7 @@ def fetch_again(tier: RemoteTier | None, step: int, say: Callable[[str], None]) 
     try:
         if step not in tier.steps():
             return False
-        tier.fetch(step)
+        tier.fetch(step, whole=False)
     except IngotError as error:
         say(f"WARNING   the checkpoint of step {step} in {tier.url} is not used: {error.found}")
         return False

@@ -1,9 +1,10 @@
-"""The process that uploads a run's checkpoints to its store while the run trains.
+"""The process that uploads a run's checkpoints to its store while the run trains: one per run, or one per node if the
+files are on disks of nodes.
 
-Rank 0 starts `python -m ingot.trainer.checkpoint.uploader RUN EPOCH`, which has no torch, and names to it what was
-saved. It uploads the newest one it knows of; those that were saved in the meantime are left out. A store that does not
-answer is asked again, after pauses with jitter. It ends at once when rank 0 is gone: an upload that was killed is
-repeated by the next start of the run.
+Rank 0, or the first rank of the node, starts `python -m ingot.trainer.checkpoint.uploader RUN EPOCH`, which has no
+torch, and names to it what was saved. It uploads the newest one it knows of; those that were saved in the meantime are
+left out. A store that does not answer is asked again, after pauses with jitter. It ends at once when its rank is gone:
+an upload that was killed is repeated by the next start of the run.
 """
 
 import contextlib
@@ -24,15 +25,16 @@ from ingot.errors import IngotError
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
-from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
 
 _PAUSE_SECONDS = 1.0  # before the second attempt; doubled with every further one
 _LONGEST_PAUSE_SECONDS = 60.0
+_QUIET_SECONDS = 8.0  # a first node that waits for the uploads of others reports that from this pause on
 _END = {"end": True}
 
 
 class Uploader:
-    """The uploader process of this run, seen from rank 0. It is started by the first `push`.
+    """The uploader process of this run or node, seen from the rank that starts it. It is started by the first `push`.
 
     epoch: the number of this attempt (fence.py).
 
@@ -151,9 +153,11 @@ def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[st
     about = {"step": step, "store": tier.url}
     try:
         sent = tier.push(step)
-        if sent:
+        if sent and tier.commits:
             report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
     except Exception as error:
+        if isinstance(error, NotYetStored) and pause < _QUIET_SECONDS:
+            return False  # other nodes are uploading
         again = isinstance(error, StoreUnreachable)
         code, reason, fix = "", repr(error), ""
         if isinstance(error, IngotError):
@@ -161,6 +165,8 @@ def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[st
         failed = {"code": code, "reason": reason, "fix": fix, "retry_seconds": pause if again else None}
         report(about | {"kind": events.CHECKPOINT_NOT_STORED} | failed)
         return not again
+    if not tier.commits:
+        return True
     try:
         tier.prune()
     except IngotError as error:  # the next upload tries again
@@ -192,3 +198,4 @@ def main(root: str, epoch: str) -> None:
 
 if __name__ == "__main__":
     main(*sys.argv[1:])
+    os._exit(0)  # the thread that reads has the lock of standard input, without which the interpreter does not end

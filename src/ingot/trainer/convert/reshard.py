@@ -29,7 +29,7 @@ from ingot.theory.rules import load_run
 from ingot.toml import toml_value
 from ingot.trainer.checkpoint.files import CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.folders import find_checkpoint, publish
-from ingot.trainer.checkpoint.load import OTHER_MODEL, read_blocks
+from ingot.trainer.checkpoint.load import OTHER_MODEL, found_file, read_blocks
 from ingot.trainer.checkpoint.manifest import VERSION, verify_checkpoint, write_manifest
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
 from ingot.trainer.checkpoint.segments import verify_segments
@@ -163,7 +163,9 @@ def _write_files(
         layout = layout or found.layout
         contents = found.contents
         _require_same_kinds(checkpoint, manifest, contents)
-        random = _random_states(checkpoint / file_of(rank)) if same_world and not manifest.rng else []
+        random = (
+            _random_states(found_file(checkpoint, manifest, file_of(rank))) if same_world and not manifest.rng else []
+        )
         whole = replace(contents, parts=(*contents.parts, *(part_of(key, tensor) for key, tensor in random)))
         stored, states = _stored_bytes(checkpoint, manifest, contents), bytes_of([tensor for _, tensor in random])
         parts.append(files.write(rank, whole, itertools.chain(stored, states)))

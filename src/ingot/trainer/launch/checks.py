@@ -6,6 +6,7 @@ Without these checks, the same errors would appear minutes later, on every rank.
 import difflib
 import importlib.util
 from collections.abc import Callable, Collection
+from pathlib import Path
 
 from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
 from ingot.hub.config_file import require_fit
@@ -22,7 +23,9 @@ from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.update import mean_moments
 from ingot.trainer.checkpoint.accepted import changes_since, record_for
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.places import own_disks, require_disks
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
+from ingot.trainer.mesh.environment import environment_number
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
 
@@ -193,11 +196,28 @@ def _check_disk(folder: RunFolder, config: RunConfig) -> None:
     needed = round(checkpoint_bytes(arch, precision, mean_moments(config)).value) * most
     needed -= sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
     what = f"{most} checkpoints"
+    if saves.disks:
+        _check_striped(config, max(needed, 0), f"the share of {what} on this disk")
+        needed, what = 0, "the manifests of checkpoints"
     if saves.weights_interval:
         needed += round(checkpoint_bytes(arch, precision, moments=0).value) * (saves.weights_keep + 1)
         needed -= sum(listed.bytes for listed in list_checkpoints(folder.weights.checkpoints))
         what += f" and {saves.weights_keep + 1} saves of the weights"
     require_free(folder.checkpoints, max(needed, 0), what)
+
+
+def _check_striped(config: RunConfig, needed: int, what: str) -> None:
+    """Check that the disks of this node exist, and have room for the files of its ranks. needed: of all ranks."""
+    require_disks(config.checkpoint.disks)
+    disks, world = own_disks(config.checkpoint.disks), config.parallel.world_size
+    by_device: dict[int, tuple[Path, int]] = {}  # two folders may be on one file system
+    for local_rank in range(min(environment_number("LOCAL_WORLD_SIZE", world, least=1), world)):
+        disk = disks[local_rank % len(disks)]
+        device = disk.stat().st_dev
+        before = by_device.get(device, (disk, 0))[1]
+        by_device[device] = disk, before + needed // world
+    for disk, size in by_device.values():
+        require_free(disk, size, what)
 
 
 def check_until_step(until_step: int | None, config: RunConfig) -> None:

@@ -7,7 +7,13 @@ from ingot.errors import EXIT_OK, CheckpointError, IngotError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import no_checkpoint
-from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.manifest import (
+    MANIFEST,
+    ListedCheckpoint,
+    files_elsewhere,
+    list_checkpoints,
+    verify_here,
+)
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints
 from ingot.trainer.checkpoint.segments import ledger_beside
@@ -16,6 +22,7 @@ from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
 WEIGHTS_ALONE = "the weights alone: for evaluation and export, training cannot continue from them"
+_NAMED = 3  # files in a note
 A_COPY = "a copy outside a run: only its own files are checked, not the ledger of its run"
 
 
@@ -105,12 +112,23 @@ def _note(listed: ListedCheckpoint, *, resumes: bool) -> str:
     if listed.damage or not ledger_beside(listed.path):
         return listed.damage or A_COPY
     suspect = listed.suspect and f"weights are suspect: {listed.suspect}"
-    return "  ".join(part for part in (suspect, RESUMES_HERE if resumes else "") if part)
+    return "  ".join(part for part in (suspect, _elsewhere(listed), RESUMES_HERE if resumes else "") if part)
+
+
+def _elsewhere(listed: ListedCheckpoint) -> str:
+    """Return which files are on disks of other nodes, as far as this one can know; "" if none is."""
+    every = listed.manifest.files if listed.manifest else {}
+    absent = files_elsewhere(listed.path, listed.manifest) if listed.manifest else []
+    if not absent:
+        return ""
+    names = ", ".join(absent[:_NAMED]) + (", ..." if len(absent) > _NAMED else "")
+    return f"{len(absent)} of {len(every)} files are on no disk of this node, and unchecked: {names}"
 
 
 def _hash_damage(path: Path, meter: Meter) -> str:
+    """Return the damage of the files that are on this node."""
     try:
-        verify_checkpoint(path, meter.add)
+        verify_here(path, meter.add)
     except CheckpointError as error:
         return error.found.partition(": ")[2]
     return ""

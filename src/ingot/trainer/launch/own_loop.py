@@ -13,7 +13,8 @@ from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.train import training_job
 from ingot.trainer.lease import open_lease
 from ingot.trainer.loop import RunLoop
-from ingot.trainer.mesh.start import environment_number, start
+from ingot.trainer.mesh.environment import environment_number
+from ingot.trainer.mesh.start import start
 from ingot.trainer.resilience.lock import RunLock
 from ingot.trainer.run import build_trainer
 

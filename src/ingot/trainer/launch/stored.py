@@ -12,7 +12,7 @@ from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, read_manifest, verify_checkpoint
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, read_manifest, verify_here
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.lease import RunLease
@@ -33,7 +33,8 @@ class Moved:
 
 
 def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT) -> Moved:
-    """Verify the local checkpoint of `step` (None: the newest), and upload it. The run may be training.
+    """Verify the local checkpoint of `step` (None: the newest), and upload it, or the files of it that are on this
+    node. The run may be training.
 
     meter: counts the bytes. Raises UsageError, RunBusyError if another command uploads, ConfigError if the run has no
     store, CheckpointError if there is no such checkpoint or it is damaged, and the errors of the store.
@@ -45,7 +46,7 @@ def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT) 
     step = _chosen(step, steps, str(folder.checkpoints))
     checkpoint = folder.checkpoint(step)
     meter.begin("verifying", sum(entry.bytes for entry in read_manifest(checkpoint).files.values()))
-    verify_checkpoint(checkpoint, meter.add)
+    verify_here(checkpoint, meter.add)
     began = time.perf_counter()
     with RunLock(folder.upload_lock):  # `ingot ckpt gc` takes an upload without a manifest for one that was killed
         return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)

@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
 
 from ingot.errors import ConfigError
+from ingot.trainer.mesh.environment import environment_number
 
 if TYPE_CHECKING:
     import torch
@@ -113,27 +114,6 @@ def threads_per_rank(ranks: int, cores: int | None = None) -> int:
     """Return an equal share of the usable cores, at least one."""
     usable = cores or len(os.sched_getaffinity(0))
     return max(usable // ranks, 1)
-
-
-def environment_number(name: str, default: int, least: int = 0) -> int:
-    """Return the whole number in the environment variable `name`. Raises ConfigError if it is none, or too small.
-
-    Of a list, as OMP_NUM_THREADS may be ("4,2"), the first number counts.
-    """
-    text = os.environ.get(name, "").strip()
-    first = text.partition(",")[0].strip()
-    if not text:
-        return default
-    if not (first.isascii() and first.isdigit() and len(first) < 10 and int(first) >= least):
-        raise ConfigError(
-            "E-ENVIRONMENT-NUMBER",
-            f"the environment variable {name} is {text[:100]!r}",
-            rule=f"{name} is a whole number, at least {least}",
-            fix=f"unset {name}, or set it to a number",
-            variable=name,
-            value=text[:100],
-        )
-    return int(first)
 
 
 def rank_threads(ranks: int, cores: int | None = None) -> int:

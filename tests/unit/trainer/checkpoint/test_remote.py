@@ -16,7 +16,8 @@ from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreRefused, StoreUnreachable, read_object
 from ingot.trainer.checkpoint import uploader
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
-from ingot.trainer.checkpoint.remote import Pace, RemoteTier
+from ingot.trainer.checkpoint.pace import Pace
+from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
 from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest, require_empty
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.launch import stored as commands
@@ -356,7 +357,7 @@ def test_the_pace_is_kept_by_all_threads_together(monkeypatch):
 class Tier:
     """A tier whose uploads end as the script says: None is success."""
 
-    url = "s3://bucket/run"
+    url, commits = "s3://bucket/run", True
 
     def __init__(self, script):
         self.script, self.pushed, self.pruned = list(script), [], 0
@@ -426,3 +427,18 @@ def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
         commands.push_checkpoint(folder.root)
     with refused("E-RUN-NOT-FOUND"):
         commands.push_checkpoint(tmp_path)
+
+
+def test_a_node_that_waits_for_the_uploads_of_others_reports_that_only_after_a_while(monkeypatch):
+    monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
+    waiting = NotYetStored("E-TIER-INCOMPLETE", "files are missing")
+    tier, reports = Tier([waiting] * 4), []
+    uploader.upload_all(tier, requested(20), reports.append)
+    assert [(one["kind"], one.get("retry_seconds")) for one in reports] == [
+        (events.CHECKPOINT_NOT_STORED, 8),
+        (events.CHECKPOINT_STORED, None),
+    ]
+    tier, reports = Tier([]), []
+    tier.commits = False
+    uploader.upload_all(tier, requested(20), reports.append)
+    assert (tier.pushed, tier.pruned, reports) == ([20], 0, [])

@@ -48,10 +48,12 @@ def resumed(folder) -> tuple[int, list[int]]:
 
 
 def verified(folder, capsys, verb="verify") -> tuple[int, dict[int, str]]:
-    """The exit code of `ingot ckpt verify RUN`, and the note of each damaged checkpoint."""
+    """The exit code of `ingot ckpt verify RUN` (or ls), and why each damaged checkpoint is."""
     capsys.readouterr()
     code = main(["ckpt", verb, str(folder.root), "--json"])
     listed = json.loads(capsys.readouterr().out)["checkpoints"]
+    if verb == "ls":
+        return code, {c["step"]: c["disk"]["damage"] for c in listed if c["disk"]["damage"]}
     return code, {c["step"]: c["note"] for c in listed if c["state"] == "NO"}
 
 

@@ -353,6 +353,25 @@ def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
     assert 3 * both.value.facts["needed_bytes"] == 4 * full.value.facts["needed_bytes"]
 
 
+def test_each_disk_needs_room_for_the_files_of_its_ranks(run_file, jobs, monkeypatch, tmp_path):
+    """Two ranks on two folders of one file system need the room of both; the run folder needs none for checkpoints."""
+    usage = storage_shutil._ntuple_diskusage(1 << 40, 1 << 40, 10)
+    monkeypatch.setattr("ingot.storage.shutil.disk_usage", lambda path: usage)
+    alone = ["checkpoint.weights_every=0 steps", "parallel.dp_shard=2", "train.device=cpu"]
+    with refused("E-DISK-SPACE", purpose="4 checkpoints") as full:
+        launch_train.train(run_file, overrides=alone)
+    disks = [tmp_path / "nvme0", tmp_path / "nvme1"]
+    named = f"checkpoint.disks={[*map(str, disks)]}"
+    with refused("E-DISK-MISSING", disk=str(disks[0]), node=0):
+        launch_train.train(run_file, overrides=[*alone, named])
+    for disk in disks:
+        disk.mkdir()
+    with refused("E-DISK-SPACE", purpose="the share of 4 checkpoints on this disk") as share:
+        launch_train.train(run_file, overrides=[*alone, named])
+    assert full.value.facts["needed_bytes"] - share.value.facts["needed_bytes"] in (0, 1)
+    assert share.value.facts["path"] == str(disks[1])
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path, jobs):
     with refused("E-RUN-NOT-FOUND"):
         launch_train.train(tmp_path)

@@ -1,0 +1,200 @@
+"""The places of tensor files: the folder of the checkpoint, or the local disks of the nodes. No torch.
+
+    RUN/checkpoints/step-00000400/manifest.json     in the run folder, which all nodes see
+    RUN/disks.json                                  the name of the run on every disk
+    DISK/NAME/step-00000400/rank-00001-0123456789abcdef.safetensors     on the node of rank 1
+
+With `checkpoint.disks`, the manifest is the commit of a checkpoint, and nothing records where a file is: it is found by
+its name, which has the hash of its content. So no file is ever replaced by another one, and a file that no manifest
+lists is a leftover of a save that did not end. `{node}` in the name of a disk stands for the number of the node.
+"""
+
+import contextlib
+import glob
+import json
+import os
+import re
+import shutil
+import uuid
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from pathlib import Path
+
+from ingot.errors import ConfigError
+from ingot.schema.run_folder import CHECKPOINTS, RunFolder
+from ingot.storage import atomic_file, fsync_dir
+from ingot.toml import parse_toml
+from ingot.trainer.mesh.environment import environment_number
+
+NODE = "{node}"
+_NAMES = "disks.json"
+_STEP = re.compile(r"step-\d{8,}")
+
+
+def with_hash(file: str, sha256: str) -> str:
+    """Return the name of a file with this content, on a disk and in a store. With its content in its name, a file is
+    never replaced by another one, however late it is written."""
+    stem, dot, suffix = file.partition(".")
+    return f"{stem}-{sha256[:16]}{dot}{suffix}"
+
+
+def node() -> int | None:
+    """Return the number of this node in its job, as torchrun gives it; None outside of a job."""
+    if "GROUP_RANK" in os.environ:
+        return environment_number("GROUP_RANK", 0)
+    if "RANK" in os.environ:
+        return environment_number("RANK", 0) // environment_number("LOCAL_WORLD_SIZE", 1, least=1)
+    return None
+
+
+def local_rank() -> int:
+    """Return the number of this process among those of the job on its node; 0 outside of a job."""
+    return environment_number("LOCAL_RANK", 0)
+
+
+def own_disks(disks: Iterable[str]) -> list[Path]:
+    """Return the disks on which the ranks of this node write; a process outside of a job counts as node 0."""
+    return [Path(disk.replace(NODE, str(node() or 0))) for disk in disks]
+
+
+def require_disks(disks: Iterable[str]) -> None:
+    """Raise ConfigError unless every disk of this node is a folder: one that is missing may be a disk that is not
+    mounted, in whose place the files would fill the disk of the system."""
+    for disk in own_disks(disks):
+        if not disk.is_dir():
+            raise ConfigError(
+                "E-DISK-MISSING",
+                f"checkpoint.disks names {disk}, which is no folder on node {node() or 0}",
+                rule="each entry of checkpoint.disks is a folder that exists on every node",
+                fix=f"mount the disk, or make the folder: mkdir -p {disk}",
+                disk=str(disk),
+                node=node() or 0,
+            )
+
+
+class Places:
+    """The files of the checkpoint in the folder `checkpoint`, as this node sees them.
+
+    striped: True if files may be on disks of nodes; a file that is not found may then be on another node.
+    """
+
+    def __init__(self, checkpoint: Path):
+        self._checkpoint, self._folders = checkpoint, list[Path]()
+        step, run = _STEP.search(checkpoint.name), checkpoint.parent.parent
+        if step and checkpoint.absolute().parent.name == CHECKPOINTS:
+            self._folders = [folder / step[0] for folder in _run_folders(run)]
+        self.striped = bool(self._folders)
+
+    def find(self, file: str, sha256: str) -> Path | None:
+        """Return the path of a file, by its name and hash in the manifest; None if it is not on this node.
+
+        If the run has no disks, the path in the folder of the checkpoint is returned, also if nothing is there.
+        """
+        inside = self._checkpoint / file
+        if not self.striped or inside.is_file():
+            return inside
+        name = with_hash(file, sha256)
+        return next((path for folder in self._folders if (path := folder / name).is_file()), None)
+
+    def own_folder(self, number: int) -> Path | None:
+        """Return the folder in which the process `number` of this node writes its file; None if that is the folder of
+        the checkpoint."""
+        disks = own_disks(disks_of(self._checkpoint.parent.parent)) if self.striped else []
+        if not disks:
+            return None
+        step, names = _STEP.search(self._checkpoint.name), _names(self._checkpoint.parent.parent)
+        assert step is not None
+        return disks[number % len(disks)] / names[0] / step[0]
+
+
+def disks_of(run: Path) -> tuple[str, ...]:
+    """Return `checkpoint.disks` of the run file in the folder `run`; empty if it cannot be read."""
+    with contextlib.suppress(OSError):
+        status = (run / "run.toml").stat()
+        return _disks_in(run / "run.toml", status.st_mtime_ns, status.st_ino, status.st_size)
+    return ()
+
+
+@lru_cache(maxsize=64)
+def _disks_in(run_file: Path, *_version: int) -> tuple[str, ...]:
+    with contextlib.suppress(OSError, ConfigError, ValueError):  # a reader that needs the run file reports the damage
+        settings = parse_toml(run_file.read_text(encoding="utf-8"), str(run_file)).get("checkpoint")
+        disks = settings.get("disks", ()) if isinstance(settings, dict) else ()
+        return tuple(disk for disk in disks if isinstance(disk, str)) if isinstance(disks, list) else ()
+    return ()
+
+
+def name_run(run: RunFolder) -> None:
+    """Give the run a name on the disks, unless it has one. Called before a file is written there, by one process.
+
+    A copy of a run folder gets a name of its own: it reads the files of the original, and never removes them.
+    """
+    names, is_copy = _recorded(run.root)
+    if names and not is_copy:
+        return
+    readable = re.sub(r"[^\w.-]", "_", run.root.absolute().name)[:40]
+    with atomic_file(run.root / _NAMES) as file:
+        own = {"names": [f"{readable}-{uuid.uuid4().hex[:12]}", *names], "inode": os.fstat(file.fileno()).st_ino}
+        file.write(json.dumps(own).encode())
+
+
+def _recorded(run: Path) -> tuple[list[str], bool]:
+    """Return the names of the run on the disks, its own first, and whether the record is a copy of another run's."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        with (run / _NAMES).open("rb") as file:
+            record, inode = json.loads(file.read()), os.fstat(file.fileno()).st_ino
+        names = [name for name in record["names"] if isinstance(name, str) and re.fullmatch(r"[\w][\w.-]*", name)]
+        return names, record["inode"] != inode
+    return [], False
+
+
+def _names(run: Path) -> list[str]:
+    return _recorded(run)[0]
+
+
+def _run_folders(run: Path, *, own: bool = False) -> list[Path]:
+    """Return the folders of the run on the disks that this node sees. A process outside of a job, such as a command,
+    sees the folders of all nodes that are on its machine. own: only those whose files belong to this run alone."""
+    disks = disks_of(run)
+    if not disks:
+        return []
+    (names, is_copy), number, seen = _recorded(run), node(), list[Path]()
+    for disk in disks:
+        if number is None and NODE in disk:
+            pattern = glob.escape(disk).replace(NODE, "[0-9]*").lstrip("/")
+            seen += sorted(Path("/").glob(pattern)) or own_disks([disk])
+        else:
+            seen += own_disks([disk])
+    return [disk / name for name in (names[: not is_copy] if own else names) for disk in seen]
+
+
+def make_folder(folder: Path) -> None:
+    """Make the folder of a step on its disk, so that it survives a power loss. The disk itself must exist."""
+    for one in (folder.parent, folder):
+        with contextlib.suppress(FileExistsError):
+            one.mkdir()
+            fsync_dir(one.parent)
+
+
+def sweep(run: RunFolder, kept: Mapping[str, Collection[str] | None]) -> list[str]:
+    """Remove the files of the run on the disks of this node that no checkpoint lists, and return their names.
+
+    kept: the name of each checkpoint's folder -> the files in it that stay (`with_hash`), or None if all do. Not called
+    while a file is being written on this node. A disk that fails is left alone.
+    """
+    removed = []
+    for folder in _run_folders(run.root, own=True):
+        with contextlib.suppress(OSError):
+            for step in sorted(folder.iterdir()):
+                if step.name not in kept:
+                    shutil.rmtree(step)
+                    removed.append(step.name)
+                    continue
+                names = kept[step.name]
+                if names is None:
+                    continue
+                for path in sorted(step.iterdir()):
+                    if path.name not in names:
+                        path.unlink()
+                        removed.append(f"{step.name}/{path.name}")
+    return removed
