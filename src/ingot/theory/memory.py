@@ -251,6 +251,12 @@ def saved(position: Position) -> Term:
     )
 
 
+def saved_weights(position: Position) -> Term:
+    """Return the bytes that this rank saves of the weights alone: its part of the masters."""
+    s = STORED_BYTES[position.train.precision]
+    return _total(_kept(p, s / p.ranks, "master") for p in shares(position))
+
+
 def snapshots(position: Position, *, weights_apart: bool) -> Term:
     """Return the bytes of memory that this rank keeps for saves in the background: a copy of what it saves.
 
@@ -259,8 +265,7 @@ def snapshots(position: Position, *, weights_apart: bool) -> Term:
     whole = saved(position)
     if not weights_apart:
         return whole
-    s = STORED_BYTES[position.train.precision]
-    weights = _total(_kept(p, s / p.ranks, "master") for p in shares(position))
+    weights = saved_weights(position)
     return Term(whole.value + weights.value, f"{whole.formula}; {weights.formula} for saves of the weights alone")
 
 

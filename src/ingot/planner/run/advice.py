@@ -328,7 +328,9 @@ def _interval(step_seconds: float, run: RunConfig, found: Outlook) -> Iterator[s
     mttf = found.days * DAY_SECONDS / found.failures
     stall, every = found.checkpoint_stall_seconds, found.checkpoint_every_seconds
     steps = max(min(round(daly_interval(mttf, stall) / step_seconds), run.train.steps), 1)
-    best = goodput(mttf, stall, steps * step_seconds, found.restart_seconds).value
+    now = goodput(mttf, stall, every, found.restart_seconds).value
+    # Saves of the weights alone take their share at any interval.
+    best = goodput(mttf, stall, steps * step_seconds, found.restart_seconds).value * min(found.goodput / now, 1.0)
     if best - found.goodput > _RELEVANT_SHARE:
         ((key, value),) = run.checkpoint.with_steps(steps).items()
         yield (

@@ -257,12 +257,16 @@ def _has_known_state(run) -> bool:
 def _disk(run, base: Path) -> Iterator[Finding]:
     one = checkpoint_bytes(run.model, run.train.precision, mean_moments(run)).value
     kept = run.checkpoint.most_kept(run.train.steps)
-    needed = one * (kept + 1)
+    weights = checkpoint_bytes(run.model, run.train.precision, 0).value
+    alone = run.checkpoint.weights_keep + 1 if run.checkpoint.weights_interval is not None else 0
+    needed = one * (kept + 1) + weights * alone
     place = base.absolute()
     while not place.exists():
         place = place.parent
     free = shutil.disk_usage(place).free
     if needed > free:
-        total = f"{kept} + 1 checkpoints x {format_bytes(one)} = {format_bytes(needed)}"
+        parts = f"{kept} + 1 checkpoints x {format_bytes(one)}"
+        parts += f" and {alone} saves of the weights alone x {format_bytes(weights)}" if alone else ""
+        total = f"{parts} = {format_bytes(needed)}"
         message = f"{total}, {format_bytes(free)} free at {place}"
         yield Finding("error", "checkpoint.keep", message, "lower checkpoint.keep or free space", missing_here=True)

@@ -18,6 +18,7 @@ from ingot.planner.run.storage import (
     token_bytes,
 )
 from ingot.ranges import Degree, Factor, Queue, Rate, Seconds, Steps, Usd
+from ingot.schema.checkpoint import WEIGHTS
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Outlook
 from ingot.schema.run import RunConfig
@@ -31,6 +32,7 @@ from ingot.theory.failures import (
     spare_nodes,
 )
 from ingot.theory.memory import Term
+from ingot.theory.memory import checkpoint_bytes as checkpoint_bytes_of
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
 # The assumed bytes/s of a device's link to its host if the rate is unknown: PCIe 4 x16 in practice.
@@ -145,12 +147,16 @@ def outlook(
     writing = write.value if copied.value else 0.0
     every = _cadence(job, given, stall.value, writing, step_seconds, productive)
     lost = given.restart_seconds + writing
+    weights = _weights_saves(run, cluster, given, job, step_seconds)
     useful = goodput(job.mttf, stall.value, every.value, lost)
+    useful = Term(useful.value * weights.share, useful.formula + weights.formula)
     _require_progress(job, useful.value, given)
     days = productive / useful.value / DAY_SECONDS
     stored = kept_bytes(
         checkpoint_bytes, every.value, productive, given.keep or run.checkpoint.most_kept(run.train.steps)
     )
+    if weights.bytes:
+        stored += kept_bytes(weights.bytes, weights.every_seconds, productive, run.checkpoint.weights_keep)
     spares = spare_nodes(job.nodes, job.rate.value, given.repair_days)
     usd = _usd(run, cluster, given, job, days, stored, checkpoint_bytes)
     found = Outlook(
@@ -190,7 +196,7 @@ def _formulas(
     of_steps, days = format_seconds(steps * step_seconds), f"{found.days:,.1f} days"
     often = f"one every {format_seconds(job.mttf)}" if job.rate.value else "none"
     failing = f"{job.nodes:,} nodes x {job.rate.value:.3%} a day ({job.rate.formula}) x {days}"
-    kept = f"{found.storage_bytes / checkpoint_bytes:,.0f} checkpoints x {format_bytes(checkpoint_bytes)}"
+    kept = f"checkpoints of {format_bytes(checkpoint_bytes)}, and the weights alone"
     return {
         "productive_days": f"{steps:,} steps x {format_seconds(step_seconds)} = {of_steps}",
         "days": f"{of_steps} of steps / {found.goodput:.1%} goodput = {days}",
@@ -257,6 +263,32 @@ def _stalls(
         return write, write
     copy = copy_stall(copied_bytes, 1, cluster.host_bandwidth or _HOST_BANDWIDTH)
     return write, Term(copy.value + meeting, f"{copy.formula}; meeting {format_seconds(meeting)}")
+
+
+@dataclass(frozen=True)
+class _WeightsSaves:
+    """The saves of the weights alone. share: of the time that they leave to steps. bytes: of one; 0 without any."""
+
+    share: float = 1.0
+    bytes: float = 0.0
+    every_seconds: float = math.inf
+    formula: str = ""
+
+
+def _weights_saves(
+    run: RunConfig, cluster: Cluster, given: Assumptions, job: _NodesInUse, step_seconds: float
+) -> _WeightsSaves:
+    """Return the cost of saves of the weights alone. At Daly's interval ("auto") they come with checkpoints."""
+    interval = run.checkpoint.weights_interval
+    if interval is None or interval.is_auto:
+        return _WeightsSaves()
+    size = checkpoint_bytes_of(run.model, run.train.precision, 0).value
+    copied = rank_snapshot(run, WEIGHTS).value if given.in_background(run) else 0.0
+    _, stall = _stalls(job, cluster, given, size, copied)
+    every = interval.in_seconds(step_seconds)
+    share = every / (every + stall.value)
+    text = f"; the weights alone every {format_seconds(every)}, a stall of {format_seconds(stall.value)}: x {share:.2%}"
+    return _WeightsSaves(share, size, every, text)
 
 
 def _cadence(job: _NodesInUse, given: Assumptions, stall: float, write: float, step: float, productive: float) -> Term:

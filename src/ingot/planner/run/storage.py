@@ -4,10 +4,11 @@ import math
 from dataclasses import dataclass
 
 from ingot.errors import ConfigError
+from ingot.schema.checkpoint import FULL, SaveKind
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import positions
-from ingot.theory.memory import Term, saved, snapshots
+from ingot.theory.memory import Term, saved, saved_weights, snapshots
 from ingot.units import format_bytes, format_count, format_seconds
 
 # The number of ids that two bytes can distinguish (schema/tokens.py refuses more in uint16).
@@ -134,9 +135,10 @@ def node_snapshot(run: RunConfig, cluster: Cluster) -> Term:
     return Term(ranks * (own.value + others * copy), formula)
 
 
-def rank_snapshot(run: RunConfig) -> Term:
+def rank_snapshot(run: RunConfig, kind: SaveKind = FULL) -> Term:
     """Return the bytes that the fullest rank copies before steps continue."""
-    return max((saved(position) for position in positions(run)), key=lambda term: term.value)
+    of_rank = saved if kind == FULL else saved_weights
+    return max((of_rank(position) for position in positions(run)), key=lambda term: term.value)
 
 
 def ranks_of_node(run: RunConfig, cluster: Cluster) -> int:

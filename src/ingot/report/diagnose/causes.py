@@ -210,17 +210,18 @@ def _host_remedies(case: Case) -> Iterator[Remedy]:
 
 def checkpoint_stall(case: Case) -> Iterator[Cause]:
     found, every = case.measured, case.run.checkpoint.interval
-    if not found.saves:
+    if not found.saves and not found.weights_saves:
         return
     each = found.save_seconds_each
     interval = "at the best interval" if every.is_auto else f"one every {every}"
     evidence = f"{found.saves} checkpoints, {interval}, each stops training for {format_seconds(each)}"
+    evidence += f"; {found.weights_saves} saves of the weights alone" if found.weights_saves else ""
     yield Cause(
         name="checkpoint stall",
         seconds=found.save_seconds,
         source="measured",
         evidence=evidence,
-        remedies=tuple(_other_interval(case, each, longer=True)),
+        remedies=tuple(_other_interval(case, each, longer=True)) if found.saves else (),
     )
 
 

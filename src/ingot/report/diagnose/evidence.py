@@ -41,8 +41,10 @@ class MeasuredSteps:
     includes compilation and connection. fastest_seconds: the step time of the fastest log line. first_seconds: the
     total extra time of first intervals. data_seconds: the wait for data. bursts: the share of this wait in the worst
     tenth of the log lines. longest_wait_seconds: the largest total data wait of a log line. waits: the waits of each
-    kind (telemetry/usage.py); empty for logs of older versions. save_seconds, evaluate_seconds: time of periodic saves
-    and evaluations. restart_seconds: time lost to faults, repeated work included. device, host: of the last attempt.
+    kind (telemetry/usage.py); empty for logs of older versions. saves, weights_saves: the number of periodic
+    checkpoints, and of saves of the weights alone. save_seconds, evaluate_seconds: time of all of them, and of periodic
+    evaluations. save_seconds_each: of a checkpoint. restart_seconds: time lost to faults, repeated work included.
+    device, host: of the last attempt.
     """
 
     steps: int
@@ -55,6 +57,7 @@ class MeasuredSteps:
     bursts: float = 0.0
     longest_wait_seconds: float = 0.0
     saves: int = 0
+    weights_saves: int = 0
     save_seconds: float = 0.0
     save_seconds_each: float = 0.0
     evaluations: int = 0
@@ -171,9 +174,11 @@ def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, A
     back = [fault for fault in data.faults if fault.recover_seconds is not None]
     redone = sum(fault.redone_steps or 0 for fault in back)
     lost = sum(fault.recover_seconds or 0.0 for fault in back) + redone * step_seconds
+    weights = [event["stall_seconds"] for event in data.weights_saves]
     return {
         "saves": len(saves),
-        "save_seconds": sum(saves) / done,
+        "weights_saves": len(weights),
+        "save_seconds": (sum(saves) + sum(weights)) / done,
         "save_seconds_each": sum(saves) / max(len(saves), 1),
         "evaluations": len(between),
         "evaluate_seconds": sum(timed) / done,

@@ -246,6 +246,9 @@ def test_no_room_for_the_checkpoints(project, monkeypatch):
 
     monkeypatch.setattr(shutil, "disk_usage", lambda place: shutil._ntuple_diskusage(10**9, 10**9, 10**5))
     assert "checkpoint" in errors(project)[0].message
+    assert "4 saves of the weights alone" in errors(project)[0].message
+    found = errors(project, overrides=('checkpoint.weights_every=""',))
+    assert "weights" not in found[0].message
 
 
 def test_legal_values_that_are_hardly_meant(project):

@@ -29,7 +29,7 @@ RUN = RunConfig(
     data=Data(tokens="tokens"),
     train=Train(steps=357_000, seq_len=8192, global_batch=512, micro_batch=1),
     parallel=Parallel(tp=8, pp=4, dp_shard=32),
-    checkpoint=Checkpoint(mode="sync"),
+    checkpoint=Checkpoint(mode="sync", weights_every=""),
 )
 STEP = 3.9
 
@@ -167,7 +167,7 @@ def test_a_copy_to_the_host_stops_steps_for_less_but_loses_the_write():
     assert slow.checkpoint_every_seconds >= SAVED / (128 * 1e7)
 
 
-BACKGROUND = replace(RUN, checkpoint=Checkpoint(mode="async"))
+BACKGROUND = replace(RUN, checkpoint=Checkpoint(mode="async", weights_every=""))
 
 
 def test_the_mode_of_the_run_file_decides_what_steps_wait_for():
@@ -178,6 +178,27 @@ def test_the_mode_of_the_run_file_decides_what_steps_wait_for():
     rank = later[0].snapshot_bytes_per_node / 8
     assert rank == pytest.approx(SAVED / 1024, rel=0.1)
     assert later[0].checkpoint_stall_seconds == pytest.approx(1 + rank / CLUSTER.host_bandwidth)
+
+
+def test_saves_of_the_weights_alone_cost_their_stalls_and_their_room():
+    plain, _ = seen(BACKGROUND)
+    run = replace(BACKGROUND, checkpoint=Checkpoint(mode="async", weights_every="10 min", weights_keep=4))
+    found, formulas = seen(run)
+    third = plain.snapshot_bytes_per_node / 8 / 3  # the masters of a rank, without two moments
+    stall = 1 + third / CLUSTER.host_bandwidth
+    assert found.goodput == pytest.approx(plain.goodput * 600 / (600 + stall))
+    assert "the weights alone every 10 min" in formulas["outlook.goodput"]
+    assert found.storage_bytes == pytest.approx(plain.storage_bytes + 4 * SAVED / 3)
+    assert found.snapshot_bytes_per_node == plain.snapshot_bytes_per_node  # in the memory of the last full one
+    assert seen(replace(run, checkpoint=Checkpoint(weights_every="auto")))[0].goodput == plain.goodput
+
+
+def test_copies_for_other_nodes_need_memory():
+    plain = seen(BACKGROUND)[0].snapshot_bytes_per_node
+    run = replace(BACKGROUND, checkpoint=Checkpoint(replicas=2, weights_every=""))
+    assert seen(run)[0].snapshot_bytes_per_node == pytest.approx(3 * plain)
+    run = replace(BACKGROUND, checkpoint=Checkpoint(replicas=2))
+    assert seen(run)[0].snapshot_bytes_per_node == pytest.approx((3 + 1 / 3) * plain)
 
 
 def test_copies_of_the_model_save_nothing_and_do_not_make_the_copy_smaller():

@@ -159,14 +159,17 @@ def test_stops_between_steps_are_counted_per_step(logged):
     events = [started(START), *lines()]
     events += [{"kind": "checkpoint", "time": START, "step": step, "bytes": 1, "stall_seconds": 0.4, "path": "x"}
                for step in (20, 40, 60, 80, 100)]  # fmt: skip
+    events += [{"kind": "weights_saved", "time": START, "step": step, "bytes": 1, "stall_seconds": 0.1, "path": "x"}
+               for step in (30, 50)]  # fmt: skip
     run = run_config(parallel=Parallel(dp_replicate=2), evaluate=Evaluate(every_steps=50))
     events += [{"kind": "evaluation", "time": START, "step": 50, "bpb": 1.0, "loss": 1.0, "unigram_bpb": 2.0,
                 "tokens": 10, "seconds": 1.0}]  # fmt: skip
     found = explain_slow(logged(events, run))
     causes = {cause.name: cause for cause in found.causes}
-    assert causes["checkpoint stall"].seconds == pytest.approx(5 * 0.4 / 100)
+    assert causes["checkpoint stall"].seconds == pytest.approx((5 * 0.4 + 2 * 0.1) / 100)
+    assert "2 saves of the weights alone" in causes["checkpoint stall"].evidence
     assert causes["evaluation"].seconds == pytest.approx(1.0 / 100)
-    assert found.measured.clock_seconds == pytest.approx(0.1 + 0.02 + 0.01)
+    assert found.measured.clock_seconds == pytest.approx(0.1 + 0.022 + 0.01)
     (remedy,) = causes["checkpoint stall"].remedies
     assert remedy.settings["checkpoint.every_steps"] == 100  # no more than the run has
 
