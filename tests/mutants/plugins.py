@@ -131,7 +131,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="record-not-restored",
         what="a roll-back takes back the tensors of callbacks, but not their records",
-        file="trainer/save.py",
+        file="trainer/restore.py",
         before="parts.callbacks.restore(restored.callbacks)",
         after="parts.callbacks.restore({})",
         tests=(f"{_CALLBACKS}::test_a_verdict_to_roll_back_takes_tensors_and_record_back",),

@@ -54,6 +54,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REPLICAS}::test_the_ranks_survive_in_the_memory_of_their_own_node",),
     ),
     Mutant(
+        name="unfit-state-in-memory",
+        what="a snapshot that is not fit to be saved stays in memory, and a start continues from it",
+        file="trainer/checkpoint/background.py",
+        before="        if self.is_fatal:\n            self._withdraw()",
+        after="        if self.is_fatal:\n            pass",
+        tests=(f"{_REPLICAS}::test_a_state_that_is_not_fit_to_be_saved_is_not_kept_in_memory_either",),
+    ),
+    Mutant(
+        name="forgets-too-little",
+        what="snapshots of steps that a run went back from stay in memory",
+        file="trainer/checkpoint/keeper.py",
+        before='image.step > request["after"]',
+        after="image.step < 0",
+        tests=(f"{_REPLICAS}::test_a_copy_that_arrives_with_other_bytes_is_refused",),
+    ),
+    Mutant(
         name="keeper-of-the-job",
         what="the supervisor ends the keeper together with the ranks",
         file="trainer/checkpoint/keeper.py",

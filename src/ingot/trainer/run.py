@@ -27,7 +27,7 @@ from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
-from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.manifest import candidate_folders, newest_step
 from ingot.trainer.checkpoint.nodes import open_disks, sweep_disks
 from ingot.trainer.checkpoint.places import local_rank
 from ingot.trainer.checkpoint.remote import open_tier
@@ -64,7 +64,7 @@ from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
-from ingot.trainer.save import load_from_memory, load_newest, open_loader
+from ingot.trainer.restore import load_from_memory, load_newest, open_loader
 from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.usage import CostMeter
 
@@ -165,8 +165,8 @@ def build_trainer(
         restored = load_newest(parts, folder, facts, log, on_rank_zero, again, fetch_file)
     sweep_disks(folder, at_start=True)
     uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
-    if uploader and restored:
-        uploader.push(restored.step)
+    if uploader and restored:  # a step that is in memory alone cannot be uploaded
+        uploader.push(min(restored.step, newest_step(folder.checkpoints)))
     first_step = restored.step + 1 if restored else 1
     trainer = RunParts(
         **vars(parts),

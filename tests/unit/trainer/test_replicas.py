@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from ingot.errors import IngotError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import WEIGHTS
@@ -35,6 +36,7 @@ from ingot.trainer.checkpoint.replicas import other_nodes
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.resilience.policy import DefaultPolicy
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save import save, settle
 
@@ -226,6 +228,42 @@ def test_two_ranks_continue_from_the_snapshots_of_four(fork_ranks, make_run, nod
     assert ledger_proof(folder, load_run(folder.config))
 
 
+class Breaks(DefaultPolicy):
+    """After step 10, the state is not fit to be saved."""
+
+    def __init__(self, folder, run):
+        super().__init__(folder)
+        self.run = run
+
+    def verdict(self, facts):
+        if facts.step == 10:
+            self.run.state.callbacks["probe.x"] = torch.tensor([float("nan")])
+        return super().verdict(facts)
+
+
+def run_that_breaks(rank, ranks, folder, owners):
+    os.environ[SUPERVISOR_VARIABLE] = str(owners[0])
+    place = RankInfo(
+        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, attempt=0, device=torch.device("cpu")
+    )
+    run = build_trainer(load_run(folder.config), folder, place, until_step=11, say=lambda line: None)
+    run.policy = Breaks(folder, run)
+    try:
+        train(run)
+    except IngotError as error:
+        return error.code
+    finally:
+        run.close()
+    return "ended"
+
+
+def test_a_state_that_is_not_fit_to_be_saved_is_not_kept_in_memory_either(fork_ranks, make_run, nodes):
+    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES | {"dp_shard": 2})
+    assert fork_ranks(run_that_breaks, 2, folder, cluster.owners) == ["E-STATE-NOT-FINITE"] * 2
+    with closing(asking(keeper_name(cluster.owners[0], folder.root))) as keeper:
+        assert keeper.ask({"do": "list"}) == []
+
+
 def test_nodes_keep_copies_far_away():
     assert other_nodes(0, 8, 1) == [4]
     assert other_nodes(6, 8, 3) == [0, 2, 4]
@@ -267,7 +305,7 @@ def test_a_copy_that_arrives_with_other_bytes_is_refused(tmp_path):
     try:
         with closing(asking(name)) as keeper:
             peer = Peer(**keeper.ask({"do": "where"}))
-        for sent, refusal in ((b"12345678", ""), (b"12345679", "other bytes than were sent")):
+        for sent, refusal in ((b"12345679", "other bytes than were sent"), (b"12345678", "")):
             with closing(reach_peer(peer)) as connection:
                 connection.send(pack_json({"do": "hold", "image": image(), "more": 1}), b"{}")
                 connection.socket.sendall(sent)
@@ -276,6 +314,14 @@ def test_a_copy_that_arrives_with_other_bytes_is_refused(tmp_path):
                     read_message(connection.receive(), unpack_json)
             with closing(asking(name)) as keeper:
                 assert len(keeper.ask({"do": "list"})) == (not refusal)
+        with closing(asking(name)) as keeper:
+            keeper.ask({"do": "forget", "after": 40})
+        with closing(asking(name)) as keeper:
+            assert len(keeper.ask({"do": "list"})) == 1  # it is of step 40
+        with closing(asking(name)) as keeper:
+            keeper.ask({"do": "forget", "after": 39})  # the run went back
+        with closing(asking(name)) as keeper:
+            assert keeper.ask({"do": "list"}) == []
         with closing(socket.create_connection((peer.host, peer.port))) as stranger, pytest.raises(OSError):
             connection = Connection(stranger)
             connection.send(b"0" * 32, pack_json({"do": "list", "more": 0}))

@@ -37,7 +37,8 @@ class SaveInFlight:
     full checkpoint adds.
 
     stall_seconds: how long training waited on this rank. work: writes the checkpoint, and returns its bytes. keep:
-    begins to keep the snapshot in memory, and returns a function that waits for that.
+    begins to keep the snapshot in memory, and returns a function that waits for that. withdraw: is called if the state
+    is not fit to continue from, also in memory.
 
     After `ended`: bytes of all tensor files, write_seconds from the copy to the published checkpoint, the error, which
     is the same on every rank, and how the snapshot was kept in memory (copied); None if it was not.
@@ -51,13 +52,14 @@ class SaveInFlight:
         stall_seconds: float,
         work: Callable[[], int],
         keep: Callable[[], Callable[[], Copied]] | None = None,
+        withdraw: Callable[[], None] = lambda: None,
     ):
         self.kind: SaveKind = kind
         self.step, self.segment, self.stall_seconds = step, segment, stall_seconds
         self.bytes, self.write_seconds = 0, 0.0
         self.error: Exception | None = None
         self.copied: Copied | None = None
-        self._work, self._keep = work, keep
+        self._work, self._keep, self._withdraw = work, keep, withdraw
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
 
@@ -87,6 +89,8 @@ class SaveInFlight:
                 self.copied = kept()
             except Exception as error:  # the ranks cannot agree any more
                 self.error = self.error or error
+        if self.is_fatal:
+            self._withdraw()
 
 
 @dataclass(frozen=True)
@@ -156,9 +160,10 @@ class BackgroundSaver:
         replicas = self._replicas if facts.kind == FULL else None
         snapshot = self._snapshot if facts.kind == FULL else self._weights
         try:
+            if replicas is not None:
+                replicas.begin()  # first, so that all ranks count the same saves
             contents, tensors = file_contents(state, facts.kind)
             if replicas is not None:
-                replicas.begin()
                 header = header_of(contents.parts)  # what is kept in memory is a whole checkpoint file
             size = snapshot.take(tensors, header)
             self._writer.begin(size)
@@ -170,14 +175,19 @@ class BackgroundSaver:
             return self._save(facts, image, ledger, segment, keep, keep_every)
 
         def keep_in_memory() -> Callable[[], Copied]:
-            copying = None
+            copying, failed = None, failure
             if replicas is not None and contents is not None and failure is None:
-                copying = replicas.keep(snapshot.fd, size, self._attempt, facts, contents, ledger, segment)
-            return lambda: self._copied(facts.step, copying, failure)
+                try:
+                    copying = replicas.keep(snapshot.fd, size, self._attempt, facts, contents, ledger, segment)
+                except Exception as error:  # the other ranks have to hear of it
+                    failed = error
+            return lambda: self._copied(facts.step, copying, failed)
 
         added, stall = ledger[-1] if ledger else None, time.monotonic() - began
         in_memory = keep_in_memory if replicas is not None else None
-        self.in_flight = SaveInFlight(facts.kind, facts.step, added, stall, work, in_memory)
+        self.in_flight = SaveInFlight(
+            facts.kind, facts.step, added, stall, work, in_memory, lambda: self.forget(facts.step - 1)
+        )
         return self.in_flight
 
     def _copied(self, step: int, copying: Copying | None, failure: Exception | None) -> Copied:
@@ -188,7 +198,15 @@ class BackgroundSaver:
                 return copying.wait()
             return {"nodes": 0, "bytes": 0, "seconds": 0.0, "failures": [f"rank {rank()}: {failure}"]}
 
-        return Copied(**from_all_ranks(own, lambda ranks: vars(summary(step, ranks)), group=self._group))
+        copied = Copied(**from_all_ranks(own, lambda ranks: vars(summary(step, ranks)), group=self._group))
+        if self._replicas is not None and copying is not None and not copied.failures:
+            self._replicas.retain(copying.snapshot)
+        return copied
+
+    def forget(self, after: int) -> None:
+        """Let go of snapshots in memory of steps beyond `after`: the run went back."""
+        if self._replicas is not None:
+            self._replicas.forget(after)
 
     def _save(
         self,

@@ -27,7 +27,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -67,6 +67,8 @@ def reach_local(name: str) -> Connection:
     connected = socket.socket(socket.AF_UNIX)
     try:
         connected.connect("\0" + name)
+        if not _is_same_user(connected):  # the name can be guessed, and another user may have bound it
+            raise PermissionError("the keeper of snapshots in memory belongs to another user")
     except OSError:
         connected.close()
         raise
@@ -139,7 +141,9 @@ class Keeper:
         self._images: dict[
             int, tuple[KeptImage, list[bytes], int]
         ] = {}  # with what its save says of it, and its memory
-        self._lock, self._comparing = threading.Lock(), threading.Lock()
+        self._lock = threading.Lock()
+        self._turns: dict[int, int] = {}
+        self._comparing: dict[tuple[int, str], threading.Lock] = {}
         self._compared: set[tuple[int, str]] = set()
 
     def answer(self, connection: Connection, request: dict[str, Any], more: list[bytes], lent: list[int]) -> Any:
@@ -159,6 +163,10 @@ class Keeper:
                 return self._images[request["rank"]][1][1].decode()
         if do == "adopt":
             return self._adopt(request["snapshot"], request["epoch"])
+        if do == "forget":  # the run went back to an earlier step
+            return self._drop_all(lambda image: image.step > request["after"])
+        if do == "retain":  # images of ranks that this node has no more
+            return self._drop_all(lambda image: image.snapshot != request["snapshot"])
         raise ValueError(f"a keeper cannot {do!r}")
 
     def find(self, rank: int, snapshot: str) -> int:
@@ -169,7 +177,8 @@ class Keeper:
             if image is None or image.snapshot != snapshot:
                 raise OSError(f"the snapshot of rank {rank} is no longer in memory")
             found = os.dup(fd)
-        with self._comparing:
+            comparing = self._comparing.setdefault((rank, snapshot), threading.Lock())
+        with comparing:
             if (rank, snapshot) not in self._compared and sha256_of(found, image.bytes) != image.sha256:
                 os.close(found)
                 raise OSError(f"the snapshot of rank {rank} has changed in memory")
@@ -178,57 +187,82 @@ class Keeper:
 
     def _drop(self, rank: int) -> None:
         with self._lock:
+            self._turns[rank] = self._turn(rank) + 1
             _, _, fd = self._images.pop(rank, (None, [], -1))
         if fd >= 0:
             os.close(fd)
 
-    def _put(self, image: KeptImage, about: list[bytes], fd: int) -> None:
-        self._drop(image.rank)
+    def _drop_all(self, is_unwanted: Callable[[KeptImage], bool]) -> None:
         with self._lock:
+            ranks = [rank for rank, (image, _, _) in self._images.items() if is_unwanted(image)]
+        for rank in ranks:
+            self._drop(rank)
+
+    def _turn(self, rank: int) -> int:
+        """Return the number of the image of a rank. What began an earlier one must not go on with it."""
+        return self._turns.get(rank, 0)
+
+    def _require_turn(self, rank: int, turn: int) -> None:
+        if self._turn(rank) != turn:
+            raise OSError(f"rank {rank} has begun another save meanwhile")
+
+    def _put(self, image: KeptImage, about: list[bytes], fd: int, turn: int) -> None:
+        with self._lock:
+            self._require_turn(image.rank, turn)
+            _, _, before = self._images.pop(image.rank, (None, [], -1))
             self._images[image.rank] = image, about, fd
             self._compared.clear()
+            self._comparing.clear()
+        if before >= 0:
+            os.close(before)
 
     def _keep(self, image: KeptImage, about: list[bytes], lent: list[int], peers: Sequence[Peer]) -> dict[str, Any]:
         """Keep the memory that a rank of this node lent, and send a copy to `peers`."""
-        (fd,) = lent
+        (fd,), turn = lent, self._turn(image.rank)
         sha256, open_peers, failures = hashlib.sha256(), list[Connection](), list[str]()
         with contextlib.ExitStack() as stack:
             for peer in peers:
                 try:
                     connection = reach_peer(peer)
                     stack.callback(connection.close)
-                    connection.send(pack_json({"do": "hold", "image": image, "more": len(about)}), *about)
                     open_peers.append(connection)
                 except OSError as error:
                     failures.append(f"{peer.host}: {error}")
+            request = pack_json({"do": "hold", "image": image, "more": len(about)})
+            self._send_to(open_peers, failures, lambda one: one.send(request, *about))
             for chunk in chunks_of(fd, 0, image.bytes):
+                self._require_turn(image.rank, turn)  # the rank may have given up, and fill its memory anew
                 sha256.update(chunk)
-                for connection in list(open_peers):
-                    try:
-                        connection.socket.sendall(chunk)
-                    except OSError as error:
-                        open_peers.remove(connection)
-                        failures.append(str(error))
+                self._send_to(open_peers, failures, lambda one, chunk=chunk: one.socket.sendall(chunk))
+            self._require_turn(image.rank, turn)
             whole = replace(image, sha256=sha256.hexdigest())
-            for connection in list(open_peers):
-                try:
-                    connection.send(whole.sha256.encode())
-                    read_message(connection.receive(), unpack_json)
-                except (OSError, IngotError) as error:
-                    open_peers.remove(connection)
-                    failures.append(getattr(error, "found", str(error)))
-        self._put(whole, about, fd)
+            self._send_to(open_peers, failures, lambda one: one.send(whole.sha256.encode()))
+            self._send_to(open_peers, failures, lambda one: read_message(one.receive(), unpack_json))
+        self._put(whole, about, fd, turn)
         lent.clear()
         return {"copies": len(open_peers), "failures": failures}
+
+    def _send_to(self, peers: list[Connection], failures: list[str], send: Callable[[Connection], object]) -> None:
+        """Call `send` with each of `peers`. One that fails is taken from them."""
+        for connection in list(peers):
+            try:
+                send(connection)
+            except (OSError, IngotError) as error:
+                peers.remove(connection)
+                failures.append(getattr(error, "found", str(error)))
 
     def _hold(self, image: KeptImage, about: list[bytes], connection: Connection) -> None:
         """Receive and keep a copy of the image of a rank of another node."""
         self._drop(image.rank)
+        turn = self._turn(image.rank)
         fd, found = receive_image(connection, image.bytes)
-        if connection.receive(1 << 10).decode() != found:
+        try:
+            if connection.receive(1 << 10).decode() != found:
+                raise OSError(f"the snapshot of rank {image.rank} arrived with other bytes than were sent")
+            self._put(replace(image, sha256=found), about, fd, turn)
+        except BaseException:
             os.close(fd)
-            raise OSError(f"the snapshot of rank {image.rank} arrived with other bytes than were sent")
-        self._put(replace(image, sha256=found), about, fd)
+            raise
 
     def _adopt(self, snapshot: str, epoch: int) -> None:
         with self._lock:
@@ -247,7 +281,7 @@ def _serve_one(connection: Connection, keeper: Keeper, token: str) -> None:
     """Answer the request of one connection. token: what a node has to send first; "" for ranks of this node."""
     lent: list[int] = []
     with contextlib.suppress(OSError), contextlib.closing(connection):
-        if not (_sends(connection, token) if token else _is_same_user(connection)):
+        if not (_sends(connection, token) if token else _is_same_user(connection.socket)):
             return
         if not token:
             _, lent, _, _ = socket.recv_fds(connection.socket, 1, 1)  # one byte comes with the descriptor, or alone
@@ -293,8 +327,8 @@ def _sends(connection: Connection, token: str) -> bool:
     return hmac.compare_digest(connection.receive(1 << 10), token.encode())
 
 
-def _is_same_user(connection: Connection) -> bool:
-    found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+def _is_same_user(connected: socket.socket) -> bool:
+    found = connected.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return _CREDENTIALS.unpack(found)[1] == os.getuid()
 
 

@@ -190,6 +190,8 @@ def resume_from_memory(
     manifest, path = memory.manifest, memory.path
     on_all_ranks(lambda: verify_segments(folder.checkpoints / path.name, manifest, manifest.ledger[rank() :: world()]))
     from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
+    if manifest.world == world():
+        on_all_ranks(lambda: memory.find(file_of(rank()), GENERATORS))
     _load(path, manifest, state, find=memory.find)
     if manifest.world == world():
         on_all_ranks(lambda: restore_random(path, manifest, rank(), memory.find))
@@ -241,7 +243,13 @@ def _load(
         read_blocks(path, manifest, blocks, small, find, on_bytes)
         state.optimizer.put_moments(moments)
 
+    def bring() -> None:
+        if find is not None:
+            for name, pairs in _chunks_by_file(manifest, blocks).items():
+                find(name, [chunk.key for _, chunk in pairs])
+
     from_all_ranks(own_names, covered)
+    on_all_ranks(bring)  # all of it before the first value changes: after a failure the state is as it was
     on_all_ranks(fill)
 
 

@@ -261,15 +261,6 @@ def _verify_file(
     _check_header(folder, path, manifest, name, blocks)
 
 
-def check_headers(folder: Path, manifest: CheckpointManifest, names: Iterable[str]) -> None:
-    """Compare the headers of the files `names`, whose bytes are verified, with the manifest. Raises CheckpointError."""
-    places, blocks = Places(folder), _blocks_by_file(manifest, set(names))
-    for name, own in blocks.items():
-        if (path := places.find(name, manifest.files[name].sha256)) is None:
-            raise elsewhere(folder, name)
-        _check_header(folder, path, manifest, name, own)
-
-
 def _check_header(
     folder: Path, path: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]
 ) -> None:
@@ -338,6 +329,12 @@ def candidate_folders(checkpoints: Path) -> list[Path]:
     """Return the folders that have the name of a checkpoint, newest first, except those that were published too late.
     No file is hashed."""
     return _folders(checkpoints)[0]
+
+
+def newest_step(checkpoints: Path) -> int:
+    """Return the step of the newest of them; 0 if there is none. No hash is computed."""
+    newest = candidate_folders(checkpoints)[:1]
+    return _step_of(newest[0]) if newest else 0
 
 
 def late_folders(checkpoints: Path) -> list[Path]:

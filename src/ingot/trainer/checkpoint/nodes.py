@@ -23,7 +23,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import NotStored
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFiles
-from ingot.trainer.checkpoint.manifest import candidate_folders, check_headers, late_folders, listed_names, verify_files
+from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders, listed_names, verify_files
 from ingot.trainer.checkpoint.places import Places, disks_of, local_rank, name_run, node, require_disks, sweep
 from ingot.trainer.checkpoint.rules import damaged
 
@@ -133,7 +133,7 @@ def bring_files(
             size = fetch_file(manifest, name)
         except NotStored as error:
             raise failure or _lost(path, name, here, error.found) from None
-        check_headers(path, manifest, [name])
+        verify_files(path, manifest, [name])  # what readers will find, not only what arrived
         return size
 
     def bring_all() -> list[float]:

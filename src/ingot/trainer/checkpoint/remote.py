@@ -232,13 +232,16 @@ class RemoteTier(StoredCheckpoints):
 
         Raises NotStored, CheckpointError if the stored one is damaged, ResourceError if the disk has no room.
         """
-        entry = manifest.files[file]
-        folder = Places(self._folder.checkpoint(manifest.step)).own_folder(sorted(manifest.files).index(file))
-        assert folder is not None
-        make_folder(folder)
-        require_free(folder, entry.bytes, f"{file} of the checkpoint of step {manifest.step}")
+        entry, places = manifest.files[file], Places(self._folder.checkpoint(manifest.step))
+        target = places.find(file, entry.sha256)  # a damaged one is replaced where readers find it
+        if target is None:
+            folder = places.own_folder(sorted(manifest.files).index(file))
+            assert folder is not None
+            make_folder(folder)
+            target = folder / with_hash(file, entry.sha256)
+        require_free(target.parent, entry.bytes, f"{file} of the checkpoint of step {manifest.step}")
         name = self._tensor_name(manifest.step, file, entry.sha256)
-        return self._receive(manifest.step, folder / with_hash(file, entry.sha256), name, entry.sha256, entry.bytes)
+        return self._receive(manifest.step, target, name, entry.sha256, entry.bytes)
 
     def fetch(self, step: int, *, whole: bool = True) -> int:
         """Make the local checkpoint of `step` from the store, and return the bytes received.
@@ -262,7 +265,12 @@ class RemoteTier(StoredCheckpoints):
             for file, entry in manifest.files.items()
             if not places.striped
         ]
-        absent = [file for file, entry in manifest.files.items() if places.find(file, entry.sha256) is None]
+        absent = [
+            file
+            for file, entry in manifest.files.items()
+            if whole and places.striped
+            if (found := places.find(file, entry.sha256)) is None or not _has(found, entry.sha256)
+        ]
         jobs += [
             (self._folder.ledger / one.file, self._ledger_name(one), one.sha256, None)
             for one in manifest.ledger
@@ -272,7 +280,7 @@ class RemoteTier(StoredCheckpoints):
             self._meter.begin("fetching", needed)
             with self._pace.workers() as pool:
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
-                received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent if whole else ()))
+                received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent))
             write_atomic(temporary / MANIFEST, text)
             publish(temporary, folder)
         except BaseException:

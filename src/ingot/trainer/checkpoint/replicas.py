@@ -16,20 +16,20 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from ingot.errors import CheckpointError, IngotError
+from ingot.errors import CheckpointError, IngotError, ResourceError
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry, Health, LedgerSegment, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, rank, world
 from ingot.trainer.checkpoint.files import CheckpointFacts, FileContents
-from ingot.trainer.checkpoint.images import Connection, KeptImage, part_of_image, receive_image
+from ingot.trainer.checkpoint.images import SECONDS, Connection, KeptImage, part_of_image, receive_image
 from ingot.trainer.checkpoint.keeper import Peer, asking, keeper_name, reach_local, reach_peer, start_keeper
-from ingot.trainer.checkpoint.message import pack_json, unpack_json, unpack_manifest
+from ingot.trainer.checkpoint.message import RankError, pack_json, unpack_json, unpack_manifest
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
 
 _SLOWEST_BYTES_PER_SECOND = 10e6
-_SECONDS = 60.0
+_ELSEWHERE = "192.0.2.1"  # no machine has it (RFC 5737): the way there is that to other machines
 
 
 def open_replicas(
@@ -65,7 +65,13 @@ def _own_address() -> str:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], 9))  # sends nothing: it chooses the interface
-        return probe.getsockname()[0]
+        found = probe.getsockname()[0]
+    if found.startswith("127.") and os.environ["MASTER_ADDR"] not in ("127.0.0.1", "localhost"):
+        # The first node's own name often means itself.
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((_ELSEWHERE, 9))
+            found = probe.getsockname()[0]
+    return found
 
 
 def other_nodes(node: int, nodes: int, copies: int) -> list[int]:
@@ -180,9 +186,20 @@ class Replicas:
 
     def adopt(self, snapshot: str, epoch: int) -> None:
         """Record that the attempt `epoch` continued from `snapshot`: the next one may do so as well."""
+        self._order({"do": "adopt", "snapshot": snapshot, "epoch": epoch})
+
+    def forget(self, after: int) -> None:
+        """Let go of images of steps beyond `after`: the run has gone back, or their state is not fit to continue."""
+        self._order({"do": "forget", "after": after})
+
+    def retain(self, snapshot: str) -> None:
+        """Let go of all images but those of `snapshot`: of ranks that were on this node before."""
+        self._order({"do": "retain", "snapshot": snapshot})
+
+    def _order(self, request: dict[str, Any]) -> None:
         if rank() == self.first_rank:
-            with contextlib.suppress(OSError), contextlib.closing(asking(self.name)) as keeper:
-                keeper.ask({"do": "adopt", "snapshot": snapshot, "epoch": epoch})
+            with contextlib.suppress(OSError, IngotError, RankError), contextlib.closing(asking(self.name)) as keeper:
+                keeper.ask(request)
 
 
 class Copying:
@@ -199,13 +216,17 @@ class Copying:
         began = time.perf_counter()
         try:
             with contextlib.closing(reach_local(self._name)) as keeper:
-                keeper.socket.settimeout(_SECONDS + self._image.bytes / _SLOWEST_BYTES_PER_SECOND)
+                keeper.socket.settimeout(SECONDS + self._image.bytes / _SLOWEST_BYTES_PER_SECOND)
                 socket.send_fds(keeper.socket, [b"+"], [self._fd])
                 answer = keeper.ask({"do": "keep", "image": self._image, "peers": self._peers}, *self._about)
             self._failures, self._nodes = answer["failures"], 1 + answer["copies"]
         except (OSError, IngotError) as error:
             self._failures = [f"the keeper of this node: {getattr(error, 'found', error)}"]
         self._seconds = time.perf_counter() - began
+
+    @property
+    def snapshot(self) -> str:
+        return self._image.snapshot
 
     def wait(self) -> dict[str, Any]:
         """Wait until the keepers have the snapshot. Returns what `summary` takes, of this rank."""
@@ -297,6 +318,7 @@ class MemoryCheckpoint:
     _fds: list[int] = field(default_factory=list)
 
     def __post_init__(self):
+        self._found: dict[tuple[str, ...], Path] = {}
         self._numbers = {file_of(number): number for number in range(len(self.images))}
 
     @property
@@ -317,8 +339,13 @@ class MemoryCheckpoint:
         number = self._numbers[file]
         image, near = self.images[number], self.replicas.node in self.holders[number]
         request = {"do": "lend" if near else "read", "rank": number, "snapshot": image.snapshot}
+        if (file, *keys) in self._found:
+            return self._found[file, *keys]
         try:
             with contextlib.closing(self.replicas.connect(self.holders[number])) as keeper:
+                # The keeper first compares the image with its hash, and those for other ranks beside it.
+                every = sum(one.bytes for one in self.images)
+                keeper.socket.settimeout(SECONDS + every / _SLOWEST_BYTES_PER_SECOND)
                 size = keeper.ask(request | ({} if near else {"keys": list(keys)}))
                 if near:
                     _, (fd,), _, _ = socket.recv_fds(keeper.socket, 1, 1)
@@ -327,20 +354,22 @@ class MemoryCheckpoint:
                 self._fds.append(fd)
                 if not near and keeper.receive().decode() != sha256:
                     raise OSError("it arrived with other bytes than were sent")
-        except OSError as error:
-            raise _lost(self.path, number, str(error)) from None
+        except (OSError, ResourceError, RankError, ValueError) as error:
+            raise _lost(self.path, number, getattr(error, "found", str(error))) from None
         taken = sum(end - begin for begin, end in part_of_image(fd, keys)[1])
         if near:
             self.own_bytes += taken
         else:
             self.peer_bytes += taken
-        return Path(f"/proc/self/fd/{fd}")
+        self._found[file, *keys] = Path(f"/proc/self/fd/{fd}")
+        return self._found[file, *keys]
 
     def close(self) -> None:
         """Give back the memory of the images."""
         for fd in self._fds:
             os.close(fd)
         self._fds.clear()
+        self._found.clear()
 
 
 def _lost(path: Path, number: int, why: str) -> CheckpointError:

@@ -21,7 +21,7 @@ from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run, recorded_run
 from ingot.trainer.checkpoint.folders import remove_leftovers
-from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.manifest import candidate_folders, newest_step
 from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.tiers import fetch_newest, require_empty
@@ -35,7 +35,7 @@ from ingot.trainer.launch.checks import (
     require_same_experiment,
     require_settings,
 )
-from ingot.trainer.launch.supervise import JobResult, newest_step
+from ingot.trainer.launch.supervise import JobResult
 from ingot.trainer.lease import RunLease
 from ingot.trainer.mesh.start import rank_threads
 
@@ -195,7 +195,7 @@ def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
     if not any(p in (folder.events, folder.checkpoints, folder.weights.checkpoints, folder.ledger) for p in old):
         return None
     if not archive:
-        step = max(newest_step(folder), *saved_steps(folder).values(), 0)
+        step = max(newest_step(folder.checkpoints), *saved_steps(folder).values(), 0)
         raise ConfirmationNeeded(
             "E-FRESH-EXISTS",
             f"--fresh is given, but there is a run in {folder.root}, with {step} saved steps",

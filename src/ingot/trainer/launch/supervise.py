@@ -22,7 +22,6 @@ from ingot.schema.run import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers
 from ingot.trainer.checkpoint.keeper import end_keeper
-from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.interrupts import Interrupts, handlers
@@ -271,12 +270,6 @@ def _follow(
 def _standing(log_reader: EventLogReader) -> str:
     """Return what is left of a run whose last steps were not saved."""
     return f"step {log_reader.saved} is the newest checkpoint of the {log_reader.step} steps that were trained"
-
-
-def newest_step(folder: RunFolder) -> int:
-    """Return the step of the newest checkpoint; 0 if there is none."""
-    newest = candidate_folders(folder.checkpoints)[:1]
-    return int(newest[0].name.removeprefix("step-")) if newest else 0
 
 
 def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:
