@@ -48,13 +48,13 @@ _TRANSIENT = (
 def _script(random: Random) -> list[Fault]:
     """Return the transient faults, each from a random one of the requests of the first two or three uploads on.
 
-    The first two requests are the listings at the start of a run, which does not begin without an answer.
+    The first 14 requests take the lease and list the store. A run without a checkpoint does not begin without an answer.
     """
     return [
         Fault(
             do=one.do,
             call=one.call,
-            at=random.randrange(3, 33) if one.call == "*" else random.randrange(1, 4),
+            at=random.randrange(15, 45) if one.call == "*" else random.randrange(1, 4),
             times=one.times,
             seconds=one.seconds,
             changes=one.changes,
