@@ -48,7 +48,7 @@ _TRANSIENT = (
 def _script(random: Random) -> list[Fault]:
     """Return the transient faults, each from a random one of the requests of the first two or three uploads on.
 
-    The first 14 requests take the lease and list the store. A run without a checkpoint does not begin without an answer.
+    The first 14 requests take the lease and list the store: a new run does not begin without an answer.
     """
     return [
         Fault(
