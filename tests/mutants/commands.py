@@ -44,7 +44,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="interrupted-fetch-leaves-files",
         what="a fetch that was interrupted leaves its unfinished folder",
-        file="trainer/checkpoint/remote.py",
+        file="trainer/checkpoint/fetch.py",
         before="        except BaseException:\n            shutil.rmtree(temporary",
         after="        except Exception:\n            shutil.rmtree(temporary",
         tests=(f"{_INTERRUPTED}::test_a_real_ctrl_c_during_a_fetch_from_a_slow_store",),

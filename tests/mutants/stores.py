@@ -28,7 +28,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="fetched-unhashed",
         what="what comes from the store is not compared with its hash",
-        file="trainer/checkpoint/remote.py",
+        file="trainer/checkpoint/fetch.py",
         before="            if digest.hexdigest() != sha256:\n                raise damaged(stored",
         after="            if False:\n                raise damaged(stored",
         tests=(f"{_REMOTE}::test_a_flipped_bit_in_the_store_is_named_and_the_next_older_checkpoint_comes",),
@@ -108,7 +108,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="removed-checkpoint-stops-a-start",
         what="a listing that shows a removed checkpoint ends the start of a run",
-        file="trainer/checkpoint/remote.py",
+        file="trainer/checkpoint/fetch.py",
         before="except (CheckpointError, NotStored) as error:",
         after="except CheckpointError as error:",
         tests=(f"{_REMOTE}::test_a_listing_that_shows_a_removed_checkpoint_leads_to_the_next_older",),

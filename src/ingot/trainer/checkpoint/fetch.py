@@ -1,0 +1,151 @@
+"""Checkpoints come back from the store: every byte is compared with the manifest on its way to the disk. No torch."""
+
+import hashlib
+import shutil
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.errors import CheckpointError
+from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
+from ingot.stores.store import BlobStore, NotStored, read_object
+from ingot.trainer.checkpoint.folders import SAVING, publish
+from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, is_finished, is_suspect, parse_manifest
+from ingot.trainer.checkpoint.meter import SILENT, Meter
+from ingot.trainer.checkpoint.pace import Pace
+from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_run, with_hash
+from ingot.trainer.checkpoint.rules import damaged, wrong_size
+from ingot.trainer.checkpoint.stored import StoredCheckpoints
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A checkpoint that came from the store. bytes: received. refused: step -> why a newer stored one was not used."""
+
+    step: int
+    bytes: int
+    seconds: float
+    refused: dict[int, str]
+
+
+class FetchedCheckpoints(StoredCheckpoints):
+    """The checkpoints in `store` that can be fetched into the run `folder`. meter: counts the bytes that move."""
+
+    def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, meter: Meter = SILENT):
+        super().__init__(folder, store)
+        self.remote, self._meter = remote, meter
+        self._pace = Pace(remote.bytes_per_second)
+
+    def fetch_file(self, manifest: CheckpointManifest, file: str) -> int:
+        """Fetch one file of a checkpoint to a disk of this node, verified on the way, and return its bytes.
+
+        Raises NotStored, CheckpointError if the stored one is damaged, ResourceError if the disk has no room.
+        """
+        entry, places = manifest.files[file], Places(self._folder.checkpoint(manifest.step))
+        target = places.find(file, entry.sha256)  # a damaged one is replaced where readers find it
+        if target is None:
+            folder = places.own_folder(sorted(manifest.files).index(file))
+            assert folder is not None
+            make_folder(folder)
+            target = folder / with_hash(file, entry.sha256)
+        require_free(target.parent, entry.bytes, f"{file} of the checkpoint of step {manifest.step}")
+        name = self._tensor_name(manifest.step, file, entry.sha256)
+        return self._receive(manifest.step, target, name, entry.sha256, entry.bytes)
+
+    def fetch(self, step: int, *, whole: bool = True) -> int:
+        """Make the local checkpoint of `step` from the store, and return the bytes received.
+
+        A local checkpoint of this step is replaced. If the run has disks, the tensor files go to those of this node;
+        whole = False then leaves them to the nodes that need them. Raises CheckpointError if the stored one is damaged,
+        ResourceError if the local disk has no room; the local checkpoints are then as they were.
+        """
+        if disks_of(self._folder.root):
+            name_run(self._folder)
+        text = read_object(self.store, self._name(step, MANIFEST))
+        manifest = parse_manifest(self._place(step), text)
+        folder = self._folder.checkpoint(step)
+        places = Places(folder)
+        temporary = folder.with_name(f"{SAVING}{folder.name}.fetched")
+        needed = 0 if places.striped else sum(entry.bytes for entry in manifest.files.values())
+        require_free(self._folder.checkpoints, needed, f"the checkpoint of step {step}")
+        shutil.rmtree(temporary, ignore_errors=True)
+        jobs = [
+            (temporary / file, self._tensor_name(step, file, entry.sha256), entry.sha256, entry.bytes)
+            for file, entry in manifest.files.items()
+            if not places.striped
+        ]
+        absent = [
+            file
+            for file, entry in manifest.files.items()
+            if whole and places.striped
+            if (found := places.find(file, entry.sha256)) is None or not _has(found, entry.sha256)
+        ]
+        jobs += [
+            (self._folder.ledger / one.file, self._ledger_name(one), one.sha256, None)
+            for one in manifest.ledger
+            if not _has(self._folder.ledger / one.file, one.sha256)
+        ]
+        try:
+            self._meter.begin("fetching", needed)
+            with self._pace.workers() as pool:
+                received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
+                received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent))
+            write_atomic(temporary / MANIFEST, text)
+            publish(temporary, folder)
+        except BaseException:
+            shutil.rmtree(temporary, ignore_errors=True)
+            raise
+        return received
+
+    def fetch_newest(self) -> Fetched | None:
+        """Fetch the newest sound checkpoint, if no local one is as new and finished. Returns None if none was fetched.
+
+        Raises CheckpointError or NotStored if the store has only damaged or incomplete ones and the local disk has
+        none.
+        """
+        began, refused = time.perf_counter(), {}
+        local = [path for path in candidate_folders(self._folder.checkpoints) if is_finished(path)]
+        sound = [path for path in local if not is_suspect(path)] or local
+        newest = int(sound[0].name.removeprefix("step-")) if sound else 0
+        failure = None
+        for step in self.steps():
+            if step <= newest:
+                break
+            try:
+                size = self.fetch(step, whole=False)
+            except (CheckpointError, NotStored) as error:  # a listing may show what was removed
+                failure, refused[step] = error, error.found
+                continue
+            return Fetched(step, size, time.perf_counter() - began, refused)
+        if failure is not None and not local:
+            raise failure
+        return None
+
+    def _receive(self, step: int, path: Path, name: str, sha256: str, size: int | None) -> int:
+        in_ledger = path.parent == self._folder.ledger
+        stored, short = self._place(step), f"{path.parent.name}/{path.name}" if in_ledger else path.name
+        received, digest = 0, hashlib.sha256()
+        with atomic_file(path) as file:
+            for chunk in self.store.stream(name):
+                self._pace.take(len(chunk))
+                received += len(chunk)
+                self._meter.add(0 if in_ledger else len(chunk))
+                if size is not None and received > size:
+                    break
+                digest.update(chunk)
+                file.write(chunk)
+            if size is not None and received != size:
+                raise wrong_size(stored, short, received, size)
+            if digest.hexdigest() != sha256:
+                raise damaged(stored, f"{short} differs from the bytes that were saved", "E-CKPT-HASH", file=short)
+        return received
+
+
+def _has(path: Path, sha256: str) -> bool:
+    try:
+        return sha256_file(path) == sha256
+    except OSError:
+        return False
