@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 
-from ingot.schema.checkpoint import CheckpointManifest, FileEntry, LedgerSegment, file_of
+from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest, FileEntry, LedgerSegment, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes, write_atomic
 from ingot.trainer.checkpoint.manifest import write_manifest
@@ -32,5 +32,10 @@ def write_checkpoint(folder: RunFolder, step: int, settings: dict[str, Any] | No
         "files": {file_of(0): FileEntry(bytes=len(NO_TENSORS), sha256=sha256_bytes(NO_TENSORS))},
         "tensors": {},
     }
-    ledger = fields.pop("ledger", None) or ledger_of(folder, step, batch)
+    ledger = fields.pop("ledger") if "ledger" in fields else ledger_of(folder, step, batch)
     write_manifest(path, CheckpointManifest(step=step, settings=settings, ledger=ledger, **own | fields))
+
+
+def write_weights(folder: RunFolder, step: int, settings: dict[str, Any] | None = None, **fields: Any) -> None:
+    """Write a save of the weights alone, as `write_checkpoint` writes a checkpoint."""
+    write_checkpoint(folder.weights, step, settings, kind=WEIGHTS, ledger=(), **fields)

@@ -257,7 +257,7 @@ MUTANTS: list[Mutant] = [
         name="prune-while-training",
         what="ingot ckpt prune removes checkpoints of a run that trains",
         file="trainer/launch/retain.py",
-        before="with nullcontext() if dry_run else held(folder, tier, say) as lease:",
+        before="with nullcontext() if dry_run else held(*runs[0], say) as lease:",
         after="with nullcontext() as lease:",
         tests=(f"{_RETENTION}::test_commands_pin_and_prune_both_tiers",),
     ),

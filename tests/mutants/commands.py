@@ -21,8 +21,8 @@ MUTANTS: list[Mutant] = [
         name="silent-store-hides-the-disk",
         what="ingot ckpt ls shows nothing while the store does not answer",
         file="trainer/launch/listing.py",
-        before="        stored, problem = [], error",
-        after="        raise error",
+        before="        problem = error\n",
+        after="        raise error\n",
         tests=(f"{_LISTING}::test_a_store_that_does_not_answer_leaves_the_disk_and_a_line",),
     ),
     Mutant(

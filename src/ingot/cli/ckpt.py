@@ -58,6 +58,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     for one in (push, fetch):
         one.add_argument("run", type=place, metavar="RUN", help="run folder")
         one.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step (default: the newest)")
+        one.add_argument("--weights", action="store_true", help="a save of the weights alone, not a checkpoint")
     for name, what in (
         ("pin", "keep a checkpoint for ever, on the disk and in the run's store"),
         ("unpin", "remove the pin of a checkpoint"),
@@ -109,17 +110,19 @@ def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def _move(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
+    from ingot.schema.checkpoint import FULL, WEIGHTS
     from ingot.trainer.launch.stored import fetch_checkpoint, push_checkpoint
     from ingot.units import format_bytes, format_seconds
 
     pushes = args.action == "push"
     path = Path(args.run)
-    bar = ByteBar(terminal)
+    bar, kind = ByteBar(terminal), WEIGHTS if args.weights else FULL
     if pushes:
-        moved = push_checkpoint(path, args.step, bar)
+        moved = push_checkpoint(path, args.step, bar, kind)
     else:
-        moved = fetch_checkpoint(path, args.step, terminal.say, bar)
-    what, where = f"step {moved.step}", f"{'in' if pushes else 'from'} {moved.store}"
+        moved = fetch_checkpoint(path, args.step, terminal.say, bar, kind)
+    what = f"{'weights of ' if args.weights else ''}step {moved.step}"
+    where = f"{'in' if pushes else 'from'} {moved.store}"
     if moved.bytes:
         size, seconds = format_bytes(moved.bytes), format_seconds(moved.seconds)
         terminal.say(f"{'stored ' if pushes else 'fetched'}   {what}  {size}  {seconds}  {where}, verified")
@@ -152,8 +155,8 @@ def _prune(args: argparse.Namespace, terminal: Terminal) -> int:
     found = prune_checkpoints(Path(args.run), dry_run=args.dry_run, say=terminal.say)
     gone = "would go" if args.dry_run else "removed"
     terminal.table(
-        [(one.step, one.place, "stays" if one.reason else gone, one.reason) for one in found],
-        header=("step", "where", "what", "why"),
+        [(one.step, one.kind, one.place, "stays" if one.reason else gone, one.reason) for one in found],
+        header=("step", "kind", "where", "what", "why"),
         right=(0,),
     )
     terminal.result({"checkpoints": [asdict(one) for one in found], "dry_run": args.dry_run, "exit_code": EXIT_OK})

@@ -83,7 +83,8 @@ def read_status(root: Path) -> RunStatus:
     last: dict[str, dict] = {}
     restarts, faults, latest = 0, [], None
     failures: dict[str, dict] = {}  # by the kind of the save
-    unstored = ""
+    stored: dict[str, dict] = {}  # by the kind of the save
+    unstored: dict[str, str] = {}
     skipped: set[int] = set()
     roll_backs: list[tuple[int, int]] = []
     metrics: dict[str, dict[str, float]] = {}
@@ -106,8 +107,11 @@ def read_status(root: Path) -> RunStatus:
             failures.pop(WEIGHTS, None)
         elif kind == events.CHECKPOINT_FAILED:
             failures[event.get("what", FULL)] = event
-        elif kind in (events.CHECKPOINT_STORED, events.CHECKPOINT_NOT_STORED):
-            unstored = str(event.get("reason", ""))
+        elif kind == events.CHECKPOINT_NOT_STORED:
+            unstored[event.get("what", FULL)] = str(event.get("reason", ""))
+        elif kind == events.CHECKPOINT_STORED:
+            stored[event.get("what", FULL)] = event
+            unstored.pop(event.get("what", FULL), None)
         elif kind == events.SKIPPED:
             skipped.update(event["steps"])
         elif kind == events.ROLLED_BACK:
@@ -146,9 +150,9 @@ def read_status(root: Path) -> RunStatus:
         weights_time=weights.get("time"),
         kept_step=last.get(events.SNAPSHOT_KEPT, {}).get("step"),
         kept_nodes=last.get(events.SNAPSHOT_KEPT, {}).get("nodes", 0),
-        stored_step=last.get(events.CHECKPOINT_STORED, {}).get("step"),
-        stored_time=last.get(events.CHECKPOINT_STORED, {}).get("time"),
-        unstored_reason=unstored,
+        stored_step=stored.get(FULL, {}).get("step"),
+        stored_time=stored.get(FULL, {}).get("time"),
+        unstored_reason=unstored.get(FULL) or unstored.get(WEIGHTS, ""),
         restarts=restarts,
         faults=tuple(faults),
         skipped_steps=tuple(sorted(skipped)),

@@ -15,6 +15,7 @@ from ingot.schema.accepted import AcceptedChanges
 SaveKind = Literal["full", "weights"]
 FULL: SaveKind = "full"
 WEIGHTS: SaveKind = "weights"
+KINDS: tuple[SaveKind, ...] = (FULL, WEIGHTS)
 
 
 def file_of(rank: int) -> str:

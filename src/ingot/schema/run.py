@@ -158,14 +158,14 @@ class Checkpoint:
     every_steps: the interval as a number of steps; 0: as `every` says.
     weights_every: the interval of saves of the weights alone, in the same form; "" or "0 steps": none. They are for
       evaluation, export and a new start; training cannot continue from them. A full checkpoint counts as one.
-    weights_keep: how many of them are kept.
+    weights_keep: how many of them are kept, on the disk and in the store.
     replicas: on how many other nodes the snapshots of a node are kept in memory, until the next one; 0: nowhere. If a
       node is lost, training continues from them without reading a checkpoint. With one node, they survive the ranks
       alone. Each replica needs the memory of a snapshot.
     disks: folders on local disks, for the files of full checkpoints: process i of a node writes to disk i modulo their
       number, and `{node}` stands for the number of the node. Manifests, and saves of the weights alone, stay in the run
       folder, which all nodes must see. Empty: all files are in the run folder.
-    remote: a store to which saved checkpoints are uploaded while training goes on.
+    remote: a store to which saved checkpoints are uploaded while training goes on, and the weights alone after them.
     """
 
     mode: Literal["async", "sync"] = "async"

@@ -26,6 +26,11 @@ class RunFolder:
     saves: str = CHECKPOINTS
 
     @property
+    def kind(self) -> SaveKind:
+        """The kind of the saves that `checkpoints` and `checkpoint` name."""
+        return WEIGHTS if self.saves == WEIGHTS else FULL
+
+    @property
     def weights(self) -> "RunFolder":
         """The same run, with the saves of its weights alone in place of its checkpoints."""
         return self.of(WEIGHTS)

@@ -17,6 +17,7 @@ from types import MappingProxyType
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.machine.processes import identity, is_gone
+from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.local import LocalStore
@@ -33,6 +34,7 @@ from ingot.trainer.checkpoint.fence import (
 )
 from ingot.trainer.checkpoint.manifest import adopted_hashes
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
+from ingot.trainer.checkpoint.stored import StoredCheckpoints
 from ingot.units import format_seconds
 
 _BEATS = 6  # signs of life per lease
@@ -44,7 +46,7 @@ _NONE: Mapping[str, str] = MappingProxyType({})
 
 def open_lease(folder: RunFolder, config: RunConfig) -> "RunLease":
     """Return the lease of a run, not yet taken. Raises ConfigError, MissingPartError."""
-    return RunLease(folder, open_tier(folder, config.checkpoint.remote), config.launch.lease_seconds)
+    return RunLease(folder, open_tier(folder, config.checkpoint), config.launch.lease_seconds)
 
 
 class RunLease:
@@ -55,7 +57,7 @@ class RunLease:
     """
 
     def __init__(self, folder: RunFolder, tier: RemoteTier | None, seconds: float):
-        self._folder, self._tier, self._seconds = folder, tier, seconds
+        self._folder, self._seconds = folder, seconds
         self._store = tier.store if tier else None
         self._here = LocalStore(folder.root)
         self._ends = threading.Event()
@@ -63,7 +65,7 @@ class RunLease:
         self._begun: set[str] = set()  # the urls of the places that have the record of this attempt
         self._lost: IngotError | None = None
         self.epoch = 0
-        self._adopting: dict[str, str] = {}
+        self._adopting: dict[SaveKind, Mapping[str, str]] = {}
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait until no other launcher holds the lease: it released it, has ended, or gives no sign of life.
@@ -93,12 +95,12 @@ class RunLease:
             if sign != before:
                 raise _busy(place, holder)
 
-    def take(self, adopting: Mapping[str, str] = _NONE) -> None:
+    def take(self, adopting: Mapping[str, str] = _NONE, kind: SaveKind = FULL) -> None:
         """Begin an attempt that adopts the checkpoints of the folder and of the store, and give signs of life.
 
-        adopting: step -> hash of the manifest of checkpoints that this attempt will put into the folder. An earlier
-        attempt saved them, so without this record they would count as late. Raises RunBusyError if another launcher was
-        quicker, ConfigError if the store belongs to another run.
+        adopting: step -> hash of the manifest of saves of this kind that this attempt will put into the folder. An
+        earlier attempt saved them, so without this record they would count as late. Raises RunBusyError if another
+        launcher was quicker, ConfigError if the store belongs to another run.
         """
         newest = {}
         for place in self._places():
@@ -117,7 +119,7 @@ class RunLease:
             started=time.time(),
             seconds=self._seconds,
         )
-        self._adopting = dict(adopting)
+        self._adopting = {kind: adopting}
         for place in reversed(self._places()):  # the store first: it is what launchers on two machines share
             with self._later(place):
                 self._begin(place)
@@ -158,9 +160,11 @@ class RunLease:
         return contextlib.nullcontext() if place is self._here else contextlib.suppress(StoreUnreachable)
 
     def _begin(self, place: BlobStore) -> None:
-        weights = adopted_hashes(self._folder.weights.checkpoints) if place is self._here else None
-        adopted = self._found(place) | (self._adopting if place is self._here else {})
-        record = replace(self._record, adopted=adopted, weights=weights)
+        adopted = self._found(place)
+        if place is self._here:
+            for kind, hashes in self._adopting.items():
+                adopted[kind] |= hashes
+        record = replace(self._record, adopted=adopted[FULL], weights=adopted[WEIGHTS])
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)
         except AlreadyStored:
@@ -171,14 +175,17 @@ class RunLease:
         place.write(alive_name(self.epoch), [b"0"])
         _remove_older(place, self.epoch - 1)
 
-    def _found(self, place: BlobStore) -> dict[str, str]:
-        """Return the checkpoints in `place`, as a record lists them. Raises ConfigError if they are of another run."""
-        if self._tier is None or place is self._here:
-            return adopted_hashes(self._folder.checkpoints)
-        steps, before = self._tier.steps(), newest_epoch(place)
-        if steps and before and before.run not in ("", self._record.run):  # a record without checkpoints is nobody's
+    def _found(self, place: BlobStore) -> dict[SaveKind, dict[str, str]]:
+        """Return the saves in `place` by kind, as a record lists them. Raises ConfigError if another run saved them."""
+        kinds = [self._folder.of(kind) for kind in KINDS]
+        if place is self._here:
+            return {one.kind: adopted_hashes(one.checkpoints) for one in kinds}
+        steps: dict[SaveKind, list[int]] = {one.kind: StoredCheckpoints(one, place).steps() for one in kinds}
+        before = newest_epoch(place)
+        # A record without saves is nobody's.
+        if any(steps.values()) and before and before.run not in ("", self._record.run):
             raise _other_run(self._folder, before, place.url)
-        return {str(step): "" for step in steps}
+        return {kind: dict.fromkeys(map(str, found), "") for kind, found in steps.items()}
 
     def _live(self) -> None:
         """Give signs of life, and look for a newer attempt."""

@@ -157,7 +157,7 @@ def build_trainer(
     replicas = _replicas(config, folder, place, on_rank_zero)
     restored = load_from_memory(parts, folder, facts, replicas, log, on_rank_zero)
     striped = bool(config.checkpoint.disks)
-    tier = open_tier(folder, config.checkpoint.remote) if place.is_first or striped else None
+    tier = open_tier(folder, config.checkpoint) if place.is_first or striped else None
     fetch_file = tier.fetch_file if tier and striped else None
     again = partial(fetch_again, tier, say=on_rank_zero)
     if restored is None:

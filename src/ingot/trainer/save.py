@@ -173,13 +173,14 @@ def _record(
     what = "" if kind == FULL else "weights of "
     trainer.say(f"saved     {what}step {step}  {format_bytes(size)}  {stall}  {written}verified")
     trainer.schedule.measured(kind, step, stall_seconds, write_seconds or 0.0)
+    # Weights alone are in the run folder, never on disks of nodes: rank 0 uploads all of them.
+    if trainer.uploader is not None and (kind == FULL or trainer.place.is_first):
+        trainer.uploader.push(step, kind)
     if segment is None:
         return
     trainer.segments.append(segment)
     trainer.ledger.forget(step)
     trainer.save_seconds = stall_seconds + (write_seconds or 0.0)
-    if trainer.uploader is not None:
-        trainer.uploader.push(step)
 
 
 def finish_uploads(trainer: RunParts, deadline: float) -> None:
@@ -200,17 +201,18 @@ def _report_uploads(trainer: RunParts) -> None:
     log = trainer.log if trainer.place.is_first else trainer.event_log.write  # of an uploader of another node
     for event in trainer.uploader.reports() if trainer.uploader else ():
         log(**event)
+        full = event["what"] == FULL
         if event["kind"] == events.CHECKPOINT_STORED:
             size, seconds = format_bytes(event["bytes"]), format_seconds(event["seconds"])
-            trainer.say(f"stored    step {event['step']}  {size}  {seconds}  in {event['store']}")
+            what = "" if full else "weights of "
+            trainer.say(f"stored    {what}step {event['step']}  {size}  {seconds}  in {event['store']}")
         else:
             again = event["retry_seconds"]
             then = (
                 f"; trying again in {format_seconds(again)}" if again else f"; {event['fix']}" if event["fix"] else ""
             )
-            trainer.say(
-                f"WARNING   the checkpoint of step {event['step']} is not in the store: {event['reason']}{then}"
-            )
+            what = "the checkpoint" if full else "the save of the weights"
+            trainer.say(f"WARNING   {what} of step {event['step']} is not in the store: {event['reason']}{then}")
 
 
 def _step_in_flight(trainer: RunParts) -> int | None:

@@ -256,3 +256,5 @@ def test_the_newest_checkpoint_in_the_store_is_shown_and_why_an_upload_failed(fo
     assert (status.stored_step, status.unstored_reason) == (4, "no answer")
     main(["status", str(folder.root)])
     assert "store  the last upload failed: no answer" in capsys.readouterr().out
+    log.write(events.CHECKPOINT_STORED, step=9, what="weights", store="s3://bucket/run")
+    assert (read_status(folder.root).stored_step, read_status(folder.root).unstored_reason) == (4, "no answer")

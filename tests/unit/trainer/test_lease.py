@@ -6,7 +6,7 @@ import time
 from dataclasses import asdict, replace
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.machine.processes import identity
@@ -83,11 +83,14 @@ def test_attempts_are_numbered_and_adopt_what_they_find(folder):
     with take(folder, store) as first:
         write_checkpoint(folder, 10, epoch=first.epoch)
         RemoteTier(folder, store, REMOTE, first.epoch).push(10)
+        write_weights(folder, 5, epoch=first.epoch)
+        RemoteTier(folder.weights, store, REMOTE, first.epoch).push(5)
     with take(folder, store) as second:
         assert (first.epoch, second.epoch) == (1, 2)
         here, there = newest_local_epoch(folder.root), newest_epoch(store)
         assert here.adopted.keys() == {"10"} and len(here.adopted["10"]) == 64 and there.adopted == {"10": ""}
-        assert replace(here, adopted=None, weights=None) == replace(there, adopted=None)
+        assert here.weights.keys() == {"5"} and len(here.weights["5"]) == 64 and there.weights == {"5": ""}
+        assert replace(here, adopted=None, weights=None) == replace(there, adopted=None, weights=None)
         assert here.process == identity()
     with take(folder, store) as third:
         assert third.epoch == 3
@@ -292,3 +295,7 @@ def test_an_upload_is_refused_and_a_late_one_is_replaced(folder, tmp_path):
             write_checkpoint(other, 20, epoch=2, tokens=7)
             assert theirs.push(20) > 0 and theirs.steps() == [20, 10]
             assert theirs.manifest(20).tokens == 7
+            write_weights(folder, 5, epoch=1)
+            late = (folder.weights.checkpoint(5) / "manifest.json").read_bytes()
+            store.write("weights/step-00000005/manifest.json", [late])
+            assert RemoteTier(other.weights, store, REMOTE).steps() == []

@@ -6,6 +6,7 @@ import signal
 
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.run import RemoteCheckpoints
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
@@ -41,9 +42,21 @@ def test_a_run_whose_disk_is_lost_continues_from_the_store_bit_for_bit(fork_rank
     assert names == ["step-00000012"]
 
 
+def finish_uploads(run):
+    """Wait until all that was saved is in the store; the next save starts another uploader."""
+    if run.place.is_first:
+        assert run.uploader.finish(60)
+
+
 def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run, tmp_path):
-    folder = make_run(remote=RemoteCheckpoints(url=f"file://{tmp_path}/store"), **RUN)
-    fork_ranks(run_rank, 2, folder, None, 8)
+    """Saves of the weights alone go to the store too, by their own number; training continues from a checkpoint."""
+    rules = {"remote": RemoteCheckpoints(url=f"file://{tmp_path}/store"), "weights_every": "2 steps", "weights_keep": 1}
+    folder = make_run(**rules, **RUN)
+    fork_ranks(run_rank, 2, folder, {3: finish_uploads, 7: finish_uploads}, 8)
+    (weights,) = (tmp_path / "store/weights").glob("step-*")
+    assert weights.name == "step-00000006"
+    uploads = [(e["what"], e["step"]) for e in read_events(folder.events, events.CHECKPOINT_STORED)]
+    assert [step for what, step in uploads if what == WEIGHTS] == [2, 6] and uploads[-1] == (FULL, 8)
     path = folder.checkpoint(8) / "rank-00001.safetensors"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16

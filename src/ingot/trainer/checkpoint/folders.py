@@ -146,12 +146,14 @@ def find_weights(path: Path) -> tuple[RunFolder, Path]:
     return find_checkpoint(path)
 
 
-def no_checkpoint(run: Path) -> CheckpointError:
-    """Return the error for a run folder without a checkpoint."""
+def no_checkpoint(run: Path, kind: SaveKind = FULL) -> CheckpointError:
+    """Return the error for a run folder without a checkpoint, or without a save of the weights alone."""
+    what = "checkpoint" if kind == FULL else "save of the weights alone"
+    every = "checkpoint.every or checkpoint.every_steps" if kind == FULL else "checkpoint.weights_every"
     return CheckpointError(
         "E-CKPT-NONE",
-        f"{run} has no checkpoint yet",
-        rule="a run saves its first checkpoint after checkpoint.every or checkpoint.every_steps",
+        f"{run} has no {what} yet",
+        rule=f"a run makes its first {what} after {every}",
         fix=f"continue the run: ingot train {run}",
         run=str(run),
     )

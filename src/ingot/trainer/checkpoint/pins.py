@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
-from ingot.schema.run_folder import RunFolder
+from ingot.schema.run_folder import CHECKPOINTS, RunFolder
 from ingot.storage import fsync_dir, write_atomic
 from ingot.stores.store import BlobStore
 from ingot.trainer.checkpoint.rules import FOLDER
@@ -52,17 +52,21 @@ def unpin(folder: RunFolder, step: int) -> bool:
 
 
 class StoredPins:
-    """The marks in `store`, in the place of a run. The errors of the store pass through every method."""
+    """The marks in `store`, in the place of a run. The errors of the store pass through every method.
 
-    def __init__(self, store: BlobStore):
-        self._store = store
+    saves: the folder of the saves that the marks are for, as in RunFolder. Saves of the weights alone cannot be pinned,
+    but have marks of their removal.
+    """
+
+    def __init__(self, store: BlobStore, saves: str = CHECKPOINTS):
+        self._store, self._saves = store, saves
 
     def pinned(self) -> set[int]:
         """Return the steps that are pinned in the store."""
         return self._marked(_PINNED)
 
     def mark(self, step: int) -> None:
-        self._store.write(_name(_PINNED, step), [_MARK])
+        self._store.write(self._name(_PINNED, step), [_MARK])
 
     def pin(self, step: int, is_there: Callable[[], bool]) -> bool:
         """Mark the checkpoint of `step` as pinned. Returns whether it is there; the mark stays in any case.
@@ -76,21 +80,24 @@ class StoredPins:
     def unpin(self, step: int) -> bool:
         """Remove the mark of `step`. Returns whether there was one."""
         there = step in self.pinned()
-        self._store.remove(_name(_PINNED, step))
+        self._store.remove(self._name(_PINNED, step))
         return there
 
     def begin_removal(self, step: int) -> bool:
         """Return whether the checkpoint of `step` can be removed: it is not pinned, and a pin from now on will wait."""
-        self._store.write(_name(_REMOVING, step), [_MARK])
+        self._store.write(self._name(_REMOVING, step), [_MARK])
         return step not in self.pinned()
 
     def end_removals(self) -> None:
         """Declare all removals as ended, also those of processes that were killed."""
         for step in self._marked(_REMOVING):
-            self._store.remove(_name(_REMOVING, step))
+            self._store.remove(self._name(_REMOVING, step))
 
     def _marked(self, kind: str) -> set[int]:
-        return _steps_of(one.name.rpartition("/")[2] for one in self._store.list(f"checkpoints/{kind}"))
+        return _steps_of(one.name.rpartition("/")[2] for one in self._store.list(f"{self._saves}/{kind}"))
+
+    def _name(self, kind: str, step: int) -> str:
+        return f"{self._saves}/{kind}/step-{step:08d}"
 
 
 def _settled(is_there: Callable[[], bool], is_going: Callable[[], bool]) -> bool:
@@ -107,7 +114,3 @@ def _steps_of(names: Iterable[str]) -> set[int]:
 
 def _mark(folder: RunFolder, step: int) -> Path:
     return folder.checkpoints / _PINNED / folder.checkpoint(step).name
-
-
-def _name(kind: str, step: int) -> str:
-    return f"checkpoints/{kind}/step-{step:08d}"

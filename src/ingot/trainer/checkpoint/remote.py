@@ -2,8 +2,8 @@
 
 A checkpoint goes up after it was saved and verified on the local disk: its tensor files, the samples of its steps, the
 run file, and the manifest last, by a write that fails if the manifest exists. So a checkpoint is in the store if its
-manifest is. A store that loses or changes a byte is noticed when the checkpoint comes back: every byte is compared with
-the hashes of the manifest on the way.
+manifest is. Saves of the weights alone go the same way, in a folder of their own. A store that loses or changes a byte
+is noticed when the checkpoint comes back: every byte is compared with the hashes of the manifest on the way.
 """
 
 import contextlib
@@ -11,12 +11,13 @@ import hashlib
 import os
 from collections.abc import Iterator
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import IO
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
-from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.checkpoint import FULL, WEIGHTS, CheckpointManifest, LedgerSegment, SaveKind
+from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
 from ingot.stores.store import AlreadyStored, BlobStore, StoreUnreachable, read_object
@@ -41,15 +42,22 @@ class NotYetStored(StoreUnreachable):
     """Files of a checkpoint are not in the store yet that other nodes upload."""
 
 
-def open_tier(
-    folder: RunFolder, remote: RemoteCheckpoints, epoch: int = 0, meter: Meter = SILENT
-) -> "RemoteTier | None":
-    """Return the remote tier of a run; None if the run has none. Raises ConfigError, MissingPartError."""
-    return RemoteTier(folder, open_store(remote.url), remote, epoch, meter) if remote.url else None
+def open_tier(folder: RunFolder, checkpoint: Checkpoint, epoch: int = 0, meter: Meter = SILENT) -> "RemoteTier | None":
+    """Return the remote tier of a run, for the saves of the kind that `folder` names; None if the run has none.
+
+    Saves of the weights alone are kept by checkpoint.weights_keep, as on the disk. Raises ConfigError and
+    MissingPartError.
+    """
+    remote = checkpoint.remote
+    if not remote.url:
+        return None
+    if folder.kind == WEIGHTS:
+        remote = replace(remote, keep=checkpoint.weights_keep, keep_every=0)
+    return RemoteTier(folder, open_store(remote.url), remote, epoch, meter)
 
 
 class RemoteTier(FetchedCheckpoints):
-    """The checkpoints of the run `folder` in `store`: upload, fetch and remove them.
+    """The checkpoints of the run `folder` in `store`, or its saves of the weights alone: upload, fetch and remove them.
 
     epoch: the number of the attempt that uploads; 0: none, as in commands. meter: counts the bytes that move. commits:
     True if uploads of this node end with the manifest. With files on disks of nodes, each node uploads its own, and
@@ -61,7 +69,7 @@ class RemoteTier(FetchedCheckpoints):
     ):
         super().__init__(folder, store, remote, meter)
         self._epoch, self.commits = epoch, not node()
-        self.pins = StoredPins(store)
+        self.pins = StoredPins(store, folder.saves)
         self._segments: set[LedgerSegment] | None = None  # those known to be in the store
 
     def push(self, step: int) -> int:
@@ -85,22 +93,24 @@ class RemoteTier(FetchedCheckpoints):
             except (CheckpointError, FileNotFoundError):
                 if path.is_dir():
                     raise
-                raise _removed(path, step) from None
+                raise _removed(path, step, self.kind) from None
             self._require_newest()
             listed = self._listed()
-            if step in self._finished(listed):
+            if step in self._finished(listed) and not self._is_superseded(name, text):
                 self._require_same(name, text)
                 return 0
             if not self.commits:
                 return self._send_absent(path, jobs, step)
-            if name in (one.name for one in listed.get(step, ())):  # published too late: it is nobody's checkpoint
+            replaces = name in (one.name for one in listed.get(step, ()))
+            if replaces:  # published too late, so that it is nobody's checkpoint, or superseded
                 self.store.remove(name)
                 self._judged.pop(step, None)
             new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
             ledger = sum((self._folder.ledger / segment.file).stat().st_size for segment in new)
             self._meter.begin("uploading", ledger + sum(os.fstat(job[0].fileno()).st_size for job in jobs))
             with self._pace.workers() as pool:
-                sent = self._send_absent(path, jobs, step) if places.striped else self._send_all(path, jobs)
+                again = places.striped or replaces
+                sent = self._send_absent(path, jobs, step) if again else self._send_all(path, jobs)
                 sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
         if len(jobs) < len(manifest.files):
             self._require_all(step, manifest)
@@ -110,7 +120,8 @@ class RemoteTier(FetchedCheckpoints):
             self.store.write(name, [text], new=True)
         except AlreadyStored:  # by another writer; or by the first attempt of a request whose answer was lost
             self._require_same(name, text)
-        self._known_segments().update(new)
+        if new:
+            self._known_segments().update(new)
         self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
         return sent
 
@@ -161,6 +172,14 @@ class RemoteTier(FetchedCheckpoints):
                 store=self.url,
                 epoch=number,
             )
+
+    def _is_superseded(self, name: str, text: bytes) -> bool:
+        """Return whether the stored save was displaced by the local one: weights of a step that was trained again.
+
+        Training never continues from weights alone, so nothing depends on which of them the store has. A full
+        checkpoint is never replaced.
+        """
+        return self.kind == WEIGHTS and read_object(self.store, name) != text
 
     def _require_same(self, name: str, text: bytes) -> None:
         if read_object(self.store, name) != text:
@@ -256,12 +275,13 @@ def _holder(record: Epoch | None) -> str:
     return record.holder if record else ""
 
 
-def _removed(path: Path, step: int) -> CheckpointError:
+def _removed(path: Path, step: int, kind: SaveKind) -> CheckpointError:
+    keep = "checkpoint.keep" if kind == FULL else "checkpoint.weights_keep"
     return CheckpointError(
         "E-TIER-REMOVED",
         f"{path} was removed before its upload began: newer checkpoints displaced it",
-        rule="the run keeps the newest checkpoint.keep checkpoints on its disk",
-        fix="none is needed if newer ones are stored; else raise checkpoint.keep, or save less often",
+        rule=f"the run keeps the newest {keep} of them on its disk",
+        fix=f"none is needed if newer ones are stored; else raise {keep}, or save less often",
         path=str(path),
         step=step,
     )

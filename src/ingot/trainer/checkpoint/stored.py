@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from ingot.errors import CheckpointError
-from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import BlobStore, NotStored, StoredObject, read_object
 from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
@@ -38,7 +38,8 @@ class StoredCheckpoint:
 
 
 class StoredCheckpoints:
-    """The checkpoints of the run `folder` in `store`. The errors of the store pass through every method."""
+    """The checkpoints of the run `folder` in `store`, or its saves of the weights alone if those are the `saves` of
+    `folder`. The errors of the store pass through every method."""
 
     def __init__(self, folder: RunFolder, store: BlobStore):
         self._folder, self.store = folder, store
@@ -47,6 +48,10 @@ class StoredCheckpoints:
     @property
     def url(self) -> str:
         return self.store.url
+
+    @property
+    def kind(self) -> SaveKind:
+        return self._folder.kind
 
     def steps(self) -> list[int]:
         """Return the steps of the checkpoints that have a manifest, newest first."""
@@ -130,10 +135,10 @@ class StoredCheckpoints:
         return [step for step in whole if not self._is_late(holder, step)]
 
     def _is_late(self, holder: Epoch | None, step: int) -> bool:
-        if holder is None or not holder.ignores(step, 1, ""):  # most steps are decided without reading a manifest
+        if holder is None or not holder.ignores(step, 1, "", self.kind):  # most are decided without reading a manifest
             return False
         try:
-            return holder.ignores(step, self._judge(step)[0], "")
+            return holder.ignores(step, self._judge(step)[0], "", self.kind)
         except CheckpointError:  # damaged: a fetch reports that
             return False
 

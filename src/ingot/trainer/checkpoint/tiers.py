@@ -8,6 +8,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.checkpoint.stored import StoredCheckpoints
 from ingot.units import format_bytes, format_seconds
 
 
@@ -56,9 +57,10 @@ def fetch_again(tier: RemoteTier | None, step: int, say: Callable[[str], None]) 
     return True
 
 
-def require_empty(tier: RemoteTier | None) -> None:
-    """Raise ConfigError if the store holds checkpoints: a new run would continue from them."""
-    if tier is not None and (steps := tier.steps()):
+def require_empty(folder: RunFolder, tier: RemoteTier | None) -> None:
+    """Raise ConfigError if the store holds checkpoints: a new run would continue from them. Weights alone count too: a
+    new run would remove them, and has the same names for its own."""
+    if tier is not None and (steps := tier.steps() or StoredCheckpoints(folder.weights, tier.store).steps()):
         raise ConfigError(
             "E-TIER-NOT-EMPTY",
             f"{tier.url} holds checkpoints up to step {steps[0]}",

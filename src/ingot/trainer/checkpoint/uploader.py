@@ -3,7 +3,8 @@ files are on disks of nodes.
 
 Rank 0, or the first rank of the node, starts `python -m ingot.trainer.checkpoint.uploader RUN EPOCH`, which has no
 torch, and names to it what was saved. It uploads the newest one it knows of; those that were saved in the meantime are
-left out. A store that does not answer is asked again, after pauses with jitter. It ends at once when its rank is gone:
+left out. Saves of the weights alone wait until no checkpoint does, and are left out if a later checkpoint is there.
+A store that does not answer is asked again, after pauses with jitter. The process ends at once when its rank is gone:
 an upload that was killed is repeated by the next start of the run.
 """
 
@@ -17,12 +18,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import IngotError
 from ingot.schema import events
+from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
 from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
@@ -46,9 +48,9 @@ class Uploader:
         self._process: subprocess.Popen[bytes] | None = None
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
 
-    def push(self, step: int) -> None:
-        """Ask for the upload of the saved checkpoint of `step`. Does not wait."""
-        self._tell({"push": step})
+    def push(self, step: int, kind: SaveKind = FULL) -> None:
+        """Ask for the upload of the saved checkpoint of `step`, or of its weights alone. Does not wait."""
+        self._tell({"push": step, "kind": kind})
 
     def reports(self) -> Iterator[dict[str, Any]]:
         """Yield the events since the last call, each with its `kind` (schema/events.py)."""
@@ -108,49 +110,73 @@ class Uploader:
 # -- the process --
 
 
+_Done = Mapping[SaveKind, int]  # kind -> the newest step whose upload was tried
+
+
 class _Requests:
-    """The newest step that rank 0 asked for, set by a thread that reads standard input."""
+    """The newest step of each kind that rank 0 asked for, set by a thread that reads standard input."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._step, self._ends = 0, False
+        self._steps: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
+        self._ends = False
 
     def read(self, lines: IO[bytes]) -> None:
         for line in lines:
             request = json.loads(line)
             with self._changed:
-                self._step = max(self._step, request.get("push", 0))
+                kind = request.get("kind", FULL)
+                self._steps[kind] = max(self._steps[kind], request.get("push", 0))
                 self._ends = self._ends or request == _END
                 self._changed.notify()
         os._exit(0)
 
-    def next(self, after: int) -> int | None:
-        """Wait for a step newer than `after`; None if no more will come."""
+    def next(self, done: _Done) -> tuple[SaveKind, int] | None:
+        """Wait for a save that is newer than `done`, of either kind, and return its kind and step; None if no more will
+        come."""
         with self._changed:
-            self._changed.wait_for(lambda: self._step > after or self._ends)
-            return self._step if self._step > after else None
+            self._changed.wait_for(lambda: self._first(done) is not None or self._ends)
+            return self._first(done)
 
-    def newer(self, than: int, seconds: float) -> bool:
-        """Wait for a step newer than `than`, at most `seconds`. Returns whether there is one."""
+    def displaces(self, kind: SaveKind, done: _Done, seconds: float) -> bool:
+        """Wait for a save that takes the place of another attempt with one of `kind`, at most `seconds`.
+
+        Returns whether there is one. Weights alone never take the place of a checkpoint.
+        """
+
+        def is_displaced() -> bool:
+            found = self._first(done)
+            return found is not None and (found[0] == FULL or kind == WEIGHTS)
+
         with self._changed:
-            return self._changed.wait_for(lambda: self._step > than, seconds)
+            return self._changed.wait_for(is_displaced, seconds)
+
+    def _first(self, done: _Done) -> tuple[SaveKind, int] | None:
+        """Return what is uploaded next. Checkpoints go first, and one is as good as weights of an earlier step."""
+        if self._steps[FULL] > done[FULL]:
+            return FULL, self._steps[FULL]
+        if self._steps[WEIGHTS] > max(done.values()):
+            return WEIGHTS, self._steps[WEIGHTS]
+        return None
 
 
-def upload_all(tier: RemoteTier, requests: _Requests, report: Callable[[dict[str, Any]], None]) -> None:
-    """Upload the newest requested checkpoint, again and again, until no more will come."""
-    done = 0
-    while (step := requests.next(done)) is not None:
-        done, pause = step, _PAUSE_SECONDS
-        while not _upload(tier, step, pause, report):
-            if requests.newer(step, random.uniform(pause / 2, pause)):
+def upload_all(
+    tiers: Mapping[SaveKind, RemoteTier], requests: _Requests, report: Callable[[dict[str, Any]], None]
+) -> None:
+    """Upload the newest requested checkpoint, else the newest weights, again and again, until no more will come."""
+    done: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
+    while (found := requests.next(done)) is not None:
+        kind, done[found[0]], pause = found[0], found[1], _PAUSE_SECONDS
+        while not _upload(tiers[kind], done[kind], pause, report):
+            if requests.displaces(kind, done, random.uniform(pause / 2, pause)):
                 break
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
 def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[str, Any]], None]) -> bool:
-    """Upload a checkpoint and report it. Returns False if another attempt may succeed."""
+    """Upload a checkpoint, or weights alone, and report it. Returns False if another attempt may succeed."""
     began = time.monotonic()
-    about = {"step": step, "store": tier.url}
+    about = {"step": step, "what": tier.kind, "store": tier.url}
     try:
         sent = tier.push(step)
         if sent and tier.commits:
@@ -186,14 +212,17 @@ def main(root: str, epoch: str) -> None:
     requests = _Requests()
     threading.Thread(target=requests.read, args=(sys.stdin.buffer,), daemon=True).start()
     folder = RunFolder(Path(root))
-    tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote, int(epoch))
-    assert tier is not None
+    tiers: dict[SaveKind, RemoteTier] = {}
+    for kind in KINDS:
+        tier = open_tier(folder.of(kind), recorded_run(folder.config).checkpoint, int(epoch))
+        assert tier is not None
+        tiers[kind] = tier
 
     def report(event: dict[str, Any]) -> None:
         answers.write(json.dumps(event).encode() + b"\n")
         answers.flush()
 
-    upload_all(tier, requests, report)
+    upload_all(tiers, requests, report)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ the ledger that no checkpoint lists; a killed upload leaves objects without a ma
 """
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -65,11 +65,12 @@ def collect_garbage(path: Path, *, dry_run: bool, say: Callable[[str], None] = l
     command uploads one of its checkpoints, CheckpointError if its checkpoints vanished, and the errors of the store.
     """
     folder, tier = open_run(path)
+    tiers = [tier, open_run(path, kind=WEIGHTS)[1]] if tier else []
     with held(folder, tier, say) as lease, RunLock(folder.upload_lock):
         require_checkpoints(folder)  # the ledger may be all that shows what the run had saved
         if not dry_run:
             lease.take()
-        on_disk, in_store = list(_on_disk(folder)), list(_in_store(folder, tier)) if tier else []
+        on_disk, in_store = list(_on_disk(folder)), list(_in_store(folder, [one for one in tiers if one]))
         if not dry_run:
             remove_leftovers(folder)
             for one in on_disk:
@@ -128,13 +129,14 @@ def _needed_segments(folder: RunFolder) -> tuple[set[str], int]:
     return needed, unknown
 
 
-def _in_store(folder: RunFolder, tier: RemoteTier) -> Iterator[Garbage]:
-    pinned = tier.pins.pinned() | pinned_steps(folder)
-    sizes = {one.name: one.bytes for one in tier.store.list(folder.checkpoints.name)}
-    for step, names in tier.half_uploads().items():
-        if step in pinned or any(name.endswith(f"/{MANIFEST}") for name in names):  # pinned, or complete but late
-            continue
-        for name in names:
-            yield Garbage(place=tier.url, name=name, bytes=sizes.get(name, 0), what=UPLOAD)
-    for one in tier.orphaned_segments():
-        yield Garbage(place=tier.url, name=one.name, bytes=one.bytes, what=SEGMENT)
+def _in_store(folder: RunFolder, tiers: Iterable[RemoteTier]) -> Iterator[Garbage]:
+    for tier in tiers:
+        pinned = tier.pins.pinned() | pinned_steps(folder.of(tier.kind))
+        sizes = {one.name: one.bytes for one in tier.store.list(folder.of(tier.kind).saves)}
+        for step, names in tier.half_uploads().items():
+            if step in pinned or any(name.endswith(f"/{MANIFEST}") for name in names):  # pinned, or complete but late
+                continue
+            for name in names:
+                yield Garbage(place=tier.url, name=name, bytes=sizes.get(name, 0), what=UPLOAD)
+        for one in tier.orphaned_segments() if tier.kind == FULL else ():
+            yield Garbage(place=tier.url, name=one.name, bytes=one.bytes, what=SEGMENT)

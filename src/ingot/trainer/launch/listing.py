@@ -10,7 +10,7 @@ from pathlib import Path
 from ingot.errors import EXIT_OK, CheckpointError, IngotError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.checkpoint import FULL, WEIGHTS, CheckpointManifest, SaveKind
+from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, CheckpointManifest, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint import pins
@@ -18,7 +18,7 @@ from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints
 from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints
-from ingot.trainer.checkpoint.stored import StoredCheckpoint
+from ingot.trainer.checkpoint.stored import StoredCheckpoint, StoredCheckpoints
 from ingot.trainer.launch.inspect import nothing_found
 
 NOT_ENDED = "its upload has not ended"
@@ -95,28 +95,36 @@ def list_run(path: Path) -> Listing:
     """
     folder = RunFolder(path)
     listed, weights = judged_checkpoints(folder), list_checkpoints(folder.weights.checkpoints)
-    known = {one.step: one.manifest for one in listed if one.manifest and not one.damage}
-    pinned, url, stored, problem = pins.pinned_steps(folder), "", [], None
+    pinned, url, problem = pins.pinned_steps(folder), "", None
+    stored: dict[SaveKind, list[StoredCheckpoint]] = {FULL: [], WEIGHTS: []}
     try:
-        tier = open_tier(folder, recorded_run(folder.config).checkpoint.remote) if folder.config.is_file() else None
+        tier = open_tier(folder, recorded_run(folder.config).checkpoint) if folder.config.is_file() else None
         if tier:
-            url, stored = tier.url, tier.stored(known)
+            url = tier.url
             pinned |= tier.pins.pinned()
+            alone = StoredCheckpoints(folder.weights, tier.store)
+            stored = {FULL: tier.stored(_sound(listed)), WEIGHTS: alone.stored(_sound(weights))}
     except IngotError as error:
-        stored, problem = [], error
-    if not listed and not weights and not stored:
+        problem = error
+    if not listed and not weights and not any(stored.values()):
         raise problem or nothing_found(path)
     times = _verified_times(folder)
-    resumes = _resume_step(listed, stored)
-    disk = {one.step: one for one in listed}
-    there = {one.step: one for one in stored}
-    saves = [
-        _save(step, FULL, disk.get(step), there.get(step), times, pinned=step in pinned, resumes=step == resumes)
-        for step in disk.keys() | there.keys()
-    ]
-    saves += [_save(one.step, WEIGHTS, one, None, times, pinned=False, resumes=False) for one in weights]
+    resumes = _resume_step(listed, stored[FULL])
+    saves = []
+    for kind in KINDS:
+        local = listed if kind == FULL else weights
+        disk, there = {one.step: one for one in local}, {one.step: one for one in stored[kind]}
+        marked, here = (pinned, resumes) if kind == FULL else (set(), None)
+        saves += [
+            _save(step, kind, disk.get(step), there.get(step), times, pinned=step in marked, resumes=step == here)
+            for step in disk.keys() | there.keys()
+        ]
     saves.sort(key=lambda save: (save.step, save.kind))
     return Listing(saves=tuple(saves), store=url, store_problem=problem)
+
+
+def _sound(listed: list[ListedCheckpoint]) -> dict[int, CheckpointManifest]:
+    return {one.step: one.manifest for one in listed if one.manifest and not one.damage}
 
 
 _Times = Mapping[tuple[str, SaveKind, int], float]  # ("disk" or "store", kind, step) -> Unix seconds
@@ -127,8 +135,8 @@ def _verified_times(folder: RunFolder) -> _Times:
     for event in read_events(folder.events, *_VERIFIED, events.CHECKPOINT_STORED):
         step, time = event.get("step"), event.get("time")
         if isinstance(step, int) and isinstance(time, int | float):
-            kind = _VERIFIED.get(event["kind"])
-            times[("disk", kind, step) if kind else ("store", FULL, step)] = float(time)
+            kind = event.get("what", _VERIFIED.get(event["kind"], FULL))
+            times["disk" if event["kind"] in _VERIFIED else "store", kind, step] = float(time)
     return times
 
 

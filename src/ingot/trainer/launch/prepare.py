@@ -81,10 +81,10 @@ class RunRequest:
         end if no step is left to train. The caller holds the run's lock.
         """
         folder, config, plan = self.folder, self.config, self.path.parent / self.folder.plan.name
-        tier = open_tier(folder, config.checkpoint.remote)
+        tier = open_tier(folder, config.checkpoint)
         lease.wait(say)
         if self.fresh:
-            require_empty(tier)
+            require_empty(folder, tier)
             moved = _move_aside(folder, self.archive)
             if moved:
                 say(f"archived  the old run is now in {moved}")

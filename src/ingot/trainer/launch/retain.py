@@ -9,13 +9,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, UsageError
+from ingot.schema.checkpoint import FULL, KINDS, SaveKind
 from ingot.schema.run import Checkpoint
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint import pins
 from ingot.trainer.checkpoint.folders import remove_checkpoints
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, list_checkpoints
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.launch.stored import held, open_run
@@ -104,9 +105,10 @@ def unpin_checkpoint(path: Path, step: int) -> Pinned:
 
 @dataclass(frozen=True, kw_only=True)
 class Retained:
-    """A checkpoint and what the rules decide. reason: why it stays; "" if it goes."""
+    """A checkpoint, or weights alone, and what the rules decide. reason: why it stays; "" if it goes."""
 
     step: int
+    kind: SaveKind
     place: str
     reason: str
 
@@ -114,36 +116,44 @@ class Retained:
 def prune_checkpoints(
     path: Path, *, dry_run: bool, say: Callable[[str], None] = lambda text: None
 ) -> tuple[Retained, ...]:
-    """Apply the rules of retention to the disk and the store of the run `path`. Returns all checkpoints, newest first.
+    """Apply the rules of retention to the disk and the store of the run `path`. Returns all checkpoints, then all saves
+    of the weights alone, newest first in each place.
 
     dry_run: remove nothing, which is also possible while the run trains. The newest sound checkpoint of each tier stays
     in any case. say: called with the line that says why the command waits. Raises UsageError, RunBusyError if the run
     is training, on this machine or another one, and the errors of the store.
     """
-    folder, tier = open_run(path)
-    with nullcontext() if dry_run else held(folder, tier, say) as lease:
+    runs = [open_run(path, kind=kind) for kind in KINDS]
+    found: list[tuple[SaveKind, str, dict[int, str]]] = []
+    with nullcontext() if dry_run else held(*runs[0], say) as lease:
         if lease:
             lease.take()
-        local = _retained_on_disk(folder, recorded_run(folder.config).checkpoint)
-        stored = tier.retained() if tier else {}
-        if not dry_run:
-            remove_checkpoints(folder, [step for step, reason in local.items() if not reason])
+        for folder, tier in runs:
+            local = _retained_on_disk(folder, recorded_run(folder.config).checkpoint)
+            found.append((folder.kind, "disk", local))
             if tier:
-                tier.prune()
-    places = (("disk", local), (tier.url if tier else "", stored))
+                found.append((folder.kind, tier.url, tier.retained()))
+            if not dry_run:
+                remove_checkpoints(folder, [step for step, reason in local.items() if not reason])
+                if tier:
+                    tier.prune()
     return tuple(
-        Retained(step=step, place=place, reason=reason) for place, reasons in places for step, reason in reasons.items()
+        Retained(step=step, kind=kind, place=place, reason=reason)
+        for kind, place, reasons in found
+        for step, reason in reasons.items()
     )
 
 
 def _retained_on_disk(folder: RunFolder, rules: Checkpoint) -> dict[int, str]:
     """Return what the rules decide. Unlike a save, which has just verified its own checkpoint, a command trusts the
     manifests, the sizes of the files, and what the ranks refused."""
-    listed = {one.step: one for one in judged_checkpoints(folder)}
+    full = folder.kind == FULL
+    found = judged_checkpoints(folder) if full else list_checkpoints(folder.checkpoints)
+    listed = {one.step: one for one in found}
     return retained(
         listed,
-        keep=rules.keep,
-        keep_every=rules.keep_every,
+        keep=rules.keep if full else rules.weights_keep,
+        keep_every=rules.keep_every if full else 0,
         pinned=pins.pinned_steps(folder),
         is_sound=lambda step: not listed[step].damage,
         is_suspect=lambda step: bool(listed[step].suspect),

@@ -9,6 +9,7 @@ from pathlib import Path
 from ingot.errors import EXIT_OK, CheckpointError, ConfigError, UsageError
 from ingot.events import EventLog
 from ingot.schema import events
+from ingot.schema.checkpoint import FULL, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint
@@ -21,9 +22,10 @@ from ingot.trainer.resilience.lock import RunLock
 
 @dataclass(frozen=True, kw_only=True)
 class Moved:
-    """A checkpoint that was uploaded or fetched. bytes: moved; 0 if it was there."""
+    """A checkpoint, or weights alone, that was uploaded or fetched. bytes: moved; 0 if it was there."""
 
     step: int
+    kind: SaveKind
     store: str
     bytes: int
     seconds: float
@@ -32,51 +34,59 @@ class Moved:
         return asdict(self) | {"exit_code": EXIT_OK}
 
 
-def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT) -> Moved:
+def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT, kind: SaveKind = FULL) -> Moved:
     """Verify the local checkpoint of `step` (None: the newest), and upload it, or the files of it that are on this
     node. The run may be training.
 
-    meter: counts the bytes. Raises UsageError, RunBusyError if another command uploads, ConfigError if the run has no
-    store, CheckpointError if there is no such checkpoint or it is damaged, and the errors of the store.
+    kind: WEIGHTS for a save of the weights alone. meter: counts the bytes. Raises UsageError, RunBusyError if another
+    command uploads, ConfigError if the run has no store, CheckpointError if there is no such checkpoint or it is
+    damaged, and the errors of the store.
     """
-    folder, tier = _run(path, meter)
+    folder, tier = _run(path, meter, kind)
     steps = [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
     if not steps:
-        raise no_checkpoint(path)
+        raise no_checkpoint(path, kind)
     step = _chosen(step, steps, str(folder.checkpoints))
     checkpoint = folder.checkpoint(step)
     meter.begin("verifying", sum(entry.bytes for entry in read_manifest(checkpoint).files.values()))
     verify_here(checkpoint, meter.add)
     began = time.perf_counter()
     with RunLock(folder.upload_lock):  # `ingot ckpt gc` takes an upload without a manifest for one that was killed
-        return Moved(step=step, bytes=tier.push(step), store=tier.url, seconds=time.perf_counter() - began)
+        sent = tier.push(step)
+    return Moved(step=step, kind=kind, bytes=sent, store=tier.url, seconds=time.perf_counter() - began)
 
 
 def fetch_checkpoint(
-    path: Path, step: int | None = None, say: Callable[[str], None] = lambda text: None, meter: Meter = SILENT
+    path: Path,
+    step: int | None = None,
+    say: Callable[[str], None] = lambda text: None,
+    meter: Meter = SILENT,
+    kind: SaveKind = FULL,
 ) -> Moved:
     """Fetch the stored checkpoint of `step` (None: the newest) into the run folder, in place of a local one.
 
-    say: called with the line that says why the command waits. meter: counts the bytes. If the command is interrupted,
-    the local checkpoints are as before. Raises what `push_checkpoint` raises, and
-    RunBusyError if the run is training, on this machine or another one.
+    kind: WEIGHTS for a save of the weights alone. say: called with the line that says why the command waits. meter:
+    counts the bytes. If the command is interrupted, the local checkpoints are as before. Raises what `push_checkpoint`
+    raises, and RunBusyError if the run is training, on this machine or another one.
     """
-    folder, tier = _run(path, meter)
+    folder, tier = _run(path, meter, kind)
     with held(folder, tier, say) as lease:
         steps = tier.steps()
         if not steps:
             raise CheckpointError(
                 "E-CKPT-NONE",
-                f"{tier.url} has no checkpoint yet",
+                f"{tier.url} has no {'checkpoint' if kind == FULL else 'save of the weights alone'} yet",
                 rule="a checkpoint is uploaded after it was saved",
                 fix=f"train the run, or upload its newest checkpoint: ingot ckpt push {path}",
                 run=str(path),
             )
         step, began = _chosen(step, steps, tier.url), time.perf_counter()
-        lease.take({str(step): tier.manifest_hash(step)})
-        moved = Moved(step=step, bytes=tier.fetch(step), store=tier.url, seconds=time.perf_counter() - began)
+        lease.take({str(step): tier.manifest_hash(step)}, kind)
+        received = tier.fetch(step)
+        moved = Moved(step=step, kind=kind, bytes=received, store=tier.url, seconds=time.perf_counter() - began)
         with contextlib.closing(EventLog(folder.events)) as log:
-            log.write(events.CHECKPOINT_FETCHED, step=step, store=tier.url, bytes=moved.bytes, seconds=moved.seconds)
+            about = {"what": kind, "store": tier.url, "bytes": received, "seconds": moved.seconds}
+            log.write(events.CHECKPOINT_FETCHED, step=step, **about)
         return moved
 
 
@@ -93,12 +103,12 @@ def held(folder: RunFolder, tier: RemoteTier | None, say: Callable[[str], None])
         yield lease
 
 
-def open_run(path: Path, meter: Meter = SILENT) -> tuple[RunFolder, RemoteTier | None]:
+def open_run(path: Path, meter: Meter = SILENT, kind: SaveKind = FULL) -> tuple[RunFolder, RemoteTier | None]:
     """Return the run folder `path`, and its remote tier if it has one. Raises UsageError if it is not one.
 
-    meter: counts the bytes that the tier moves.
+    meter: counts the bytes that the tier moves. kind: of the saves that both name.
     """
-    folder = RunFolder(path)
+    folder = RunFolder(path).of(kind)
     if not folder.config.is_file():
         raise UsageError(
             "E-RUN-NOT-FOUND",
@@ -107,11 +117,11 @@ def open_run(path: Path, meter: Meter = SILENT) -> tuple[RunFolder, RemoteTier |
             fix="name the folder that ingot train wrote; on an empty disk, a folder with a copy of its run.toml",
             path=str(path),
         )
-    return folder, open_tier(folder, recorded_run(folder.config).checkpoint.remote, meter=meter)
+    return folder, open_tier(folder, recorded_run(folder.config).checkpoint, meter=meter)
 
 
-def _run(path: Path, meter: Meter) -> tuple[RunFolder, RemoteTier]:
-    folder, tier = open_run(path, meter)
+def _run(path: Path, meter: Meter, kind: SaveKind) -> tuple[RunFolder, RemoteTier]:
+    folder, tier = open_run(path, meter, kind)
     if tier is None:
         raise ConfigError(
             "E-TIER-NONE",

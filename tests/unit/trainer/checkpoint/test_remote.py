@@ -5,11 +5,11 @@ import shutil
 from types import SimpleNamespace
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.schema import events
-from ingot.schema.checkpoint import Health
+from ingot.schema.checkpoint import FULL, WEIGHTS, Health
 from ingot.schema.run import Launch, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.memory import MemoryStore
@@ -237,7 +237,7 @@ def test_the_place_of_another_run_is_refused(folder, tmp_path):
     with refused("E-TIER-OTHER"):
         tier_of(other, store).push(20)
     with refused("E-TIER-NOT-EMPTY", step=20):
-        require_empty(tier_of(other, store))
+        require_empty(other, tier_of(other, store))
 
 
 def test_a_listing_that_is_late_lets_nobody_replace_a_checkpoint(folder, tmp_path):
@@ -359,8 +359,8 @@ class Tier:
 
     url, commits = "s3://bucket/run", True
 
-    def __init__(self, script):
-        self.script, self.pushed, self.pruned = list(script), [], 0
+    def __init__(self, script, kind=FULL):
+        self.script, self.kind, self.pushed, self.pruned = list(script), kind, [], 0
 
     def push(self, step):
         self.pushed.append(step)
@@ -373,9 +373,9 @@ class Tier:
         self.pruned += 1
 
 
-def requested(*steps):
+def requested(*steps, weights=0):
     requests = uploader._Requests()
-    requests._step, requests._ends = max(steps), True
+    requests._steps, requests._ends = {FULL: max(steps, default=0), WEIGHTS: weights}, True
     return requests
 
 
@@ -383,11 +383,36 @@ def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
     monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
     lost = StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
     tier, reports = Tier([lost] * 8), []
-    uploader.upload_all(tier, requested(10, 20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(10, 20), reports.append)
     assert tier.pushed == [20] * 9
     assert [one["retry_seconds"] for one in reports[:-1]] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert reports[-1]["kind"] == events.CHECKPOINT_STORED
     assert tier.pruned == 1
+
+
+def test_weights_go_up_after_checkpoints_and_only_if_they_are_newer(monkeypatch):
+    """Weights of step 30 wait for checkpoint 20, which fails three times, and then fail until checkpoint 40 comes."""
+    lost = StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
+    full, alone, reports = Tier([lost] * 3), Tier([lost] * 9, WEIGHTS), []
+    tiers, requests, pauses = {FULL: full, WEIGHTS: alone}, requested(20), itertools.count(1)
+
+    def later(low, high):
+        match next(pauses):
+            case 1:
+                requests._steps[WEIGHTS] = 30
+            case 5:
+                requests._steps[FULL] = 40
+        return 0.0
+
+    monkeypatch.setattr("random.uniform", later)
+    uploader.upload_all(tiers, requests, reports.append)
+    assert (full.pushed, alone.pushed) == ([20] * 4 + [40], [30] * 2)
+    assert [(one["step"], one["what"]) for one in reports if one["kind"] == events.CHECKPOINT_STORED] == [
+        (20, FULL),
+        (40, FULL),
+    ]
+    uploader.upload_all(tiers, requested(40, weights=40), reports.append)
+    assert alone.pushed == [30] * 2
 
 
 @pytest.mark.parametrize(
@@ -396,7 +421,7 @@ def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
 )
 def test_an_upload_that_cannot_succeed_is_reported_once_with_the_way_out(error, fix):
     tier, reports = Tier([error]), []
-    uploader.upload_all(tier, requested(20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(20), reports.append)
     (one,) = reports
     assert (one["kind"], one["retry_seconds"], one["fix"]) == (events.CHECKPOINT_NOT_STORED, None, fix)
 
@@ -433,12 +458,64 @@ def test_a_node_that_waits_for_the_uploads_of_others_reports_that_only_after_a_w
     monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
     waiting = NotYetStored("E-TIER-INCOMPLETE", "files are missing")
     tier, reports = Tier([waiting] * 4), []
-    uploader.upload_all(tier, requested(20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(20), reports.append)
     assert [(one["kind"], one.get("retry_seconds")) for one in reports] == [
         (events.CHECKPOINT_NOT_STORED, 8),
         (events.CHECKPOINT_STORED, None),
     ]
     tier, reports = Tier([]), []
     tier.commits = False
-    uploader.upload_all(tier, requested(20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(20), reports.append)
     assert (tier.pushed, tier.pruned, reports) == ([20], 0, [])
+
+
+def test_weights_alone_have_their_own_place_number_and_rules_in_the_store(folder, tmp_path):
+    store = MemoryStore()
+    write_checkpoint(folder, 20)
+    tier_of(folder, store, keep=1).push(20)
+    tier = tier_of(folder.weights, store, keep=2)
+    for step in (10, 20, 30):
+        write_weights(folder, step)
+        assert tier.push(step) > 0
+    assert (tier.push(30), tier.prune(), tier.steps()) == (0, [10], [30, 20])
+    assert tier_of(folder, store, keep=1).prune() == [] and tier_of(folder, store).steps() == [20]
+    assert {one.name.split("/")[0] for one in store.list()} == {"checkpoints", "weights", "ledger", "run.toml"}
+    other = empty_node(tmp_path)
+    assert tier_of(other, store).fetch_newest().step == 20  # never the weights of step 30
+    assert tier_of(other.weights, store).fetch(30) > 0
+    assert verify_checkpoint(other.weights.checkpoint(30)).kind == WEIGHTS
+    shutil.rmtree(folder.checkpoints)
+    tier_of(folder, store, keep=0).prune()
+    for one in store.list("checkpoints"):
+        store.remove(one.name)
+    with refused("E-TIER-NOT-EMPTY", step=30):
+        require_empty(folder, tier_of(folder, store))
+
+
+def test_weights_of_a_step_that_was_trained_again_take_the_place_of_the_earlier_ones(folder, tmp_path):
+    """A full checkpoint is never replaced."""
+    store = MemoryStore()
+    for write, where in ((write_checkpoint, folder), (write_weights, folder.weights)):
+        write(folder, 20)
+        tier_of(where, store).push(20)
+        write(folder, 20, data_fingerprint="trained again")
+    sent = store.list("weights")
+    assert tier_of(folder.weights, store).push(20) == 0  # the same tensors
+    assert tier_of(folder.weights, store).manifest(20).data_fingerprint == "trained again"
+    assert [one.name for one in store.list("weights")] == [one.name for one in sent]
+    with refused("E-TIER-OTHER"):
+        tier_of(folder, store).push(20)
+    shutil.rmtree(folder.weights.checkpoint(20))
+    with refused("E-TIER-REMOVED", step=20) as error:
+        tier_of(folder.weights, store).push(20)
+    assert "checkpoint.weights_keep" in error.value.fix
+
+
+def test_weights_in_the_place_of_a_checkpoint_are_never_training_state(folder, tmp_path):
+    store = MemoryStore()
+    write_weights(folder, 20)
+    tier_of(folder.weights, store).push(20)
+    for one in store.list("weights"):
+        store.write(one.name.replace("weights", "checkpoints", 1), [read_object(store, one.name)])
+    with refused("E-CKPT-KIND"):
+        tier_of(empty_node(tmp_path), store).fetch_newest()

@@ -2,13 +2,15 @@
 
 import itertools
 import shutil
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.cli.main import main
+from ingot.schema.checkpoint import WEIGHTS
 from ingot.schema.run import Checkpoint, Launch, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.memory import MemoryStore
@@ -194,6 +196,21 @@ def test_commands_pin_and_prune_both_tiers(folder, rules, capsys):
     assert (steps(folder), tier.steps()) == ([40], [40, 30])
     assert main(["ckpt", "pin", str(folder.root), "30"]) == 0  # in the store alone
     assert "removed" in capsys.readouterr().out
+
+
+def test_weights_are_pruned_by_their_own_number_on_both_tiers(folder, rules):
+    rules.checkpoint = replace(rules.checkpoint, weights_keep=1)
+    for step in (10, 20, 30):
+        write_weights(folder, step)
+        stored.push_checkpoint(folder.root, step, kind=WEIGHTS)
+    retain.pin_checkpoint(folder.root, 10)  # the checkpoint, not the weights of its step
+    found = retain.prune_checkpoints(folder.root, dry_run=False)
+    places = ("disk", rules.checkpoint.remote.url)
+    assert [(one.place, one.step) for one in found if one.kind == WEIGHTS and not one.reason] == [
+        (place, step) for place in places for step in (20, 10)
+    ]
+    assert steps(folder.weights) == stored.open_run(folder.root, kind=WEIGHTS)[1].steps() == [30]
+    assert steps(folder) == [40, 10]
 
 
 def test_a_damaged_newest_one_does_not_displace_a_sound_one(folder, rules):

@@ -2,18 +2,17 @@
 
 import json
 import shutil
-from dataclasses import replace
 
 import numpy as np
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.cli.main import main
 from ingot.schema.checkpoint import WEIGHTS
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint import pins
-from ingot.trainer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint, write_manifest
+from ingot.trainer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
 from ingot.trainer.launch.garbage import KILLED, SEGMENT, TEMPORARY, UPLOAD, collect_garbage
 from ingot.trainer.launch.stored import fetch_checkpoint, open_run, push_checkpoint
 from ingot.trainer.loader.ledger import write_segment
@@ -24,12 +23,14 @@ from .conftest import RUN_FILE
 
 @pytest.fixture
 def run(folder, tmp_path):
-    """Two checkpoints on both tiers."""
+    """Two checkpoints on both tiers, and the weights of the second one."""
     folder.root.mkdir(parents=True)
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
     for step in (10, 20):
         write_checkpoint(folder, step)
         push_checkpoint(folder.root, step)
+    write_weights(folder, 20)
+    push_checkpoint(folder.root, 20, kind=WEIGHTS)
     return folder
 
 
@@ -53,6 +54,7 @@ def litter(run, store):
     for name, what in (
         ("checkpoints/step-00000015/rank-00000-0123456789abcdef.safetensors", UPLOAD),
         ("ledger/steps-00000011-00000015-0123456789abcdef.i64", SEGMENT),
+        ("weights/step-00000015/rank-00000-0123456789abcdef.safetensors", UPLOAD),
     ):
         (store / name).parent.mkdir(exist_ok=True)
         (store / name).write_bytes(b"1234567")
@@ -147,7 +149,6 @@ def test_a_run_whose_checkpoints_vanished_keeps_its_ledger(run):
 
 
 def test_saves_of_the_weights_stay(run):
-    moved = run.weights.checkpoint(20)
-    shutil.copytree(run.checkpoint(20), moved)
-    write_manifest(moved, replace(read_manifest(run.checkpoint(20)), kind=WEIGHTS, ledger=()))
-    assert collect_garbage(run.root, dry_run=False).garbage == () and moved.is_dir()
+    assert collect_garbage(run.root, dry_run=False).garbage == ()
+    verify_checkpoint(run.weights.checkpoint(20))
+    assert fetch_checkpoint(run.root, kind=WEIGHTS).bytes > 0

@@ -6,17 +6,17 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.cli import ckpt_ls
 from ingot.cli.main import main
 from ingot.events import EventLog
 from ingot.schema import events
-from ingot.schema.checkpoint import Health
+from ingot.schema.checkpoint import FULL, WEIGHTS, Health
 from ingot.stores.store import StoreUnreachable
 from ingot.trainer.checkpoint.fence import Epoch, record_name, to_bytes
-from ingot.trainer.checkpoint.manifest import parse_manifest, read_manifest, write_manifest
+from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
 from ingot.trainer.launch.listing import NOT_ENDED, list_run
@@ -35,10 +35,7 @@ def run(folder, tmp_path):
         write_checkpoint(folder, step, {"train.seq_len": 100}, layout={"dp_shard": 2, "tp": 2})
         if step < 30:
             push_checkpoint(folder.root, step)
-    moved = folder.weights.checkpoint(30)
-    shutil.copytree(folder.checkpoint(30), moved)
-    full = parse_manifest("", (moved / "manifest.json").read_bytes())
-    write_manifest(moved, replace(full, kind="weights", ledger=()))
+    write_weights(folder, 30, {"train.seq_len": 100}, layout={"dp_shard": 2, "tp": 2})
     return folder
 
 
@@ -140,6 +137,26 @@ def test_only_manifests_and_listings_are_read(run, monkeypatch):
     shutil.rmtree(run.checkpoint(10))
     saves, _ = by_step(run)
     assert read == [10] and saves[10, "full"].tokens == 1000
+
+
+def test_commands_move_and_list_weights_and_training_resumes_from_none(run, capsys):
+    EventLog(run.events).write(events.CHECKPOINT_STORED, step=30, what=WEIGHTS)
+    with refused("E-CKPT-NONE"):
+        fetch_checkpoint(run.root, kind=WEIGHTS)
+    assert main(["ckpt", "push", str(run.root), "--weights"]) == 0
+    shutil.rmtree(run.weights.checkpoint(30))
+    write_weights(run, 40, epoch=1)
+    push_checkpoint(run.root, kind=WEIGHTS)
+    assert fetch_checkpoint(run.root, 30, kind=WEIGHTS).step == 30
+    shutil.rmtree(run.weights.checkpoints)
+    assert main(["ckpt", "fetch", str(run.root), "--weights"]) == 0
+    assert "fetched   weights of step 40" in capsys.readouterr().out
+    saves, _ = by_step(run)
+    assert saves[30, WEIGHTS].disk is None and saves[30, WEIGHTS].store.verified_by == "events"
+    both = saves[40, WEIGHTS]
+    assert (both.disk.verified_by, both.disk.late, both.store.damage) == ("events", False, "")
+    assert saves[30, FULL].store is None and saves[30, FULL].resumes_here
+    assert [step for (step, _), save in saves.items() if save.resumes_here] == [30]
 
 
 def test_a_newer_checkpoint_of_the_store_is_where_training_resumes(run):
