@@ -14,7 +14,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--model", metavar="PRESET", help="model preset (default: tiny)")
     model.add_argument(
-        "--init", type=path, metavar="DIR", help="Hugging Face model folder; the run starts from its weights"
+        "--init",
+        type=path,
+        metavar="DIR",
+        help="Hugging Face model folder, or a checkpoint or run folder; the run starts from its weights",
     )
 
 

@@ -88,7 +88,10 @@ def add_subject(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--model", metavar="PRESET|FILE", help="model preset, or TOML file with [arch]")
     what.add_argument("--params", metavar="COUNT", help="dense model of this number of parameters, for example 70b")
     what.add_argument(
-        "--init", type=path, metavar="DIR", help="Hugging Face model folder; the run starts from its weights"
+        "--init",
+        type=path,
+        metavar="DIR",
+        help="Hugging Face model folder, or a checkpoint or run folder; the run starts from its weights",
     )
     add_cluster(what)
     add_budget(what)

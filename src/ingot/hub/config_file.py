@@ -1,4 +1,5 @@
-"""Read the config.json of a Hugging Face folder, and check that a run can start from the folder's model.
+"""Read the config.json of a Hugging Face folder, and check that a run can start from the folder's model. Folders of
+runs, and of checkpoints in one, are read, too.
 
 This module does not import torch.
 """
@@ -12,6 +13,9 @@ from ingot.config import to_dict
 from ingot.errors import ConfigError
 from ingot.hub.arch_config import arch_of
 from ingot.schema.arch import Arch
+from ingot.schema.checkpoint import WEIGHTS
+from ingot.schema.run_folder import CHECKPOINTS, RunFolder
+from ingot.theory.rules import recorded_run
 
 CONFIG = "config.json"
 _LIMIT_BYTES = 1 << 20
@@ -36,7 +40,7 @@ def read_config(folder: Path) -> dict:
             "E-HF-FOLDER",
             f"{folder} has no {CONFIG}" if folder.is_dir() else f"there is no folder {folder}",
             rule=f"a Hugging Face model folder has {CONFIG} and *.safetensors",
-            fix="give the folder that contains these files",
+            fix="give the folder that contains these files; or, for first weights, a run folder or a checkpoint in one",
             folder=str(folder),
         ) from None
     except (ValueError, RecursionError) as error:
@@ -50,8 +54,26 @@ def read_config(folder: Path) -> dict:
     return config
 
 
+def run_of(folder: Path) -> RunFolder | None:
+    """Return the run of `folder`: if that is a run folder, or a checkpoint or save of the weights alone in one.
+
+    Returns None for every other folder, such as a Hugging Face folder.
+    """
+    place = folder.resolve()
+    if (place / CONFIG).is_file():
+        return None
+    saved = place.parent.name in (CHECKPOINTS, WEIGHTS) and not RunFolder(place).config.is_file()
+    run = RunFolder(place.parent.parent if saved else place)
+    return run if run.config.is_file() else None
+
+
 def read_arch(folder: Path) -> Arch:
-    """Return the `Arch` of the model in `folder`. Raises ConfigError if ingot does not compute exactly this model."""
+    """Return the `Arch` of the model in `folder`, a Hugging Face folder or one of a run or checkpoint (`run_of`).
+
+    Raises ConfigError if ingot does not compute exactly this model.
+    """
+    if run := run_of(folder):
+        return recorded_run(run.config).model
     return arch_of(read_config(folder), str(folder / CONFIG))
 
 
@@ -64,7 +86,7 @@ def require_fit(folder: Path, arch: Arch) -> None:
         raise ConfigError(
             "E-HF-INIT-DIFFERS",
             f"init: the model in {folder} differs from the run's: " + "; ".join(problems),
-            rule="[model] equals the folder's config.json, except for settings that have an effect only in training",
+            rule="[model] equals the model of the folder, except for settings that have an effect only in training",
             fix="copy the folder's values (`ingot plan --init FOLDER` writes a run file with them), or remove init",
             folder=str(folder),
             problems=problems,

@@ -308,9 +308,10 @@ class Cost:
 class RunConfig:
     """The settings of a run.
 
-    init: a Hugging Face model folder, relative to the run file, whose weights the run starts from; "": random weights.
-      Only step 0 reads it. The path is part of the experiment's identity, but the tensors are not hashed: if the
-      weights at that path change, another experiment has the same identity.
+    init: the folder, relative to the run file, of the weights that the run starts from: a Hugging Face model folder, or
+      a checkpoint, a save of the weights alone or a run folder of ingot, in any layout; "": random weights. Only step
+      0 reads it. The path is part of the experiment's identity, but the tensors are not hashed: if the weights at that
+      path change, another experiment has the same identity.
     callbacks: name of a registered callback -> its settings. All are called, in this order (plugins/callback.py).
     loss: name of a registered loss term -> its `weight` and its own settings (plugins/loss.py).
     """

@@ -12,6 +12,7 @@ import torch
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED
 from ingot.events import EventLog
+from ingot.hub.config_file import run_of
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.rng import derive
 from ingot.schema import events
@@ -36,6 +37,7 @@ from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest
 from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.export.model_folder import first_weights
+from ingot.trainer.export.saved_weights import saved_weights
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
 from ingot.trainer.loader.ledger import Ledger
@@ -297,7 +299,10 @@ def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue
     def drawn(name: str, shape, offsets, sizes) -> torch.Tensor:
         return initial_value(name, shape, config.model, config.seed, offsets, sizes)
 
-    return first_weights(base / config.init, config.model, drawn) if config.init and not continues else drawn
+    if not config.init or continues:
+        return drawn
+    source = base / config.init
+    return (saved_weights if run_of(source) else first_weights)(source, config.model, drawn)
 
 
 def _build_model(

@@ -1,16 +1,21 @@
 """A run may start from a model whose config.json equals [model]; settings that act in training only are free."""
 
 import json
+import shutil
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tests.expect import refused
 
 from ingot.hub.arch_config import huggingface_config
-from ingot.hub.config_file import read_arch, require_fit
+from ingot.hub.config_file import read_arch, require_fit, run_of
 from ingot.schema.arch import Arch, Moe
+from ingot.schema.run_folder import RunFolder
 
 from ..trainer.export.test_model_folder import DEEPSEEK, MIXTRAL
+
+GOLDEN = Path(__file__).parents[2] / "golden"
 
 
 @pytest.fixture
@@ -55,3 +60,14 @@ def test_everything_else_is_named(folder_of, there, ours, keys):
     with refused("E-HF-INIT-DIFFERS") as error:
         require_fit(folder_of(there), ours)
     assert all(any(key in problem for problem in error.value.facts["problems"]) for key in keys)
+
+
+def test_a_run_folder_and_what_it_saved_name_the_model_of_the_run(tmp_path, folder_of):
+    run = RunFolder(tmp_path)
+    shutil.copy(GOLDEN / "dense-2-ranks" / "run.toml", run.config)
+    (run.root / "models" / "hf").mkdir(parents=True)
+    for place in (tmp_path, run.checkpoint(4), run.weights.checkpoint(4)):
+        assert run_of(place).root == tmp_path.resolve() and read_arch(place).d_model == 16
+    assert run_of(tmp_path / "models" / "hf") is None
+    folder_of(MIXTRAL)  # a config.json: the folder of a model, although a run file is there
+    assert run_of(tmp_path) is None

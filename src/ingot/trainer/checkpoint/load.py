@@ -20,6 +20,7 @@ from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_al
 from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
+    is_finished,
     is_suspect,
     late_folders,
     read_manifest,
@@ -111,7 +112,7 @@ def resume(
             restore_random(path, manifest, rank())
         return manifest
     if candidates:
-        weights = candidate_folders(folder.weights.checkpoints)
+        weights = next((one for one in candidate_folders(folder.weights.checkpoints) if is_finished(one)), None)
         raise CheckpointError(
             "E-CKPT-NONE-USABLE",
             f"none of the {len(candidates)} checkpoints in {folder.checkpoints} can be used:\n  "
@@ -120,20 +121,22 @@ def resume(
             fix=f"ingot ckpt repair {folder.root}, which writes the damaged ledger files again"
             if any(str(cause.get("file", "")).startswith("ledger/") for cause in causes)
             else "restore a checkpoint, or start again and keep the old run: ingot train ... --fresh --archive"
-            + _from_weights(weights),
+            + _from_weights(folder, weights, settings),
             folder=str(folder.checkpoints),
             checkpoints=len(candidates),
             causes=causes,
-            weights=str(weights[0]) if weights else "",
+            weights=str(weights or ""),
         )
     return None
 
 
-def _from_weights(saves: list[Path]) -> str:
-    """Return the way from the newest save of the weights alone to a new run; "" if there is none."""
-    if not saves:
+def _from_weights(folder: RunFolder, save: Path | None, settings: Mapping[str, Any]) -> str:
+    """Return the command that begins a new run from a save of the weights alone; "" if there is none."""
+    if save is None:
         return ""
-    return f"; or begin a new run from the weights: ingot export {saves[0]} --out DIR, and init = DIR in its run file"
+    store = " --set checkpoint.remote.url=NEW_PLACE" if settings.get("checkpoint.remote.url") else ""
+    command = f"ingot train {folder.config} --out NEW_DIR --set init={save.absolute()}{store}"
+    return f"; or begin a new run from the weights of step {save.name.removeprefix('step-').lstrip('0')}: {command}"
 
 
 def _candidates(folder: RunFolder) -> list[Path]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 
 from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
-from ingot.hub.config_file import require_fit
+from ingot.hub.config_file import require_fit, run_of
 from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.accepted import read_accepted, write_accepted
 from ingot.schema.changes import CLASSES, ChangeClass, SettingChange
@@ -22,7 +22,8 @@ from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.update import mean_moments
 from ingot.trainer.checkpoint.accepted import changes_since, record_for
-from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, verify_checkpoint
+from ingot.trainer.checkpoint.folders import find_weights
+from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, read_manifest, verify_checkpoint
 from ingot.trainer.checkpoint.places import own_disks, require_disks
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
 from ingot.trainer.mesh.environment import environment_number
@@ -141,7 +142,10 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
             )
     require_layout(config)
     if config.init and not candidate_folders(folder.checkpoints):
-        require_fit((folder.root / config.init).resolve(), config.model)
+        source = (folder.root / config.init).resolve()
+        require_fit(source, config.model)
+        if run_of(source):
+            read_manifest(find_weights(source)[1])
     tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
     if config.data.heldout:
         _checked_tokens(folder, config, "data.heldout", config.data.heldout)

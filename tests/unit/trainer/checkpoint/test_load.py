@@ -133,7 +133,11 @@ def test_never_starts_again_silently(folder, training):
     newest = str(folder.weights.checkpoint(15))
     with refused("E-CKPT-NONE-USABLE", weights=newest) as caught:
         go_on(folder, *make_training(steps=0))
-    assert newest in caught.value.fix
+    assert f"--out NEW_DIR --set init={newest}" in caught.value.fix and "remote" not in caught.value.fix
+    (folder.weights.checkpoint(15) / "rank-00000.safetensors").write_bytes(b"x")
+    with refused("E-CKPT-NONE-USABLE", weights=str(folder.weights.checkpoint(8))) as caught:
+        go_on(folder, *make_training(steps=0), settings=SETTINGS | {"checkpoint.remote.url": "s3://bucket/run"})
+    assert "--set checkpoint.remote.url=NEW_PLACE" in caught.value.fix
 
 
 def test_training_does_not_continue_from_the_weights_alone(folder, training):
