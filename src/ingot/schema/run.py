@@ -308,10 +308,9 @@ class Cost:
 class RunConfig:
     """The settings of a run.
 
-    init: the folder, relative to the run file, of the weights that the run starts from: a Hugging Face model folder, or
-      a checkpoint, a save of the weights alone or a run folder of ingot, in any layout; "": random weights. Only step
-      0 reads it. The path is part of the experiment's identity, but the tensors are not hashed: if the weights at that
-      path change, another experiment has the same identity.
+    init: the folder of the first weights, relative to the run file: a Hugging Face model folder, or a checkpoint, save
+      of the weights alone or run folder of ingot; "": random weights. Only step 0 reads it. The path is part of the
+      experiment's identity, but the tensors are not hashed: other weights at that path have the same identity.
     callbacks: name of a registered callback -> its settings. All are called, in this order (plugins/callback.py).
     loss: name of a registered loss term -> its `weight` and its own settings (plugins/loss.py).
     """

@@ -11,6 +11,7 @@ from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
+from ingot.trainer.checkpoint.load import FetchInstead
 from ingot.trainer.checkpoint.nodes import FetchFile
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.uploader import Uploader
@@ -60,8 +61,9 @@ class RunParts(StepParts):
     """The parts of a run on this rank. The loop (loop.py) drives them.
 
     place: the rank and device of this process. background: None if training waits for saves. uploader: None except on
-    rank 0 of a run with a remote tier. fetch_again: replaces a damaged checkpoint by the one in the store, on rank 0.
-    fetch_file: fetches a file of one to a disk of this node; None without a store or without checkpoint.disks.
+    rank 0 of a run with a remote tier. fetch_instead: fetches a checkpoint in place of a damaged one, on rank 0
+    (tiers.py). fetch_file: fetches a file of one to a disk of this node; None without a store or without
+    checkpoint.disks.
     segments: the ledger segments that checkpoints hold so far.
     tokens_per_byte: tokens per UTF-8 byte of the training text.
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
@@ -80,7 +82,7 @@ class RunParts(StepParts):
     checkpoint_facts: CheckpointFacts
     background: BackgroundSaver | None
     uploader: Uploader | None
-    fetch_again: Callable[[int], bool]
+    fetch_instead: FetchInstead
     fetch_file: FetchFile | None
     heldout: Heldout | None
     encoder: Encoder | None

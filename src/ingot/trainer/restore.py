@@ -16,7 +16,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
-from ingot.trainer.checkpoint.load import resume, resume_from_memory
+from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
 from ingot.trainer.checkpoint.manifest import SUSPECT, newest_step
 from ingot.trainer.checkpoint.message import RankError
 from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch
@@ -82,12 +82,12 @@ def load_newest(
     facts: CheckpointFacts,
     log: Callable[..., None],
     say: Callable[[str], None],
-    fetch_again: Callable[[int], bool],
+    fetch_instead: FetchInstead,
     fetch_file: FetchFile | None,
 ) -> CheckpointManifest | None:
     """Load the newest undamaged checkpoint of `folder` into `parts`. Returns None for a new run. Collective.
 
-    A checkpoint that cannot be used is logged, and the next older one is tried, unless `fetch_again` replaces it.
+    A checkpoint that cannot be used is logged, and the next older one is tried, on the disk or by `fetch_instead`.
     fetch_file: see `bring_files`. Settings that differ from those of the loaded checkpoint are recorded.
     """
 
@@ -107,7 +107,7 @@ def load_newest(
         on_refused=lambda step, path, reason: log(
             events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
         ),
-        fetch_again=fetch_again,
+        fetch_instead=fetch_instead,
         fetch_file=fetch_file,
         on_fetched=on_fetched,
     )

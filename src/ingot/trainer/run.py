@@ -34,7 +34,7 @@ from ingot.trainer.checkpoint.places import local_rank
 from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
 from ingot.trainer.checkpoint.state import TrainingState
-from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest
+from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
 from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.export.model_folder import first_weights
 from ingot.trainer.export.saved_weights import saved_weights
@@ -161,10 +161,10 @@ def build_trainer(
     striped = bool(config.checkpoint.disks)
     tier = open_tier(folder, config.checkpoint) if place.is_first or striped else None
     fetch_file = tier.fetch_file if tier and striped else None
-    again = partial(fetch_again, tier, say=on_rank_zero)
+    instead = partial(fetch_instead, tier, log=log, say=on_rank_zero)
     if restored is None:
         from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
-        restored = load_newest(parts, folder, facts, log, on_rank_zero, again, fetch_file)
+        restored = load_newest(parts, folder, facts, log, on_rank_zero, instead, fetch_file)
     sweep_disks(folder, at_start=True)
     uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
     if uploader and restored:  # a step that is in memory alone cannot be uploaded
@@ -179,7 +179,7 @@ def build_trainer(
         checkpoint_facts=facts,
         background=_background(config, folder, place, replicas),
         uploader=uploader,
-        fetch_again=again,
+        fetch_instead=instead,
         fetch_file=fetch_file,
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,

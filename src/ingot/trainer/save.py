@@ -257,7 +257,7 @@ def reload(trainer: RunParts) -> int:
         trainer.checkpoint_facts,
         trainer.log,
         trainer.say,
-        trainer.fetch_again,
+        trainer.fetch_instead,
         trainer.fetch_file,
     )
     if restored is None:

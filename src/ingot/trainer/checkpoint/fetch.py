@@ -3,10 +3,11 @@
 import hashlib
 import shutil
 import time
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.errors import CheckpointError
+from ingot.errors import CheckpointError, IngotError
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
@@ -20,15 +21,22 @@ from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_
 from ingot.trainer.checkpoint.rules import damaged, wrong_size
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
 
+Order = tuple[bool, int]  # whether suspect, -step: a resume tries the smallest first, on the disk and in the store
+OnRefused = Callable[[int, IngotError], object]
+
 
 @dataclass(frozen=True)
 class Fetched:
-    """A checkpoint that came from the store. bytes: received. refused: step -> why a newer stored one was not used."""
+    """A checkpoint that came from the store. bytes: received."""
 
     step: int
     bytes: int
     seconds: float
-    refused: dict[int, str]
+
+
+def place_in_order(checkpoint: Path) -> Order:
+    """Return the place of a local checkpoint in the order in which a resume tries them."""
+    return is_suspect(checkpoint), -int(checkpoint.name.removeprefix("step-"))
 
 
 class FetchedCheckpoints(StoredCheckpoints):
@@ -38,6 +46,7 @@ class FetchedCheckpoints(StoredCheckpoints):
         super().__init__(folder, store)
         self.remote, self._meter = remote, meter
         self._pace = Pace(remote.bytes_per_second)
+        self._refused: set[int] = set()  # those that were found damaged: fetched once, not again
 
     def fetch_file(self, manifest: CheckpointManifest, file: str) -> int:
         """Fetch one file of a checkpoint to a disk of this node, verified on the way, and return its bytes.
@@ -100,29 +109,64 @@ class FetchedCheckpoints(StoredCheckpoints):
             raise
         return received
 
-    def fetch_newest(self) -> Fetched | None:
-        """Fetch the newest sound checkpoint, if no local one is as new and finished. Returns None if none was fetched.
+    def fetch_newest(self, on_refused: OnRefused = lambda step, error: None) -> Fetched | None:
+        """Fetch the stored checkpoint that a resume would take before every finished local one; None: there is none.
 
-        Raises CheckpointError or NotStored if the store has only damaged or incomplete ones and the local disk has
-        none.
+        on_refused: called with the step of a stored one that cannot be used, and why. Raises CheckpointError or
+        NotStored if the store has only such ones and the local disk has none.
         """
-        began, refused = time.perf_counter(), {}
         local = [path for path in candidate_folders(self._folder.checkpoints) if is_finished(path)]
-        sound = [path for path in local if not is_suspect(path)] or local
-        newest = int(sound[0].name.removeprefix("step-")) if sound else 0
-        failure = None
+        failures: list[IngotError] = []
+
+        def refused(step: int, error: IngotError) -> None:
+            failures.append(error)
+            on_refused(step, error)
+
+        fetched = self.fetch_before(min(map(place_in_order, local), default=None), (), refused)
+        if fetched is None and failures and not local:
+            raise failures[-1]
+        return fetched
+
+    def fetch_before(self, limit: Order | None, seen: Collection[int], on_refused: OnRefused) -> Fetched | None:
+        """Fetch the first sound checkpoint that a resume would take before `limit`; None: before nothing else.
+
+        Those of the steps `seen`, and those that were refused before, are left out. Returns None if none is left.
+        """
+        for step in self._steps_before(limit):
+            if step in seen or step in self._refused:
+                continue
+            if fetched := self._fetch_sound(step, on_refused):
+                return fetched
+        return None
+
+    def fetch_again(self, step: int, on_refused: OnRefused) -> Fetched | None:
+        """Fetch the stored checkpoint of `step` in place of a damaged local one; None if the store has no sound one."""
+        return self._fetch_sound(step, on_refused) if step in self.steps() and step not in self._refused else None
+
+    def _fetch_sound(self, step: int, on_refused: OnRefused) -> Fetched | None:
+        began = time.perf_counter()
+        try:
+            return Fetched(step, self.fetch(step, whole=False), time.perf_counter() - began)
+        except (CheckpointError, NotStored) as error:  # a listing may show what was removed
+            self._refused.add(step)
+            on_refused(step, error)
+            return None
+
+    def _steps_before(self, limit: Order | None) -> Iterator[int]:
+        """Yield the stored steps in the order of a resume, up to `limit`. The manifests of later ones are not read."""
+        suspect = []
         for step in self.steps():
-            if step <= newest:
+            if limit is not None and (False, -step) >= limit:
                 break
             try:
-                size = self.fetch(step, whole=False)
-            except (CheckpointError, NotStored) as error:  # a listing may show what was removed
-                failure, refused[step] = error, error.found
-                continue
-            return Fetched(step, size, time.perf_counter() - began, refused)
-        if failure is not None and not local:
-            raise failure
-        return None
+                doubted = self._is_suspect(step)
+            except NotStored:  # a fetch reports that
+                doubted = False
+            if not doubted:
+                yield step
+            elif limit is None or (True, -step) < limit:
+                suspect.append(step)
+        yield from suspect
 
     def _receive(self, step: int, path: Path, name: str, sha256: str, size: int | None) -> int:
         in_ledger = path.parent == self._folder.ledger

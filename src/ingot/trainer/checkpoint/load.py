@@ -56,6 +56,7 @@ from ingot.trainer.checkpoint.tensors import dtype_name
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 SmallBlocks = Mapping[str, Mapping[str, torch.Tensor]]
+FetchInstead = Callable[..., tuple[int, list[str]]]  # as tiers.fetch_instead
 OTHER_MODEL = "E-CKPT-OTHER-MODEL"
 
 
@@ -66,7 +67,7 @@ def resume(
     settings: Mapping[str, Any],
     data_fingerprint: str,
     on_refused: Callable[[int, Path, str], None],
-    fetch_again: Callable[[int], bool] = lambda step: False,
+    fetch_instead: FetchInstead = lambda step, seen, following, *, again: (0, []),
     fetch_file: FetchFile | None = None,
     on_fetched: Callable[[CheckpointManifest, NodeFetch], None] = lambda manifest, fetched: None,
 ) -> CheckpointManifest | None:
@@ -76,11 +77,11 @@ def resume(
     compute precision.
 
     A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
-    the next older one is tried; a damaged one only if `fetch_again(step)` on rank 0 could not replace it. Random states
-    are restored if the number of ranks is the same. fetch_file, on_fetched: for files on disks of nodes (nodes.py); the
-    second is called on every rank, for each node that fetched some. Raises CheckpointError if no existing checkpoint
-    can be used or saved checkpoints vanished, ConfirmationNeeded if settings or data differ from those of the
-    checkpoint.
+    the next one is tried, on the disk or in the store: `fetch_instead` on rank 0 fetches one in place of a damaged one
+    (tiers.py). Random states are restored if the number of ranks is the same. fetch_file, on_fetched: for files on
+    disks of nodes (nodes.py); the second is called on every rank, for each node that fetched some. Raises
+    CheckpointError if no existing checkpoint can be used or saved checkpoints vanished, ConfirmationNeeded if settings
+    or data differ from those of the checkpoint.
     """
     for name in from_rank_zero(lambda: [path.name for path in late_folders(folder.checkpoints)]):
         path = folder.checkpoints / name
@@ -88,7 +89,7 @@ def resume(
     # Suspect checkpoints come last; the sort keeps the order of others, newest first.
     names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=is_suspect)])
     candidates = [folder.checkpoints / name for name in names]
-    refused, causes, replaced = [], [], set()
+    refused, causes, fetched = [], [], set[int]()
     waiting = deque(candidates)
     while waiting:
         path = waiting.popleft()
@@ -103,10 +104,15 @@ def resume(
             on_refused(step, path, error.found)
             refused.append(error.found)
             causes.append({"code": error.code} | error.facts)
-            again = error.code not in (OTHER_MODEL, FILE_LOST) and path not in replaced
-            if again and from_rank_zero(partial(fetch_again, step)):
-                replaced.add(path)
-                waiting.appendleft(path)
+            if error.code != OTHER_MODEL:  # the store has no other one
+                again = error.code != FILE_LOST and step not in fetched
+                seen = {int(name.removeprefix("step-")) for name in names} | fetched
+                following = waiting[0] if waiting else None
+                found, reasons = from_rank_zero(partial(fetch_instead, step, seen, following, again=again))
+                refused.extend(reasons)
+                if found:
+                    fetched.add(found)
+                    waiting.appendleft(folder.checkpoint(found))
             continue
         if manifest.world == world():
             restore_random(path, manifest, rank())

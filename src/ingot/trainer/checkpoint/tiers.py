@@ -1,11 +1,14 @@
-"""The tier that a run continues from: its local disk, or the store if that has a newer checkpoint. No torch."""
+"""The tier that a run continues from: its local disk, or the store if its checkpoint comes first. No torch."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from functools import partial
+from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
+from ingot.trainer.checkpoint.fetch import Fetched, place_in_order
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
@@ -23,38 +26,67 @@ def fetch_newest(
     if tier is None:
         return
     try:
-        fetched = tier.fetch_newest()
+        fetched = tier.fetch_newest(partial(_report_refused, tier, log, say))
     except StoreUnreachable as error:
         if not candidate_folders(folder.checkpoints):
             raise
         say(f"WARNING   {error.found}; the run continues from its local checkpoints")
         return
-    if fetched is None:
-        return
-    for step, reason in fetched.refused.items():
-        log(events.CHECKPOINT_REFUSED, step=step, path=tier.url, reason=reason)
-        say(f"refused   {reason}; trying the next older one")
-    log(events.CHECKPOINT_FETCHED, step=fetched.step, store=tier.url, bytes=fetched.bytes, seconds=fetched.seconds)
-    say(
-        f"fetched   step {fetched.step} from {tier.url}  {format_bytes(fetched.bytes)}  "
-        f"{format_seconds(fetched.seconds)}  the local disk has no checkpoint as new"
-    )
+    if fetched is not None:
+        _report_fetched(tier, fetched, "the local disk has no checkpoint as new", log, say)
 
 
-def fetch_again(tier: RemoteTier | None, step: int, say: Callable[[str], None]) -> bool:
-    """Replace the damaged local checkpoint of `step` by the one in the store. Returns whether the store had a sound
-    one."""
+def fetch_instead(
+    tier: RemoteTier | None,
+    step: int,
+    seen: Collection[int],
+    following: Path | None,
+    *,
+    again: bool,
+    log: Callable[..., None],
+    say: Callable[[str], None],
+) -> tuple[int, list[str]]:
+    """Fetch a checkpoint in place of the local one of `step`, which was refused: if `again`, the stored one of this
+    step; else the next one in the store that a resume would try before `following`, the next local one.
+
+    seen: the steps of the local ones that were refused or follow. Returns the step of what was fetched, 0 if nothing
+    was, and why stored ones were refused, all of which is reported. A store that does not answer has nothing.
+    """
     if tier is None:
-        return False
+        return 0, []
+    reasons: list[str] = []
+
+    def refused(step: int, error: IngotError) -> None:
+        reasons.append(error.found)
+        _report_refused(tier, log, say, step, error)
+
     try:
-        if step not in tier.steps():
-            return False
-        tier.fetch(step, whole=False)
+        if again and tier.fetch_again(step, refused):
+            say(f"fetched   step {step} from {tier.url}, in place of the damaged one")
+            return step, reasons
+        fetched = tier.fetch_before(place_in_order(following) if following else None, seen, refused)
     except IngotError as error:
-        say(f"WARNING   the checkpoint of step {step} in {tier.url} is not used: {error.found}")
-        return False
-    say(f"fetched   step {step} from {tier.url}, in place of the damaged one")
-    return True
+        say(f"WARNING   no checkpoint of {tier.url} is used: {error.found}")
+        return 0, reasons
+    if fetched is None:
+        return 0, reasons
+    _report_fetched(tier, fetched, "the local disk has no sound checkpoint as new", log, say)
+    return fetched.step, reasons
+
+
+def _report_refused(
+    tier: RemoteTier, log: Callable[..., None], say: Callable[[str], None], step: int, error: IngotError
+) -> None:
+    log(events.CHECKPOINT_REFUSED, step=step, path=tier.url, reason=error.found)
+    say(f"refused   {error.found}; trying the next older one")
+
+
+def _report_fetched(
+    tier: RemoteTier, fetched: Fetched, why: str, log: Callable[..., None], say: Callable[[str], None]
+) -> None:
+    log(events.CHECKPOINT_FETCHED, step=fetched.step, store=tier.url, bytes=fetched.bytes, seconds=fetched.seconds)
+    size, seconds = format_bytes(fetched.bytes), format_seconds(fetched.seconds)
+    say(f"fetched   step {fetched.step} from {tier.url}  {size}  {seconds}  {why}")
 
 
 def require_empty(folder: RunFolder, tier: RemoteTier | None) -> None:

@@ -141,10 +141,11 @@ def _verified_times(folder: RunFolder) -> _Times:
 
 
 def _resume_step(listed: list[ListedCheckpoint], stored: list[StoredCheckpoint]) -> int:
-    """Return the step from which the next start continues: it fetches a newer one from the store. 0: none."""
+    """Return the step from which the next start continues: over both tiers the newest, suspect ones last. 0: none."""
     first = first_usable(listed)
-    local = first.step if first else 0
-    return max([local, *(one.step for one in stored if one.whole and not one.damage and not one.late)])
+    found = [(bool(first.suspect), -first.step)] if first else []
+    found += [(bool(_suspect(s.manifest)), -s.step) for s in stored if s.whole and not s.damage and not s.late]
+    return -min(found, default=(False, 0))[1]
 
 
 def _save(

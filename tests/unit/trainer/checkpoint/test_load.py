@@ -2,6 +2,7 @@ import dataclasses
 import json
 import random
 import shutil
+from functools import partial
 
 import pytest
 import torch
@@ -11,19 +12,23 @@ from tests.expect import refused
 from ingot.config import from_dict
 from ingot.errors import CheckpointError
 from ingot.events import EventLog
+from ingot.schema import events
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest, FileEntry, file_of
-from ingot.schema.run import settings_sha256
-from ingot.storage import sha256_bytes, write_json
+from ingot.schema.run import RemoteCheckpoints, settings_sha256
+from ingot.storage import sha256_bytes, write_atomic, write_json
+from ingot.stores.memory import MemoryStore
 from ingot.trainer.checkpoint.load import load_model, resume
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint, write_manifest
+from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.save import save_checkpoint
+from ingot.trainer.checkpoint.tiers import fetch_instead
 
 from .conftest import facts, make_training, save, state_of, train_one, values
 
 SETTINGS = {"optim.lr": 0.01}  # those of the checkpoints here
 
 
-def go_on(folder, model, optimizer, settings=SETTINGS, data="d" * 64):
+def go_on(folder, model, optimizer, settings=SETTINGS, data="d" * 64, **options):
     refused = []
     manifest = resume(
         folder,
@@ -31,6 +36,7 @@ def go_on(folder, model, optimizer, settings=SETTINGS, data="d" * 64):
         settings=settings,
         data_fingerprint=data,
         on_refused=lambda step, path, reason: refused.append((step, reason)),
+        **options,
     )
     return manifest, refused
 
@@ -117,6 +123,48 @@ def test_falls_back_over_damaged_ones_and_says_why(folder, training):
     assert "rank-00000.safetensors" in refused[1][1] and "tensor " in refused[1][1]
     now = values(other, other_optimizer)
     assert all(torch.equal(now[name], states[20][name]) for name in now)
+
+
+def test_checkpoints_of_the_store_come_in_their_turn(folder, training):
+    """40 and 20 are damaged on the disk, 40 and 30 in the store, which also has 10, and no manifest of 20."""
+    model, optimizer = training
+    store, reported, states = MemoryStore(), [], {}
+    tier = RemoteTier(folder, store, RemoteCheckpoints(url="s3://bucket/run"))
+    write_atomic(folder.config, "name = 'run'")
+    for step in (10, 20, 30, 40):
+        train_one(model, optimizer)
+        states[step] = values(model, optimizer)
+        save(folder, step, model, optimizer, keep=4)
+        tier.push(step)
+
+    def damage(step):
+        for one in store.list(f"checkpoints/step-{step:08d}"):
+            if not one.name.endswith(".json"):
+                store.write(one.name, [b"damaged"])
+
+    for step in (10, 30):
+        shutil.rmtree(folder.checkpoint(step))
+        (folder.checkpoint(step + 10) / "rank-00000.safetensors").write_bytes(b"x")
+        damage(step + 10 if step == 30 else 30)
+    store.remove("checkpoints/step-00000020/manifest.json")
+    instead = partial(
+        fetch_instead, tier, log=lambda kind, step, **_: reported.append((kind, step)), say=lambda line: None
+    )
+    other, other_optimizer = make_training(seed=5, steps=0)
+    manifest, local = go_on(folder, other, other_optimizer, fetch_instead=instead)
+    assert manifest.step == 10 and [step for step, _ in local] == [40, 20]
+    assert reported == [
+        (events.CHECKPOINT_REFUSED, 40),
+        (events.CHECKPOINT_REFUSED, 30),
+        (events.CHECKPOINT_FETCHED, 10),
+    ]
+    now = values(other, other_optimizer)
+    assert all(torch.equal(now[name], states[10][name]) for name in now)
+    (folder.checkpoint(10) / "rank-00000.safetensors").write_bytes(b"x")
+    damage(10)
+    with refused("E-CKPT-NONE-USABLE", checkpoints=3) as caught:
+        go_on(folder, *make_training(steps=0), fetch_instead=instead)
+    assert caught.value.found.count("\n") == 4  # three on the disk, 10 in the store; the others were refused before
 
 
 def test_never_starts_again_silently(folder, training):

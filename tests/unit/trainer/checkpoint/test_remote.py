@@ -18,7 +18,7 @@ from ingot.trainer.checkpoint import uploader
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.checkpoint.pace import Pace
 from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
-from ingot.trainer.checkpoint.tiers import fetch_again, fetch_newest, require_empty
+from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest, require_empty
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.launch import stored as commands
 from ingot.trainer.resilience.lock import RunLock
@@ -94,7 +94,7 @@ def test_what_went_up_comes_back_verified(folder, tmp_path):
         assert tier_of(folder, store).push(step) > 0
     other = empty_node(tmp_path)
     fetched = tier_of(other, store).fetch_newest()
-    assert (fetched.step, fetched.refused, steps(other)) == (20, {}, [20])
+    assert (fetched.step, steps(other)) == (20, [20])
     verify_checkpoint(other.checkpoint(20))
     assert (other.ledger / "steps-00000001-00000020.i64").read_bytes()
     assert tier_of(other, store).fetch_newest() is None
@@ -284,8 +284,9 @@ def test_a_listing_that_shows_a_removed_checkpoint_leads_to_the_next_older(folde
         tier_of(folder, store).push(step)
     store.listed = MemoryStore.list(store)
     store.remove(MANIFEST)
-    fetched = tier_of(empty_node(tmp_path), store).fetch_newest()
-    assert (fetched.step, list(fetched.refused)) == (10, [20])
+    refused = []
+    fetched = tier_of(empty_node(tmp_path), store).fetch_newest(lambda step, error: refused.append(step))
+    assert (fetched.step, refused) == (10, [20])
 
 
 def test_suspect_checkpoints_displace_no_others(folder):
@@ -317,13 +318,55 @@ def test_a_damaged_local_checkpoint_is_replaced(folder):
     write_checkpoint(folder, 20)
     tier_of(folder, store).push(20)
     (folder.checkpoint(20) / "rank-00000.safetensors").write_bytes(b"\x08" + b"\0" * 7 + b"{}     ?")
-    assert fetch_again(tier_of(folder, store), 20, lines.append)
+
+    def instead(tier, step=20, again=True):
+        return fetch_instead(tier, step, {20}, None, again=again, log=lambda *_, **__: None, say=lines.append)
+
+    assert instead(tier_of(folder, store)) == (20, [])
     verify_checkpoint(folder.checkpoint(20))
-    assert not fetch_again(tier_of(folder, store), 10, lines.append)
-    assert not fetch_again(None, 20, lines.append)
+    assert instead(tier_of(folder, store), 10) == instead(tier_of(folder, store), again=False) == (0, [])
+    assert instead(None) == (0, [])
     store.write(stored_as(store, FILE), [b"damaged as well"])
-    assert not fetch_again(tier_of(folder, store), 20, lines.append)
+    found, reasons = instead(tier_of(folder, store))
+    assert found == 0 and len(reasons) == 1
     verify_checkpoint(folder.checkpoint(20))
+
+    class Silent(MemoryStore):
+        def list(self, prefix=""):
+            raise StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
+
+    assert instead(tier_of(folder, Silent())) == (0, []) and lines[-1].endswith("no answer")
+
+
+def test_the_order_of_a_resume_holds_over_both_tiers(folder, tmp_path):
+    """Suspect checkpoints come last, on the disk and in the store, whatever their steps are."""
+    store, suspect = MemoryStore(), {"health": Health(state="suspect", reason="a spike", by="test")}
+    for step, fields in ((10, {}), (20, suspect), (30, suspect)):
+        write_checkpoint(folder, step, **fields)
+        tier_of(folder, store).push(step)
+    for local, expected in (({}, 10), ({5: {}}, 10), ({10: {}}, None), ({15: suspect}, 10), ({40: suspect}, 10)):
+        other = empty_node(tmp_path, f"with-{local}")
+        for step, fields in local.items():
+            write_checkpoint(other, step, **fields)
+        fetched = tier_of(other, store).fetch_newest()
+        assert (fetched and fetched.step) == expected, local
+    tier = tier_of(other, store)
+    assert tier.fetch_before(None, {10}, print).step == 30
+    assert tier.fetch_before((True, -30), {10}, print) is None
+    assert tier.fetch_before((True, -25), {10}, print).step == 30
+
+
+def test_a_stored_checkpoint_that_is_damaged_is_reported_although_a_local_one_serves(folder):
+    store, logged = MemoryStore(), []
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        tier_of(folder, store).push(step)
+    shutil.rmtree(folder.checkpoint(20))
+    store.write(stored_as(store, FILE), [b"damaged"])
+    tier = tier_of(folder, store)
+    for _ in range(2):  # it is fetched once
+        fetch_newest(folder, tier, lambda kind, **facts: logged.append((kind, facts["step"])), lambda line: None)
+    assert logged == [(events.CHECKPOINT_REFUSED, 20)]
 
 
 class Silent(MemoryStore):

@@ -168,6 +168,10 @@ def test_a_newer_checkpoint_of_the_store_is_where_training_resumes(run):
         run.checkpoint(20), replace(read_manifest(run.checkpoint(20)), health=Health(state="suspect", reason="a spike"))
     )
     assert by_step(run)[0][20, "full"].suspect == "a spike"
+    write_checkpoint(run, 40, health=Health(state="suspect", reason="a spike"))
+    push_checkpoint(run.root, 40)
+    shutil.rmtree(run.checkpoint(40))
+    assert [step for (step, _), save in by_step(run)[0].items() if save.resumes_here] == [30]
 
 
 def test_other_folders_are_refused(tmp_path):
