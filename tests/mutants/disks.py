@@ -94,4 +94,12 @@ MUTANTS: list[Mutant] = [
         after="epoch, True",
         tests=(f"{_TESTS}::test_the_first_node_commits_when_the_files_of_all_nodes_are_in_the_store",),
     ),
+    Mutant(
+        name="repair-wants-all-files",
+        what="a checkpoint with files on other nodes does not count in a repair of the ledger",
+        file="report/lineage/repair.py",
+        before="sorted(manifest.files.keys() - set(absent))",
+        after="manifest.files",
+        tests=("tests/unit/trainer/test_prove.py::test_files_on_disks_of_other_nodes_are_named_and_stop_no_repair",),
+    ),
 ]

@@ -199,6 +199,9 @@ def _repair(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.say(f"sound     the ledger of the checkpoints of steps {', '.join(map(str, sorted(repair.sound)))}")
     for step, why in sorted(repair.left.items()):
         terminal.say(f"left      step {step}: {why['code']}  {why['found']}")
+    for step, files in sorted(repair.elsewhere.items()):
+        where = "on no disk of this node: on another one, or lost"
+        terminal.say(f"unchecked step {step}: {len(files)} tensor files are {where}, like {files[0]}")
     terminal.result(repair.as_dict())
     terminal.next(f"ingot ckpt verify {args.run}")
     return EXIT_OK

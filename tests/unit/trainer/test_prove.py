@@ -14,10 +14,12 @@ from ingot.errors import DataError, RunBusyError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.accepted import AcceptedChanges
+from ingot.schema.checkpoint import file_of
 from ingot.schema.tokens import MANIFEST, read_token_manifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
+from ingot.trainer.checkpoint.places import Places, name_run, with_hash
 from ingot.trainer.checkpoint.resumable import ResumePoint, find_resume_point
 from ingot.trainer.loader import order as order_module
 from ingot.trainer.loader.ledger import write_segment
@@ -318,6 +320,27 @@ def test_of_two_segments_of_a_name_that_of_the_sound_checkpoint_is_written(went_
     (went_back.checkpoint(24) / "rank-00000.safetensors").write_bytes(b"x")
     assert repaired(went_back, capsys) == ([file.name], [16], {})
     assert file.read_bytes() == content
+
+
+def test_files_on_disks_of_other_nodes_are_named_and_stop_no_repair(went_back, tmp_path, capsys):
+    """Step 16 has its tensors on another node. Those of step 24 are on this one, and damaged."""
+    file = went_back.ledger / "steps-00000009-00000016.i64"
+    content = file.read_bytes()
+    file.unlink()
+    (tmp_path / "nvme").mkdir()
+    rules = load_run(went_back.config).checkpoint
+    change_run_file(went_back, checkpoint=dataclasses.replace(rules, disks=(str(tmp_path / "nvme"),)))
+    name_run(went_back)
+    entry = read_manifest(went_back.checkpoint(24)).files[file_of(0)]
+    for step in (16, 24):
+        (went_back.checkpoint(step) / file_of(0)).unlink()
+    folder = Places(went_back.checkpoint(24)).own_folder(0)
+    write_atomic(folder / with_hash(file_of(0), entry.sha256), b"x" * entry.bytes)
+    assert repaired(went_back, capsys) == ([file.name], [16], {})
+    assert file.read_bytes() == content
+    assert main(["ckpt", "repair", str(went_back.root)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("unchecked")]
+    assert line.startswith("unchecked step 16: 1 tensor files are on no disk of this node") and file_of(0) in line
 
 
 def test_after_a_repair_no_checkpoint_counts_as_refused(run, capsys):

@@ -5,7 +5,7 @@ weights are sound. A segment is written only if its computed samples have exactl
 the repaired file has the bits of the lost one.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -18,19 +18,21 @@ from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.folders import find_checkpoint
-from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_tensors
+from ingot.trainer.checkpoint.manifest import files_elsewhere, list_checkpoints, read_manifest, verify_files
 from ingot.trainer.launch.stored import held, open_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
     """The result of a repair. written: the files that were written again. sound: the steps of the checkpoints whose
-    segments all have their hash now. left: code and found of the error for each other checkpoint, by step."""
+    segments all have their hash now. left: code and found of the error for each other checkpoint, by step. elsewhere:
+    the tensor files that were not compared because they are on no disk of this node, by step."""
 
     run: str
     written: tuple[str, ...]
     sound: tuple[int, ...]
     left: dict[int, dict[str, str]]
+    elsewhere: dict[int, tuple[str, ...]]
 
     def as_dict(self) -> dict:
         return asdict(self) | {"exit_code": EXIT_OK}
@@ -40,7 +42,8 @@ def repair_ledger(path: Path, say: Callable[[str], None] = lambda text: None) ->
     """Write the damaged and missing segments of the checkpoints of the run folder `path` again, the newest first.
 
     A run that had to continue from an older checkpoint may have checkpoints with different segments of one name. Then
-    only those of checkpoints with sound tensors count, and a file that has the hash of one of them stays.
+    only those of checkpoints with sound tensors count, and a file that has the hash of one of them stays. If files are
+    on disks of nodes, those of this node decide: a checkpoint counts unless a file that is here is damaged.
     say: called with the line that says why the command waits. Raises DataError if no checkpoint has all its segments
     afterwards, RunBusyError if the run is training, on this machine or another one, CheckpointError if no manifest can
     be read.
@@ -49,7 +52,7 @@ def repair_ledger(path: Path, say: Callable[[str], None] = lambda text: None) ->
     with held(folder, open_run(folder.root)[1], say) as lease:
         lease.take()
         manifests = [(c.path, c.manifest) for c in list_checkpoints(folder.checkpoints) if c.manifest]
-        manifests = _with_sound_tensors(manifests or [(named, read_manifest(named))])
+        manifests, elsewhere = _with_sound_tensors(manifests or [(named, read_manifest(named))])
         needed = {(one.file, one.sha256) for _, manifest in manifests for one in manifest.ledger}
         written, sound, left = [], [], {}
         for _, manifest in manifests:
@@ -61,26 +64,29 @@ def repair_ledger(path: Path, say: Callable[[str], None] = lambda text: None) ->
         if not sound:
             raise next(iter(left.values()))
     why = {step: {"code": error.code, "found": error.found} for step, error in left.items()}
-    return Repair(run=str(path), written=tuple(written), sound=tuple(sound), left=why)
+    return Repair(run=str(path), written=tuple(written), sound=tuple(sound), left=why, elsewhere=elsewhere)
 
 
 _Manifests = list[tuple[Path, CheckpointManifest]]
 
 
-def _with_sound_tensors(manifests: _Manifests) -> _Manifests:
-    """Return `manifests`; if they disagree on a segment, only those whose tensors have their hashes."""
+def _with_sound_tensors(manifests: _Manifests) -> tuple[_Manifests, dict[int, tuple[str, ...]]]:
+    """Return `manifests`; if they disagree on a segment, only those whose tensors on this node have their hashes, and
+    step -> the files of each that were not compared because they are not on this node."""
     by_file: dict[str, set[str]] = {}
     for _, manifest in manifests:
         for one in manifest.ledger:
             by_file.setdefault(one.file, set()).add(one.sha256)
     if all(len(hashes) == 1 for hashes in by_file.values()):
-        return manifests
-    return [one for one in manifests if _has_sound_tensors(one[0])] or manifests
+        return manifests, {}
+    absent = {manifest.step: tuple(files_elsewhere(path, manifest)) for path, manifest in manifests}
+    sound = [one for one in manifests if _has_sound_tensors(*one, absent[one[1].step])]
+    return sound or manifests, {step: files for step, files in absent.items() if files}
 
 
-def _has_sound_tensors(checkpoint: Path) -> bool:
+def _has_sound_tensors(checkpoint: Path, manifest: CheckpointManifest, absent: Iterable[str]) -> bool:
     try:
-        verify_tensors(checkpoint)
+        verify_files(checkpoint, manifest, sorted(manifest.files.keys() - set(absent)))
     except CheckpointError:
         return False
     return True
