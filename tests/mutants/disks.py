@@ -102,4 +102,20 @@ MUTANTS: list[Mutant] = [
         after="manifest.files",
         tests=("tests/unit/trainer/test_prove.py::test_files_on_disks_of_other_nodes_are_named_and_stop_no_repair",),
     ),
+    Mutant(
+        name="gc-lists-what-stays-on-a-disk",
+        what="ingot ckpt gc lists the tensors of a checkpoint whose removal a pin took back",
+        file="trainer/launch/garbage.py",
+        before="if not restored & {one.name, one.parent.name}:",
+        after="if True:",
+        tests=("tests/unit/trainer/launch/test_garbage.py::test_what_goes_from_the_disks_of_a_node_is_listed_first",),
+    ),
+    Mutant(
+        name="gc-hides-the-disks",
+        what="ingot ckpt gc removes files of the disks of a node that it does not list",
+        file="trainer/launch/garbage.py",
+        before="for one in unlisted_on_disks(folder):",
+        after="for one in ():",
+        tests=("tests/unit/trainer/launch/test_garbage.py::test_what_goes_from_the_disks_of_a_node_is_listed_first",),
+    ),
 ]

@@ -13,7 +13,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders, listed_names
 from ingot.trainer.checkpoint.pins import REMOVED, pinned_steps
-from ingot.trainer.checkpoint.places import sweep
+from ingot.trainer.checkpoint.places import sweep, unlisted
 from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.checkpoint.rules import FOLDER
 from ingot.trainer.checkpoint.vanished import require_checkpoints
@@ -89,8 +89,13 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
     return removed + remove_unfinished(folder.ledger) + sweep(folder, _kept(folder))
 
 
+def unlisted_on_disks(folder: RunFolder) -> list[Path]:
+    """Return what the run has on the disks of this node that belongs to no checkpoint (`unlisted`)."""
+    return unlisted(folder, _kept(folder))
+
+
 def _kept(folder: RunFolder) -> dict[str, set[str] | None]:
-    """Return what `sweep` keeps: the files of every checkpoint of the run, also of those that are damaged or late."""
+    """Return what stays on disks: the files of every checkpoint of the run, also of those that are damaged or late."""
     checkpoints = folder.of(FULL).checkpoints
     found = checkpoints.iterdir() if checkpoints.is_dir() else ()
     return {path.name: listed_names(path) for path in found if FOLDER.fullmatch(path.name)}

@@ -176,25 +176,29 @@ def make_folder(folder: Path) -> None:
             fsync_dir(one.parent)
 
 
-def sweep(run: RunFolder, kept: Mapping[str, Collection[str] | None]) -> list[str]:
-    """Remove the files of the run on the disks of this node that no checkpoint lists, and return their names.
+def unlisted(run: RunFolder, kept: Mapping[str, Collection[str] | None]) -> list[Path]:
+    """Return what the run has on the disks of this node that no checkpoint lists: folders of steps, and single files.
 
-    kept: the name of each checkpoint's folder -> the files in it that stay (`with_hash`), or None if all do. Not called
-    while a file is being written on this node. A disk that fails is left alone.
+    kept: the name of each checkpoint's folder -> the files in it that stay (`with_hash`), or None if all do. A disk
+    that fails is left alone.
     """
-    removed = []
+    found = []
     for folder in _run_folders(run.root, own=True):
         with contextlib.suppress(OSError):
-            for step in sorted(folder.iterdir()):
+            for step in sorted(path for path in folder.iterdir() if path.is_dir()):
                 if step.name not in kept:
-                    shutil.rmtree(step)
-                    removed.append(step.name)
-                    continue
-                names = kept[step.name]
-                if names is None:
-                    continue
-                for path in sorted(step.iterdir()):
-                    if path.name not in names:
-                        path.unlink()
-                        removed.append(f"{step.name}/{path.name}")
+                    found.append(step)
+                elif (names := kept[step.name]) is not None:
+                    found += [path for path in sorted(step.iterdir()) if path.name not in names]
+    return found
+
+
+def sweep(run: RunFolder, kept: Mapping[str, Collection[str] | None]) -> list[str]:
+    """Remove what `unlisted` returns, and return the names. Not called while a file is being written on this node."""
+    removed = []
+    for path in unlisted(run, kept):
+        is_step = path.is_dir()
+        with contextlib.suppress(OSError):
+            shutil.rmtree(path) if is_step else path.unlink()
+            removed.append(path.name if is_step else f"{path.parent.name}/{path.name}")
     return removed

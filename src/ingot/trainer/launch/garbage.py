@@ -1,7 +1,8 @@
 """Files that belong to no checkpoint: `ingot ckpt gc` finds them on the disk and in the store, and removes them.
 
-Killed saves and fetches leave folders and files whose names no reader knows; a run that went back leaves segments of
-the ledger that no checkpoint lists; a killed upload leaves objects without a manifest. No torch.
+Killed saves and fetches leave folders and files whose names no reader knows, also on disks of nodes; a run that went
+back leaves segments of the ledger that no checkpoint lists; a killed upload leaves objects without a manifest. No
+torch.
 """
 
 import re
@@ -13,7 +14,7 @@ from ingot.errors import EXIT_OK, CheckpointError
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import unfinished_files
-from ingot.trainer.checkpoint.folders import SAVING, remove_leftovers
+from ingot.trainer.checkpoint.folders import SAVING, remove_leftovers, unlisted_on_disks
 from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, is_finished, late_folders, parse_manifest
 from ingot.trainer.checkpoint.pins import REMOVED, pinned_steps
 from ingot.trainer.checkpoint.remote import RemoteTier
@@ -24,6 +25,7 @@ from ingot.trainer.resilience.lock import RunLock
 
 KILLED, TEMPORARY = "a save, fetch or removal that was killed", "a write that was killed"
 SEGMENT, UPLOAD = "samples that no checkpoint lists", "an upload that never ended"
+UNLISTED = "tensors that no checkpoint lists"
 _SEGMENT = re.compile(r"steps-\d{8,}-(\d{8,})\.i64")
 
 
@@ -31,7 +33,8 @@ _SEGMENT = re.compile(r"steps-\d{8,}-(\d{8,})\.i64")
 class Garbage:
     """A file or folder of the run folder, or an object of its store, that belongs to no checkpoint.
 
-    place: "disk", or the address of the store. name: its path below that. what: where it comes from.
+    place: "disk", or the address of the store. name: its path below that; on a disk of a node, the absolute path.
+    what: where it comes from.
     """
 
     place: str
@@ -86,7 +89,8 @@ def _on_disk(folder: RunFolder) -> Iterator[Garbage]:
     def garbage(path: Path, what: str) -> Garbage:
         files = path.rglob("*") if path.is_dir() else [path]
         size = sum(one.stat().st_size for one in files if one.is_file())
-        return Garbage(place="disk", name=str(path.relative_to(folder.root)), bytes=size, what=what)
+        name = path.relative_to(folder.root) if path.is_relative_to(folder.root) else path
+        return Garbage(place="disk", name=str(name), bytes=size, what=what)
 
     pinned = _removed_but_pinned(folder)
     for kind in (FULL, WEIGHTS):
@@ -95,6 +99,10 @@ def _on_disk(folder: RunFolder) -> Iterator[Garbage]:
             yield from (garbage(one, KILLED) for one in sorted(saves.glob(f"{prefix}*")) if one not in pinned)
         for place in (saves, *sorted(saves.glob("step-*"))):
             yield from (garbage(one, TEMPORARY) for one in unfinished_files(place))
+    restored = {one.name.removeprefix(REMOVED) for one in pinned}
+    for one in unlisted_on_disks(folder):
+        if not restored & {one.name, one.parent.name}:
+            yield garbage(one, UNLISTED)
     unfinished = unfinished_files(folder.ledger)
     for file in (folder.config, folder.accepted):  # only the holder of the lock writes these
         unfinished += unfinished_files(folder.root, file.name)

@@ -9,11 +9,12 @@ from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.cli.main import main
-from ingot.schema.checkpoint import WEIGHTS
+from ingot.schema.checkpoint import WEIGHTS, file_of
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint import pins
 from ingot.trainer.checkpoint.manifest import MANIFEST, read_manifest, verify_checkpoint
-from ingot.trainer.launch.garbage import KILLED, SEGMENT, TEMPORARY, UPLOAD, collect_garbage
+from ingot.trainer.checkpoint.places import Places, name_run, with_hash
+from ingot.trainer.launch.garbage import KILLED, SEGMENT, TEMPORARY, UNLISTED, UPLOAD, collect_garbage
 from ingot.trainer.launch.stored import fetch_checkpoint, open_run, push_checkpoint
 from ingot.trainer.loader.ledger import write_segment
 from ingot.trainer.resilience.lock import RunLock
@@ -146,6 +147,39 @@ def test_a_run_whose_checkpoints_vanished_keeps_its_ledger(run):
     with refused("E-CKPT-VANISHED"):
         collect_garbage(run.root, dry_run=False)
     assert len(list(run.ledger.iterdir())) == 3
+
+
+def test_what_goes_from_the_disks_of_a_node_is_listed_first(run, tmp_path):
+    """The tensors of step 20 are on a disk; those of step 10 too, whose removal had begun when it was pinned."""
+    disk = tmp_path / "nvme"
+    disk.mkdir()
+    run.config.write_text(
+        run.config.read_text().replace("[checkpoint.remote]", f'[checkpoint]\ndisks = ["{disk}"]\n[checkpoint.remote]')
+    )
+    name_run(run)
+    for step in (10, 20):
+        path = run.checkpoint(step)
+        entry = read_manifest(path).files[file_of(0)]
+        write_atomic(Places(path).own_folder(0) / with_hash(file_of(0), entry.sha256), (path / file_of(0)).read_bytes())
+        (path / file_of(0)).unlink()
+    pins.pin(run, 10)
+    run.checkpoint(10).rename(run.checkpoint(10).with_name(pins.REMOVED + run.checkpoint(10).name))
+    (own,) = disk.iterdir()
+    (own / "step-00000030").mkdir()
+    for name in (
+        "step-00000030/rank-00000-0123456789abcdef.safetensors",
+        "step-00000020/rank-00000-0000000000000000.safetensors",
+    ):
+        (own / name).write_bytes(b"12345")
+    shown = collect_garbage(run.root, dry_run=True).garbage
+    assert {(one.name, one.bytes, one.what) for one in shown} == {
+        (str(own / "step-00000030"), 5, UNLISTED),
+        (str(own / "step-00000020/rank-00000-0000000000000000.safetensors"), 5, UNLISTED),
+    }
+    assert collect_garbage(run.root, dry_run=False).garbage == shown
+    assert collect_garbage(run.root, dry_run=True).garbage == ()
+    for step in (10, 20):
+        verify_checkpoint(run.checkpoint(step))
 
 
 def test_saves_of_the_weights_stay(run):
