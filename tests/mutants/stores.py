@@ -233,4 +233,12 @@ MUTANTS: list[Mutant] = [
         after="(False, -s.step)",
         tests=("tests/unit/trainer/launch/test_listing.py",),
     ),
+    Mutant(
+        name="killed-upload-of-weights",
+        what="weights whose upload was killed are not uploaded by the next attempt",
+        file="trainer/restore.py",
+        before="        uploader.push(weights, WEIGHTS)\n",
+        after="        pass\n",
+        tests=("tests/unit/trainer/test_tiers.py::test_a_flipped_bit_on_the_disk_is_mended_from_the_store",),
+    ),
 ]

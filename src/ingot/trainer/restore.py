@@ -1,8 +1,11 @@
 """The state that a run starts from, also after a roll-back: load the newest snapshot in memory or checkpoint, and open
 the data at the next step."""
 
+import os
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -10,7 +13,7 @@ import torch
 from ingot.errors import CheckpointError, IngotError
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
-from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
@@ -19,15 +22,75 @@ from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
 from ingot.trainer.checkpoint.manifest import SUSPECT, newest_step
 from ingot.trainer.checkpoint.message import RankError
-from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch
-from ingot.trainer.checkpoint.replicas import Replicas
+from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch, sweep_disks
+from ingot.trainer.checkpoint.places import local_rank
+from ingot.trainer.checkpoint.remote import open_tier
+from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
+from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
+from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.heldout import data_path
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import StepParts
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """The state that a run continues from, and the places besides its folder that saves go to. The rest as in RunParts.
+
+    restored: the manifest of the loaded state; None for a new run. replicas: the keepers of snapshots in memory.
+    """
+
+    restored: CheckpointManifest | None
+    replicas: Replicas | None
+    uploader: Uploader | None
+    fetch_instead: FetchInstead
+    fetch_file: FetchFile | None
+
+
+def restore(
+    parts: StepParts,
+    folder: RunFolder,
+    facts: CheckpointFacts,
+    place: RankInfo,
+    log: Callable[..., None],
+    say: Callable[[str], None],
+) -> Start:
+    """Load the newest state of the run into `parts`, from the memory of the nodes, else from their disks or the store,
+    and begin to upload what the store lacks. Collective. Raises as `resume`, and the errors of the store."""
+    config = parts.config.checkpoint
+    replicas = _open_replicas(config.replicas, folder, place, say)
+    restored = load_from_memory(parts, folder, facts, replicas, log, say)
+    striped = bool(config.disks)
+    tier = open_tier(folder, config) if place.is_first or striped else None
+    fetch_file = tier.fetch_file if tier and striped else None
+    instead = partial(fetch_instead, tier, log=log, say=say)
+    if restored is None:
+        from_rank_zero(lambda: fetch_newest(folder, tier, log, say))
+        restored = load_newest(parts, folder, facts, log, say, instead, fetch_file)
+    sweep_disks(folder, at_start=True)
+    uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
+    if uploader and restored:  # uploads of the last attempt may have been killed
+        uploader.push(min(restored.step, newest_step(folder.checkpoints)))  # memory may have a step that no disk has
+    if uploader and place.is_first and (weights := newest_step(folder.weights.checkpoints)):
+        uploader.push(weights, WEIGHTS)
+    return Start(restored=restored, replicas=replicas, uploader=uploader, fetch_instead=instead, fetch_file=fetch_file)
+
+
+def _open_replicas(number: int, folder: RunFolder, place: RankInfo, warn: Callable[[str], None]) -> Replicas | None:
+    """Return the keepers of snapshots in memory, if the run wants them. Collective.
+
+    They end with the process that starts the ranks again. Without one there is nothing to keep them for.
+    """
+    owner = os.environ.get(SUPERVISOR_VARIABLE) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
+    if not number or not owner:
+        return None
+    return open_replicas(number, folder, int(owner), place.rank - place.local_rank, warn)
 
 
 def load_from_memory(

@@ -5,7 +5,6 @@ import os
 import socket
 from collections.abc import Callable
 from datetime import timedelta
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,14 +27,10 @@ from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
-from ingot.trainer.checkpoint.manifest import candidate_folders, newest_step
-from ingot.trainer.checkpoint.nodes import open_disks, sweep_disks
-from ingot.trainer.checkpoint.places import local_rank
-from ingot.trainer.checkpoint.remote import open_tier
-from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
+from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.checkpoint.nodes import open_disks
+from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.checkpoint.state import TrainingState
-from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
-from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.export.model_folder import first_weights
 from ingot.trainer.export.saved_weights import saved_weights
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
@@ -62,11 +57,10 @@ from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
-from ingot.trainer.restore import load_from_memory, load_newest, open_loader
+from ingot.trainer.restore import open_loader, restore
 from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.usage import CostMeter
 
@@ -156,31 +150,19 @@ def build_trainer(
         epoch=from_rank_zero(lambda: epoch),
     )
     on_rank_zero = say if place.is_first else _silent
-    replicas = _replicas(config, folder, place, on_rank_zero)
-    restored = load_from_memory(parts, folder, facts, replicas, log, on_rank_zero)
-    striped = bool(config.checkpoint.disks)
-    tier = open_tier(folder, config.checkpoint) if place.is_first or striped else None
-    fetch_file = tier.fetch_file if tier and striped else None
-    instead = partial(fetch_instead, tier, log=log, say=on_rank_zero)
-    if restored is None:
-        from_rank_zero(lambda: fetch_newest(folder, tier, log, on_rank_zero))
-        restored = load_newest(parts, folder, facts, log, on_rank_zero, instead, fetch_file)
-    sweep_disks(folder, at_start=True)
-    uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
-    if uploader and restored:  # a step that is in memory alone cannot be uploaded
-        uploader.push(min(restored.step, newest_step(folder.checkpoints)))
-    first_step = restored.step + 1 if restored else 1
+    loaded = restore(parts, folder, facts, place, log, on_rank_zero)
+    first_step = loaded.restored.step + 1 if loaded.restored else 1
     trainer = RunParts(
         **vars(parts),
         folder=folder,
         place=place,
         ledger=Ledger(),
-        segments=list(restored.ledger) if restored else [],
+        segments=list(loaded.restored.ledger) if loaded.restored else [],
         checkpoint_facts=facts,
-        background=_background(config, folder, place, replicas),
-        uploader=uploader,
-        fetch_instead=instead,
-        fetch_file=fetch_file,
+        background=_background(config, folder, place, loaded.replicas),
+        uploader=loaded.uploader,
+        fetch_instead=loaded.fetch_instead,
+        fetch_file=loaded.fetch_file,
         heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
         encoder=encoder,
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
@@ -208,17 +190,6 @@ def _background(
         return None
     group = cpu_group(_SAVE_TIMEOUT, "checkpoints")
     return BackgroundSaver(folder, place.device, group, replicas, place.attempt)
-
-
-def _replicas(config: RunConfig, folder: RunFolder, place: RankInfo, warn: Callable[[str], None]) -> Replicas | None:
-    """Return the keepers of snapshots in memory, if the run wants them. Collective.
-
-    They end with the process that starts the ranks again. Without one there is nothing to keep them for.
-    """
-    owner = os.environ.get(SUPERVISOR_VARIABLE) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
-    if not config.checkpoint.replicas or not owner:
-        return None
-    return open_replicas(config.checkpoint.replicas, folder, int(owner), place.rank - place.local_rank, warn)
 
 
 def build_parts(

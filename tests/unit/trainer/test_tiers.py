@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 
+from ingot.errors import RunBusyError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS
@@ -48,10 +49,19 @@ def finish_uploads(run):
         assert run.uploader.finish(60)
 
 
+def give_up(run):
+    raise RunBusyError("E-RUN-BUSY", "stop here")
+
+
 def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run, tmp_path):
     """Saves of the weights alone go to the store too, by their own number; training continues from a checkpoint."""
     rules = {"remote": RemoteCheckpoints(url=f"file://{tmp_path}/store"), "weights_every": "2 steps", "weights_keep": 1}
     folder = make_run(**rules, **RUN)
+
+    def look(run):
+        if run.place.is_first:
+            assert [path.name for path in (tmp_path / "store/weights").glob("step-*")] == ["step-00000010"]
+
     fork_ranks(run_rank, 2, folder, {3: finish_uploads, 7: finish_uploads}, 8)
     (weights,) = (tmp_path / "store/weights").glob("step-*")
     assert weights.name == "step-00000006"
@@ -61,9 +71,11 @@ def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    fork_ranks(run_rank, 2, folder)
+    assert fork_ranks(run_rank, 2, folder, {11: give_up}) == ["E-RUN-BUSY"] * 2
     assert stored(folder, events.CHECKPOINT_REFUSED) == [8]
-    assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, 8]
+    shutil.rmtree(tmp_path / "store/weights")  # as if the upload of step 10 had been killed
+    fork_ranks(run_rank, 2, folder, {9: lambda run: finish_uploads(run) or look(run)})
+    assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, 8, 8]
     for one in list_checkpoints(folder.checkpoints):
         verify_checkpoint(one.path)
 
