@@ -78,53 +78,13 @@ def read_status(root: Path) -> RunStatus:
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise no_run_folder(root)
-    run = recorded_run(folder.config)
-    losses: dict[int, float] = {}
-    last: dict[str, dict] = {}
-    restarts, faults, latest = 0, [], None
-    failures: dict[str, dict] = {}  # by the kind of the save
-    stored: dict[str, dict] = {}  # by the kind of the save
-    unstored: dict[str, str] = {}
-    skipped: set[int] = set()
-    roll_backs: list[tuple[int, int]] = []
-    metrics: dict[str, dict[str, float]] = {}
+    run, log = recorded_run(folder.config), _Log()
     for event in read_events(folder.events):
-        if not isinstance(event, dict):
-            continue
-        kind = event.get("kind", "")
-        latest = event.get("time", latest)
-        last[kind] = event
-        if kind == events.STEP:
-            losses[event["step"]] = event["loss"]
-        elif kind == events.RUN_STARTED:
-            # Steps after the checkpoint from which this attempt started are repeated.
-            losses = {step: loss for step, loss in losses.items() if step <= event["from_step"]}
-        elif kind == events.METRICS and has_values(event):
-            metrics.setdefault(event["by"], {}).update(event["values"])
-        elif kind == events.CHECKPOINT:
-            failures.clear()
-        elif kind == events.WEIGHTS_SAVED:
-            failures.pop(WEIGHTS, None)
-        elif kind == events.CHECKPOINT_FAILED:
-            failures[event.get("what", FULL)] = event
-        elif kind == events.CHECKPOINT_NOT_STORED:
-            unstored[event.get("what", FULL)] = str(event.get("reason", ""))
-        elif kind == events.CHECKPOINT_STORED:
-            stored[event.get("what", FULL)] = event
-            unstored.pop(event.get("what", FULL), None)
-        elif kind == events.SKIPPED:
-            skipped.update(event["steps"])
-        elif kind == events.ROLLED_BACK:
-            roll_backs.append((event["from_step"], event["to_step"]))
-            losses = {step: loss for step, loss in losses.items() if step <= event["to_step"]}
-        elif kind == events.RESTART:
-            restarts += 1
-        elif kind == events.FAULT:
-            faults.append(str(event.get("cause", "unknown")))
-        if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
-            last["end"] = event
+        if isinstance(event, dict):
+            log.take(event)
+    last, losses = log.last, log.losses
     progress, weights = last.get(events.PROGRESS, {}), last.get(events.WEIGHTS_SAVED, {})
-    failed = failures.get(FULL) or failures.get(WEIGHTS) or {}
+    failed = log.failures.get(FULL) or log.failures.get(WEIGHTS) or {}
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
@@ -139,7 +99,7 @@ def read_status(root: Path) -> RunStatus:
         heldout_bpb=last.get(events.EVALUATION, {}).get("bpb"),
         tokens_per_second=progress.get("tokens_per_second"),
         eta_seconds=progress.get("eta_seconds") if running else None,
-        last_event=latest,
+        last_event=log.latest,
         checkpoint_step=resumes.step or None,
         checkpoint_time=_time_of(folder, resumes.step),
         unused_step=resumes.newest_step if resumes.problem else None,
@@ -150,19 +110,79 @@ def read_status(root: Path) -> RunStatus:
         weights_time=weights.get("time"),
         kept_step=last.get(events.SNAPSHOT_KEPT, {}).get("step"),
         kept_nodes=last.get(events.SNAPSHOT_KEPT, {}).get("nodes", 0),
-        stored_step=stored.get(FULL, {}).get("step"),
-        stored_time=stored.get(FULL, {}).get("time"),
-        unstored_reason=unstored.get(FULL) or unstored.get(WEIGHTS, ""),
-        restarts=restarts,
-        faults=tuple(faults),
-        skipped_steps=tuple(sorted(skipped)),
-        roll_backs=tuple(roll_backs),
+        stored_step=log.stored.get(FULL, {}).get("step"),
+        stored_time=log.stored.get(FULL, {}).get("time"),
+        unstored_reason=log.unstored.get(FULL) or log.unstored.get(WEIGHTS, ""),
+        restarts=log.restarts,
+        faults=tuple(log.faults),
+        skipped_steps=tuple(sorted(log.skipped)),
+        roll_backs=tuple(log.roll_backs),
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
         experts=_experts(last.get(events.EXPERTS)),
-        metrics=metrics,
+        metrics=log.metrics,
     )
+
+
+@dataclass(kw_only=True)
+class _Log:
+    """The sum of the events of a run. last: the last event of each kind; its key "end" has the last event of the
+    start or end of an attempt. failures, stored, unstored: by the kind of the save."""
+
+    latest: float | None = None
+    last: dict[str, dict] = field(default_factory=dict)
+    losses: dict[int, float] = field(default_factory=dict)
+    failures: dict[str, dict] = field(default_factory=dict)
+    stored: dict[str, dict] = field(default_factory=dict)
+    unstored: dict[str, str] = field(default_factory=dict)
+    restarts: int = 0
+    faults: list[str] = field(default_factory=list)
+    skipped: set[int] = field(default_factory=set)
+    roll_backs: list[tuple[int, int]] = field(default_factory=list)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    def take(self, event: dict) -> None:
+        """Take in the next event."""
+        kind = event.get("kind", "")
+        self.latest = event.get("time", self.latest)
+        self.last[kind] = event
+        if kind == events.STEP:
+            self.losses[event["step"]] = event["loss"]
+        elif kind == events.RUN_STARTED:
+            self._go_back(event["from_step"])  # steps after the checkpoint from which this attempt started are repeated
+        elif kind == events.METRICS and has_values(event):
+            self.metrics.setdefault(event["by"], {}).update(event["values"])
+        elif kind == events.SKIPPED:
+            self.skipped.update(event["steps"])
+        elif kind == events.ROLLED_BACK:
+            self.roll_backs.append((event["from_step"], event["to_step"]))
+            self._go_back(event["to_step"])
+        elif kind == events.RESTART:
+            self.restarts += 1
+        elif kind == events.FAULT:
+            self.faults.append(str(event.get("cause", "unknown")))
+        else:
+            self._take_save(kind, event)
+        if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
+            self.last["end"] = event
+
+    def _take_save(self, kind: str, event: dict) -> None:
+        what = event.get("what", FULL)
+        if kind == events.CHECKPOINT:
+            self.failures.clear()
+        elif kind == events.WEIGHTS_SAVED:
+            self.failures.pop(WEIGHTS, None)
+        elif kind == events.CHECKPOINT_FAILED:
+            self.failures[what] = event
+        elif kind == events.CHECKPOINT_NOT_STORED:
+            self.unstored[what] = str(event.get("reason", ""))
+        elif kind == events.CHECKPOINT_STORED:
+            self.stored[what] = event
+            self.unstored.pop(what, None)
+
+    def _go_back(self, to: int) -> None:
+        self.losses = {step: loss for step, loss in self.losses.items() if step <= to}
 
 
 def _time_of(folder: RunFolder, step: int) -> float | None:

@@ -119,39 +119,11 @@ def bring_files(
     ranks, names = nodes[str(here)]
     own, places = names[ranks.index(rank()) :: len(ranks)], Places(path)
 
-    def bring(name: str) -> int:
-        failure = None
-        if places.find(name, manifest.files[name].sha256) is not None:
-            try:
-                verify_files(path, manifest, [name])
-                return 0
-            except CheckpointError as error:
-                failure = error
-        try:
-            if fetch_file is None:
-                raise failure or _lost(path, name, here, "the run has no store")
-            size = fetch_file(manifest, name)
-        except NotStored as error:
-            raise failure or _lost(path, name, here, error.found) from None
-        verify_files(path, manifest, [name])  # what readers will find, not only what arrived
-        return size
-
     def bring_all() -> list[float]:
         began = time.perf_counter()
         with ThreadPoolExecutor(_FILES_AT_ONCE) as pool:
-            sizes = [size for size in pool.map(bring, own) if size]
+            sizes = [size for size in pool.map(lambda name: _bring(path, manifest, name, fetch_file), own) if size]
         return [here, len(sizes), sum(sizes), time.perf_counter() - began]
-
-    def by_node(parts: list[list]) -> list[NodeFetch]:
-        found: dict[int, list] = {}
-        for number, files, size, seconds in parts:
-            before = found.get(number, [0, 0, 0.0])
-            found[number] = [before[0] + files, before[1] + size, max(before[2], seconds)]
-        return [
-            NodeFetch(node=number, files=files, bytes=size, seconds=seconds)
-            for number, (files, size, seconds) in sorted(found.items())
-            if files
-        ]
 
     def small_blocks() -> bytes:
         return save(
@@ -162,7 +134,7 @@ def bring_files(
             }
         )
 
-    fetched = [NodeFetch(**one) if isinstance(one, dict) else one for one in from_all_ranks(bring_all, by_node)]
+    fetched = [NodeFetch(**one) if isinstance(one, dict) else one for one in from_all_ranks(bring_all, _by_node)]
     small: dict[str, dict[str, Tensor]] = {}
     if readers:
         packed = from_all_ranks(small_blocks, lambda parts: [b64encode(one).decode() for one in parts], bytes, bytes)
@@ -170,6 +142,38 @@ def bring_files(
             name, _, key = block.partition("/")
             small.setdefault(name, {})[key] = tensor
     return Brought(fetched, small)
+
+
+def _bring(path: Path, manifest: CheckpointManifest, name: str, fetch_file: FetchFile | None) -> int:
+    """Verify one file on this node, or fetch it if it is damaged or missing. Returns the bytes fetched."""
+    failure = None
+    if Places(path).find(name, manifest.files[name].sha256) is not None:
+        try:
+            verify_files(path, manifest, [name])
+            return 0
+        except CheckpointError as error:
+            failure = error
+    try:
+        if fetch_file is None:
+            raise failure or _lost(path, name, node() or 0, "the run has no store")
+        size = fetch_file(manifest, name)
+    except NotStored as error:
+        raise failure or _lost(path, name, node() or 0, error.found) from None
+    verify_files(path, manifest, [name])  # what readers will find, not only what arrived
+    return size
+
+
+def _by_node(parts: list[list]) -> list[NodeFetch]:
+    """Return the fetches of each node. parts: its number, files, bytes and seconds, of every rank."""
+    found: dict[int, list] = {}
+    for number, files, size, seconds in parts:
+        before = found.get(number, [0, 0, 0.0])
+        found[number] = [before[0] + files, before[1] + size, max(before[2], seconds)]
+    return [
+        NodeFetch(node=number, files=files, bytes=size, seconds=seconds)
+        for number, (files, size, seconds) in sorted(found.items())
+        if files
+    ]
 
 
 def _share_out(by_rank: list[list]) -> list[dict]:
