@@ -98,8 +98,8 @@ MUTANTS: list[Mutant] = [
         name="late-upload-stays",
         what="a late manifest in the store keeps the checkpoint of the newer attempt out",
         file="trainer/checkpoint/remote.py",
-        before="                self.store.remove(name)\n                self._judged",
-        after="                self._judged",
+        before="        if replaces:  # superseded",
+        after="        if False:  # superseded",
         tests=(f"{_LEASE}::test_an_upload_is_refused_and_a_late_one_is_replaced",),
     ),
     Mutant(

@@ -96,26 +96,24 @@ class RemoteTier(FetchedCheckpoints):
                 raise _removed(path, step, self.kind) from None
             self._require_newest()
             listed = self._listed()
-            if step in self._finished(listed) and not self._is_superseded(name, text):
+            if step in self._finished(listed) and not self._is_superseded(name, text, manifest):
                 self._require_same(name, text)
                 return 0
             if not self.commits:
                 return self._send_absent(path, jobs, step)
             replaces = name in (one.name for one in listed.get(step, ()))
-            if replaces:  # published too late, so that it is nobody's checkpoint, or superseded
-                self.store.remove(name)
-                self._judged.pop(step, None)
             new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
             ledger = sum((self._folder.ledger / segment.file).stat().st_size for segment in new)
             self._meter.begin("uploading", ledger + sum(os.fstat(job[0].fileno()).st_size for job in jobs))
             with self._pace.workers() as pool:
-                again = places.striped or replaces
-                sent = self._send_absent(path, jobs, step) if again else self._send_all(path, jobs)
+                sent = self._send_absent(path, jobs, step) if places.striped else self._send_all(path, jobs)
                 sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
         if len(jobs) < len(manifest.files):
             self._require_all(step, manifest)
         self._require_newest()
         self.store.write(self._folder.config.name, [self._folder.config.read_bytes()])
+        if replaces:  # superseded, or published too late, so that it is nobody's checkpoint
+            self.store.remove(name)
         try:
             self.store.write(name, [text], new=True)
         except AlreadyStored:  # by another writer; or by the first attempt of a request whose answer was lost
@@ -173,13 +171,18 @@ class RemoteTier(FetchedCheckpoints):
                 epoch=number,
             )
 
-    def _is_superseded(self, name: str, text: bytes) -> bool:
-        """Return whether the stored save was displaced by the local one: weights of a step that was trained again.
+    def _is_superseded(self, name: str, text: bytes, manifest: CheckpointManifest) -> bool:
+        """Return whether the local save takes the place of the stored one, because its step was trained again.
 
-        Training never continues from weights alone, so nothing depends on which of them the store has. A full
-        checkpoint is never replaced.
+        A checkpoint does if the stored one is of the same attempt, as after a roll-back, or of an earlier one, or has a
+        damaged manifest. Weights alone always do: training never continues from them.
         """
-        return self.kind == WEIGHTS and read_object(self.store, name) != text
+        if read_object(self.store, name) == text:
+            return False
+        try:
+            return self.kind == WEIGHTS or 0 < self.manifest(manifest.step).epoch <= manifest.epoch
+        except CheckpointError:
+            return True
 
     def _require_same(self, name: str, text: bytes) -> None:
         if read_object(self.store, name) != text:

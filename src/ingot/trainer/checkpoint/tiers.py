@@ -4,10 +4,10 @@ from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 
-from ingot.errors import ConfigError, IngotError
+from ingot.errors import CheckpointError, ConfigError, IngotError
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
-from ingot.stores.store import StoreUnreachable
+from ingot.stores.store import NotStored, StoreUnreachable
 from ingot.trainer.checkpoint.fetch import Fetched, place_in_order
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.remote import RemoteTier
@@ -32,8 +32,21 @@ def fetch_newest(
             raise
         say(f"WARNING   {error.found}; the run continues from its local checkpoints")
         return
+    except (CheckpointError, NotStored) as error:  # neither tier has a sound one
+        error.fix += _from_stored_weights(folder, tier)
+        raise
     if fetched is not None:
         _report_fetched(tier, fetched, "the local disk has no checkpoint as new", log, say)
+
+
+def _from_stored_weights(folder: RunFolder, tier: RemoteTier) -> str:
+    """Return the commands that begin a new run from the newest weights in the store; "" if it has none."""
+    steps = StoredCheckpoints(folder.weights, tier.store).steps()
+    if not steps:
+        return ""
+    save = folder.weights.checkpoint(steps[0])
+    fetch = f"ingot ckpt fetch {folder.root} --weights --step {steps[0]}"
+    return f"; or begin a new run from the weights of step {steps[0]}: {fetch}, then init = {save} in its run file"
 
 
 def fetch_instead(

@@ -543,7 +543,7 @@ def test_weights_of_a_step_that_was_trained_again_take_the_place_of_the_earlier_
         tier_of(where, store).push(20)
         write(folder, 20, data_fingerprint="trained again")
     sent = store.list("weights")
-    assert tier_of(folder.weights, store).push(20) == 0  # the same tensors
+    assert tier_of(folder.weights, store).push(20) > 0
     assert tier_of(folder.weights, store).manifest(20).data_fingerprint == "trained again"
     assert [one.name for one in store.list("weights")] == [one.name for one in sent]
     with refused("E-TIER-OTHER"):
@@ -552,6 +552,37 @@ def test_weights_of_a_step_that_was_trained_again_take_the_place_of_the_earlier_
     with refused("E-TIER-REMOVED", step=20) as error:
         tier_of(folder.weights, store).push(20)
     assert "checkpoint.weights_keep" in error.value.fix
+
+
+def test_a_checkpoint_that_was_trained_again_takes_the_place_of_the_earlier_one(folder, tmp_path):
+    """The same attempt may replace it, and a later one, or any if its manifest is damaged; an earlier attempt never."""
+    store = MemoryStore()
+    for epoch, again in ((1, ""), (1, "rolled back"), (3, "fell back")):
+        write_checkpoint(folder, 20, epoch=epoch, data_fingerprint=again)
+        for one in store.list("checkpoints"):  # the reason to fall back; the new tensors have the same hash and name
+            store.write(one.name, [bytes(one.bytes)] if one.name != MANIFEST else [read_object(store, one.name)])
+        tier_of(folder, store).push(20)
+        assert tier_of(folder, store).manifest(20).data_fingerprint == again
+        assert tier_of(empty_node(tmp_path, again or "first"), store).fetch_newest().step == 20
+    write_checkpoint(folder, 20, epoch=2, data_fingerprint="restored from a copy")
+    with refused("E-TIER-OTHER"):
+        tier_of(folder, store).push(20)
+    store.write(MANIFEST, [b"{}"])
+    tier_of(folder, store).push(20)
+    assert tier_of(empty_node(tmp_path), store).fetch_newest().step == 20
+
+
+def test_without_a_sound_checkpoint_the_weights_in_the_store_are_named(folder, tmp_path):
+    store, other = MemoryStore(), empty_node(tmp_path)
+    write_checkpoint(folder, 20)
+    tier_of(folder, store).push(20)
+    store.write(stored_as(store, FILE), [b"damaged"])
+    for named in (False, True):
+        with refused("E-CKPT-SIZE") as error:
+            fetch_newest(other, tier_of(other, store), lambda *_, **__: None, print)
+        assert ("--weights --step 10" in error.value.fix) == named
+        write_weights(folder, 10)
+        tier_of(folder.weights, store).push(10)
 
 
 def test_weights_in_the_place_of_a_checkpoint_are_never_training_state(folder, tmp_path):
