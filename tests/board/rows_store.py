@@ -20,6 +20,7 @@ from ingot.schema import events
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
+from ingot.trainer.checkpoint.fence import LEASE
 from ingot.trainer.checkpoint.manifest import verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier
 
@@ -28,7 +29,8 @@ from .oracles import Verdicts, gone_within, read_trace
 from .row import INTERVAL, Row, judge_recovered, random_of, resumed_from
 
 _STEP_OF_TENTH = ("train.global_batch=64",)  # a step of about 0.1 s, so that uploads run beside training
-_WAY_OUT = "AWS_ACCESS_KEY_ID"
+_WAY_OUT, _REFUSED, _REFUSED_CODE = "AWS_ACCESS_KEY_ID", "E-STORE-REFUSED", 3
+_WRITES, _ALL = ("PUT *", "BEGIN *"), ("*",)
 # The faults of RS13, each of them once; the counts are beyond the 4 repetitions of a request.
 _TRANSIENT = (
     Fault(do="503", times=6),
@@ -79,25 +81,24 @@ def _on(url: str) -> list[str]:
 
 
 def rs13(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Train beside a store with transient faults, one that denies every write, and one that denies all."""
-    url, reference = f"s3://{BUCKET}/run", bench.reference(*_STEP_OF_TENTH)
-    name = f"faults-{seed}"
-    with S3Server(*_script(random_of("RS13", seed))) as server:
+    """Train beside a store with transient faults, begin where it denies every write or all, and lose the permission
+    during a run."""
+    url, random, name = f"s3://{BUCKET}/run", random_of("RS13", seed), f"faults-{seed}"
+    bench.reference(*_STEP_OF_TENTH)  # before the runs whose steps are compared with its
+    with S3Server(*_script(random)) as server:
         ended = bench.train(name, *_on(url), env=server.environment)
         failed, server.faults = server.failed[:], []
         where = f"transient faults ({len(failed)} requests)"
-        verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
         kinds = {entry.partition(" ")[0] for entry in failed}
         verdicts.judge("o6", where, "" if len(kinds) >= 4 else f"of all faults only {sorted(kinds)} took place")
-        judge_recovered(bench, verdicts, name, where, reference)
-        _judge_stored(bench, verdicts, name, where, url, server)
-        _judge_secrets(bench, verdicts, name, where, ended)
+        _judge_finished(bench, verdicts, name, where, ended, server)
         verdicts.numbers |= {
             "requests_failed": float(len(failed)),
             "step_ratio": _step_seconds(bench.folder(name)) / _step_seconds(_reference_folder(bench)),
         }
-    for where, call in (("403 to every write", ("PUT *", "BEGIN *")), ("403 to every request", ("*",))):
-        _denied(bench, seed, verdicts, where, call)
+    for calls in (_WRITES, _ALL):
+        _denied_start(bench, f"denied-{seed}-{len(calls)}", verdicts, calls)
+    _denied_later(bench, f"denied-later-{seed}", verdicts, random)
 
 
 def _reference_folder(bench: Bench) -> RunFolder:
@@ -118,7 +119,8 @@ def _judge_stored(bench: Bench, verdicts: Verdicts, name: str, where: str, url: 
         steps = tier.steps()
         verdicts.judge("o6", where, "" if last in steps else f"step {last} is not among the stored steps {steps}")
         reported = [event["step"] for event in read_events(folder.events, events.CHECKPOINT_STORED)]
-        lost = sorted(set(reported[-RemoteCheckpoints.keep :]) - set(steps))
+        kept = sorted({*reported, *steps})[-RemoteCheckpoints.keep :]  # an answer that was lost is not reported
+        lost = sorted({*reported}.intersection(kept) - {*steps})
         verdicts.judge("o6", where, f"the steps {lost} were reported as stored" if lost else "")
         for step in steps:
             try:
@@ -142,30 +144,69 @@ def _has_secret(data: bytes) -> bool:
     return KEY.encode() in data or SECRET.encode() in data
 
 
-def _denied(bench: Bench, seed: int, verdicts: Verdicts, where: str, calls: tuple[str, ...]) -> None:
-    """Train beside a store that answers 403 to `calls`. Training goes on without writes, and does not begin without
-    listings."""
-    url, name, writes = f"s3://{BUCKET}/run", f"denied-{seed}-{len(calls)}", "*" not in calls
-    with S3Server(*(Fault(do="403", call=call, times=10**6) for call in calls)) as server:
+def _judge_finished(
+    bench: Bench, verdicts: Verdicts, name: str, where: str, ended: Ended, server: S3Server, faults: int = 1
+) -> None:
+    """Judge a run that was disturbed by its store `faults` times: all is as without a fault, also in the store."""
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_STEP_OF_TENTH), faults=faults)
+    _judge_stored(bench, verdicts, name, where, f"s3://{BUCKET}/run", server)
+    _judge_secrets(bench, verdicts, name, where, ended)
+
+
+def _denied_start(bench: Bench, name: str, verdicts: Verdicts, calls: tuple[str, ...]) -> None:
+    """Begin a run whose store answers 403 to `calls`, and give the same command again when it does not any more.
+
+    A launcher that cannot write its lease to the store does not know whether another one trains the run.
+    """
+    where, url = f"403 from the start to {', '.join(calls)}", f"s3://{BUCKET}/run"
+    with S3Server(*_denials(calls)) as server:
         ended = bench.train(name, *_on(url), env=server.environment)
         verdicts.judge("o6", where, "something was stored" if server.objects else "")
-    refused = "E-STORE-REFUSED"
-    _judge_secrets(bench, verdicts, name, where, ended)
-    verdicts.judge("o6", where, "" if _WAY_OUT in ended.output else f"no way out is named: {ended.output[-300:]}")
-    if not writes:
-        begun = list(read_events(bench.folder(name).events, events.RUN_STARTED))
-        fine = ended.code not in (0, -signal.SIGKILL) and refused in ended.output and not begun
-        verdicts.judge("o6", where, "" if fine else f"exit code {ended.code}: {ended.output[-300:]}")
-        return
-    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
-    reported = list(read_events(bench.folder(name).events, events.CHECKPOINT_NOT_STORED))
-    steps = [event["step"] for event in reported]
-    verdicts.judge("o6", where, "" if reported and len(set(steps)) == len(steps) else f"events for the steps {steps}")
-    clear = all(
-        event["code"] == refused and _WAY_OUT in event["fix"] and not event["retry_seconds"] for event in reported
-    )
-    verdicts.judge("o6", where, "" if clear else f"events {reported}")
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_STEP_OF_TENTH))
+        errors = ended.output.count("\n  rule: ")
+        clear = errors == 1 and all(part in ended.output for part in (_REFUSED, url, _WAY_OUT))
+        verdicts.judge("o6", where, "" if ended.code == _REFUSED_CODE and clear else f"{ended.code}: {ended.output}")
+        begun = list(read_events(bench.folder(name).events, events.RUN_STARTED, events.STEP))
+        verdicts.judge("o6", where, f"it began to train: {begun[0]}" if begun else "")
+        _judge_secrets(bench, verdicts, name, where, ended)
+        server.faults = []
+        again = bench.train(name, *_on(url), env=server.environment)
+        _judge_finished(bench, verdicts, name, f"{where}, then permitted", again, server)
+
+
+def _denied_later(bench: Bench, name: str, verdicts: Verdicts, random: Random) -> None:
+    """Take the permission away while a run trains, until some uploads and signs of life were refused, and give it back.
+
+    Training goes on, an event names each upload that was refused, and the next one is whole.
+    """
+    calls, step, uploads = random.choice((_WRITES, _ALL)), random.randrange(1, 5), random.randrange(1, 3)
+    where, url = f"403 from step {step} on to {', '.join(calls)}, {uploads} uploads", f"s3://{BUCKET}/run"
+    with S3Server() as server:
+        process = bench.start(name, *_on(url), "--set", "launch.lease_seconds=2", env=server.environment)
+        bench.wait_for_step(name, step, process)
+        server.faults = _denials(calls)
+        while process.poll() is None and not (
+            len(_refused_uploads(bench, name)) >= uploads and any(f"/{LEASE}/" in call for call in server.failed)
+        ):
+            time.sleep(0.01)
+        server.faults = []
+        ended = bench.ended(process)
+        reported = _refused_uploads(bench, name)
+        steps = [event["step"] for event in reported]
+        verdicts.judge("o6", where, "" if len(set(steps)) == len(steps) >= uploads else f"events for the steps {steps}")
+        clear = all(
+            event["code"] == _REFUSED and _WAY_OUT in event["fix"] and not event["retry_seconds"] for event in reported
+        )
+        verdicts.judge("o6", where, "" if clear else f"events {reported}")
+        _judge_finished(bench, verdicts, name, where, ended, server)
+
+
+def _denials(calls: tuple[str, ...]) -> list[Fault]:
+    return [Fault(do="403", call=call, times=10**6) for call in calls]
+
+
+def _refused_uploads(bench: Bench, name: str) -> list[dict]:
+    return list(read_events(bench.folder(name).events, events.CHECKPOINT_NOT_STORED))
 
 
 def rs07(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -213,7 +254,7 @@ ROWS = (
     Row("RS07", "SIGKILL of all processes of a job, and loss of its disk", rs07),
     Row(
         "RS13",
-        "object store: 403, 429, 500, 503, resets, silence, lost answers, wrong tags and bytes, late lists",
+        "object store: 403 at the start or later, 429, 500, 503, resets, silence, lost answers, wrong tags, late lists",
         rs13,
     ),
 )
