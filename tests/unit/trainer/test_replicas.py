@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from ingot.errors import IngotError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.checkpoint import WEIGHTS
+from ingot.schema.checkpoint import WEIGHTS, file_of
+from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint import replicas
@@ -36,10 +36,12 @@ from ingot.trainer.checkpoint.replicas import other_nodes
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
-from ingot.trainer.resilience.policy import DefaultPolicy
+from ingot.trainer.resilience.policy import Verdict
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save import save, settle
 
+from .test_background_saves import run_rank as run_with_script
+from .test_background_saves import written
 from .test_loop import ledger_proof, step_facts
 from .test_loop import run_rank as run_undisturbed
 
@@ -168,14 +170,20 @@ def test_a_lost_node_is_replaced_from_the_memory_of_another_without_a_checkpoint
     assert ledger_proof(folder, load_run(folder.config))
 
 
-def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run, nodes, reference):
-    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES)
+def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run, nodes, reference, tmp_path):
+    """Also if the checkpoint of the snapshot was never published: there is nothing to upload then."""
+    place = RemoteCheckpoints(url=f"file://{tmp_path}/store")
+    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, remote=place, **CHANGES)
     fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED, SAVED + 1)
     assert last(folder, events.WEIGHTS_SAVED)["step"] == SAVED + 1
+    shutil.rmtree(folder.checkpoint(SAVED))
     lose_files(folder)
     fork_ranks(run_rank, RANKS, folder, cluster.owners)
-    assert last(folder, events.SNAPSHOT_RESTORED)["peer_bytes"] == 0
+    restored = last(folder, events.SNAPSHOT_RESTORED)
+    assert (restored["step"], restored["peer_bytes"]) == (SAVED, 0)
     assert step_facts(folder) == reference
+    assert [e["step"] for e in read_events(folder.events, events.CHECKPOINT_NOT_STORED)] in ([], [4])
+    assert last(folder, events.CHECKPOINT_STORED)["step"] == STEPS
 
 
 def flip_a_bit(keeper):
@@ -224,44 +232,56 @@ def test_two_ranks_continue_from_the_snapshots_of_four(fork_ranks, make_run, nod
     fork_ranks(run_rank, 2, folder, cluster.owners)
     fork_ranks(run_undisturbed, 2, from_disk)
     assert last(folder, events.SNAPSHOT_RESTORED)["step"] == SAVED
+    assert [held(owner, folder) for owner in cluster.owners] == [{0: STEPS, 1: STEPS}] * 2  # no rank of before
     assert step_facts(folder) == step_facts(from_disk)
     assert ledger_proof(folder, load_run(folder.config))
 
 
-class Breaks(DefaultPolicy):
-    """After step 10, the state is not fit to be saved."""
-
-    def __init__(self, folder, run):
-        super().__init__(folder)
-        self.run = run
-
-    def verdict(self, facts):
-        if facts.step == 10:
-            self.run.state.callbacks["probe.x"] = torch.tensor([float("nan")])
-        return super().verdict(facts)
-
-
-def run_that_breaks(rank, ranks, folder, owners):
+def run_disturbed(rank, ranks, folder, owners, script, until_step):
+    """Train, and call after each step what `script` has for it, with the trainer."""
     os.environ[SUPERVISOR_VARIABLE] = str(owners[0])
-    place = RankInfo(
-        rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, attempt=0, device=torch.device("cpu")
-    )
-    run = build_trainer(load_run(folder.config), folder, place, until_step=11, say=lambda line: None)
-    run.policy = Breaks(folder, run)
-    try:
-        train(run)
-    except IngotError as error:
-        return error.code
-    finally:
-        run.close()
-    return "ended"
+    return run_with_script(rank, ranks, folder, script, until_step)
+
+
+def held(owner, folder):
+    """Return rank -> step of the images that the keeper of a node has."""
+    with closing(asking(keeper_name(owner, folder.root))) as keeper:
+        return {image["rank"]: image["step"] for image, _ in keeper.ask({"do": "list"})}
 
 
 def test_a_state_that_is_not_fit_to_be_saved_is_not_kept_in_memory_either(fork_ranks, make_run, nodes):
+    def spoil(run):
+        run.state.callbacks["probe.x"] = torch.tensor([float("nan")])
+
     cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES | {"dp_shard": 2})
-    assert fork_ranks(run_that_breaks, 2, folder, cluster.owners) == ["E-STATE-NOT-FINITE"] * 2
-    with closing(asking(keeper_name(cluster.owners[0], folder.root))) as keeper:
-        assert keeper.ask({"do": "list"}) == []
+    codes = fork_ranks(run_disturbed, 2, folder, cluster.owners, {10: spoil}, 11)
+    assert codes == ["E-STATE-NOT-FINITE"] * 2
+    assert held(cluster.owners[0], folder) == {}
+
+
+def test_a_run_that_goes_back_forgets_what_it_went_back_from(fork_ranks, make_run, nodes):
+    """The checkpoint of step 8 is damaged when the run goes back, so it goes to that of step 4."""
+    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES | {"dp_shard": 2})
+    went = []
+
+    def go_back(run):
+        if went:
+            return None
+        written(run)
+        went.append(held(cluster.owners[0], folder)[run.place.rank])
+        if run.place.is_first:
+            (folder.checkpoint(SAVED) / file_of(0)).unlink()
+        return Verdict.ROLL_BACK
+
+    def look(run):
+        if not went:
+            written(run)  # so that the next save is not left out
+        else:
+            assert (went, held(cluster.owners[0], folder)) == ([SAVED], {})
+
+    codes = fork_ranks(run_disturbed, 2, folder, cluster.owners, {6: look, 10: go_back}, 11)
+    assert codes == ["ended"] * 2
+    assert [(e["from_step"], e["to_step"]) for e in read_events(folder.events, events.ROLLED_BACK)] == [(10, 4)]
 
 
 def test_nodes_keep_copies_far_away():

@@ -57,11 +57,13 @@ class Connection:
 
     def fill(self, place: memoryview) -> None:
         """Receive bytes until `place` is full."""
-        while len(place):
-            count = self.socket.recv_into(place[:_CHUNK])
+        filled = 0
+        while filled < len(place):
+            with place[filled : filled + _CHUNK] as rest:  # after an error, none is left on memory that is closed then
+                count = self.socket.recv_into(rest)
             if not count:
                 raise OSError("the other side has closed the connection")
-            place = place[count:]
+            filled += count
 
     def _exactly(self, size: int) -> bytes:
         found = bytearray(size)

@@ -3,6 +3,7 @@ import json
 import random
 import shutil
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,10 +18,11 @@ from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest, FileEntry, file
 from ingot.schema.run import RemoteCheckpoints, settings_sha256
 from ingot.storage import sha256_bytes, write_atomic, write_json
 from ingot.stores.memory import MemoryStore
-from ingot.trainer.checkpoint.load import load_model, resume
+from ingot.trainer.checkpoint.load import load_model, resume, resume_from_memory
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint, write_manifest
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.save import save_checkpoint
+from ingot.trainer.checkpoint.state import GENERATORS
 from ingot.trainer.checkpoint.tiers import fetch_instead
 
 from .conftest import facts, make_training, save, state_of, train_one, values
@@ -218,6 +220,39 @@ def test_another_model_is_refused_before_a_byte_is_read(folder, training):
         go_on(folder, deeper, torch.optim.AdamW(deeper.parameters()))
     (cause,) = caught.value.facts["causes"]
     assert (cause["code"], cause["tensor"]) == ("E-CKPT-OTHER-MODEL", "model.3.weight")
+
+
+@pytest.mark.parametrize("lost", [file_of(1), "generators"])
+def test_what_cannot_be_brought_changes_nothing(folder, training, lost):
+    """A snapshot in memory of which one part is gone when the ranks fetch it, by the time they have others."""
+    path = save(folder, 2, *training).path
+    manifest = read_manifest(path)
+    if lost == file_of(1):  # two ranks saved: some of the blocks are in the file of the second one
+        shutil.copy(path / file_of(0), path / lost)
+        cuts = (*manifest.cuts[:-1], dataclasses.replace(manifest.cuts[-1], ranks=(1,)))
+        files = manifest.files | {lost: manifest.files[file_of(0)]}
+        manifest = dataclasses.replace(manifest, world=2, files=files, cuts=cuts)
+        assert len(cuts) > 1
+    found = []
+
+    def find(file, keys):
+        if file == lost or (lost == "generators" and keys == GENERATORS):
+            raise CheckpointError("E-REPLICA-LOST", "it is gone", rule="-", fix="-")
+        found.append(file)
+        return path / file
+
+    memory = SimpleNamespace(manifest=manifest, path=path, find=find)
+    model, optimizer = make_training(seed=5, steps=1)
+    before, state = values(model, optimizer), torch.get_rng_state()
+    with refused("E-REPLICA-LOST"):
+        resume_from_memory(folder, memory, state_of(model, optimizer), settings=SETTINGS, data_fingerprint="d" * 64)
+    after = values(model, optimizer)
+    assert all(torch.equal(before[name], after[name]) for name in before) and torch.equal(torch.get_rng_state(), state)
+    assert found == ([file_of(0)] if lost == file_of(1) else [])
+    lost = ""
+    resume_from_memory(folder, memory, state_of(model, optimizer), settings=SETTINGS, data_fingerprint="d" * 64)
+    after, saved = values(model, optimizer), values(*training)
+    assert all(torch.equal(saved[name], after[name]) for name in saved)
 
 
 def test_another_type_is_refused(folder, training):
