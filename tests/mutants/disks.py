@@ -118,4 +118,20 @@ MUTANTS: list[Mutant] = [
         after="for one in ():",
         tests=("tests/unit/trainer/launch/test_garbage.py::test_what_goes_from_the_disks_of_a_node_is_listed_first",),
     ),
+    Mutant(
+        name="repaired-elsewhere",
+        what="a damaged file is fetched to another disk than the one where readers find it",
+        file="trainer/checkpoint/remote.py",
+        before="target = places.find(file, entry.sha256)",
+        after="target = None",
+        tests=(f"{_TESTS}::test_only_the_files_that_are_missing_or_damaged_come_from_the_store",),
+    ),
+    Mutant(
+        name="arrived-is-not-found",
+        what="what readers find after a fetch is loaded without a look at its hash",
+        file="trainer/checkpoint/nodes.py",
+        before="        verify_files(path, manifest, [name])  # what readers will find, not only what arrived\n",
+        after="",
+        tests=(f"{_TESTS}::test_only_the_files_that_are_missing_or_damaged_come_from_the_store",),
+    ),
 ]
