@@ -273,4 +273,20 @@ MUTANTS: list[Mutant] = [
         after="",
         tests=(f"{_REMOTE}::test_without_a_sound_checkpoint_the_weights_in_the_store_are_named",),
     ),
+    Mutant(
+        name="version-1-lost",
+        what="a manifest of version 1 is read as one of version 2",
+        file="trainer/checkpoint/manifest.py",
+        before='upgraded(values) if values["version"] == 1 else values',
+        after="values",
+        tests=("tests/golden/test_golden.py::test_a_checkpoint_of_every_earlier_state_comes_back_from_a_store",),
+    ),
+    Mutant(
+        name="fetched-manifest-anew",
+        what="a manifest that was fetched has other bytes than the one that was saved",
+        file="trainer/checkpoint/remote.py",
+        before="write_atomic(temporary / MANIFEST, text)",
+        after='write_atomic(temporary / MANIFEST, text.replace(b"\\n", b""))',
+        tests=("tests/golden/test_golden.py::test_a_checkpoint_of_every_earlier_state_comes_back_from_a_store",),
+    ),
 ]
