@@ -1,9 +1,11 @@
 """Ctrl-C and progress of the commands that read and move checkpoints."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -15,11 +17,14 @@ from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
 from ingot.schema.checkpoint import FileEntry, file_of
 from ingot.storage import sha256_bytes, write_atomic
+from ingot.stores.local import LocalStore
 from ingot.trainer.checkpoint import folders
+from ingot.trainer.launch import garbage
 from ingot.trainer.launch.inspect import inspect_checkpoints
 from ingot.trainer.launch.stored import fetch_checkpoint, push_checkpoint
 
 from .conftest import RUN_FILE
+from .test_garbage import litter
 
 SIZE = 64 << 10
 # A safetensors file without tensors, whose header is padded.
@@ -91,6 +96,100 @@ def test_ctrl_c_between_the_renames_gives_the_old_checkpoint_its_name_back(run, 
         fetch_checkpoint(run.root)
     assert content(run.checkpoints) == before
     assert folders.remove_leftovers(run) == []
+
+
+class CtrlC:
+    """Presses Ctrl-C just before the call number `at` of the functions that it replaces, in whichever thread."""
+
+    def __init__(self, monkeypatch, *functions):
+        self.calls, self.at, self._lock = 0, 0, threading.Lock()
+        for owner, name in functions:
+            monkeypatch.setattr(owner, name, self._watched(getattr(owner, name)))
+        # A job started with & in a script ignores Ctrl-C; a user's terminal does not.
+        self._before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def _watched(self, function):
+        def call(*arguments, **options):
+            with self._lock:
+                # Without the mark that the lease is free, the next command would wait: this process lives on.
+                counts = not any("lease" in str(one) for one in arguments)
+                self.calls += counts
+                pressed = counts and self.calls == self.at
+            if pressed:
+                signal.raise_signal(signal.SIGINT)
+            return function(*arguments, **options)
+
+        return call
+
+    def each_call_of(self, *command):
+        """Give `command`, and press Ctrl-C one call later each time; yield after each that was interrupted. The last
+        one ends without."""
+        self.at = 1
+        while True:
+            self.calls = 0
+            code = main(list(map(str, command)))
+            if self.calls < self.at:
+                assert code == 0
+                return
+            assert code == 130
+            yield
+            self.at += 1
+
+    def end(self):
+        signal.signal(signal.SIGINT, self._before)
+
+
+@pytest.fixture
+def ctrl_c(monkeypatch):
+    made = []
+
+    def make(*functions):
+        made.append(CtrlC(monkeypatch, *functions))
+        return made[0]
+
+    yield make
+    for one in made:
+        one.end()
+
+
+def test_ctrl_c_during_a_push_stores_no_part_of_a_checkpoint(run, tmp_path, ctrl_c, capsys):
+    """At each write to the store: samples, four files, the run file, and the manifest, which is the last one."""
+    store, local = tmp_path / "store", content(run.checkpoints)
+    shutil.rmtree(store / "checkpoints/step-00000020")
+    stored = content(store / "checkpoints")
+    keys = ctrl_c((LocalStore, "write"))
+    for _ in keys.each_call_of("ckpt", "push", run.root):
+        assert "interrupted" in capsys.readouterr().err
+        found = content(store / "checkpoints")
+        assert not any(name.startswith("step-00000020") and name.endswith("manifest.json") for name in found)
+        assert stored.items() <= found.items() and content(run.checkpoints) == local
+    assert keys.calls == 7
+    assert fetch_checkpoint(run.root).step == 20
+    assert inspect_checkpoints(run.root, hash_files=True).exit_code == 0
+
+
+def test_ctrl_c_while_it_verifies_changes_nothing(run, ctrl_c, capsys):
+    before, keys = content(run.root), ctrl_c((ByteBar, "add"))
+    for _ in keys.each_call_of("ckpt", "verify", run.root):
+        assert "interrupted" in capsys.readouterr().err
+        assert content(run.root) == before
+    assert keys.calls == 8  # two checkpoints of four files
+
+
+def test_ctrl_c_while_it_collects_garbage_removes_nothing_else(run, tmp_path, ctrl_c, capsys):
+    store = tmp_path / "store"
+
+    def kept():
+        found = {**content(run.root), **{f"store/{name}": data for name, data in content(store).items()}}
+        return {name: data for name, data in found.items() if "lease" not in name and "lock" not in name}
+
+    sound, keys = kept(), ctrl_c((garbage, "remove_leftovers"), (Path, "unlink"), (LocalStore, "remove"))
+    litter(run, store)
+    for _ in keys.each_call_of("ckpt", "gc", run.root):
+        assert "interrupted" in capsys.readouterr().err
+        assert sound.items() <= kept().items()
+        litter(run, store)
+    assert keys.calls >= 7 and kept() == sound
 
 
 class Meter:
