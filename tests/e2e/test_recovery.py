@@ -1,6 +1,7 @@
 """Real `ingot train` processes, disturbed in every way that users report, compared with an undisturbed run."""
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -217,15 +218,27 @@ def test_a_damaged_newest_checkpoint_is_refused_aloud(project, undisturbed):
 
 
 @pytest.mark.slow
-def test_everything_is_killed_while_a_checkpoint_is_written(project, undisturbed):
+@pytest.mark.parametrize("number", [0, 2], ids=["run folder", "two disks"])
+def test_everything_is_killed_while_a_checkpoint_is_written(project, undisturbed, number):
     """The writer of rank 1 is stopped, so a save never ends; then the supervisor and all ranks get SIGKILL. The stopped
     writer ends with them, and the same command continues from the last checkpoint that was complete."""
-    out, background = "unfinished", ("--set", "checkpoint.mode=async")
+    out, background = f"unfinished-{number}", ["--set", "checkpoint.mode=async"]
+    disks = [project.root / f"nvme{one}" for one in range(number)]
+    for disk in disks:
+        disk.mkdir()
+    if disks:
+        background += ["--set", f"checkpoint.disks={json.dumps(list(map(str, disks)))}"]
     process = project.start(out, *background)
     folder = project.folder(out)
     wait_for(lambda: any(read_events(folder.events, events.CHECKPOINT)), process)
     os.kill(writer_of(project.rank_pid(out, 1)), signal.SIGSTOP)
-    wait_for(lambda: list(folder.checkpoints.glob(".saving-*/rank-00000.safetensors")), process)
+
+    def written():  # by rank 0
+        unfinished = [path.name.removeprefix(".saving-").partition(".")[0] for path in folder.checkpoints.glob(".s*")]
+        own = disks[0].glob(f"*/{unfinished[0]}/rank-*") if disks and unfinished else ()
+        return list(own) or list(folder.checkpoints.glob(".saving-*/rank-00000.safetensors"))
+
+    wait_for(written, process)
     for pid in [process.pid, *(project.rank_pid(out, rank) for rank in range(2))]:
         os.kill(pid, signal.SIGKILL)
     process.communicate()
@@ -239,6 +252,10 @@ def test_everything_is_killed_while_a_checkpoint_is_written(project, undisturbed
     assert newest.manifest.files == whole.manifest.files  # weights, moments and random states, bit for bit
     assert not list(folder.checkpoints.glob(".*"))
     assert not workers_of(folder)
+    for rank, disk in enumerate(disks):
+        (own,) = disk.iterdir()
+        found = {step.name: [path.name[:10] for path in step.iterdir()] for step in own.iterdir()}
+        assert found == {one.path.name: [f"rank-0000{rank}"] for one in list_checkpoints(folder.checkpoints)}
 
 
 @pytest.mark.slow
