@@ -134,4 +134,12 @@ MUTANTS: list[Mutant] = [
         after="",
         tests=(f"{_TESTS}::test_only_the_files_that_are_missing_or_damaged_come_from_the_store",),
     ),
+    Mutant(
+        name="damaged-is-not-absent",
+        what="a checkpoint that is fetched keeps damaged files of its disks",
+        file="trainer/checkpoint/remote.py",
+        before=" or not _has(found, entry.sha256)",
+        after="",
+        tests=(f"{_TESTS}::test_the_first_node_commits_when_the_files_of_all_nodes_are_in_the_store",),
+    ),
 ]

@@ -239,4 +239,28 @@ MUTANTS: list[Mutant] = [
         after="SECONDS",
         tests=(f"{_KEEPER}::test_large_images_have_time",),
     ),
+    Mutant(
+        name="saves-miscounted",
+        what="a rank that fails before its snapshot gives later ones other names than the others",
+        file="trainer/checkpoint/background.py",
+        before="replicas.begin()  # first, so",
+        after="file_contents(state, facts.kind)\n                replicas.begin()  # first, so",
+        tests=(f"{_REPLICAS}::test_a_failure_of_one_rank_costs_that_snapshot_alone",),
+    ),
+    Mutant(
+        name="unheard-failure",
+        what="a rank that cannot lend its snapshot leaves the others waiting",
+        file="trainer/checkpoint/background.py",
+        before="                    failed = error",
+        after="                    raise",
+        tests=(f"{_REPLICAS}::test_a_failure_of_one_rank_costs_that_snapshot_alone",),
+    ),
+    Mutant(
+        name="node-that-is-itself",
+        what="other nodes look for the first one at the address at which each node finds itself",
+        file="trainer/checkpoint/replicas.py",
+        before='if found.startswith("127.")',
+        after="if False",
+        tests=(f"{_KEEPER}::test_a_node_is_found_by_the_others",),
+    ),
 ]

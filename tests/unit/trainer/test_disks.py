@@ -281,5 +281,10 @@ def test_the_first_node_commits_when_the_files_of_all_nodes_are_in_the_store(
     for number in range(2):
         shutil.rmtree(tmp_path / f"node{number}")
         (tmp_path / f"node{number}").mkdir()
-    assert RemoteTier(folder, store, RemoteCheckpoints(url="s3://bucket/run")).fetch(4) > 0  # all files to node 0
+    tier = RemoteTier(folder, store, RemoteCheckpoints(url="s3://bucket/run"))
+    assert tier.fetch(4) > 0  # all files to node 0
+    verify_checkpoint(folder.checkpoint(4))
+    (there,) = tmp_path.glob("node*/*/step-00000004/rank-00001*")
+    flip(there)
+    assert tier.fetch(4) == there.stat().st_size  # and the damaged one again
     verify_checkpoint(folder.checkpoint(4))

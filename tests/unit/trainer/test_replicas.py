@@ -20,7 +20,7 @@ from ingot.schema.checkpoint import WEIGHTS, file_of
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint import replicas
+from ingot.trainer.checkpoint import background, replicas
 from ingot.trainer.checkpoint.images import Connection, KeptImage
 from ingot.trainer.checkpoint.keeper import (
     Peer,
@@ -32,7 +32,7 @@ from ingot.trainer.checkpoint.keeper import (
     start_keeper,
 )
 from ingot.trainer.checkpoint.message import pack_json, read_message, unpack_json
-from ingot.trainer.checkpoint.replicas import other_nodes
+from ingot.trainer.checkpoint.replicas import Replicas, other_nodes
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
@@ -282,6 +282,31 @@ def test_a_run_that_goes_back_forgets_what_it_went_back_from(fork_ranks, make_ru
     codes = fork_ranks(run_disturbed, 2, folder, cluster.owners, {6: look, 10: go_back}, 11)
     assert codes == ["ended"] * 2
     assert [(e["from_step"], e["to_step"]) for e in read_events(folder.events, events.ROLLED_BACK)] == [(10, 4)]
+
+
+def test_a_failure_of_one_rank_costs_that_snapshot_alone(fork_ranks, make_run, nodes):
+    """Rank 1 cannot take the snapshot of step 4, and not lend that of step 8. That of step 12 is whole again."""
+    cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, **CHANGES | {"dp_shard": 2})
+    take, lend = background.file_contents, Replicas.keep
+
+    def fail(*arguments):
+        raise OSError("no room")
+
+    def let(run, contents, keep):
+        written(run)
+        if run.place.rank == 1:
+            background.file_contents, Replicas.keep = contents, keep
+
+    script = {3: lambda run: let(run, fail, lend), 6: lambda run: let(run, take, fail)}
+    script[10] = lambda run: let(run, take, lend)
+    assert fork_ranks(run_disturbed, 2, folder, cluster.owners, script, None) == ["ended"] * 2
+    assert [e["step"] for e in read_events(folder.events, events.CHECKPOINT_FAILED)] == [4]
+    kept = {e["step"]: (e["nodes"], e["failures"]) for e in read_events(folder.events, events.SNAPSHOT_KEPT)}
+    assert kept[8] == (0, ["rank 1: no room"]) and kept[12] == (1, [])
+    with closing(asking(keeper_name(cluster.owners[0], folder.root))) as keeper:
+        found = keeper.ask({"do": "list"})
+    assert {image["step"] for image, _ in found} == {12} and len(found) == 2
+    assert len({image["snapshot"] for image, _ in found}) == 1  # or no run could continue from it
 
 
 def test_nodes_keep_copies_far_away():

@@ -227,3 +227,32 @@ def test_whatever_a_keeper_answers_a_run_has_its_checkpoints(error, monkeypatch)
     parts = None  # nothing of the model is looked at
     assert restore.load_from_memory(parts, folder, facts, own, log.append, lines.append) is None
     assert len(lines) == 1 and getattr(error, "found", str(error)) in lines[0]
+
+
+@pytest.mark.parametrize(
+    ("first_node", "local", "found"),
+    [("10.0.0.1", None, "10.0.0.7"), ("node-1", "127.0.1.1", "10.0.0.7"), ("localhost", "127.0.0.1", "127.0.0.1")],
+)
+def test_a_node_is_found_by_the_others(monkeypatch, first_node, local, found):
+    """A machine's own name often means itself; its address is then that of the way to any other machine."""
+
+    class Probe(SimpleNamespace):
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def connect(self, place):
+            self.name = local if local and place[0] == first_node else "10.0.0.7"
+
+        def getsockname(self):
+            return self.name, 9
+
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    monkeypatch.setenv("MASTER_ADDR", first_node)
+    monkeypatch.setattr(replicas, "world", lambda: 8)
+    monkeypatch.setattr(replicas, "socket", SimpleNamespace(AF_INET=0, SOCK_DGRAM=0, socket=lambda *_: Probe()))
+    assert replicas._own_address() == found
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert replicas._own_address() == ""  # no other node
