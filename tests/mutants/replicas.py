@@ -106,7 +106,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="upload-of-memory",
         what="the upload of a step is asked for that is in memory alone",
-        file="trainer/run.py",
+        file="trainer/restore.py",
         before="min(restored.step, newest_step(folder.checkpoints))",
         after="restored.step",
         tests=(f"{_REPLICAS}::test_the_ranks_survive_in_the_memory_of_their_own_node",),
@@ -262,5 +262,29 @@ MUTANTS: list[Mutant] = [
         before='if found.startswith("127.")',
         after="if False",
         tests=(f"{_KEEPER}::test_a_node_is_found_by_the_others",),
+    ),
+    Mutant(
+        name="attempts-of-each-node",
+        what="after a node was replaced, the images of one save have other names on each node",
+        file="trainer/run.py",
+        before="from_rank_zero(lambda: place.attempt)",
+        after="place.attempt",
+        tests=(f"{_REPLICAS}::test_a_lost_node_is_replaced_from_the_memory_of_another_without_a_checkpoint",),
+    ),
+    Mutant(
+        name="attempts-in-every-store",
+        what="the ranks of a node that replaced a lost one wait for the others under another name",
+        file="trainer/mesh/start.py",
+        before="    if not hosted_by_torchrun:\n        return store\n",
+        after="",
+        tests=("tests/unit/trainer/mesh/test_start.py::test_ranks_of_a_node_that_replaced_a_lost_one_join_the_others",),
+    ),
+    Mutant(
+        name="lost-node-unannounced",
+        what="a job that cannot replace a lost node starts without a warning",
+        file="trainer/restore.py",
+        before="place.local_world_size < place.world_size and uses_store_of_torchrun()",
+        after="place.local_world_size > place.world_size and uses_store_of_torchrun()",
+        tests=(f"{_REPLICAS}::test_a_job_that_cannot_replace_a_lost_node_says_so",),
     ),
 ]

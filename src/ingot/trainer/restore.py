@@ -33,7 +33,7 @@ from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.mesh.start import RankInfo, uses_store_of_torchrun
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.units import format_bytes, format_seconds
@@ -90,6 +90,11 @@ def _open_replicas(number: int, folder: RunFolder, place: RankInfo, warn: Callab
     owner = os.environ.get(SUPERVISOR_VARIABLE) or ("TORCHELASTIC_RUN_ID" in os.environ and os.getppid())
     if not number or not owner:
         return None
+    if place.local_world_size < place.world_size and uses_store_of_torchrun():
+        warn(
+            "WARNING   a lost node cannot be replaced in this job, only by starting it again, which loses its memory: "
+            "start torchrun with --rdzv-backend=c10d and TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+        )
     return open_replicas(number, folder, int(owner), place.rank - place.local_rank, warn)
 
 

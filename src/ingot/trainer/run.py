@@ -189,7 +189,8 @@ def _background(
     if config.checkpoint.mode == "sync":
         return None
     group = cpu_group(_SAVE_TIMEOUT, "checkpoints")
-    return BackgroundSaver(folder, place.device, group, replicas, place.attempt)
+    # One number for all ranks: those of a node that replaced a lost one count fewer attempts.
+    return BackgroundSaver(folder, place.device, group, replicas, from_rank_zero(lambda: place.attempt))
 
 
 def build_parts(

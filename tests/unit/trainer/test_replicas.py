@@ -60,7 +60,7 @@ def run_rank(rank, ranks, folder, owners, until_step=None, weights_of=None):
         world_size=ranks,
         local_rank=rank % inside,
         local_world_size=inside,
-        attempt=0,
+        attempt=rank // inside,  # the agents of nodes that replaced lost ones have counted fewer restarts
         device=torch.device("cpu"),
     )
     lines = []
@@ -307,6 +307,19 @@ def test_a_failure_of_one_rank_costs_that_snapshot_alone(fork_ranks, make_run, n
         found = keeper.ask({"do": "list"})
     assert {image["step"] for image, _ in found} == {12} and len(found) == 2
     assert len({image["snapshot"] for image, _ in found}) == 1  # or no run could continue from it
+
+
+def test_a_job_that_cannot_replace_a_lost_node_says_so(fork_ranks, make_run, nodes, monkeypatch):
+    folder, cluster = make_run("run", mode="async", replicas=1, **CHANGES | {"dp_shard": 2}), nodes(2)
+
+    def lines(owners, until_step):
+        return [line for line in fork_ranks(run_rank, 2, folder, owners, until_step)[0] if "cannot be replaced" in line]
+
+    assert not lines(cluster.owners, 1)
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    assert not lines(cluster.owners[:1], 2)
+    (warning,) = lines(cluster.owners, 3)
+    assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in warning
 
 
 def test_nodes_keep_copies_far_away():

@@ -194,8 +194,9 @@ def use_tf32(allowed: bool) -> None:
 
 
 def _store(rank_info: RankInfo, timeout: timedelta):
-    """Return the store in which ranks find each other, with a prefix per attempt so that no rank reads the addresses of
-    the previous attempt."""
+    """Return the store in which ranks find each other. torchrun's is the same in all attempts, so each one has a prefix
+    there: no rank may read the addresses of the previous attempt. A store of its own needs none, and ranks of a node
+    that replaced a lost one count fewer attempts."""
     import torch.distributed as dist
 
     if "MASTER_ADDR" not in os.environ:
@@ -208,7 +209,7 @@ def _store(rank_info: RankInfo, timeout: timedelta):
                 world_size=rank_info.world_size,
             )
         return dist.HashStore()  # pyright: ignore[reportPrivateImportUsage]
-    hosted_by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    hosted_by_torchrun = uses_store_of_torchrun()
     listener = os.environ.pop(STORE_VARIABLE, None)
     store = dist.TCPStore(  # pyright: ignore[reportPrivateImportUsage]
         os.environ["MASTER_ADDR"],
@@ -220,7 +221,15 @@ def _store(rank_info: RankInfo, timeout: timedelta):
         # Without a socket of our own, the store listens on all interfaces of the machine.
         master_listen_fd=None if listener is None else int(listener),
     )
+    if not hosted_by_torchrun:
+        return store
     return dist.PrefixStore(f"attempt-{rank_info.attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def uses_store_of_torchrun() -> bool:
+    """Return whether the ranks use the store of torchrun's first agent. A lost node cannot be replaced then:
+    torchrun publishes the place of that store only once, at the start of the job."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def stop() -> None:

@@ -1,17 +1,21 @@
 import os
+import socket
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 from tests.expect import refused
 
 from ingot.trainer.mesh.start import (
     SPIN_COUNT,
     choose_device,
+    enter_rank,
     rank_threads,
     spin_briefly,
     start,
+    stop,
     threads_per_rank,
     use_tf32,
     worker_environment,
@@ -116,6 +120,22 @@ def test_several_ranks_need_a_meeting_point(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     with refused("E-MASTER-ADDRESS"):
         start("cpu", 5)
+
+
+def join_again(rank, ranks, listener):
+    """Join a job as a rank whose launcher has counted as many restarts as its number. Returns a sum over all ranks."""
+    stop()
+    enter_rank(rank, ranks, listener, attempt=rank)
+    start("cpu", 10)
+    found = torch.ones(1)
+    dist.all_reduce(found)
+    return found.item()
+
+
+def test_ranks_of_a_node_that_replaced_a_lost_one_join_the_others(fork_ranks):
+    """Their launcher has counted no restarts, and that of the other nodes has."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        assert fork_ranks(join_again, 2, listener) == [2.0, 2.0]
 
 
 @pytest.mark.slow
