@@ -5,15 +5,16 @@
 killpoints.c   a library for LD_PRELOAD: kills, losses of power and disk faults at the k-th call, from outside
 bench.py       a tiny project, real runs of it with and without faults; launcher.py: attempts forked in half a second
 oracles.py     O1 to O8
-row.py         what rows share; rows_disk.py, rows_damage.py, rows_job.py, rows_store.py: the rows
+row.py         what rows share; rows_disk.py, rows_damage.py, rows_job.py, rows_lease.py,
+               rows_node.py, rows_store.py: the rows
 table.py       all lines as a table
 docs/reliability.md has the results.
 """
 
-from . import rows_damage, rows_disk, rows_job, rows_lease, rows_store
+from . import rows_damage, rows_disk, rows_job, rows_lease, rows_node, rows_store
 from .row import Row
 
-_FILES = (rows_disk, rows_damage, rows_job, rows_lease, rows_store)
+_FILES = (rows_disk, rows_damage, rows_job, rows_lease, rows_node, rows_store)
 ALL: tuple[Row, ...] = tuple(sorted((row for file in _FILES for row in file.ROWS), key=lambda row: row.id))
 # Rows of the design that nothing here carries out yet, and why. A row never disappears: it moves from here to a file.
 _ELSEWHERE = "not on the board yet"

@@ -209,7 +209,12 @@ class Bench:
 
 def marked_processes(run: Path) -> list[int]:
     """Return the living processes that were started for the run folder `run`, with all that they started."""
-    mark, found = f"BOARD_RUN={run}\0".encode(), []
+    return processes_with("BOARD_RUN", run)
+
+
+def processes_with(variable: str, value: Path) -> list[int]:
+    """Return the living processes with this variable in their environment."""
+    mark, found = f"{variable}={value}\0".encode(), []
     for entry in os.scandir("/proc"):
         if entry.name.isdigit():
             with suppress(OSError):

@@ -31,6 +31,7 @@ from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
+from ingot.trainer.checkpoint.places import Places
 from ingot.trainer.loader.ledger import read_ledger
 
 ORACLES = ("o1", "o2", "o3", "o6", "o7", "o8")
@@ -78,7 +79,8 @@ def state_hash(path: Path, manifest: CheckpointManifest, *, with_random_states: 
 
     with_random_states: also the random state of every rank, which only runs with as many ranks have in common.
     """
-    files = {file_of(rank): safetensors.numpy.load_file(path / file_of(rank)) for rank in range(manifest.world)}
+    found = {name: Places(path).find(name, manifest.files[name].sha256) for name in map(file_of, range(manifest.world))}
+    files = {name: safetensors.numpy.load_file(file) for name, file in found.items() if file is not None}
     digest = hashlib.sha256(f"{manifest.step} {manifest.tokens} {manifest.data_fingerprint}".encode())
     for name in sorted(manifest.tensors):
         entry = manifest.tensors[name]

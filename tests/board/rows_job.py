@@ -51,7 +51,7 @@ def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     folder = bench.folder(name)
     in_memory = (_LONGER, 'checkpoint.mode="async"', "checkpoint.replicas=1")
     process = bench.start(name, *options(in_memory))
-    kept, pids = _stopped_between_snapshots(bench, name, step, process)
+    kept, pids = stopped_between_snapshots(bench, name, step, process)
     where = f"rank {rank} after the snapshot of step {kept}"
     for path in folder.checkpoints.glob("step-*/rank-*"):
         path.unlink()
@@ -69,7 +69,7 @@ def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o7", where, "the process that keeps snapshots has outlived the run")
 
 
-def _stopped_between_snapshots(
+def stopped_between_snapshots(
     bench: Bench, name: str, step: int, process: subprocess.Popen
 ) -> tuple[int, dict[int, int]]:
     """Stop all ranks soon after a snapshot of `step` or later. Returns its step, and the ranks' processes."""

@@ -287,4 +287,12 @@ MUTANTS: list[Mutant] = [
         after="place.local_world_size > place.world_size and uses_store_of_torchrun()",
         tests=(f"{_REPLICAS}::test_a_job_that_cannot_replace_a_lost_node_says_so",),
     ),
+    Mutant(
+        name="keeper-ends-with-its-rank",
+        what="torchrun, which ends a rank with its process group, ends the keeper that the rank has started",
+        file="trainer/checkpoint/keeper.py",
+        before="stdout=subprocess.DEVNULL, start_new_session=True",
+        after="stdout=subprocess.DEVNULL, start_new_session=False",
+        tests=(f"{_REPLICAS}::test_the_ranks_survive_in_the_memory_of_their_own_node",),
+    ),
 ]

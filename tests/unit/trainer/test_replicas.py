@@ -176,6 +176,8 @@ def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run,
     cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, remote=place, **CHANGES)
     fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED, SAVED + 1)
     assert last(folder, events.WEIGHTS_SAVED)["step"] == SAVED + 1
+    keeper = cluster.keeper(0, folder)
+    assert os.getsid(keeper) == keeper  # torchrun ends a rank with its process group
     shutil.rmtree(folder.checkpoint(SAVED))
     lose_files(folder)
     fork_ranks(run_rank, RANKS, folder, cluster.owners)

@@ -1,0 +1,160 @@
+"""A row of a job of two nodes: agents of torchrun, each with a disk, temporary files and a keeper of its own."""
+
+import os
+import shutil
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import time
+from contextlib import ExitStack, closing, suppress
+from pathlib import Path
+
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
+
+from .bench import DEADLINE_SECONDS, ROOT, Bench, marked_processes, processes_with
+from .oracles import Verdicts, gone_within
+from .row import INTERVAL, Row, judge_recovered, random_of
+from .rows_job import stopped_between_snapshots
+
+# Steps of a few hundredths of a second: the bench has to stop the ranks before the next snapshot.
+_SETTINGS = ("train.steps=60", "train.global_batch=64")
+_REPLACED = {
+    "steps = 24": "steps = 60",
+    "global_batch = 8": "global_batch = 64",
+    'mode = "sync"': 'mode = "async"\nreplicas = 1\ndisks = ["DISK"]',
+}
+_PROGRAM = ROOT / "examples" / "own_loop.py"
+# torchrun numbers its nodes in the order of these names, so that a new node has the number of the lost one.
+_ADDRESSES = ("127.0.0.1", "localhost")
+# An agent without a sign of life counts as gone after 4 s. The file is where all nodes see it, so that any may be lost.
+_RENDEZVOUS = "store_type=file,keep_alive_interval=1,keep_alive_max_attempt=4"
+_END_SECONDS = 5.0
+_CREDENTIALS = struct.Struct("3i")  # of unix(7), SO_PEERCRED: process, user, group
+
+
+class Node:
+    """An agent of torchrun with one rank of the run `name`, and what is on its node: disk, temporary files, keeper."""
+
+    def __init__(self, bench: Bench, name: str, number: int):
+        self._run, self.disk = bench.folder(name).root, _disk(bench, name, number)
+        self._temporary = bench.temporary(name) / f"node-{number}"
+        for folder in (self.disk, self._temporary):
+            folder.mkdir()
+        with _log(bench, name).open("ab") as log:
+            self.agent = subprocess.Popen(
+                [
+                    *(sys.executable, "-m", "torch.distributed.run"),
+                    *("--nnodes=2", "--nproc-per-node=1", "--max-restarts=1", "--monitor-interval=0.1"),
+                    *("--rdzv-backend=c10d", f"--rdzv-endpoint={bench.root / name}.nodes", f"--rdzv-id={name}"),
+                    *(f"--rdzv-conf={_RENDEZVOUS}", f"--local-addr={_ADDRESSES[number]}"),
+                    *map(str, (_PROGRAM, _run_file(bench, name), self._run)),
+                ],
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+                | {"TMPDIR": str(self._temporary), "BOARD_RUN": str(self._run)},
+            )
+
+    def keeper(self) -> int:
+        """Return the process that keeps the snapshots of this node; 0 if there is none."""
+        with suppress(OSError), closing(reach_local(keeper_name(self.agent.pid, self._run))) as connection:
+            found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+            return _CREDENTIALS.unpack(found)[0]
+        return 0
+
+    def ranks(self) -> list[int]:
+        """Return the living processes of this node that are neither the agent nor the keeper."""
+        return [pid for pid in processes_with("TMPDIR", self._temporary) if pid != self.agent.pid]
+
+    def lose(self) -> None:
+        """Kill every process of the node at once, and remove what is on it."""
+        for pid in (self.keeper(), self.agent.pid, *self.ranks()):
+            with suppress(ProcessLookupError):  # a process that writes checkpoints ends with its rank
+                os.kill(pid, signal.SIGKILL)
+        self.agent.wait()
+        assert not gone_within(_END_SECONDS, self.ranks)
+        for folder in (self.disk, self._temporary):
+            shutil.rmtree(folder)
+
+
+def rs07_node(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Lose one of two nodes and the tensors of all checkpoints, and start another node in its place at once."""
+    random, name, number = random_of("RS07 node", seed), f"node-{seed}", seed % 2
+    folder, step = bench.folder(name), INTERVAL * random.randrange(2, 10)
+    text = bench.run_file.read_text()
+    for before, after in _REPLACED.items():
+        assert before in text
+        text = text.replace(before, after)
+    _run_file(bench, name).write_text(text.replace("DISK", str(_disk(bench, name, "{node}"))))
+    with ExitStack() as stack:
+        stack.callback(_kill_all, folder)
+        lost, other = (Node(bench, name, one) for one in (number, 1 - number))
+        kept, pids = stopped_between_snapshots(bench, name, step, other.agent)
+        where = f"node {number} after the snapshot of step {kept}"
+        keeper, ranks = other.keeper(), other.ranks()
+        injected = time.time()
+        lost.lose()
+        for tensors in (folder.checkpoints, other.disk):
+            for path in tensors.rglob("rank-*"):
+                path.unlink()
+        for pid in pids.values():
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        new = Node(bench, name, number)
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not _found(folder, events.SNAPSHOT_RESTORED) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        same = other.keeper() == keeper != 0 and not set(ranks) & set(other.ranks())
+        verdicts.judge("o6", where, "" if same else "the other node has no new ranks, or another keeper")
+        codes = [_ended(node.agent) for node in (other, new)]
+    verdicts.judge(
+        "o6", where, "" if codes == [0, 0] else f"exit codes {codes}: {_log(bench, name).read_text()[-300:]}"
+    )
+    restored = [(e["step"], e["own_bytes"] > 0, e["peer_bytes"] > 0) for e in _found(folder, events.SNAPSHOT_RESTORED)]
+    verdicts.judge("o6", where, "" if restored == [(kept, True, True)] else f"restored {restored}")
+    read = _found(folder, events.CHECKPOINT_FETCHED, events.CHECKPOINT_REFUSED)
+    verdicts.judge("o6", where, f"checkpoints were tried: {read}" if read else "")
+    verdicts.time(folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_SETTINGS))
+    left = gone_within(_END_SECONDS, lambda: [pid for node in (lost, other, new) if (pid := node.keeper())])
+    verdicts.judge("o7", where, f"processes {left} that keep snapshots have outlived their nodes" if left else "")
+
+
+def _disk(bench: Bench, name: str, number: int | str) -> Path:
+    return bench.root / f"{name}-disk-{number}"
+
+
+def _run_file(bench: Bench, name: str) -> Path:
+    return bench.root / f"{name}.toml"
+
+
+def _log(bench: Bench, name: str) -> Path:
+    return bench.root / f"{name}.log"
+
+
+def _found(folder: RunFolder, *kinds: str) -> list[dict]:
+    return list(read_events(folder.events, *kinds))
+
+
+def _ended(agent: subprocess.Popen) -> int | None:
+    """Wait for the end of an agent. Returns its exit code; None if it has none after the deadline."""
+    with suppress(subprocess.TimeoutExpired):
+        return agent.wait(DEADLINE_SECONDS)
+    return None
+
+
+def _kill_all(folder: RunFolder) -> None:
+    """Kill what is left of the job; the keepers end with their agents."""
+    for pid in marked_processes(folder.root):
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+ROWS = (Row("RS07 node", "SIGKILL of all processes of one of two nodes, and loss of its disk", rs07_node),)
