@@ -17,7 +17,8 @@ from .oracles import Trace, Verdicts, gone_within, o3, o7, read_facts, redone
 from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of
 
 _LONG = "train.steps=60"  # so that a signal arrives before the end
-_LONGER = "train.steps=240"  # so that the bench, which reads the log again and again, is not too late
+# Steps of some hundredths of a second: the bench, which reads the log again and again, is not too late.
+SLOW_STEPS = ("train.steps=60", "train.global_batch=64")
 _GRACE_SECONDS = 2.0
 _PREEMPTED = 10
 # The signals that RS28 sends, one run each.
@@ -49,7 +50,7 @@ def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     random, name = random_of("RS07 memory", seed), f"memory-{seed}"
     rank, step = random.randrange(2), INTERVAL * random.randrange(2, 10)
     folder = bench.folder(name)
-    in_memory = (_LONGER, 'checkpoint.mode="async"', "checkpoint.replicas=1")
+    in_memory = (*SLOW_STEPS, 'checkpoint.mode="async"', "checkpoint.replicas=1")
     process = bench.start(name, *options(in_memory))
     kept, pids = stopped_between_snapshots(bench, name, step, process)
     where = f"rank {rank} after the snapshot of step {kept}"
@@ -64,7 +65,7 @@ def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     restored = [(e["step"], e["peer_bytes"]) for e in read_events(folder.events, events.SNAPSHOT_RESTORED)]
     verdicts.judge("o6", where, "" if restored == [(kept, 0)] else f"restored {restored}")
     verdicts.time(folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(_LONGER))
+    judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS))
     with suppress(OSError), closing(reach_local(keeper_name(process.pid, folder.root))):
         verdicts.judge("o7", where, "the process that keeps snapshots has outlived the run")
 

@@ -19,11 +19,9 @@ from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 from .bench import DEADLINE_SECONDS, ROOT, Bench, marked_processes, processes_with
 from .oracles import Verdicts, gone_within
 from .row import INTERVAL, Row, judge_recovered, random_of
-from .rows_job import stopped_between_snapshots
+from .rows_job import SLOW_STEPS, stopped_between_snapshots
 
-# Steps of a few hundredths of a second: the bench has to stop the ranks before the next snapshot.
-_SETTINGS = ("train.steps=60", "train.global_batch=64")
-_REPLACED = {
+_REPLACED = {  # SLOW_STEPS and others, because the program takes no settings
     "steps = 24": "steps = 60",
     "global_batch = 8": "global_batch = 64",
     'mode = "sync"': 'mode = "async"\nreplicas = 1\ndisks = ["DISK"]',
@@ -122,7 +120,7 @@ def rs07_node(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     read = _found(folder, events.CHECKPOINT_FETCHED, events.CHECKPOINT_REFUSED)
     verdicts.judge("o6", where, f"checkpoints were tried: {read}" if read else "")
     verdicts.time(folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_SETTINGS))
+    judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS))
     left = gone_within(_END_SECONDS, lambda: [pid for node in (lost, other, new) if (pid := node.keeper())])
     verdicts.judge("o7", where, f"processes {left} that keep snapshots have outlived their nodes" if left else "")
 
