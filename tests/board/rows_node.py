@@ -83,46 +83,63 @@ class Node:
 
 
 def rs07_node(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Lose one of two nodes and the tensors of all checkpoints, and start another node in its place at once."""
-    random, name, number = random_of("RS07 node", seed), f"node-{seed}", seed % 2
-    folder, step = bench.folder(name), INTERVAL * random.randrange(2, 10)
-    text = bench.run_file.read_text()
+    """Lose one of two nodes and the tensors of all checkpoints, start another node at once, and lose the other one."""
+    random, name, first = random_of("RS07 node", seed), f"node-{seed}", seed % 2
+    folder, text = bench.folder(name), bench.run_file.read_text()
     for before, after in _REPLACED.items():
         assert before in text
         text = text.replace(before, after)
     _run_file(bench, name).write_text(text.replace("DISK", str(_disk(bench, name, "{node}"))))
     with ExitStack() as stack:
         stack.callback(_kill_all, folder)
-        lost, other = (Node(bench, name, one) for one in (number, 1 - number))
-        kept, pids = stopped_between_snapshots(bench, name, step, other.agent)
-        where = f"node {number} after the snapshot of step {kept}"
-        keeper, ranks = other.keeper(), other.ranks()
-        injected = time.time()
-        lost.lose()
-        for tensors in (folder.checkpoints, other.disk):
-            for path in tensors.rglob("rank-*"):
-                path.unlink()
-        for pid in pids.values():
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGCONT)
-        new = Node(bench, name, number)
-        deadline = time.monotonic() + DEADLINE_SECONDS
-        while not _found(folder, events.SNAPSHOT_RESTORED) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        same = other.keeper() == keeper != 0 and not set(ranks) & set(other.ranks())
-        verdicts.judge("o6", where, "" if same else "the other node has no new ranks, or another keeper")
-        codes = [_ended(node.agent) for node in (other, new)]
+        nodes = [Node(bench, name, number) for number in range(2)]
+        started = list(nodes)
+        kept, injected = [], []
+        for lost, step in ((first, INTERVAL * random.randrange(2, 6)), (1 - first, INTERVAL * random.randrange(7, 11))):
+            saved, at = _replace_node(bench, name, nodes, lost, step, verdicts)
+            kept.append(saved)
+            injected.append(at)
+            started.append(nodes[lost])
+        codes = [_ended(node.agent) for node in nodes]
+    where = f"node {first}, then the other, after the snapshots of steps {kept}"
     verdicts.judge(
         "o6", where, "" if codes == [0, 0] else f"exit codes {codes}: {_log(bench, name).read_text()[-300:]}"
     )
     restored = [(e["step"], e["own_bytes"] > 0, e["peer_bytes"] > 0) for e in _found(folder, events.SNAPSHOT_RESTORED)]
-    verdicts.judge("o6", where, "" if restored == [(kept, True, True)] else f"restored {restored}")
+    verdicts.judge("o6", where, "" if restored == [(one, True, True) for one in kept] else f"restored {restored}")
     read = _found(folder, events.CHECKPOINT_FETCHED, events.CHECKPOINT_REFUSED)
     verdicts.judge("o6", where, f"checkpoints were tried: {read}" if read else "")
-    verdicts.time(folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS))
-    left = gone_within(_END_SECONDS, lambda: [pid for node in (lost, other, new) if (pid := node.keeper())])
+    for at in injected:
+        verdicts.time(folder, at)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS), faults=2)
+    left = gone_within(_END_SECONDS, lambda: [pid for node in started if (pid := node.keeper())])
     verdicts.judge("o7", where, f"processes {left} that keep snapshots have outlived their nodes" if left else "")
+
+
+def _replace_node(
+    bench: Bench, name: str, nodes: list[Node], lost: int, step: int, verdicts: Verdicts
+) -> tuple[int, float]:
+    """Lose a node after a snapshot of `step` or later, and wait until the run continues with a new one in its place.
+    Returns the step of the snapshot, and the time of the loss."""
+    folder, other = bench.folder(name), nodes[1 - lost]
+    kept, pids = stopped_between_snapshots(bench, name, step, other.agent)
+    where = f"node {lost} after the snapshot of step {kept}"
+    keeper, ranks, before = other.keeper(), other.ranks(), len(_found(folder, events.SNAPSHOT_RESTORED))
+    injected = time.time()
+    nodes[lost].lose()
+    for tensors in (folder.checkpoints, other.disk):
+        for path in tensors.rglob("rank-*"):
+            path.unlink()
+    for pid in pids.values():
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
+    nodes[lost] = Node(bench, name, lost)
+    deadline = time.monotonic() + DEADLINE_SECONDS
+    while len(_found(folder, events.SNAPSHOT_RESTORED)) == before and time.monotonic() < deadline:
+        time.sleep(0.1)
+    same = other.keeper() == keeper != 0 and not set(ranks) & set(other.ranks())
+    verdicts.judge("o6", where, "" if same else "the other node has no new ranks, or another keeper")
+    return kept, injected
 
 
 def _disk(bench: Bench, name: str, number: int | str) -> Path:
@@ -155,4 +172,10 @@ def _kill_all(folder: RunFolder) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-ROWS = (Row("RS07 node", "SIGKILL of all processes of one of two nodes, and loss of its disk", rs07_node),)
+ROWS = (
+    Row(
+        "RS07 node",
+        "SIGKILL of all processes of a node, and loss of its disk; then the same for the other node",
+        rs07_node,
+    ),
+)
