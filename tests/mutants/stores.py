@@ -284,7 +284,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="fetched-manifest-anew",
         what="a manifest that was fetched has other bytes than the one that was saved",
-        file="trainer/checkpoint/remote.py",
+        file="trainer/checkpoint/fetch.py",
         before="write_atomic(temporary / MANIFEST, text)",
         after='write_atomic(temporary / MANIFEST, text.replace(b"\\n", b""))',
         tests=("tests/golden/test_golden.py::test_a_checkpoint_of_every_earlier_state_comes_back_from_a_store",),
