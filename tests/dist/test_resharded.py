@@ -67,15 +67,16 @@ def go_on(rank, world, run, folder, target, steps):
     return loaded, trained.losses, drawn
 
 
-def run_in(folder: RunFolder, arch, **layout):
-    run = run_of(arch=arch, precision="fp32", global_batch=BATCH, **layout)
+def run_in(folder: RunFolder, arch, micro_batch=3, **layout):
+    """micro_batch: 3 divides the samples of one, two or four copies of the model, 1 those of three, too."""
+    run = run_of(arch=arch, precision="fp32", global_batch=BATCH, micro_batch=micro_batch, **layout)
     folder.root.mkdir(parents=True, exist_ok=True)
     folder.config.write_text(to_toml(run))
     return run
 
 
 def saved_in(fork_ranks, folder: RunFolder, arch, layout):
-    run = run_in(folder, arch, **layout)
+    run = run_in(folder, arch, micro_batch=1 if arch is UNEVEN else 3, **layout)
     fork_ranks(go_on, run.parallel.world_size, run, folder, folder, 2)
     return run
 
@@ -182,7 +183,7 @@ def with_callbacks(rank, world, run, folder, target):
 
 def test_other_moments_tensors_of_callbacks_and_the_loss_scale_come_along(fork_ranks, tmp_path):
     old, new, by_ranks = (RunFolder(tmp_path / name) for name in ("old", "new", "ranks"))
-    run = run_in(old, ARCH, pp=2, dp_shard=2)
+    run = run_in(old, ARCH, micro_batch=1, pp=2, dp_shard=2)
     fork_ranks(with_callbacks, 4, run, old, old)
     reshard_checkpoint(old.root, new.root, {"dp_shard": "3"})
     fork_ranks(with_callbacks, 3, load_run(new.config), old, by_ranks)
