@@ -15,7 +15,7 @@ from .conftest import RUN_FILE, Project, ended, write_tokens
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 MODULES = ("muon", "inverse_sqrt", "noise_scale", "loss_metric", "squared_relu", "parallel_block")
-STEPS = 60
+STEPS = 30
 OWN = f"""
 [optim]
 kind = "muon"
@@ -24,9 +24,9 @@ momentum = 0.9
 
 [schedule]
 kind = "inverse_sqrt"
-warmup_steps = 10
+warmup_steps = 5
 [schedule.options]
-timescale = 50
+timescale = 25
 
 [callbacks.noise_scale]
 [callbacks.best_loss]
@@ -46,6 +46,7 @@ def lab(tmp_path_factory) -> Project:
     for module in MODULES:
         shutil.copyfile(EXAMPLES / f"{module}.py", root / "lab" / f"{module}.py")
     text = RUN_FILE.replace("steps = 120", f"steps = {STEPS}").replace('"fp32"', '"fp64"')
+    text = text.replace("every_steps = 20", "every_steps = 10")
     text = text.replace("d_ffn = 64", 'd_ffn = 64\nfeed_forward = "squared_relu"\nblock = "parallel"')
     (root / "run.toml").write_text(text + OWN)
     return Project(root)
@@ -57,6 +58,18 @@ def undisturbed(lab: Project) -> tuple[dict, dict]:
     return lab.facts("whole"), metrics(lab, "whole")
 
 
+@pytest.fixture(scope="module")
+def half(lab: Project) -> str:
+    """A run that ended at step 10, for copies that continue in different ways."""
+    lab.train("half", "--until-step", "10", code=10)
+    return "half"
+
+
+def copied(lab: Project, run: str, out: str) -> str:
+    shutil.copytree(lab.root / run, lab.root / out, symlinks=True)
+    return out
+
+
 def metrics(lab: Project, out: str) -> dict:
     """(step, callback) -> its metrics, the latest where a step was redone."""
     log = read_events(lab.folder(out).events, events.METRICS)
@@ -65,7 +78,7 @@ def metrics(lab: Project, out: str) -> dict:
 
 def test_a_killed_rank_costs_no_bit_of_optimizer_and_callbacks(lab, undisturbed):
     process = lab.start("killed")
-    lab.wait_for_step("killed", 24, process)
+    lab.wait_for_step("killed", 12, process)
     os.kill(lab.rank_pid("killed", 1), signal.SIGKILL)
     ended(process, 0)
     assert len(list(read_events(lab.folder("killed").events, events.RESTART))) == 1
@@ -76,9 +89,8 @@ def test_a_killed_rank_costs_no_bit_of_optimizer_and_callbacks(lab, undisturbed)
 
 
 @pytest.mark.parametrize("layout", ["dp_shard=1 tp=2", "dp_shard=2 zero=3"])
-def test_another_layout_continues_with_the_same_numbers(lab, undisturbed, layout):
-    out, (facts, own) = layout.replace(" ", "-"), undisturbed
-    lab.train(out, "--until-step", "20", code=10)
+def test_another_layout_continues_with_the_same_numbers(lab, undisturbed, half, layout):
+    out, (facts, own) = copied(lab, half, layout.replace(" ", "-")), undisturbed
     lab.train(out, *[word for one in layout.split() for word in ("--set", f"parallel.{one}")])
     for step, numbers in facts.items():
         assert lab.facts(out)[step] == pytest.approx(numbers, rel=1e-9), step
@@ -86,8 +98,8 @@ def test_another_layout_continues_with_the_same_numbers(lab, undisturbed, layout
         assert metrics(lab, out)[key] == pytest.approx(values, rel=1e-7), key
 
 
-def test_changed_code_needs_consent_and_readers_need_no_code(lab, undisturbed):
-    lab.train("changed", "--until-step", "20", code=10)
+def test_changed_code_needs_consent_and_readers_need_no_code(lab, undisturbed, half):
+    copied(lab, half, "changed")
     source = lab.root / "lab" / "noise_scale.py"
     text = source.read_text()
     source.write_text(text + "\n# another version\n")
