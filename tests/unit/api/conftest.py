@@ -14,6 +14,8 @@ import pytest
 from ingot.cli.main import main
 
 TESTS = Path(__file__).parents[2]
+# Imported before forks, which would each import them.
+_NEEDED_TO_TRAIN = ("ingot.api.trainer", "ingot.trainer.run", "ingot.trainer.launch.own_loop", "ingot.trainer.evaluate")
 
 
 def crawl_module() -> ModuleType:
@@ -71,6 +73,8 @@ def forked():
     What trains in the calling process leaves the process of the tests alone. An error becomes the test's failure.
     """
     pytest.importorskip("torch")
+    for module in _NEEDED_TO_TRAIN:
+        importlib.import_module(module)
 
     def call(function, *arguments, seconds: float = 60):
         context = multiprocessing.get_context("fork")

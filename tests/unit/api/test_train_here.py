@@ -156,7 +156,8 @@ def test_a_signal_saves_and_stops(run_file, tmp_path, whole, forked, number):
         4,
     )  # requests are read at lines, or after 0.2 s
     assert sum(line.startswith("stopping") for line in lines) == 1
-    assert as_command(run_file, tmp_path / "run") == whole
+    assert forked(lambda: ingot.resume(tmp_path / "run", callbacks=[print_nothing])).finished
+    assert numbers(tmp_path / "run") == whole
 
 
 def test_a_second_interrupt_and_an_error_leave_a_process_that_trains_again(run_file, tmp_path, whole, forked):
