@@ -125,10 +125,11 @@ class S3Server:
             self.objects.pop(key, None)
             self.history.append(dict(self.objects))
 
-    def clear(self) -> None:
-        """Remove all objects, also from late listings."""
+    def back_to(self, changes: int) -> None:
+        """Return to the objects that there were after the first `changes` changes, also in late listings."""
         with self.lock:
-            self.objects, self.history = {}, [{}]
+            del self.history[changes + 1 :]
+            self.objects = dict(self.history[changes])
 
     def listed(self, changes: int) -> dict[str, Stored]:
         """Return the objects as they were before the last `changes` changes."""

@@ -63,10 +63,10 @@ def completed(act):
 
 @pytest.mark.parametrize("do", FAULTS)
 def test_a_fault_at_every_request_of_an_upload_leaves_a_whole_checkpoint(server, folder, tmp_path, do):
+    tier_of(folder).push(10)
+    pushed = len(server.history) - 1
     for at in itertools.count(1):
-        server.clear()
-        server.faults = []
-        tier_of(folder).push(10)
+        server.back_to(pushed)
         server.failed.clear()
         server.faults = [Fault(do=do, at=at, changes=2)]
         tier = tier_of(folder, keep=1)
