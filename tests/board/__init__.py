@@ -5,26 +5,19 @@
 killpoints.c   a library for LD_PRELOAD: kills, losses of power and disk faults at the k-th call, from outside
 bench.py       a tiny project, real runs of it with and without faults; launcher.py: attempts forked in half a second
 oracles.py     O1 to O8
-row.py         what rows share; rows_disk.py, rows_damage.py, rows_job.py, rows_lease.py,
-               rows_node.py, rows_store.py: the rows
+row.py         what rows share; rows_*.py: the rows; planted.py: a plug-in with the faults of programs
 table.py       all lines as a table
 docs/reliability.md has the results.
 """
 
-from . import rows_damage, rows_disk, rows_job, rows_lease, rows_node, rows_store
+from . import rows_damage, rows_disk, rows_hang, rows_job, rows_lease, rows_node, rows_store
 from .row import Row
 
-_FILES = (rows_disk, rows_damage, rows_job, rows_lease, rows_node, rows_store)
+_FILES = (rows_disk, rows_damage, rows_hang, rows_job, rows_lease, rows_node, rows_store)
 ALL: tuple[Row, ...] = tuple(sorted((row for file in _FILES for row in file.ROWS), key=lambda row: row.id))
 # Rows of the design that nothing here carries out yet, and why. A row never disappears: it moves from here to a file.
 _ELSEWHERE = "not on the board yet"
 MISSING: dict[str, tuple[str, str]] = {
-    "RS01 phases": ("SIGKILL of a rank in a chosen phase of a step", "needs an injector inside of the step"),
-    "RS02": ("exception, segmentation fault, abort, out of memory", f"{_ELSEWHERE}: tests/unit/trainer/launch"),
-    "RS03": ("SIGSTOP of a rank", "needs a watchdog that dumps stacks"),
-    "RS04": ("a sleep that holds the GIL", "needs a watchdog outside of the rank"),
-    "RS05": ("a rank leaves out or reorders a collective", "needs a recorder of collectives"),
-    "RS06": ("a pause shorter than the timeout", _ELSEWHERE),
     "RS19": ("a wrong bit in a weight of one copy", "needs comparison of copies"),
     "RS20": ("a wrong bit in a gradient", "needs recomputation on another rank"),
     "RS21": ("a wrong bit in an activation or a moment", "needs recomputation on another rank"),
@@ -37,7 +30,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
     "RS32": ("jumps of the clock", _ELSEWHERE),
-    "RS33": ("a crash at the same step every time", f"{_ELSEWHERE}: tests/unit/trainer/resilience"),
     "RS34": ("an hour of random faults", _ELSEWHERE),
     "RS35": ("a slow rank", "needs a verdict in `ingot explain slow`"),
     "RS36": ("reports of a health service", "needs an interface for one"),

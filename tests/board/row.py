@@ -14,7 +14,7 @@ from .bench import Bench, marked_processes
 from .oracles import Facts, Trace, Verdicts, gone_within, o1, o2, o3, o7, read_facts, redone
 
 INTERVAL = 4  # steps between checkpoints of the bench's runs
-_END_SECONDS = 5.0  # for processes of a run that has ended
+END_SECONDS = 5.0  # for processes of a run that has ended
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def judge_recovered(
     compared, because another number of ranks has others. earlier: the trace of attempts whose log was lost.
     """
     folder = bench.folder(name)
-    left = gone_within(_END_SECONDS, lambda: marked_processes(folder.root))
+    left = gone_within(END_SECONDS, lambda: marked_processes(folder.root))
     verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
     try:
         facts = read_facts(folder)

@@ -28,6 +28,7 @@ from . import (
     saves,
     stopping,
     stores,
+    watchdog,
 )
 from .mutant import Mutant
 
@@ -55,6 +56,7 @@ AREAS: dict[str, list[Mutant]] = {
         replicas,
         stopping,
         saves,
+        watchdog,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -31,6 +31,16 @@ def identity_of(pid: int) -> str:
         return ""
 
 
+def oom_kills() -> int:
+    """Return how many processes the kernel has killed on this machine because memory was short, also that of a
+    container; 0 where it does not count."""
+    try:
+        lines = Path("/proc/vmstat").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) for line in lines if line.startswith("oom_kill ")), 0)
+
+
 def is_gone(process: str) -> bool:
     """Return whether the process with this `identity` has certainly ended. False for one that may run elsewhere."""
     *place, pid, _ = process.split(" ") if process.count(" ") == 3 else ("", "", "")

@@ -36,7 +36,8 @@ _TABLE = {
         "checkpoint.remote": "url keep keep_every bytes_per_second",
         "evaluate": "every_steps max_tokens prompts sample_tokens",
         "watch": "log_every",
-        "launch": "max_restarts timeout_seconds lease_seconds stop_after grace failures_per_node_day",
+        "launch": "max_restarts restart_window_seconds timeout_seconds lease_seconds stop_after grace "
+        "watchdog_seconds watchdog_first_seconds failures_per_node_day",
         "cost": "usd_per_hour",
         "plugins": "modules folder",  # the identity of their code is compared
     },

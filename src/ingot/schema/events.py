@@ -38,8 +38,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
-  fault          rank, cause, step (last seen), detected_by         a rank was lost, or an error ended the attempt
-  restart        attempt, of                                          the supervisor starts the job again
+  fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings" or
+                 "job"), cause, step (last seen), detected_by ("supervisor", "watchdog"), evidence (path in the run
+                 folder; "": none), seconds (since a rank last made progress; null: the rank ended)
+                                                                      a rank was lost, or an error ended the attempt
+  restart        attempt, of (in launch.restart_window_seconds), wait_seconds   the supervisor starts the job again
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
   stopped        step, reason ("requested", "launch.stop_after" or the name of a signal), saved_step (of the newest
                  checkpoint)                                          stopped on request; later steps are lost

@@ -4,7 +4,6 @@ The schema is here and not in the trainer, because planner, `check` and `report`
 file with all its rules, use ingot.theory.rules.load_run.
 """
 
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
@@ -14,7 +13,6 @@ from ingot.config import LEFT_OUT_AT_DEFAULT, to_dict
 from ingot.errors import ConfigError
 from ingot.ranges import (
     Bytes,
-    Deadline,
     Factor,
     LearningRate,
     Positive,
@@ -32,11 +30,11 @@ from ingot.ranges import (
 )
 from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
+from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
 from ingot.storage import canonical_json, sha256_bytes
-from ingot.units import parse_duration
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -243,56 +241,6 @@ class WatchSettings:
     """Logging. log_every: steps per log line. Between two lines, metrics stay on the device."""
 
     log_every: PositiveSteps = 10
-
-
-@dataclass(frozen=True, kw_only=True)
-class Launch:
-    """Supervision of the job. max_restarts: number of restarts after lost ranks. timeout_seconds: if a collective waits
-    longer, a rank counts as hung. lease_seconds: a launcher that gave no sign of life for this time counts as gone, and
-    another machine may take over the run.
-
-    stop_after: the duration, from the start of the launcher, after which the run saves and stops, as "4h", "1d2h30m",
-      "04:00:00" or "1-12:00:00"; restarts of the ranks do not begin it again. "": no limit.
-    grace: the duration between a request to stop (a signal, or stop_after) and the moment when the ranks are killed. A
-      save that does not fit into the rest of it, by the last one's duration, is not begun. "": the run stops when it
-      has saved.
-    failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
-      rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
-    """
-
-    max_restarts: Queue = 3
-    timeout_seconds: Deadline = 120.0
-    lease_seconds: Deadline = 60.0
-    stop_after: str = ""
-    grace: str = ""
-    failures_per_node_day: Factor = 0.0
-
-    def problems(self):
-        for name in ("stop_after", "grace"):
-            try:
-                seconds = _limit(getattr(self, name))
-            except ConfigError as error:
-                yield name, f"{error.found}; {error.rule}"
-                continue
-            if not 0 < seconds <= _YEAR and not math.isinf(seconds):
-                yield name, f"{getattr(self, name)!r} is {seconds:,.0f} s, not from 1 to {_YEAR:,} s"
-
-    @property
-    def stop_after_limit(self) -> float:
-        """stop_after in seconds; inf if there is no limit."""
-        return _limit(self.stop_after)
-
-    @property
-    def grace_limit(self) -> float:
-        """grace in seconds; inf if there is no limit."""
-        return _limit(self.grace)
-
-
-_YEAR = 365 * 86_400
-
-
-def _limit(duration: str) -> float:
-    return parse_duration(duration) if duration else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -87,6 +87,11 @@ class RunFolder:
         """A folder with the standard error of the launcher and its ranks, one file per attempt."""
         return self.root / "logs"
 
+    @property
+    def incidents(self) -> Path:
+        """A folder with the evidence of each hang (trainer/launch/evidence.py), one subfolder per hang."""
+        return self.root / "incidents"
+
 
 @dataclass(frozen=True, kw_only=True)
 class Job:

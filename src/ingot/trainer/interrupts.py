@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import is_saving
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS, StopRequests

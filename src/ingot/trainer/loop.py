@@ -16,6 +16,7 @@ from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
+from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult
 from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
@@ -70,6 +71,7 @@ class RunLoop:
         self._request = StopRequest(REQUESTED)  # until_step, a callback or the policy may also stop the run
         self.save_is_due = self._weights_alone = self._evaluation_is_due = False
         self.stopped = trainer.until_step <= self.done < self.steps  # an earlier attempt reached until_step
+        self._is_new = True  # no step of this attempt was trained
         self._began = time.monotonic()
         self._recent: list[StepResult] = []
         self._interval = Interval.begin(trainer)
@@ -77,7 +79,13 @@ class RunLoop:
 
     def next_batch(self) -> Batch | None:
         """Return the batch of the next step; None after the last step or a stop."""
-        return None if self.stopped else next(self.trainer.loader, None)
+        if self.stopped:
+            return None
+        self.trainer.heartbeat.enter(Phase.DATA, self.done + 1)
+        batch = next(self.trainer.loader, None)
+        self.trainer.heartbeat.enter(Phase.COMPILE if self._is_new else Phase.STEP, self.done + 1)
+        self._is_new = False
+        return batch
 
     def judge(self, batch: Batch, result: StepResult) -> None:
         """Record the samples of a completed step, write the log line if one is due, and decide how to continue."""
@@ -118,6 +126,7 @@ class RunLoop:
         self._recent.clear()
 
     def _ask_callbacks(self) -> None:
+        self.trainer.heartbeat.enter(Phase.CALLBACK, self.done)
         self.verdict = later(self.verdict, self.trainer.callbacks.line(self.line, self.trainer.log))
 
     def save(self) -> None:
@@ -126,6 +135,7 @@ class RunLoop:
 
         A stop before the end of `launch.grace` begins no save that would not end in time.
         """
+        self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         if self._weights_alone:
             save(self.trainer, self.done, WEIGHTS)
         elif self.stopped and not fits(self.trainer, self.done, self._request.deadline):
@@ -137,8 +147,10 @@ class RunLoop:
     def finish_step(self) -> None:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""
         if self.verdict is Verdict.ROLL_BACK:
+            self.trainer.heartbeat.enter(Phase.START, self.done)
             self.done = self.saved = roll_back(self.trainer, self.done, self._roll_backs)
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
+            self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
             log_evaluation(self.trainer, self.done)
         report_ended(self.trainer)
         if self.line:
@@ -151,6 +163,7 @@ class RunLoop:
             self._write_line(saves=True)
             self._ask_callbacks()
             self.trainer.policy.judge(self.line)
+        self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         settle(self.trainer, wait=True)
         if self.verdict is not Verdict.ROLL_BACK and self.done > last_saved(self.trainer):
             save(self.trainer, self.done, last=True)
@@ -164,10 +177,12 @@ class RunLoop:
         if self.stopped:
             trainer.log(events.STOPPED, step=done, reason=self._request.reason, saved_step=last_saved(trainer))
         else:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
+            trainer.heartbeat.enter(Phase.EVALUATE, done)
             log_evaluation(trainer, done)
             log_samples(trainer, done)
             seconds = round(time.monotonic() - self._began, 3)
             trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)
+        trainer.heartbeat.enter(Phase.END, done)
         finish_uploads(trainer, self._request.deadline)
         return Ending(done, self.stopped)
 

@@ -21,7 +21,9 @@ from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.environment import environment_number
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
+from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.lock import RunLock
+from ingot.trainer.resilience.reports import Reports
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -39,13 +41,15 @@ def main(argv: list[str] | None = None) -> int:
     try:
         rank = environment_number("RANK", 0)
         with guarded(folder, rank):
+            supervised = os.environ.get(SUPERVISOR_VARIABLE)
+            heartbeat = _watched() if supervised else None  # before the imports, which may hang as well
             from ingot.trainer.given import imported_callbacks
             from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
 
             given = imported_callbacks(args.callback)
             say = None if args.quiet else _say
-            if os.environ.get(SUPERVISOR_VARIABLE):  # it takes the signals, and asks by a file
-                return run_rank(folder, args.until_step, say, given, epoch=args.epoch)
+            if supervised:  # it takes the signals, and asks by a file
+                return run_rank(folder, args.until_step, say, given, epoch=args.epoch, heartbeat=heartbeat)
             config = load_run(folder.config, same_code=True)
             on_rank_zero = say if say and rank == 0 else lambda line: None
             with contextlib.ExitStack() as stack:
@@ -55,6 +59,12 @@ def main(argv: list[str] | None = None) -> int:
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
+
+
+def _watched() -> Heartbeat:
+    """Let the supervisor of this rank see where it is, and ask what it does."""
+    reports = Reports()
+    return open_heartbeat(environment_number("LOCAL_RANK", 0), reports.stacks, reports.collectives)
 
 
 def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], stack: contextlib.ExitStack) -> int:

@@ -57,6 +57,7 @@ from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
+from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
@@ -77,18 +78,27 @@ def run_rank(
     stops: StopRequests | None = None,
     *,
     epoch: int = 0,
+    heartbeat: Heartbeat | None = None,
 ) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code.
 
     until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
     besides those of the run file. stops: the requests to stop; None: those of the supervisor's file. epoch: on rank 0,
-    the number of this attempt (checkpoint/fence.py).
+    the number of this attempt (checkpoint/fence.py). heartbeat: of this rank; None: it has no supervisor.
     """
     config = load_run(folder.config, same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     say = say or _silent
     trainer = build_trainer(
-        config, folder, place, epoch=epoch, until_step=until_step, say=say, given=given, stops=stops
+        config,
+        folder,
+        place,
+        epoch=epoch,
+        until_step=until_step,
+        say=say,
+        given=given,
+        stops=stops,
+        heartbeat=heartbeat,
     )
     try:
         ending = train(trainer)
@@ -111,11 +121,12 @@ def build_trainer(
     say: Callable[[str], None],
     given: GivenCallbacks = NOTHING_GIVEN,
     stops: StopRequests | None = None,
+    heartbeat: Heartbeat | None = None,
 ) -> RunParts:
     """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
-    epoch, stops: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError before anything is
-    trained.
+    epoch, stops, heartbeat: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError before
+    anything is trained.
     """
     event_log = EventLog(folder.events)
     event_log.write(
@@ -174,6 +185,7 @@ def build_trainer(
         loader=open_loader(config, folder, parts.mesh, place.device, first_step),
         stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
+        heartbeat=heartbeat or open_heartbeat(),
         event_log=event_log,
         log=log,
         say=on_rank_zero,

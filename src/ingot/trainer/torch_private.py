@@ -4,10 +4,12 @@ A name is private if it, or a module on its path, begins with an underscore. A w
 ("Why"), the versions of PyTorch it was checked on ("Checked"), and what to use once the name is gone ("Fallback").
 """
 
+import json
 import sys
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed import distributed_c10d
@@ -89,6 +91,32 @@ def storage_key(storage: torch.UntypedStorage) -> int:
     Fallback: data_ptr(), once fake storages have one.
     """
     return storage._cdata
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return the newest collectives that this process began, oldest first, as torch's flight recorder keeps them.
+
+    It keeps as many as TORCH_FR_BUFFER_SIZE of the environment says, none by default. Each has process_group [name,
+    description], collective_seq_id, is_p2p, profiling_name ("gloo:all_reduce"), input_sizes, output_sizes,
+    input_dtypes, time_created_ns and retired (whether it is complete).
+    Why: it knows the collective in which a rank of a hung job waits, with Gloo and NCCL alike.
+    Checked: 2.11 (by name), 2.13.
+    Fallback: none; a hang is then reported with stacks alone.
+    """
+    module = getattr(torch._C, "_distributed_c10d", None)  # absent in builds without torch.distributed
+    dump = getattr(module, "_dump_fr_trace_json", None)
+    return json.loads(dump()).get("entries", []) if dump else []
+
+
+def ranks_of_groups() -> dict[str, list[int]]:
+    """Return name -> global ranks of every process group of this process.
+
+    Why: the flight recorder names groups, not their ranks.
+    Checked: 2.11, 2.13.
+    Fallback: a list of our own, filled where groups are made (trainer/mesh/mesh.py).
+    """
+    groups = distributed_c10d._world.pg_group_ranks.items()  # with an int for groups of other ranks
+    return {group.group_name: sorted(ranks) for group, ranks in groups if isinstance(group, dist.ProcessGroup)}
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

@@ -29,8 +29,9 @@ from ingot.planner.run.storage import (
     token_bytes,
 )
 from ingot.schema.arch import Arch
+from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
-from ingot.schema.run import Data, Launch, RunConfig, Train
+from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.software import Software
 from ingot.theory.failures import DAY_SECONDS, PUBLISHED_RATES, daly_interval, goodput, job_mttf_seconds
 from ingot.theory.flops import (

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from tests.expect import uninterrupted
 
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import SAVING
 from ingot.trainer.interrupts import _launched, signals_ask

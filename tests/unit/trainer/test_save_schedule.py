@@ -7,7 +7,8 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import FULL, WEIGHTS
-from ingot.schema.run import Checkpoint, Data, Launch, RunConfig, Train
+from ingot.schema.launch import Launch
+from ingot.schema.run import Checkpoint, Data, RunConfig, Train
 from ingot.theory.failures import daly_interval, job_mttf_seconds
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint

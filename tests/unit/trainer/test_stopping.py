@@ -10,7 +10,7 @@ import torch
 import ingot.trainer.resilience.stop_vote as stop_vote_module
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.interrupts import signals_ask

@@ -31,6 +31,20 @@ def checks_collectives():
     assert private.functional_collectives().wait_tensor(torch.ones(2)).sum() == 2
 
 
+def checks_recorder(fork_ranks, monkeypatch):
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "8")
+    records, groups = fork_ranks(_one_sum, 1)[0]
+    (last,) = (record for record in records if record["profiling_name"] == "gloo:all_reduce")
+    assert last["process_group"] == ["1", "own"] and last["collective_seq_id"] == 1 and not last["is_p2p"]
+    assert last["input_sizes"] == [[3]] and last["input_dtypes"] == ["Float"] and last["retired"] in (True, False)
+    assert groups["1"] == [0]
+
+
+def _one_sum(rank, world):
+    torch.distributed.all_reduce(torch.ones(3), group=torch.distributed.new_group([0], group_desc="own"))
+    return private.recorded_collectives(), private.ranks_of_groups()
+
+
 def checks_attention():
     q = torch.randn(1, 2, 4, 8)
     kernels = private.attention_kernels()
@@ -138,6 +152,8 @@ def checks_groups():
 
 CHECKS = {
     "functional_collectives": checks_collectives,
+    "recorded_collectives": checks_recorder,
+    "ranks_of_groups": checks_recorder,
     "attention_kernels": checks_attention,
     "grouped_product_kernel": checks_grouped,
     "operator_packet": checks_packet,
@@ -159,5 +175,6 @@ CHECKS = {
 
 
 @pytest.mark.parametrize("name", CHECKS)
-def test_it_works_on_the_installed_torch(name):
-    CHECKS[name]()
+def test_it_works_on_the_installed_torch(name, request):
+    check = CHECKS[name]
+    check(*(request.getfixturevalue(fixture) for fixture in inspect.signature(check).parameters))

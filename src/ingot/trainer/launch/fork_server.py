@@ -27,6 +27,7 @@ from pathlib import Path
 from ingot.machine.processes import die_with_parent
 from ingot.trainer.mesh.start import enter_rank
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.resilience.reports import REPORT_SIGNAL
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
@@ -41,7 +42,8 @@ def main() -> None:
     preload, job = sys.argv[4].split(","), sys.argv[5:]
     # A scheduler may signal all processes of a job. The supervisor alone decides then: it asks the ranks to save and
     # stop. A handler that does nothing, not SIG_IGN, which programs that a rank starts would inherit.
-    for number in STOP_SIGNALS:
+    # The supervisor may also ask a rank for its reports before that is ready to give them.
+    for number in (*STOP_SIGNALS, REPORT_SIGNAL):
         signal.signal(number, lambda *_: None)
     for line in orders:
         order = json.loads(line)

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from ingot.errors import UsageError
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.given import GivenCallbacks

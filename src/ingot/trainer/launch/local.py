@@ -7,6 +7,7 @@ by SIGKILL, the kernel kills the fork server, and then the ranks (resilience/end
 import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -17,14 +18,17 @@ from pathlib import Path
 from typing import IO
 
 from ingot.errors import ResourceError
+from ingot.machine.processes import oom_kills
 from ingot.schema.run_folder import Job
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
 
 JOB_VARIABLE = "INGOT_JOB"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
 _REPORT_SECONDS = 10.0
 _POLL_SECONDS = 0.02
+_LOG_BYTES = 1 << 20
 
 
 class LocalJob:
@@ -38,10 +42,12 @@ class LocalJob:
     def __init__(self, job: Job, *, stdout: IO | int | None = None):
         self.job, self.id, self.stdout = job, uuid.uuid4().hex, stdout
         self.exit_codes: dict[int, int] = {}
+        self.heartbeats = Heartbeats(job.processes)
         self.log = Path(os.devnull)
         self._server: subprocess.Popen | None = None
         self._orders, self._reports, self._unread = -1, -1, b""
         self._idle = True
+        self._oom_kills = 0
         self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
 
     def start(self, *, attempt: int, log: Path) -> None:
@@ -49,6 +55,8 @@ class LocalJob:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
         self.log, self.exit_codes, self._idle = log, {}, False
+        self.heartbeats.begin()
+        self._oom_kills = oom_kills()
         if self._server is None or self._server.poll() is not None or not self._order(attempt):
             self._start_server()
             self._order(attempt)  # a server that dies at once is a failed attempt: `running` sees it
@@ -69,7 +77,9 @@ class LocalJob:
         self._reports, reports = os.pipe()
         os.set_blocking(self._reports, False)
         self._unread = b""
-        job, marks = self.job, {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid())}
+        beats = self.heartbeats.fd
+        marks = {JOB_VARIABLE: self.id, SUPERVISOR_VARIABLE: str(os.getpid()), HEARTBEAT_VARIABLE: str(beats)}
+        job = self.job
         command = [sys.executable, "-P", "-m", "ingot.trainer.launch.fork_server", str(theirs), str(reports)]
         with self.log.open("ab") as errors:
             self._server = subprocess.Popen(
@@ -78,7 +88,7 @@ class LocalJob:
                 stdin=subprocess.DEVNULL,
                 stdout=self.stdout,
                 stderr=errors,
-                pass_fds=(theirs, reports),
+                pass_fds=(theirs, reports, beats),
                 start_new_session=True,  # Ctrl-C goes to the supervisor only, which asks the ranks to save first
             )
         os.close(theirs)
@@ -100,6 +110,10 @@ class LocalJob:
             else:
                 self._idle = True
         return alive and not self._idle
+
+    def wait(self, seconds: float) -> None:
+        """Wait until a rank has ended or the fork server itself has, at most so long."""
+        select.select([self._reports], [], [], seconds)
 
     def processes(self, *, without: Collection[int] = ()) -> list[int]:
         """Return the ids of all living processes of the job, including the fork server, except those in `without`."""
@@ -146,6 +160,7 @@ class LocalJob:
             self.kill()
         finally:
             self._close_pipes()
+            self.heartbeats.close()
 
     def _close_pipes(self) -> None:
         for pipe in (self._orders, self._reports):
@@ -158,10 +173,21 @@ class LocalJob:
         """The exit code of the fork server (negative: signal number); None while it runs."""
         return self._server.poll() if self._server else None
 
+    @property
+    def oom_kills(self) -> int:
+        """The number of processes that the kernel killed on this machine during the attempt, for lack of memory."""
+        return oom_kills() - self._oom_kills
+
     def last_words(self) -> str:
         """Return the last line of the log; if the log is empty, how the fork server ended ("" while it runs)."""
-        lines = self.log.read_text(encoding="utf-8", errors="replace").split("\n")
+        lines = self.end_of_log().split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), self._ended())
+
+    def end_of_log(self) -> str:
+        """Return the last part of the log, at most _LOG_BYTES."""
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _LOG_BYTES))
+            return file.read().decode(errors="replace")
 
     def _ended(self) -> str:
         if (code := self.server_code) is None:

@@ -15,22 +15,28 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog
 from ingot.schema import events
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers
 from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.interrupts import Interrupts, handlers
+from ingot.trainer.launch.evidence import examine, incident_of
 from ingot.trainer.launch.local import LocalJob
+from ingot.trainer.launch.watchdog import Watchdog
 from ingot.trainer.lease import RunLease
-from ingot.trainer.resilience.endings import JobIncident, clear_endings, explain, read_endings, refuse_restart
+from ingot.trainer.resilience.endings import clear_endings, read_endings
+from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+from ingot.trainer.resilience.restarts import Restarts
 from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest, StopRequests
 
+_LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
 _POLL_SECONDS = 0.05
+_PEER_SECONDS = 1.0
 _ENDING_SECONDS = 1.0  # after its last save, a run that stops reports that
 
 
@@ -138,34 +144,38 @@ def supervise(
     folder.stop_request.unlink(missing_ok=True)
     log = EventLog(folder.events)
     log_reader = EventLogReader(folder.events)
-    incidents: list[JobIncident] = []
+    restarts = Restarts(launch)
     running = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
+    watchdog = Watchdog(launch, running.heartbeats)
     stopping = _Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
     try:
         with handlers(stopping.signal):
             while True:
-                attempt = len(incidents)
                 clear_endings(folder)
-                running.start(attempt=attempt, log=_attempt_log(folder))
-                incident = _follow(folder, running, log_reader, stopping, lease, say)
+                running.start(attempt=restarts.count, log=_attempt_log(folder))
+                incident = _follow(folder, running, log_reader, stopping, watchdog, lease, say)
                 running.end_attempt()
                 if lease is not None:
                     lease.require()  # before anything is removed or believed: the folder may be another attempt's
                 log_reader.read()
                 if incident is None:
                     break
-                incidents.append(incident)
-                _record_fault(log, incident)
-                error = refuse_restart(incidents, launch.max_restarts, running.log)
-                if error and (incident.error or not stopping.request):
-                    raise error
+                _record_fault(log, folder, incident)
+                wait = 0.0
+                try:
+                    wait = restarts.wait_after(incident, running.log)
+                except IngotError:
+                    if incident.error or not stopping.request:
+                        raise
                 if stopping.request:
                     break
                 require_checkpoints(folder, log_reader.saved or 0)
                 remove_leftovers(folder)  # an unfinished checkpoint of a killed rank is not one that is being written
-                log.write(events.RESTART, attempt=attempt + 1, of=launch.max_restarts)
+                log.write(events.RESTART, attempt=restarts.count, of=launch.max_restarts, wait_seconds=wait)
                 saved = _saved_step(folder, log_reader)
-                _report(say, _fault_line(incident, saved, attempt + 1, launch.max_restarts))
+                _report(say, _fault_line(incident, saved, restarts.recent, launch.max_restarts, wait))
+                if _stopped_while_waiting(wait, stopping, lease):
+                    break
         if not log_reader.ended:
             log_reader.saved = resume_step(folder)  # a rank that was killed may not have reported its last save
             log_reader.step = max(log_reader.step, log_reader.saved)
@@ -182,7 +192,7 @@ def supervise(
         exit_code=EXIT_OK if log_reader.ended == events.FINISHED else EXIT_PREEMPTED,
         step=log_reader.step,
         saved_step=_saved_step(folder, log_reader),
-        restarts=len(incidents),
+        restarts=restarts.count,
         seconds=time.monotonic() - started,
         run=folder.root,
     )
@@ -234,6 +244,7 @@ def _follow(
     running: LocalJob,
     log_reader: EventLogReader,
     stopping: _Stopping,
+    watchdog: Watchdog,
     lease: RunLease | None,
     say: Callable[[str], None],
 ) -> JobIncident | None:
@@ -247,24 +258,57 @@ def _follow(
             _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")
         if stopping.is_over():
             return None
-        if _lost_ranks(folder, running):
+        if lost := _lost_ranks(folder, running):
+            _wait_for_peers(folder, running, len(lost))
             break
         if log_reader.ended and len(read_endings(folder)) == running.job.processes:
             break  # everything is saved and reported; only Python is still shutting down
-        time.sleep(_POLL_SECONDS)
+        if hang := watchdog.look(running.exit_codes):
+            return incident_of(hang, examine(hang, folder))
+        running.wait(_LOOK_SECONDS)
     log_reader.read()
     if log_reader.ended:
         return None
     lost = _lost_ranks(folder, running)
     return explain(
-        running.job.processes,
-        read_endings(folder),
-        lost,
-        running.exit_codes,
-        log_reader.step,
-        running.last_words(),
-        running.server_code,
+        AttemptEnd(
+            ranks=running.job.processes,
+            endings=read_endings(folder),
+            dead=lost,
+            exit_codes=running.exit_codes,
+            step=log_reader.step,
+            last_words=running.last_words(),
+            log=running.end_of_log(),
+            server_code=running.server_code,
+            oom_kills=running.oom_kills,
+        )
     )
+
+
+def _stopped_while_waiting(seconds: float, stopping: _Stopping, lease: RunLease | None) -> bool:
+    """Wait before the next attempt. Returns True if something asks the run to stop meanwhile."""
+    until = time.monotonic() + seconds
+    while time.monotonic() < until:
+        if lease is not None:
+            lease.require()
+        if stopping.is_over() or stopping.request is not None:
+            return True
+        time.sleep(_POLL_SECONDS)
+    return False
+
+
+def _wait_for_peers(folder: RunFolder, running: LocalJob, lost: int) -> None:
+    """After the abort of a rank, wait until a peer has recorded in which collective it lost it: the cause of the abort
+    may be that they called different ones."""
+    deadline = time.monotonic() + _PEER_SECONDS
+    while (
+        -signal.SIGABRT in running.exit_codes.values()
+        and not any(ending.kind for ending in read_endings(folder).values())
+        and lost < running.job.processes
+        and time.monotonic() < deadline
+        and running.running()
+    ):
+        time.sleep(_POLL_SECONDS)
 
 
 def _standing(log_reader: EventLogReader) -> str:
@@ -296,19 +340,23 @@ def _attempt_log(folder: RunFolder) -> Path:
     return path
 
 
-def _record_fault(log: EventLog, incident: JobIncident) -> None:
+def _record_fault(log: EventLog, folder: RunFolder, incident: JobIncident) -> None:
     log.write(
         events.FAULT,
         rank=incident.rank if incident.rank >= 0 else None,
+        failure=incident.kind,
         cause=incident.cause,
         step=incident.step,
-        detected_by="supervisor",
+        detected_by=incident.detected_by,
+        evidence=str(incident.evidence.relative_to(folder.root)) if incident.evidence else "",
+        seconds=incident.seconds,
     )
 
 
-def _fault_line(incident: JobIncident, saved_step: int, attempt: int, max_restarts: int) -> str:
+def _fault_line(incident: JobIncident, saved_step: int, recent: int, max_restarts: int, wait: float) -> str:
     who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
+    stacks = f" (stacks in {incident.evidence})" if incident.evidence else ""
     return (
-        f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}; "
-        f"restarting from step {saved_step} ({attempt} of {max_restarts})"
+        f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}{stacks}; "
+        f"restarting from step {saved_step}{f' in {wait:.0f} s' if wait else ''} ({recent} of {max_restarts})"
     )

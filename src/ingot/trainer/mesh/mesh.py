@@ -19,8 +19,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from ingot.errors import ConfigError
+from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
-from ingot.schema.run import Launch
 
 # Outermost first. Neighboring ranks share a node, so the axis with the most traffic comes last.
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")

@@ -57,6 +57,8 @@ def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
         "MALLOC_TRIM_THRESHOLD_": str(4 << 30),
         "MALLOC_TOP_PAD_": str(64 << 20),
         "OMP_NUM_THREADS": str(threads_per_rank(ranks, cores)),
+        # How many of its collectives a rank remembers, to name the one in which a job hangs (resilience/reports.py).
+        "TORCH_FR_BUFFER_SIZE": "512",
         **_spin_count(),
     }
 

@@ -10,7 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.storage import write_atomic
 from ingot.units import format_seconds
 

@@ -10,7 +10,8 @@ from tests.expect import refused
 
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, Health
-from ingot.schema.run import Launch, RemoteCheckpoints
+from ingot.schema.launch import Launch
+from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreRefused, StoreUnreachable, read_object

@@ -11,7 +11,8 @@ from tests.expect import refused
 
 from ingot.cli.main import main
 from ingot.schema.checkpoint import WEIGHTS
-from ingot.schema.run import Checkpoint, Launch, RemoteCheckpoints
+from ingot.schema.launch import Launch
+from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreUnreachable

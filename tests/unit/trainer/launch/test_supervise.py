@@ -2,6 +2,7 @@
 
 import os
 import signal
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -12,7 +13,7 @@ from tests.expect import refused, uninterrupted
 from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
@@ -23,6 +24,8 @@ from pathlib import Path
 from ingot.errors import DataError
 from ingot.events import EventLog
 from ingot.trainer.resilience.endings import guarded
+from ingot.trainer.resilience.heartbeat import Phase, open_heartbeat
+from ingot.trainer.resilience.reports import Reports
 from ingot.schema.run_folder import RunFolder
 
 folder, deeds = RunFolder(Path(sys.argv[1])), sys.argv[2].split(",")
@@ -63,6 +66,12 @@ with guarded(folder, rank):
         raise ValueError(f"index {attempt} is out of range")
     elif rank == 1 and deed == "data":
         raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again", block=3)
+    elif deed == "hang":  # after a step, in the next one
+        reports = Reports()
+        heartbeat = open_heartbeat(rank, reports.stacks, reports.collectives)
+        for step in (6, 7):
+            heartbeat.enter(Phase.STEP, step)
+        time.sleep(25)
     elif rank == 1 and deed == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
     else:
@@ -93,6 +102,49 @@ def test_starts_again_after_a_kill(act):
     (fault,) = read_events(act.folder.events, events.FAULT)
     assert (fault["rank"], fault["step"]) == (1, 6)
     assert len(list(act.folder.logs.glob("attempt-*.log"))) == 2
+
+
+def test_a_hang_is_found_written_down_and_ended(act):
+    """Twice at the same step: it is no accident."""
+    with refused("E-RUN-REPEATS", step=7, times=2):
+        act("hang", watchdog_seconds=0.3)
+    faults = list(read_events(act.folder.events, events.FAULT))
+    assert [(e["detected_by"], e["step"], e["evidence"]) for e in faults] == [
+        ("watchdog", 7, "incidents/0001"),
+        ("watchdog", 7, "incidents/0002"),
+    ]
+    assert all(0.3 <= e["seconds"] < 25 for e in faults) and "(stacks in " in act.printed[0]
+    assert "fake_rank.py" in (act.folder.incidents / "0001" / "rank-1.stacks").read_text()
+
+
+def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.resilience.restarts._FIRST_WAIT", 20.0)
+
+    def work():
+        while len(list(read_events(act.folder.events, events.RESTART))) < 2:
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    outcome = act("kill")
+    thread.join()
+    assert (outcome.exit_code, outcome.restarts) == (10, 2) and outcome.seconds < 15
+    assert "in 20 s (2 of 3)" in act.printed[1]
+
+
+def test_a_start_has_its_own_time(tmp_path):
+    """Heartbeats of the last attempt say nothing about this one."""
+    job = Job(module="json.tool", arguments=("--help",), processes=1)
+    running = LocalJob(job, stdout=subprocess.DEVNULL)
+    try:
+        running.start(attempt=0, log=tmp_path / "first.log")
+        running.end_attempt()
+        before = time.monotonic()
+        running.start(attempt=1, log=tmp_path / "second.log")
+        assert running.heartbeats.read(0).since >= before
+    finally:
+        running.close()
 
 
 def test_checkpoints_that_vanish_between_attempts_end_the_run(act):

@@ -48,6 +48,10 @@ def test_the_users_number_of_threads_comes_before_the_share_of_cores(monkeypatch
     assert rank_threads(2, 12) == threads
 
 
+def test_a_rank_remembers_its_collectives():
+    assert int(worker_environment(1)["TORCH_FR_BUFFER_SIZE"]) >= 64
+
+
 def test_worker_environment_needs_no_torch():
     script = (
         "import sys; from ingot.trainer.mesh.start import worker_environment as w; w(2); print('torch' in sys.modules)"

@@ -1,23 +1,36 @@
 import signal
-from pathlib import Path
+from dataclasses import replace
 
 import pytest
-from tests.expect import refused
 
-from ingot.errors import DataError, RunFailed
-from ingot.trainer.resilience.endings import JobIncident, RankEnding, explain, refuse_restart
+from ingot.errors import DataError
+from ingot.trainer.resilience.collective_calls import CollectiveCall
+from ingot.trainer.resilience.endings import RankEnding
+from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
 
 LOST = "Connection closed by peer [127.0.0.1]:3899"
 HUNG = "gloo: Timed out waiting 5000ms for recv operation to complete"
-LOG = Path("attempt-1.log")
+CALL = CollectiveCall(
+    group="0", ranks=(0, 1), number=12, operation="all_reduce", sizes=((5,),), dtype="Float", finished=False
+)
 
 
 def failed(rank: int, found: str, kind: str = "RuntimeError", time: float = 1.0) -> RankEnding:
     return RankEnding(rank=rank, time=time, kind=kind, found=found)
 
 
-def find(endings, dead=(), exit_codes=None, ranks=3, last_words="boom") -> JobIncident:
-    return explain(ranks, {e.rank: e for e in endings}, list(dead), exit_codes or {}, 7, last_words)
+def find(endings, dead=(), exit_codes=None, ranks=3, last_words="boom", **facts) -> JobIncident:
+    return explain(
+        AttemptEnd(
+            ranks=ranks,
+            endings={e.rank: e for e in endings},
+            dead=list(dead),
+            exit_codes=exit_codes or {},
+            step=7,
+            last_words=last_words,
+            **facts,
+        )
+    )
 
 
 def test_a_killed_rank_is_named_though_its_peers_complained():
@@ -53,10 +66,27 @@ def test_the_silent_rank_of_a_timeout_hung():
     assert (incident.rank, incident.cause) == (1, "hung: its peers waited for it until the timeout")
 
 
+def test_an_abort_for_a_wrong_size_is_a_bug():
+    log = "terminate called\n  what():  [pair.cc:456] op.preamble.length <= op.nbytes. 20 vs 12. Received data size\n"
+    peer = replace(failed(0, LOST), collectives=(CALL,))
+    incident = find([peer], [1], {1: -signal.SIGABRT}, ranks=2, log=log)
+    assert incident.rank == 1 and incident.error is not None and incident.error.code == "E-COLLECTIVES-DIFFER"
+    assert "(20 vs 12 bytes)" in incident.cause and "rank 0 called all_reduce [5] Float, number 12" in incident.cause
+
+
+def test_errors_after_different_collectives_are_a_bug():
+    other = replace(CALL, operation="broadcast")
+    endings = [replace(failed(0, LOST), collectives=(CALL,)), replace(failed(1, LOST), collectives=(other,))]
+    incident = find(endings, dead=[0, 1], ranks=2)
+    assert incident.error is not None and "rank 1 called broadcast [5]" in incident.error.found
+    same = find([replace(ending, collectives=(CALL,)) for ending in endings], dead=[0, 1], ranks=2)
+    assert same.error is None and same.cause == "lost the connection to its peers"
+
+
 def test_what_the_user_has_to_mend_is_handed_on():
     incident = find([failed(0, LOST, time=1), failed(2, "block 3 differs", "DataError", time=2)], dead=[0, 2])
     assert isinstance(incident.error, DataError) and incident.rank == 2
-    assert refuse_restart([incident], 3, LOG) is incident.error
+    assert incident.kind == "data"
     several = find([failed(0, "none of 2 can be used:\n  a\n  b", "CheckpointError")], dead=[0])
     assert several.cause == "none of 2 can be used" and several.error.found.endswith("b")  # one line in log and status
 
@@ -64,43 +94,41 @@ def test_what_the_user_has_to_mend_is_handed_on():
 def test_ranks_that_never_started_show_the_last_line():
     incident = find([], last_words="No module named torch")
     assert incident.rank == -1 and "No module named torch" in incident.cause
-    assert refuse_restart([incident], 3, LOG) is None
-    assert isinstance(refuse_restart([incident, incident], 3, LOG), RunFailed)
+    assert (incident.signature, incident.kind) == ("launcher", "job")  # not tried a third time
 
 
 def test_a_killed_fork_server_is_an_accident():
     """Twice at the same step: the kernel kills it when memory is short, which is no bug of the program."""
-    killed = explain(2, {}, [], {}, 7, "a warning", -signal.SIGKILL)
-    assert "fork server" in killed.cause and killed.signature == ""
-    assert refuse_restart([killed, killed], 3, Path("log")) is None
-    failed = explain(2, {}, [], {}, 7, "No module named torch", 1)
-    with refused("E-RUN-REPEATS"):
-        raise refuse_restart([failed, failed], 3, Path("log"))
+    killed = find([], server_code=-signal.SIGKILL)
+    assert "fork server" in killed.cause and (killed.signature, killed.kind) == ("", "killed")
+    assert find([], server_code=-signal.SIGKILL, oom_kills=1).kind == "memory"
+    assert find([], last_words="No module named torch", server_code=1).signature == "launcher"
 
 
 def test_a_rank_that_left_without_starting_is_named():
     assert find([], exit_codes={1: 1}).cause == "ended with exit code 1"
 
 
-def incident(cause="was killed (SIGKILL)", signature="", step=7) -> JobIncident:
-    return JobIncident(rank=1, cause=cause, signature=signature, step=step)
-
-
-def test_accidents_use_up_the_budget():
-    assert refuse_restart([incident()] * 3, 3, LOG) is None
-    refusal = refuse_restart([incident()] * 4, 3, LOG)
-    assert isinstance(refusal, RunFailed) and refusal.exit_code == 93
-    assert (refusal.code, refusal.facts["max_restarts"]) == ("E-RUN-RESTARTS", 3)
-    assert isinstance(refuse_restart([incident()], 0, LOG), RunFailed)
-
-
-def test_the_same_error_at_the_same_step_is_a_bug():
-    bug = incident("raised ValueError: x", "raised ValueError: x")
-    refusal = refuse_restart([bug, bug], 3, LOG)
-    assert isinstance(refusal, RunFailed) and refusal.code == "E-RUN-REPEATS"
-    assert (refusal.facts["times"], refusal.facts["log"]) == (2, str(LOG))
-    assert refuse_restart([bug, incident("raised ValueError: x", "raised ValueError: x", step=9)], 3, LOG) is None
-    assert refuse_restart([bug, incident()], 3, LOG) is None
+@pytest.mark.parametrize(
+    ("incident", "kind"),
+    [
+        ({"dead": [1], "exit_codes": {1: -signal.SIGKILL}}, "killed"),
+        ({"dead": [1], "exit_codes": {1: -signal.SIGKILL}, "oom_kills": 1}, "memory"),
+        ({"dead": [1], "exit_codes": {1: -signal.SIGSEGV}, "oom_kills": 1}, "crash"),
+        ({"dead": [1], "exit_codes": {1: 1}}, "crash"),
+        ({"endings": [failed(1, "CUDA out of memory. Tried to allocate 2 GiB", "OutOfMemoryError")]}, "memory"),
+        ({"endings": [failed(1, "DefaultCPUAllocator: can't allocate memory: you tried to allocate 8")]}, "memory"),
+        ({"endings": [failed(1, "x", "ValueError")]}, "bug"),
+        ({"endings": [replace(failed(1, "x", "RunFailed"), code="E-LOSS-NOT-FINITE")]}, "numerics"),
+        ({"endings": [replace(failed(1, "x", "RunFailed"), code="E-CALLBACK")]}, "bug"),
+        ({"endings": [failed(1, "x", "ResourceError")]}, "disk"),
+        ({"endings": [failed(1, "x", "ConfigError")]}, "settings"),
+        ({"endings": [failed(0, HUNG), failed(2, HUNG)]}, "hang"),
+        ({"endings": [failed(0, LOST)]}, "job"),
+    ],
+)
+def test_every_failure_has_a_kind(incident, kind):
+    assert find(**{"endings": [], **incident}).kind == kind
 
 
 @pytest.mark.parametrize("address", ["0x7f12", "0x9a01"])

@@ -6,7 +6,7 @@ import time
 import pytest
 
 import ingot.trainer.resilience.stop_vote as stop_vote_module
-from ingot.schema.run import Launch
+from ingot.schema.launch import Launch
 from ingot.trainer.resilience.stop_requests import REASONS, REQUESTED, TIME_LIMIT, StopRequest, StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
 

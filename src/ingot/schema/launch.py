@@ -1,0 +1,65 @@
+"""The settings `[launch]` of a run file: how the job is started, watched, restarted and stopped."""
+
+import math
+from dataclasses import dataclass
+
+from ingot.errors import ConfigError
+from ingot.ranges import Deadline, Factor, Queue, Seconds
+from ingot.units import parse_duration
+
+
+@dataclass(frozen=True, kw_only=True)
+class Launch:
+    """Supervision of the job. max_restarts: number of restarts after lost ranks, in restart_window_seconds.
+    timeout_seconds: if a collective waits
+    longer, a rank counts as hung. lease_seconds: a launcher that gave no sign of life for this time counts as gone, and
+    another machine may take over the run.
+
+    stop_after: the duration, from the start of the launcher, after which the run saves and stops, as "4h", "1d2h30m",
+      "04:00:00" or "1-12:00:00"; restarts of the ranks do not begin it again. "": no limit.
+    grace: the duration between a request to stop (a signal, or stop_after) and the moment when the ranks are killed. A
+      save that does not fit into the rest of it, by the last one's duration, is not begun. "": the run stops when it
+      has saved.
+    watchdog_seconds: the shortest time without progress after which a job counts as hung; a phase of training that took
+      longer so far may take five times its longest (trainer/launch/watchdog.py). 0: there is no watchdog.
+    watchdog_first_seconds: the time for a phase that this job has not had yet, and the longest for any other.
+    failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
+      rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
+    """
+
+    max_restarts: Queue = 3
+    restart_window_seconds: Deadline = 3600.0
+    timeout_seconds: Deadline = 120.0
+    lease_seconds: Deadline = 60.0
+    stop_after: str = ""
+    grace: str = ""
+    watchdog_seconds: Seconds = 60.0
+    watchdog_first_seconds: Deadline = 1800.0
+    failures_per_node_day: Factor = 0.0
+
+    def problems(self):
+        for name in ("stop_after", "grace"):
+            try:
+                seconds = _limit(getattr(self, name))
+            except ConfigError as error:
+                yield name, f"{error.found}; {error.rule}"
+                continue
+            if not 0 < seconds <= _YEAR and not math.isinf(seconds):
+                yield name, f"{getattr(self, name)!r} is {seconds:,.0f} s, not from 1 to {_YEAR:,} s"
+
+    @property
+    def stop_after_limit(self) -> float:
+        """stop_after in seconds; inf if there is no limit."""
+        return _limit(self.stop_after)
+
+    @property
+    def grace_limit(self) -> float:
+        """grace in seconds; inf if there is no limit."""
+        return _limit(self.grace)
+
+
+_YEAR = 365 * 86_400
+
+
+def _limit(duration: str) -> float:
+    return parse_duration(duration) if duration else math.inf

@@ -1,0 +1,141 @@
+"""The heartbeats of ranks: each writes what it does, since when, into memory that its supervisor reads. No torch.
+
+A heartbeat is a few words in shared memory: writing one waits for nothing, needs no thread and takes a microsecond, and
+the supervisor sees it whatever holds the rank's interpreter lock. The memory is a file without a name, which the kernel
+releases with its last process. Times are seconds of the monotonic clock, which is one for all processes of a machine
+and does not jump.
+"""
+
+import mmap
+import os
+import struct
+import time
+from dataclasses import dataclass
+from enum import IntEnum
+
+HEARTBEAT_VARIABLE = "INGOT_HEARTBEAT_FD"  # the file descriptor of the memory, in the environment of the ranks
+
+
+class Phase(IntEnum):
+    """The phases of a rank's work. A phase ends when the next one begins."""
+
+    START = 0  # imports, groups, the model, the load of a checkpoint; also the load after a roll-back
+    COMPILE = 1  # the first step of an attempt, in which code is compiled and memory is allocated
+    DATA = 2  # waiting for the next batch
+    STEP = 3  # forward, backward, the update, and the log line after it
+    SAVE = 4  # as long as training waits for a save
+    EVALUATE = 5
+    CALLBACK = 6  # the callbacks of a log line, which may do anything
+    END = 7  # the last uploads; they may take any time
+
+    @property
+    def words(self) -> str:
+        """The phase in an error message: "in a step"."""
+        return _WORDS[self]
+
+
+_WORDS = {
+    Phase.START: "at the start",
+    Phase.COMPILE: "in the first step",
+    Phase.DATA: "waiting for data",
+    Phase.STEP: "in a step",
+    Phase.SAVE: "in a save",
+    Phase.EVALUATE: "in an evaluation",
+    Phase.CALLBACK: "in a callback",
+    Phase.END: "at the end",
+}
+# Process id, beats so far, phase, step, when the phase began [ns], file descriptors of the two reports (evidence.py);
+# then the longest time [ns] of each phase that ended.
+_HEAD = struct.Struct("<7q")
+_LONGEST = struct.Struct(f"<{len(Phase)}q")
+_SLOT = 128
+assert _HEAD.size + _LONGEST.size <= _SLOT
+
+
+@dataclass(frozen=True)
+class Beat:
+    """The newest heartbeat of a rank.
+
+    pid: 0 until the rank's own first beat. count: beats so far. since: when the phase began. stacks, collectives: file
+    descriptors of the rank with its reports, -1 if it answers no questions. longest: for each Phase, the seconds of the
+    longest one that ended, 0 if none has.
+    """
+
+    pid: int
+    count: int
+    phase: Phase
+    step: int
+    since: float
+    stacks: int
+    collectives: int
+    longest: tuple[float, ...]
+
+
+class Heartbeats:
+    """The memory of the heartbeats of `ranks`, with the supervisor. `fd` is passed on to the ranks."""
+
+    def __init__(self, ranks: int):
+        self.ranks = ranks
+        self.fd = os.memfd_create("ingot-heartbeats")
+        os.set_inheritable(self.fd, True)
+        os.ftruncate(self.fd, ranks * _SLOT)
+        self._memory = mmap.mmap(self.fd, ranks * _SLOT)
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin an attempt: every rank is at its start, from now on. No rank of an earlier one may be alive."""
+        for rank in range(self.ranks):
+            head = _HEAD.pack(0, 0, Phase.START, 0, time.monotonic_ns(), -1, -1)
+            self._memory[rank * _SLOT : (rank + 1) * _SLOT] = head.ljust(_SLOT, b"\0")
+
+    def read(self, rank: int) -> Beat:
+        """Return the newest heartbeat of `rank`, never a part of one that it is writing."""
+        before, slot = b"", self._slot(rank)
+        while slot != before:
+            before, slot = slot, self._slot(rank)
+        pid, count, phase, step, since, stacks, collectives = _HEAD.unpack_from(slot)
+        longest = tuple(value / 1e9 for value in _LONGEST.unpack_from(slot, _HEAD.size))
+        return Beat(pid, count, Phase(phase), step, since / 1e9, stacks, collectives, longest)
+
+    def _slot(self, rank: int) -> bytes:
+        return self._memory[rank * _SLOT : (rank + 1) * _SLOT]
+
+    def close(self) -> None:
+        self._memory.close()
+        os.close(self.fd)
+
+
+class Heartbeat:
+    """The heartbeat of this rank. Without a supervisor it beats as well, and nobody reads it.
+
+    stacks, collectives: file descriptors of this process's reports (see Beat).
+    """
+
+    def __init__(self, memory: mmap.mmap, rank: int, stacks: int = -1, collectives: int = -1):
+        self._memory, self._at = memory, rank * _SLOT
+        self._fixed = stacks, collectives
+        self._longest = [0] * len(Phase)
+        self._pid, self._count, self._phase = os.getpid(), 0, Phase.START
+        self._since = _HEAD.unpack_from(memory, self._at)[4] or time.monotonic_ns()  # when the attempt began
+        _HEAD.pack_into(memory, self._at, self._pid, 0, Phase.START, 0, self._since, *self._fixed)
+
+    def enter(self, phase: Phase, step: int) -> None:
+        """End the current phase and begin `phase`, of this step. Waits for nothing."""
+        now = time.monotonic_ns()
+        took = now - self._since
+        if took > self._longest[self._phase]:
+            self._longest[self._phase] = took
+            _LONGEST.pack_into(self._memory, self._at + _HEAD.size, *self._longest)
+        self._phase, self._since, self._count = phase, now, self._count + 1
+        _HEAD.pack_into(self._memory, self._at, self._pid, self._count, phase, step, now, *self._fixed)
+
+
+def open_heartbeat(rank: int | None = None, stacks: int = -1, collectives: int = -1) -> Heartbeat:
+    """Return the heartbeat of this process: in its supervisor's memory if it has one and is its local rank `rank`.
+
+    stacks, collectives: as in Heartbeat.
+    """
+    fd = None if rank is None else os.environ.get(HEARTBEAT_VARIABLE)
+    if fd is None or rank is None:
+        return Heartbeat(mmap.mmap(-1, _SLOT), 0, stacks, collectives)
+    return Heartbeat(mmap.mmap(int(fd), 0), rank, stacks, collectives)

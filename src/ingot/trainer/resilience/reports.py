@@ -1,0 +1,46 @@
+"""The reports of this rank for a supervisor that finds it hung: Python stacks, and the collectives that it is in.
+
+A signal asks for them. faulthandler writes the stacks of all threads within the signal handler, also while the
+interpreter lock is held in native code. A thread writes the collectives; it needs that lock, so a rank that does not
+answer holds it. Both write to memory files, which the supervisor opens through /proc; they end with the process.
+"""
+
+import faulthandler
+import json
+import os
+import signal
+import sys
+import threading
+
+from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, newest_calls
+
+REPORT_SIGNAL = signal.SIGUSR2
+
+
+class Reports:
+    """The two memory files of this process, by their file descriptors."""
+
+    def __init__(self):
+        self.stacks, self.collectives = os.memfd_create("ingot-stacks"), os.memfd_create("ingot-collectives")
+        self._asked, asks = os.pipe()
+        os.set_blocking(asks, False)
+        signal.signal(REPORT_SIGNAL, lambda *_: None)
+        signal.set_wakeup_fd(asks, warn_on_full_buffer=False)
+        faulthandler.enable(file=2)  # stacks on standard error before a fatal signal ends the process
+        # After the stacks, the handler of Python follows; it writes the number of the signal to `asks`.
+        faulthandler.register(REPORT_SIGNAL, file=self.stacks, all_threads=True, chain=True)
+        threading.Thread(target=self._answer, name="ingot-reports", daemon=True).start()
+
+    def _answer(self) -> None:
+        while signals := os.read(self._asked, 64):
+            if REPORT_SIGNAL in signals:
+                os.pwrite(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n", 0)
+
+
+def calls_of_this_process() -> tuple[CollectiveCall, ...]:
+    """Return the newest collectives that this process called (newest_calls); none if it has not imported torch."""
+    if "torch.distributed" not in sys.modules:
+        return ()
+    from ingot.trainer.torch_private import ranks_of_groups, recorded_collectives
+
+    return newest_calls(recorded_collectives(), ranks_of_groups())

@@ -1,0 +1,95 @@
+"""Decides whether a job that failed starts again, and after how long. No torch.
+
+A restart helps against accidents. It does not help against a bug, which fails at the same step again; nor where the job
+fails again and again before it reaches a step that it had not reached. Accidents may be many in a month, but not in an
+hour.
+"""
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from ingot.errors import RunFailed
+from ingot.schema.launch import Launch
+from ingot.trainer.resilience.incidents import JobIncident
+from ingot.units import format_seconds
+
+NO_PROGRESS = 3  # restarts in a row that reach no new step; NVIDIA's resiliency extension has the same number
+_FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds, doubled with each restart in a row without progress
+
+
+class Restarts:
+    """The restarts of one job. count: so far. recent: those within launch.restart_window_seconds.
+
+    clock: seconds that never jump.
+    """
+
+    def __init__(self, launch: Launch, clock: Callable[[], float] = time.monotonic):
+        self._launch, self._clock = launch, clock
+        self._incidents: list[tuple[float, JobIncident]] = []
+        self._farthest, self._in_vain = -1, 0
+
+    @property
+    def count(self) -> int:
+        return len(self._incidents)
+
+    @property
+    def recent(self) -> int:
+        since = self._clock() - self._launch.restart_window_seconds
+        return sum(at >= since for at, _ in self._incidents)
+
+    def wait_after(self, incident: JobIncident, log: Path) -> float:
+        """Return how many seconds to wait before the job starts again.
+
+        log: the standard error of the attempt. Raises the error of a rank that a restart cannot resolve, and RunFailed
+        if the same happened at the same step before, if the job reaches no new step, or if it failed too often.
+        """
+        before = [earlier for _, earlier in self._incidents]
+        self._incidents.append((self._clock(), incident))
+        self._in_vain = 0 if incident.step > self._farthest else self._in_vain + 1
+        self._farthest = max(self._farthest, incident.step)
+        if incident.error:
+            raise incident.error
+        who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
+        what = f"{who} {incident.cause} near step {incident.step}"
+        facts = {"rank": incident.rank, "step": incident.step, "cause": incident.cause, "kind": incident.kind}
+        go_on = f"fix the cause ({_shown_in(incident, log)}); the same command then continues from the last checkpoint"
+        same = sum((i.signature, i.step) == (incident.signature, incident.step) for i in before)
+        if incident.signature and same:
+            raise RunFailed(
+                "E-RUN-REPEATS",
+                f"{what}, {same + 1} times in a row",
+                rule="the same failure at the same step is a bug, not an accident; starting again will not help",
+                fix=go_on,
+                **facts,
+                times=same + 1,
+                log=str(log),
+            )
+        if self._in_vain > NO_PROGRESS:
+            raise RunFailed(
+                "E-RUN-NO-PROGRESS",
+                f"{what}; {self._in_vain} restarts in a row reached no step after {self._farthest}",
+                rule=f"a job whose restarts do not get farther is given up after {NO_PROGRESS}",
+                fix=go_on,
+                **facts,
+                farthest=self._farthest,
+            )
+        most, window = self._launch.max_restarts, self._launch.restart_window_seconds
+        if self.recent > most:
+            raise RunFailed(
+                "E-RUN-RESTARTS",
+                f"{what}, after {most} restarts",
+                rule=f"a job is restarted at most launch.max_restarts = {most} times in {format_seconds(window)} "
+                "(launch.restart_window_seconds)",
+                fix=f"find the cause ({_shown_in(incident, log)}); the same command continues from the last checkpoint",
+                **facts,
+                max_restarts=most,
+            )
+        return min(_FIRST_WAIT * 2 ** (self._in_vain - 1), _LONGEST_WAIT) if self._in_vain else 0.0
+
+
+def _shown_in(incident: JobIncident, log: Path) -> str:
+    """Return where the cause of an incident can be seen."""
+    if incident.evidence is None:
+        return f"see {log}"
+    return f"see the stacks in {incident.evidence}; if the program does need that time, raise launch.watchdog_seconds"

@@ -1,0 +1,185 @@
+"""Rows of ranks that hang, or fail from within: stopped processes, held locks, collectives in another order."""
+
+import os
+import shutil
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from ingot.events import read_events
+from ingot.schema import events
+
+from .bench import Bench, Ended, marked_processes, options
+from .oracles import Verdicts, gone_within
+from .row import END_SECONDS, Row, judge_recovered, random_of
+
+_WATCHDOG = 3.0  # seconds
+_SETTINGS = (
+    "train.steps=60",
+    f"launch.watchdog_seconds={_WATCHDOG}",
+    'plugins.modules=["planted"]',
+    'plugins.folder="lab"',
+    "callbacks.planted={}",
+)
+_PHASES = ("on_gradients", "on_update", "on_line", "record")
+_DETERMINISTIC = 93
+
+
+def rs01_phases(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill a rank from within, in each phase of a step: after its gradients, its update, in a log line, in a save."""
+    random = random_of("RS01 phases", seed)
+    for place in _PHASES:
+        _recovers(
+            bench, verdicts, f"kill-{place}-{seed}", f"kill {random.randrange(2)} {random.randrange(9, 40)} {place}"
+        )
+
+
+def rs02(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """A segmentation fault and an abort: restarted, with their stacks in the log. An exception of a plug-in: not tried
+    again, named with file and line; the same command continues once the plug-in raises no more."""
+    random = random_of("RS02", seed)
+    for kind, named in (("segv", "SIGSEGV"), ("abort", "SIGABRT")):
+        name, rank = f"{kind}-{seed}", random.randrange(2)
+        _recovers(bench, verdicts, name, f"{kind} {rank} {random.randrange(9, 40)} on_update", rank, named)
+        log = (bench.folder(name).logs / "attempt-1.log").read_text()
+        verdicts.judge("o6", kind, "" if f"in {kind}" in log else f"no stack of the planted fault in {log[-300:]}")
+    name, fault = f"error-{seed}", f"error {random.randrange(2)} {random.randrange(9, 40)} on_update"
+    ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+    right = ended.code == _DETERMINISTIC and "E-CALLBACK" in ended.output and "planted.py:" in ended.output
+    verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}: {ended.output[-300:]}")
+    again = bench.train(name, *_options(bench))
+    verdicts.judge("o6", fault, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
+    judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
+
+
+def rs03(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Stop one rank, and all ranks at once, from outside: the watchdog names them and their stacks are written."""
+    random = random_of("RS03", seed)
+    for ranks in ((random.randrange(2),), (0, 1)):
+        name = f"stopped-{len(ranks)}-{seed}"
+        where, folder, step = f"ranks {ranks}", bench.folder(name), random.randrange(9, 40)
+        process = bench.start(name, *_options(bench))
+        bench.wait_for_step(name, step, process)
+        pids = {e["rank"]: e["pid"] for e in read_events(folder.events, events.RANK_STARTED)}
+        injected = time.time()
+        for rank in ranks:
+            os.kill(pids[rank], signal.SIGSTOP)
+        _judge_hang(bench, verdicts, name, where, bench.ended(process), ranks[0], "SIGSTOP", injected)
+        stacks = [path for path in folder.incidents.rglob("rank-*.stacks") if "train_step" in path.read_text()]
+        verdicts.judge("o6", where, "" if len(stacks) == 2 - len(ranks) else f"stacks of {len(stacks)} ranks")
+
+
+def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """One rank holds its interpreter lock for ever, and one waits for something that never comes."""
+    random = random_of("RS04", seed)
+    for kind, named in (("hold", "interpreter lock"), ("wait", "waits for rank")):
+        rank, name = random.randrange(2), f"{kind}-{seed}"
+        fault = f"{kind} {rank} {random.randrange(9, 40)} on_update"
+        ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+        _judge_hang(bench, verdicts, name, fault, ended, rank, named)
+
+
+def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """One rank calls a collective with another shape, leaves one out, or swaps two: a bug, which is not tried again."""
+    random = random_of("RS05", seed)
+    for kind in ("shape", "skip", "order"):
+        name, fault = f"{kind}-{seed}", f"{kind} {random.randrange(2)} {random.randrange(9, 40)} on_update always"
+        ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+        found = [e["cause"] for e in read_events(bench.folder(name).events, events.FAULT)]
+        right = ended.code == _DETERMINISTIC and "E-COLLECTIVES-DIFFER" in ended.output and len(found) == 1
+        right = right and "number " in found[0]  # with its shape: of each rank, or of the one that Gloo did not abort
+        verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, faults {found}: {ended.output[-300:]}")
+        left = gone_within(END_SECONDS, lambda name=name: marked_processes(bench.folder(name).root))
+        verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
+
+
+def rs06(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Stop one rank, and all, for half the time of the watchdog: nothing happens, and nothing is reported."""
+    random, name = random_of("RS06", seed), f"paused-{seed}"
+    folder = bench.folder(name)
+    process = bench.start(name, *_options(bench))
+    for step, ranks in ((random.randrange(9, 20), (random.randrange(2),)), (30, (0, 1))):
+        bench.wait_for_step(name, step, process)
+        pids = {e["rank"]: e["pid"] for e in read_events(folder.events, events.RANK_STARTED)}
+        for number in (signal.SIGSTOP, signal.SIGCONT):
+            for rank in ranks:
+                os.kill(pids[rank], number)
+            time.sleep(_WATCHDOG / 2 if number == signal.SIGSTOP else 0)
+    ended = bench.ended(process)
+    faults = list(read_events(folder.events, events.FAULT))
+    reported = "watchdog" in ended.output or folder.incidents.exists()
+    verdicts.judge("o6", "pauses", f"exit code {ended.code}, {faults}" if ended.code or faults or reported else "")
+    judge_recovered(bench, verdicts, name, "pauses", bench.reference(*_settings(bench)), faults=0)
+
+
+def rs33(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """The same abort, and the same hang, at the same step in every attempt: given up with 93, not all restarts."""
+    random = random_of("RS33", seed)
+    for kind in ("abort", "wait"):
+        name, fault = (
+            f"always-{kind}-{seed}",
+            f"{kind} {random.randrange(2)} {random.randrange(9, 40)} on_update always",
+        )
+        ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+        faults = len(list(read_events(bench.folder(name).events, events.FAULT)))
+        right = ended.code == _DETERMINISTIC and "E-RUN-REPEATS" in ended.output and faults <= 3
+        verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {faults} faults: {ended.output[-300:]}")
+        left = gone_within(END_SECONDS, lambda name=name: marked_processes(bench.folder(name).root))
+        verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
+
+
+def _settings(bench: Bench) -> Sequence[str]:
+    """Return the settings of a run that can have the faults of planted.py, which it finds beside its run file."""
+    lab = bench.root / "lab"
+    lab.mkdir(exist_ok=True)
+    shutil.copyfile(Path(__file__).parent / "planted.py", lab / "planted.py")
+    return _SETTINGS
+
+
+def _options(bench: Bench) -> list[str]:
+    return options(_settings(bench))
+
+
+def _recovers(
+    bench: Bench, verdicts: Verdicts, name: str, fault: str, rank: int | None = None, named: str = ""
+) -> None:
+    """Train with a fault, once, and judge that the run recovered. rank, named: of the one fault that it has to log."""
+    ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+    faults = [(e["rank"], e["cause"]) for e in read_events(bench.folder(name).events, events.FAULT)]
+    right = len(faults) == 1 and rank in (None, faults[0][0]) and named in faults[0][1]
+    verdicts.judge("o6", fault, "" if ended.code == 0 and right else f"exit code {ended.code}, faults {faults}")
+    judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
+
+
+def _judge_hang(
+    bench: Bench,
+    verdicts: Verdicts,
+    name: str,
+    where: str,
+    ended: Ended,
+    rank: int,
+    named: str,
+    injected: float | None = None,
+) -> None:
+    """Judge a run whose rank `rank` hung once: found by the watchdog in time, named, and recovered."""
+    faults = list(read_events(bench.folder(name).events, events.FAULT))
+    right = [(e["rank"], e["detected_by"], named in e["cause"]) for e in faults]
+    wrong = ended.code or right != [(rank, "watchdog", True)]
+    verdicts.judge("o6", where, f"exit code {ended.code}, faults {faults}: {ended.output[-300:]}" if wrong else "")
+    late = [e["seconds"] for e in faults if e["seconds"] > _WATCHDOG + 1]
+    verdicts.judge("o6", where, f"found after {late} s" if late else "")
+    if injected is not None:
+        verdicts.time(bench.folder(name), injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_settings(bench)))
+
+
+ROWS = (
+    Row("RS01 phases", "SIGKILL of a rank in each phase of a step", rs01_phases),
+    Row("RS02", "an exception, a segmentation fault, an abort", rs02),
+    Row("RS03", "SIGSTOP of one rank, of all ranks", rs03),
+    Row("RS04", "a rank that holds its interpreter lock, or waits for ever", rs04),
+    Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05),
+    Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", rs06),
+    Row("RS33", "the same failure at the same step in every attempt", rs33),
+)

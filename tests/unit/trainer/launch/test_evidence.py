@@ -1,0 +1,118 @@
+"""The evidence of a hang, from real processes and from reports of the test's own."""
+
+import itertools
+import json
+import os
+import signal
+import time
+from dataclasses import replace
+
+import pytest
+
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.launch.evidence import examine, incident_of, judge
+from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.resilience.collective_calls import CollectiveCall
+from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Beat, Heartbeats, Phase, open_heartbeat
+from ingot.trainer.resilience.reports import Reports
+
+BEAT = Beat(pid=1, count=9, phase=Phase.STEP, step=7, since=5.0, stacks=3, collectives=4, longest=(0.0,) * len(Phase))
+HANG = Hang({0: BEAT, 1: replace(BEAT, step=8, since=6.0)}, seconds=3.04, limit=3.0)
+WAITS = CollectiveCall(
+    group="dp", ranks=(0, 1), number=4, operation="all_reduce", sizes=((8,),), dtype="Float", finished=False
+)
+CAME = replace(WAITS, number=3, finished=True)
+
+
+def _wait():
+    time.sleep(30)
+
+
+def _hold():
+    sum(itertools.repeat(0))
+
+
+@pytest.fixture
+def hung(tmp_path, monkeypatch):
+    """`hung(act, ...)`: one forked rank per act, each in a step. Returns their hang and the run folder."""
+    children, memory = [], []
+
+    def make(*acts):
+        beats = Heartbeats(len(acts))
+        memory.append(beats)
+        monkeypatch.setenv(HEARTBEAT_VARIABLE, str(beats.fd))
+        for rank, act in enumerate(acts):
+            children.append(os.fork())
+            if children[-1] == 0:
+                reports = Reports()
+                open_heartbeat(rank, reports.stacks, reports.collectives).enter(Phase.STEP, 12)
+                act()
+                os._exit(0)
+        while any(beats.read(rank).phase is not Phase.STEP for rank in range(len(acts))):
+            time.sleep(0.005)
+        return Hang({rank: beats.read(rank) for rank in range(len(acts))}, 3.0, 3.0), RunFolder(tmp_path)
+
+    yield make
+    for child in children:
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+    for beats in memory:
+        beats.close()
+
+
+def test_every_rank_is_asked_and_the_stopped_one_is_blamed(hung):
+    hang, folder = hung(_wait, _wait)
+    os.kill(hang.beats[1].pid, signal.SIGSTOP)
+    verdict = examine(hang, folder)
+    assert (verdict.ranks, verdict.mismatch) == ((1,), False) and "stopped (SIGSTOP)" in verdict.cause
+    assert "in _wait" in (verdict.folder / "rank-0.stacks").read_text()
+    assert "wrote no stacks" in (verdict.folder / "rank-1.stacks").read_text()
+    written = json.loads((verdict.folder / "hang.json").read_text())
+    assert written["ranks"] == [1] and written["state"]["0"]["answered"] and not written["state"]["1"]["answered"]
+    assert written["state"]["1"]["process_state"] == "T" and written["state"]["1"]["step"] == 12
+    assert examine(hang, folder).folder == folder.incidents / "0002"
+
+
+def test_a_rank_that_holds_its_interpreter_lock_is_blamed_and_its_stack_is_there(hung):
+    hang, folder = hung(_hold, _wait)
+    time.sleep(0.1)  # until it holds the lock
+    verdict = examine(hang, folder)
+    assert verdict.ranks == (0,) and "interpreter lock" in verdict.cause
+    assert "in _hold" in (verdict.folder / "rank-0.stacks").read_text()
+
+
+def test_a_rank_that_is_gone_is_no_obstacle(hung):
+    hang, folder = hung(_wait)
+    gone = replace(hang.beats[0], pid=2**22 + 1)
+    assert examine(Hang({0: gone}, 3.0, 3.0), folder).ranks == (0,)
+
+
+@pytest.mark.parametrize(
+    ("states", "calls", "ranks", "words"),
+    [
+        ({0: "S", 1: "S"}, {0: [WAITS], 1: [CAME]}, (1,), "rank 0 waits for rank 1 in all_reduce [8]"),
+        ({0: "S", 1: "D"}, {0: [WAITS], 1: None}, (1,), "waits in the kernel"),
+        ({0: "S", 1: "R"}, {0: [WAITS], 1: None}, (1,), "native code holds its interpreter lock"),
+        ({0: "T", 1: "S"}, {0: None, 1: [WAITS]}, (0,), "stopped (SIGSTOP)"),
+        ({0: "S", 1: "S"}, {0: [], 1: []}, (0,), "hung for 3.0 s in a step"),
+        ({0: "S", 1: "S"}, {0: [WAITS], 1: [replace(WAITS, sizes=((9,),))]}, (0, 1), "rank 1 called all_reduce [9]"),
+    ],
+)
+def test_the_cause_follows_from_states_and_collectives(states, calls, ranks, words):
+    found, cause, mismatch = judge(HANG, states, calls)
+    assert found == ranks and words in cause and mismatch == ("called" in words)
+
+
+def test_a_hang_is_an_incident_and_a_mismatch_an_error(hung):
+    hang, folder = hung(_wait)
+    verdict = examine(hang, folder)
+    incident = incident_of(hang, verdict)
+    assert (incident.rank, incident.step, incident.detected_by) == (0, 12, "watchdog") and incident.error is None
+    assert (incident.kind, incident.signature) == ("hang", "hung")  # again at the same step: no accident
+    bug = incident_of(hang, replace(verdict, mismatch=True))
+    assert (
+        bug.kind == "bug"
+        and bug.error is not None
+        and bug.error.code == "E-COLLECTIVES-DIFFER"
+        and str(verdict.folder) in bug.error.fix
+    )

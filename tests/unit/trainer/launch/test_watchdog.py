@@ -1,0 +1,110 @@
+"""The watchdog, with a clock and heartbeats of the test's own."""
+
+import math
+from dataclasses import replace
+
+import pytest
+
+from ingot.schema.launch import Launch
+from ingot.trainer.launch import watchdog as module
+from ingot.trainer.launch.watchdog import FACTOR, Watchdog
+from ingot.trainer.resilience.heartbeat import Beat, Phase
+
+NEVER = (0.0,) * len(Phase)
+
+
+def longest(**seconds):
+    """The longest time of each phase: longest(STEP=2.0)."""
+    return tuple(seconds.get(phase.name, 0.0) for phase in Phase)
+
+
+class Bench:
+    """Two ranks in a step since 0 s that have had steps of 0.1 s; a phase may take 3 s, the first of its kind 60 s."""
+
+    def __init__(self, monkeypatch):
+        self.now = 0.0
+        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        self.ranks = 2
+        times = longest(STEP=0.1, DATA=0.1)
+        beat = Beat(pid=1, count=9, phase=Phase.STEP, step=7, since=0.0, stacks=-1, collectives=-1, longest=times)
+        self.beats = dict.fromkeys(range(self.ranks), beat)
+        self.watchdog = Watchdog(Launch(watchdog_seconds=3.0, watchdog_first_seconds=60.0), self)
+
+    def read(self, rank):
+        return self.beats[rank]
+
+    def change(self, rank, **values):
+        self.beats[rank] = replace(self.beats[rank], **values)
+
+    def found_by(self, until, ended=()):
+        """Look every 0.05 s. Returns when a hang was found, or None."""
+        while self.now < until:
+            self.now = round(self.now + 0.05, 2)
+            if hang := self.watchdog.look(ended):
+                self.hang = hang
+                return self.now
+        return None
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    return Bench(monkeypatch)
+
+
+def test_a_job_without_progress_hangs_after_its_limit_and_not_before(bench):
+    bench.change(1, since=0.5)
+    assert bench.found_by(20) == pytest.approx(3.55, abs=0.051)
+    assert (bench.hang.limit, bench.hang.seconds) == (3.0, pytest.approx(3.05, abs=0.051))
+
+
+def test_no_rank_hangs_while_one_makes_progress(bench):
+    """Rank 0 has waited for a minute for rank 1, which reads slow data."""
+    for second in range(1, 60):
+        bench.change(1, since=float(second), phase=Phase.DATA)
+        assert bench.found_by(second + 1) is None
+
+
+def test_a_phase_may_take_five_times_its_longest(bench):
+    bench.change(0, longest=longest(STEP=2.0))
+    assert bench.found_by(30) == pytest.approx(FACTOR * 2.0, abs=0.11)
+
+
+def test_a_phase_that_was_not_seen_has_the_first_limit_and_no_phase_has_more(bench):
+    bench.change(0, phase=Phase.SAVE)
+    assert bench.found_by(59.9) is None and bench.found_by(61) == pytest.approx(60, abs=0.11)
+    bench.change(0, longest=longest(STEP=1000.0))
+    assert bench.watchdog.limit(Phase.SAVE) == 60.0
+    bench.watchdog.look(())
+    assert bench.watchdog.limit(Phase.STEP) == 60.0
+
+
+def test_what_was_learned_stays_for_the_next_attempt(bench):
+    bench.change(0, longest=longest(START=2.0))
+    bench.watchdog.look(())
+    bench.change(0, longest=NEVER)
+    bench.watchdog.look(())
+    assert bench.watchdog.limit(Phase.START) == FACTOR * 2.0
+
+
+def test_time_in_which_the_supervisor_did_not_run_does_not_count(bench):
+    """A machine that was suspended for an hour: its ranks have had no time, either."""
+    assert bench.found_by(1) is None
+    bench.now = 3600.0
+    assert bench.watchdog.look(()) is None
+    assert bench.found_by(3610) == pytest.approx(3603, abs=0.11)
+
+
+def test_the_last_uploads_may_take_any_time(bench):
+    bench.change(0, phase=Phase.END)
+    assert bench.watchdog.limit(Phase.END) == math.inf and bench.found_by(500) is None
+
+
+def test_a_rank_that_ended_is_not_waited_for(bench):
+    bench.change(1, phase=Phase.END)
+    assert bench.found_by(20, ended=[1]) is not None and bench.hang.beats.keys() == {0}
+    assert bench.watchdog.look([0, 1]) is None
+
+
+def test_it_can_be_switched_off(bench):
+    bench.watchdog = Watchdog(Launch(watchdog_seconds=0.0), bench)
+    assert bench.found_by(300) is None

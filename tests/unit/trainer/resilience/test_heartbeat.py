@@ -1,0 +1,53 @@
+import os
+import time
+
+import pytest
+
+from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats, Phase, open_heartbeat
+
+
+@pytest.fixture
+def beats(monkeypatch):
+    made = Heartbeats(3)
+    monkeypatch.setenv(HEARTBEAT_VARIABLE, str(made.fd))
+    yield made
+    made.close()
+
+
+def test_a_rank_that_never_beat_is_at_its_start(beats):
+    beat = beats.read(2)
+    assert (beat.pid, beat.count, beat.phase, beat.stacks) == (0, 0, Phase.START, -1)
+    assert time.monotonic() - beat.since < 5 and not any(beat.longest)
+
+
+def test_another_process_beats_in_memory_that_both_share(beats):
+    child = os.fork()
+    if child == 0:
+        heart = open_heartbeat(1, stacks=7, collectives=8)
+        heart.enter(Phase.STEP, 12)
+        time.sleep(0.05)
+        heart.enter(Phase.SAVE, 12)
+        os._exit(0)
+    os.waitpid(child, 0)
+    beat = beats.read(1)
+    assert (beat.pid, beat.phase, beat.step, beat.stacks, beat.collectives) == (child, Phase.SAVE, 12, 7, 8)
+    assert beat.longest[Phase.START] > 0  # from the beginning of the attempt, before the process existed
+    assert beat.longest[Phase.STEP] >= 0.05 and beat.longest[Phase.SAVE] == 0
+    assert beats.read(0).count == beats.read(2).count == 0  # of its neighbors
+
+
+def test_an_attempt_begins_without_the_beats_of_the_last(beats):
+    open_heartbeat(0).enter(Phase.STEP, 5)
+    before = beats.read(0).since
+    beats.begin()
+    beat = beats.read(0)
+    assert (beat.pid, beat.step, beat.phase) == (0, 0, Phase.START) and beat.since >= before and not any(beat.longest)
+
+
+def test_without_a_supervisor_a_heart_beats_for_itself(beats):
+    open_heartbeat().enter(Phase.STEP, 5)  # of a run in the program's own process
+    assert all(beats.read(rank).count == 0 for rank in range(3))
+
+
+def test_every_phase_has_words():
+    assert all(phase.words for phase in Phase)
