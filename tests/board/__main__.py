@@ -3,6 +3,8 @@
 python -m tests.board                              all rows with five seeds
 python -m tests.board --rows RS09,RS10 --seeds 1   some rows, with seed 0
 python -m tests.board --write                      all rows, and the table in docs/reliability.md
+python -m tests.board --rows RS09 --json a.jsonl   a part of the rows today, and
+python -m tests.board --lines a.jsonl --write      the rest later: what the file has is not played again
 """
 
 import argparse
@@ -30,7 +32,15 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--rows", type=lambda text: text.split(","), help="only these rows, as RS09,RS10")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this number, exclusive (default: %(default)s)")
     parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}; needs all rows")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write the lines of JSON to this file as well")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines of JSON to this file as well")
+    parser.add_argument(
+        "--lines",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="FILE",
+        help="take the rows and seeds that these files have",
+    )
     args = parser.parse_args(arguments)
     if reason := killpoints.missing():
         parser.error(reason)
@@ -39,22 +49,28 @@ def main(arguments: list[str]) -> int:
     if args.write and args.rows:
         parser.error("the page gets the table of all rows: leave out --rows")
     rows = [row for row in ALL if not args.rows or row.id in args.rows]
-    started, lines = time.monotonic(), []
+    ids, own = {row.id for row in rows}, {"commit": commit(), "date": str(date.today()), "machine": machine()}
+    recorded = [json.loads(text) for file in args.lines for text in file.read_text().splitlines()]
+    lines = [line for line in recorded if line["id"] in ids and line["seed"] < args.seeds]
+    known = {(line["id"], line["seed"]) for line in lines}
     with Bench() as bench:
         for row in rows:
-            for seed in range(args.seeds):
-                lines.append(play(bench, row, seed))
-                print(json.dumps(lines[-1]), flush=True)
-    minutes = (time.monotonic() - started) / 60
+            for seed in (seed for seed in range(args.seeds) if (row.id, seed) not in known):
+                lines.append(play(bench, row, seed) | own)
+                text = json.dumps(lines[-1])
+                print(text, flush=True)
+                if args.json:  # at once: a run of an hour may be interrupted
+                    with args.json.open("a") as file:
+                        file.write(text + "\n")
+    minutes = sum(line["seconds"] for line in lines) / 60
     red = sorted({line["id"] for line in lines if not line["passed"]})
     summary = (
         f"{len(rows)} rows with {args.seeds} seeds in {minutes:.1f} minutes: {len(red)} red, {len(MISSING)} missing"
     )
     print(f"\n{table_of(lines)}\n\n{summary}{': ' if red else ''}{', '.join(red)}")
-    if args.json:
-        args.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
     if args.write:
-        how = f"`python -m tests.board` on {date.today()}, {machine()}, commit {commit()}"
+        on, machines, commits = (sorted({line[key] for line in lines}) for key in ("date", "machine", "commit"))
+        how = f"`python -m tests.board` on {' and '.join(on)}, {' and '.join(machines)}, commit {' and '.join(commits)}"
         write(f"{how}: {summary}.\n\n{table_of(lines)}")
     return 1 if red else 0
 
