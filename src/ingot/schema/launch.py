@@ -20,9 +20,10 @@ class Launch:
     grace: the duration between a request to stop (a signal, or stop_after) and the moment when the ranks are killed. A
       save that does not fit into the rest of it, by the last one's duration, is not begun. "": the run stops when it
       has saved.
-    watchdog_seconds: the shortest time without progress after which a job counts as hung; a phase of training that took
-      longer so far may take five times its longest (trainer/launch/watchdog.py). 0: there is no watchdog.
-    watchdog_first_seconds: the time for a phase that this job has not had yet, and the longest for any other.
+    watchdog_seconds: the shortest time in a step after which a job counts as hung; a step may also take five times the
+      longest so far (trainer/launch/watchdog.py). 0: there is no watchdog.
+    watchdog_other_seconds: the same for all that is no step: the start, the first step, a wait for data or for a save,
+      an evaluation, the callbacks of a log line.
     failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
       rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
     """
@@ -34,7 +35,7 @@ class Launch:
     stop_after: str = ""
     grace: str = ""
     watchdog_seconds: Seconds = 60.0
-    watchdog_first_seconds: Deadline = 1800.0
+    watchdog_other_seconds: Deadline = 1800.0
     failures_per_node_day: Factor = 0.0
 
     def problems(self):

@@ -99,13 +99,15 @@ def recorded_collectives() -> list[dict[str, Any]]:
     It keeps as many as TORCH_FR_BUFFER_SIZE of the environment says, none by default. Each has process_group [name,
     description], collective_seq_id, is_p2p, profiling_name ("gloo:all_reduce"), input_sizes, output_sizes,
     input_dtypes, time_created_ns and retired (whether it is complete).
+    Gloo and NCCL have a recorder each; some builds show the same entries in both.
     Why: it knows the collective in which a rank of a hung job waits, with Gloo and NCCL alike.
     Checked: 2.11 (by name), 2.13.
     Fallback: none; a hang is then reported with stacks alone.
     """
     module = getattr(torch._C, "_distributed_c10d", None)  # absent in builds without torch.distributed
-    dump = getattr(module, "_dump_fr_trace_json", None)
-    return json.loads(dump()).get("entries", []) if dump else []
+    dumps = (getattr(module, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+    found = {json.dumps(entry): entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])}
+    return sorted(found.values(), key=lambda entry: entry["time_created_ns"])
 
 
 def ranks_of_groups() -> dict[str, list[int]]:

@@ -11,15 +11,16 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import ConfigError
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
-from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.launch.watchdog import STOPPED, Hang, state_of
 from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, find_blame, from_json
+from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.incidents import JobIncident, differing
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 
@@ -27,41 +28,56 @@ _ANSWER_SECONDS = 0.5
 _NATIVE_SECONDS = 3.0  # of all ranks together
 _NATIVE_RANKS = 8
 _POLL_SECONDS = 0.02
-_STOPPED, _IN_KERNEL = "Tt", "D"  # states of a process in /proc
+_IN_KERNEL = "D"  # state of a process in /proc
 
 
 @dataclass(frozen=True)
 class HangCause:
-    """The cause of a hang, as far as the evidence shows it. ranks: those to blame, maybe none. cause: a phrase for
-    people. mismatch: ranks called collectives differently, which happens again. folder: where the evidence is."""
+    """The cause of a hang, as far as the evidence shows it. ranks: those to blame. words: a phrase for people.
+    mismatch: ranks called collectives differently, which happens again. accident: something outside of the program."""
 
     ranks: tuple[int, ...]
-    cause: str
-    mismatch: bool
-    folder: Path
+    words: str
+    mismatch: bool = False
+    accident: bool = False
 
 
-def examine(hang: Hang, folder: RunFolder) -> HangCause:
+def examine(hang: Hang, folder: RunFolder) -> tuple[HangCause, Path | None]:
     """Ask the ranks of a hung job for their stacks and collectives, write them down, and judge. Takes about a second.
 
-    No rank may have been killed yet.
+    Returns the cause, and the folder with the evidence; None if the disk did not take it. No rank may have been killed
+    yet.
     """
-    place = _new_folder(folder)
-    for beat in hang.beats.values():
-        if beat.stacks >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(beat.pid, REPORT_SIGNAL)
+    _ask(hang)
     calls = _answers(hang)
-    states = {rank: _state(beat.pid) for rank, beat in hang.beats.items()}
-    for rank, beat in hang.beats.items():
-        (place / f"rank-{rank}.stacks").write_text(_read(beat.pid, beat.stacks) or "this rank wrote no stacks\n")
-    ranks, cause, mismatch = judge(hang, states, calls)
+    states = {rank: state_of(beat.pid) for rank, beat in hang.beats.items()}
+    stacks = {rank: _read(beat.pid, beat.stacks) for rank, beat in hang.beats.items()}
+    cause = judge(hang, states, calls, {rank for rank, text in stacks.items() if text})
+    try:
+        place = _new_folder(folder)
+        _write(hang, place, cause, states, calls, stacks)
+        _add_native_stacks(hang, place, cause.ranks)
+    except OSError:  # a full disk must not keep a hang from its end
+        return cause, None
+    return cause, place
+
+
+def _write(
+    hang: Hang,
+    place: Path,
+    cause: HangCause,
+    states: Mapping[int, str],
+    calls: Mapping[int, Sequence[CollectiveCall] | None],
+    stacks: Mapping[int, str],
+) -> None:
+    for rank, text in stacks.items():
+        (place / f"rank-{rank}.stacks").write_text(text or "this rank wrote no stacks\n")
     write_json(
         place / "hang.json",
         {
-            "cause": cause,
-            "ranks": list(ranks),
-            "mismatch": mismatch,
+            "cause": cause.words,
+            "ranks": list(cause.ranks),
+            "mismatch": cause.mismatch,
             "seconds_without_progress": round(hang.seconds, 3),
             "limit_seconds": round(hang.limit, 3),
             "state": {
@@ -77,50 +93,71 @@ def examine(hang: Hang, folder: RunFolder) -> HangCause:
             },
         },
     )
-    _add_native_stacks(hang, place, ranks)
-    return HangCause(ranks, cause, mismatch, place)
 
 
-def incident_of(hang: Hang, found: HangCause) -> JobIncident:
-    """Return the hang as the incident that ended an attempt."""
-    rank = found.ranks[0] if found.ranks else -1
+def _ask(hang: Hang) -> None:
+    """Ask all ranks for their reports; answers to earlier questions are gone then."""
+    for beat in hang.beats.values():
+        for fd in (beat.stacks, beat.collectives):
+            if beat.pid > 0 and fd >= 0:
+                with contextlib.suppress(OSError):
+                    os.truncate(f"/proc/{beat.pid}/fd/{fd}", 0)
+        if beat.pid > 0 and beat.stacks >= 0:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(beat.pid, REPORT_SIGNAL)
+
+
+def incident_of(hang: Hang, cause: HangCause, evidence: Path | None, step: int) -> JobIncident:
+    """Return the hang as the incident that ended an attempt. evidence: its folder. step: the last one in the log.
+
+    A hang of the program repeats at the same step, in the same phase. A stopped process, a
+    disk and a start that takes too long are accidents, which may repeat by chance.
+    """
+    phase = max(hang.beats.values(), key=lambda beat: beat.step).phase
+    accident = cause.accident or phase is Phase.START
     return JobIncident(
-        rank=rank,
-        kind="bug" if found.mismatch else "hang",
-        cause=found.cause,
-        signature="hung",  # again at the same step: the program hangs there
-        step=max(beat.step for beat in hang.beats.values()),
-        error=differing(found.cause, found.folder) if found.mismatch else None,
+        rank=cause.ranks[0],
+        kind="bug" if cause.mismatch else "hang",
+        cause=cause.words,
+        signature="" if accident else f"hung {phase.words}",
+        step=max(step, *(beat.step for beat in hang.beats.values())),
+        error=differing(cause.words, evidence) if cause.mismatch else None,
         detected_by="watchdog",
-        evidence=found.folder,
+        evidence=evidence,
         seconds=round(hang.seconds, 3),
+        setting=hang.setting,
     )
 
 
 def judge(
-    hang: Hang, states: Mapping[int, str], calls: Mapping[int, Sequence[CollectiveCall] | None]
-) -> tuple[tuple[int, ...], str, bool]:
-    """Return the ranks to blame, the cause, and whether it is a mismatch. A pure function of its arguments.
+    hang: Hang,
+    states: Mapping[int, str],
+    calls: Mapping[int, Sequence[CollectiveCall] | None],
+    with_stacks: Collection[int],
+) -> HangCause:
+    """Find the cause of a hang. A pure function of its arguments.
 
     states: rank -> state letter of its process ("T" stopped, "D" in the kernel). calls: rank -> its newest collectives,
-    None if it did not answer.
+    None if it did not answer. with_stacks: the ranks that wrote their stacks.
     """
     seconds = f"for {hang.seconds:.1f} s"
-    if stopped := tuple(rank for rank, state in states.items() if state in _STOPPED):
-        return stopped, f"hung {seconds}: its process is stopped (SIGSTOP)", False
+    if stopped := tuple(rank for rank, state in states.items() if state in STOPPED):
+        return HangCause(stopped, f"hung {seconds}: its process is stopped (SIGSTOP)", accident=True)
     blame = find_blame(calls)
     if blame and blame.mismatch:
-        return blame.ranks, f"hung {seconds}: {blame.words}", True
-    if in_kernel := tuple(rank for rank, state in states.items() if state in _IN_KERNEL):
-        return in_kernel, f"hung {seconds}: its process waits in the kernel, for a disk or a driver", False
+        return HangCause(blame.ranks, f"hung {seconds}: {blame.words}", mismatch=True)
+    if in_kernel := tuple(rank for rank, state in states.items() if state == _IN_KERNEL):
+        words = f"hung {seconds}: its process waits in the kernel, for a disk or a driver"
+        return HangCause(in_kernel, words, accident=True)
     if silent := tuple(rank for rank, answer in calls.items() if answer is None and hang.beats[rank].pid):
-        where = hang.beats[silent[0]].phase.words
-        return silent, f"hung {seconds} {where}: native code holds its interpreter lock", False
+        held = silent[0] in with_stacks
+        why = "native code holds its interpreter lock" if held else "it does not answer"
+        return HangCause(silent, f"hung {seconds} {hang.beats[silent[0]].phase.words}: {why}")
     if blame:
         where = hang.beats[blame.ranks[0]].phase.words
-        return blame.ranks, f"hung {seconds} {where}: {blame.words}", False
+        return HangCause(blame.ranks, f"hung {seconds} {where}: {blame.words}")
     first = min(hang.beats, key=lambda rank: hang.beats[rank].since)
-    return (first,), f"hung {seconds} {hang.beats[first].phase.words}", False
+    return HangCause((first,), f"hung {seconds} {hang.beats[first].phase.words}")
 
 
 def _new_folder(folder: RunFolder) -> Path:
@@ -129,14 +166,6 @@ def _new_folder(folder: RunFolder) -> Path:
         number += 1
     place.mkdir(parents=True)
     return place
-
-
-def _state(pid: int) -> str:
-    """Return the state letter of a process; "" if it is gone."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except (OSError, IndexError):
-        return ""
 
 
 def _answers(hang: Hang) -> dict[int, tuple[CollectiveCall, ...] | None]:

@@ -264,7 +264,10 @@ def _follow(
         if log_reader.ended and len(read_endings(folder)) == running.job.processes:
             break  # everything is saved and reported; only Python is still shutting down
         if hang := watchdog.look(running.exit_codes):
-            return incident_of(hang, examine(hang, folder))
+            log_reader.read()
+            if log_reader.ended:
+                break  # a process that does not end after everything was saved and reported
+            return incident_of(hang, *examine(hang, folder), log_reader.step)
         running.wait(_LOOK_SECONDS)
     log_reader.read()
     if log_reader.ended:

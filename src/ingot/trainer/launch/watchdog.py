@@ -1,63 +1,92 @@
 """The watchdog of a job: it finds that no rank makes progress any more, from heartbeats and outside of the ranks.
 
 A rank that hangs stops all others within a step, because they wait for it in a collective. So a job hangs if every rank
-has been in its phase for longer than that phase may take. A rank whose long phase the others wait for (it reads data,
-or writes a manifest) is not overdue, and then nothing hangs.
+is overdue: it has been in its phase for longer than that phase may take, or its process has been stopped for as long as
+a step may take. A rank that the others wait for with good reason (it reads slow data, or a callback of rank 0 computes)
+is not overdue, and then nothing hangs.
 
-A phase may take FACTOR times as long as the longest one so far (NVIDIA's resiliency extension has the same default),
-but at least launch.watchdog_seconds, so that a pause of the machine is no hang; and launch.watchdog_first_seconds
-before one was seen. Time in which the supervisor itself did not run (a suspended machine) does not count.
+A step may take FACTOR times as long as the longest one so far (NVIDIA's resiliency extension has the same default), or
+twice as long as a first step, which compiles; but at least launch.watchdog_seconds. Any other phase may take
+launch.watchdog_other_seconds: how long it took before says little, because a start may have more to load, a save may
+wait for an earlier one, and the last evaluation also writes samples. Time in which the supervisor itself did not run (a
+suspended machine) does not count.
 """
 
 import time
 from collections.abc import Collection
 from dataclasses import dataclass
+from pathlib import Path
 
 from ingot.schema.launch import Launch
 from ingot.trainer.resilience.heartbeat import Beat, Heartbeats, Phase
 
-FACTOR = 5.0
+FACTOR, RECOMPILES = 5.0, 2.0
+STOPPED = "Tt"  # states of a process in /proc
+_END_SECONDS = 600.0  # the longest wait for the last uploads (trainer/save.py)
 _LATE_SECONDS = 1.0  # a supervisor that looks this much after its last look did not run in between
+_STATE_SECONDS = 0.3  # a rank that was in its phase for less is not asked for its state
 
 
 @dataclass(frozen=True)
 class Hang:
     """A job that makes no progress. beats: rank -> its newest heartbeat. seconds: since the last one of any rank.
-    limit: the limit of the phase that ran out last, in seconds."""
+    limit: the limit that ran out last, in seconds; setting: the one that it follows from."""
 
     beats: dict[int, Beat]
     seconds: float
     limit: float
+    setting: str
 
 
 class Watchdog:
-    """Looks at the heartbeats of a job. Limits that it learned stay from one attempt to the next."""
+    """Looks at the heartbeats of a job. The time of steps that it learned stays from one attempt to the next."""
 
     def __init__(self, launch: Launch, beats: Heartbeats):
         self._launch, self._beats = launch, beats
-        self._longest = [0.0] * len(Phase)
-        self._looked = self._from = time.monotonic()
+        self._step = self._first_step = 0.0  # the longest so far [s]
+        self._looked, self._lost = time.monotonic(), 0.0
+        self._lost_before: dict[int, tuple[int, float]] = {}  # rank -> its beat, and self._lost when that was new
+        self._stopped: dict[int, float] = {}  # rank -> since when its process was seen stopped
 
     def limit(self, phase: Phase) -> float:
         """Return how long a rank may be in `phase`, in seconds."""
-        first, longest = self._launch.watchdog_first_seconds, self._longest[phase]
-        if phase is Phase.END:
-            return float("inf")
-        return min(max(self._launch.watchdog_seconds, FACTOR * longest), first) if longest else first
+        if phase is Phase.STEP:
+            return max(self._launch.watchdog_seconds, FACTOR * self._step, RECOMPILES * self._first_step)
+        return self._launch.watchdog_other_seconds + (_END_SECONDS if phase is Phase.END else 0.0)
 
     def look(self, ended: Collection[int]) -> Hang | None:
         """Return the hang if no rank makes progress, else None. ended: the ranks that are not there any more."""
         now = time.monotonic()
         if now > self._looked + _LATE_SECONDS:
-            self._from = now
+            self._lost += now - self._looked
         self._looked = now
         beats = {rank: self._beats.read(rank) for rank in range(self._beats.ranks) if rank not in ended}
-        for phase in Phase:
-            self._longest[phase] = max([self._longest[phase], *(beat.longest[phase] for beat in beats.values())])
+        self._step = max([self._step, *(beat.longest[Phase.STEP] for beat in beats.values())])
+        self._first_step = max([self._first_step, *(beat.longest[Phase.COMPILE] for beat in beats.values())])
         if not beats or not self._launch.watchdog_seconds:
             return None
-        limits = {rank: self.limit(beat.phase) for rank, beat in beats.items()}
-        if any(now <= max(beat.since, self._from) + limits[rank] for rank, beat in beats.items()):
+        late = {rank: self._seconds_overdue(rank, beat, now) for rank, beat in beats.items()}
+        if min(late.values()) <= 0:
             return None
-        last = max(beats, key=lambda rank: beats[rank].since + limits[rank])
-        return Hang(beats, now - max(beat.since for beat in beats.values()), limits[last])
+        last = beats[min(late, key=lambda rank: late[rank])]
+        setting = "launch.watchdog_seconds" if last.phase is Phase.STEP else "launch.watchdog_other_seconds"
+        return Hang(beats, now - max(beat.since for beat in beats.values()), self.limit(last.phase), setting)
+
+    def _seconds_overdue(self, rank: int, beat: Beat, now: float) -> float:
+        """Return by how much a rank has exceeded its limit; negative if it has time left."""
+        if self._lost_before.get(rank, (-1, 0.0))[0] != beat.count:
+            self._lost_before[rank] = beat.count, self._lost
+        took = now - beat.since - (self._lost - self._lost_before[rank][1])
+        overdue = took - self.limit(beat.phase)
+        if overdue > 0 or took < _STATE_SECONDS or state_of(beat.pid) not in STOPPED:
+            self._stopped.pop(rank, None)
+            return overdue
+        return now - self._stopped.setdefault(rank, now) - self.limit(Phase.STEP)
+
+
+def state_of(pid: int) -> str:
+    """Return the state letter of a process, as in ps; "-" if it is not there."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return "-"

@@ -12,6 +12,7 @@ import struct
 import time
 from dataclasses import dataclass
 from enum import IntEnum
+from zlib import crc32
 
 HEARTBEAT_VARIABLE = "INGOT_HEARTBEAT_FD"  # the file descriptor of the memory, in the environment of the ranks
 
@@ -44,12 +45,14 @@ _WORDS = {
     Phase.CALLBACK: "in a callback",
     Phase.END: "at the end",
 }
-# Process id, beats so far, phase, step, when the phase began [ns], file descriptors of the two reports (evidence.py);
-# then the longest time [ns] of each phase that ended.
-_HEAD = struct.Struct("<7q")
-_LONGEST = struct.Struct(f"<{len(Phase)}q")
+# Process id, beats so far, phase, step, when the phase began [ns], file descriptors of the two reports (evidence.py),
+# and the longest time [ns] of each phase that ended; then a checksum of these, because a rank may be interrupted while
+# it writes.
+_WORDS_OF_BEAT = struct.Struct(f"<{7 + len(Phase)}q")
+_CHECKSUM = struct.Struct("<I")
 _SLOT = 128
-assert _HEAD.size + _LONGEST.size <= _SLOT
+assert _WORDS_OF_BEAT.size + _CHECKSUM.size <= _SLOT
+_READS = 50
 
 
 @dataclass(frozen=True)
@@ -80,25 +83,27 @@ class Heartbeats:
         os.set_inheritable(self.fd, True)
         os.ftruncate(self.fd, ranks * _SLOT)
         self._memory = mmap.mmap(self.fd, ranks * _SLOT)
+        self._last: list[Beat] = []
         self.begin()
 
     def begin(self) -> None:
         """Begin an attempt: every rank is at its start, from now on. No rank of an earlier one may be alive."""
+        now = time.monotonic_ns()
+        never = (0,) * len(Phase)
         for rank in range(self.ranks):
-            head = _HEAD.pack(0, 0, Phase.START, 0, time.monotonic_ns(), -1, -1)
-            self._memory[rank * _SLOT : (rank + 1) * _SLOT] = head.ljust(_SLOT, b"\0")
+            _write(self._memory, rank * _SLOT, 0, 0, Phase.START, 0, now, -1, -1, *never)
+        self._last = [Beat(0, 0, Phase.START, 0, now / 1e9, -1, -1, tuple(map(float, never)))] * self.ranks
 
     def read(self, rank: int) -> Beat:
-        """Return the newest heartbeat of `rank`, never a part of one that it is writing."""
-        before, slot = b"", self._slot(rank)
-        while slot != before:
-            before, slot = slot, self._slot(rank)
-        pid, count, phase, step, since, stacks, collectives = _HEAD.unpack_from(slot)
-        longest = tuple(value / 1e9 for value in _LONGEST.unpack_from(slot, _HEAD.size))
-        return Beat(pid, count, Phase(phase), step, since / 1e9, stacks, collectives, longest)
-
-    def _slot(self, rank: int) -> bytes:
-        return self._memory[rank * _SLOT : (rank + 1) * _SLOT]
+        """Return the newest whole heartbeat of `rank`: the one read before while it is interrupted in writing."""
+        for _ in range(_READS):
+            slot = self._memory[rank * _SLOT : (rank + 1) * _SLOT]
+            if _CHECKSUM.unpack_from(slot, _WORDS_OF_BEAT.size)[0] == crc32(slot[: _WORDS_OF_BEAT.size]):
+                pid, count, phase, step, since, stacks, collectives, *longest = _WORDS_OF_BEAT.unpack_from(slot)
+                times = tuple(value / 1e9 for value in longest)
+                self._last[rank] = Beat(pid, count, Phase(phase), step, since / 1e9, stacks, collectives, times)
+                break
+        return self._last[rank]
 
     def close(self) -> None:
         self._memory.close()
@@ -116,8 +121,8 @@ class Heartbeat:
         self._fixed = stacks, collectives
         self._longest = [0] * len(Phase)
         self._pid, self._count, self._phase = os.getpid(), 0, Phase.START
-        self._since = _HEAD.unpack_from(memory, self._at)[4] or time.monotonic_ns()  # when the attempt began
-        _HEAD.pack_into(memory, self._at, self._pid, 0, Phase.START, 0, self._since, *self._fixed)
+        self._since = _WORDS_OF_BEAT.unpack_from(memory, self._at)[4] or time.monotonic_ns()  # when the attempt began
+        _write(memory, self._at, self._pid, 0, Phase.START, 0, self._since, *self._fixed, *self._longest)
 
     def enter(self, phase: Phase, step: int) -> None:
         """End the current phase and begin `phase`, of this step. Waits for nothing."""
@@ -125,9 +130,13 @@ class Heartbeat:
         took = now - self._since
         if took > self._longest[self._phase]:
             self._longest[self._phase] = took
-            _LONGEST.pack_into(self._memory, self._at + _HEAD.size, *self._longest)
         self._phase, self._since, self._count = phase, now, self._count + 1
-        _HEAD.pack_into(self._memory, self._at, self._pid, self._count, phase, step, now, *self._fixed)
+        _write(self._memory, self._at, self._pid, self._count, phase, step, now, *self._fixed, *self._longest)
+
+
+def _write(memory: mmap.mmap, at: int, *words: int) -> None:
+    beat = _WORDS_OF_BEAT.pack(*words)
+    memory[at : at + len(beat) + _CHECKSUM.size] = beat + _CHECKSUM.pack(crc32(beat))
 
 
 def open_heartbeat(rank: int | None = None, stacks: int = -1, collectives: int = -1) -> Heartbeat:

@@ -36,7 +36,7 @@ class JobIncident:
     "job" as a whole. cause: a phrase for people ("was killed (SIGKILL)"). signature: equal for two incidents with the
     same cause; "" for accidents, which may repeat by chance. step: the last step in the log. error: the IngotError of
     a rank, if there is one. detected_by: "supervisor" if ranks ended, "watchdog" if they hung; then `evidence` is the
-    folder with what the ranks were doing, and `seconds` the time without progress.
+    folder with what the ranks were doing, `seconds` the time without progress, and `setting` that of the limit.
     """
 
     rank: int
@@ -48,6 +48,7 @@ class JobIncident:
     detected_by: str = "supervisor"
     evidence: Path | None = None
     seconds: float | None = None
+    setting: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,6 +6,7 @@ answer holds it. Both write to memory files, which the supervisor opens through 
 """
 
 import faulthandler
+import fcntl
 import json
 import os
 import signal
@@ -22,6 +23,8 @@ class Reports:
 
     def __init__(self):
         self.stacks, self.collectives = os.memfd_create("ingot-stacks"), os.memfd_create("ingot-collectives")
+        for fd in (self.stacks, self.collectives):  # the supervisor truncates them before it asks again
+            fcntl.fcntl(fd, fcntl.F_SETFL, fcntl.fcntl(fd, fcntl.F_GETFL) | os.O_APPEND)
         self._asked, asks = os.pipe()
         os.set_blocking(asks, False)
         signal.signal(REPORT_SIGNAL, lambda *_: None)
@@ -34,7 +37,7 @@ class Reports:
     def _answer(self) -> None:
         while signals := os.read(self._asked, 64):
             if REPORT_SIGNAL in signals:
-                os.pwrite(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n", 0)
+                os.write(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n")
 
 
 def calls_of_this_process() -> tuple[CollectiveCall, ...]:

@@ -26,7 +26,8 @@ class Restarts:
 
     def __init__(self, launch: Launch, clock: Callable[[], float] = time.monotonic):
         self._launch, self._clock = launch, clock
-        self._incidents: list[tuple[float, JobIncident]] = []
+        self._incidents: list[float] = []  # when each was
+        self._since_progress: list[JobIncident] = []
         self._farthest, self._in_vain = -1, 0
 
     @property
@@ -36,7 +37,7 @@ class Restarts:
     @property
     def recent(self) -> int:
         since = self._clock() - self._launch.restart_window_seconds
-        return sum(at >= since for at, _ in self._incidents)
+        return sum(at >= since for at in self._incidents)
 
     def wait_after(self, incident: JobIncident, log: Path) -> float:
         """Return how many seconds to wait before the job starts again.
@@ -44,9 +45,12 @@ class Restarts:
         log: the standard error of the attempt. Raises the error of a rank that a restart cannot resolve, and RunFailed
         if the same happened at the same step before, if the job reaches no new step, or if it failed too often.
         """
-        before = [earlier for _, earlier in self._incidents]
-        self._incidents.append((self._clock(), incident))
-        self._in_vain = 0 if incident.step > self._farthest else self._in_vain + 1
+        if incident.step > self._farthest:
+            self._since_progress = []
+        before = list(self._since_progress)
+        self._since_progress.append(incident)
+        self._incidents.append(self._clock())
+        self._in_vain = len(before)
         self._farthest = max(self._farthest, incident.step)
         if incident.error:
             raise incident.error
@@ -90,6 +94,7 @@ class Restarts:
 
 def _shown_in(incident: JobIncident, log: Path) -> str:
     """Return where the cause of an incident can be seen."""
-    if incident.evidence is None:
+    if not incident.setting:
         return f"see {log}"
-    return f"see the stacks in {incident.evidence}; if the program does need that time, raise launch.watchdog_seconds"
+    stacks = f"see the stacks in {incident.evidence}; " if incident.evidence else ""
+    return f"{stacks}if the program does need that time, raise {incident.setting}"

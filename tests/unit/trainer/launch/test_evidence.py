@@ -17,7 +17,8 @@ from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Beat, Heartbe
 from ingot.trainer.resilience.reports import Reports
 
 BEAT = Beat(pid=1, count=9, phase=Phase.STEP, step=7, since=5.0, stacks=3, collectives=4, longest=(0.0,) * len(Phase))
-HANG = Hang({0: BEAT, 1: replace(BEAT, step=8, since=6.0)}, seconds=3.04, limit=3.0)
+SETTING = "launch.watchdog_seconds"
+HANG = Hang({0: BEAT, 1: replace(BEAT, step=8, since=6.0)}, 3.04, 3.0, SETTING)
 WAITS = CollectiveCall(
     group="dp", ranks=(0, 1), number=4, operation="all_reduce", sizes=((8,),), dtype="Float", finished=False
 )
@@ -50,7 +51,7 @@ def hung(tmp_path, monkeypatch):
                 os._exit(0)
         while any(beats.read(rank).phase is not Phase.STEP for rank in range(len(acts))):
             time.sleep(0.005)
-        return Hang({rank: beats.read(rank) for rank in range(len(acts))}, 3.0, 3.0), RunFolder(tmp_path)
+        return Hang({rank: beats.read(rank) for rank in range(len(acts))}, 3.0, 3.0, SETTING), RunFolder(tmp_path)
 
     yield make
     for child in children:
@@ -63,28 +64,40 @@ def hung(tmp_path, monkeypatch):
 def test_every_rank_is_asked_and_the_stopped_one_is_blamed(hung):
     hang, folder = hung(_wait, _wait)
     os.kill(hang.beats[1].pid, signal.SIGSTOP)
-    verdict = examine(hang, folder)
-    assert (verdict.ranks, verdict.mismatch) == ((1,), False) and "stopped (SIGSTOP)" in verdict.cause
-    assert "in _wait" in (verdict.folder / "rank-0.stacks").read_text()
-    assert "wrote no stacks" in (verdict.folder / "rank-1.stacks").read_text()
-    written = json.loads((verdict.folder / "hang.json").read_text())
+    cause, place = examine(hang, folder)
+    assert (cause.ranks, cause.mismatch, cause.accident) == ((1,), False, True) and "stopped (SIGSTOP)" in cause.words
+    assert "in _wait" in (place / "rank-0.stacks").read_text()
+    assert "wrote no stacks" in (place / "rank-1.stacks").read_text()
+    written = json.loads((place / "hang.json").read_text())
     assert written["ranks"] == [1] and written["state"]["0"]["answered"] and not written["state"]["1"]["answered"]
     assert written["state"]["1"]["process_state"] == "T" and written["state"]["1"]["step"] == 12
-    assert examine(hang, folder).folder == folder.incidents / "0002"
+    again = examine(hang, folder)[1]
+    assert again == folder.incidents / "0002"
+    stacks = (again / "rank-0.stacks").read_text()
+    assert stacks.count("in _wait") == 1  # the first answer is gone
+
+
+def test_a_disk_without_room_keeps_no_hang_from_its_end(hung):
+    hang, folder = hung(_wait)
+    folder.incidents.write_text("a file where the folder should be")
+    cause, place = examine(hang, folder)
+    assert cause.ranks == (0,) and place is None
 
 
 def test_a_rank_that_holds_its_interpreter_lock_is_blamed_and_its_stack_is_there(hung):
     hang, folder = hung(_hold, _wait)
     time.sleep(0.1)  # until it holds the lock
-    verdict = examine(hang, folder)
-    assert verdict.ranks == (0,) and "interpreter lock" in verdict.cause
-    assert "in _hold" in (verdict.folder / "rank-0.stacks").read_text()
+    cause, place = examine(hang, folder)
+    assert cause.ranks == (0,) and "interpreter lock" in cause.words
+    assert "in _hold" in (place / "rank-0.stacks").read_text()
 
 
 def test_a_rank_that_is_gone_is_no_obstacle(hung):
     hang, folder = hung(_wait)
     gone = replace(hang.beats[0], pid=2**22 + 1)
-    assert examine(Hang({0: gone}, 3.0, 3.0), folder).ranks == (0,)
+    assert examine(Hang({0: gone}, 3.0, 3.0, SETTING), folder)[0].ranks == (0,)
+    unborn = replace(hang.beats[0], pid=0, stacks=0, collectives=0)  # signal 0 would be for our own group
+    assert examine(Hang({0: unborn}, 3.0, 3.0, SETTING), folder)[0].ranks == (0,)
 
 
 @pytest.mark.parametrize(
@@ -99,20 +112,29 @@ def test_a_rank_that_is_gone_is_no_obstacle(hung):
     ],
 )
 def test_the_cause_follows_from_states_and_collectives(states, calls, ranks, words):
-    found, cause, mismatch = judge(HANG, states, calls)
-    assert found == ranks and words in cause and mismatch == ("called" in words)
+    cause = judge(HANG, states, calls, with_stacks={0, 1})
+    assert cause.ranks == ranks and words in cause.words and cause.mismatch == ("called" in words)
+    assert cause.accident == any(state in "TD" for state in states.values())
 
 
-def test_a_hang_is_an_incident_and_a_mismatch_an_error(hung):
-    hang, folder = hung(_wait)
-    verdict = examine(hang, folder)
-    incident = incident_of(hang, verdict)
-    assert (incident.rank, incident.step, incident.detected_by) == (0, 12, "watchdog") and incident.error is None
-    assert (incident.kind, incident.signature) == ("hang", "hung")  # again at the same step: no accident
-    bug = incident_of(hang, replace(verdict, mismatch=True))
-    assert (
-        bug.kind == "bug"
-        and bug.error is not None
-        and bug.error.code == "E-COLLECTIVES-DIFFER"
-        and str(verdict.folder) in bug.error.fix
-    )
+def test_a_rank_that_answers_nothing_is_not_judged(hung):
+    assert "it does not answer" in judge(HANG, {0: "S", 1: "S"}, {0: [WAITS], 1: None}, with_stacks={0}).words
+
+
+def test_a_hang_is_an_incident_and_a_mismatch_an_error(tmp_path):
+    cause = judge(HANG, {0: "S", 1: "S"}, {0: [WAITS], 1: [CAME]}, {0, 1})
+    incident = incident_of(HANG, cause, tmp_path, 5)
+    assert (incident.rank, incident.step, incident.kind, incident.detected_by) == (1, 8, "hang", "watchdog")
+    assert incident.error is None and incident.setting == SETTING and incident.evidence == tmp_path
+    assert incident.signature == "hung in a step"  # again at the same step: no accident
+    assert incident_of(HANG, cause, None, 12).step == 12
+    bug = incident_of(HANG, replace(cause, mismatch=True), tmp_path, 5)
+    assert bug.kind == "bug" and bug.error is not None and bug.error.code == "E-COLLECTIVES-DIFFER"
+    assert str(tmp_path) in bug.error.fix
+
+
+def test_accidents_and_slow_starts_are_no_bugs():
+    stopped = judge(HANG, {0: "T", 1: "S"}, {0: None, 1: [WAITS]}, {1})
+    assert incident_of(HANG, stopped, None, 5).signature == ""
+    start = replace(HANG, beats={0: replace(BEAT, phase=Phase.START)})
+    assert incident_of(start, judge(start, {0: "S"}, {0: ()}, {0}), None, 5).signature == ""

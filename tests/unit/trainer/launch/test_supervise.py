@@ -185,7 +185,7 @@ def send(act, *numbers, during=None):
             while position and during and not during.exists():
                 time.sleep(0.02)
             os.kill(os.getpid(), number)
-            time.sleep(0.2)
+            time.sleep(0.4)
 
     thread = threading.Thread(target=work)
     thread.start()

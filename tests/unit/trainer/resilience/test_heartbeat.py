@@ -51,3 +51,17 @@ def test_without_a_supervisor_a_heart_beats_for_itself(beats):
 
 def test_every_phase_has_words():
     assert all(phase.words for phase in Phase)
+
+
+def test_a_beat_that_is_being_written_is_not_read(beats, monkeypatch):
+    """A rank may be interrupted, or stopped, in the middle of a beat."""
+    heart = open_heartbeat(1)
+    heart.enter(Phase.STEP, 5)
+    whole = beats.read(1)
+    for cut in (0, 8, 40, 100):
+        heart.enter(Phase.SAVE, 5)
+        memory = beats._memory
+        memory[128 + cut : 128 + 124] = bytes(124 - cut)
+        assert beats.read(1) == whole
+    heart.enter(Phase.DATA, 6)
+    assert beats.read(1).step == 6
