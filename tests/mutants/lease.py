@@ -7,6 +7,17 @@ _HELD = "tests/unit/trainer/launch/test_held.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="lost-run-keeps-saves",
+        what="a launcher that lost its run leaves the unfinished saves of its ranks",
+        file="trainer/launch/supervise.py",
+        before="remove_saves_of(folder, lease.epoch)",
+        after="pass",
+        tests=(
+            "tests/unit/trainer/launch/test_supervise.py::"
+            "test_a_launcher_that_lost_its_run_takes_its_unfinished_saves_away_and_no_others",
+        ),
+    ),
+    Mutant(
         name="fence-off",
         what="an attempt publishes checkpoints although another one has taken over",
         file="trainer/checkpoint/fence.py",

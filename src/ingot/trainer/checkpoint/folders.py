@@ -89,6 +89,14 @@ def remove_leftovers(folder: RunFolder) -> list[str]:
     return removed + remove_unfinished(folder.ledger) + sweep(folder, _kept(folder))
 
 
+def remove_saves_of(folder: RunFolder, epoch: int) -> None:
+    """Remove the unfinished saves of attempt `epoch`, all of whose processes are gone: the names of other attempts'
+    saves are other ones, so the owner of the run may be at work."""
+    for kind in (FULL, WEIGHTS):
+        for path in folder.of(kind).checkpoints.glob(f"{SAVING}*.{epoch}"):
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def unlisted_on_disks(folder: RunFolder) -> list[Path]:
     """Return what the run has on the disks of this node that belongs to no checkpoint (`unlisted`)."""
     return unlisted(folder, _kept(folder))

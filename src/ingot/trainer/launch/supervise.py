@@ -20,7 +20,7 @@ from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
-from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers
+from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers, remove_saves_of
 from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
@@ -185,6 +185,8 @@ def supervise(
                 raise KeyboardInterrupt(_standing(log_reader))
     finally:
         running.close()
+        if lease is not None and lease.lost is not None:
+            remove_saves_of(folder, lease.epoch)  # whoever has the run now removes leftovers at its next start only
         end_keeper(os.getpid(), folder.root)
         log.close()
         folder.stop_request.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from tests.expect import refused, uninterrupted
 
-from ingot.errors import DataError
+from ingot.errors import DataError, RunBusyError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.launch import Launch
@@ -86,10 +86,10 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, began: float | None = None, **launch):
+    def run(deeds: str, began: float | None = None, lease=None, **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
-        return supervise(folder, job, Launch(**launch), began=began, say=printed.append)
+        return supervise(folder, job, Launch(**launch), lease=lease, began=began, say=printed.append)
 
     run.folder, run.printed = folder, printed
     return run
@@ -131,6 +131,33 @@ def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
     thread.join()
     assert (outcome.exit_code, outcome.restarts) == (10, 2) and outcome.seconds < 15
     assert "in 20 s (2 of 3)" in act.printed[1]
+
+
+class LostLease:
+    """A lease that another launcher has taken while the ranks run."""
+
+    epoch = 3
+
+    def __init__(self, saving: Path):
+        self._saving = saving
+
+    @property
+    def lost(self):
+        return RunBusyError("E-LEASE-LOST", "taken", rule="one launcher", fix="stop") if self._saving.exists() else None
+
+    def require(self) -> None:
+        if self.lost:
+            raise self.lost
+
+
+def test_a_launcher_that_lost_its_run_takes_its_unfinished_saves_away_and_no_others(act):
+    own, other = (act.folder.checkpoints / f".saving-step-00000008.{epoch}" for epoch in (3, 4))
+    thread = threading.Thread(target=lambda: (time.sleep(0.5), other.mkdir(parents=True), own.mkdir()))
+    thread.start()
+    with refused("E-LEASE-LOST"):
+        act("stop", lease=LostLease(own))
+    thread.join()
+    assert other.exists() and not own.exists()
 
 
 def test_a_start_has_its_own_time(tmp_path):
