@@ -213,6 +213,7 @@ def test_a_damaged_newest_checkpoint_is_refused_aloud(project, undisturbed):
     (refused,) = read_events(project.folder(out).events, events.CHECKPOINT_REFUSED)
     assert refused["step"] == 40 and "rank-00001.safetensors" in refused["reason"] and "tensor " in refused["reason"]
     assert any(line.startswith("refused") and "step-00000040" in line for line in output.splitlines())
+    assert "continue  after step 20, from the newest sound checkpoint\n" in output
     assert project.facts(out) == undisturbed
     prove_ledger(project, out)
 

@@ -10,6 +10,14 @@ _STORES = "tests/unit/stores/test_stores.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="replaced-copy-stays",
+        what="a checkpoint that a fetched one replaced stays on the disk",
+        file="trainer/launch/stored.py",
+        before="        remove_leftovers(folder)  # the copy that was replaced\n",
+        after="",
+        tests=("tests/unit/trainer/checkpoint/test_remote.py",),
+    ),
+    Mutant(
         name="manifest-replaced",
         what="the manifest of a stored checkpoint may be replaced by another writer",
         file="trainer/checkpoint/remote.py",

@@ -36,7 +36,9 @@ class Interrupts:
         self._count += 1
         if self._count == 1:
             self._waits = is_saving(self._folder)
-        return "stopping when the checkpoint is written that has been begun; a third Ctrl-C stops now"
+            if self._waits:
+                return "stopping when the checkpoint is written that has been begun; a third Ctrl-C stops now"
+        return "stopping now, without another save"
 
     @property
     def waits(self) -> bool:

@@ -12,7 +12,7 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
-from ingot.trainer.checkpoint.folders import no_checkpoint
+from ingot.trainer.checkpoint.folders import no_checkpoint, remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, read_manifest, verify_here
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
@@ -87,6 +87,7 @@ def fetch_checkpoint(
         with contextlib.closing(EventLog(folder.events)) as log:
             about = {"what": kind, "store": tier.url, "bytes": received, "seconds": moved.seconds}
             log.write(events.CHECKPOINT_FETCHED, step=step, **about)
+        remove_leftovers(folder)  # the copy that was replaced
         return moved
 
 

@@ -46,7 +46,8 @@ class EventLogReader:
 
     step: the last step logged. saved: the step of the newest checkpoint that was verified,
     on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished", "stopped" or
-    "". refused: why checkpoints were not used; the caller empties this list.
+    "". refused: why checkpoints were not used; the caller empties this list. went_on: the step from which the run went
+    on after that, for the caller to report once; None if there is nothing to report.
     """
 
     path: Path
@@ -54,6 +55,8 @@ class EventLogReader:
     saved: int | None = None
     ended: str = ""
     refused: list[str] = field(default_factory=list)
+    went_on: int | None = None
+    _refused: bool = False
     _position: int = -1
 
     def __post_init__(self):
@@ -78,12 +81,15 @@ class EventLogReader:
         kind = event.get("kind")
         if kind == events.RUN_STARTED:
             self.step = self.saved = event["from_step"]
+            if self._refused:
+                self.went_on, self._refused = self.step, False
         elif kind == events.PROGRESS:
             self.step = event["step"]
         elif kind == events.CHECKPOINT:
             self.saved = event["step"]
         elif kind == events.CHECKPOINT_REFUSED:
             self.refused.append(event["reason"])
+            self._refused = True
         elif kind in (events.FINISHED, events.STOPPED):
             self.ended, self.step = kind, event["step"]
 
@@ -186,7 +192,7 @@ def supervise(
     finally:
         running.close()
         if lease is not None and lease.lost is not None:
-            remove_saves_of(folder, lease.epoch)  # whoever has the run now removes leftovers at its next start only
+            remove_saves_of(folder, lease.epoch)  # the job that has the run now does that at its next start only
         end_keeper(os.getpid(), folder.root)
         log.close()
         folder.stop_request.unlink(missing_ok=True)
@@ -258,6 +264,9 @@ def _follow(
         log_reader.read()
         while log_reader.refused:
             _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")
+        if log_reader.went_on is not None:
+            _report(say, f"continue  after step {log_reader.went_on}, from the newest sound checkpoint")
+            log_reader.went_on = None
         if stopping.is_over():
             return None
         if lost := _lost_ranks(folder, running):

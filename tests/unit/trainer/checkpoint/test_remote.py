@@ -484,6 +484,7 @@ def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
         commands.push_checkpoint(folder.root, 15)
     shutil.rmtree(folder.checkpoints)
     assert commands.fetch_checkpoint(folder.root).step == 20
+    assert commands.fetch_checkpoint(folder.root).step == 20 and not list(folder.checkpoints.glob(".*"))
     assert commands.fetch_checkpoint(folder.root, 10).step == 10
     tier = commands.open_run(folder.root)[1]
     assert [(one.step, one.whole) for one in tier.stored()] == [(10, True), (20, True)]

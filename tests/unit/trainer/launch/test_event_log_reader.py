@@ -13,7 +13,7 @@ def test_reads_what_is_added_and_only_that(tmp_path):
     log.write("progress", step=44)
     log.write("checkpoint_refused", step=60, path="p", reason="torn")
     watch.read()
-    assert (watch.step, watch.refused) == (44, ["torn"])
+    assert (watch.step, watch.refused, watch.went_on) == (44, ["torn"], None)
     log.write("stopped", step=50)
     watch.read()
     assert (watch.ended, watch.step) == ("stopped", 50)
@@ -45,7 +45,7 @@ def test_knows_the_checkpoint_that_was_verified_last(tmp_path):
     ):
         log.write(kind, **facts)
     watch.read()
-    assert watch.saved == 160
+    assert (watch.saved, watch.went_on) == (160, 160)
     log.write("checkpoint", step=170)
     watch.read()
     assert watch.saved == 170
