@@ -90,8 +90,8 @@ MUTANTS: list[Mutant] = [
         name="every-node-commits",
         what="every node writes the manifest, and prunes the store",
         file="trainer/checkpoint/remote.py",
-        before="epoch, not node()",
-        after="epoch, True",
+        before="self.commits = not node()",
+        after="self.commits = True",
         tests=(f"{_TESTS}::test_the_first_node_commits_when_the_files_of_all_nodes_are_in_the_store",),
     ),
     Mutant(

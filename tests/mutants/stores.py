@@ -188,9 +188,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="weights-adopted-as-checkpoint",
         what="weights that a command fetched count as published too late",
-        file="trainer/lease.py",
-        before="adopted[kind] |= hashes",
-        after="adopted[FULL] |= hashes",
+        file="trainer/checkpoint/fence.py",
+        before="    if fetched.kind == FULL:\n",
+        after="    if True:\n",
         tests=("tests/unit/trainer/launch/test_listing.py",),
     ),
     Mutant(

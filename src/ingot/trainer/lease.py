@@ -11,9 +11,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
-from types import MappingProxyType
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.machine.processes import identity, is_gone
@@ -41,7 +40,6 @@ _BEATS = 6  # signs of life per lease
 _POLLS = 24  # looks of a launcher that waits, per lease
 _RELEASED = b"released"
 _MOST_BYTES = 1000
-_NONE: Mapping[str, str] = MappingProxyType({})
 
 
 def open_lease(folder: RunFolder, config: RunConfig) -> "RunLease":
@@ -65,7 +63,6 @@ class RunLease:
         self._begun: set[str] = set()  # the urls of the places that have the record of this attempt
         self._lost: IngotError | None = None
         self.epoch = 0
-        self._adopting: dict[SaveKind, Mapping[str, str]] = {}
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait until no other launcher holds the lease: it released it, has ended, or gives no sign of life.
@@ -95,12 +92,10 @@ class RunLease:
             if sign != before:
                 raise _busy(place, holder)
 
-    def take(self, adopting: Mapping[str, str] = _NONE, kind: SaveKind = FULL) -> None:
+    def take(self) -> None:
         """Begin an attempt that adopts the checkpoints of the folder and of the store, and give signs of life.
 
-        adopting: step -> hash of the manifest of saves of this kind that this attempt will put into the folder. An
-        earlier attempt saved them, so without this record they would count as late. Raises RunBusyError if another
-        launcher was quicker, ConfigError if the store belongs to another run.
+        Raises RunBusyError if another launcher was quicker, ConfigError if the store belongs to another run.
         """
         newest = {}
         for place in self._places():
@@ -119,7 +114,6 @@ class RunLease:
             started=time.time(),
             seconds=self._seconds,
         )
-        self._adopting = {kind: adopting}
         for place in reversed(self._places()):  # the store first: it is what launchers on two machines share
             with self._later(place):
                 self._begin(place)
@@ -161,9 +155,6 @@ class RunLease:
 
     def _begin(self, place: BlobStore) -> None:
         adopted = self._found(place)
-        if place is self._here:
-            for kind, hashes in self._adopting.items():
-                adopted[kind] |= hashes
         record = replace(self._record, adopted=adopted[FULL], weights=adopted[WEIGHTS])
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)

@@ -14,9 +14,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from ingot.errors import IngotError
+from ingot.events import EventLog
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.remote import open_tier
+from ingot.trainer.checkpoint.tiers import fetch_newest
 from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.environment import environment_number
@@ -68,10 +71,13 @@ def _watched() -> Heartbeat:
 
 
 def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], stack: contextlib.ExitStack) -> int:
-    """Lock the run and take its lease, as a launcher does. Returns the number of this attempt."""
+    """Lock the run, fetch what the disk lacks, and take the lease, as a launcher does. Returns the number of this
+    attempt."""
     stack.enter_context(RunLock(folder.lock))
     lease = stack.enter_context(open_lease(folder, config))
     lease.wait(say)
+    with contextlib.closing(EventLog(folder.events)) as log:
+        fetch_newest(folder, open_tier(folder, config.checkpoint), log.write, say)
     lease.take()
     return lease.epoch
 

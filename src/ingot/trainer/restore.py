@@ -67,7 +67,7 @@ def restore(
     replicas = _open_replicas(config.replicas, folder, place, say)
     restored = load_from_memory(parts, folder, facts, replicas, log, say)
     striped = bool(config.disks)
-    tier = open_tier(folder, config) if place.is_first or striped else None
+    tier = open_tier(folder, config, facts.epoch) if place.is_first or striped else None
     fetch_file = tier.fetch_file if tier and striped else None
     instead = partial(fetch_instead, tier, log=log, say=say)
     if restored is None:

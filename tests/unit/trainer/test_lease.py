@@ -1,6 +1,7 @@
 """The lease of a run: one launcher at a time, whichever machine it is on, and the checkpoints of those before it."""
 
 import json
+import shutil
 import threading
 import time
 from dataclasses import asdict, replace
@@ -29,6 +30,7 @@ from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles
 from ingot.trainer.checkpoint.folders import prune
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders, list_checkpoints
 from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
 from ingot.trainer.lease import RunLease
 
 LONG = 3600.0  # no sign of life within a test, except those that a test gives
@@ -181,6 +183,47 @@ def test_a_store_that_does_not_answer_gets_its_record_later(folder):
         wait_until(lambda: newest_epoch(store) is not None)
         assert RemoteTier(folder, store, REMOTE, lease.epoch).push(10) > 0
         assert newest_epoch(store).adopted == {"5": ""}
+
+
+@pytest.mark.parametrize("local", [False, True])
+@pytest.mark.parametrize("way", ["restart", "roll back", "next start"])
+def test_what_comes_from_a_store_that_was_silent_at_the_start_counts(folder, local, way):
+    """The first attempt saved the steps 10 and 20. The disk lost step 20, or both, before the second one began."""
+    store, quiet = Store(), {"log": lambda *_, **__: None, "say": lambda line: None}
+    with take(folder, store):
+        for step in (10, 20):
+            write_checkpoint(folder, step, epoch=1)
+            RemoteTier(folder, store, REMOTE, 1).push(step)
+    for step in (20,) if local else (10, 20):
+        shutil.rmtree(folder.checkpoint(step))
+    store.answers = False
+    with take(folder, store) as second:
+        store.answers = True
+        tier = RemoteTier(folder, store, REMOTE, second.epoch)
+        if way == "roll back":
+            assert fetch_instead(tier, 30, {30}, None, again=False, **quiet) == (20, [])
+        elif way == "restart":
+            fetch_newest(folder, tier, **quiet)
+    if way == "next start":
+        fetch_newest(folder, RemoteTier(folder, store, REMOTE), **quiet)
+    assert candidate_folders(folder.checkpoints)[0] == folder.checkpoint(20)
+    assert newest_local_epoch(folder.root).holder == second._record.holder
+    with take(folder, store):
+        assert candidate_folders(folder.checkpoints)[0] == folder.checkpoint(20)
+
+
+def test_an_attempt_that_was_replaced_fetches_nothing(folder):
+    store = Store()
+    with take(folder, store) as first:
+        write_checkpoint(folder, 10, epoch=1)
+        tier = RemoteTier(folder, store, REMOTE, first.epoch)
+        tier.push(10)
+        shutil.rmtree(folder.checkpoint(10))
+        with take_over(folder):
+            with refused("E-LEASE-LOST"):
+                tier.fetch(10)
+            assert newest_local_epoch(folder.root).adopted == {}
+            assert not any(folder.checkpoints.iterdir())
 
 
 def test_a_store_that_answers_late_may_be_of_another_run(folder, tmp_path):

@@ -13,12 +13,12 @@ agree: it works in a folder that hosts share, and in an object store.
 import contextlib
 import json
 import re
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ingot.config import from_dict
 from ingot.errors import ConfigError, RunBusyError
-from ingot.schema.checkpoint import FULL, SaveKind
+from ingot.schema.checkpoint import FULL, CheckpointManifest, SaveKind
 from ingot.stores.local import LocalStore
 from ingot.stores.store import BlobStore, NotStored, read_object
 
@@ -115,6 +115,26 @@ def require_newest(place: BlobStore, epoch: int) -> None:
     newest = newest_epoch(place) if epoch else None
     if newest is not None and newest.epoch > epoch:
         raise lease_lost(place.url, newest)
+
+
+def adopt(run: Path, fetched: CheckpointManifest, sha256: str, attempt: int) -> None:
+    """Let readers of the run folder `run` count a save that comes from the store, before it is put there.
+
+    An earlier attempt may have saved it: without this it would count as late where the newest attempt did not find it
+    when it began, as on an empty disk, or while the store did not answer. sha256: the hash of its manifest. attempt:
+    the number of the attempt that fetches it; 0: none has begun yet. Raises RunBusyError if one after it has begun.
+    """
+    place = LocalStore(run)
+    require_newest(place, attempt)
+    record = newest_epoch(place)
+    if record is None or not record.ignores(fetched.step, fetched.epoch, sha256, fetched.kind):
+        return
+    own = {str(fetched.step): sha256}
+    if fetched.kind == FULL:
+        record = replace(record, adopted=(record.adopted or {}) | own)
+    else:
+        record = replace(record, weights=(record.weights or {}) | own)
+    place.write(record_name(record.epoch), [to_bytes(record)])
 
 
 def lease_lost(url: str, newest: Epoch) -> RunBusyError:

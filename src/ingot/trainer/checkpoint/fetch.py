@@ -1,6 +1,7 @@
 """Checkpoints come back from the store: every byte is compared with the manifest on its way to the disk. No torch."""
 
 import hashlib
+import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -13,6 +14,7 @@ from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
 from ingot.stores.store import BlobStore, NotStored, read_object
+from ingot.trainer.checkpoint.fence import adopt
 from ingot.trainer.checkpoint.folders import SAVING, publish
 from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, is_finished, is_suspect, parse_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
@@ -40,11 +42,16 @@ def place_in_order(checkpoint: Path) -> Order:
 
 
 class FetchedCheckpoints(StoredCheckpoints):
-    """The checkpoints in `store` that can be fetched into the run `folder`. meter: counts the bytes that move."""
+    """The checkpoints in `store` that can be fetched into the run `folder`.
 
-    def __init__(self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, meter: Meter = SILENT):
+    epoch: the number of the attempt that uses them; 0: none, as in commands. meter: counts the bytes that move.
+    """
+
+    def __init__(
+        self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, epoch: int = 0, meter: Meter = SILENT
+    ):
         super().__init__(folder, store)
-        self.remote, self._meter = remote, meter
+        self.remote, self._epoch, self._meter = remote, epoch, meter
         self._pace = Pace(remote.bytes_per_second)
         self._refused: set[int] = set()  # those that were found damaged: fetched once, not again
 
@@ -69,7 +76,8 @@ class FetchedCheckpoints(StoredCheckpoints):
 
         A local checkpoint of this step is replaced. If the run has disks, the tensor files go to those of this node;
         whole = False then leaves them to the nodes that need them. Raises CheckpointError if the stored one is damaged,
-        ResourceError if the local disk has no room; the local checkpoints are then as they were.
+        ResourceError if the local disk has no room, RunBusyError if another attempt has taken over the run; the local
+        checkpoints are then as they were.
         """
         if disks_of(self._folder.root):
             name_run(self._folder)
@@ -103,6 +111,7 @@ class FetchedCheckpoints(StoredCheckpoints):
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
                 received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent))
             write_atomic(temporary / MANIFEST, text)
+            adopt(self._folder.root, manifest, json.loads(text)["sha256"], self._epoch)
             publish(temporary, folder)
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)

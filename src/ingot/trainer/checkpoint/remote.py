@@ -59,7 +59,7 @@ def open_tier(folder: RunFolder, checkpoint: Checkpoint, epoch: int = 0, meter: 
 class RemoteTier(FetchedCheckpoints):
     """The checkpoints of the run `folder` in `store`, or its saves of the weights alone: upload, fetch and remove them.
 
-    epoch: the number of the attempt that uploads; 0: none, as in commands. meter: counts the bytes that move. commits:
+    epoch: the number of the attempt that uses it; 0: none, as in commands. meter: counts the bytes that move. commits:
     True if uploads of this node end with the manifest. With files on disks of nodes, each node uploads its own, and
     node 0 commits when all are there.
     """
@@ -67,8 +67,8 @@ class RemoteTier(FetchedCheckpoints):
     def __init__(
         self, folder: RunFolder, store: BlobStore, remote: RemoteCheckpoints, epoch: int = 0, meter: Meter = SILENT
     ):
-        super().__init__(folder, store, remote, meter)
-        self._epoch, self.commits = epoch, not node()
+        super().__init__(folder, store, remote, epoch, meter)
+        self.commits = not node()
         self.pins = StoredPins(store, folder.saves)
         self._segments: set[LedgerSegment] | None = None  # those known to be in the store
 

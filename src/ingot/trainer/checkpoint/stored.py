@@ -1,6 +1,5 @@
 """The checkpoints of a run in a store: their names, the listing, and which of them count. No torch."""
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -161,15 +160,6 @@ class StoredCheckpoints:
     def manifest(self, step: int) -> CheckpointManifest:
         """Return the manifest of a stored checkpoint. Raises CheckpointError if it is damaged."""
         return parse_manifest(self._place(step), read_object(self.store, self._name(step, MANIFEST)))
-
-    def manifest_hash(self, step: int) -> str:
-        """Return the hash that the manifest of a stored checkpoint has of itself, checked; "" if it is damaged."""
-        text = read_object(self.store, self._name(step, MANIFEST))
-        try:
-            parse_manifest(self._place(step), text)
-        except CheckpointError:  # a fetch reports that
-            return ""
-        return json.loads(text)["sha256"]
 
     def _ledger_name(self, segment: LedgerSegment) -> str:
         return f"{self._folder.ledger.name}/{with_hash(segment.file, segment.sha256)}"

@@ -81,7 +81,7 @@ def fetch_checkpoint(
                 run=str(path),
             )
         step, began = _chosen(step, steps, tier.url), time.perf_counter()
-        lease.take({str(step): tier.manifest_hash(step)}, kind)
+        lease.take()
         received = tier.fetch(step)
         moved = Moved(step=step, kind=kind, bytes=received, store=tier.url, seconds=time.perf_counter() - began)
         with contextlib.closing(EventLog(folder.events)) as log:

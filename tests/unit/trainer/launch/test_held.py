@@ -1,5 +1,6 @@
 """The commands that change a run: refused while it trains, on this machine or on another one."""
 
+import contextlib
 import shutil
 import threading
 
@@ -9,11 +10,13 @@ from tests.expect import refused
 
 from ingot.report.lineage.repair import repair_ledger
 from ingot.stores.local import LocalStore
+from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.fence import Epoch, alive_name, newest_local_epoch, record_name, to_bytes
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders
 from ingot.trainer.launch.retain import prune_checkpoints
 from ingot.trainer.launch.stored import fetch_checkpoint, open_run, push_checkpoint
 from ingot.trainer.lease import RunLease
+from ingot.trainer.main import _begin
 
 from .conftest import RUN_FILE
 
@@ -69,3 +72,13 @@ def test_a_fetched_checkpoint_counts_although_an_earlier_attempt_saved_it(run):
     shutil.rmtree(run.checkpoints)
     fetch_checkpoint(run.root)  # on an empty disk, with the run file alone
     assert (candidate_folders(run.checkpoints), late_folders(run.checkpoints)) == ([run.checkpoint(20)], [])
+
+
+@pytest.mark.parametrize("local", [(), (10,)], ids=str)
+def test_under_torchrun_the_attempt_begins_with_the_checkpoint_of_the_store(run, local):
+    for step in {10, 20} - set(local):
+        shutil.rmtree(run.checkpoint(step))
+    with contextlib.ExitStack() as stack:
+        assert _begin(run, recorded_run(run.config), print, stack) == 2
+    assert newest_local_epoch(run.root).adopted.keys() == set(map(str, (*local, 20)))
+    assert candidate_folders(run.checkpoints)[0] == run.checkpoint(20)
