@@ -277,8 +277,16 @@ MUTANTS: list[Mutant] = [
         name="stored-weights-unnamed",
         what="a run without a sound checkpoint does not say that the store has its weights",
         file="trainer/checkpoint/tiers.py",
-        before="        error.fix += _from_stored_weights(folder, tier)\n",
-        after="",
+        before="error.fix += _from_stored_weights(folder, tier)",
+        after="pass",
+        tests=(f"{_REMOTE}::test_without_a_sound_checkpoint_the_weights_in_the_store_are_named",),
+    ),
+    Mutant(
+        name="silence-hides-damage",
+        what="a store that no longer answers hides why its checkpoints cannot be used",
+        file="trainer/checkpoint/tiers.py",
+        before="with contextlib.suppress(IngotError):",
+        after="with contextlib.suppress(NotStored):",
         tests=(f"{_REMOTE}::test_without_a_sound_checkpoint_the_weights_in_the_store_are_named",),
     ),
     Mutant(

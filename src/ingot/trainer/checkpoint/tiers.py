@@ -1,5 +1,6 @@
 """The tier that a run continues from: its local disk, or the store if its checkpoint comes first. No torch."""
 
+import contextlib
 from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
@@ -33,7 +34,8 @@ def fetch_newest(
         say(f"WARNING   {error.found}; the run continues from its local checkpoints")
         return
     except (CheckpointError, NotStored) as error:  # neither tier has a sound one
-        error.fix += _from_stored_weights(folder, tier)
+        with contextlib.suppress(IngotError):  # a store that no longer answers must not hide the first error
+            error.fix += _from_stored_weights(folder, tier)
         raise
     if fetched is not None:
         _report_fetched(tier, fetched, "the local disk has no checkpoint as new", log, say)

@@ -586,6 +586,16 @@ def test_without_a_sound_checkpoint_the_weights_in_the_store_are_named(folder, t
         write_weights(folder, 10)
         tier_of(folder.weights, store).push(10)
 
+    class SilentOnWeights(MemoryStore):
+        def list(self, prefix=""):
+            if prefix == "weights":
+                raise StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
+            return super().list(prefix)
+
+    store.__class__ = SilentOnWeights
+    with refused("E-CKPT-SIZE"):
+        fetch_newest(other, tier_of(other, store), lambda *_, **__: None, print)
+
 
 def test_weights_in_the_place_of_a_checkpoint_are_never_training_state(folder, tmp_path):
     store = MemoryStore()
