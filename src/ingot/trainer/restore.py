@@ -75,10 +75,13 @@ def restore(
         restored = load_newest(parts, folder, facts, log, say, instead, fetch_file)
     sweep_disks(folder, at_start=True)
     uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
-    if uploader and restored:  # uploads of the last attempt may have been killed
-        uploader.push(min(restored.step, newest_step(folder.checkpoints)))  # memory may have a step that no disk has
-    if uploader and place.is_first and (weights := newest_step(folder.weights.checkpoints)):
-        uploader.push(weights, WEIGHTS)
+    if uploader:  # uploads of the last attempt may have been killed
+        # Memory may have a step that no disk has.
+        full = min(restored.step, newest_step(folder.checkpoints)) if restored else 0
+        if full:
+            uploader.push(full)
+        if place.is_first and (weights := newest_step(folder.weights.checkpoints)) > full:
+            uploader.push(weights, WEIGHTS)
     return Start(restored=restored, replicas=replicas, uploader=uploader, fetch_instead=instead, fetch_file=fetch_file)
 
 

@@ -2,8 +2,8 @@
 files are on disks of nodes.
 
 Rank 0, or the first rank of the node, starts `python -m ingot.trainer.checkpoint.uploader RUN EPOCH`, which has no
-torch, and names to it what was saved. It uploads the newest one it knows of; those that were saved in the meantime are
-left out. Saves of the weights alone wait until no checkpoint does, and are left out if a later checkpoint is there.
+torch, and names to it what was saved. It uploads the one that was named last; those that were saved in the meantime are
+left out. Saves of the weights alone wait until no checkpoint does, and are left out if one was named after them.
 A store that does not answer is asked again, after pauses with jitter. The process ends at once when its rank is gone:
 an upload that was killed is repeated by the next start of the run.
 """
@@ -20,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 from ingot.errors import IngotError
 from ingot.schema import events
@@ -110,30 +110,49 @@ class Uploader:
 # -- the process --
 
 
-_Done = Mapping[SaveKind, int]  # kind -> the newest step whose upload was tried
+_Done = Mapping[SaveKind, int]  # kind -> the number of the last request whose upload was tried
+
+
+class _Request(NamedTuple):
+    """A request to upload a save. number: 1, 2, ... in the order of arrival; after a roll-back, steps come again."""
+
+    number: int
+    kind: SaveKind
+    step: int
 
 
 class _Requests:
-    """The newest step of each kind that rank 0 asked for, set by a thread that reads standard input."""
+    """The last request of each kind from rank 0, set by a thread that reads standard input."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
-        self._steps: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
+        self._last: dict[SaveKind, _Request] = {kind: _Request(0, kind, 0) for kind in KINDS}
         self._ends = False
+
+    def add(self, step: int, kind: SaveKind) -> None:
+        """Put a request in place of the one before of its kind."""
+        with self._changed:
+            number = 1 + max(one.number for one in self._last.values())
+            self._last[kind] = _Request(number, kind, step)
+            self._changed.notify()
 
     def read(self, lines: IO[bytes]) -> None:
         for line in lines:
             request = json.loads(line)
-            with self._changed:
-                kind = request.get("kind", FULL)
-                self._steps[kind] = max(self._steps[kind], request.get("push", 0))
-                self._ends = self._ends or request == _END
-                self._changed.notify()
+            if request == _END:
+                self.end()
+            else:
+                self.add(request["push"], request["kind"])
         os._exit(0)
 
-    def next(self, done: _Done) -> tuple[SaveKind, int] | None:
-        """Wait for a save that is newer than `done`, of either kind, and return its kind and step; None if no more will
-        come."""
+    def end(self) -> None:
+        """Let `next` return None when all requests are done."""
+        with self._changed:
+            self._ends = True
+            self._changed.notify()
+
+    def next(self, done: _Done) -> _Request | None:
+        """Wait for a request after those in `done`, of either kind, and return it; None if no more will come."""
         with self._changed:
             self._changed.wait_for(lambda: self._first(done) is not None or self._ends)
             return self._first(done)
@@ -146,29 +165,28 @@ class _Requests:
 
         def is_displaced() -> bool:
             found = self._first(done)
-            return found is not None and (found[0] == FULL or kind == WEIGHTS)
+            return found is not None and (found.kind == FULL or kind == WEIGHTS)
 
         with self._changed:
             return self._changed.wait_for(is_displaced, seconds)
 
-    def _first(self, done: _Done) -> tuple[SaveKind, int] | None:
-        """Return what is uploaded next. Checkpoints go first, and one is as good as weights of an earlier step."""
-        if self._steps[FULL] > done[FULL]:
-            return FULL, self._steps[FULL]
-        if self._steps[WEIGHTS] > max(done.values()):
-            return WEIGHTS, self._steps[WEIGHTS]
-        return None
+    def _first(self, done: _Done) -> _Request | None:
+        """Return what is uploaded next. Checkpoints go first, and one is as good as weights that were saved before."""
+        full, weights = self._last[FULL], self._last[WEIGHTS]
+        if full.number > done[FULL]:
+            return full
+        return weights if weights.number > max(done.values()) else None
 
 
 def upload_all(
     tiers: Mapping[SaveKind, RemoteTier], requests: _Requests, report: Callable[[dict[str, Any]], None]
 ) -> None:
-    """Upload the newest requested checkpoint, else the newest weights, again and again, until no more will come."""
+    """Upload the last requested checkpoint, else the last weights, again and again, until no more will come."""
     done: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
     while (found := requests.next(done)) is not None:
-        kind, done[found[0]], pause = found[0], found[1], _PAUSE_SECONDS
-        while not _upload(tiers[kind], done[kind], pause, report):
-            if requests.displaces(kind, done, random.uniform(pause / 2, pause)):
+        done[found.kind], pause = found.number, _PAUSE_SECONDS
+        while not _upload(tiers[found.kind], found.step, pause, report):
+            if requests.displaces(found.kind, done, random.uniform(pause / 2, pause)):
                 break
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 

@@ -417,9 +417,11 @@ class Tier:
         self.pruned += 1
 
 
-def requested(*steps, weights=0):
+def requested(*steps):
     requests = uploader._Requests()
-    requests._steps, requests._ends = {FULL: max(steps, default=0), WEIGHTS: weights}, True
+    for step in steps:
+        requests.add(step, FULL)
+    requests.end()
     return requests
 
 
@@ -443,9 +445,9 @@ def test_weights_go_up_after_checkpoints_and_only_if_they_are_newer(monkeypatch)
     def later(low, high):
         match next(pauses):
             case 1:
-                requests._steps[WEIGHTS] = 30
+                requests.add(30, WEIGHTS)
             case 5:
-                requests._steps[FULL] = 40
+                requests.add(40, FULL)
         return 0.0
 
     monkeypatch.setattr("random.uniform", later)
@@ -455,8 +457,27 @@ def test_weights_go_up_after_checkpoints_and_only_if_they_are_newer(monkeypatch)
         (20, FULL),
         (40, FULL),
     ]
-    uploader.upload_all(tiers, requested(40, weights=40), reports.append)
+    requests = uploader._Requests()
+    for step, kind in ((30, WEIGHTS), (40, FULL)):
+        requests.add(step, kind)
+    requests.end()
+    uploader.upload_all(tiers, requests, reports.append)
     assert alone.pushed == [30] * 2
+
+
+def test_steps_that_are_trained_again_after_a_roll_back_go_up():
+    """Rolled back from step 310 to 200: the uploads of 250 and of another 310 follow. Weights alone likewise."""
+    full, alone, requests = Tier([]), Tier([], WEIGHTS), uploader._Requests()
+    later = iter([(250, FULL), (310, FULL), (320, WEIGHTS), (210, WEIGHTS)])
+
+    def saved(event):
+        if event["kind"] == events.CHECKPOINT_STORED and (following := next(later, None)):
+            requests.add(*following)
+
+    requests.add(310, FULL)
+    requests.end()
+    uploader.upload_all({FULL: full, WEIGHTS: alone}, requests, saved)
+    assert (full.pushed, alone.pushed) == ([310, 250, 310], [320, 210])
 
 
 @pytest.mark.parametrize(
