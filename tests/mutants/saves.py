@@ -74,6 +74,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_SCHEDULE}::test_auto_waits_at_least_for_the_write",),
     ),
     Mutant(
+        name="each-rank-finds-first-weights",
+        what="ranks of a new run start from different saves of a run that still trains",
+        file="trainer/export/saved_weights.py",
+        before="from_rank_zero(lambda: str(find_weights(folder)[1].relative_to(folder)))",
+        after="find_weights(folder)[1].relative_to(folder)",
+        tests=("tests/unit/trainer/test_init.py::test_all_ranks_start_from_the_save_that_rank_0_finds",),
+    ),
+    Mutant(
         name="weights-with-moments",
         what="a save of the weights alone has the optimizer's state, too",
         file="trainer/checkpoint/save.py",

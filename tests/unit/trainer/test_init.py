@@ -13,6 +13,7 @@ from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.load import load_model
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.export import saved_weights as module
 from ingot.trainer.export.model_folder import write_model
 from ingot.trainer.export.saved_weights import saved_weights
 from ingot.trainer.launch.checks import preflight
@@ -98,6 +99,22 @@ def test_a_run_starts_from_a_save_of_another_run_in_any_layout(fork_ranks, make_
         fork_ranks(run_rank, 1, folder, 1)
         first[name] = step_facts(folder)
     assert first["ours"] == first["theirs"]
+
+
+def test_all_ranks_start_from_the_save_that_rank_0_finds(make_run, fork_ranks, monkeypatch):
+    """The source still trains: rank 1 looks before its checkpoint of step 4 is finished, rank 0 after that."""
+    source = make_run("source", dp_shard=1, every_steps=2)
+    fork_ranks(run_rank, 1, source, 4)
+    arch = load_run(source.config).model
+    name, shape = "norm.weight", [arch.d_model]
+
+    def first_values(rank, ranks):
+        if rank:
+            monkeypatch.setattr(module, "find_weights", lambda path: (source, source.checkpoint(2)))
+        return saved_weights(source.root, arch, drawn=None)(name, shape, [0], shape).tolist()
+
+    ours, theirs = fork_ranks(first_values, 2)
+    assert ours == theirs
 
 
 def test_a_save_that_is_damaged_or_of_another_model_is_refused(make_run, fork_ranks):

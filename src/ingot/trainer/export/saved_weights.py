@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ingot.hub.config_file import require_fit
 from ingot.schema.arch import Arch
+from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.load import OTHER_MODEL, found_file, read_blocks
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_files
@@ -20,11 +21,12 @@ def saved_weights(folder: Path, arch: Arch, drawn: FirstValue) -> FirstValue:
     """Return a function that reads a run's first weights from the save `folder`; of a run folder, from its newest one.
 
     A call reads only the requested block. Each file is verified before its first use. drawn: the function for tensors
-    that the save lacks: router biases, and those that only training needs; the loads of experts are never read. Raises
+    that the save lacks: router biases, and those that only training needs; the loads of experts are never read.
+    Collective: rank 0 chooses the save, because a run that still trains may finish another one meanwhile. Raises
     ConfigError unless the save fits a model of `arch`, UsageError if there is none, CheckpointError if it is damaged.
     """
     require_fit(folder, arch)
-    _, path = find_weights(folder)
+    path = folder / from_rank_zero(lambda: str(find_weights(folder)[1].relative_to(folder)))
     manifest = read_manifest(path)
     verified: set[str] = set()
 
