@@ -44,7 +44,9 @@ class SaveInterval:
 def parse_interval(text: str) -> SaveInterval:
     """Parse "500 steps", "60 min", "1 h", "30 s" or "auto". Raises ConfigError for anything else, and for intervals
     that are not from 1 step to 10^9 steps or from 1 s to 365 days."""
-    rule = 'a save interval is a number with its unit, like "500 steps", "60 min", "1 h" or "30 s", or "auto"; "" is none'
+    rule = (
+        'a save interval is a number with its unit, like "500 steps", "60 min", "1 h" or "30 s", or "auto"; "" is none'
+    )
     clean = text.strip().lower()
     if clean == AUTO:
         return SaveInterval()
