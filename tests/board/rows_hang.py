@@ -66,7 +66,7 @@ def rs03(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         for rank in ranks:
             os.kill(pids[rank], signal.SIGSTOP)
         _judge_hang(bench, verdicts, name, where, bench.ended(process), ranks[0], "SIGSTOP", injected)
-        stacks = [path for path in folder.incidents.rglob("rank-*.stacks") if "train_step" in path.read_text()]
+        stacks = [path for path in folder.incidents.rglob("rank-*.stacks") if "trainer/loop.py" in path.read_text()]
         verdicts.judge("o6", where, "" if len(stacks) == 2 - len(ranks) else f"stacks of {len(stacks)} ranks")
 
 
