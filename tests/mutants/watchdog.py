@@ -22,8 +22,8 @@ MUTANTS: list[Mutant] = [
         name="one-overdue-rank-is-a-hang",
         what="a rank that waits for a slow peer counts as a hang",
         file="trainer/launch/watchdog.py",
-        before="if min(late.values()) <= 0:",
-        after="if max(late.values()) <= 0:",
+        before="elif max(left.values()) >= 0:",
+        after="elif min(left.values()) >= 0:",
         tests=(f"{_WATCHDOG}::test_no_rank_hangs_while_one_makes_progress",),
     ),
     Mutant(
@@ -79,7 +79,7 @@ MUTANTS: list[Mutant] = [
         what="short pauses of a process add up to a hang",
         file="trainer/launch/watchdog.py",
         before="            self._stopped.pop(rank, None)\n",
-        after="",
+        after="            pass\n",
         tests=(f"{_WATCHDOG}::test_a_stopped_process_is_overdue_in_any_phase",),
     ),
     Mutant(

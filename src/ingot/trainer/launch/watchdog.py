@@ -1,9 +1,9 @@
 """The watchdog of a job: it finds that no rank makes progress any more, from heartbeats and outside of the ranks.
 
 A rank that hangs stops all others within a step, because they wait for it in a collective. So a job hangs if every rank
-is overdue: it has been in its phase for longer than that phase may take, or its process has been stopped for as long as
-a step may take. A rank that the others wait for with good reason (it reads slow data, or a callback of rank 0 computes)
-is not overdue, and then nothing hangs.
+is overdue: it has been in its phase for longer than that phase may take. A rank that the others wait for with good
+reason (it reads slow data, or a callback of rank 0 computes) is not overdue, and then nothing hangs. A process that has
+been stopped for as long as a step may take is a hang whatever the others do.
 
 A step may take FACTOR times as long as the longest one so far (NVIDIA's resiliency extension has the same default), or
 twice as long as a first step, which compiles; but at least launch.watchdog_seconds. Any other phase may take
@@ -65,23 +65,26 @@ class Watchdog:
         self._first_step = max([self._first_step, *(beat.longest[Phase.COMPILE] for beat in beats.values())])
         if not beats or not self._launch.watchdog_seconds:
             return None
-        late = {rank: self._seconds_overdue(rank, beat, now) for rank, beat in beats.items()}
-        if min(late.values()) <= 0:
+        left = {rank: self.limit(beat.phase) - self._seconds(rank, beat, now) for rank, beat in beats.items()}
+        stopped = max((now - self._stopped.get(rank, now) for rank in beats), default=0.0)
+        last = beats[max(left, key=lambda rank: left[rank])].phase
+        if stopped > self.limit(Phase.STEP):
+            last = Phase.STEP
+        elif max(left.values()) >= 0:
             return None
-        last = beats[min(late, key=lambda rank: late[rank])]
-        setting = "launch.watchdog_seconds" if last.phase is Phase.STEP else "launch.watchdog_other_seconds"
-        return Hang(beats, now - max(beat.since for beat in beats.values()), self.limit(last.phase), setting)
+        setting = "launch.watchdog_seconds" if last is Phase.STEP else "launch.watchdog_other_seconds"
+        return Hang(beats, now - max(beat.since for beat in beats.values()), self.limit(last), setting)
 
-    def _seconds_overdue(self, rank: int, beat: Beat, now: float) -> float:
-        """Return by how much a rank has exceeded its limit; negative if it has time left."""
+    def _seconds(self, rank: int, beat: Beat, now: float) -> float:
+        """Return how long a rank has been in its phase, and note since when its process is stopped."""
         if self._lost_before.get(rank, (-1, 0.0))[0] != beat.count:
             self._lost_before[rank] = beat.count, self._lost
         took = now - beat.since - (self._lost - self._lost_before[rank][1])
-        overdue = took - self.limit(beat.phase)
-        if overdue > 0 or took < _STATE_SECONDS or state_of(beat.pid) not in STOPPED:
+        if took < _STATE_SECONDS or state_of(beat.pid) not in STOPPED:
             self._stopped.pop(rank, None)
-            return overdue
-        return now - self._stopped.setdefault(rank, now) - self.limit(Phase.STEP)
+        else:
+            self._stopped.setdefault(rank, now)
+        return took
 
 
 def state_of(pid: int) -> str:

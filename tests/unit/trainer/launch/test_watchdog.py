@@ -80,11 +80,12 @@ def test_all_that_is_no_step_has_its_own_limit_however_short_it_was(bench, phase
 
 
 def test_a_stopped_process_is_overdue_in_any_phase(bench, monkeypatch):
-    """Rank 0 is stopped in a save; rank 1 waits for it in a step. A pause that is shorter than a step's limit counts
-    for nothing, also after a long time in the phase."""
-    bench.change(0, phase=Phase.SAVE)
+    """Both ranks are in a save, where they may be for a minute, and rank 0 is stopped there. A pause that is shorter
+    than a step's limit counts for nothing, also after a long time in the phase."""
+    bench.change(0, phase=Phase.SAVE, pid=2)
+    bench.change(1, phase=Phase.SAVE)
     state = {"is": "S"}
-    monkeypatch.setattr(module, "state_of", lambda pid: state["is"])
+    monkeypatch.setattr(module, "state_of", lambda pid: state["is"] if pid == 2 else "S")
     assert bench.found_by(10) is None
     state["is"] = "T"
     assert bench.found_by(12) is None
