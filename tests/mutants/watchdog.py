@@ -54,7 +54,7 @@ MUTANTS: list[Mutant] = [
         name="uploads-hang",
         what="the last uploads of a run count as a hang",
         file="trainer/launch/watchdog.py",
-        before="(_END_SECONDS if phase is Phase.END else 0.0)",
+        before="(UPLOAD_SECONDS if phase is Phase.END else 0.0)",
         after="0.0",
         tests=(f"{_WATCHDOG}::test_the_last_uploads_have_their_time",),
     ),
@@ -72,6 +72,14 @@ MUTANTS: list[Mutant] = [
         file="trainer/launch/watchdog.py",
         before="state_of(beat.pid) not in STOPPED:",
         after="True:",
+        tests=(f"{_WATCHDOG}::test_a_stopped_process_is_overdue_in_any_phase",),
+    ),
+    Mutant(
+        name="stopped-with-its-supervisor",
+        what="the time in which rank and supervisor were stopped counts as a hang of the rank",
+        file="trainer/launch/watchdog.py",
+        before="            self._stopped.clear()\n",
+        after="",
         tests=(f"{_WATCHDOG}::test_a_stopped_process_is_overdue_in_any_phase",),
     ),
     Mutant(

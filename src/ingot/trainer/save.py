@@ -17,13 +17,13 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.save import save_checkpoint
+from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
 from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.mesh.collectives import largest_of_ranks
 from ingot.trainer.parts import RunParts
 from ingot.trainer.restore import load_newest, open_loader
 from ingot.units import format_bytes, format_seconds
 
-_UPLOAD_SECONDS = 600.0  # that the end of a run waits for the store
 _END_SECONDS = 1.0  # of launch.grace, that the ranks need to end
 SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
 
@@ -190,7 +190,7 @@ def finish_uploads(trainer: RunParts, deadline: float) -> None:
     """
     if trainer.uploader is None:
         return
-    patience = max(0.0, min(_UPLOAD_SECONDS, deadline - time.monotonic() - _END_SECONDS))
+    patience = max(0.0, min(UPLOAD_SECONDS, deadline - time.monotonic() - _END_SECONDS))
     if not trainer.uploader.finish(patience):
         waited, push = format_seconds(patience), f"ingot ckpt push {trainer.folder.root}"
         trainer.say(f"WARNING   the last checkpoint is not in the store after {waited}; to upload it: {push}")

@@ -29,6 +29,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
 from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
 
+UPLOAD_SECONDS = 600.0  # that the end of a run waits for its last uploads
 _PAUSE_SECONDS = 1.0  # before the second attempt; doubled with every further one
 _LONGEST_PAUSE_SECONDS = 60.0
 _QUIET_SECONDS = 8.0  # a first node that waits for the uploads of others reports that from this pause on

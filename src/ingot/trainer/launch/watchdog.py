@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.schema.launch import Launch
+from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
 from ingot.trainer.resilience.heartbeat import Beat, Heartbeats, Phase
 
 FACTOR, RECOMPILES = 5.0, 2.0
 STOPPED = "Tt"  # states of a process in /proc
-_END_SECONDS = 600.0  # the longest wait for the last uploads (trainer/save.py)
 _LATE_SECONDS = 1.0  # a supervisor that looks this much after its last look did not run in between
 _STATE_SECONDS = 0.3  # a rank that was in its phase for less is not asked for its state
 
@@ -52,13 +52,14 @@ class Watchdog:
         """Return how long a rank may be in `phase`, in seconds."""
         if phase is Phase.STEP:
             return max(self._launch.watchdog_seconds, FACTOR * self._step, RECOMPILES * self._first_step)
-        return self._launch.watchdog_other_seconds + (_END_SECONDS if phase is Phase.END else 0.0)
+        return self._launch.watchdog_other_seconds + (UPLOAD_SECONDS if phase is Phase.END else 0.0)
 
     def look(self, ended: Collection[int]) -> Hang | None:
         """Return the hang if no rank makes progress, else None. ended: the ranks that are not there any more."""
         now = time.monotonic()
         if now > self._looked + _LATE_SECONDS:
             self._lost += now - self._looked
+            self._stopped.clear()
         self._looked = now
         beats = {rank: self._beats.read(rank) for rank in range(self._beats.ranks) if rank not in ended}
         self._step = max([self._step, *(beat.longest[Phase.STEP] for beat in beats.values())])
