@@ -24,6 +24,7 @@ _SETTINGS = (
 )
 _PHASES = ("on_gradients", "on_update", "on_line", "record")
 _DETERMINISTIC = 93
+_NO_LINES = ("watch.log_every=60",)  # ranks then do not wait for each other between an update and a save
 
 
 def rs01_phases(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -71,13 +72,17 @@ def rs03(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 
 def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """One rank holds its interpreter lock for ever, and one waits for something that never comes."""
+    """One rank holds its interpreter lock for ever, and one waits for something that never comes: while the others
+    wait for it in the next step, or in a save."""
     random = random_of("RS04", seed)
     for kind, named in (("hold", "interpreter lock"), ("wait", "waits for rank")):
         rank, name = random.randrange(2), f"{kind}-{seed}"
         fault = f"{kind} {rank} {random.randrange(9, 40)} on_update"
         ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
         _judge_hang(bench, verdicts, name, fault, ended, rank, named)
+        name, fault = f"{kind}-save-{seed}", f"{kind} {rank} {4 * random.randrange(3, 10)} on_update"
+        ended = bench.train(name, *_options(bench), *options(_NO_LINES), env={"BOARD_FAULT": fault})
+        _judge_hang(bench, verdicts, name, fault, ended, rank, "", settings=_NO_LINES)
 
 
 def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -161,6 +166,7 @@ def _judge_hang(
     rank: int,
     named: str,
     injected: float | None = None,
+    settings: Sequence[str] = (),
 ) -> None:
     """Judge a run whose rank `rank` hung once: found by the watchdog in time, named, and recovered."""
     faults = list(read_events(bench.folder(name).events, events.FAULT))
@@ -171,7 +177,7 @@ def _judge_hang(
     verdicts.judge("o6", where, f"found after {late} s" if late else "")
     if injected is not None:
         verdicts.time(bench.folder(name), injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_settings(bench)))
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_settings(bench), *settings))
 
 
 ROWS = (

@@ -20,9 +20,9 @@ MUTANTS: list[Mutant] = [
         name="stop-after-of-an-attempt",
         what="the time limit counts from the start of the attempt, not of the launcher",
         file="trainer/launch/supervise.py",
-        before="                clear_endings(folder)\n",
+        before="                running.start(restarts.count)\n",
         after="                stopping = _Stopping(folder, StopRequests(None, launch, time.monotonic()), say)\n"
-        "                clear_endings(folder)\n",
+        "                running.start(restarts.count)\n",
         tests=(f"{_SUPERVISOR}::test_the_time_limit_counts_over_all_attempts",),
     ),
     Mutant(

@@ -7,6 +7,7 @@ _EVIDENCE = "tests/unit/trainer/launch/test_evidence.py"
 _CALLS = "tests/unit/trainer/resilience/test_collective_calls.py"
 _HEART = "tests/unit/trainer/resilience/test_heartbeat.py"
 _RESTARTS = "tests/unit/trainer/resilience/test_restarts.py"
+_JOB_HERE = "tests/unit/trainer/launch/test_job_here.py"
 _SUPERVISE = "tests/unit/trainer/launch/test_supervise.py"
 
 MUTANTS: list[Mutant] = [
@@ -14,9 +15,33 @@ MUTANTS: list[Mutant] = [
         name="watchdog-asleep",
         what="the supervisor never looks at heartbeats",
         file="trainer/launch/supervise.py",
-        before="if hang := watchdog.look(running.exit_codes):",
-        after="if hang := watchdog.look(range(running.job.processes)):",
+        before="if hang := running.hang():",
+        after="if (hang := None) is not None:",
         tests=(f"{_SUPERVISE}::test_a_hang_is_found_written_down_and_ended",),
+    ),
+    Mutant(
+        name="suspects-unseen",
+        what="a rank that is overdue in a step is no suspect while the others are in a save",
+        file="trainer/launch/watchdog.py",
+        before="if not overdue or not elsewhere or",
+        after="if not overdue or elsewhere or",
+        tests=(f"{_WATCHDOG}::test_a_rank_that_is_overdue_in_a_step_is_a_suspect_while_the_others_are_in_none",),
+    ),
+    Mutant(
+        name="suspects-all-the-time",
+        what="suspects are asked in every look, and have no time for anything else",
+        file="trainer/launch/watchdog.py",
+        before="now < self._suspected + self.limit(Phase.STEP)",
+        after="now < self._suspected",
+        tests=(f"{_WATCHDOG}::test_a_rank_that_is_overdue_in_a_step_is_a_suspect_while_the_others_are_in_none",),
+    ),
+    Mutant(
+        name="waiting-suspect-hangs",
+        what="a rank that is overdue because it waits for another one hangs",
+        file="trainer/launch/job_here.py",
+        before="return hang if blamed and blamed <= hang.suspects else None",
+        after="return hang",
+        tests=(f"{_JOB_HERE}::test_a_suspect_hangs_only_if_the_others_wait_for_it",),
     ),
     Mutant(
         name="one-overdue-rank-is-a-hang",
@@ -102,8 +127,8 @@ MUTANTS: list[Mutant] = [
         name="evidence-keeps-the-hang",
         what="a hang goes on if the disk does not take its evidence",
         file="trainer/launch/evidence.py",
-        before="    except OSError:  # a full disk",
-        after="    except KeyError:  # a full disk",
+        before="    try:\n        place = _new_folder(folder)\n    except OSError:",
+        after="    try:\n        place = _new_folder(folder)\n    except KeyError:",
         tests=(f"{_EVIDENCE}::test_a_disk_without_room_keeps_no_hang_from_its_end",),
     ),
     Mutant(

@@ -11,7 +11,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
 from ingot.trainer.launch.watchdog import STOPPED, Hang, state_of
 from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, find_blame, from_json
-from ingot.trainer.resilience.heartbeat import Phase
+from ingot.trainer.resilience.heartbeat import Beat, Phase
 from ingot.trainer.resilience.incidents import JobIncident, differing
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 
@@ -42,36 +42,63 @@ class HangCause:
     accident: bool = False
 
 
-def examine(hang: Hang, folder: RunFolder) -> tuple[HangCause, Path | None]:
-    """Ask the ranks of a hung job for their stacks and collectives, write them down, and judge. Takes about a second.
+@dataclass(frozen=True)
+class Answers:
+    """What ranks answered, by rank. states: letters as in ps. calls: the newest collectives, None without an answer.
+    with_stacks: the ranks that wrote their stacks."""
 
-    Returns the cause, and the folder with the evidence; None if the disk did not take it. No rank may have been killed
-    yet.
+    states: Mapping[int, str]
+    calls: Mapping[int, Sequence[CollectiveCall] | None]
+    with_stacks: Collection[int]
+
+
+Ask = Callable[[Mapping[int, Beat], Path | None], Answers]
+
+
+def question(beats: Mapping[int, Beat], place: Path | None) -> Answers:
+    """Ask these ranks of this machine for their stacks, which go to the folder `place` if there is one, and for their
+    collectives. Takes about a second at most, and a few with native frames."""
+    _ask(beats)
+    calls = _answers(beats)
+    states = {rank: state_of(beat.pid) for rank, beat in beats.items()}
+    stacks = {rank: _read(beat.pid, beat.stacks) for rank, beat in beats.items()}
+    with contextlib.suppress(OSError):  # a full disk must not keep a hang from its end
+        if place is not None:
+            for rank, text in stacks.items():
+                (place / f"rank-{rank}.stacks").write_text(text or "this rank wrote no stacks\n")
+            _add_native_stacks(beats, place, [rank for rank, answer in calls.items() if answer is None])
+    return Answers(states, calls, {rank for rank, text in stacks.items() if text})
+
+
+def examine(hang: Hang, folder: RunFolder, ask: Ask = question) -> tuple[HangCause, Path | None]:
+    """Ask the ranks of a hung job what they do, write it down, and judge.
+
+    ask: for ranks of several machines. Returns the cause, and the folder with the evidence; None if the disk did not
+    take it. No rank may have been killed yet.
     """
-    _ask(hang)
-    calls = _answers(hang)
-    states = {rank: state_of(beat.pid) for rank, beat in hang.beats.items()}
-    stacks = {rank: _read(beat.pid, beat.stacks) for rank, beat in hang.beats.items()}
-    cause = judge(hang, states, calls, {rank for rank, text in stacks.items() if text})
     try:
         place = _new_folder(folder)
-        _write(hang, place, cause, states, calls, stacks)
-        _add_native_stacks(hang, place, cause.ranks)
-    except OSError:  # a full disk must not keep a hang from its end
-        return cause, None
+    except OSError:
+        place = None
+    answers = ask(hang.beats, place)
+    cause = judge(hang, answers.states, answers.calls, answers.with_stacks)
+    try:
+        if place is not None:
+            _write(hang, place, cause, answers)
+    except OSError:
+        place = None
     return cause, place
 
 
-def _write(
-    hang: Hang,
-    place: Path,
-    cause: HangCause,
-    states: Mapping[int, str],
-    calls: Mapping[int, Sequence[CollectiveCall] | None],
-    stacks: Mapping[int, str],
-) -> None:
-    for rank, text in stacks.items():
-        (place / f"rank-{rank}.stacks").write_text(text or "this rank wrote no stacks\n")
+def waits_for(beats: Mapping[int, Beat], answers: Answers) -> frozenset[int]:
+    """Return the ranks that the others wait for in collectives, by their answers; none if those do not show it."""
+    blame = find_blame(answers.calls)
+    silent = [rank for rank, answer in answers.calls.items() if answer is None and beats[rank].pid]
+    return frozenset(blame.ranks if blame else silent)
+
+
+def _write(hang: Hang, place: Path, cause: HangCause, answers: Answers) -> None:
+    states, calls = answers.states, answers.calls
     write_json(
         place / "hang.json",
         {
@@ -95,9 +122,9 @@ def _write(
     )
 
 
-def _ask(hang: Hang) -> None:
+def _ask(beats: Mapping[int, Beat]) -> None:
     """Ask all ranks for their reports; answers to earlier questions are gone then."""
-    for beat in hang.beats.values():
+    for beat in beats.values():
         for fd in (beat.stacks, beat.collectives):
             if beat.pid > 0 and fd >= 0:
                 with contextlib.suppress(OSError):
@@ -168,12 +195,12 @@ def _new_folder(folder: RunFolder) -> Path:
     return place
 
 
-def _answers(hang: Hang) -> dict[int, tuple[CollectiveCall, ...] | None]:
+def _answers(beats: Mapping[int, Beat]) -> dict[int, tuple[CollectiveCall, ...] | None]:
     """Wait for the reports of the collectives, and read them."""
     deadline = time.monotonic() + _ANSWER_SECONDS
-    found: dict[int, tuple[CollectiveCall, ...] | None] = dict.fromkeys(hang.beats)
+    found: dict[int, tuple[CollectiveCall, ...] | None] = dict.fromkeys(beats)
     while time.monotonic() < deadline and None in found.values():
-        for rank, beat in hang.beats.items():
+        for rank, beat in beats.items():
             if found[rank] is None and (text := _read(beat.pid, beat.collectives)).endswith("\n"):
                 with contextlib.suppress(ValueError, ConfigError):
                     found[rank] = from_json(json.loads(text))
@@ -189,16 +216,16 @@ def _read(pid: int, fd: int) -> str:
         return ""
 
 
-def _add_native_stacks(hang: Hang, place: Path, blamed: tuple[int, ...]) -> None:
-    """Add stacks with native frames by py-spy, where it is installed and allowed; of the blamed ranks first."""
+def _add_native_stacks(beats: Mapping[int, Beat], place: Path, first: Collection[int]) -> None:
+    """Add stacks with native frames by py-spy, where it is installed and allowed; of the ranks `first` first."""
     if not (spy := shutil.which("py-spy")):
         return
     deadline = time.monotonic() + _NATIVE_SECONDS
-    for rank in sorted(hang.beats, key=lambda rank: (rank not in blamed, rank))[:_NATIVE_RANKS]:
+    for rank in sorted(beats, key=lambda rank: (rank not in first, rank))[:_NATIVE_RANKS]:
         left = deadline - time.monotonic()
-        if left <= 0 or not hang.beats[rank].pid:
+        if left <= 0 or not beats[rank].pid:
             return
-        command = [spy, "dump", "--native", "--nonblocking", "--pid", str(hang.beats[rank].pid)]
+        command = [spy, "dump", "--native", "--nonblocking", "--pid", str(beats[rank].pid)]
         with contextlib.suppress(subprocess.TimeoutExpired, OSError):
             done = subprocess.run(command, capture_output=True, text=True, timeout=left)
             if done.returncode == 0:

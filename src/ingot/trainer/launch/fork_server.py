@@ -5,12 +5,13 @@ of CPU time per process. It stays without threads and without a CUDA context, wh
 
 Command line: `python -m ingot.trainer.launch.fork_server ORDERS REPORTS RANKS PRELOAD MODULE ARGUMENTS...`. ORDERS and
 REPORTS are file descriptors of pipes; PRELOAD has names of modules, separated by commas. Messages are lines of JSON.
-The supervisor orders an attempt: {"attempt": 1, "log": PATH}. The answers are {"ordered": 1} at once, {"rank": 0,
-"code": -9} when a rank has ended (negative: signal number), and {"attempt": 1} when all have. Without the supervisor,
-this process and all ranks are killed by the kernel (resilience/endings.py).
+The supervisor orders an attempt: {"attempt": 1, "log": PATH}. The answers are {"ordered": 1, "port": P} at once,
+{"rank": 0, "code": -9} when a rank has ended (negative: signal number), and {"attempt": 1} when all have. An order
+without "attempt" asks for the imports only. Without the supervisor, this process and all ranks are killed by the kernel
+(resilience/endings.py).
 
-The ranks find each other in a store that rank 0 opens on a socket made here. It listens on the loopback address only,
-and no port is chosen before it is bound.
+The ranks find each other in a store that rank 0 opens on a socket made here: no port is chosen before it is bound. It
+listens on the loopback address only, unless the order has a "share" of a job on several machines (NodeShare).
 """
 
 import gc
@@ -22,10 +23,11 @@ import signal
 import socket
 import sys
 import traceback
+from dataclasses import replace
 from pathlib import Path
 
 from ingot.machine.processes import die_with_parent
-from ingot.trainer.mesh.start import enter_rank
+from ingot.trainer.mesh.start import NodeShare, enter_rank
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
@@ -47,7 +49,9 @@ def main() -> None:
         signal.signal(number, lambda *_: None)
     for line in orders:
         order = json.loads(line)
-        _report(reports, ordered=order["attempt"])
+        share = NodeShare(**order["share"]) if order.get("share") else None
+        listener = _listener(ranks, share) if "attempt" in order else None
+        _report(reports, ordered=order.get("attempt"), port=listener.getsockname()[1] if listener else 0)
         _redirect_errors(order["log"])
         for module in filter(None, preload):
             try:
@@ -55,7 +59,9 @@ def main() -> None:
             except Exception:  # a rank imports it again, and may then fail in another way: this is the cause
                 traceback.print_exc()
         gc.freeze()  # a collection in a rank would visit, and so copy, all objects of this process
-        running = _fork(ranks, order["attempt"])
+        if "attempt" not in order:
+            continue
+        running = _fork(ranks, order["attempt"], listener, share)
         if running is None:
             orders.close()
             os.close(reports)
@@ -72,16 +78,26 @@ def _redirect_errors(log: str) -> None:
         os.dup2(file.fileno(), 2)
 
 
-def _fork(ranks: int, attempt: int) -> dict[int, int] | None:
+def _listener(ranks: int, share: NodeShare | None) -> socket.socket | None:
+    """Return the socket of the store of the ranks; None if rank 0 is on another machine."""
+    if share is None:
+        return socket.create_server((_LOOPBACK, 0), backlog=ranks)
+    return None if share.first else socket.create_server((share.host, 0), backlog=share.world)
+
+
+def _fork(ranks: int, attempt: int, listener: socket.socket | None, share: NodeShare | None) -> dict[int, int] | None:
     """Fork the ranks. Returns process id -> rank; None in a rank, whose environment then describes its place."""
     running = {}
-    with socket.create_server((_LOOPBACK, 0), backlog=ranks) as listener:
-        for rank in range(ranks):
-            if pid := os.fork():
-                running[pid] = rank
-                continue
-            enter_rank(rank, ranks, listener, attempt)
-            return None
+    if share and listener:
+        share = replace(share, port=listener.getsockname()[1])
+    for local_rank in range(ranks):
+        if pid := os.fork():
+            running[pid] = local_rank + (share.first if share else 0)
+            continue
+        enter_rank(local_rank, ranks, listener, attempt, share)
+        return None
+    if listener:
+        listener.close()
     return running
 
 
@@ -91,7 +107,7 @@ def _run(job: list[str]) -> None:
     runpy.run_module(job[0], run_name="__main__", alter_sys=True)
 
 
-def _report(pipe: int, **message: int) -> None:
+def _report(pipe: int, **message: int | None) -> None:
     os.write(pipe, json.dumps(message).encode() + b"\n")
 
 

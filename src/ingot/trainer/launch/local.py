@@ -14,12 +14,14 @@ import sys
 import time
 import uuid
 from collections.abc import Collection
+from dataclasses import asdict
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from ingot.errors import ResourceError
 from ingot.machine.processes import oom_kills
 from ingot.schema.run_folder import Job
+from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
 
@@ -34,13 +36,15 @@ _LOG_BYTES = 1 << 20
 class LocalJob:
     """The processes of `job`: a fork server, and the ranks of the current attempt.
 
-    stdout: where ranks print, as in subprocess.Popen. The methods after `start` are about the newest attempt:
-    `exit_codes` has rank -> exit code (negative: signal number) of the ranks that have ended, and `log` is the file
-    with their standard error.
+    job: with the processes of this machine. stdout: where ranks print, as in subprocess.Popen. The methods after
+    `start` are about the newest attempt: `exit_codes` has rank -> exit code (negative: signal number) of the ranks that
+    have ended, `log` is the file with their standard error, and `port` that of the store of the ranks, if rank 0 is
+    here.
     """
 
     def __init__(self, job: Job, *, stdout: IO | int | None = None):
         self.job, self.id, self.stdout = job, uuid.uuid4().hex, stdout
+        self.port = 0
         self.exit_codes: dict[int, int] = {}
         self.heartbeats = Heartbeats(job.processes)
         self.log = Path(os.devnull)
@@ -50,26 +54,40 @@ class LocalJob:
         self._oom_kills = 0
         self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
 
-    def start(self, *, attempt: int, log: Path) -> None:
-        """Start all ranks. Their standard error goes to `log`. The last attempt must have ended."""
+    def prepare(self, log: Path) -> None:
+        """Start the fork server and its imports, so that `start` takes no time. What they report goes to `log`."""
+        self._begin(log)
+        if self._server is None or self._server.poll() is not None:
+            self._start_server()
+        with contextlib.suppress(BrokenPipeError):
+            os.write(self._orders, json.dumps({"log": str(log)}).encode() + b"\n")
+        self._idle = True
+
+    def start(self, *, attempt: int, log: Path, share: NodeShare | None = None) -> None:
+        """Start all ranks. Their standard error goes to `log`. The last attempt must have ended. share: the part of
+        this machine in a job of several; None if there is no other."""
+        self._begin(log)
+        order = {"attempt": attempt, "log": str(log)} | ({"share": asdict(share)} if share else {})
+        if self._server is None or self._server.poll() is not None or not self._order(order):
+            self._start_server()
+            self._order(order)  # a server that dies at once is a failed attempt: `running` sees it
+
+    def _begin(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
         self.log, self.exit_codes, self._idle = log, {}, False
         self.heartbeats.begin()
         self._oom_kills = oom_kills()
-        if self._server is None or self._server.poll() is not None or not self._order(attempt):
-            self._start_server()
-            self._order(attempt)  # a server that dies at once is a failed attempt: `running` sees it
 
-    def _order(self, attempt: int) -> bool:
+    def _order(self, order: dict[str, Any]) -> bool:
         """Order an attempt. Returns False if the fork server is gone: a process that was just killed may look alive."""
         assert self._server is not None
         self._ordered = None
         with contextlib.suppress(BrokenPipeError):
-            os.write(self._orders, json.dumps({"attempt": attempt, "log": str(self.log)}).encode() + b"\n")
-        while self.running() and self._ordered != attempt:
+            os.write(self._orders, json.dumps(order).encode() + b"\n")
+        while self.running() and self._ordered != order["attempt"]:
             time.sleep(_POLL_SECONDS)
-        return self._ordered == attempt
+        return self._ordered == order["attempt"]
 
     def _start_server(self) -> None:
         self._close_pipes()
@@ -106,7 +124,7 @@ class LocalJob:
             if "rank" in report:
                 self.exit_codes[report["rank"]] = report["code"]
             elif "ordered" in report:
-                self._ordered = report["ordered"]
+                self._ordered, self.port = report["ordered"], report["port"]
             else:
                 self._idle = True
         return alive and not self._idle

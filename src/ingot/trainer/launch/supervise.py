@@ -7,9 +7,7 @@ begin before the cause is known, and wait 30 s for a hung peer.
 import contextlib
 import json
 import math
-import os
 import signal
-import subprocess
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,24 +17,19 @@ from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
-from ingot.schema.run_folder import Job, RunFolder
+from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers, remove_saves_of
-from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.interrupts import Interrupts, handlers
-from ingot.trainer.launch.evidence import examine, incident_of
-from ingot.trainer.launch.local import LocalJob
-from ingot.trainer.launch.watchdog import Watchdog
+from ingot.trainer.launch.running import RunningJob
 from ingot.trainer.lease import RunLease
-from ingot.trainer.resilience.endings import clear_endings, read_endings
-from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+from ingot.trainer.resilience.incidents import JobIncident
 from ingot.trainer.resilience.restarts import Restarts
 from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest, StopRequests
 
 _LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
 _POLL_SECONDS = 0.05
-_PEER_SECONDS = 1.0
 _ENDING_SECONDS = 1.0  # after its last save, a run that stops reports that
 
 
@@ -128,18 +121,18 @@ class JobResult:
 
 def supervise(
     folder: RunFolder,
-    job: Job,
+    running: RunningJob,
     launch: Launch,
     *,
     lease: RunLease | None = None,
     began: float | None = None,
     say: Callable[[str], None],
-    show_output: bool = True,
 ) -> JobResult:
-    """Run `job` to its end, with restarts after failures. The caller holds the run's lock.
+    """Run a job to its end, with restarts after failures. The caller holds the run's lock.
 
-    launch: the settings of the run. lease: the right to train it; if it is lost, the ranks are killed. began: the start
-    of the launcher, in seconds of time.monotonic(), from which launch.stop_after counts over all attempts; None: now.
+    running: the job, which has not started yet. launch: the settings of the run. lease: the right to train it; if it is
+    lost, the ranks are killed. began: the start of the launcher, in seconds of time.monotonic(), from which
+    launch.stop_after counts over all attempts; None: now.
     The first stop signal, or the end of that time, asks the ranks to save and stop; after launch.grace they are killed,
     and the newest checkpoint counts. A second signal that is Ctrl-C kills them, but not before a checkpoint that is
     being written is complete, and raises KeyboardInterrupt unless they had stopped. Raises RunBusyError if the lease is
@@ -151,15 +144,12 @@ def supervise(
     log = EventLog(folder.events)
     log_reader = EventLogReader(folder.events)
     restarts = Restarts(launch)
-    running = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
-    watchdog = Watchdog(launch, running.heartbeats)
     stopping = _Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
     try:
         with handlers(stopping.signal):
             while True:
-                clear_endings(folder)
-                running.start(attempt=restarts.count, log=_attempt_log(folder))
-                incident = _follow(folder, running, log_reader, stopping, watchdog, lease, say)
+                running.start(restarts.count)
+                incident = _follow(running, log_reader, stopping, lease, say)
                 running.end_attempt()
                 if lease is not None:
                     lease.require()  # before anything is removed or believed: the folder may be another attempt's
@@ -193,7 +183,6 @@ def supervise(
         running.close()
         if lease is not None and lease.lost is not None:
             remove_saves_of(folder, lease.epoch)  # the job that has the run now does that at its next start only
-        end_keeper(os.getpid(), folder.root)
         log.close()
         folder.stop_request.unlink(missing_ok=True)
     return JobResult(
@@ -215,6 +204,11 @@ class _Stopping:
         self._lines: list[str] = []
         self._saved_at = math.inf
         self.request: StopRequest | None = None
+
+    def signal_elsewhere(self, number: signal.Signals, again: bool) -> None:
+        """Take in a signal to another machine. A scheduler sends one to every machine, which is one request."""
+        if self.request is None or again:
+            self.signal(number)
 
     def signal(self, number: signal.Signals) -> None:
         """Take in a signal. Within a handler, so nothing is written or printed."""
@@ -248,11 +242,9 @@ class _Stopping:
 
 
 def _follow(
-    folder: RunFolder,
-    running: LocalJob,
+    running: RunningJob,
     log_reader: EventLogReader,
     stopping: _Stopping,
-    watchdog: Watchdog,
     lease: RunLease | None,
     say: Callable[[str], None],
 ) -> JobIncident | None:
@@ -267,36 +259,28 @@ def _follow(
         if log_reader.went_on is not None:
             _report(say, f"continue  after step {log_reader.went_on}, from the newest sound checkpoint")
             log_reader.went_on = None
-        if stopping.is_over():
+        for number, again in running.signals():
+            stopping.signal_elsewhere(number, again)
+        if stopping.is_over() or (stopping.request and not running.started):
             return None
-        if lost := _lost_ranks(folder, running):
-            _wait_for_peers(folder, running, len(lost))
+        if incident := running.lost_node(log_reader.step):
+            log_reader.read()
+            return None if log_reader.ended else incident
+        if running.lost_ranks():
+            running.wait_for_peers()
             break
-        if log_reader.ended and len(read_endings(folder)) == running.job.processes:
+        if log_reader.ended and running.all_ended():
             break  # everything is saved and reported; only Python is still shutting down
-        if hang := watchdog.look(running.exit_codes):
+        if hang := running.hang():
             log_reader.read()
             if log_reader.ended:
                 break  # a process that does not end after everything was saved and reported
-            return incident_of(hang, *examine(hang, folder), log_reader.step)
+            return running.examine(hang, log_reader.step)
         running.wait(_LOOK_SECONDS)
     log_reader.read()
     if log_reader.ended:
         return None
-    lost = _lost_ranks(folder, running)
-    return explain(
-        AttemptEnd(
-            ranks=running.job.processes,
-            endings=read_endings(folder),
-            dead=lost,
-            exit_codes=running.exit_codes,
-            step=log_reader.step,
-            last_words=running.last_words(),
-            log=running.end_of_log(),
-            server_code=running.server_code,
-            oom_kills=running.oom_kills,
-        )
-    )
+    return running.lost_node(log_reader.step) or running.explain(log_reader.step)
 
 
 def _stopped_while_waiting(seconds: float, stopping: _Stopping, lease: RunLease | None) -> bool:
@@ -311,20 +295,6 @@ def _stopped_while_waiting(seconds: float, stopping: _Stopping, lease: RunLease 
     return False
 
 
-def _wait_for_peers(folder: RunFolder, running: LocalJob, lost: int) -> None:
-    """After the abort of a rank, wait until a peer has recorded in which collective it lost it: the cause of the abort
-    may be that they called different ones."""
-    deadline = time.monotonic() + _PEER_SECONDS
-    while (
-        -signal.SIGABRT in running.exit_codes.values()
-        and not any(ending.kind for ending in read_endings(folder).values())
-        and lost < running.job.processes
-        and time.monotonic() < deadline
-        and running.running()
-    ):
-        time.sleep(_POLL_SECONDS)
-
-
 def _standing(log_reader: EventLogReader) -> str:
     """Return what is left of a run whose last steps were not saved."""
     return f"step {log_reader.saved} is the newest checkpoint of the {log_reader.step} steps that were trained"
@@ -337,21 +307,6 @@ def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:
 def _report(say: Callable[[str], None], text: str) -> None:
     with contextlib.suppress(OSError):  # the terminal may be gone (SIGHUP); the run continues
         say(text)
-
-
-def _lost_ranks(folder: RunFolder, running: LocalJob) -> list[int]:
-    """Return the ranks that have ended, but not normally, in the order in which they ended."""
-    if not running.exit_codes:
-        return []
-    endings = read_endings(folder)  # a rank that ended normally has recorded that
-    return [rank for rank in running.exit_codes if rank not in endings or endings[rank].kind]
-
-
-def _attempt_log(folder: RunFolder) -> Path:
-    number = 1
-    while (path := folder.logs / f"attempt-{number}.log").exists():
-        number += 1
-    return path
 
 
 def _record_fault(log: EventLog, folder: RunFolder, incident: JobIncident) -> None:

@@ -9,6 +9,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
+from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.supervise import JobResult, supervise
 from ingot.trainer.lease import open_lease
@@ -66,7 +67,8 @@ def train(
             return train_here(
                 folder, job.env, config.launch, epoch=lease.epoch, until_step=until_step, given=given, say=say
             )
-        return supervise(folder, job, config.launch, lease=lease, began=began, say=say, show_output=not quiet)
+        running = JobHere(folder, job, config.launch, show_output=not quiet)
+        return supervise(folder, running, config.launch, lease=lease, began=began, say=say)
 
 
 def training_job(

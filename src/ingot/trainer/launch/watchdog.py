@@ -3,7 +3,8 @@
 A rank that hangs stops all others within a step, because they wait for it in a collective. So a job hangs if every rank
 is overdue: it has been in its phase for longer than that phase may take. A rank that the others wait for with good
 reason (it reads slow data, or a callback of rank 0 computes) is not overdue, and then nothing hangs. A process that has
-been stopped for as long as a step may take is a hang whatever the others do.
+been stopped for as long as a step may take is a hang whatever the others do. Where some ranks are overdue in a step and
+the others are elsewhere, in a save or a callback, these may wait for those: only their collectives show it.
 
 A step may take FACTOR times as long as the longest one so far (NVIDIA's resiliency extension has the same default), or
 twice as long as a first step, which compiles; but at least launch.watchdog_seconds. Any other phase may take
@@ -12,8 +13,9 @@ wait for an earlier one, and the last evaluation also writes samples. Time in wh
 suspended machine) does not count.
 """
 
+import math
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,12 +32,16 @@ _STATE_SECONDS = 0.3  # a rank that was in its phase for less is not asked for i
 @dataclass(frozen=True)
 class Hang:
     """A job that makes no progress. beats: rank -> its newest heartbeat. seconds: since the last one of any rank.
-    limit: the limit that ran out last, in seconds; setting: the one that it follows from."""
+    limit: the limit that ran out last, in seconds; setting: the one that it follows from. suspects: ranks that are
+    overdue in a step while the others are not in one, and may wait for them: a hang if the collectives show that.
+    Empty for a certain hang. stopped: a process is stopped, which is a hang whatever other machines do."""
 
     beats: dict[int, Beat]
     seconds: float
     limit: float
     setting: str
+    suspects: frozenset[int] = frozenset()
+    stopped: bool = False
 
 
 class Watchdog:
@@ -47,6 +53,7 @@ class Watchdog:
         self._looked, self._lost = time.monotonic(), 0.0
         self._lost_before: dict[int, tuple[int, float]] = {}  # rank -> its beat, and self._lost when that was new
         self._stopped: dict[int, float] = {}  # rank -> since when its process was seen stopped
+        self._suspected = -math.inf  # when ranks were suspects last
 
     def limit(self, phase: Phase) -> float:
         """Return how long a rank may be in `phase`, in seconds."""
@@ -55,7 +62,7 @@ class Watchdog:
         return self._launch.watchdog_other_seconds + (UPLOAD_SECONDS if phase is Phase.END else 0.0)
 
     def look(self, ended: Collection[int]) -> Hang | None:
-        """Return the hang if no rank makes progress, else None. ended: the ranks that are not there any more."""
+        """Return the hang if no rank makes progress, or may make none, else None. ended: the ranks that are gone."""
         now = time.monotonic()
         if now > self._looked + _LATE_SECONDS:
             self._lost += now - self._looked
@@ -68,13 +75,28 @@ class Watchdog:
             return None
         left = {rank: self.limit(beat.phase) - self._seconds(rank, beat, now) for rank, beat in beats.items()}
         stopped = max((now - self._stopped.get(rank, now) for rank in beats), default=0.0)
-        last = beats[max(left, key=lambda rank: left[rank])].phase
-        if stopped > self.limit(Phase.STEP):
+        last, suspects = beats[max(left, key=lambda rank: left[rank])].phase, frozenset[int]()
+        is_stopped = stopped > self.limit(Phase.STEP)
+        if is_stopped:
             last = Phase.STEP
         elif max(left.values()) >= 0:
-            return None
+            suspects = self._suspects(beats, left, now)
+            if not suspects:
+                return None
+            last = Phase.STEP
         setting = "launch.watchdog_seconds" if last is Phase.STEP else "launch.watchdog_other_seconds"
-        return Hang(beats, now - max(beat.since for beat in beats.values()), self.limit(last), setting)
+        seconds = now - max(beat.since for beat in beats.values())
+        return Hang(beats, seconds, self.limit(last), setting, suspects, is_stopped)
+
+    def _suspects(self, beats: Mapping[int, Beat], left: Mapping[int, float], now: float) -> frozenset[int]:
+        """Return the ranks that are overdue in a step, if the others are elsewhere: they may wait for these, and phases
+        do not show that. Not again within the limit of a step, because an answer takes the ranks some time."""
+        overdue = frozenset(rank for rank, beat in beats.items() if beat.phase is Phase.STEP and left[rank] < 0)
+        elsewhere = all(beats[rank].phase is not Phase.STEP for rank in beats if rank not in overdue)
+        if not overdue or not elsewhere or now < self._suspected + self.limit(Phase.STEP):
+            return frozenset()
+        self._suspected = now
+        return overdue
 
     def _seconds(self, rank: int, beat: Beat, now: float) -> float:
         """Return how long a rank has been in its phase, and note since when its process is stopped."""

@@ -63,23 +63,41 @@ def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
     }
 
 
-def rank_variables(rank: int, ranks: int, listener: socket.socket, attempt: int = 0) -> dict[str, str]:
+@dataclass(frozen=True, kw_only=True)
+class NodeShare:
+    """The ranks of a job that one machine starts, of several. first: the lowest of them. world: the ranks of all
+    machines. host, port: where the store of the ranks listens, on the machine with rank 0."""
+
+    first: int
+    world: int
+    host: str
+    port: int
+
+
+def rank_variables(
+    local_rank: int, ranks: int, listener: socket.socket | None, attempt: int = 0, share: NodeShare | None = None
+) -> dict[str, str]:
     """Return the environment variables by which `start` finds the place of one of `ranks` processes of this machine.
 
-    listener: a socket that listens on the loopback address, so that no port is chosen before it is bound. The process
-    of rank 0 must inherit it; the store of the ranks answers there.
+    listener: a socket that listens where the store of the ranks will answer, so that no port is chosen before it is
+    bound. The process of rank 0 must inherit it; a machine without rank 0 has none. share: None if there is no other
+    machine.
     """
-    address, port = listener.getsockname()
+    if share is None:
+        assert listener is not None, "a machine alone has rank 0"
+        host, port = listener.getsockname()
+        share = NodeShare(first=0, world=ranks, host=host, port=port)
+    rank = share.first + local_rank
     variables = {
         "RANK": str(rank),
-        "LOCAL_RANK": str(rank),
-        "WORLD_SIZE": str(ranks),
+        "LOCAL_RANK": str(local_rank),
+        "WORLD_SIZE": str(share.world),
         "LOCAL_WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
+        "MASTER_ADDR": share.host,
+        "MASTER_PORT": str(share.port),
         ATTEMPT_VARIABLE: str(attempt),
     }
-    return variables | ({STORE_VARIABLE: str(listener.fileno())} if rank == 0 else {})
+    return variables | ({STORE_VARIABLE: str(listener.fileno())} if listener is not None and rank == 0 else {})
 
 
 def outer_environment() -> dict[str, str]:
@@ -90,12 +108,16 @@ def outer_environment() -> dict[str, str]:
     return {name: os.environ[name] for name in names}
 
 
-def enter_rank(rank: int, ranks: int, listener: socket.socket, attempt: int = 0) -> None:
+def enter_rank(
+    local_rank: int, ranks: int, listener: socket.socket | None, attempt: int = 0, share: NodeShare | None = None
+) -> None:
     """Describe this forked process as a rank, in its environment (rank_variables). All but rank 0 close `listener`."""
     for name in os.environ.keys() - outer_environment().keys():
         del os.environ[name]
-    os.environ.update(rank_variables(rank, ranks, listener, attempt))
-    if rank == 0:
+    os.environ.update(rank_variables(local_rank, ranks, listener, attempt, share))
+    if listener is None:
+        return
+    if os.environ["RANK"] == "0":
         listener.detach()
     else:
         listener.close()

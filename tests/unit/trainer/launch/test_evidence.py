@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.launch.evidence import examine, incident_of, judge
+from ingot.trainer.launch.evidence import Answers, examine, incident_of, judge, waits_for
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.resilience.collective_calls import CollectiveCall
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Beat, Heartbeats, Phase, open_heartbeat
@@ -75,6 +75,18 @@ def test_every_rank_is_asked_and_the_stopped_one_is_blamed(hung):
     assert again == folder.incidents / "0002"
     stacks = (again / "rank-0.stacks").read_text()
     assert stacks.count("in _wait") == 1  # the first answer is gone
+
+
+def test_who_waits_for_whom_is_seen_before_a_hang_is_certain():
+    """Rank 0 is overdue in a step, and rank 1 is in a save: a hang of rank 0 only if rank 1 waits for it."""
+    for calls, blamed in (
+        ({0: [CAME], 1: [WAITS]}, {0}),
+        ({0: [WAITS], 1: [CAME]}, {1}),
+        ({0: None, 1: [CAME]}, {0}),
+        ({0: [CAME], 1: [CAME]}, set()),
+    ):
+        answers = Answers({0: "S", 1: "S"}, calls, with_stacks=())
+        assert waits_for(HANG.beats, answers) == blamed
 
 
 def test_a_disk_without_room_keeps_no_hang_from_its_end(hung):

@@ -15,6 +15,7 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
 
@@ -89,7 +90,9 @@ def act(tmp_path):
     def run(deeds: str, began: float | None = None, lease=None, **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
-        return supervise(folder, job, Launch(**launch), lease=lease, began=began, say=printed.append)
+        settings = Launch(**launch)
+        running = JobHere(folder, job, settings)
+        return supervise(folder, running, settings, lease=lease, began=began, say=printed.append)
 
     run.folder, run.printed = folder, printed
     return run

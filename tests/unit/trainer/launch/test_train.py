@@ -25,9 +25,10 @@ def jobs(monkeypatch):
     """Catch what would be started."""
     started = []
 
-    def supervise(folder, job, launch, **options):
+    def supervise(folder, running, launch, **options):
         assert is_locked(folder.lock)
-        started.append(job)
+        started.append(running.job)
+        running.close()
         EventLog(folder.events).write("run_started", from_step=0)
         return JobResult(exit_code=0, step=100, saved_step=100, restarts=0, seconds=1.0, run=folder.root)
 

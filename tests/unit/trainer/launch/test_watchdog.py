@@ -40,7 +40,7 @@ class Bench:
         """Look every 0.05 s. Returns when a hang was found, or None."""
         while self.now < until:
             self.now = round(self.now + 0.05, 2)
-            if hang := self.watchdog.look(ended):
+            if (hang := self.watchdog.look(ended)) and not hang.suspects:
                 self.hang = hang
                 return self.now
         return None
@@ -62,6 +62,20 @@ def test_no_rank_hangs_while_one_makes_progress(bench):
     for second in range(1, 60):
         bench.change(1, since=float(second), phase=Phase.DATA)
         assert bench.found_by(second + 1) is None
+
+
+def test_a_rank_that_is_overdue_in_a_step_is_a_suspect_while_the_others_are_in_none(bench):
+    """They may wait for it in a save, or it for them: the supervisor asks, but not all the time."""
+    bench.change(1, phase=Phase.SAVE)
+    asked = {}
+    while bench.now < 7.0:
+        bench.now = round(bench.now + 0.05, 2)
+        if hang := bench.watchdog.look(()):
+            asked[bench.now] = hang
+    assert list(asked) == pytest.approx([3.05, 6.05], abs=0.11)
+    assert all((hang.suspects, hang.setting) == ({0}, "launch.watchdog_seconds") for hang in asked.values())
+    bench.change(1, since=bench.now)  # a step that has only begun: if it hangs, it will be overdue as well
+    assert bench.watchdog.look(()) is None
 
 
 def test_a_step_may_take_five_times_its_longest_and_twice_a_first_one(bench):

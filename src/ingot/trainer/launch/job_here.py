@@ -1,0 +1,116 @@
+"""A job whose ranks are all on this machine, or the part of a job that is on this machine."""
+
+import os
+import subprocess
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from ingot.schema.launch import Launch
+from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.checkpoint.keeper import end_keeper
+from ingot.trainer.launch.evidence import examine, incident_of, question, waits_for
+from ingot.trainer.launch.local import LocalJob
+from ingot.trainer.launch.running import RunningJob, next_log, ranks_of
+from ingot.trainer.launch.watchdog import Hang, Watchdog
+from ingot.trainer.mesh.start import NodeShare
+from ingot.trainer.resilience.endings import RankEnding, clear_endings, read_endings
+from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+
+
+class JobHere(RunningJob):
+    """The ranks of this machine. job: with `processes` of them."""
+
+    def __init__(self, folder: RunFolder, job: Job, launch: Launch, *, show_output: bool = True):
+        self._folder, self.job = folder, job
+        self._local = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
+        self._watchdog = Watchdog(launch, self._local.heartbeats)
+        self.first = 0  # the lowest rank here
+
+    def prepare(self, name: str) -> None:
+        """Import what the ranks will need. name: of the log."""
+        self._local.prepare(self._folder.logs / name)
+
+    def start(self, attempt: int, name: str = "", share: NodeShare | None = None) -> None:
+        """Start the ranks. name: of their log, by default the next that is free. share: see LocalJob.start."""
+        self.first = share.first if share else 0
+        if share is None:
+            clear_endings(self._folder)
+        self._local.start(attempt=attempt, log=self._folder.logs / (name or next_log(self._folder)), share=share)
+
+    @property
+    def port(self) -> int:
+        """Where the store of the ranks listens, if rank 0 is here."""
+        return self._local.port
+
+    @property
+    def log(self) -> Path:
+        return self._local.log
+
+    @property
+    def started(self) -> bool:
+        return True
+
+    @property
+    def ranks(self) -> int:
+        return self.job.processes
+
+    def running(self) -> bool:
+        return self._local.running()
+
+    def wait(self, seconds: float) -> None:
+        self._local.wait(seconds)
+
+    def exit_codes(self) -> Mapping[int, int]:
+        return self._local.exit_codes
+
+    def endings(self) -> dict[int, RankEnding]:
+        ranks = ranks_of(self.job, self.first)
+        return {rank: ending for rank, ending in read_endings(self._folder).items() if rank in ranks}
+
+    def overdue(self) -> Hang | None:
+        """Return the hang of these ranks, by their heartbeats alone (Watchdog.look)."""
+        hang = self._watchdog.look([rank - self.first for rank in self.exit_codes()])
+        if hang is None or not self.first:
+            return hang
+        beats = {self.first + rank: beat for rank, beat in hang.beats.items()}
+        return replace(hang, beats=beats, suspects=frozenset(self.first + rank for rank in hang.suspects))
+
+    def hang(self) -> Hang | None:
+        hang = self.overdue()
+        if hang and hang.suspects:
+            blamed = waits_for(hang.beats, question(hang.beats, None))
+            return hang if blamed and blamed <= hang.suspects else None
+        return hang
+
+    def examine(self, hang: Hang, step: int) -> JobIncident:
+        return incident_of(hang, *examine(hang, self._folder), step)
+
+    def explain(self, step: int) -> JobIncident:
+        return explain(
+            AttemptEnd(
+                ranks=self.job.processes,
+                endings=self.endings(),
+                dead=self.lost_ranks(),
+                exit_codes=self.exit_codes(),
+                step=step,
+                last_words=self._local.last_words(),
+                log=self._local.end_of_log(),
+                server_code=self._local.server_code,
+                oom_kills=self._local.oom_kills,
+            )
+        )
+
+    def facts(self) -> dict:
+        """Return what another machine needs to explain how these ranks ended, as plain values."""
+        local = self._local
+        return {"last_words": local.last_words(), "server_code": local.server_code, "oom_kills": local.oom_kills}
+
+    def end_attempt(self) -> None:
+        self._local.end_attempt()
+
+    def close(self) -> None:
+        try:
+            self._local.close()
+        finally:
+            end_keeper(os.getpid(), self._folder.root)

@@ -1,0 +1,118 @@
+"""A job as the supervisor uses it: start its ranks, see their ends and hangs, end them. No torch."""
+
+import signal
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.resilience.endings import RankEnding
+from ingot.trainer.resilience.incidents import JobIncident
+
+_PEER_SECONDS = 1.0
+_POLL_SECONDS = 0.05
+
+
+class RunningJob(ABC):
+    """The ranks of a run, on one machine or several. The methods are about the newest attempt."""
+
+    @property
+    @abstractmethod
+    def log(self) -> Path:
+        """The file with the standard error of the ranks of this machine."""
+
+    @property
+    @abstractmethod
+    def started(self) -> bool:
+        """Whether ranks were started in this attempt: False while machines are missing."""
+
+    @property
+    @abstractmethod
+    def ranks(self) -> int:
+        """The number of ranks of the job."""
+
+    @abstractmethod
+    def start(self, attempt: int) -> None:
+        """Begin an attempt. The last one must have ended."""
+
+    @abstractmethod
+    def running(self) -> bool:
+        """Return whether ranks run, or will, or the processes do that start them."""
+
+    @abstractmethod
+    def wait(self, seconds: float) -> None:
+        """Wait until a rank has ended, at most so long."""
+
+    @abstractmethod
+    def exit_codes(self) -> Mapping[int, int]:
+        """Return the exit codes of the ranks that have ended (negative: signal number), in that order."""
+
+    @abstractmethod
+    def endings(self) -> Mapping[int, RankEnding]:
+        """Return what ranks recorded about their ends."""
+
+    @abstractmethod
+    def hang(self) -> Hang | None:
+        """Return the hang if the job makes no progress."""
+
+    @abstractmethod
+    def examine(self, hang: Hang, step: int) -> JobIncident:
+        """Ask the ranks what they do, keep that, and return the incident. step: the last one in the log."""
+
+    @abstractmethod
+    def explain(self, step: int) -> JobIncident:
+        """Return the incident of ranks that ended early. step: the last one in the log."""
+
+    @abstractmethod
+    def end_attempt(self) -> None:
+        """Kill the ranks and wait until they are gone. Raises ResourceError if the kernel cannot end them."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """End all processes of the job, and free the memory of its snapshots. Raises like `end_attempt`."""
+
+    def lost_node(self, step: int) -> JobIncident | None:
+        """Return the incident of a machine that was lost, or is missing. step: the last one in the log."""
+        return None
+
+    def signals(self) -> Iterator[tuple[signal.Signals, bool]]:
+        """Return the stop signals to other machines since the last call, with whether each is not the first there."""
+        yield from ()
+
+    def lost_ranks(self) -> list[int]:
+        """Return the ranks that have ended, but not normally, in the order in which they ended."""
+        codes = self.exit_codes()
+        endings = self.endings() if codes else {}  # a rank that ended normally has recorded that
+        return [rank for rank in codes if rank not in endings or endings[rank].kind]
+
+    def all_ended(self) -> bool:
+        """Return whether every rank has recorded its end: only Python is still shutting down."""
+        return len(self.endings()) == self.ranks
+
+    def wait_for_peers(self) -> None:
+        """After the abort of a rank, wait until a peer has recorded in which collective it lost it: the cause of the
+        abort may be that they called different ones."""
+        deadline, lost = time.monotonic() + _PEER_SECONDS, len(self.lost_ranks())
+        while (
+            -signal.SIGABRT in self.exit_codes().values()
+            and not any(ending.kind for ending in self.endings().values())
+            and lost < self.ranks
+            and time.monotonic() < deadline
+            and self.running()
+        ):
+            time.sleep(_POLL_SECONDS)
+
+
+def next_log(folder: RunFolder) -> str:
+    """Return the name of the log of the next attempt."""
+    number = 1
+    while (folder.logs / f"attempt-{number}.log").exists():
+        number += 1
+    return f"attempt-{number}.log"
+
+
+def ranks_of(job: Job, first: int) -> range:
+    """Return the ranks of the part `job` of a job, whose lowest is `first`."""
+    return range(first, first + job.processes)
