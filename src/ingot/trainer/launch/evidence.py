@@ -44,7 +44,7 @@ class HangCause:
 
 @dataclass(frozen=True)
 class Answers:
-    """What ranks answered, by rank. states: letters as in ps. calls: the newest collectives, None without an answer.
+    """The answers of ranks, by rank. states: letters as in ps. calls: the newest collectives, None without an answer.
     with_stacks: the ranks that wrote their stacks."""
 
     states: Mapping[int, str]

@@ -40,7 +40,7 @@ class JobHere(RunningJob):
 
     @property
     def port(self) -> int:
-        """Where the store of the ranks listens, if rank 0 is here."""
+        """The port of the store of the ranks, if rank 0 is here."""
         return self._local.port
 
     @property

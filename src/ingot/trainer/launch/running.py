@@ -26,7 +26,7 @@ class RunningJob(ABC):
     @property
     @abstractmethod
     def started(self) -> bool:
-        """Whether ranks were started in this attempt: False while machines are missing."""
+        """True if ranks were started in this attempt, False while machines are missing."""
 
     @property
     @abstractmethod
