@@ -17,6 +17,7 @@ from . import (
     lease,
     loader,
     model,
+    nodes,
     optim,
     parallel,
     parts,
@@ -57,6 +58,7 @@ AREAS: dict[str, list[Mutant]] = {
         stopping,
         saves,
         watchdog,
+        nodes,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -6,6 +6,7 @@ import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_ENDED = "ZX"  # states of proc(5): the parent has not read the exit code yet
 
 
 def die_with_parent() -> None:
@@ -22,10 +23,12 @@ def identity() -> str:
 
 
 def identity_of(pid: int) -> str:
-    """Return the `identity` of the process `pid` of this machine; "" if there is none."""
+    """Return the `identity` of the process `pid` of this machine; "" if there is none, or it has ended."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        if started[0] in _ENDED:
+            return ""
         return f"{boot} {Path('/proc/self/ns/pid').readlink()} {pid} {started[19]}"  # field 22 of proc(5): starttime
     except (OSError, IndexError):
         return ""

@@ -38,10 +38,12 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
-  fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings" or
-                 "job"), cause, step (last seen), detected_by ("supervisor", "watchdog"), evidence (path in the run
-                 folder; "": none), seconds (since a rank last made progress; null: the rank ended)
+  fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings",
+                 "node" or "job"), cause, step (last seen), detected_by ("supervisor", "watchdog"), evidence (path in
+                 the run folder; "": none), seconds (since a rank last made progress; null: the rank ended)
                                                                       a rank was lost, or an error ended the attempt
+  node           action ("leads", "joined" or "lost"), host, pid (of its launcher), node (its number in the job; null:
+                 none yet), reason (of a loss)                        a machine of a job on several
   restart        attempt, of (in launch.restart_window_seconds), wait_seconds   the supervisor starts the job again
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
   stopped        step, reason ("requested", "launch.stop_after" or the name of a signal), saved_step (of the newest
@@ -75,6 +77,7 @@ SNAPSHOT_RESTORED = "snapshot_restored"
 EVALUATION = "evaluation"
 SAMPLE = "sample"
 FAULT = "fault"
+NODE = "node"
 RESTART = "restart"
 DRILL = "drill"
 STOPPED = "stopped"

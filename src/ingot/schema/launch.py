@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass
 
 from ingot.errors import ConfigError
-from ingot.ranges import Deadline, Factor, Queue, Seconds
+from ingot.ranges import Deadline, Factor, PositiveDegree, Queue, Seconds
 from ingot.units import parse_duration
 
 
@@ -24,6 +24,10 @@ class Launch:
       longest so far (trainer/launch/watchdog.py). 0: there is no watchdog.
     watchdog_other_seconds: the same for all that is no step: the start, the first step, a wait for data or for a save,
       an evaluation, the callbacks of a log line.
+    nodes: the number of machines, each with an equal share of the ranks. Every machine gets the same command, and the
+      run folder is on storage that all of them see. Machines beyond this number wait as spares.
+    node_seconds: without a sign of life for this time, a machine counts as lost.
+    node_wait_seconds: how long to wait for machines that are missing, at the start and after one was lost.
     failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
       rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
     """
@@ -36,6 +40,9 @@ class Launch:
     grace: str = ""
     watchdog_seconds: Seconds = 60.0
     watchdog_other_seconds: Deadline = 1800.0
+    nodes: PositiveDegree = 1
+    node_seconds: Deadline = 15.0
+    node_wait_seconds: Deadline = 600.0
     failures_per_node_day: Factor = 0.0
 
     def problems(self):

@@ -68,6 +68,11 @@ class RunFolder:
         return self.root / "lock"
 
     @property
+    def leader(self) -> Path:
+        """A file that exists while the launcher of a run on several nodes listens for the others."""
+        return self.root / "leader.json"
+
+    @property
     def upload_lock(self) -> Path:
         """The lock of a command that uploads a checkpoint, or removes what uploads left."""
         return self.root / "upload-lock"

@@ -2,12 +2,14 @@
 
 import os
 import shutil
+import signal
 import socket
 
 import pytest
 
 from ingot.machine import doctor, facts
 from ingot.machine.facts import Gpu, Machine, parse_gpus, read_machine, this_cluster, visible_gpus
+from ingot.machine.processes import identity_of, is_gone
 
 GIB = 1024**3
 MIXED = (Gpu("A", 1, ""), Gpu("B", 1, ""))
@@ -131,3 +133,17 @@ def test_looking_at_the_machine_needs_no_torch(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=tmp_path, timeout=60)
+
+
+def test_a_process_whose_exit_code_nobody_has_read_is_gone():
+    """Such as under a container whose first process reads none."""
+    child = os.fork()
+    if child == 0:
+        signal.pause()
+    process = identity_of(child)
+    assert process and not is_gone(process)
+    os.kill(child, signal.SIGKILL)
+    os.waitid(os.P_PID, child, os.WEXITED | os.WNOWAIT)
+    assert is_gone(process)
+    os.waitpid(child, 0)
+    assert is_gone(process)

@@ -11,7 +11,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.rules.context import context_rules, cut_of_sequences
 from ingot.theory.rules.expert import expert_rules
-from ingot.theory.rules.nearest import multiples, nearest
+from ingot.theory.rules.nearest import divisors, multiples, nearest
 
 Problems = Iterator[tuple[str, str]]
 _WHOLE_BACKWARD = "one of the schedules gpipe, 1f1b, interleaved, looped_bfs"
@@ -29,6 +29,12 @@ def layout_rules(run: RunConfig) -> Problems:
     yield from _pipeline_rules(run)
     yield from _canonical_rules(run.parallel)
     yield from _offload_rules(run.parallel)
+    if run.parallel.world_size % run.launch.nodes:
+        ranks = run.parallel.world_size
+        yield (
+            "launch.nodes",
+            f"{run.launch.nodes} does not divide the {ranks} ranks; use {nearest(run.launch.nodes, divisors(ranks))}",
+        )
     if run.parallel.grads == "bf16" and run.train.precision in ("fp32", "fp64"):
         yield "parallel.grads", f'"bf16" is coarser than train.precision = {run.train.precision!r}; use "fp32"'
 

@@ -166,12 +166,12 @@ def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) 
 
 
 def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
-    ranks = config.parallel.world_size
+    ranks = config.parallel.world_size // config.launch.nodes
     gpus = () if config.train.device == "cpu" else find_gpus()
     if (gpus or config.train.device == "cuda") and len(gpus) < ranks:
         raise ConfigError(
             "E-GPU-COUNT",
-            f"{_degrees(config)} needs {ranks} GPUs, but this machine has {len(gpus)}",
+            f"{_degrees(config)} needs {ranks} GPUs{_on_each(config)}, but this machine has {len(gpus)}",
             rule="every process has its own GPU",
             fix=f"{_fewer(config, max(len(gpus), 1))}, or --set train.device=cpu",
             needed=ranks,
@@ -179,6 +179,10 @@ def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:
         )
     if not gpus and ranks > usable_cores():
         say(f"note: {ranks} ranks share {usable_cores()} cores; {usable_cores()} ranks would be faster")
+
+
+def _on_each(config: RunConfig) -> str:
+    return f" on each of {config.launch.nodes} nodes" if config.launch.nodes > 1 else ""
 
 
 def _degrees(config: RunConfig) -> str:
@@ -215,7 +219,7 @@ def _check_striped(config: RunConfig, needed: int, what: str) -> None:
     require_disks(config.checkpoint.disks)
     disks, world = own_disks(config.checkpoint.disks), config.parallel.world_size
     by_device: dict[int, tuple[Path, int]] = {}  # two folders may be on one file system
-    for local_rank in range(min(environment_number("LOCAL_WORLD_SIZE", world, least=1), world)):
+    for local_rank in range(min(environment_number("LOCAL_WORLD_SIZE", world // config.launch.nodes, least=1), world)):
         disk = disks[local_rank % len(disks)]
         device = disk.stat().st_dev
         before = by_device.get(device, (disk, 0))[1]

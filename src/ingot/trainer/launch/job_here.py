@@ -15,7 +15,10 @@ from ingot.trainer.launch.running import RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang, Watchdog
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings, read_endings
+from ingot.trainer.resilience.heartbeat import Beat
 from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+
+_LOG_CHARACTERS = 1 << 14  # that another machine gets
 
 
 class JobHere(RunningJob):
@@ -26,6 +29,7 @@ class JobHere(RunningJob):
         self._local = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
         self._watchdog = Watchdog(launch, self._local.heartbeats)
         self.first = 0  # the lowest rank here
+        self._suspected: Hang | None = None
 
     def prepare(self, name: str) -> None:
         """Import what the ranks will need. name: of the log."""
@@ -37,6 +41,11 @@ class JobHere(RunningJob):
         if share is None:
             clear_endings(self._folder)
         self._local.start(attempt=attempt, log=self._folder.logs / (name or next_log(self._folder)), share=share)
+
+    @property
+    def reports(self) -> int:
+        """The file descriptor that can be read when a rank has ended."""
+        return self._local.reports
 
     @property
     def port(self) -> int:
@@ -68,8 +77,22 @@ class JobHere(RunningJob):
         ranks = ranks_of(self.job, self.first)
         return {rank: ending for rank, ending in read_endings(self._folder).items() if rank in ranks}
 
+    def beats(self) -> dict[int, Beat]:
+        """Return the newest heartbeat of each rank that runs."""
+        ranks, codes = ranks_of(self.job, self.first), self.exit_codes()
+        return {rank: self._local.heartbeats.read(rank - self.first) for rank in ranks if rank not in codes}
+
     def overdue(self) -> Hang | None:
-        """Return the hang of these ranks, by their heartbeats alone (Watchdog.look)."""
+        """Return the hang of these ranks, by their heartbeats alone. Suspects stay suspects until they go on."""
+        hang = self._look()
+        if hang is None and self._suspected:
+            beats = self.beats()
+            if all(beats.get(rank) == self._suspected.beats[rank] for rank in self._suspected.suspects):
+                return self._suspected
+        self._suspected = hang if hang and hang.suspects else None
+        return hang
+
+    def _look(self) -> Hang | None:
         hang = self._watchdog.look([rank - self.first for rank in self.exit_codes()])
         if hang is None or not self.first:
             return hang
@@ -77,7 +100,7 @@ class JobHere(RunningJob):
         return replace(hang, beats=beats, suspects=frozenset(self.first + rank for rank in hang.suspects))
 
     def hang(self) -> Hang | None:
-        hang = self.overdue()
+        hang = self._look()
         if hang and hang.suspects:
             blamed = waits_for(hang.beats, question(hang.beats, None))
             return hang if blamed and blamed <= hang.suspects else None
@@ -104,7 +127,15 @@ class JobHere(RunningJob):
     def facts(self) -> dict:
         """Return what another machine needs to explain how these ranks ended, as plain values."""
         local = self._local
-        return {"last_words": local.last_words(), "server_code": local.server_code, "oom_kills": local.oom_kills}
+        return {
+            "last_words": local.last_words(),
+            "log": self.end_of_log()[-_LOG_CHARACTERS:],
+            "server_code": local.server_code,
+            "oom_kills": local.oom_kills,
+        }
+
+    def end_of_log(self) -> str:
+        return self._local.end_of_log()
 
     def end_attempt(self) -> None:
         self._local.end_attempt()

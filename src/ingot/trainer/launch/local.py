@@ -129,6 +129,11 @@ class LocalJob:
                 self._idle = True
         return alive and not self._idle
 
+    @property
+    def reports(self) -> int:
+        """The file descriptor that can be read when a rank has ended, or the fork server."""
+        return self._reports
+
     def wait(self, seconds: float) -> None:
         """Wait until a rank has ended or the fork server itself has, at most so long."""
         select.select([self._reports], [], [], seconds)

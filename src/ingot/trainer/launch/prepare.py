@@ -67,6 +67,14 @@ class RunRequest:
                 fix="add --fresh, or remove --archive",
             )
         self.path, config = read_run(run_file, overrides)
+        if fresh and config.launch.nodes > 1:
+            raise UsageError(
+                "E-FRESH-NODES",
+                f"--fresh is given for a run on {config.launch.nodes} nodes",
+                rule="every node gets the same command, and the one that comes late would move the new run aside",
+                fix="train into another folder (--out DIR), or move the old one yourself",
+                nodes=config.launch.nodes,
+            )
         check_until_step(until_step, config)
         require_settings(accept)
         rank_threads(config.parallel.world_size)  # raises ConfigError for an OMP_NUM_THREADS that is not a number

@@ -207,7 +207,7 @@ class _Stopping:
 
     def signal_elsewhere(self, number: signal.Signals, again: bool) -> None:
         """Take in a signal to another machine. A scheduler sends one to every machine, which is one request."""
-        if self.request is None or again:
+        if again or not self._interrupts.asked:
             self.signal(number)
 
     def signal(self, number: signal.Signals) -> None:

@@ -1,8 +1,9 @@
 """`ingot train` as a function: prepare the run, then train in this process, or keep the job of its ranks running."""
 
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from ingot.machine.facts import usable_cores
 from ingot.schema.parallel import Parallel
@@ -10,6 +11,9 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.job_on_nodes import leading
+from ingot.trainer.launch.node import follow, lead_or_follow
+from ingot.trainer.launch.node_messages import own_facts
 from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.supervise import JobResult, supervise
 from ingot.trainer.lease import open_lease
@@ -54,21 +58,36 @@ def train(
         until_step=until_step,
         given=given,
     )
-    folder, config = request.folder, request.written
+    folder, config, nodes = request.folder, request.written, request.written.launch.nodes
     here = bool(given) and config.parallel.world_size == 1
     references = [] if here else given.references()
-    with RunLock(folder.lock), open_lease(folder, request.config) as lease:
-        if ended := request.prepare(lease, say):
-            return ended
-        job = training_job(folder, config, epoch=lease.epoch, until_step=until_step, quiet=quiet, callbacks=references)
-        if here:
-            from ingot.trainer.launch.here import train_here  # only this imports torch
 
-            return train_here(
-                folder, job.env, config.launch, epoch=lease.epoch, until_step=until_step, given=given, say=say
-            )
-        running = JobHere(folder, job, config.launch, show_output=not quiet)
-        return supervise(folder, running, config.launch, lease=lease, began=began, say=say)
+    def job_of(terms: Mapping[str, Any]) -> Job:
+        return training_job(folder, config, **terms, quiet=quiet, callbacks=references)
+
+    def lead() -> JobResult:
+        with RunLock(folder.lock), open_lease(folder, request.config) as lease:
+            if ended := request.prepare(lease, say):
+                return ended
+            terms = {"epoch": lease.epoch, "until_step": until_step}
+            job, launch = job_of(terms), config.launch
+            if here:
+                from ingot.trainer.launch.here import train_here  # only this imports torch
+
+                return train_here(folder, job.env, launch, **terms, given=given, say=say)
+            running = JobHere(folder, job, launch, show_output=not quiet)
+            if nodes == 1:
+                return supervise(folder, running, launch, lease=lease, began=began, say=say)
+            with leading(folder, running, launch, terms=terms, facts=own_facts(config), say=say) as on_nodes:
+                result = supervise(folder, on_nodes, launch, lease=lease, began=began, say=say)
+                on_nodes.part(result.facts())
+                return result
+
+    if nodes == 1:
+        return lead()
+    return lead_or_follow(
+        lead, lambda: follow(folder, config.launch, own_facts(config), job_of, say=say), folder, config.launch, say
+    )
 
 
 def training_job(
@@ -80,17 +99,19 @@ def training_job(
     quiet: bool = False,
     callbacks: Sequence[tuple[str, str]] = (),
 ) -> Job:
-    """Describe the job that trains the run in `folder`, to its end or `until_step`, independently of a launcher.
+    """Describe the job that trains the run in `folder`, to its end or `until_step`, independently of a launcher; of a
+    run on several nodes, the part of one.
 
     Rank 0 prints progress lines unless `quiet`. epoch: the number of this attempt (checkpoint/fence.py). callbacks:
     (folder, "module:Class") of each given callback.
     """
-    processes = config.parallel.world_size
+    nodes = config.launch.nodes
+    processes = config.parallel.world_size // nodes
     until = [] if until_step is None else ["--until-step", str(until_step)]
     own = [word for reference in callbacks for word in ("--callback", *reference)]
     arguments = (str(folder.root), "--epoch", str(epoch), *until, *(["--quiet"] if quiet else []), *own)
-    env = worker_environment(most_ranks(config.parallel), usable_cores())  # includes a container's CPU quota
-    if Path("/sys/class/net/lo").exists():
+    env = worker_environment(max(most_ranks(config.parallel) // nodes, 1), usable_cores())  # a container's CPU quota
+    if nodes == 1 and Path("/sys/class/net/lo").exists():
         # Ranks of one machine communicate over loopback: the host name does not matter, and no other host can connect.
         env["GLOO_SOCKET_IFNAME"] = "lo"
     return Job(module=WORKER, arguments=arguments, processes=processes, env=env, preload=PRELOAD)

@@ -66,12 +66,14 @@ def worker_environment(ranks: int, cores: int | None = None) -> dict[str, str]:
 @dataclass(frozen=True, kw_only=True)
 class NodeShare:
     """The ranks of a job that one machine starts, of several. first: the lowest of them. world: the ranks of all
-    machines. host, port: where the store of the ranks listens, on the machine with rank 0."""
+    machines. host, port: where the store of the ranks listens, on the machine with rank 0. interface: the name of the
+    network interface by which this machine reaches it; "" if it is not known."""
 
     first: int
     world: int
     host: str
     port: int
+    interface: str = ""
 
 
 def rank_variables(
@@ -97,6 +99,8 @@ def rank_variables(
         "MASTER_PORT": str(share.port),
         ATTEMPT_VARIABLE: str(attempt),
     }
+    if share.interface and "GLOO_SOCKET_IFNAME" not in os.environ:  # Gloo would choose by the name of the host
+        variables["GLOO_SOCKET_IFNAME"] = share.interface
     return variables | ({STORE_VARIABLE: str(listener.fileno())} if listener is not None and rank == 0 else {})
 
 

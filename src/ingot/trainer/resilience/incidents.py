@@ -11,7 +11,7 @@ from ingot.errors import CheckpointError, ConfigError, DataError, IngotError, Re
 from ingot.trainer.resilience.collective_calls import find_blame
 from ingot.trainer.resilience.endings import RankEnding
 
-Kind = Literal["crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings", "job"]
+Kind = Literal["crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings", "node", "job"]
 # The kind of an error that ended a rank, the first that fits; any other is a bug.
 _KINDS: tuple[tuple[type[IngotError], str, Kind], ...] = (
     (RunFailed, "E-LOSS-", "numerics"),
@@ -31,11 +31,12 @@ _SELF_INFLICTED = ("SIGSEGV", "SIGABRT", "SIGBUS", "SIGFPE", "SIGILL")
 class JobIncident:
     """The early end of an attempt.
 
-    rank: the rank that ended first, -1 if unknown. kind: what failed: the program ("crash" with a signal of its own,
-    "bug" with an exception), "killed" from outside, "hang", "memory", "data", "disk", "numerics", "settings", or the
-    "job" as a whole. cause: a phrase for people ("was killed (SIGKILL)"). signature: equal for two incidents with the
-    same cause; "" for accidents, which may repeat by chance. step: the last step in the log. error: the IngotError of
-    a rank, if there is one. detected_by: "supervisor" if ranks ended, "watchdog" if they hung; then `evidence` is the
+    rank: the rank that ended first, -1 if unknown. kind: what failed: the program ("crash" with a signal of its
+    own, "bug" with an exception), "killed" from outside, "hang", "memory", "data", "disk", "numerics", "settings",
+    a "node", or the "job" as a whole. cause: a phrase for people ("was killed (SIGKILL)"). signature: equal for two
+    incidents with the same cause; "" for accidents, which may repeat by chance. step: the last step in the log.
+    error: the IngotError of a rank, if there is one. detected_by: "supervisor" if ranks ended, "watchdog" if they
+    hung; then `evidence` is the
     folder with what the ranks were doing, `seconds` the time without progress, and `setting` that of the limit.
     """
 

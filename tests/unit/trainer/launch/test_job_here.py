@@ -31,8 +31,8 @@ def test_a_suspect_hangs_only_if_the_others_wait_for_it(tmp_path, waits, hangs):
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     job = Job(module="fake_rank", arguments=(str(waits),), processes=2, env={"PYTHONPATH": path})
     running, found = JobHere(RunFolder(tmp_path / "run"), job, Launch(watchdog_seconds=0.3)), []
-    look = running.overdue
-    running.overdue = lambda: found.append(look()) or found[-1]
+    look = running._look
+    running._look = lambda: found.append(look()) or found[-1]
     try:
         running.start(0)
         while not any(hang and hang.suspects for hang in found):

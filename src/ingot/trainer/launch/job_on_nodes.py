@@ -1,0 +1,338 @@
+"""A job on several nodes, as its leader sees it: the ranks of this node, and the launchers of the others.
+
+Each node runs the same command. The one that gets the lock of the run leads, and the others join it (launch/node.py).
+The leader decides; a node starts and ends its ranks, watches their heartbeats, and reports. Nodes that are more than
+launch.nodes wait as spares, with everything imported, and take the place of one that is lost.
+"""
+
+import contextlib
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ingot.config import from_dict
+from ingot.errors import EXIT_PREEMPTED, IngotError, ResourceError, RunBusyError
+from ingot.events import EventLog
+from ingot.schema.launch import Launch
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.resumable import resume_step
+from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
+from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.link import Link, interface_of, signs_of_life
+from ingot.trainer.launch.nodes import Node, Nodes
+from ingot.trainer.launch.running import RunningJob, next_log, ranks_of
+from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.mesh.start import NodeShare
+from ingot.trainer.resilience.endings import RankEnding, clear_endings
+from ingot.trainer.resilience.heartbeat import Beat
+from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+
+_POLL_SECONDS = 0.02
+_ANSWER_SECONDS = 6.0  # to a question about a hang, native frames included
+_SUSPECT_SECONDS = 2.5  # without a sign of life: a node that is to blame if ranks elsewhere lost their peers
+
+
+class JobOnNodes(RunningJob):
+    """The job of a leader.
+
+    here: the ranks of this node. terms: what other nodes need to start theirs (node_messages.py). facts: this node's,
+    which those of the others have to equal. record: writes an event.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        here: JobHere,
+        launch: Launch,
+        *,
+        terms: Mapping[str, Any],
+        facts: Mapping[str, str],
+        say: Callable[[str], None],
+        record: Callable[..., None],
+    ):
+        self._folder, self._here, self._launch = folder, here, launch
+        self._say = say
+        self._nodes = Nodes(folder, launch, terms=terms, facts=facts, say=say, record=record)
+        self._codes: dict[int, int] = {}
+        self._endings: dict[int, RankEnding] = {}
+        self._lost: JobIncident | None = None
+        self._signals: list[tuple[signal.Signals, bool]] = []
+        self._attempt, self._started, self._since, self._missing = 0, False, 0.0, 0
+        self._asked_at, self._questions = -math.inf, 0
+        here.prepare("leader.log")
+
+    # -- the interface of the supervisor --
+
+    @property
+    def log(self) -> Path:
+        return self._here.log
+
+    @property
+    def started(self) -> bool:
+        return self._started
+
+    @property
+    def ranks(self) -> int:
+        return self._here.job.processes * self._launch.nodes
+
+    def start(self, attempt: int) -> None:
+        self._attempt, self._started, self._since, self._missing = attempt, False, time.monotonic(), 0
+        self._lost = None
+        self._codes, self._endings = {}, {}
+        clear_endings(self._folder)
+        self.running()
+
+    def running(self) -> bool:
+        self._poll()
+        if not self._started:
+            self._start_if_complete()
+            return True
+        here = self._here.running()
+        self._codes |= {rank: code for rank, code in self._here.exit_codes().items() if rank not in self._codes}
+        return here or any(not node.done for node in self._members())
+
+    def wait(self, seconds: float) -> None:
+        self._nodes.wait(seconds, *([self._here.reports] if self._started else []))
+
+    def exit_codes(self) -> Mapping[int, int]:
+        return self._codes
+
+    def endings(self) -> Mapping[int, RankEnding]:
+        return {**self._here.endings(), **self._endings}
+
+    def lost_node(self, step: int) -> JobIncident | None:
+        if self._lost is None and self._started and self._codes:  # ranks lost their peers: a silent node is the cause
+            for node in self._members():
+                if not node.done and node.link.silent() > _SUSPECT_SECONDS:
+                    self._nodes.drop(node, f"gives no sign of life for {node.link.silent():.0f} s")
+            self._poll()
+        if self._lost is None and not self._started and self._overdue():
+            self._lost = self._nodes_missing()
+        return replace(self._lost, step=step) if self._lost else None
+
+    def signals(self) -> Iterator[tuple[signal.Signals, bool]]:
+        while self._signals:
+            yield self._signals.pop(0)
+
+    def hang(self) -> Hang | None:
+        if not self._started:
+            return None
+        found = [self._here.overdue(), *(node.hang for node in self._members() if not node.done)]
+        hangs = [hang for hang in found if hang]
+        if not hangs:
+            return None
+        certain = any(hang.stopped for hang in hangs) or all(hang and not hang.suspects for hang in found)
+        latest = max(hangs, key=lambda hang: hang.limit)
+        if not certain and time.monotonic() < self._asked_at + latest.limit:
+            return None
+        self._asked_at = time.monotonic()
+        suspects = frozenset(rank for hang in hangs for rank in hang.suspects or hang.beats)
+        beats, answers = self._ask(None)
+        if not certain and not (waits_for(beats, answers) or {-1}) <= suspects:
+            return None
+        seconds = time.monotonic() - max(beat.since for beat in beats.values())
+        return Hang(beats, seconds, latest.limit, latest.setting)
+
+    def examine(self, hang: Hang, step: int) -> JobIncident:
+        return incident_of(hang, *examine(hang, self._folder, lambda _, place: self._ask(place)[1]), step)
+
+    def explain(self, step: int) -> JobIncident:
+        by_node = {0: self._here.facts()} | {node.number: node.facts for node in self._members() if node.facts}
+        lost, facts = self.lost_ranks(), list(by_node.values())
+        where = lost[0] // self._here.job.processes if lost else 0
+        return explain(
+            AttemptEnd(
+                ranks=self.ranks,
+                endings=self.endings(),
+                dead=lost,
+                exit_codes=self._codes,
+                step=step,
+                last_words=next((one["last_words"] for one in facts if one["last_words"]), ""),
+                log=by_node.get(where, by_node[0])["log"],
+                server_code=next((one["server_code"] for one in facts if one["server_code"] is not None), None),
+                oom_kills=sum(one["oom_kills"] for one in facts),
+            )
+        )
+
+    def end_attempt(self) -> None:
+        for node in self._members():
+            node.link.send(end=self._attempt)
+        self._here.end_attempt()
+        while left := [
+            node for node in self._members() if node.attempt == self._attempt and node.ended < self._attempt
+        ]:
+            self._poll()
+            for node in left:
+                if node.link.silent() > self._launch.node_seconds:
+                    self._nodes.drop(node, "does not say that its ranks have ended")
+            self.wait(_POLL_SECONDS)
+
+    def close(self) -> None:
+        """End the ranks of this node. Those of other nodes end with `part`, or when they see that this one is gone."""
+        self._here.close()
+
+    def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
+        """See Nodes.part."""
+        self._nodes.part(result, error)
+
+    def links(self) -> list[Link]:
+        return self._nodes.links()
+
+    def release(self) -> None:
+        """See Nodes.release."""
+        self._nodes.release()
+
+    # -- nodes --
+
+    def _members(self) -> list[Node]:
+        return [node for node in self._nodes.present() if node.number is not None and node.attempt == self._attempt]
+
+    def _ranks_of(self, node: Node) -> range:
+        return ranks_of(self._here.job, (node.number or 0) * self._here.job.processes)
+
+    def _poll(self) -> None:
+        for node, message in self._nodes.poll():
+            self._take(node, message)
+        for node, why in self._nodes.gone():
+            self._lose(node, why)
+
+    def _take(self, node: Node, message: dict[str, Any]) -> None:
+        """Take in a message about ranks. Raises KeyError, TypeError, ValueError, ConfigError for another form."""
+        if "rank" in message:
+            rank = int(message["rank"])
+            if message["ending"] is not None:
+                self._endings[rank] = from_dict(RankEnding, message["ending"])
+            node.facts = message["facts"]
+            self._codes.setdefault(rank, int(message["code"]))
+        elif "done" in message and message["done"] == node.attempt:
+            node.done, node.facts = True, message["facts"]
+            for rank in self._ranks_of(node):  # they have no codes if the fork server was lost
+                self._codes.setdefault(rank, node.facts["server_code"] or -signal.SIGKILL)
+        elif "signal" in message:
+            node.signals += 1
+            self._signals.append((signal.Signals[message["signal"]], node.signals > 1))
+
+    def _lose(self, node: Node, why: str) -> None:
+        """Take in that a node is gone: a failure of the job if it had ranks that had not ended well."""
+        if node.number is None or node.attempt != self._attempt or not self._started:
+            self._say(f"nodes     {node.name} has left: {why}")
+        elif self._lost is None and any(self._codes.get(rank) != 0 for rank in self._ranks_of(node)):
+            cause = f"was lost with {node.name}: {why}"
+            self._lost = JobIncident(rank=self._ranks_of(node)[0], kind="node", cause=cause, step=0)
+
+    # -- the start of an attempt --
+
+    def _start_if_complete(self) -> None:
+        present = self._nodes.present()
+        missing = self._launch.nodes - 1 - len(present)
+        if missing > 0:
+            if missing != self._missing:
+                self._missing = missing
+                self._say(
+                    f"nodes     {len(present) + 1} of {self._launch.nodes}; the others join with the same command"
+                )
+            return
+        self._give_places(present)
+        hosts = sorted({node.link.own_host for node in present}, key=lambda host: host.startswith("127."))
+        host, each = hosts[0] if hosts else "127.0.0.1", self._here.job.processes
+        name, world = next_log(self._folder), self.ranks
+        share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
+        self._here.start(self._attempt, name, share)
+        self._started = True
+        for node in present:
+            if node.number is None:
+                continue
+            node.attempt, node.done, node.hang, node.facts = self._attempt, False, None, {}
+            place = {"attempt": self._attempt, "log": name.replace(".log", f".node-{node.number}.log")}
+            node.link.send(start=place | {"first": node.number * each, "world": world, "port": self._here.port})
+        spares = len([node for node in present if node.number is None])
+        members = ", ".join(["0 (this one)", *(f"{node.number} ({node.host})" for node in self._members())])
+        self._say(f"nodes     {members}" + (f"; spares: {spares}" if spares else ""))
+
+    def _give_places(self, present: list[Node]) -> None:
+        """Give each place of the job to a node: the one that had it, else the one that has waited longest."""
+        taken = {node.number for node in present if node.number is not None}
+        spares = [node for node in present if node.number is None]
+        for number in range(1, self._launch.nodes):
+            if number not in taken:
+                spares.pop(0).number = number
+
+    def _overdue(self) -> bool:
+        return time.monotonic() > self._since + self._launch.node_wait_seconds
+
+    def _nodes_missing(self) -> JobIncident:
+        wait = f"{self._launch.node_wait_seconds:.0f} s"
+        error = ResourceError(
+            "E-NODES-MISSING",
+            f"{self._missing} of {self._launch.nodes} nodes have not joined within {wait}",
+            rule="a run starts, and goes on, when launch.nodes launchers have joined it",
+            fix=f"run the same command on {self._missing} more nodes that see {self._folder.root}, or lower "
+            "launch.nodes and parallel.* together; launch.node_wait_seconds is how long the leader waits",
+            missing=self._missing,
+            nodes=self._launch.nodes,
+        )
+        return JobIncident(rank=-1, kind="node", cause=error.found, step=0, error=error)
+
+    # -- questions about a hang --
+
+    def _ask(self, place: Path | None) -> tuple[dict[int, Beat], Answers]:
+        """Ask the ranks of all nodes what they do. Returns their heartbeats, with times of this node, and answers."""
+        self._questions += 1
+        members = [node for node in self._members() if not node.done]
+        for node in members:
+            node.link.send(ask=self._questions, place=None if place is None else place.name)
+        beats = self._here.beats()
+        own = question(beats, place)
+        states, calls, stacks = dict(own.states), dict(own.calls), set(own.with_stacks)
+        ends = time.monotonic() + _ANSWER_SECONDS
+        while time.monotonic() < ends and any(self._unanswered(node) for node in members):
+            self._poll()
+            self.wait(_POLL_SECONDS)
+        for node in members:
+            if node.answered and not self._unanswered(node):
+                beats |= node.answered[1]
+                found = node.answered[2]
+                states, calls, stacks = (
+                    states | dict(found.states),
+                    calls | dict(found.calls),
+                    stacks | set(found.with_stacks),
+                )
+        return beats, Answers(states, calls, stacks)
+
+    def _unanswered(self, node: Node) -> bool:
+        return not node.link.closed and (node.answered is None or node.answered[0] != self._questions)
+
+
+@contextlib.contextmanager
+def leading(
+    folder: RunFolder,
+    here: JobHere,
+    launch: Launch,
+    *,
+    terms: Mapping[str, Any],
+    facts: Mapping[str, str],
+    say: Callable[[str], None],
+) -> Iterator[JobOnNodes]:
+    """Lead a job: listen for other nodes, and part from them with the error that ends the block, if it is one of the
+    run. Arguments as for JobOnNodes."""
+    with contextlib.closing(EventLog(folder.events)) as log:
+        running = JobOnNodes(folder, here, launch, terms=terms, facts=facts, say=say, record=log.write)
+        try:
+            with signs_of_life(running.links, launch.node_seconds):
+                yield running
+        except RunBusyError:
+            running.part(None)  # another launcher leads
+            raise
+        except IngotError as error:
+            running.part(None, error)
+            raise
+        except KeyboardInterrupt:
+            step = resume_step(folder)
+            running.part({"exit_code": EXIT_PREEMPTED, "step": step, "saved_step": step, "restarts": 0, "seconds": 0.0})
+            raise
+        finally:
+            running.release()

@@ -1,0 +1,291 @@
+"""A connection between the launchers of a job on several nodes: messages of JSON, one per line. No torch, no pickle.
+
+The leader writes where it listens, and a key, to a file of the run folder that only its user may read. Both sides prove
+that they know the key before anything else is read, and the key itself is never sent. Messages are not encrypted, like
+the traffic between ranks.
+"""
+
+import contextlib
+import errno
+import fcntl
+import hmac
+import json
+import os
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from ingot.config import from_dict
+from ingot.errors import ConfigError
+from ingot.machine.processes import identity
+
+_ALIVE_SECONDS = 1.0  # between two signs of life, at most
+_SIGNS = 5  # in the time after which the other end counts as lost, at least
+_HANDSHAKE_SECONDS = 5.0
+_MOST_BYTES = 64 << 20  # of one message: the collectives of all ranks of a node
+_MOST_UNSENT = 64 << 20
+_SIOCGIFADDR = 0x8915  # of netdevice(7)
+_LOOPBACK = "127.0.0.1"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeaderAddress:
+    """The place at which the leader of a run can be reached.
+
+    hosts: its addresses, the likeliest first. place: the machine, as in `identity`, so that a process on the same one
+    uses the loopback address.
+    """
+
+    hosts: tuple[str, ...]
+    port: int
+    key: str
+    place: str
+
+    def write(self, path: Path) -> None:
+        """Write it so that only this user can read it."""
+        partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            file.write(json.dumps(asdict(self)) + "\n")
+        partial.replace(path)
+
+    @classmethod
+    def read(cls, path: Path) -> "LeaderAddress | None":
+        """Return what `path` holds; None if there is no leader, or no file of one."""
+        try:
+            return from_dict(cls, json.loads(path.read_text()))
+        except (OSError, ValueError, ConfigError):
+            return None
+
+
+class Link:
+    """One end of a connection. Nothing waits: what the other end does not take yet is sent later. Only `live` may be
+    called by another thread.
+
+    closed: why the connection is over, "" while it is not. heard: when the last bytes came, in seconds of
+    time.monotonic().
+    """
+
+    def __init__(self, connected: socket.socket):
+        connected.setblocking(False)
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket = connected
+        self._unread, self._unsent = bytearray(), bytearray()
+        self._sending = threading.Lock()
+        self._said = 0.0
+        self.heard = time.monotonic()
+        self.closed = ""
+
+    @property
+    def own_host(self) -> str:
+        """The address of this end."""
+        return self._socket.getsockname()[0]
+
+    @property
+    def peer_host(self) -> str:
+        """The address of the other end."""
+        return self._socket.getpeername()[0]
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def send(self, **message: Any) -> None:
+        """Send a message, unless the connection is over."""
+        line = json.dumps(message, separators=(",", ":")).encode() + b"\n"
+        with self._sending:
+            if not self.closed:
+                self._unsent += line
+                self._said = time.monotonic()
+                self._flush()
+
+    def live(self, seconds: float) -> None:
+        """Send what is left, and a sign of life if this end has sent nothing for so long."""
+        if time.monotonic() >= self._said + seconds:
+            self.send(alive=True)
+        elif self._unsent:
+            with self._sending:
+                self._flush()
+
+    def silent(self) -> float:
+        """Return for how many seconds the other end has sent nothing."""
+        return time.monotonic() - self.heard
+
+    def read(self) -> Iterator[dict[str, Any]]:
+        """Return the messages that have come, without signs of life."""
+        self._receive()
+        while not self.closed or self._unread:
+            line, found, rest = self._unread.partition(b"\n")
+            if not found:
+                if len(line) > _MOST_BYTES:
+                    self.close("it sent a message without an end")
+                return
+            self._unread = rest
+            try:
+                message = json.loads(line)
+            except (ValueError, RecursionError):
+                self.close("it sent what is no message")
+                return
+            if isinstance(message, dict) and "alive" not in message:
+                yield message
+
+    def close(self, why: str) -> None:
+        """End the connection, because of `why`."""
+        if not self.closed:
+            self.closed = why
+            self._unread.clear()
+            self._socket.close()
+
+    def finish(self, seconds: float) -> None:
+        """Send what is left, for at most so long, and end the connection."""
+        ends = time.monotonic() + seconds
+        while self._unsent and not self.closed and time.monotonic() < ends:
+            with self._sending:
+                self._flush()
+            time.sleep(0.01)
+        self.close("it ended")
+
+    def _receive(self) -> None:
+        while not self.closed:
+            try:
+                part = self._socket.recv(1 << 16)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                self._end(error)
+                return
+            if not part:
+                self._end(None)
+                return
+            self.heard = time.monotonic()
+            self._unread += part
+
+    def _end(self, error: OSError | None) -> None:
+        self.closed = "its connection is closed" if error is None else f"its connection failed ({error.strerror})"
+        self._socket.close()
+
+    def _flush(self) -> None:
+        try:
+            while self._unsent and not self.closed:
+                sent = self._socket.send(self._unsent)
+                del self._unsent[:sent]
+        except BlockingIOError:
+            if len(self._unsent) > _MOST_UNSENT:
+                self.close("it takes no messages")
+        except OSError as error:
+            self._end(error)
+
+
+@contextlib.contextmanager
+def signs_of_life(links: Callable[[], Iterable[Link]], patience: float) -> Iterator[None]:
+    """Give signs of life on all `links` during the block, in a thread: one that waits for a process of its own, or for
+    its kernel, is not lost. patience: the seconds without one after which this end counts as lost."""
+    ends, seconds = threading.Event(), min(_ALIVE_SECONDS, patience / _SIGNS)
+
+    def live() -> None:
+        while not ends.wait(seconds / 2):
+            for link in links():
+                link.live(seconds)
+
+    thread = threading.Thread(target=live, name="ingot-signs-of-life", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def dial(address: LeaderAddress) -> Link | None:
+    """Connect to the leader; None if it cannot be reached, or does not know the key."""
+    here = address.place == _place()
+    for host in (*([_LOOPBACK] if here else []), *address.hosts):
+        with contextlib.suppress(OSError, ValueError):
+            connected = socket.create_connection((host, address.port), timeout=_HANDSHAKE_SECONDS)
+            try:
+                _introduce(connected, address.key)
+            except BaseException:
+                connected.close()
+                raise
+            return Link(connected)
+    return None
+
+
+def answer(connected: socket.socket, key: str) -> Link | None:
+    """Let a node that connected prove that it knows the key; None if it does not. Takes a few seconds at most."""
+    try:
+        connected.settimeout(_HANDSHAKE_SECONDS)
+        ours = secrets.token_hex(16)
+        connected.sendall(f"{ours}\n".encode())
+        theirs, proof = _line(connected).split(" ")
+        if not hmac.compare_digest(proof, _proof(key, "node", ours, theirs)):
+            raise ValueError("another key")
+        connected.sendall(f"{_proof(key, 'leader', theirs, ours)}\n".encode())
+    except (OSError, ValueError):
+        connected.close()
+        return None
+    return Link(connected)
+
+
+def _introduce(connected: socket.socket, key: str) -> None:
+    theirs, ours = _line(connected), secrets.token_hex(16)
+    connected.sendall(f"{ours} {_proof(key, 'node', theirs, ours)}\n".encode())
+    if not hmac.compare_digest(_line(connected), _proof(key, "leader", ours, theirs)):
+        raise ValueError("another process listens there")
+
+
+def _proof(key: str, who: str, asked: str, own: str) -> str:
+    return hmac.new(key.encode(), f"{who} {asked} {own}".encode(), "sha256").hexdigest()
+
+
+def _line(connected: socket.socket) -> str:
+    """Read one short line, byte by byte: what follows it belongs to others."""
+    read = b""
+    while not read.endswith(b"\n"):
+        part = connected.recv(1)
+        if not part or len(read) > 256:
+            raise ValueError("no line")
+        read += part
+    return read.decode("ascii").strip()
+
+
+def listen() -> tuple[socket.socket, LeaderAddress]:
+    """Open a socket for the other nodes, on all interfaces. Returns it, and what they need to reach it."""
+    listener = socket.create_server(("", 0), backlog=1024)
+    own = [address for address in _interfaces() if not address.startswith("127.")]
+    names = [socket.gethostname()] if own else []
+    return listener, LeaderAddress(
+        hosts=(*own, *names), port=listener.getsockname()[1], key=secrets.token_hex(32), place=_place()
+    )
+
+
+def interface_of(host: str) -> str:
+    """Return the name of the interface with the address `host`; "" if it is not known."""
+    return _interfaces().get(host, "")
+
+
+def _interfaces() -> dict[str, str]:
+    """Return the IPv4 addresses of this machine, with the names of their interfaces."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+            except OSError as error:
+                if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
+                    raise
+                continue
+            found[socket.inet_ntoa(reply[20:24])] = name
+    return found
+
+
+def _place() -> str:
+    """Return a text that only processes with the same loopback interface share."""
+    with contextlib.suppress(OSError):
+        return f"{identity().split(' ')[0]} {Path('/proc/self/ns/net').readlink()}"
+    return ""

@@ -1,0 +1,236 @@
+"""A node that follows the leader of its run: it starts, watches and ends the ranks of this machine as the leader asks.
+
+It decides nothing but this: without a sign of life of the leader it ends its ranks, because the leader, or the next
+one, starts them anew. No torch.
+"""
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from typing import Any
+
+from ingot.errors import ConfigError, RunBusyError
+from ingot.schema.launch import Launch
+from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.checkpoint.message import read_message
+from ingot.trainer.interrupts import handlers
+from ingot.trainer.launch.evidence import question
+from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.link import LeaderAddress, Link, dial, interface_of, signs_of_life
+from ingot.trainer.launch.node_messages import answers_values, hang_values
+from ingot.trainer.launch.supervise import JobResult
+from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.mesh.start import NodeShare
+
+_LOOK_SECONDS = 0.2
+_DIAL_SECONDS = 0.5
+
+
+class LeaderGone(Exception):
+    """The leader of the run gives no sign of life, or has ended without a word. joined: this node had joined it."""
+
+    def __init__(self, joined: bool):
+        super().__init__()
+        self.joined = joined
+
+
+def follow(
+    folder: RunFolder,
+    launch: Launch,
+    facts: Mapping[str, str],
+    job_of: Callable[[Mapping[str, Any]], Job],
+    *,
+    say: Callable[[str], None],
+) -> JobResult:
+    """Join the leader of the run in `folder`, and do as it asks until it ends the job.
+
+    facts: of this node (node_messages.own_facts). job_of: returns the job of this node's ranks for the leader's terms.
+    Raises LeaderGone if there is no leader to be reached, the IngotError
+    with which the leader ended the job, ConfigError if it refuses this node.
+    """
+    link = _joined(folder, facts)
+    received: list[signal.Signals] = []
+    running: JobHere | None = None
+    with handlers(received.append), signs_of_life(lambda: [link], launch.node_seconds):
+        try:
+            terms = _accepted(link, launch, received, say)
+            running = JobHere(folder, job_of(terms), launch)
+            running.prepare(f"node-{socket.gethostname()}.log")
+            result = _Following(link, running, folder, launch, received, say).until_the_end()
+        finally:
+            if running is not None:
+                running.close()
+            link.close("this node leaves")
+    facts = {name: result[name] for name in ("exit_code", "step", "saved_step", "restarts", "seconds")}
+    return JobResult(**facts, run=folder.root)
+
+
+def lead_or_follow(
+    lead: Callable[[], JobResult],
+    follow: Callable[[], JobResult],
+    folder: RunFolder,
+    launch: Launch,
+    say: Callable[[str], None],
+) -> JobResult:
+    """Train as the leader of the run, or as a node of another one, whichever is possible, until the run ends.
+
+    Raises the error of the run, and RunBusyError if something else than a leader of this run has held the folder, or
+    the lease, for launch.node_wait_seconds.
+    """
+    alone_since = time.monotonic()
+    while True:
+        try:
+            return lead()
+        except RunBusyError as error:
+            busy = error
+        if time.monotonic() > alone_since + launch.node_wait_seconds:
+            raise busy
+        if folder.leader.exists():
+            try:
+                return follow()
+            except LeaderGone as gone:
+                if gone.joined:
+                    alone_since = time.monotonic()
+        time.sleep(_DIAL_SECONDS)
+
+
+def _joined(folder: RunFolder, facts: Mapping[str, str]) -> Link:
+    address = LeaderAddress.read(folder.leader)
+    link = dial(address) if address else None
+    if link is None:
+        raise LeaderGone(joined=False)
+    link.send(hello={"host": socket.gethostname(), "pid": os.getpid(), "facts": dict(facts)})
+    return link
+
+
+def _accepted(
+    link: Link, launch: Launch, received: list[signal.Signals], say: Callable[[str], None]
+) -> Mapping[str, Any]:
+    began = time.monotonic()
+    while time.monotonic() < began + launch.node_seconds and not received:
+        for message in link.read():
+            if "accepted" in message:
+                say("node      joined the run; the leader decides, and shows what happens")
+                return message["accepted"]
+            if "refused" in message:
+                raise ConfigError(
+                    "E-NODE-DIFFERS",
+                    f"the leader of the run refused this node: {message['refused']}",
+                    rule="all nodes of a run have the same versions, and give the same command",
+                    fix="start this node with the software and the run file of the leader",
+                    reason=message["refused"],
+                )
+        if link.closed:
+            break
+        time.sleep(0.02)
+    raise LeaderGone(joined=False)
+
+
+class _Following:
+    """The work of a node that has joined."""
+
+    def __init__(
+        self,
+        link: Link,
+        running: JobHere,
+        folder: RunFolder,
+        launch: Launch,
+        received: list[signal.Signals],
+        say: Callable[[str], None],
+    ):
+        self._link, self._running, self._folder, self._launch = link, running, folder, launch
+        self._received, self._say = received, say
+        self._attempt: int | None = None  # the one that runs
+        self._reported: set[int] = set()
+        self._hang: Hang | None = None
+        self._result: Mapping[str, Any] | None = None
+
+    def until_the_end(self) -> Mapping[str, Any]:
+        while self._result is None:
+            for message in self._link.read():
+                self._take(message)
+            if self._result is not None:
+                break
+            if self._link.closed or self._link.silent() > self._launch.node_seconds:
+                why = self._link.closed or f"it gives no sign of life for {self._link.silent():.0f} s"
+                self._say(f"node      the leader is gone ({why}); the ranks of this node are ended")
+                raise LeaderGone(joined=True)
+            while self._received:
+                number = self._received.pop(0)
+                self._link.send(signal=number.name)
+            if self._attempt is not None:
+                self._look()
+            self._wait()
+        return self._result
+
+    def _wait(self) -> None:
+        with selectors.DefaultSelector() as selector:
+            if not self._link.closed:
+                selector.register(self._link, selectors.EVENT_READ)
+            if self._attempt is not None:
+                selector.register(self._running.reports, selectors.EVENT_READ)
+            selector.select(_LOOK_SECONDS)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        if "start" in message:
+            self._start(message["start"])
+        elif "end" in message:
+            if self._attempt is not None:
+                self._running.end_attempt()
+                self._report_ends()
+                self._attempt = None
+            self._link.send(ended=message["end"])
+        elif "ask" in message:
+            place = message["place"] and self._folder.incidents / str(message["place"])
+            if place:
+                place.mkdir(parents=True, exist_ok=True)
+            beats = self._running.beats()
+            self._link.send(answers=message["ask"], **answers_values(beats, question(beats, place or None)))
+        elif "bye" in message:
+            self._part(message["bye"])
+
+    def _start(self, order: dict[str, Any]) -> None:
+        # The address by which this node reaches the leader is the one of rank 0, and this node's own is on its network.
+        share = NodeShare(
+            first=order["first"],
+            world=order["world"],
+            host=self._link.peer_host,
+            port=order["port"],
+            interface=interface_of(self._link.own_host),
+        )
+        self._attempt, self._hang = order["attempt"], None
+        self._reported.clear()
+        self._running.start(order["attempt"], order["log"], share)
+        first = order["first"]
+        self._say(f"node      ranks {first} to {first + self._running.job.processes - 1} of {order['world']}")
+
+    def _look(self) -> None:
+        """Report ranks that ended, and whether those that are left hang."""
+        running = self._running.running()
+        self._report_ends()
+        if not running:
+            self._link.send(done=self._attempt, facts=self._running.facts())
+            self._attempt = None
+            return
+        hang = self._running.overdue()
+        if hang != self._hang and (hang is None) != (self._hang is None):
+            self._link.send(watch=hang_values(hang))
+        self._hang = hang
+
+    def _report_ends(self) -> None:
+        codes = self._running.exit_codes()
+        endings = self._running.endings() if codes.keys() - self._reported else {}
+        for rank, code in codes.items():
+            if rank not in self._reported:
+                self._reported.add(rank)
+                ending = asdict(endings[rank]) if rank in endings else None
+                self._link.send(rank=rank, code=code, ending=ending, facts=self._running.facts())
+
+    def _part(self, bye: dict[str, Any]) -> None:
+        if bye.get("error"):
+            read_message(bye["error"].encode("utf-8", "surrogateescape"), lambda data: data)  # raises it
+        self._result = bye["result"]

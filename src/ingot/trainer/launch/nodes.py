@@ -1,0 +1,182 @@
+"""The other nodes of a job, as its leader has them: those that have joined, their messages, and which of them are gone.
+
+No torch.
+"""
+
+import contextlib
+import os
+import queue
+import selectors
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ingot.errors import ConfigError, IngotError
+from ingot.schema import events
+from ingot.schema.launch import Launch
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.message import as_error
+from ingot.trainer.launch.evidence import Answers
+from ingot.trainer.launch.link import Link, answer, listen
+from ingot.trainer.launch.node_messages import answers_from, difference, hang_from
+from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.resilience.heartbeat import Beat
+
+_GOODBYE_SECONDS = 2.0
+
+
+@dataclass
+class Node:
+    """Another node. number: its place in the job, None for a spare. attempt: the newest that it takes part in. done:
+    its ranks have ended. ended: the newest attempt of which it has no process any more. hang: by its watchdog. facts:
+    about the end of its ranks (JobHere.facts). answered: the number of a question, and what its ranks answered.
+    signals: how many it got."""
+
+    link: Link
+    host: str = ""
+    pid: int = 0
+    number: int | None = None
+    attempt: int = -1
+    done: bool = True
+    ended: int = -1
+    hang: Hang | None = None
+    facts: dict[str, Any] = field(default_factory=dict)
+    answered: tuple[int, dict[int, Beat], Answers] | None = None
+    signals: int = 0
+
+    @property
+    def name(self) -> str:
+        return self.host if self.number is None else f"node {self.number} ({self.host})"
+
+
+class Nodes:
+    """The nodes that have joined. terms, facts: as for JobOnNodes. record: writes an event."""
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        launch: Launch,
+        *,
+        terms: Mapping[str, Any],
+        facts: Mapping[str, str],
+        say: Callable[[str], None],
+        record: Callable[..., None],
+    ):
+        self._folder, self._launch, self._terms, self._facts = folder, launch, terms, facts
+        self._say, self._record = say, record
+        self._nodes: list[Node] = []
+        self._gone: list[tuple[Node, str]] = []
+        self._listener, address = listen()
+        self._arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
+        self._bell = socket.socketpair()
+        self._bell[0].setblocking(False)
+        threading.Thread(target=self._receive, args=(address.key,), name="ingot-nodes", daemon=True).start()
+        address.write(folder.leader)
+        record(events.NODE, host=socket.gethostname(), pid=os.getpid(), action="leads", node=0, reason="")
+
+    def present(self) -> list[Node]:
+        """Return the nodes that can take part, in the order in which they joined."""
+        return [node for node in self._nodes if node.host]
+
+    def poll(self) -> Iterator[tuple[Node, dict[str, Any]]]:
+        """Return the messages about ranks that have come; take in the others."""
+        with contextlib.suppress(BlockingIOError):
+            self._bell[0].recv(64)
+        while not self._arrived.empty():
+            self._nodes.append(Node(self._arrived.get()))
+        for node in list(self._nodes):
+            for message in node.link.read():
+                try:
+                    if not self._take(node, message):
+                        yield node, message
+                except (KeyError, TypeError, ValueError, ConfigError):
+                    node.link.close("it sent a message of another form")
+            if node.link.closed:
+                self.drop(node, node.link.closed)
+            elif node.link.silent() > self._launch.node_seconds:
+                self.drop(node, f"gives no sign of life for {node.link.silent():.0f} s")
+
+    def links(self) -> list[Link]:
+        return [node.link for node in list(self._nodes)]
+
+    def gone(self) -> Iterator[tuple[Node, str]]:
+        """Return the nodes that are gone since the last call, and why."""
+        while self._gone:
+            yield self._gone.pop(0)
+
+    def drop(self, node: Node, why: str) -> None:
+        """Go on without a node."""
+        node.link.close(why)
+        if node in self._nodes:
+            self._nodes.remove(node)
+            if node.host:
+                self._record(events.NODE, host=node.host, pid=node.pid, action="lost", node=node.number, reason=why)
+                self._gone.append((node, why))
+
+    def wait(self, seconds: float, *others: int) -> None:
+        """Wait until something comes from a node, or can be read from another file descriptor, at most so long."""
+        with selectors.DefaultSelector() as selector:
+            for waited in (self._bell[0], *others, *(node.link for node in self._nodes if not node.link.closed)):
+                selector.register(waited, selectors.EVENT_READ)
+            selector.select(seconds)
+
+    def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
+        """Give every node the end of the job: its result, or its error. With neither, they look for another leader."""
+        with_error = {"error": as_error(error).decode("utf-8", "surrogateescape")} if error else {}
+        for node in self._nodes:
+            if result is not None or error:
+                node.link.send(bye={"result": result, **with_error})
+        for node in self._nodes:
+            node.link.finish(_GOODBYE_SECONDS)
+        self._nodes.clear()
+
+    def release(self) -> None:
+        """Stop listening, and remove the address of this leader."""
+        self._folder.leader.unlink(missing_ok=True)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # accept() returns
+        self._listener.close()
+        for one in self._bell:
+            one.close()
+
+    def _receive(self, key: str) -> None:
+        """Let nodes that connect prove that they belong to this run. A thread, because one may be slow."""
+        while True:
+            try:
+                connected, _ = self._listener.accept()
+                if (link := answer(connected, key)) is not None:
+                    self._arrived.put(link)
+                    self._bell[1].send(b".")
+            except OSError:
+                return  # this leader parted
+
+    def _take(self, node: Node, message: dict[str, Any]) -> bool:
+        """Take in a message about the node itself. Returns False for others."""
+        if "hello" in message:
+            self._welcome(node, message["hello"])
+        elif "ended" in message:
+            node.ended = int(message["ended"])
+        elif "watch" in message:
+            node.hang = hang_from(message["watch"])
+        elif "answers" in message:
+            node.answered = (int(message["answers"]), *answers_from(message))
+        else:
+            return False
+        return True
+
+    def _welcome(self, node: Node, hello: dict[str, Any]) -> None:
+        host, pid = str(hello["host"]), int(hello["pid"])
+        if found := difference(self._facts, hello["facts"]):
+            self._say(f"nodes     {host} is refused: {found}")
+            node.link.send(refused=found)
+            node.link.finish(_GOODBYE_SECONDS)
+            self._nodes.remove(node)
+            return
+        node.link.send(accepted=dict(self._terms))
+        node.host, node.pid = host, pid
+        self._record(events.NODE, host=host, pid=pid, action="joined", node=None, reason="")
+        spares = len(self._nodes) - (self._launch.nodes - 1)
+        if spares > 0:
+            self._say(f"nodes     {host} waits as a spare; spares: {spares}")

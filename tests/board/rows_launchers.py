@@ -1,0 +1,127 @@
+"""Rows of jobs on several nodes with a launcher each: a node is lost, or does not answer, or the leader is lost."""
+
+import os
+import signal
+import subprocess
+import time
+from contextlib import ExitStack, suppress
+from pathlib import Path
+
+from ingot.events import read_events
+from ingot.schema import events
+
+from .bench import DEADLINE_SECONDS, Bench, marked_processes, options
+from .oracles import Verdicts
+from .row import Row, judge_recovered, random_of
+
+_SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")
+_REFERENCE = _SETTINGS[:1]
+
+
+class Launchers:
+    """The launchers of a run on two nodes of this machine. A context manager, which ends them."""
+
+    def __init__(self, bench: Bench, name: str):
+        self._bench, self._name, self.folder = bench, name, bench.folder(name)
+        self.started: list[subprocess.Popen] = []
+
+    def __enter__(self) -> "Launchers":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for pid in marked_processes(self.folder.root):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        for launcher in self.started:
+            launcher.communicate()
+
+    def start(self, count: int = 1) -> None:
+        """Start launchers one after the other, so that their order is known: the first leads."""
+        for _ in range(count):
+            before = self._nodes()
+            self.started.append(self._bench.start(self._name, *options(_SETTINGS)))
+            self._wait(lambda before=before: self._nodes() > before)
+
+    def _nodes(self) -> int:
+        return sum(event["action"] in ("leads", "joined") for event in read_events(self.folder.events, events.NODE))
+
+    def _wait(self, is_so) -> None:
+        deadline = time.monotonic() + DEADLINE_SECONDS
+        while not is_so() and time.monotonic() < deadline:
+            time.sleep(0.02)
+
+    def wait_for_step(self, step: int) -> None:
+        self._bench.wait_for_step(self._name, step, self.started[-1])
+
+    def wait_for_fault(self, count: int) -> None:
+        self._wait(lambda: len(list(read_events(self.folder.events, events.FAULT))) >= count)
+
+    def of_node(self, launcher: subprocess.Popen) -> list[int]:
+        """Return the processes of a node: its launcher, and all that it started."""
+        mark = f"INGOT_SUPERVISOR={launcher.pid}\0".encode()
+        found = [launcher.pid]
+        for pid in marked_processes(self.folder.root):
+            with suppress(OSError):
+                if mark in Path(f"/proc/{pid}/environ").read_bytes():
+                    found.append(pid)
+        return found
+
+    def ends(self, without: int) -> list[int | None]:
+        """Wait for the launchers, except the one with this number. Returns their exit codes."""
+        return [self._bench.ended(one).code for number, one in enumerate(self.started) if number != without]
+
+
+def rs07_spare(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Lose node 1: with a spare, without one until it is started again, and frozen as a whole until it is too late."""
+    random = random_of("RS07 spare", seed)
+    for case in ("spare", "again", "frozen"):
+        name, step = f"{case}-{seed}", random.randrange(9, 60)
+        where = f"{case} at step {step}"
+        with Launchers(bench, name) as nodes, ExitStack() as thaw:
+            nodes.start(2 if case == "again" else 3)
+            nodes.wait_for_step(step)
+            lost, injected = nodes.of_node(nodes.started[1]), time.time()
+            for pid in lost:
+                os.kill(pid, signal.SIGSTOP if case == "frozen" else signal.SIGKILL)
+                thaw.callback(_continue, pid)
+            if case == "again":
+                nodes.start()
+            if case == "frozen":  # it goes on when the spare trains, and has to do no harm
+                nodes.wait_for_fault(1)
+                thaw.close()
+            codes = nodes.ends(without=-1 if case == "frozen" else 1)
+            verdicts.judge("o6", where, f"exit codes {codes}" if any(codes) else "")
+            found = [(e["rank"], e["failure"]) for e in read_events(nodes.folder.events, events.FAULT)]
+            verdicts.judge("o6", where, "" if found == [(1, "node")] else f"faults {found}")
+            if case != "frozen":
+                verdicts.time(nodes.folder, injected)
+        judge_recovered(bench, verdicts, name, where, bench.reference(*_REFERENCE))
+
+
+def rs31_leader(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill the leader, with rank 0 and the store of the ranks: another node leads, and a spare takes its place."""
+    random, name = random_of("RS31 leader", seed), f"leader-{seed}"
+    step = random.randrange(9, 60)
+    where = f"at step {step}"
+    with Launchers(bench, name) as nodes:
+        nodes.start(3)
+        nodes.wait_for_step(step)
+        injected = time.time()
+        nodes.started[0].kill()
+        codes = nodes.ends(without=0)
+        verdicts.judge("o6", where, f"exit codes {codes}" if any(codes) else "")
+        leads = [e for e in read_events(nodes.folder.events, events.NODE) if e["action"] == "leads"]
+        verdicts.judge("o6", where, "" if len(leads) == 2 else f"led: {leads}")
+        verdicts.time(nodes.folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_REFERENCE), faults=1)
+
+
+def _continue(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGCONT)
+
+
+ROWS = (
+    Row("RS07 spare", "a node is lost, or frozen, with a spare and without", rs07_spare),
+    Row("RS31 leader", "the leader of several nodes is killed, with the store of the ranks", rs31_leader),
+)

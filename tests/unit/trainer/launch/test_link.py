@@ -1,0 +1,146 @@
+"""Connections between launchers: who may join, what is sent, and what a broken or hostile other end can do."""
+
+import json
+import socket
+import threading
+import time
+from dataclasses import replace
+
+import pytest
+
+from ingot.trainer.launch import link as module
+from ingot.trainer.launch.link import LeaderAddress, Link, answer, dial, interface_of, listen, signs_of_life
+
+
+@pytest.fixture
+def pair():
+    """Two ends of one connection."""
+    ends = [Link(one) for one in _connected()]
+    yield ends
+    for end in ends:
+        end.close("the test is over")
+
+
+def _connected() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return socket.create_connection(listener.getsockname()), listener.accept()[0]
+
+
+def read(end: Link, count: int = 1) -> list[dict]:
+    """Wait for `count` messages, or for the end of the connection."""
+    found: list[dict] = []
+    while len(found) < count and not end.closed:
+        found += end.read()
+        time.sleep(0.005)
+    return found
+
+
+@pytest.fixture
+def join():
+    """`join(key)`: what the leader and a node with this key have of their connection."""
+    listener, address = listen()
+
+    def make(key: str | None = None):
+        found: list[Link | None] = []
+        used = address if key is None else replace(address, hosts=("127.0.0.1",), key=key, place="elsewhere")
+        thread = threading.Thread(target=lambda: found.append(answer(listener.accept()[0], address.key)), daemon=True)
+        thread.start()
+        node = dial(used)
+        thread.join()
+        return found[0], node
+
+    yield make
+    listener.close()
+
+
+def test_both_ends_know_the_key(join):
+    leader, node = join()
+    leader.send(accepted={"epoch": 3})
+    node.send(hello={"host": "b"})
+    assert read(node) == [{"accepted": {"epoch": 3}}] and read(leader) == [{"hello": {"host": "b"}}]
+    assert node.own_host == leader.peer_host and interface_of(node.own_host)
+    for end in (leader, node):
+        end.close("the test is over")
+
+
+def test_a_node_with_another_key_does_not_get_in(join):
+    leader, node = join("0" * 64)
+    assert leader is None and node is None
+
+
+def test_a_leader_that_does_not_know_the_key_is_not_believed():
+    """Another process has got the port of a leader that is gone."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        address = LeaderAddress(hosts=("127.0.0.1",), port=listener.getsockname()[1], key="a" * 64, place="elsewhere")
+        thread = threading.Thread(target=lambda: answer(listener.accept()[0], "b" * 64))
+        thread.start()
+        assert dial(address) is None
+        thread.join()
+
+
+def test_the_key_is_for_the_user_only_and_a_file_that_is_none_leads_nowhere(tmp_path):
+    path = tmp_path / "leader.json"
+    assert LeaderAddress.read(path) is None
+    LeaderAddress(hosts=("10.0.0.1",), port=7, key="k", place="p").write(path)
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert LeaderAddress.read(path) == LeaderAddress(hosts=("10.0.0.1",), port=7, key="k", place="p")
+    path.write_text('{"hosts": 3}')
+    assert LeaderAddress.read(path) is None
+    assert [one.name for one in tmp_path.iterdir()] == ["leader.json"]
+
+
+def test_messages_come_whole_and_in_order_however_large(pair):
+    """The other end reads late: nothing waits, and nothing is lost."""
+    near, far = pair
+    for number in range(200):
+        near.send(number=number, text="x" * 50_000)
+    thread = threading.Thread(target=lambda: near.finish(10))
+    thread.start()
+    assert [message["number"] for message in read(far, 200)] == list(range(200))
+    thread.join()
+
+
+def test_what_was_sent_before_an_end_is_read(pair):
+    near, far = pair
+    near.send(bye=1)
+    near.finish(1)
+    while not far.closed:
+        messages = list(far.read())
+    assert messages == [{"bye": 1}] and far.closed == "its connection is closed"
+
+
+@pytest.mark.parametrize("bytes_", [b"no json\n", b"[" * 100_000 + b"\n", b"\xff\xfe\n"])
+def test_what_is_no_message_ends_the_connection(bytes_):
+    ours, theirs = _connected()
+    end = Link(ours)
+    theirs.sendall(bytes_)
+    assert read(end) == [] and "no message" in end.closed
+    theirs.close()
+
+
+def test_a_message_without_an_end_is_not_kept_for_ever(monkeypatch):
+    monkeypatch.setattr(module, "_MOST_BYTES", 1000)
+    ours, theirs = _connected()
+    end = Link(ours)
+    theirs.sendall(b"1" * 2000)
+    assert read(end) == [] and "without an end" in end.closed
+    theirs.close()
+
+
+def test_values_that_are_no_messages_are_skipped(pair):
+    near, far = pair
+    near._unsent += json.dumps([1]).encode() + b"\n"
+    near.send(real=True)
+    assert read(far) == [{"real": True}]
+
+
+def test_signs_of_life_come_while_the_sender_waits_for_something_else(pair):
+    near, far = pair
+    with signs_of_life(lambda: [near], patience=0.1):
+        longest, ends = 0.0, time.monotonic() + 1.0
+        while time.monotonic() < ends:
+            assert list(far.read()) == []
+            longest = max(longest, far.silent())
+            time.sleep(0.005)
+        heard = far.heard
+    assert heard > ends - 0.5

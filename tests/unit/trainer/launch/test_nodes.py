@@ -1,0 +1,341 @@
+"""Jobs on several nodes: each node is a forked launcher of this machine, whose rank acts without torch."""
+
+import json
+import multiprocessing
+import os
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from ingot.errors import IngotError, RunBusyError
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.launch import Launch
+from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.job_on_nodes import leading
+from ingot.trainer.launch.node import follow, lead_or_follow
+from ingot.trainer.launch.supervise import JobResult, supervise
+from ingot.trainer.launch.watchdog import state_of
+from ingot.trainer.resilience.lock import RunLock
+
+FACTS = {"torch": "2", "settings": "a" * 64}
+# A rank of each node. It writes down its place, makes a step, and waits: for a request to stop, for the file "finish",
+# or for "RANK.fail" with the way to fail.
+RANK = """
+import json, os, sys, time
+from pathlib import Path
+from ingot.errors import DataError
+from ingot.events import EventLog
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.endings import guarded
+from ingot.trainer.resilience.heartbeat import Phase, open_heartbeat
+from ingot.trainer.resilience.reports import Reports
+folder, rank = RunFolder(Path(sys.argv[1])), int(os.environ["RANK"])
+with guarded(folder, rank):
+    log = EventLog(folder.events)
+    reports = Reports()
+    heartbeat = open_heartbeat(int(os.environ["LOCAL_RANK"]), reports.stacks, reports.collectives)
+    names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INGOT_ATTEMPT")
+    place = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME")} | {"args": sys.argv[2:]}
+    log.write("rank_started", rank=rank, pid=os.getpid(), host="", attempt=0, place=place)
+    if rank == 0:
+        log.write("run_started", from_step=0)
+        log.write("progress", step=1 + int(os.environ["INGOT_ATTEMPT"]))
+    heartbeat.enter(Phase.STEP, 1)
+    fail = folder.root / f"{rank}.fail"
+    while not (folder.stop_request.exists() or (folder.root / "finish").exists()):
+        how = fail.read_text() if fail.exists() else ""
+        if how == "data":
+            raise DataError("E-SHARD-HASH", "block 3 differs", rule="as built", fix="copy it again", block=3)
+        if how == "die":
+            fail.unlink()
+            os.kill(os.getpid(), 9)
+        if how != "hang":
+            heartbeat.enter(Phase.STEP, 2)
+        time.sleep(0.02)
+    if rank == 0:
+        log.write("finished" if (folder.root / "finish").exists() else "stopped", step=2)
+"""
+
+
+class Cluster:
+    """Launchers in processes of their own, all with one run folder."""
+
+    def __init__(self, root: Path):
+        self.folder, self.root = RunFolder(root / "run"), root
+        self.folder.logs.mkdir(parents=True)
+        self.launchers: dict[str, multiprocessing.Process] = {}
+        self.out = {}
+
+    def start(self, name: str, facts=FACTS, **launch) -> None:
+        """Start the launcher `name`, and wait until it leads, has joined, or has ended."""
+        count = len(self.nodes("leads")) + len(self.nodes("joined"))
+        receive, send = multiprocessing.Pipe(duplex=False)
+        settings = Launch(**{"nodes": 2, "watchdog_seconds": 0.5, **launch})
+        process = multiprocessing.get_context("fork").Process(target=self._launch, args=(settings, facts, send))
+        process.start()
+        send.close()
+        self.launchers[name], self.out[name] = process, receive
+        while process.is_alive() and len(self.nodes("leads")) + len(self.nodes("joined")) == count:
+            time.sleep(0.01)
+
+    def _launch(self, launch: Launch, facts, send) -> None:
+        signal.signal(signal.SIGTERM, lambda *_: None)  # a launcher that has only just started has no handler yet
+        lines: list[str] = []
+        folder, root = self.folder, self.root
+
+        def job_of(terms) -> Job:
+            path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+            arguments = (str(folder.root), json.dumps(terms))
+            return Job(module="rank_of_node", arguments=arguments, processes=1, env={"PYTHONPATH": path})
+
+        def lead() -> JobResult:
+            terms = {"epoch": 3, "until_step": None}
+            with RunLock(folder.lock):
+                if any(read_events(folder.events, events.FINISHED)):
+                    return JobResult(exit_code=0, step=2, saved_step=0, restarts=0, seconds=0.0, run=folder.root)
+                here = JobHere(folder, job_of(terms), launch)
+                with leading(folder, here, launch, terms=terms, facts=facts, say=lines.append) as job:
+                    result = supervise(folder, job, launch, say=lines.append)
+                    job.part(result.facts())
+                    return result
+
+        def join() -> JobResult:
+            return follow(folder, launch, facts, job_of, say=lines.append)
+
+        try:
+            result = lead_or_follow(lead, join, folder, launch, lines.append)
+            send.send((lines, result.exit_code))
+        except (IngotError, KeyboardInterrupt) as error:
+            send.send((lines, getattr(error, "code", "interrupted")))
+        os._exit(0)
+
+    def nodes(self, action: str) -> list[dict]:
+        return [event for event in read_events(self.folder.events, events.NODE) if event["action"] == action]
+
+    def attempt(self, number: int, ranks: int = 2) -> dict[int, dict]:
+        """Wait for the start of `ranks` ranks in attempt `number`. Returns the event of each."""
+        while True:
+            found = {e["rank"]: e for e in read_events(self.folder.events, events.RANK_STARTED)}
+            found = {rank: e for rank, e in found.items() if e["place"]["INGOT_ATTEMPT"] == str(number)}
+            if len(found) == ranks:
+                return found
+            assert any(process.is_alive() for process in self.launchers.values())
+            time.sleep(0.01)
+
+    def fail(self, rank: int, how: str) -> None:
+        (self.folder.root / f"{rank}.fail").write_text(how)
+
+    def finish(self) -> None:
+        (self.folder.root / "finish").touch()
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> None:
+        os.kill(self.launchers[name].pid, number)
+
+    def ends(self) -> dict[str, tuple[list[str], object]]:
+        """Wait for all launchers. Returns what each printed, and its exit code or the code of its error."""
+        found = {}
+        for name, process in self.launchers.items():
+            process.join(30)
+            assert not process.is_alive(), name
+            try:
+                found[name] = self.out[name].recv()
+            except EOFError:
+                found[name] = [], "killed"
+        return found
+
+    def faults(self) -> list[tuple]:
+        return [(e["rank"], e["failure"]) for e in read_events(self.folder.events, events.FAULT)]
+
+
+@pytest.fixture
+def cluster(tmp_path):
+    (tmp_path / "rank_of_node.py").write_text(RANK)
+    made = Cluster(tmp_path)
+    yield made
+    for process in made.launchers.values():
+        if process.is_alive():
+            process.kill()
+            process.join()
+    for event in read_events(made.folder.events, events.RANK_STARTED):
+        while state_of(event["pid"]) not in "-Z":  # the kernel ends the ranks of a launcher that was killed
+            time.sleep(0.01)
+
+
+def test_every_node_starts_its_share_and_ends_with_the_result_of_the_leader(cluster):
+    cluster.start("a", nodes=3)
+    cluster.start("b", nodes=3)
+    address = json.loads(cluster.folder.leader.read_text())
+    assert cluster.folder.leader.stat().st_mode & 0o777 == 0o600 and len(address["key"]) == 64
+    cluster.start("c", nodes=3)
+    ranks = cluster.attempt(0, 3)
+    places = [ranks[rank]["place"] for rank in range(3)]
+    assert {(p["WORLD_SIZE"], p["LOCAL_RANK"], p["LOCAL_WORLD_SIZE"]) for p in places} == {("3", "0", "1")}
+    assert len({(p["MASTER_ADDR"], p["MASTER_PORT"]) for p in places}) == 1
+    assert all(p["GLOO_SOCKET_IFNAME"] and json.loads(p["args"][0])["epoch"] == 3 for p in places)
+    cluster.finish()
+    ended = cluster.ends()
+    assert {name: code for name, (_, code) in ended.items()} == {"a": 0, "b": 0, "c": 0}
+    assert any("1 of 3" in line for line in ended["a"][0])
+    assert not cluster.folder.leader.exists() and not cluster.faults()
+    assert {path.name for path in cluster.folder.logs.glob("attempt-1*")} == {
+        "attempt-1.log",
+        "attempt-1.node-1.log",
+        "attempt-1.node-2.log",
+    }
+
+
+def test_a_spare_takes_the_place_of_a_lost_node(cluster):
+    for name in "abc":
+        cluster.start(name)
+    before = cluster.attempt(0)
+    cluster.kill("b")
+    after = cluster.attempt(1)
+    assert before[1]["pid"] != after[1]["pid"]
+    cluster.finish()
+    ended = cluster.ends()
+    assert {name: code for name, (_, code) in ended.items()} == {"a": 0, "b": "killed", "c": 0}
+    assert cluster.faults() == [(1, "node")]
+    assert any("waits as a spare" in line for line in ended["a"][0])
+
+
+def test_a_node_that_is_lost_without_a_spare_is_waited_for(cluster):
+    cluster.start("a")
+    cluster.start("b")
+    cluster.attempt(0)
+    cluster.kill("b")
+    while not cluster.faults():
+        time.sleep(0.01)
+    time.sleep(0.3)
+    assert len(list(read_events(cluster.folder.events, events.RANK_STARTED))) == 2
+    cluster.start("again")
+    cluster.attempt(1)
+    cluster.finish()
+    assert cluster.ends()["again"][1] == 0
+
+
+def test_another_node_leads_when_the_leader_is_lost(cluster):
+    for name in "abc":
+        cluster.start(name)
+    cluster.attempt(0)
+    cluster.kill("a")
+    while len(cluster.nodes("leads")) < 2 or len(list(read_events(cluster.folder.events, events.RANK_STARTED))) < 4:
+        time.sleep(0.01)
+    cluster.finish()
+    ended = cluster.ends()
+    assert {code for name, (_, code) in ended.items() if name != "a"} == {0}
+    assert any("the leader is gone" in line for line in ended["b"][0])
+
+
+def test_a_node_with_another_version_is_refused_and_the_others_go_on(cluster):
+    cluster.start("a")
+    cluster.start("other", facts=FACTS | {"torch": "3"})
+    cluster.start("b")
+    cluster.attempt(0)
+    cluster.finish()
+    ended = cluster.ends()
+    assert {name: code for name, (_, code) in ended.items()} == {"a": 0, "b": 0, "other": "E-NODE-DIFFERS"}
+    assert any("torch is 3" in line for line in ended["a"][0])
+
+
+def test_nodes_that_do_not_come_end_the_wait(cluster):
+    cluster.start("a", node_wait_seconds=0.3)
+    assert cluster.ends()["a"][1] == "E-NODES-MISSING"
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_every_node_is_one_request_to_stop(cluster, number):
+    """A scheduler sends one. A second Ctrl-C would end the ranks without a save."""
+    cluster.start("a")
+    cluster.start("b")
+    cluster.attempt(0)
+    for name in "ab":
+        cluster.kill(name, number)
+    ended = cluster.ends()
+    assert {code for _, code in ended.values()} == {10}
+    assert sum("saving first" in line for line in ended["a"][0]) == 1
+
+
+def test_a_request_to_stop_ends_the_wait_for_nodes(cluster):
+    cluster.start("a")
+    while cluster.launchers["a"].is_alive():
+        cluster.kill("a", signal.SIGTERM)
+        time.sleep(0.05)
+    assert cluster.ends()["a"][1] == 10
+
+
+def test_the_error_of_a_rank_is_that_of_every_node(cluster):
+    cluster.start("a")
+    cluster.start("b")
+    cluster.attempt(0)
+    cluster.fail(1, "data")
+    assert {code for _, code in cluster.ends().values()} == {"E-SHARD-HASH"}
+    assert cluster.faults() == [(1, "data")]
+
+
+def test_a_rank_that_is_killed_on_another_node_is_started_again_there(cluster):
+    cluster.start("a")
+    cluster.start("b")
+    cluster.attempt(0)
+    cluster.fail(1, "die")
+    cluster.attempt(1)
+    cluster.finish()
+    assert {code for _, code in cluster.ends().values()} == {0}
+    assert cluster.faults() == [(1, "killed")] and not cluster.nodes("lost")
+
+
+def test_a_hang_is_one_of_all_nodes_and_each_gives_its_evidence(cluster):
+    cluster.start("a")
+    cluster.start("b")
+    cluster.attempt(0)
+    cluster.fail(1, "hang")
+    time.sleep(1.2)
+    assert not cluster.faults()  # rank 0 makes progress
+    cluster.fail(0, "hang")
+    cluster.attempt(1)
+    for rank in (0, 1):
+        (cluster.folder.root / f"{rank}.fail").unlink()
+    cluster.finish()
+    cluster.ends()
+    assert cluster.faults()[0][1] == "hang"
+    place = cluster.folder.incidents / "0001"
+    assert {path.name for path in place.iterdir()} == {"rank-0.stacks", "rank-1.stacks", "hang.json"}
+    assert "rank_of_node.py" in (place / "rank-1.stacks").read_text()
+    assert json.loads((place / "hang.json").read_text())["state"].keys() == {"0", "1"}
+
+
+def test_a_stopped_rank_of_one_node_is_a_hang_whatever_the_others_do(cluster):
+    cluster.start("a")
+    cluster.start("b")
+    os.kill(cluster.attempt(0)[1]["pid"], signal.SIGSTOP)
+    cluster.attempt(1)
+    cluster.finish()
+    cluster.ends()
+    ((fault),) = read_events(cluster.folder.events, events.FAULT)
+    assert (fault["rank"], fault["failure"]) == (1, "hang") and "SIGSTOP" in fault["cause"]
+
+
+def test_a_silent_node_is_lost(cluster):
+    """The launcher is stopped, and so may be the whole machine. It learns that when it goes on."""
+    for name in "abc":
+        cluster.start(name, node_seconds=2.0)
+    cluster.attempt(0)
+    cluster.kill("b", signal.SIGSTOP)
+    try:
+        cluster.attempt(1)
+    finally:
+        cluster.kill("b", signal.SIGCONT)
+    cluster.finish()
+    ended = cluster.ends()
+    assert cluster.faults() == [(1, "node")] and {code for _, code in ended.values()} == {0}
+    assert "gives no sign of life" in cluster.nodes("lost")[0]["reason"]
+
+
+def test_a_run_that_something_else_holds_stays_busy(cluster):
+    with RunLock(cluster.folder.lock), pytest.raises(RunBusyError):
+        lead_or_follow(
+            lambda: RunLock(cluster.folder.lock), pytest.fail, cluster.folder, Launch(node_wait_seconds=0.1), print
+        )
