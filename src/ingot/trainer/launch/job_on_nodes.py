@@ -125,7 +125,7 @@ class JobOnNodes(RunningJob):
         hangs = [hang for hang in found if hang]
         if not hangs:
             return None
-        certain = any(hang.stopped for hang in hangs) or all(hang and not hang.suspects for hang in found)
+        certain = all(hang and not hang.suspects for hang in found)
         latest = max(hangs, key=lambda hang: hang.limit)
         if not certain and time.monotonic() < self._asked_at + latest.limit:
             return None

@@ -34,14 +34,13 @@ class Hang:
     """A job that makes no progress. beats: rank -> its newest heartbeat. seconds: since the last one of any rank.
     limit: the limit that ran out last, in seconds; setting: the one that it follows from. suspects: ranks that are
     overdue in a step while the others are not in one, and may wait for them: a hang if the collectives show that.
-    Empty for a certain hang. stopped: a process is stopped, which is a hang whatever other machines do."""
+    Empty for a certain hang."""
 
     beats: dict[int, Beat]
     seconds: float
     limit: float
     setting: str
     suspects: frozenset[int] = frozenset()
-    stopped: bool = False
 
 
 class Watchdog:
@@ -76,8 +75,7 @@ class Watchdog:
         left = {rank: self.limit(beat.phase) - self._seconds(rank, beat, now) for rank, beat in beats.items()}
         stopped = max((now - self._stopped.get(rank, now) for rank in beats), default=0.0)
         last, suspects = beats[max(left, key=lambda rank: left[rank])].phase, frozenset[int]()
-        is_stopped = stopped > self.limit(Phase.STEP)
-        if is_stopped:
+        if stopped > self.limit(Phase.STEP):
             last = Phase.STEP
         elif max(left.values()) >= 0:
             suspects = self._suspects(beats, left, now)
@@ -86,7 +84,7 @@ class Watchdog:
             last = Phase.STEP
         setting = "launch.watchdog_seconds" if last is Phase.STEP else "launch.watchdog_other_seconds"
         seconds = now - max(beat.since for beat in beats.values())
-        return Hang(beats, seconds, self.limit(last), setting, suspects, is_stopped)
+        return Hang(beats, seconds, self.limit(last), setting, suspects)
 
     def _suspects(self, beats: Mapping[int, Beat], left: Mapping[int, float], now: float) -> frozenset[int]:
         """Return the ranks that are overdue in a step, if the others are elsewhere: they may wait for these, and phases

@@ -72,7 +72,14 @@ def test_a_leader_that_does_not_know_the_key_is_not_believed():
     """Another process has got the port of a leader that is gone."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         address = LeaderAddress(hosts=("127.0.0.1",), port=listener.getsockname()[1], key="a" * 64, place="elsewhere")
-        thread = threading.Thread(target=lambda: answer(listener.accept()[0], "b" * 64))
+
+        def pretend() -> None:
+            connected = listener.accept()[0]
+            connected.sendall(b"1234\n")
+            connected.recv(1000)
+            connected.sendall(b"5678\n")
+
+        thread = threading.Thread(target=pretend, daemon=True)
         thread.start()
         assert dial(address) is None
         thread.join()

@@ -21,6 +21,7 @@ from ingot.trainer.launch.supervise import JobResult, supervise
 from ingot.trainer.launch.watchdog import state_of
 from ingot.trainer.resilience.lock import RunLock
 
+_LONG = 30.0  # seconds that nothing takes here
 FACTS = {"torch": "2", "settings": "a" * 64}
 # A rank of each node. It writes down its place, makes a step, and waits: for a request to stop, for the file "finish",
 # or for "RANK.fail" with the way to fail.
@@ -56,6 +57,7 @@ with guarded(folder, rank):
         if how != "hang":
             heartbeat.enter(Phase.STEP, 2)
         time.sleep(0.02)
+    time.sleep(0.4 if folder.stop_request.exists() else 0)  # a save
     if rank == 0:
         log.write("finished" if (folder.root / "finish").exists() else "stopped", step=2)
 """
@@ -118,12 +120,13 @@ class Cluster:
 
     def attempt(self, number: int, ranks: int = 2) -> dict[int, dict]:
         """Wait for the start of `ranks` ranks in attempt `number`. Returns the event of each."""
+        ends = time.monotonic() + _LONG
         while True:
+            assert time.monotonic() < ends
             found = {e["rank"]: e for e in read_events(self.folder.events, events.RANK_STARTED)}
             found = {rank: e for rank, e in found.items() if e["place"]["INGOT_ATTEMPT"] == str(number)}
             if len(found) == ranks:
                 return found
-            assert any(process.is_alive() for process in self.launchers.values())
             time.sleep(0.01)
 
     def fail(self, rank: int, how: str) -> None:
@@ -139,7 +142,7 @@ class Cluster:
         """Wait for all launchers. Returns what each printed, and its exit code or the code of its error."""
         found = {}
         for name, process in self.launchers.items():
-            process.join(30)
+            process.join(_LONG)
             assert not process.is_alive(), name
             try:
                 found[name] = self.out[name].recv()
@@ -207,7 +210,9 @@ def test_a_node_that_is_lost_without_a_spare_is_waited_for(cluster):
     cluster.start("b")
     cluster.attempt(0)
     cluster.kill("b")
+    ends = time.monotonic() + _LONG
     while not cluster.faults():
+        assert time.monotonic() < ends
         time.sleep(0.01)
     time.sleep(0.3)
     assert len(list(read_events(cluster.folder.events, events.RANK_STARTED))) == 2
@@ -222,7 +227,9 @@ def test_another_node_leads_when_the_leader_is_lost(cluster):
         cluster.start(name)
     cluster.attempt(0)
     cluster.kill("a")
+    ends = time.monotonic() + _LONG
     while len(cluster.nodes("leads")) < 2 or len(list(read_events(cluster.folder.events, events.RANK_STARTED))) < 4:
+        assert time.monotonic() < ends
         time.sleep(0.01)
     cluster.finish()
     ended = cluster.ends()
@@ -261,7 +268,9 @@ def test_a_signal_to_every_node_is_one_request_to_stop(cluster, number):
 
 def test_a_request_to_stop_ends_the_wait_for_nodes(cluster):
     cluster.start("a")
+    ends = time.monotonic() + _LONG
     while cluster.launchers["a"].is_alive():
+        assert time.monotonic() < ends
         cluster.kill("a", signal.SIGTERM)
         time.sleep(0.05)
     assert cluster.ends()["a"][1] == 10
