@@ -211,6 +211,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/test_lease.py",),
     ),
     Mutant(
+        name="manifest-without-its-files",
+        what="a checkpoint gets its manifest although its objects vanished while it was uploaded",
+        file="trainer/checkpoint/remote.py",
+        before="        self._require_sent(step, manifest)\n",
+        after="",
+        tests=(f"{_REMOTE}::test_a_checkpoint_whose_objects_vanish_while_it_goes_up_gets_no_manifest",),
+    ),
+    Mutant(
         name="older-stored-left-out",
         what="of the store, a resume tries the checkpoints of local steps only",
         file="trainer/checkpoint/tiers.py",

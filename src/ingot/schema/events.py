@@ -33,6 +33,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
                       step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked
+  lease_recorded      store, epoch                                    the missing record of this attempt was written
+  lease_not_recorded  store, epoch, code, reason                      it refuses the record: nothing is uploaded
   snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
   snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
@@ -72,6 +74,8 @@ CHECKPOINT_REFUSED = "checkpoint_refused"
 CHECKPOINT_STORED = "checkpoint_stored"
 CHECKPOINT_NOT_STORED = "checkpoint_not_stored"
 CHECKPOINT_FETCHED = "checkpoint_fetched"
+LEASE_RECORDED = "lease_recorded"
+LEASE_NOT_RECORDED = "lease_not_recorded"
 SNAPSHOT_KEPT = "snapshot_kept"
 SNAPSHOT_RESTORED = "snapshot_restored"
 EVALUATION = "evaluation"

@@ -2,7 +2,8 @@
 
 The lock of the run folder (resilience/lock.py) sees a second launcher on the same machine. The lease also sees one on
 another machine, on a shared file system without locks and in an object store, and it passes on if its holder gives no
-sign of life. A holder that returns finds a newer record (checkpoint/fence.py), and publishes nothing more. No torch.
+sign of life. A holder that returns finds a newer record (checkpoint/fence.py), and publishes nothing more. A holder
+whose record was removed writes it again, unless another launcher was quicker. No torch.
 """
 
 import contextlib
@@ -15,12 +16,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
+from ingot.events import EventLog
 from ingot.machine.processes import identity, is_gone
+from ingot.schema import events
 from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.local import LocalStore
-from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreUnreachable, read_object
+from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreRefused, StoreUnreachable, read_object
 from ingot.trainer.checkpoint.fence import (
     LEASE,
     Epoch,
@@ -60,16 +63,23 @@ class RunLease:
         self._here = LocalStore(folder.root)
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
-        self._begun: set[str] = set()  # the urls of the places that have the record of this attempt
+        self._begun: set[str] = set()  # the urls of the places that got the record of this attempt
+        self._before: dict[str, str] = {}  # their urls -> the holder of the attempt before
+        self._refusals: dict[str, str] = {}  # url -> why the place refused the record, which was reported
+        self._say: Callable[[str], None] = lambda line: None
         self._lost: IngotError | None = None
         self.epoch = 0
 
     def wait(self, say: Callable[[str], None]) -> None:
         """Wait until no other launcher holds the lease: it released it, has ended, or gives no sign of life.
 
+        say: called with the line that says why it waits; later, from another thread, if the record of this attempt
+        vanishes from a place.
+
         Raises RunBusyError if it gives one, and the errors of the store, except that a store that does not answer is
         left for later.
         """
+        self._say = say
         for place in self._places():
             with self._later(place):
                 holder = newest_epoch(place)
@@ -153,57 +163,95 @@ class RunLease:
         """Leave a store that does not answer for the next sign of life; a folder has to answer."""
         return contextlib.nullcontext() if place is self._here else contextlib.suppress(StoreUnreachable)
 
-    def _begin(self, place: BlobStore) -> None:
-        adopted = self._found(place)
-        record = replace(self._record, adopted=adopted[FULL], weights=adopted[WEIGHTS])
+    def _begin(self, place: BlobStore) -> bool:
+        """Write the record of this attempt to `place`. Returns False if it was there already.
+
+        Raises RunBusyError if another attempt was quicker, ConfigError if the place belongs to another run.
+        """
+        before = newest_epoch(place)
+        adopted = self._found(place, before)
+        record, is_written = replace(self._record, adopted=adopted[FULL], weights=adopted[WEIGHTS]), True
         try:
             place.write(record_name(self.epoch), [to_bytes(record)], new=True)
         except AlreadyStored:
             newest = read_epoch(place, self.epoch)
             if newest.holder != record.holder:  # or it is this one's, and only the answer was lost
                 raise _busy(place, newest) from None
+            is_written = False
+        if before is None or before.holder != record.holder:
+            self._before[place.url] = before.holder if before else ""
         self._begun.add(place.url)
         place.write(alive_name(self.epoch), [b"0"])
         _remove_older(place, self.epoch - 1)
+        return is_written
 
-    def _found(self, place: BlobStore) -> dict[SaveKind, dict[str, str]]:
+    def _found(self, place: BlobStore, before: Epoch | None) -> dict[SaveKind, dict[str, str]]:
         """Return the saves in `place` by kind, as a record lists them. Raises ConfigError if another run saved them."""
         kinds = [self._folder.of(kind) for kind in KINDS]
         if place is self._here:
             return {one.kind: adopted_hashes(one.checkpoints) for one in kinds}
         steps: dict[SaveKind, list[int]] = {one.kind: StoredCheckpoints(one, place).steps() for one in kinds}
-        before = newest_epoch(place)
         # A record without saves is nobody's.
         if any(steps.values()) and before and before.run not in ("", self._record.run):
             raise _other_run(self._folder, before, place.url)
         return {kind: dict.fromkeys(map(str, found), "") for kind, found in steps.items()}
 
     def _live(self) -> None:
-        """Give signs of life, and look for a newer attempt."""
+        """Give signs of life, look for another attempt, and write the record of this one where it is missing."""
         beat = 0
         while not self._ends.wait(self._seconds / _BEATS):
             beat += 1
             for place in self._places():
-                try:
-                    self._look(place)
-                    if self._lost is None and place.url not in self._begun:
-                        self._begin(place)
-                except (
-                    ConfigError,
-                    RunBusyError,
-                ) as error:  # the store, which answers now, belongs to another launcher
-                    self._lost = error
-                except IngotError:
-                    continue  # it does not answer: the next beat tries again
-                if self._lost is not None:
-                    return
-                with contextlib.suppress(IngotError):  # a full disk
+                with contextlib.suppress(IngotError):  # it does not answer, or has no room: the next beat tries again
+                    if not self._look(place) and self._lost is None:
+                        self._begin_again(place)
+                    if self._lost is not None:
+                        return
                     place.write(alive_name(self.epoch), [str(beat).encode()])
 
-    def _look(self, place: BlobStore) -> None:
+    def _look(self, place: BlobStore) -> bool:
+        """Find out whether another attempt has begun in `place`. Returns whether the newest record is that of this
+        one."""
         newest = newest_epoch(place)
-        if newest is not None and newest.epoch >= self.epoch and newest.holder != self._record.holder:
-            self._lost = lease_lost(place.url, newest)
+        if newest is None or newest.holder == self._record.holder:
+            return newest is not None
+        # Where the record was removed, that of the attempt before may have stayed.
+        is_new = place.url in self._begun and newest.holder != self._before.get(place.url, "")
+        if newest.epoch >= self.epoch or is_new:
+            self._lost = lease_lost(place.url, newest, self.epoch)
+        return False
+
+    def _begin_again(self, place: BlobStore) -> None:
+        """Write the record of this attempt to `place`, which did not answer at the start or lost it, and report that.
+
+        Raises what the place raises.
+        """
+        was_there, url = place.url in self._begun, place.url
+        try:
+            is_written = self._begin(place)
+        except (ConfigError, RunBusyError) as error:  # the place belongs to another run, or another attempt was quicker
+            self._lost = error
+        except StoreRefused as error:
+            if self._refusals.get(url) != error.found:
+                self._refusals[url] = error.found
+                line = (
+                    f"WARNING   {url} has no record of this attempt, and refuses it: {error.found}; until then, nothing"
+                )
+                facts = {"store": url, "epoch": self.epoch, "code": error.code, "reason": error.found}
+                self._report(f"{line} is uploaded", events.LEASE_NOT_RECORDED, **facts)
+            raise
+        else:
+            self._refusals.pop(url, None)
+            if is_written:  # otherwise the listing was late
+                found = "lost the record of this attempt" if was_there else "did not answer when the run was started"
+                line = f"lease     {url} {found}; it has the record now"
+                self._report(line, events.LEASE_RECORDED, store=url, epoch=self.epoch)
+
+    def _report(self, line: str, kind: str, **facts: object) -> None:
+        with contextlib.suppress(OSError):  # the terminal may be gone
+            self._say(line)
+        with contextlib.suppress(OSError, IngotError), contextlib.closing(EventLog(self._folder.events)) as log:
+            log.write(kind, **facts)
 
 
 def _sign(place: BlobStore, holder: Epoch) -> bytes:

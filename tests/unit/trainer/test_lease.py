@@ -6,16 +6,19 @@ import threading
 import time
 from dataclasses import asdict, replace
 
+import numpy as np
 import pytest
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
+from ingot.events import read_events
 from ingot.machine.processes import identity
+from ingot.schema import events
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.local import LocalStore
 from ingot.stores.memory import MemoryStore
-from ingot.stores.store import StoreUnreachable, read_object
+from ingot.stores.store import StoreRefused, StoreUnreachable, read_object
 from ingot.trainer import lease as leases
 from ingot.trainer.checkpoint.fence import (
     Epoch,
@@ -32,16 +35,23 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders, l
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
 from ingot.trainer.lease import RunLease
+from ingot.trainer.loader.ledger import write_segment
 
 LONG = 3600.0  # no sign of life within a test, except those that a test gives
 REMOTE = RemoteCheckpoints(url="s3://bucket/run")
+ORDER = np.arange(10).reshape(10, 1)
 ELSEWHERE = "another-boot pid:[1] 7 7"  # a process of which nobody here knows whether it lives
 
 
 class Store(MemoryStore):
-    """A store that can stop to answer."""
+    """A store that can stop to answer, and that can refuse records of attempts."""
 
-    answers = True
+    answers, refuses = True, False
+
+    def write(self, name, data, *, new=False):
+        if self.refuses and name == record_name(1):
+            raise StoreRefused("E-STORE-REFUSED", "no permission", rule="", fix="")
+        super().write(name, data, new=new)
 
     def list(self, prefix=""):
         if not self.answers:
@@ -178,11 +188,65 @@ def test_a_store_that_does_not_answer_gets_its_record_later(folder):
     write_checkpoint(folder, 10, epoch=1)
     with take(folder, store, seconds=0.05) as lease:
         store.answers = True
-        with refused("E-LEASE-PENDING"):
+        with refused("E-LEASE-PENDING", had_it=False):
             RemoteTier(folder, MemoryStore(), REMOTE, lease.epoch).push(10)
         wait_until(lambda: newest_epoch(store) is not None)
         assert RemoteTier(folder, store, REMOTE, lease.epoch).push(10) > 0
         assert newest_epoch(store).adopted == {"5": ""}
+
+
+def empty(store):
+    for one in store.list():
+        store.remove(one.name)
+
+
+def test_a_store_that_was_emptied_gets_the_record_and_all_objects_again(folder, tmp_path):
+    """The uploader has sent a segment of the ledger before, which vanishes with the rest."""
+    store, lines = Store(), []
+    with lease_of(folder, store, seconds=0.05) as lease:
+        lease.wait(lines.append)
+        lease.take()
+        tier = RemoteTier(folder, store, REMOTE, lease.epoch)
+        write_checkpoint(folder, 10, epoch=1)
+        tier.push(10)
+        segments = list_checkpoints(folder.checkpoints)[0].manifest.ledger
+        write_checkpoint(folder, 20, epoch=1, ledger=(*segments, write_segment(folder.ledger, 11, 20, ORDER)))
+        store.refuses = True
+        empty(store)
+        with refused("E-LEASE-PENDING", had_it=True):
+            tier.push(20)
+        wait_until(lambda: list(read_events(folder.events, events.LEASE_NOT_RECORDED)))
+        time.sleep(0.05)
+        store.refuses = False
+        wait_until(lambda: newest_epoch(store) is not None)
+        assert tier.push(20) > 0 and lease.lost is None
+    for kind in (events.LEASE_NOT_RECORDED, events.LEASE_RECORDED):
+        assert [(one["store"], one["epoch"]) for one in read_events(folder.events, kind)] == [(store.url, 1)]
+    assert [line.split()[0] for line in lines] == ["WARNING", "lease"]
+    other = RunFolder(tmp_path / "other")
+    assert RemoteTier(other, store, REMOTE).fetch_newest().step == 20
+
+
+def test_the_record_stays_away_from_a_store_that_another_launcher_took_when_it_was_empty(folder):
+    """The other launcher has a lower number than the run, which had three attempts."""
+    store = Store()
+    for _ in range(2):
+        with take(folder, store):
+            pass
+    with take(folder, store, seconds=0.05) as lease:
+        store.remove(record_name(3))
+        wait_until(lambda: newest_epoch(store).epoch == 3)  # the record of the second attempt is nobody's sign
+        assert lease.lost is None
+        names = [one.name for one in store.list()]
+        store.answers = False
+        for name in names:
+            store.remove(name)
+        held_elsewhere(store)
+        store.answers = True
+        wait_until(lambda: lease.lost is not None)
+        with refused("E-LEASE-LOST", owner="far:0", epoch=1):
+            lease.require()
+    assert record_name(3) not in [one.name for one in store.list()]
 
 
 @pytest.mark.parametrize("local", [False, True])

@@ -114,7 +114,7 @@ def require_newest(place: BlobStore, epoch: int) -> None:
     programs that save checkpoints outside of a run, of which none is refused."""
     newest = newest_epoch(place) if epoch else None
     if newest is not None and newest.epoch > epoch:
-        raise lease_lost(place.url, newest)
+        raise lease_lost(place.url, newest, epoch)
 
 
 def adopt(run: Path, fetched: CheckpointManifest, sha256: str, attempt: int) -> None:
@@ -137,11 +137,12 @@ def adopt(run: Path, fetched: CheckpointManifest, sha256: str, attempt: int) -> 
     place.write(record_name(record.epoch), [to_bytes(record)])
 
 
-def lease_lost(url: str, newest: Epoch) -> RunBusyError:
+def lease_lost(url: str, newest: Epoch, epoch: int) -> RunBusyError:
+    """Return the error of the attempt `epoch`, in whose place `newest` has begun in `url`."""
+    why = "this one had given no sign of life" if newest.epoch >= epoch else "the record of this one had been removed"
     return RunBusyError(
         "E-LEASE-LOST",
-        f"{newest.owner} has taken over the run in {url} (attempt {newest.epoch}), because this one had given no sign "
-        "of life",
+        f"{newest.owner} has taken over the run in {url} (attempt {newest.epoch}), because {why}",
         rule="only the newest attempt publishes checkpoints; what this one trained since its last one is lost",
         fix="none is needed: the other attempt goes on. If this machine was suspended or cut off, look at the cause",
         store=url,

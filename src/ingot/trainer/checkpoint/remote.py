@@ -20,7 +20,7 @@ from ingot.schema.checkpoint import FULL, WEIGHTS, CheckpointManifest, LedgerSeg
 from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
-from ingot.stores.store import AlreadyStored, BlobStore, StoreUnreachable, read_object
+from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreUnreachable, read_object
 from ingot.trainer.checkpoint.fence import Epoch, lease_lost, newest_epoch, newest_local_epoch
 from ingot.trainer.checkpoint.fetch import FetchedCheckpoints
 from ingot.trainer.checkpoint.manifest import (
@@ -70,7 +70,8 @@ class RemoteTier(FetchedCheckpoints):
         super().__init__(folder, store, remote, epoch, meter)
         self.commits = not node()
         self.pins = StoredPins(store, folder.saves)
-        self._segments: set[LedgerSegment] | None = None  # those known to be in the store
+        self._segments: set[LedgerSegment] | None = None  # those that were sent and verified
+        self._was_recorded = False  # the store had the record of this attempt
 
     def push(self, step: int) -> int:
         """Upload the local checkpoint of `step`, and return the bytes sent: 0 if the store has it.
@@ -102,7 +103,8 @@ class RemoteTier(FetchedCheckpoints):
             if not self.commits:
                 return self._send_absent(path, jobs, step)
             replaces = name in (one.name for one in listed.get(step, ()))
-            new = [segment for segment in manifest.ledger if segment not in self._known_segments()]
+            known = self._known_segments()
+            new = [segment for segment in manifest.ledger if segment not in known]
             ledger = sum((self._folder.ledger / segment.file).stat().st_size for segment in new)
             self._meter.begin("uploading", ledger + sum(os.fstat(job[0].fileno()).st_size for job in jobs))
             with self._pace.workers() as pool:
@@ -110,6 +112,7 @@ class RemoteTier(FetchedCheckpoints):
                 sent += sum(pool.map(lambda segment: self._send_segment(path, segment), new))
         if len(jobs) < len(manifest.files):
             self._require_all(step, manifest)
+        self._require_sent(step, manifest)
         self._require_newest()
         self.store.write(self._folder.config.name, [self._folder.config.read_bytes()])
         if replaces:  # superseded, or published too late, so that it is nobody's checkpoint
@@ -118,8 +121,7 @@ class RemoteTier(FetchedCheckpoints):
             self.store.write(name, [text], new=True)
         except AlreadyStored:  # by another writer; or by the first attempt of a request whose answer was lost
             self._require_same(name, text)
-        if new:
-            self._known_segments().update(new)
+        known.update(new)
         self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
         return sent
 
@@ -154,22 +156,51 @@ class RemoteTier(FetchedCheckpoints):
                 absent=absent,
             )
 
+    def _require_sent(self, step: int, manifest: CheckpointManifest) -> None:
+        """Raise StoreUnreachable if the store lacks an object of the checkpoint, which somebody removed since it was
+        sent. A listing can be late, so what it lacks is looked for by its name."""
+        names = {self._tensor_name(step, file, entry.sha256) for file, entry in manifest.files.items()}
+        names |= {self._ledger_name(segment) for segment in manifest.ledger}
+        there = self._ledger_listed() | {one.name for one in self._listed().get(step, ())}
+        if gone := sorted(name for name in names - there if not self._is_there(name)):
+            raise StoreUnreachable(
+                "E-TIER-EMPTIED",
+                f"{self.url} lacks {len(gone)} of {len(names)} objects of step {step} again, like {gone[0]}: somebody "
+                "removes objects there",
+                rule="a checkpoint gets its manifest when the store has all its objects",
+                fix="none is needed: all of it is sent again. If the store is emptied for room, lower "
+                "checkpoint.remote.keep",
+                store=self.url,
+                step=step,
+                gone=gone,
+            )
+
+    def _is_there(self, name: str) -> bool:
+        try:
+            next(iter(self.store.stream(name)), None)
+        except NotStored:
+            return False
+        return True
+
     def _require_newest(self) -> None:
-        """Raise RunBusyError if another attempt has taken over the run, StoreUnreachable if this one could not say yet
-        that it has begun."""
+        """Raise RunBusyError if another attempt has taken over the run, StoreUnreachable if the store has no record of
+        this one."""
         newest, own = newest_epoch(self.store), newest_local_epoch(self._folder.root)
         number = self._epoch or (own.epoch if own else 0)
         if newest is not None and (newest.epoch > number or (newest.epoch == number and newest.holder != _holder(own))):
-            raise lease_lost(self.url, newest)
+            raise lease_lost(self.url, newest, number)
         if self._epoch and (newest is None or newest.epoch < number):
+            why = "it lost it" if self._was_recorded else "it did not answer when the run was started, or lost it"
             raise StoreUnreachable(
                 "E-LEASE-PENDING",
-                f"{self.url} has no record of this attempt yet: it did not answer when the run was started",
-                rule="an attempt says that it has begun before it uploads checkpoints",
+                f"{self.url} has no record of this attempt: {why}",
+                rule="the launcher records its attempt in the store before checkpoints are uploaded",
                 fix="none is needed: both are tried again",
                 store=self.url,
                 epoch=number,
+                had_it=self._was_recorded,
             )
+        self._was_recorded = True
 
     def _is_superseded(self, name: str, text: bytes, manifest: CheckpointManifest) -> bool:
         """Return whether the local save takes the place of the stored one, because its step was trained again.
@@ -197,12 +228,22 @@ class RemoteTier(FetchedCheckpoints):
             )
 
     def _known_segments(self) -> set[LedgerSegment]:
+        """Return the ledger segments that need not be sent: a stored checkpoint has them, and the store lists them.
+
+        The listing alone also has what a write left that failed.
+        """
         if self._segments is None:
             self._segments = set()
             for step in self.steps()[:1]:
                 with contextlib.suppress(CheckpointError):  # a damaged one shows nothing
                     self._segments.update(self.manifest(step).ledger)
+        there = self._ledger_listed() if self._segments else set()
+        self._segments = {segment for segment in self._segments if self._ledger_name(segment) in there}
         return self._segments
+
+    def _ledger_listed(self) -> set[str]:
+        """Return the names of the ledger segments that the store lists: hashes are a part of them."""
+        return {one.name for one in self.store.list(self._folder.ledger.name)}
 
     def _send_segment(self, checkpoint: Path, segment: LedgerSegment) -> int:
         with (self._folder.ledger / segment.file).open("rb") as file:

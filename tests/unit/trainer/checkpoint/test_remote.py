@@ -157,6 +157,33 @@ def test_killed_at_every_operation_of_an_upload_the_store_never_shows_a_torn_che
     assert dies_at > 18
 
 
+class EmptiedStore(MemoryStore):
+    """A store that is emptied once, after a file of step 20 was written."""
+
+    was_emptied = False
+
+    def write(self, name, data, *, new=False):
+        super().write(name, data, new=new)
+        if "step-00000020/rank" in name and not self.was_emptied:
+            self.was_emptied = True
+            for one in self.list():
+                self.remove(one.name)
+
+
+def test_a_checkpoint_whose_objects_vanish_while_it_goes_up_gets_no_manifest(folder, tmp_path):
+    store = EmptiedStore()
+    tier = tier_of(folder, store)
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+    tier.push(10)
+    with refused("E-TIER-EMPTIED", step=20):
+        tier.push(20)
+    assert tier.steps() == [] and tier.push(20) > 0
+    other = empty_node(tmp_path)
+    assert tier_of(other, store).fetch_newest().step == 20
+    verify_checkpoint(other.checkpoint(20))
+
+
 def stored_as(store, name):
     """Return the name of the object with the file `name`: it contains the hash of the content."""
     stem = name.partition(".")[0]
