@@ -1,11 +1,45 @@
-"""Faults in when a run saves, and what: intervals of time, the vote of rank 0, and saves of the weights alone."""
+"""Faults in when a run saves, and what: intervals of time, the vote of rank 0, saves of the weights alone; and in what
+a start reports."""
 
 from .mutant import Mutant
 
 _SCHEDULE = "tests/unit/trainer/test_save_schedule.py"
+_LOOP, _TRAIN = "tests/unit/trainer/test_loop.py", "tests/unit/trainer/launch/test_train.py"
 _BY_TIME = f"{_SCHEDULE}::test_saves_by_time_are_after_the_same_step_on_all_ranks_and_change_no_number"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="finished-with-damage",
+        what="a run whose last checkpoint is damaged counts as finished",
+        file="trainer/launch/prepare.py",
+        before="if finished and is_sound(folder, step):",
+        after="if finished:",
+        tests=(f"{_TRAIN}::test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_again",),
+    ),
+    Mutant(
+        name="kept-launch-settings-unnamed",
+        what="a run folder keeps launch.stop_after from an earlier command without a word",
+        file="trainer/launch/prepare.py",
+        before="if self.path.resolve() != self.folder.config.resolve():",
+        after="if True:",
+        tests=(f"{_TRAIN}::test_settings_of_the_launcher_that_the_folder_keeps_are_shown",),
+    ),
+    Mutant(
+        name="refused-without-a-line",
+        what="a checkpoint of the disk is refused without a line on the terminal",
+        file="trainer/restore.py",
+        before='        say(f"refused   {reason}; trying the next older one")\n',
+        after="",
+        tests=(f"{_LOOP}::test_rank_0_reports_each_refused_checkpoint_once_and_where_the_run_goes_on",),
+    ),
+    Mutant(
+        name="continues-without-a-line",
+        what="after a checkpoint was refused, nothing says from which step the run continues",
+        file="trainer/restore.py",
+        before="any_refused = any_refused or kind == events.CHECKPOINT_REFUSED",
+        after="any_refused = False",
+        tests=(f"{_LOOP}::test_rank_0_reports_each_refused_checkpoint_once_and_where_the_run_goes_on",),
+    ),
     Mutant(
         name="first-save-after-the-whole-interval",
         what="the first checkpoint of an attempt comes after the whole interval: runs that fail before have none",

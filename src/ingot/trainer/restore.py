@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -62,17 +63,30 @@ def restore(
     say: Callable[[str], None],
 ) -> Start:
     """Load the newest state of the run into `parts`, from the memory of the nodes, else from their disks or the store,
-    and begin to upload what the store lacks. Collective. Raises as `resume`, and the errors of the store."""
-    config = parts.config.checkpoint
+    and begin to upload what the store lacks. Collective.
+
+    log, say: have an effect on rank 0 alone, which reports all that is refused. Raises as `resume`, and the errors of
+    the store.
+    """
+    config, any_refused = parts.config.checkpoint, False
+
+    def watched(kind: str, **facts: object) -> None:
+        nonlocal any_refused
+        any_refused = any_refused or kind == events.CHECKPOINT_REFUSED
+        log(kind, **facts)
+
     replicas = _open_replicas(config.replicas, folder, place, say)
-    restored = load_from_memory(parts, folder, facts, replicas, log, say)
+    restored = load_from_memory(parts, folder, facts, replicas, watched, say)
     striped = bool(config.disks)
     tier = open_tier(folder, config, facts.epoch) if place.is_first or striped else None
     fetch_file = tier.fetch_file if tier and striped else None
-    instead = partial(fetch_instead, tier, log=log, say=say)
+    instead = partial(fetch_instead, tier, log=watched, say=say)
     if restored is None:
-        from_rank_zero(lambda: fetch_newest(folder, tier, log, say))
-        restored = load_newest(parts, folder, facts, log, say, instead, fetch_file)
+        from_rank_zero(lambda: fetch_newest(folder, tier, watched, say))
+        restored = load_newest(parts, folder, facts, watched, say, instead, fetch_file)
+    if any_refused:
+        step = restored.step if restored else 0
+        say(f"continue  after step {step}, from the newest sound checkpoint")
     sweep_disks(folder, at_start=True)
     uploader = Uploader(folder, facts.epoch) if tier and (place.is_first or local_rank() == 0) else None
     if uploader:  # uploads of the last attempt may have been killed
@@ -158,9 +172,13 @@ def load_newest(
 ) -> CheckpointManifest | None:
     """Load the newest undamaged checkpoint of `folder` into `parts`. Returns None for a new run. Collective.
 
-    A checkpoint that cannot be used is logged, and the next older one is tried, on the disk or by `fetch_instead`.
+    A checkpoint that cannot be used is reported, and the next older one is tried, on the disk or by `fetch_instead`.
     fetch_file: see `bring_files`. Settings that differ from those of the loaded checkpoint are recorded.
     """
+
+    def on_refused(step: int, path: Path, reason: str) -> None:
+        log(events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason)
+        say(f"refused   {reason}; trying the next older one")
 
     def on_fetched(manifest: CheckpointManifest, fetched: NodeFetch) -> None:
         whole = sum(entry.bytes for entry in manifest.files.values())
@@ -175,9 +193,7 @@ def load_newest(
         parts.state,
         settings=facts.settings,
         data_fingerprint=facts.data_fingerprint,
-        on_refused=lambda step, path, reason: log(
-            events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason
-        ),
+        on_refused=on_refused,
         fetch_instead=fetch_instead,
         fetch_file=fetch_file,
         on_fetched=on_fetched,

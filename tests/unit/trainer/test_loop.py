@@ -277,6 +277,18 @@ def test_a_suspect_checkpoint_is_the_last_choice(fork_ranks, make_run):
     assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 5, 10]
 
 
+def test_rank_0_reports_each_refused_checkpoint_once_and_where_the_run_goes_on(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+    fork_ranks(run_rank, 2, folder, 10)
+    path = folder.checkpoint(10) / "rank-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:-1] + b"\0\0")
+    (_, lines), (_, others) = fork_ranks(run_rank, 2, folder)
+    first, second = [line for line in lines if line.startswith(("refused", "continue"))]
+    assert first.startswith("refused") and str(folder.checkpoint(10)) in first
+    assert second.startswith("continue  after step 5,") and others == []
+    assert [event["step"] for event in read_events(folder.events, "checkpoint_refused")] == [10]
+
+
 def test_a_stop_between_lines_does_not_save_broken_weights(fork_ranks, make_run):
     folder = make_run()
 

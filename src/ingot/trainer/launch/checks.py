@@ -246,10 +246,13 @@ def past_step(folder: RunFolder, config: RunConfig, until_step: int | None) -> i
     if until_step is None or until_step == config.train.steps:
         return 0  # to the end: the evaluation after the last step may be left to do
     step = resume_step(folder)
-    if step < until_step:
-        return 0
+    return step if step >= until_step and is_sound(folder, step) else 0
+
+
+def is_sound(folder: RunFolder, step: int) -> bool:
+    """Read and hash every byte of the checkpoint of `step`, as the ranks do. Returns whether they would use it."""
     try:
         verify_checkpoint(folder.checkpoint(step))
     except CheckpointError:
-        return 0  # the ranks will refuse this checkpoint and continue from an older one
-    return step
+        return False
+    return True

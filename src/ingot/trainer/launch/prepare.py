@@ -9,17 +9,19 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ingot.config import to_toml
+from ingot.config import to_dict, to_toml
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeeded, ResourceError, UsageError
 from ingot.events import EventLog, read_events
 from ingot.schema import events
 from ingot.schema.changes import SettingChange
+from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import FOLDER_NAME_RULE, RunFolder, is_folder_name
 from ingot.storage import write_atomic
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import load_run, recorded_run
+from ingot.toml import toml_value
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders, newest_step
 from ingot.trainer.checkpoint.remote import open_tier
@@ -29,6 +31,7 @@ from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.launch.checks import (
     check_until_step,
+    is_sound,
     past_step,
     preflight,
     record_accepted,
@@ -117,7 +120,21 @@ class RunRequest:
         say(_opening(folder, config, resume_step(folder)))
         for change in changes:
             say(f"changed   {change}   {change.kind}{'' if change.kind.is_free else ', accepted'}")
+        if kept := self._kept_launch_settings():
+            say(f"kept      {', '.join(kept)}   as in {folder.config}; change it with --set")
         return None
+
+    def _kept_launch_settings(self) -> list[str]:
+        """Return the settings of [launch] that the run has from its folder, without the defaults and those that this
+        command sets. Another run file shows its own."""
+        if self.path.resolve() != self.folder.config.resolve():
+            return []
+        default, given = to_dict(Launch()), {override.partition("=")[0].strip() for override in self.overrides}
+        return [
+            f"launch.{key} = {toml_value(value)}"
+            for key, value in to_dict(self.written.launch).items()
+            if value != default[key] and f"launch.{key}" not in given
+        ]
 
     def _log(self, kind: str, **facts) -> None:
         with contextlib.closing(EventLog(self.folder.events)) as log:
@@ -127,7 +144,8 @@ class RunRequest:
         """Return the run's end if it is finished, or past the step to stop after; otherwise None."""
         folder, steps = self.folder, self.config.train.steps
         step, code = resume_step(folder), EXIT_OK
-        if step >= steps and any(read_events(folder.events, events.FINISHED)):
+        finished = step >= steps and any(read_events(folder.events, events.FINISHED))
+        if finished and is_sound(folder, step):  # otherwise the ranks refuse it, and train its steps again
             say(f"{folder.root} is finished: step {step} of {steps}")
             if changes or (folder.config.exists() and recorded_run(folder.config) != self.written):
                 say("its settings stay as they were; to train with new settings, raise train.steps or change --out")

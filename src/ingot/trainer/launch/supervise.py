@@ -10,7 +10,7 @@ import math
 import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
@@ -39,17 +39,13 @@ class EventLogReader:
 
     step: the last step logged. saved: the step of the newest checkpoint that was verified,
     on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished", "stopped" or
-    "". refused: why checkpoints were not used; the caller empties this list. went_on: the step from which the run went
-    on after that, for the caller to report once; None if there is nothing to report.
+    "".
     """
 
     path: Path
     step: int = 0
     saved: int | None = None
     ended: str = ""
-    refused: list[str] = field(default_factory=list)
-    went_on: int | None = None
-    _refused: bool = False
     _position: int = -1
 
     def __post_init__(self):
@@ -74,15 +70,10 @@ class EventLogReader:
         kind = event.get("kind")
         if kind == events.RUN_STARTED:
             self.step = self.saved = event["from_step"]
-            if self._refused:
-                self.went_on, self._refused = self.step, False
         elif kind == events.PROGRESS:
             self.step = event["step"]
         elif kind == events.CHECKPOINT:
             self.saved = event["step"]
-        elif kind == events.CHECKPOINT_REFUSED:
-            self.refused.append(event["reason"])
-            self._refused = True
         elif kind in (events.FINISHED, events.STOPPED):
             self.ended, self.step = kind, event["step"]
 
@@ -254,11 +245,6 @@ def _follow(
         if lease is not None and lease.lost is not None:
             raise lease.lost
         log_reader.read()
-        while log_reader.refused:
-            _report(say, f"refused   {log_reader.refused.pop(0)}; trying the next older one")
-        if log_reader.went_on is not None:
-            _report(say, f"continue  after step {log_reader.went_on}, from the newest sound checkpoint")
-            log_reader.went_on = None
         for number, again in running.signals():
             stopping.signal_elsewhere(number, again)
         if stopping.is_over() or (stopping.request and not running.started):

@@ -207,6 +207,31 @@ def test_a_finished_run_starts_nothing(run_file, jobs, config, folder):
     assert "finished" in printed[0]
 
 
+def test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_again(run_file, jobs, config, folder):
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    write_checkpoint(folder, 100, config, tokens.fingerprint())
+    EventLog(folder.events).write("finished", step=100)
+    file = folder.checkpoint(100) / "rank-00000.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"x")
+    launch_train.train(run_file)
+    assert len(jobs) == 1
+
+
+def test_settings_of_the_launcher_that_the_folder_keeps_are_shown(run_file, jobs, folder):
+    def kept(*arguments, **options):
+        printed = []
+        launch_train.train(*arguments, say=printed.append, **options)
+        return [line for line in printed if line.startswith("kept")]
+
+    limits = ["launch.stop_after=10s", "launch.watchdog_seconds=0"]
+    assert kept(run_file, overrides=limits) == []
+    (line,) = kept(folder.root)
+    assert 'launch.stop_after = "10s", launch.watchdog_seconds = 0.0 ' in line
+    (line,) = kept(folder.root, overrides=["launch.stop_after=4h"])
+    assert "launch.watchdog_seconds = 0.0 " in line and "stop_after" not in line
+    assert kept(run_file) == kept(folder.root) == []  # the run file does not have them
+
+
 def test_changes_are_shown_with_their_class(run_file, jobs, config, folder):
     tokens, printed = write_token_manifest(run_file.parent / "tokens"), []
     launch_train.train(run_file)
