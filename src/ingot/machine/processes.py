@@ -6,7 +6,6 @@ import signal
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
-_ENDED = "ZX"  # states of proc(5): the parent has not read the exit code yet
 
 
 def die_with_parent() -> None:
@@ -23,15 +22,18 @@ def identity() -> str:
 
 
 def identity_of(pid: int) -> str:
-    """Return the `identity` of the process `pid` of this machine; "" if there is none, or it has ended."""
+    """Return the `identity` of the process `pid` of this machine; "" if there is none."""
+    return _look_at(pid)[0]
+
+
+def _look_at(pid: int) -> tuple[str, str]:
+    """Return the `identity` of the process `pid` of this machine and its state, a letter of proc(5); "" for none."""
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        started = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        if started[0] in _ENDED:
-            return ""
-        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {pid} {started[19]}"  # field 22 of proc(5): starttime
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return f"{boot} {Path('/proc/self/ns/pid').readlink()} {pid} {fields[19]}", fields[0]  # field 22: starttime
     except (OSError, IndexError):
-        return ""
+        return "", ""
 
 
 def oom_kills() -> int:
@@ -46,6 +48,24 @@ def oom_kills() -> int:
 
 def is_gone(process: str) -> bool:
     """Return whether the process with this `identity` has certainly ended. False for one that may run elsewhere."""
+    return _state(process) in ("", "Z", "X")  # Z: its parent has not looked yet
+
+
+def is_running(process: str) -> bool:
+    """Return whether the process with this `identity` certainly lives, on this machine, and is not stopped (SIGSTOP).
+    False for one that may run elsewhere."""
+    return _state(process) not in (None, "", "Z", "X", "T", "t")
+
+
+def _state(process: str) -> str | None:
+    """Return the state of the process with this `identity`, a letter of proc(5), "" if it has ended.
+
+    None if this process cannot know, because that one was started on another machine, before the machine was booted
+    again, or in another namespace of process ids (a container).
+    """
     *place, pid, _ = process.split(" ") if process.count(" ") == 3 else ("", "", "")
     here = identity()
-    return bool(here) and here.split(" ")[:2] == place and pid.isdecimal() and identity_of(int(pid)) != process
+    if not here or here.split(" ")[:2] != place or not pid.isdecimal():
+        return None
+    found, state = _look_at(int(pid))
+    return state if found == process else ""

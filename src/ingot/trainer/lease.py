@@ -17,7 +17,7 @@ from dataclasses import replace
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.events import EventLog
-from ingot.machine.processes import identity, is_gone
+from ingot.machine.processes import identity, is_gone, is_running
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run import RunConfig
@@ -76,8 +76,8 @@ class RunLease:
         say: called with the line that says why it waits; later, from another thread, if the record of this attempt
         vanishes from a place.
 
-        Raises RunBusyError if it gives one, and the errors of the store, except that a store that does not answer is
-        left for later.
+        Of a holder on this machine it finds out at once whether it lives. Raises RunBusyError if it does or gives a
+        sign of life, and the errors of the store, except that a store that does not answer is left for later.
         """
         self._say = say
         for place in self._places():
@@ -85,12 +85,22 @@ class RunLease:
                 holder = newest_epoch(place)
                 if holder is None or (sign := _sign(place, holder)) == _RELEASED or is_gone(holder.process):
                     continue
+                if self._is_copied(place, holder):
+                    continue
+                if _runs_here(holder):
+                    raise _busy(place, holder)
                 patience = holder.seconds or self._seconds
                 say(
                     f"lease     {holder.owner} trained this run last, and did not end it; waiting "
                     f"{format_seconds(patience)} for a sign of life"
                 )
                 self._require_silence(place, holder, sign, patience)
+
+    def _is_copied(self, place: BlobStore, holder: Epoch) -> bool:
+        """Return whether the record of a living launcher came here with a copy of its run folder. The lock of this
+        folder proves that no launcher of this machine trains it."""
+        own = str(self._folder.root.resolve())
+        return place is self._here and holder.folder not in ("", own) and _runs_here(holder)
 
     def _require_silence(self, place: BlobStore, holder: Epoch, before: bytes, patience: float) -> None:
         ends = time.monotonic() + patience
@@ -121,6 +131,7 @@ class RunLease:
             host=socket.gethostname(),
             pid=os.getpid(),
             process=identity(),
+            folder=str(self._folder.root.resolve()),
             started=time.time(),
             seconds=self._seconds,
         )
@@ -260,6 +271,11 @@ def _sign(place: BlobStore, holder: Epoch) -> bytes:
     return b""
 
 
+def _runs_here(holder: Epoch) -> bool:
+    """Return whether another process of this machine holds the lease."""
+    return holder.process != identity() and is_running(holder.process)
+
+
 def _remove_older(place: BlobStore, than: int) -> None:
     """Remove the records of the attempts before `than`: the newest one and the one before stay."""
     with contextlib.suppress(IngotError):
@@ -271,13 +287,16 @@ def _remove_older(place: BlobStore, than: int) -> None:
 
 def _busy(place: BlobStore, holder: Epoch) -> RunBusyError:
     age = format_seconds(max(time.time() - holder.started, 0.0))
+    folder = f" with the run folder {holder.folder}" if holder.folder else ""
+    command = f" (kill -INT {holder.pid})" if _runs_here(holder) else ""
     return RunBusyError(
         "E-RUN-BUSY",
-        f"{place.url} is in use by {holder.owner} (started {age} ago)",
+        f"{place.url} is in use by {holder.owner}{folder} (started {age} ago)",
         rule="only one launcher at a time trains a run, on whichever machine",
-        fix="stop that one first, or train into another folder (--out DIR) and another store",
+        fix=f"stop that one first{command}, or train into another folder (--out DIR) and another store",
         run=place.url,
         owner=holder.owner,
+        folder=holder.folder,
     )
 
 

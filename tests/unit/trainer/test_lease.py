@@ -2,6 +2,8 @@
 
 import json
 import shutil
+import signal
+import subprocess
 import threading
 import time
 from dataclasses import asdict, replace
@@ -12,7 +14,7 @@ from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.events import read_events
-from ingot.machine.processes import identity
+from ingot.machine.processes import identity, identity_of, is_gone, is_running
 from ingot.schema import events
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
@@ -150,6 +152,62 @@ def test_nobody_waits_for_a_launcher_that_ended(folder, monkeypatch):
     place.write(alive_name(second.epoch), [b"5"])
     with take(folder) as third:
         assert third.epoch == 3
+
+
+@pytest.fixture
+def other():
+    """Another process of this machine, which is no launcher."""
+    with subprocess.Popen(["sleep", "60"]) as process:
+        yield process
+        process.kill()
+
+
+def held_by(place, process, folder):
+    """Write what a launcher of this machine has written that is the process `process`."""
+    record = Epoch(
+        epoch=1, process=identity_of(process.pid), folder=str(folder), pid=process.pid, host="here", seconds=0.2
+    )
+    place.write(record_name(1), [to_bytes(record)])
+    place.write(alive_name(1), [b"0"])
+
+
+def test_a_living_launcher_of_this_machine_is_named_at_once(folder, other, monkeypatch):
+    store = MemoryStore()
+    held_by(store, other, "/runs/first")
+    monkeypatch.setattr(leases, "_POLLS", 0)  # a wait would fail
+    with refused("E-RUN-BUSY", owner=f"here:{other.pid}", folder="/runs/first"):
+        lease_of(folder, store).wait(print)
+    other.kill()
+    wait_until(lambda: is_gone(identity_of(other.pid)))  # no parent has asked for it yet
+    with take(folder, store) as second:
+        assert second.epoch == 2
+
+
+def test_a_stopped_launcher_of_this_machine_loses_the_run_after_its_time(folder, other):
+    store, lines = MemoryStore(), []
+    held_by(store, other, "/runs/first")
+    other.send_signal(signal.SIGSTOP)
+    wait_until(lambda: not is_running(identity_of(other.pid)))
+    lease_of(folder, store).wait(lines.append)
+    assert len(lines) == 1 and "waiting" in lines[0]
+
+
+def test_a_copy_of_the_folder_of_a_living_launcher_is_trained_at_once(folder, other, monkeypatch):
+    """Unless it is the folder itself, where the file system has no locks."""
+    here = LocalStore(folder.root)
+    monkeypatch.setattr(leases, "_POLLS", 0)  # a wait would fail
+    held_by(here, other, folder.root.resolve())
+    with refused("E-RUN-BUSY", folder=str(folder.root.resolve())):
+        lease_of(folder).wait(print)
+    held_by(here, other, "/runs/first")
+    with take(folder) as second:
+        assert second.epoch == 2
+
+
+def test_nothing_is_known_of_a_process_in_another_namespace(other):
+    boot, _, pid, started = identity_of(other.pid).split(" ")
+    elsewhere = f"{boot} pid:[1] {pid} {started}"
+    assert not is_running(elsewhere) and not is_gone(elsewhere)
 
 
 def test_of_two_launchers_one_takes_the_run(folder):

@@ -33,10 +33,10 @@ class Epoch:
     """The record of one attempt to train a run in one place.
 
     epoch: 1, 2, ... run: the id of the run; holder: of this attempt. host, pid: of its launcher, with `process`
-    (machine/processes.py), by which a process on the same machine finds out whether it lives. started: Unix seconds,
-    for people. seconds: without a sign of life for this time, the attempt counts as gone. adopted: the step of each
-    checkpoint that the attempt found -> hash of its manifest, "" if unknown; None if the record is damaged. weights:
-    the same of saves of the weights alone.
+    (machine/processes.py), by which a process on the same machine finds out whether it lives. folder: its run folder;
+    "" if an earlier version of ingot wrote the record. started: Unix seconds, for people. seconds: without a sign of
+    life for this time, the attempt counts as gone. adopted: the step of each checkpoint that the attempt found -> hash
+    of its manifest, "" if unknown; None if the record is damaged. weights: the same of saves of the weights alone.
     """
 
     epoch: int
@@ -45,6 +45,7 @@ class Epoch:
     host: str = ""
     pid: int = 0
     process: str = ""
+    folder: str = ""
     started: float = 0.0
     seconds: float = 0.0
     adopted: dict[str, str] | None = None
