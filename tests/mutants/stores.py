@@ -211,6 +211,22 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/test_lease.py",),
     ),
     Mutant(
+        name="stored-and-never-logged",
+        what="an upload that ended before the run was killed never gets its event",
+        file="trainer/checkpoint/uploader.py",
+        before="if tier.commits and (sent or not is_logged(tier.kind, step)):",
+        after="if tier.commits and sent:",
+        tests=(f"{_REMOTE}::test_an_upload_that_the_log_does_not_show_is_reported_when_the_store_has_it",),
+    ),
+    Mutant(
+        name="stored-by-any-kind",
+        what="the event of other weights or of another store counts as that of the checkpoint",
+        file="trainer/checkpoint/uploader.py",
+        before='(one.get("store"), one.get("what"), one.get("step")) == (url, kind, step)',
+        after='one.get("step") == step',
+        tests=(f"{_REMOTE}::test_an_upload_that_the_log_does_not_show_is_reported_when_the_store_has_it",),
+    ),
+    Mutant(
         name="manifest-without-its-files",
         what="a checkpoint gets its manifest although its objects vanished while it was uploaded",
         file="trainer/checkpoint/remote.py",

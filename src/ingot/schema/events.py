@@ -29,7 +29,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   checkpoint_interval  step, what, seconds, stall_seconds (null: none measured), nodes, failures_per_node_day, formula
                                                                       with "auto": the interval from here on
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
-  checkpoint_stored   step, store, bytes (sent), seconds              the store of the remote tier has it
+  checkpoint_stored   step, what, store, bytes (sent; 0: by an earlier attempt), seconds   the store has it
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
                       step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked

@@ -205,7 +205,8 @@ def _report_uploads(trainer: RunParts) -> None:
         if event["kind"] == events.CHECKPOINT_STORED:
             size, seconds = format_bytes(event["bytes"]), format_seconds(event["seconds"])
             what = "" if full else "weights of "
-            trainer.say(f"stored    {what}step {event['step']}  {size}  {seconds}  in {event['store']}")
+            sent = f"{size}  {seconds}  in" if event["bytes"] else "is in"
+            trainer.say(f"stored    {what}step {event['step']}  {sent} {event['store']}")
         else:
             again = event["retry_seconds"]
             then = (

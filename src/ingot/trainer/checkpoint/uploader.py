@@ -19,10 +19,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
 from ingot.errors import IngotError
+from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
@@ -180,25 +182,41 @@ class _Requests:
 
 
 def upload_all(
-    tiers: Mapping[SaveKind, RemoteTier], requests: _Requests, report: Callable[[dict[str, Any]], None]
+    tiers: Mapping[SaveKind, RemoteTier],
+    requests: _Requests,
+    report: Callable[[dict[str, Any]], None],
+    is_logged: Callable[[SaveKind, int], bool],
 ) -> None:
-    """Upload the last requested checkpoint, else the last weights, again and again, until no more will come."""
+    """Upload the last requested checkpoint, else the last weights, again and again, until no more will come.
+
+    is_logged: whether the event log shows that the store has the save of that kind and step.
+    """
     done: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
     while (found := requests.next(done)) is not None:
         done[found.kind], pause = found.number, _PAUSE_SECONDS
-        while not _upload(tiers[found.kind], found.step, pause, report):
+        while not _upload(tiers[found.kind], found.step, pause, report, is_logged):
             if requests.displaces(found.kind, done, random.uniform(pause / 2, pause)):
                 break
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
 
-def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[str, Any]], None]) -> bool:
-    """Upload a checkpoint, or weights alone, and report it. Returns False if another attempt may succeed."""
+def _upload(
+    tier: RemoteTier,
+    step: int,
+    pause: float,
+    report: Callable[[dict[str, Any]], None],
+    is_logged: Callable[[SaveKind, int], bool],
+) -> bool:
+    """Upload a checkpoint, or weights alone, and report it. Returns False if another attempt may succeed.
+
+    What the store has already is reported if the log does not show it: its upload ended, but the answer of the store
+    was lost, or the run was killed before it logged that.
+    """
     began = time.monotonic()
     about = {"step": step, "what": tier.kind, "store": tier.url}
     try:
         sent = tier.push(step)
-        if sent and tier.commits:
+        if tier.commits and (sent or not is_logged(tier.kind, step)):
             report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
     except Exception as error:
         if isinstance(error, NotYetStored) and pause < _QUIET_SECONDS:
@@ -217,6 +235,12 @@ def _upload(tier: RemoteTier, step: int, pause: float, report: Callable[[dict[st
     except IngotError as error:  # the next upload tries again
         print(f"{tier.url}: old checkpoints were not removed: {error.found}", file=sys.stderr)
     return True
+
+
+def is_stored_by_log(folder: RunFolder, url: str, kind: SaveKind, step: int) -> bool:
+    """Return whether the event log of the run shows that the store `url` has the save of `kind` and `step`."""
+    logged = read_events(folder.events, events.CHECKPOINT_STORED)
+    return any((one.get("store"), one.get("what"), one.get("step")) == (url, kind, step) for one in logged)
 
 
 def main(root: str, epoch: str) -> None:
@@ -241,7 +265,7 @@ def main(root: str, epoch: str) -> None:
         answers.write(json.dumps(event).encode() + b"\n")
         answers.flush()
 
-    upload_all(tiers, requests, report)
+    upload_all(tiers, requests, report, partial(is_stored_by_log, folder, tiers[FULL].url))
 
 
 if __name__ == "__main__":

@@ -134,6 +134,8 @@ def _verified_times(folder: RunFolder) -> _Times:
     times = {}
     for event in read_events(folder.events, *_VERIFIED, events.CHECKPOINT_STORED):
         step, time = event.get("step"), event.get("time")
+        if event["kind"] == events.CHECKPOINT_STORED and event.get("bytes") == 0:
+            continue  # it was there, and an earlier attempt verified it
         if isinstance(step, int) and isinstance(time, int | float):
             kind = event.get("what", _VERIFIED.get(event["kind"], FULL))
             times["disk" if event["kind"] in _VERIFIED else "store", kind, step] = float(time)

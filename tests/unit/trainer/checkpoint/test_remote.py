@@ -2,12 +2,14 @@
 
 import itertools
 import shutil
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
 
+from ingot.events import EventLog, read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, Health
 from ingot.schema.launch import Launch
@@ -444,6 +446,10 @@ class Tier:
         self.pruned += 1
 
 
+def never_logged(kind, step):
+    return False
+
+
 def requested(*steps):
     requests = uploader._Requests()
     for step in steps:
@@ -456,11 +462,27 @@ def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
     monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
     lost = StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
     tier, reports = Tier([lost] * 8), []
-    uploader.upload_all({FULL: tier}, requested(10, 20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(10, 20), reports.append, never_logged)
     assert tier.pushed == [20] * 9
     assert [one["retry_seconds"] for one in reports[:-1]] == [1, 2, 4, 8, 16, 32, 60, 60]
     assert reports[-1]["kind"] == events.CHECKPOINT_STORED
     assert tier.pruned == 1
+
+
+def test_an_upload_that_the_log_does_not_show_is_reported_when_the_store_has_it(folder, tmp_path):
+    """The run was killed between the end of the upload and its event; later starts find the event."""
+    store, log = MemoryStore(), EventLog(folder.events)
+    write_checkpoint(folder, 20)
+    tier = tier_of(folder, store)
+    tier.push(20)
+    is_logged = partial(uploader.is_stored_by_log, folder, store.url)
+    for url, what, step in (("s3://other", FULL, 20), (store.url, WEIGHTS, 20), (store.url, FULL, 10)):
+        log.write(events.CHECKPOINT_STORED, store=url, what=what, step=step, bytes=7)
+    log.write(events.CHECKPOINT_NOT_STORED, store=store.url, what=FULL, step=20)
+    for _ in range(2):
+        uploader.upload_all({FULL: tier}, requested(20), lambda event: log.write(**event), is_logged)
+    *_, last = logged = list(read_events(folder.events, events.CHECKPOINT_STORED))
+    assert len(logged) == 4 and (last["step"], last["what"], last["store"], last["bytes"]) == (20, FULL, store.url, 0)
 
 
 def test_weights_go_up_after_checkpoints_and_only_if_they_are_newer(monkeypatch):
@@ -478,7 +500,7 @@ def test_weights_go_up_after_checkpoints_and_only_if_they_are_newer(monkeypatch)
         return 0.0
 
     monkeypatch.setattr("random.uniform", later)
-    uploader.upload_all(tiers, requests, reports.append)
+    uploader.upload_all(tiers, requests, reports.append, never_logged)
     assert (full.pushed, alone.pushed) == ([20] * 4 + [40], [30] * 2)
     assert [(one["step"], one["what"]) for one in reports if one["kind"] == events.CHECKPOINT_STORED] == [
         (20, FULL),
@@ -488,7 +510,7 @@ def test_weights_go_up_after_checkpoints_and_only_if_they_are_newer(monkeypatch)
     for step, kind in ((30, WEIGHTS), (40, FULL)):
         requests.add(step, kind)
     requests.end()
-    uploader.upload_all(tiers, requests, reports.append)
+    uploader.upload_all(tiers, requests, reports.append, never_logged)
     assert alone.pushed == [30] * 2
 
 
@@ -503,7 +525,7 @@ def test_steps_that_are_trained_again_after_a_roll_back_go_up():
 
     requests.add(310, FULL)
     requests.end()
-    uploader.upload_all({FULL: full, WEIGHTS: alone}, requests, saved)
+    uploader.upload_all({FULL: full, WEIGHTS: alone}, requests, saved, never_logged)
     assert (full.pushed, alone.pushed) == ([310, 250, 310], [320, 210])
 
 
@@ -513,7 +535,7 @@ def test_steps_that_are_trained_again_after_a_roll_back_go_up():
 )
 def test_an_upload_that_cannot_succeed_is_reported_once_with_the_way_out(error, fix):
     tier, reports = Tier([error]), []
-    uploader.upload_all({FULL: tier}, requested(20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(20), reports.append, never_logged)
     (one,) = reports
     assert (one["kind"], one["retry_seconds"], one["fix"]) == (events.CHECKPOINT_NOT_STORED, None, fix)
 
@@ -551,14 +573,14 @@ def test_a_node_that_waits_for_the_uploads_of_others_reports_that_only_after_a_w
     monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
     waiting = NotYetStored("E-TIER-INCOMPLETE", "files are missing")
     tier, reports = Tier([waiting] * 4), []
-    uploader.upload_all({FULL: tier}, requested(20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(20), reports.append, never_logged)
     assert [(one["kind"], one.get("retry_seconds")) for one in reports] == [
         (events.CHECKPOINT_NOT_STORED, 8),
         (events.CHECKPOINT_STORED, None),
     ]
     tier, reports = Tier([]), []
     tier.commits = False
-    uploader.upload_all({FULL: tier}, requested(20), reports.append)
+    uploader.upload_all({FULL: tier}, requested(20), reports.append, never_logged)
     assert (tier.pushed, tier.pruned, reports) == ([20], 0, [])
 
 

@@ -79,6 +79,7 @@ def test_the_time_of_the_verification_is_the_logged_one_or_that_of_the_manifest(
     log.write(events.CHECKPOINT, step=20)
     log.write(events.WEIGHTS_SAVED, step=30)
     log.write(events.CHECKPOINT_STORED, step=10)
+    log.write(events.CHECKPOINT_STORED, step=20, bytes=0)  # found there by a later attempt: not verified now
     saves, _ = by_step(run)
     ten, twenty, weights = saves[10, "full"], saves[20, "full"], saves[30, "weights"]
     assert (ten.disk.verified_at, ten.disk.verified_by) == (5.0, "manifest")
