@@ -6,8 +6,49 @@ _RUNS = "tests/unit/trainer/test_stopping.py"
 _SUPERVISOR = "tests/unit/trainer/launch/test_supervise.py"
 _SIGNALS = "tests/unit/trainer/test_interrupts.py"
 _VOTE = "tests/unit/trainer/resilience/test_stop_vote.py"
+_UPLOADS = "tests/unit/trainer/test_last_uploads.py"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="uploads-outlast-a-request",
+        what="a request to stop does not end the wait for the last uploads",
+        file="trainer/save.py",
+        before="if request is not None and request is not before:",
+        after="if False:",
+        tests=(f"{_UPLOADS}::test_the_wait_is_announced_and_ends_with_a_request",),
+    ),
+    Mutant(
+        name="uploads-without-grace",
+        what="the time that a scheduler leaves is not used for the last uploads",
+        file="trainer/save.py",
+        before="ends, request.deadline - _END_SECONDS if waits else now), request",
+        after="ends, now), request",
+        tests=(f"{_UPLOADS}::test_a_scheduler_leaves_the_wait_its_grace",),
+    ),
+    Mutant(
+        name="stopped-without-uploads",
+        what="the request by which a run stops leaves out the upload of its last checkpoint",
+        file="trainer/save.py",
+        before="requests.current() if stopped else None",
+        after="None",
+        tests=(f"{_UPLOADS}::test_the_request_by_which_the_run_stopped_does_not_end_the_wait",),
+    ),
+    Mutant(
+        name="uploads-in-silence",
+        what="the wait for the last uploads is silent",
+        file="trainer/save.py",
+        before="if not is_reported and began + _SILENT_SECONDS <= now < ends:",
+        after="if False:",
+        tests=(f"{_UPLOADS}::test_the_wait_is_announced_and_ends_with_a_request",),
+    ),
+    Mutant(
+        name="progress-of-the-last-attempt",
+        what="what an upload has left to send includes what the attempt before had left",
+        file="trainer/checkpoint/uploader.py",
+        before="self._count(total - self._left)",
+        after="self._count(total)",
+        tests=(f"{_UPLOADS}::test_progress_is_what_is_left_of_the_last_upload",),
+    ),
     Mutant(
         name="stop-at-log-lines",
         what="requests to stop are read after steps with a log line only",

@@ -91,7 +91,7 @@ def signals_ask(folder: RunFolder, launch: Launch, say: Callable[[str], None]) -
         if interrupts.ends_now:
             raise KeyboardInterrupt
         with contextlib.suppress(RuntimeError, OSError):  # the signal may have come within another print
-            say(line or requests.ask(number.name).line())
+            say(line or requests.ask(number.name).line(is_ending=requests.is_ending))
 
     with handlers(act, ctrl_c="ipykernel" not in sys.modules):
         yield requests

@@ -183,7 +183,7 @@ class RunLoop:
             seconds = round(time.monotonic() - self._began, 3)
             trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)
         trainer.heartbeat.enter(Phase.END, done)
-        finish_uploads(trainer, self._request.deadline)
+        finish_uploads(trainer, self._request.deadline, stopped=self.stopped)
         return Ending(done, self.stopped)
 
 

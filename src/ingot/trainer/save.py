@@ -4,6 +4,7 @@ Before a save, the samples consumed since the last checkpoint go to the ledger.
 """
 
 import math
+import signal
 import time
 from collections.abc import Sequence
 from dataclasses import replace
@@ -25,6 +26,7 @@ from ingot.trainer.restore import load_newest, open_loader
 from ingot.units import format_bytes, format_seconds
 
 _END_SECONDS = 1.0  # of launch.grace, that the ranks need to end
+_SILENT_SECONDS = 3.0  # that the end of a run waits for uploads without a line
 SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
 
 
@@ -183,16 +185,38 @@ def _record(
     trainer.save_seconds = stall_seconds + (write_seconds or 0.0)
 
 
-def finish_uploads(trainer: RunParts, deadline: float) -> None:
+def finish_uploads(trainer: RunParts, deadline: float, *, stopped: bool) -> None:
     """Wait until the newest checkpoint is in the store, for a limited time and not beyond `deadline`, and report it.
 
-    deadline: in seconds of time.monotonic().
+    deadline: in seconds of time.monotonic(). stopped: the run stops, so a request that is there has had its effect. One
+    that comes later ends the wait: at once, or, if it is not Ctrl-C, at the end of launch.grace.
     """
-    if trainer.uploader is None:
+    if (uploader := trainer.uploader) is None:
         return
-    patience = max(0.0, min(UPLOAD_SECONDS, deadline - time.monotonic() - _END_SECONDS))
-    if not trainer.uploader.finish(patience):
-        waited, push = format_seconds(patience), f"ingot ckpt push {trainer.folder.root}"
+    requests, began, is_reported = trainer.stop_vote.requests, time.monotonic(), False
+    requests.is_ending = True
+    ends, before = min(began + UPLOAD_SECONDS, deadline - _END_SECONDS), requests.current() if stopped else None
+
+    def is_over() -> bool:
+        nonlocal ends, before, is_reported
+        _report_uploads(trainer)
+        now, request = time.monotonic(), requests.current()
+        if request is not None and request is not before:
+            waits = request.reason != signal.SIGINT.name and math.isfinite(request.deadline)
+            ends, before = min(ends, request.deadline - _END_SECONDS if waits else now), request
+        if not is_reported and began + _SILENT_SECONDS <= now < ends:
+            is_reported = True
+            left = "" if uploader.left is None else f"{format_bytes(uploader.left)} left to send; "
+            until = time.strftime("%H:%M:%S", time.localtime(time.time() + ends - now))
+            until += " or launch.stop_after" if trainer.config.launch.stop_after else ""
+            trainer.say(
+                f"uploads   {left}waiting for {trainer.config.checkpoint.remote.url}, at most until {until}; Ctrl-C "
+                "ends the wait, and all that is saved here stays whole"
+            )
+        return now >= ends
+
+    if not uploader.finish(is_over):
+        waited, push = format_seconds(time.monotonic() - began), f"ingot ckpt push {trainer.folder.root}"
         trainer.say(f"WARNING   the last checkpoint is not in the store after {waited}; to upload it: {push}")
     _report_uploads(trainer)
 

@@ -132,9 +132,9 @@ class RemoteTier(FetchedCheckpoints):
     def _send_absent(self, checkpoint: Path, jobs: list[_Job], step: int) -> int:
         """Send those of `jobs` that the store lacks: the attempts of an upload that waits for others send them once."""
         there = {one.name: one.bytes for one in self._listed().get(step, ())}
-        return self._send_all(
-            checkpoint, [job for job in jobs if there.get(job[1]) != os.fstat(job[0].fileno()).st_size]
-        )
+        absent = [job for job in jobs if there.get(job[1]) != os.fstat(job[0].fileno()).st_size]
+        self._meter.add(sum(there[name] for _, name, _ in jobs if name not in {name for _, name, _ in absent}))
+        return self._send_all(checkpoint, absent)
 
     def _require_all(self, step: int, manifest: CheckpointManifest) -> None:
         """Raise NotYetStored unless the store lists every file of the checkpoint, with its size."""

@@ -29,19 +29,24 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
+from ingot.trainer.checkpoint.meter import Meter
 from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
 
 UPLOAD_SECONDS = 600.0  # that the end of a run waits for its last uploads
 _PAUSE_SECONDS = 1.0  # before the second attempt; doubled with every further one
 _LONGEST_PAUSE_SECONDS = 60.0
 _QUIET_SECONDS = 8.0  # a first node that waits for the uploads of others reports that from this pause on
+_LOOK_SECONDS = 0.2  # between two looks at the end of the process
+_PROGRESS_SECONDS = 0.5  # between two answers about an upload in progress
 _END = {"end": True}
+_LEFT = "left"  # the bytes that an upload still has to send: an answer that is no event
 
 
 class Uploader:
     """The uploader process of this run or node, seen from the rank that starts it. It is started by the first `push`.
 
-    epoch: the number of this attempt (fence.py).
+    epoch: the number of this attempt (fence.py). left: the bytes that the last upload still has to send, as of a second
+    ago; None before the first one has begun.
 
     A process that has ended is replaced by the next `push`.
     """
@@ -50,6 +55,7 @@ class Uploader:
         self._folder, self._epoch = folder, epoch
         self._process: subprocess.Popen[bytes] | None = None
         self._reports: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        self.left: int | None = None
 
     def push(self, step: int, kind: SaveKind = FULL) -> None:
         """Ask for the upload of the saved checkpoint of `step`, or of its weights alone. Does not wait."""
@@ -61,18 +67,18 @@ class Uploader:
             while True:
                 yield self._reports.get_nowait()
 
-    def finish(self, seconds: float) -> bool:
-        """Wait until the newest checkpoint is in the store, at most `seconds`, and end the process. Returns whether it
-        is there or was given up."""
+    def finish(self, is_over: Callable[[], bool]) -> bool:
+        """Wait until the newest checkpoint is in the store, and end the process. Returns whether it is there or was
+        given up; False if `is_over`, which is called several times a second, ended the wait."""
         if self._process is None:
             return True
         self._tell(_END)
-        try:
-            self._process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            return False
-        self._reader.join()
-        return True
+        while not is_over():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(_LOOK_SECONDS)
+                self._reader.join()
+                return True
+        return False
 
     def close(self) -> None:
         """End the process, even in the middle of an upload."""
@@ -107,7 +113,11 @@ class Uploader:
 
     def _read(self, pipe: IO[bytes]) -> None:
         for line in pipe:
-            self._reports.put(json.loads(line))
+            answer = json.loads(line)
+            if _LEFT in answer:
+                self.left = answer[_LEFT]
+            else:
+                self._reports.put(answer)
 
 
 # -- the process --
@@ -237,6 +247,28 @@ def _upload(
     return True
 
 
+class Progress(Meter):
+    """Reports to rank 0 how much an upload still has to send. answer: called with {"left": bytes}."""
+
+    def __init__(self, answer: Callable[[dict[str, Any]], None]):
+        self._answer, self._lock = answer, threading.Lock()
+        self._left, self._next = 0, 0.0
+
+    def begin(self, what: str, total: int) -> None:
+        self._count(total - self._left)
+
+    def add(self, size: int) -> None:
+        self._count(-size)
+
+    def _count(self, change: int) -> None:
+        with self._lock:
+            self._left += change
+            now = time.monotonic()
+            if now >= self._next or self._left <= 0:
+                self._next = now + _PROGRESS_SECONDS
+                self._answer({_LEFT: self._left})
+
+
 def is_stored_by_log(folder: RunFolder, url: str, kind: SaveKind, step: int) -> bool:
     """Return whether the event log of the run shows that the store `url` has the save of `kind` and `step`."""
     logged = read_events(folder.events, events.CHECKPOINT_STORED)
@@ -254,17 +286,18 @@ def main(root: str, epoch: str) -> None:
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # nothing else may write between the answers
     requests = _Requests()
     threading.Thread(target=requests.read, args=(sys.stdin.buffer,), daemon=True).start()
-    folder = RunFolder(Path(root))
-    tiers: dict[SaveKind, RemoteTier] = {}
-    for kind in KINDS:
-        tier = open_tier(folder.of(kind), recorded_run(folder.config).checkpoint, int(epoch))
-        assert tier is not None
-        tiers[kind] = tier
+    folder, writing = RunFolder(Path(root)), threading.Lock()
 
     def report(event: dict[str, Any]) -> None:
-        answers.write(json.dumps(event).encode() + b"\n")
-        answers.flush()
+        with writing:  # the threads that send report what is left
+            answers.write(json.dumps(event).encode() + b"\n")
+            answers.flush()
 
+    tiers: dict[SaveKind, RemoteTier] = {}
+    for kind in KINDS:
+        tier = open_tier(folder.of(kind), recorded_run(folder.config).checkpoint, int(epoch), Progress(report))
+        assert tier is not None
+        tiers[kind] = tier
     upload_all(tiers, requests, report, partial(is_stored_by_log, folder, tiers[FULL].url))
 
 

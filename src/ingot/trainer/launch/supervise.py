@@ -209,12 +209,13 @@ class _Stopping:
         else:
             self._lines.append(line)
 
-    def is_over(self) -> bool:
-        """Ask the ranks if something asks this process, and return whether to kill them now."""
+    def is_over(self, *, is_ending: bool = False) -> bool:
+        """Ask the ranks if something asks this process, and return whether to kill them now. is_ending: they have
+        saved the last step, and wait for uploads alone."""
         if self.request is None and (found := self._requests.current()):
             self.request = found
             found.write(self._folder.stop_request)
-            _report(self._say, found.line())
+            _report(self._say, found.line(is_ending=is_ending))
         while self._lines:
             _report(self._say, self._lines.pop(0))
         now = time.monotonic()
@@ -247,7 +248,7 @@ def _follow(
         log_reader.read()
         for number, again in running.signals():
             stopping.signal_elsewhere(number, again)
-        if stopping.is_over() or (stopping.request and not running.started):
+        if stopping.is_over(is_ending=bool(log_reader.ended)) or (stopping.request and not running.started):
             return None
         if incident := running.lost_node(log_reader.step):
             log_reader.read()

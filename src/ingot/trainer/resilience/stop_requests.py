@@ -49,8 +49,10 @@ class StopRequest:
         except (ValueError, KeyError, TypeError):
             return cls(REQUESTED)
 
-    def line(self) -> str:
-        """Return the line for people when the request arrives."""
+    def line(self, *, is_ending: bool) -> str:
+        """Return the line for people when the request arrives. is_ending: see StopRequests."""
+        if is_ending:
+            return "stopping: the run is saved, and uploads that do not end in time are left out"
         left = self.deadline - time.monotonic()
         within = "" if math.isinf(left) else f", within {format_seconds(max(left, 0.0))}"
         why = "" if self.reason in ("SIGINT", REQUESTED) else f" ({self.reason})"
@@ -62,13 +64,14 @@ class StopRequests:
 
     file: the file of the supervisor, None on ranks that do not look for it. launch: the settings of the run.
     began: the start of the launcher, in seconds of time.monotonic(), from which launch.stop_after counts; None if the
-    supervisor counts it.
+    supervisor counts it. is_ending: the last step is saved, and the run waits for uploads alone.
     """
 
     def __init__(self, file: Path | None = None, launch: Launch | None = None, began: float | None = None):
         self._file, self._launch = file, launch or Launch()
         self._ends = math.inf if began is None else began + self._launch.stop_after_limit
         self._first: StopRequest | None = None
+        self.is_ending = False
 
     def ask(self, reason: str) -> StopRequest:
         """Ask for `reason`, unless something asked before. Returns the request that counts."""

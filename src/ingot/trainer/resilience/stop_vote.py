@@ -18,10 +18,12 @@ class StopVote:
     collective, which is the same on all ranks. Votes are after the same steps on all ranks, also in a pipeline: after
     log lines and every VOTE_SECONDS, by the slowest rank's time of a step up to the last line; before the first line,
     after every step.
+
+    requests: those to this rank.
     """
 
     def __init__(self, requests: StopRequests):
-        self._requests = requests
+        self.requests = requests
         self._line_at, self._steps = time.monotonic(), 0  # the time of the last log line, and the steps since
         self._every = 1  # steps; the same number on all ranks
 
@@ -36,7 +38,7 @@ class StopVote:
         self._steps += 1
         if not at_line and self._steps % self._every:
             return None, 0
-        now, request = time.monotonic(), self._requests.current()
+        now, request = time.monotonic(), self.requests.current()
         own_seconds = (now - self._line_at) / self._steps if at_line else 0.0
         reason = 0 if request is None else 1 + REASONS.index(request.reason)
         left = math.inf if request is None else request.deadline - now

@@ -1,0 +1,98 @@
+"""The end of a run that waits for its last uploads: what it says, and what ends the wait."""
+
+import math
+import subprocess
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from ingot.schema.launch import Launch
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer import save
+from ingot.trainer.checkpoint.uploader import Progress, Uploader
+from ingot.trainer.resilience.stop_requests import StopRequest, StopRequests
+from ingot.trainer.save import finish_uploads
+
+URL, LONG = "s3://bucket/run", 30.0
+STUCK = """echo '{"left": 2097152}'; exec sleep 60"""
+
+
+@pytest.fixture
+def wait(tmp_path, monkeypatch):
+    """`wait(script, requests)`: wait for an uploader process that runs `script`. Returns (seconds, lines)."""
+    monkeypatch.setattr(save, "_SILENT_SECONDS", 0.1)
+
+    def run(script, requests, *, stopped=False, deadline=math.inf):
+        uploader, lines = Uploader(RunFolder(tmp_path / "run"), 1), []
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        uploader._process = subprocess.Popen(["sh", "-c", script], **pipes)
+        uploader._reader = threading.Thread(target=uploader._read, args=(uploader._process.stdout,), daemon=True)
+        uploader._reader.start()
+        config = SimpleNamespace(checkpoint=SimpleNamespace(remote=SimpleNamespace(url=URL)), launch=Launch())
+        trainer = SimpleNamespace(
+            uploader=uploader,
+            stop_vote=SimpleNamespace(requests=requests),
+            config=config,
+            folder=RunFolder(Path("runs/demo")),
+            place=SimpleNamespace(is_first=True),
+            log=lambda **event: None,
+            say=lines.append,
+        )
+        began = time.monotonic()
+        try:
+            finish_uploads(trainer, deadline, stopped=stopped)
+        finally:
+            uploader.close()
+        return time.monotonic() - began, lines
+
+    return run
+
+
+@pytest.mark.parametrize("why", ["Ctrl-C", "launch.stop_after"])
+def test_the_wait_is_announced_and_ends_with_a_request(wait, why):
+    requests = StopRequests()
+    if why == "Ctrl-C":
+        requests = StopRequests(None, Launch(grace="10m"))
+        threading.Timer(0.5, requests.ask, ("SIGINT",)).start()
+    else:
+        requests = StopRequests(None, Launch(stop_after="10s"), time.monotonic() - 9.5)
+    seconds, lines = wait(STUCK, requests)
+    announced, left_out = lines
+    assert 0.4 < seconds < LONG and requests.is_ending
+    assert "2.0 MiB left to send" in announced and URL in announced and "Ctrl-C" in announced
+    assert left_out.endswith("ingot ckpt push runs/demo")
+
+
+def test_a_scheduler_leaves_the_wait_its_grace(wait):
+    requests = StopRequests()
+    requests._first = StopRequest("SIGTERM", time.monotonic() + 1.5)
+    assert 0.4 < wait(STUCK, requests)[0] < LONG
+
+
+def test_the_request_by_which_the_run_stopped_does_not_end_the_wait(wait):
+    requests = StopRequests()
+    requests.ask("SIGINT")
+    _, lines = wait("exec sleep 0.5", requests, stopped=True)
+    (announced,) = lines
+    assert announced.startswith("uploads") and "left to send" not in announced
+    assert wait(STUCK, requests, stopped=True, deadline=time.monotonic() + 1.2)[0] < LONG
+
+
+def test_a_short_wait_is_silent(wait, monkeypatch):
+    monkeypatch.setattr(save, "_SILENT_SECONDS", LONG)
+    assert wait("true", StopRequests())[1] == []
+
+
+def test_progress_is_what_is_left_of_the_last_upload():
+    answers = []
+    progress = Progress(answers.append)
+    progress.begin("uploading", 10)
+    for size in (3, 3):
+        progress.add(size)
+    assert answers == [{"left": 10}]  # not more often than twice a second
+    progress.begin("uploading", 5)  # another attempt
+    progress.add(5)
+    assert answers[-1] == {"left": 0}
