@@ -146,6 +146,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LEASE}::test_a_store_that_was_emptied_gets_the_record_and_all_objects_again",),
     ),
     Mutant(
+        name="removed-folder-returns",
+        what="a run folder that was removed while it was trained gets a record and an event log",
+        file="trainer/lease.py",
+        before="if place is self._here and not self._folder.config.exists():",
+        after="if False:",
+        tests=(f"{_LEASE}::test_a_run_folder_gets_its_record_again_unless_it_was_removed",),
+    ),
+    Mutant(
         name="record-in-the-store-of-another",
         what="a launcher takes an emptied store back that another one took",
         file="trainer/lease.py",

@@ -237,6 +237,8 @@ class RunLease:
 
         Raises what the place raises.
         """
+        if place is self._here and not self._folder.config.exists():
+            return  # the whole run folder was removed
         was_there, url = place.url in self._begun, place.url
         try:
             is_written = self._begin(place)

@@ -307,6 +307,18 @@ def test_the_record_stays_away_from_a_store_that_another_launcher_took_when_it_w
     assert record_name(3) not in [one.name for one in store.list()]
 
 
+def test_a_run_folder_gets_its_record_again_unless_it_was_removed(folder):
+    here = LocalStore(folder.root)
+    with take(folder, seconds=0.05) as lease:
+        here.remove(record_name(1))
+        wait_until(lambda: list(read_events(folder.events, events.LEASE_RECORDED)))
+        folder.events.unlink()
+        folder.config.unlink()
+        here.remove(record_name(1))
+        time.sleep(0.1)
+        assert newest_epoch(here) is None and not folder.events.exists() and lease.lost is None
+
+
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("way", ["restart", "roll back", "next start"])
 def test_what_comes_from_a_store_that_was_silent_at_the_start_counts(folder, local, way):
