@@ -17,6 +17,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_TRAIN}::test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_again",),
     ),
     Mutant(
+        name="finished-once-for-ever",
+        what="an attempt that was killed before its last evaluation counts as finished if an earlier one was",
+        file="trainer/launch/prepare.py",
+        before="return kinds[-1:] == [events.FINISHED]",
+        after="return events.FINISHED in kinds",
+        tests=(f"{_TRAIN}::test_a_run_that_was_killed_before_it_finished_again_is_not_finished",),
+    ),
+    Mutant(
         name="kept-launch-settings-unnamed",
         what="a run folder keeps launch.stop_after from an earlier command without a word",
         file="trainer/launch/prepare.py",

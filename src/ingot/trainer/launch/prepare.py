@@ -144,7 +144,7 @@ class RunRequest:
         """Return the run's end if it is finished, or past the step to stop after; otherwise None."""
         folder, steps = self.folder, self.config.train.steps
         step, code = resume_step(folder), EXIT_OK
-        finished = step >= steps and any(read_events(folder.events, events.FINISHED))
+        finished = step >= steps and _has_finished(folder)
         if finished and is_sound(folder, step):  # otherwise the ranks refuse it, and train its steps again
             say(f"{folder.root} is finished: step {step} of {steps}")
             if changes or (folder.config.exists() and recorded_run(folder.config) != self.written):
@@ -155,6 +155,13 @@ class RunRequest:
         else:
             return None
         return JobResult(exit_code=code, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
+
+
+def _has_finished(folder: RunFolder) -> bool:
+    """Return whether the newest attempt finished. An earlier one may have, before more steps or damaged ones were
+    trained."""
+    kinds = [event["kind"] for event in read_events(folder.events, events.RUN_STARTED, events.FINISHED)]
+    return kinds[-1:] == [events.FINISHED]
 
 
 def read_run(run_file: Path, overrides: Sequence[str] = ()) -> tuple[Path, RunConfig]:

@@ -217,6 +217,17 @@ def test_a_finished_run_whose_last_checkpoint_is_damaged_is_trained_again(run_fi
     assert len(jobs) == 1
 
 
+def test_a_run_that_was_killed_before_it_finished_again_is_not_finished(run_file, jobs, config, folder):
+    """The evaluation after the last step is left to do."""
+    tokens = write_token_manifest(run_file.parent / "tokens")
+    write_checkpoint(folder, 100, config, tokens.fingerprint())
+    log = EventLog(folder.events)
+    for kind in ("run_started", "finished", "run_started"):
+        log.write(kind, from_step=50)
+    launch_train.train(run_file)
+    assert len(jobs) == 1
+
+
 def test_settings_of_the_launcher_that_the_folder_keeps_are_shown(run_file, jobs, folder):
     def kept(*arguments, **options):
         printed = []
