@@ -214,6 +214,7 @@ def rs07(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     folder as the store, and with an object store."""
     random = random_of("RS07", seed)
     with S3Server() as server:
+        (bench.root / f"stored-{seed}").mkdir()
         for url in (f"file://{bench.root}/stored-{seed}", f"s3://{BUCKET}/run"):
             lost_node(bench, verdicts, f"lost-{seed}-{url[:2]}", url, random, server.environment)
 

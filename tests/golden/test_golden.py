@@ -161,6 +161,7 @@ def test_a_checkpoint_of_every_earlier_state_comes_back_from_a_store(name, golde
     run = golden / "old" / name
     run_file = run / "run.toml"
     assert run_file.read_text().count("[checkpoint]\n") == 1
+    (tmp_path / "store").mkdir()
     store = f'[checkpoint]\nremote = {{ url = "file://{tmp_path}/store" }}\n'
     run_file.write_text(run_file.read_text().replace("[checkpoint]\n", store).replace("dp_shard = 2", "dp_shard = 1"))
     before = files_in(run)

@@ -208,7 +208,7 @@ MUTANTS: list[Mutant] = [
         name="torchrun-begins-without-the-store",
         what="under torchrun an attempt begins before its checkpoint is on the disk",
         file="trainer/main.py",
-        before="        fetch_newest(folder, open_tier(folder, config.checkpoint), log.write, say)\n",
+        before="        fetch_newest(folder, tier, log.write, say, lambda stored: lease.require_same_run())\n",
         after="        pass\n",
         tests=(f"{_HELD}::test_under_torchrun_the_attempt_begins_with_the_checkpoint_of_the_store",),
     ),

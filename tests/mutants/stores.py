@@ -6,6 +6,7 @@ _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
 _HOSTILE = "tests/unit/stores/test_hostile_stores.py"
 _HOSTILE_TIER = "tests/unit/trainer/checkpoint/test_hostile_tier.py"
 _FUZZ = "tests/unit/trainer/checkpoint/test_fuzz.py"
+_START = "tests/unit/trainer/launch/test_start_from_store.py"
 _STORES = "tests/unit/stores/test_stores.py"
 
 MUTANTS: list[Mutant] = [
@@ -337,5 +338,29 @@ MUTANTS: list[Mutant] = [
         before="write_atomic(temporary / MANIFEST, text)",
         after='write_atomic(temporary / MANIFEST, text.replace(b"\\n", b""))',
         tests=("tests/golden/test_golden.py::test_a_checkpoint_of_every_earlier_state_comes_back_from_a_store",),
+    ),
+    Mutant(
+        name="store-folder-made",
+        what="the folder of a store is made where a disk is not mounted",
+        file="stores/places.py",
+        before="must_exist=True",
+        after="must_exist=False",
+        tests=(f"{_STORES}::test_the_folder_of_a_store_is_not_made",),
+    ),
+    Mutant(
+        name="fetched-before-compared",
+        what="a checkpoint of another run comes into the folder before it is compared with the run",
+        file="trainer/checkpoint/fetch.py",
+        before="        on_manifest(manifest)\n",
+        after="",
+        tests=(f"{_START}::test_nothing_of_another_run_comes_into_the_folder",),
+    ),
+    Mutant(
+        name="two-runs-mixed",
+        what="a folder takes the checkpoints of the store of another run",
+        file="trainer/launch/checks.py",
+        before="        lease.require_same_run()\n",
+        after="",
+        tests=(f"{_START}::test_a_folder_and_a_store_of_two_runs_are_not_mixed",),
     ),
 ]

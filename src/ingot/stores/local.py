@@ -15,10 +15,14 @@ _TEMPORARY = ".tmp"
 
 
 class LocalStore:
-    """The files below `folder`, which is made by the first write."""
+    """The files below `folder`.
 
-    def __init__(self, folder: Path):
-        self._folder = folder
+    must_exist: raise StoreRefused from every method if the folder does not exist, instead of making it with the first
+    write and showing no object before: it may be on a disk that is not mounted.
+    """
+
+    def __init__(self, folder: Path, *, must_exist: bool = False):
+        self._folder, self._must_exist = folder, must_exist
 
     @property
     def url(self) -> str:
@@ -28,6 +32,7 @@ class LocalStore:
         path = self._path(name)
         writer = f"{socket.gethostname()}.{os.getpid()}.{threading.get_ident()}"
         temporary = path.with_name(f".{path.name}.{writer}{_TEMPORARY}")
+        self._require_folder()
         try:
             self._make_folder(path.parent)
             with temporary.open("wb") as file:
@@ -54,6 +59,7 @@ class LocalStore:
 
     def stream(self, name: str) -> Iterator[bytes]:
         path = self._path(name)
+        self._require_folder()
         try:
             with path.open("rb") as file:
                 while chunk := file.read(_CHUNK):
@@ -66,6 +72,7 @@ class LocalStore:
     def list(self, prefix: str = "") -> list[StoredObject]:
         top = self._path(prefix) if prefix else self._folder
         found = []
+        self._require_folder()
         try:
             for folder, _, names in os.walk(top, onerror=self._raise_if_unreadable):
                 for name in names:
@@ -81,6 +88,7 @@ class LocalStore:
 
     def remove(self, name: str) -> None:
         path = self._path(name)
+        self._require_folder()
         try:
             path.unlink(missing_ok=True)
             folder = path.parent
@@ -94,6 +102,19 @@ class LocalStore:
 
     def _path(self, name: str) -> Path:
         return self._folder / check_name(name)
+
+    def _require_folder(self) -> None:
+        if not self._must_exist or self._folder.exists():  # a file in its place has an error of its own
+            return
+        raise StoreRefused(
+            "E-STORE-NO-FOLDER",
+            f"{self.url} does not exist",
+            rule="the folder of a file:// store must exist, as a bucket must: without this rule, a disk that is not "
+            "mounted would look like an empty store",
+            fix=f"mount its disk; or, for a new store, make the folder: mkdir -p {self._folder.absolute()}",
+            store=self.url,
+            path=str(self._folder.absolute()),
+        )
 
     def _make_folder(self, folder: Path) -> None:
         missing = []

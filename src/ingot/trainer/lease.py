@@ -112,6 +112,12 @@ class RunLease:
             if sign != before:
                 raise _busy(place, holder)
 
+    def require_same_run(self) -> None:
+        """Raise ConfigError if the store, which holds a checkpoint, belongs to another run than the folder."""
+        here, there = newest_epoch(self._here), newest_epoch(self._store) if self._store else None
+        if self._store and here and there and here.run and there.run not in ("", here.run):
+            raise _other_run(self._folder, there, self._store.url)
+
     def take(self) -> None:
         """Begin an attempt that adopts the checkpoints of the folder and of the store, and give signs of life.
 

@@ -77,7 +77,8 @@ def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], sta
     lease = stack.enter_context(open_lease(folder, config))
     lease.wait(say)
     with contextlib.closing(EventLog(folder.events)) as log:
-        fetch_newest(folder, open_tier(folder, config.checkpoint), log.write, say)
+        tier = open_tier(folder, config.checkpoint)
+        fetch_newest(folder, tier, log.write, say, lambda stored: lease.require_same_run())
     lease.take()
     return lease.epoch
 

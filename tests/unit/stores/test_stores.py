@@ -122,6 +122,24 @@ def test_a_folder_that_cannot_be_used_is_named(tmp_path):
         LocalStore(tmp_path / "file").write("a", [b""])
 
 
+def test_the_folder_of_a_store_is_not_made(tmp_path):
+    """A disk that is not mounted would look like an empty store."""
+    folder = tmp_path / "disk" / "store"
+    store = open_store(f"file://{folder}")
+    for act in (
+        lambda: store.write("a", [b"data"]),
+        lambda: read_object(store, "a"),
+        lambda: store.list("checkpoints"),
+        lambda: store.remove("a"),
+    ):
+        with refused("E-STORE-NO-FOLDER", store=f"file://{folder}"):
+            act()
+    assert list(tmp_path.iterdir()) == []
+    folder.mkdir(parents=True)
+    store.write("a/b", [b"data"])
+    assert (names(store), read_object(store, "a/b")) == ([("a/b", 4)], b"data")
+
+
 def test_the_leftover_of_a_killed_writer_is_no_object(tmp_path):
     (tmp_path / ".a.host.7.tmp").write_text("half")
     assert names(LocalStore(tmp_path)) == []

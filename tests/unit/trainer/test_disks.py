@@ -173,6 +173,7 @@ def flip(path):
 def test_only_the_files_that_are_missing_or_damaged_come_from_the_store(fork_ranks, make_run, disks, tmp_path):
     undisturbed = make_run("undisturbed", **RUN)
     fork_ranks(run_rank, 2, undisturbed)
+    (tmp_path / "store").mkdir()
     place = RemoteCheckpoints(url=f"file://{tmp_path}/store")
     folder = make_run(disks=tuple(map(str, disks)), remote=place, **RUN)
     fork_ranks(run_rank, 2, folder, None, 8)
@@ -219,6 +220,7 @@ def test_a_node_reads_only_the_files_that_its_ranks_need(fork_ranks, make_run, t
     shape = RUN | {"dp_shard": 4}
     undisturbed = make_run("undisturbed", **shape)
     fork_ranks(run_rank, 4, undisturbed)
+    (tmp_path / "store").mkdir()
     place = RemoteCheckpoints(url=f"file://{tmp_path}/store")
     folder = make_run(disks=(f"{tmp_path}/node{{node}}",), remote=place, **shape)
     fork_ranks(on_nodes, 4, folder, None, 8)

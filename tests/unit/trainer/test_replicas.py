@@ -172,6 +172,7 @@ def test_a_lost_node_is_replaced_from_the_memory_of_another_without_a_checkpoint
 
 def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run, nodes, reference, tmp_path):
     """Also if the checkpoint of the snapshot was never published: there is nothing to upload then."""
+    (tmp_path / "store").mkdir()
     place = RemoteCheckpoints(url=f"file://{tmp_path}/store")
     cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, remote=place, **CHANGES)
     fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED, SAVED + 1)

@@ -23,6 +23,7 @@ def stored(folder, kind=events.CHECKPOINT_STORED):
 
 
 def test_a_run_whose_disk_is_lost_continues_from_the_store_bit_for_bit(fork_ranks, make_run, tmp_path):
+    (tmp_path / "store").mkdir()
     place = RemoteCheckpoints(url=f"file://{tmp_path}/store", keep=1)
     undisturbed = make_run("undisturbed", mode="async", **RUN)
     fork_ranks(run_rank, 2, undisturbed)
@@ -55,6 +56,7 @@ def give_up(run):
 
 def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run, tmp_path):
     """Saves of the weights alone go to the store too, by their own number; training continues from a checkpoint."""
+    (tmp_path / "store").mkdir()
     rules = {"remote": RemoteCheckpoints(url=f"file://{tmp_path}/store"), "weights_every": "2 steps", "weights_keep": 1}
     folder = make_run(**rules, **RUN)
 
@@ -83,10 +85,12 @@ def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run
 def test_training_goes_on_without_the_store_and_its_uploader(fork_ranks, make_run, tmp_path):
     """After the start, a file is where the store was. Then the uploader is killed; the next checkpoint starts another
     one."""
+    (tmp_path / "store").mkdir()
     folder = make_run(remote=RemoteCheckpoints(url=f"file://{tmp_path}/store"), **RUN)
 
     def lose_place(run):
         if run.place.is_first:
+            (tmp_path / "store").rename(tmp_path / "aside")
             (tmp_path / "store").write_text("not a folder")
 
     def make_place(run):
@@ -96,6 +100,7 @@ def test_training_goes_on_without_the_store_and_its_uploader(fork_ranks, make_ru
                     run.log(**event)
             os.kill(run.uploader._process.pid, signal.SIGKILL)
             (tmp_path / "store").unlink()
+            (tmp_path / "aside").rename(tmp_path / "store")
 
     fork_ranks(run_rank, 2, folder, {1: lose_place, 6: make_place})
     assert stored(folder, events.CHECKPOINT_NOT_STORED) == [4]

@@ -25,6 +25,7 @@ from ingot.trainer.checkpoint.stored import StoredCheckpoints
 
 Order = tuple[bool, int]  # whether suspect, -step: a resume tries the smallest first, on the disk and in the store
 OnRefused = Callable[[int, IngotError], object]
+OnManifest = Callable[[CheckpointManifest], object]  # called before anything is fetched; what it raises ends the fetch
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class FetchedCheckpoints(StoredCheckpoints):
         name = self._tensor_name(manifest.step, file, entry.sha256)
         return self._receive(manifest.step, target, name, entry.sha256, entry.bytes)
 
-    def fetch(self, step: int, *, whole: bool = True) -> int:
+    def fetch(self, step: int, *, whole: bool = True, on_manifest: OnManifest = lambda manifest: None) -> int:
         """Make the local checkpoint of `step` from the store, and return the bytes received.
 
         A local checkpoint of this step is replaced. If the run has disks, the tensor files go to those of this node;
@@ -79,10 +80,11 @@ class FetchedCheckpoints(StoredCheckpoints):
         ResourceError if the local disk has no room, RunBusyError if another attempt has taken over the run; the local
         checkpoints are then as they were.
         """
-        if disks_of(self._folder.root):
-            name_run(self._folder)
         text = read_object(self.store, self._name(step, MANIFEST))
         manifest = parse_manifest(self._place(step), text)
+        on_manifest(manifest)
+        if disks_of(self._folder.root):
+            name_run(self._folder)
         folder = self._folder.checkpoint(step)
         places = Places(folder)
         temporary = folder.with_name(f"{SAVING}{folder.name}.fetched")
@@ -118,7 +120,11 @@ class FetchedCheckpoints(StoredCheckpoints):
             raise
         return received
 
-    def fetch_newest(self, on_refused: OnRefused = lambda step, error: None) -> Fetched | None:
+    def fetch_newest(
+        self,
+        on_refused: OnRefused = lambda step, error: None,
+        on_manifest: OnManifest = lambda manifest: None,
+    ) -> Fetched | None:
         """Fetch the stored checkpoint that a resume would take before every finished local one; None: there is none.
 
         on_refused: called with the step of a stored one that cannot be used, and why. Raises CheckpointError or
@@ -131,12 +137,18 @@ class FetchedCheckpoints(StoredCheckpoints):
             failures.append(error)
             on_refused(step, error)
 
-        fetched = self.fetch_before(min(map(place_in_order, local), default=None), (), refused)
+        fetched = self.fetch_before(min(map(place_in_order, local), default=None), (), refused, on_manifest)
         if fetched is None and failures and not local:
             raise failures[-1]
         return fetched
 
-    def fetch_before(self, limit: Order | None, seen: Collection[int], on_refused: OnRefused) -> Fetched | None:
+    def fetch_before(
+        self,
+        limit: Order | None,
+        seen: Collection[int],
+        on_refused: OnRefused,
+        on_manifest: OnManifest = lambda manifest: None,
+    ) -> Fetched | None:
         """Fetch the first sound checkpoint that a resume would take before `limit`; None: before nothing else.
 
         Those of the steps `seen`, and those that were refused before, are left out. Returns None if none is left.
@@ -144,7 +156,7 @@ class FetchedCheckpoints(StoredCheckpoints):
         for step in self._steps_before(limit):
             if step in seen or step in self._refused:
                 continue
-            if fetched := self._fetch_sound(step, on_refused):
+            if fetched := self._fetch_sound(step, on_refused, on_manifest):
                 return fetched
         return None
 
@@ -152,10 +164,13 @@ class FetchedCheckpoints(StoredCheckpoints):
         """Fetch the stored checkpoint of `step` in place of a damaged local one; None if the store has no sound one."""
         return self._fetch_sound(step, on_refused) if step in self.steps() and step not in self._refused else None
 
-    def _fetch_sound(self, step: int, on_refused: OnRefused) -> Fetched | None:
+    def _fetch_sound(
+        self, step: int, on_refused: OnRefused, on_manifest: OnManifest = lambda manifest: None
+    ) -> Fetched | None:
         began = time.perf_counter()
         try:
-            return Fetched(step, self.fetch(step, whole=False), time.perf_counter() - began)
+            received = self.fetch(step, whole=False, on_manifest=on_manifest)
+            return Fetched(step, received, time.perf_counter() - began)
         except (CheckpointError, NotStored) as error:  # a listing may show what was removed
             self._refused.add(step)
             on_refused(step, error)

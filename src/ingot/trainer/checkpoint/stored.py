@@ -157,6 +157,11 @@ class StoredCheckpoints:
     def _place(self, step: int) -> str:
         return f"{self.url}/{self._name(step, MANIFEST)}".rpartition("/")[0]
 
+    def stored_at(self, step: int) -> float:
+        """Return the time of the last write to a stored checkpoint, in Unix seconds as the store counts; 0 if a listing
+        does not show it."""
+        return max((one.modified for one in self._listed().get(step, ())), default=0.0)
+
     def manifest(self, step: int) -> CheckpointManifest:
         """Return the manifest of a stored checkpoint. Raises CheckpointError if it is damaged."""
         return parse_manifest(self._place(step), read_object(self.store, self._name(step, MANIFEST)))

@@ -9,7 +9,7 @@ from ingot.errors import CheckpointError, ConfigError, IngotError
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import NotStored, StoreUnreachable
-from ingot.trainer.checkpoint.fetch import Fetched, place_in_order
+from ingot.trainer.checkpoint.fetch import Fetched, OnManifest, place_in_order
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
@@ -17,28 +17,34 @@ from ingot.units import format_bytes, format_seconds
 
 
 def fetch_newest(
-    folder: RunFolder, tier: RemoteTier | None, log: Callable[..., None], say: Callable[[str], None]
-) -> None:
-    """Fetch the newest checkpoint from the store, if the local disk has none that is as new, and report it.
+    folder: RunFolder,
+    tier: RemoteTier | None,
+    log: Callable[..., None],
+    say: Callable[[str], None],
+    on_manifest: OnManifest = lambda manifest: None,
+) -> Fetched | None:
+    """Fetch the newest checkpoint from the store, if the local disk has none that is as new, report and return it.
 
+    on_manifest: raises an error if the checkpoint with this manifest, which would be fetched, is not of this run.
     A store that does not answer is a warning if the run has a local checkpoint. Without one the error is raised: the
     run could have steps in the store, which training from step 0 would repeat.
     """
     if tier is None:
-        return
+        return None
     try:
-        fetched = tier.fetch_newest(partial(_report_refused, tier, log, say))
+        fetched = tier.fetch_newest(partial(_report_refused, tier, log, say), on_manifest)
     except StoreUnreachable as error:
         if not candidate_folders(folder.checkpoints):
             raise
         say(f"WARNING   {error.found}; the run continues from its local checkpoints")
-        return
+        return None
     except (CheckpointError, NotStored) as error:  # neither tier has a sound one
         with contextlib.suppress(IngotError):  # a store that no longer answers must not hide the first error
             error.fix += _from_stored_weights(folder, tier)
         raise
     if fetched is not None:
         _report_fetched(tier, fetched, "the local disk has no checkpoint as new", log, say)
+    return fetched
 
 
 def _from_stored_weights(folder: RunFolder, tier: RemoteTier) -> str:

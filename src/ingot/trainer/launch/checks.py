@@ -5,6 +5,7 @@ Without these checks, the same errors would appear minutes later, on every rank.
 
 import difflib
 import importlib.util
+import time
 from collections.abc import Callable, Collection
 from pathlib import Path
 
@@ -22,10 +23,13 @@ from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.update import mean_moments
 from ingot.trainer.checkpoint.accepted import changes_since, record_for
+from ingot.trainer.checkpoint.fence import newest_epoch
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, read_manifest, verify_checkpoint
 from ingot.trainer.checkpoint.places import own_disks, require_disks
+from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
+from ingot.trainer.lease import RunLease
 from ingot.trainer.mesh.environment import environment_number
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
@@ -42,8 +46,57 @@ def require_same_experiment(
     ones.
     """
     newest = _newest_manifest(folder)
-    changes = changes_since(newest, config.settings(), data_fingerprint) if newest else []
-    if newest is None or not changes:
+    return _require_same(folder, newest, config, data_fingerprint, accepted) if newest else []
+
+
+def require_same_in_store(
+    folder: RunFolder,
+    tier: RemoteTier,
+    lease: RunLease,
+    stored: CheckpointManifest,
+    config: RunConfig,
+    accepted: Collection[str],
+) -> None:
+    """Compare a checkpoint in the store, which the run would continue from, with the run. Nothing was fetched yet.
+
+    stored: its manifest. Raises as `require_same_experiment`, ConfigError also if the run folder belongs to another run
+    than the store; each error names what the store holds, and the way to another place.
+    """
+    tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
+    try:
+        lease.require_same_run()
+        _require_same(folder, stored, config, tokens.fingerprint(), accepted)
+    except (ConfigError, ConfirmationNeeded) as error:
+        step, url = stored.step, tier.url
+        error.found = f"{url} holds {run_in_store(tier, stored)}:\n{error.found}"
+        can_continue = isinstance(error, ConfirmationNeeded) or error.facts.get("keys") == [BIAS_RATE]
+        same = f"if it is this run, {error.fix.partition(', or ')[0]}; " if can_continue else ""
+        error.fix = (
+            f"{same}for a run of its own, another place: --set checkpoint.remote.url=NEW_PLACE; to begin there from "
+            f"these weights, copy {url}/run.toml into a new folder F, ingot ckpt fetch F --step {step}, and set init = "
+            f"F/checkpoints/{folder.checkpoint(step).name}"
+        )
+        error.facts |= {"store": url, "step": step}
+        raise
+
+
+def run_in_store(tier: RemoteTier, stored: CheckpointManifest) -> str:
+    """Describe a checkpoint in a store: its step, its run and when it was written. stored: its manifest."""
+    holder = newest_epoch(tier.store)
+    number = f" (id {holder.run[:8]})" if holder and holder.run else ""
+    written = time.strftime("%Y-%m-%d %H:%M", time.localtime(tier.stored_at(stored.step)))
+    return f"step {stored.step} of the run {stored.settings.get('name', 'without a name')!r}{number}, stored {written}"
+
+
+def _require_same(
+    folder: RunFolder,
+    newest: CheckpointManifest,
+    config: RunConfig,
+    data_fingerprint: str,
+    accepted: Collection[str],
+) -> list[SettingChange]:
+    changes = changes_since(newest, config.settings(), data_fingerprint)
+    if not changes:
         return []
     _require_same_model(changes, newest.step)
     unconfirmed = [c for c in changes if not c.kind.is_free and c.key not in accepted]

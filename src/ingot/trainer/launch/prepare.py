@@ -14,6 +14,7 @@ from ingot.errors import EXIT_OK, EXIT_PREEMPTED, ConfigError, ConfirmationNeede
 from ingot.events import EventLog, read_events
 from ingot.schema import events
 from ingot.schema.changes import SettingChange
+from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
@@ -24,7 +25,7 @@ from ingot.theory.rules import load_run, recorded_run
 from ingot.toml import toml_value
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders, newest_step
-from ingot.trainer.checkpoint.remote import open_tier
+from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.tiers import fetch_newest, require_empty
 from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
@@ -36,7 +37,9 @@ from ingot.trainer.launch.checks import (
     preflight,
     record_accepted,
     require_same_experiment,
+    require_same_in_store,
     require_settings,
+    run_in_store,
 )
 from ingot.trainer.launch.supervise import JobResult
 from ingot.trainer.lease import RunLease
@@ -100,7 +103,7 @@ class RunRequest:
             if moved:
                 say(f"archived  the old run is now in {moved}")
             plan = moved / folder.plan.name if moved and self.path.parent == folder.root else plan
-        fetch_newest(folder, tier, self._log, say)
+        self._fetch(tier, lease, say)
         require_checkpoints(folder)  # before leftovers are removed: they may be all that is left
         remove_leftovers(folder)
         tokens = preflight(folder, self.written, say)
@@ -135,6 +138,21 @@ class RunRequest:
             for key, value in to_dict(self.written.launch).items()
             if value != default[key] and f"launch.{key}" not in given
         ]
+
+    def _fetch(self, tier: RemoteTier | None, lease: RunLease, say: Callable[[str], None]) -> None:
+        """Fetch a newer checkpoint from the store, unless it is of another run: then nothing comes into the folder."""
+        folder, described = self.folder, ""
+
+        def compare(stored: CheckpointManifest) -> None:
+            nonlocal described
+            assert tier is not None
+            require_same_in_store(folder, tier, lease, stored, self.config, self.accept)
+            described = run_in_store(tier, stored)
+
+        is_new = not folder.events.exists()
+        if fetch_newest(folder, tier, self._log, say, compare) and is_new:
+            assert tier is not None
+            say(f"store     the folder is new; continue after {described}, from {tier.url}")
 
     def _log(self, kind: str, **facts) -> None:
         with contextlib.closing(EventLog(self.folder.events)) as log:

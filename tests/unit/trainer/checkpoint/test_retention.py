@@ -165,6 +165,7 @@ class Silent(MemoryStore):
 
 @pytest.fixture
 def rules(folder, tmp_path, monkeypatch):
+    (tmp_path / "s").mkdir()
     remote = RemoteCheckpoints(url=f"file://{tmp_path}/s", keep=2)
     run = SimpleNamespace(checkpoint=Checkpoint(keep=1, remote=remote), launch=Launch())
     monkeypatch.setattr(stored, "recorded_run", lambda path: run)

@@ -5,12 +5,16 @@ from pathlib import Path
 import pytest
 from tests import checkpoints
 
+import ingot.trainer.launch.train as launch_train
 from ingot.config import to_dict
+from ingot.events import EventLog
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.storage import write_json
 from ingot.theory.rules import load_run
+from ingot.trainer.launch.supervise import JobResult
+from ingot.trainer.resilience.lock import is_locked
 
 RUN_FILE = """name = "demo"
 [model]
@@ -69,3 +73,19 @@ def config(run_file) -> RunConfig:
 @pytest.fixture
 def folder(tmp_path) -> RunFolder:
     return RunFolder(tmp_path / "runs" / "demo")
+
+
+@pytest.fixture
+def jobs(monkeypatch):
+    """Catch what would be started."""
+    started = []
+
+    def supervise(folder, running, launch, **options):
+        assert is_locked(folder.lock)
+        started.append(running.job)
+        running.close()
+        EventLog(folder.events).write("run_started", from_step=0)
+        return JobResult(exit_code=0, step=100, saved_step=100, restarts=0, seconds=1.0, run=folder.root)
+
+    monkeypatch.setattr(launch_train, "supervise", supervise)
+    return started

@@ -26,6 +26,7 @@ from .conftest import RUN_FILE
 def run(folder, tmp_path):
     """Two checkpoints on both tiers, and the weights of the second one."""
     folder.root.mkdir(parents=True)
+    (tmp_path / "store").mkdir()
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
     for step in (10, 20):
         write_checkpoint(folder, step)

@@ -27,6 +27,7 @@ ELSEWHERE = "another-boot pid:[1] 7 7"  # a process of which nobody here knows w
 def run(folder, tmp_path):
     """A run with a store, whose first attempt saved the steps 10 and 20 and uploaded both."""
     folder.root.mkdir(parents=True)
+    (tmp_path / "store").mkdir()
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
     tier = open_run(folder.root)[1]
     with RunLease(folder, tier, 60.0) as lease:

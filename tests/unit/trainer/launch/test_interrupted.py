@@ -47,6 +47,7 @@ def run(folder, tmp_path):
 
 def set_rate(folder, tmp_path, bytes_per_second: int) -> None:
     store = f'[checkpoint.remote]\nurl = "file://{tmp_path}/store"\nbytes_per_second = {bytes_per_second}\n'
+    (tmp_path / "store").mkdir(exist_ok=True)
     write_atomic(folder.config, RUN_FILE + store)
 
 

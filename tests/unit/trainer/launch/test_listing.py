@@ -30,6 +30,7 @@ from .conftest import RUN_FILE
 def run(folder, tmp_path):
     """Steps 10 and 20 are on both tiers, 30 on the disk alone, with its weights."""
     folder.root.mkdir(parents=True)
+    (tmp_path / "store").mkdir()
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
     for step in (10, 20, 30):
         write_checkpoint(folder, step, {"train.seq_len": 100}, layout={"dp_shard": 2, "tp": 2})

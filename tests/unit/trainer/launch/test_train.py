@@ -14,26 +14,9 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import shutil as storage_shutil
 from ingot.theory.rules import load_run
-from ingot.trainer.launch.supervise import JobResult
 from ingot.trainer.resilience.lock import RunLock, is_locked
 
 from .conftest import write_checkpoint, write_token_manifest
-
-
-@pytest.fixture
-def jobs(monkeypatch):
-    """Catch what would be started."""
-    started = []
-
-    def supervise(folder, running, launch, **options):
-        assert is_locked(folder.lock)
-        started.append(running.job)
-        running.close()
-        EventLog(folder.events).write("run_started", from_step=0)
-        return JobResult(exit_code=0, step=100, saved_step=100, restarts=0, seconds=1.0, run=folder.root)
-
-    monkeypatch.setattr(launch_train, "supervise", supervise)
-    return started
 
 
 def test_a_run_lives_in_runs_name_beside_its_file(run_file, jobs, tmp_path):

@@ -1,0 +1,78 @@
+"""The start of a run whose store holds checkpoints: of this run, after its machine was lost, or of another one."""
+
+import shutil
+
+import pytest
+from tests.expect import named, refused
+
+import ingot.trainer.launch.train as launch_train
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import read_token_manifest
+from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.fence import newest_local_epoch
+from ingot.trainer.checkpoint.manifest import candidate_folders
+from ingot.trainer.launch.stored import push_checkpoint
+
+from .conftest import write_checkpoint
+
+
+@pytest.fixture
+def place(tmp_path):
+    """The setting of a store without checkpoints."""
+    (tmp_path / "store").mkdir()
+    return f"checkpoint.remote.url=file://{tmp_path}/store"
+
+
+@pytest.fixture
+def stored(run_file, place, jobs, tmp_path):
+    """A run that trained, with step 40 in the store; its machine is lost. Returns the id of the run."""
+    folder = RunFolder(launch_train.train(run_file, tmp_path / "lost", overrides=[place]).run)
+    config = load_run(folder.config)
+    write_checkpoint(folder, 40, config, read_token_manifest(tmp_path / "tokens").fingerprint())
+    push_checkpoint(folder.root, 40)
+    run = newest_local_epoch(folder.root).run
+    shutil.rmtree(folder.root)
+    jobs.clear()
+    return run
+
+
+def test_a_new_folder_continues_the_run_of_the_store_and_says_so(run_file, place, stored, jobs, folder):
+    lines = []
+    launch_train.train(run_file, overrides=[place], say=lines.append)
+    assert candidate_folders(folder.checkpoints) == [folder.checkpoint(40)] and jobs
+    (line,) = (line for line in lines if line.startswith("store "))
+    assert named([line], "the folder is new", "step 40", "'demo'", stored[:8], place.partition("=")[2])
+    lines.clear()
+    launch_train.train(run_file, overrides=[place], say=lines.append)
+    assert not [line for line in lines if line.startswith("store ")]
+
+
+@pytest.mark.parametrize(
+    ("setting", "code"), [("optim.lr=0.5", "E-RUN-CHANGED"), ("model.d_ffn=128", "E-RUN-OTHER-MODEL")]
+)
+def test_nothing_of_another_run_comes_into_the_folder(run_file, place, stored, jobs, folder, setting, code):
+    url, key = place.partition("=")[2], setting.partition("=")[0]
+    for _ in range(2):  # what the first refusal advises is still there for the second
+        with refused(code, store=url, step=40, keys=[key]) as caught:
+            launch_train.train(run_file, overrides=[place, setting])
+        assert list(folder.root.iterdir()) == [folder.lock] and not jobs
+    assert named([caught.value.found], url, "step 40", "'demo'", stored[:8])
+    assert named([caught.value.fix], "--set checkpoint.remote.url=NEW_PLACE", f"{url}/run.toml", "init")
+    if code == "E-RUN-CHANGED":
+        launch_train.train(run_file, overrides=[place, setting], accept=[key])
+        assert candidate_folders(folder.checkpoints) == [folder.checkpoint(40)] and jobs
+
+
+def test_a_folder_and_a_store_of_two_runs_are_not_mixed(run_file, place, stored, jobs, folder):
+    launch_train.train(run_file)
+    jobs.clear()
+    for _ in range(2):
+        with refused("E-LEASE-OTHER-RUN", store=place.partition("=")[2]):
+            launch_train.train(run_file, overrides=[place])
+        assert candidate_folders(folder.checkpoints) == [] and not jobs
+
+
+def test_a_store_whose_disk_is_not_mounted_stops_the_start(run_file, jobs, folder, tmp_path):
+    with refused("E-STORE-NO-FOLDER", path=str(tmp_path / "disk/store")):
+        launch_train.train(run_file, overrides=[f"checkpoint.remote.url=file://{tmp_path}/disk/store"])
+    assert not (tmp_path / "disk").exists() and list(folder.root.iterdir()) == [folder.lock] and not jobs
