@@ -6,6 +6,7 @@ _COMPARE = "tests/unit/trainer/checkpoint/test_compare.py"
 _DEEP = "tests/unit/trainer/launch/test_deep.py"
 _GARBAGE = "tests/unit/trainer/launch/test_garbage.py"
 _INTERRUPTED = "tests/unit/trainer/launch/test_interrupted.py"
+_TIERS = "tests/unit/trainer/launch/test_both_tiers.py"
 _LISTING = "tests/unit/trainer/launch/test_listing.py"
 
 MUTANTS: list[Mutant] = [
@@ -160,5 +161,53 @@ MUTANTS: list[Mutant] = [
         before="not bool(tensor.isfinite().all())]",
         after="bool(tensor.isinf().any())]",
         tests=(f"{_DEEP}::test_values_that_are_not_finite_are_named_by_parameter",),
+    ),
+    Mutant(
+        name="lost-files-are-elsewhere",
+        what="files that this machine wrote and lacks count as those of another one",
+        file="trainer/checkpoint/absent.py",
+        before="if host == here),",
+        after="if host == here and False),",
+        tests=(f"{_TIERS}::test_files_that_this_machine_wrote_and_lacks_are_lost",),
+    ),
+    Mutant(
+        name="moved-ranks-wrote-everything",
+        what="who wrote the files of a checkpoint is taken from a later start of its ranks",
+        file="trainer/checkpoint/absent.py",
+        before="dict(hosts) if shared else hosts, False",
+        after="hosts, False",
+        tests=(f"{_TIERS}::test_files_of_other_machines_are_not_checked_here",),
+    ),
+    Mutant(
+        name="resumes-from-lost-files",
+        what="ingot ckpt ls and verify mark a checkpoint that lacks files as the one from which training resumes",
+        file="trainer/launch/both_tiers.py",
+        before="one for one in local if one.step not in lost",
+        after="one for one in local",
+        tests=(f"{_TIERS}::test_files_that_this_machine_wrote_and_lacks_are_lost",),
+    ),
+    Mutant(
+        name="store-does-not-count",
+        what="verify finds the checkpoint from which training resumes on the disk alone",
+        file="trainer/launch/both_tiers.py",
+        before="for one in store.saves[FULL] if one.step in sound]",
+        after="for one in store.saves[FULL] if False]",
+        tests=(f"{_TIERS}::test_training_resumes_from_the_store_if_that_is_newer",),
+    ),
+    Mutant(
+        name="damaged-copy-named",
+        what="a copy in the store that lacks a file is named as the way out",
+        file="trainer/launch/both_tiers.py",
+        before="if one.whole and not one.damage and not one.late]",
+        after="if one.whole]",
+        tests=(f"{_TIERS}::test_a_damaged_copy_is_not_named",),
+    ),
+    Mutant(
+        name="copy-unnamed",
+        what="the error of a damaged checkpoint does not name the copy in the store",
+        file="cli/main.py",
+        before="        name_copy(error)\n",
+        after="        pass\n",
+        tests=(f"{_TIERS}::test_a_damaged_checkpoint_has_its_copy_in_the_store_named",),
     ),
 ]

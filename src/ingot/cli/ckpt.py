@@ -104,6 +104,12 @@ def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
         header=("step", "when", "size", "loads" if args.deep else "verified", "note"),
         right=(0, 2),
     )
+    if unchecked := sum(c.unchecked for c in inspected.checkpoints):
+        terminal.say(f"unchecked {unchecked} tensor files that are not on this machine")
+    if inspected.store_problem:
+        terminal.say(f"store     not listed: {inspected.store_problem}")
+    if inspected.resumes_elsewhere:
+        terminal.say(f"store     training resumes from step {inspected.resumes_at:,}, which {inspected.store} has")
     terminal.result(inspected.as_dict())
     return inspected.exit_code
 

@@ -76,7 +76,9 @@ def _mark(copy: "TierCopy") -> str:
 
     if copy.late:
         return "late"
-    return "half upload" if copy.damage == NOT_ENDED else "DAMAGED" if copy.damage else ""
+    if copy.damage:
+        return "half upload" if copy.damage == NOT_ENDED else "DAMAGED"
+    return "FILES LOST" if copy.lost else "in part" if copy.absent else ""
 
 
 def _details(listing: "Listing") -> list[str]:
@@ -87,10 +89,14 @@ def _details(listing: "Listing") -> list[str]:
         for place, copy in (("disk", save.disk), ("store", save.store)):
             if copy and copy.damage:
                 lines.append(f"{_mark(copy).split()[0].lower():<9} {what}, {place}: {copy.damage}")
+            elif copy and copy.absent:
+                lines.append(f"absent    {what}: {copy.absent}")
         if save.suspect:
             lines.append(f"suspect   {what}: {save.suspect}")
     if problem := listing.store_problem:
         lines.append(f"store     not listed: {problem.found}")
+        lines += [f"fix       {problem.fix}"] if problem.fix else []
     elif listing.store:
-        lines.append(f"store     {listing.store}")
+        empty = "" if any(save.store for save in listing.saves) else ", which holds no checkpoint"
+        lines.append(f"store     {listing.store}{empty}")
     return lines

@@ -15,7 +15,7 @@ from typing import ClassVar
 
 from ingot import __version__
 from ingot.cli.terminal import Terminal
-from ingot.errors import EXIT_OK, PARTS, IngotError, Preempted, ResourceError, UsageError, missing_part
+from ingot.errors import EXIT_OK, PARTS, CheckpointError, IngotError, Preempted, ResourceError, UsageError, missing_part
 from ingot.value_names import not_text
 
 VERBS = {
@@ -221,6 +221,10 @@ def _failed(error: IngotError, terminal: Terminal, verbose: bool) -> int:
         import traceback
 
         traceback.print_exc()
+    if isinstance(error, CheckpointError):
+        from ingot.trainer.launch.both_tiers import name_copy
+
+        name_copy(error)
     terminal.error(error)
     return error.exit_code
 

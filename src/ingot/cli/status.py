@@ -68,6 +68,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"store  the last upload failed: {status.unstored_reason}")
     if status.unused_step is not None:
         follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
+        if (status.stored_step or 0) > (status.checkpoint_step or 0):
+            fetch = f"ingot ckpt fetch {args.run} --step {status.stored_step}"
+            follows = f"training resumes from step {status.stored_step:,}, which the store has ({fetch})"
         terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
     if status.failed_step is not None:
         terminal.say(f"failed the save of step {status.failed_step:,}: {status.failed_reason}")

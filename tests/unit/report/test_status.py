@@ -121,7 +121,12 @@ def test_a_checkpoint_that_cannot_be_used_is_not_shown_as_saved(folder, how, cap
     assert (status.checkpoint_step, status.unused_step) == (4, 8) and how in status.unused_reason
     assert main(["status", str(folder.root)]) == 0
     saved, unused = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("saved", "unused"))]
-    assert "step 4," in saved and "step 8" in unused and how in unused
+    assert "step 4," in saved and "step 8" in unused and how in unused and "resumes from step 4" in unused
+    log.write(events.CHECKPOINT_STORED, step=8, store="s3://bucket/run")
+    main(["status", str(folder.root)])
+    assert (
+        f"resumes from step 8, which the store has (ingot ckpt fetch {folder.root} --step 8)" in capsys.readouterr().out
+    )
     log.write(events.CHECKPOINT, step=8)
     write_checkpoint(folder, 8)
     assert read_status(folder.root).unused_step is None

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 
 import pytest
 import torch.distributed as dist
@@ -118,13 +119,19 @@ def test_the_number_of_the_node_is_part_of_the_name_of_a_disk(monkeypatch):
 
 
 def test_files_of_other_nodes_are_named_and_are_no_damage(fork_ranks, make_run, disks, monkeypatch):
+    """Files that this machine wrote are lost, or their disk is not mounted."""
     folder = make_run(disks=tuple(map(str, disks)), **RUN)
     fork_ranks(run_rank, 2, folder, None, 4)
     shutil.move(disks[1], disks[1].with_name("elsewhere"))
-    for hash_files in (False, True):
-        (row,) = inspect_checkpoints(folder.root, hash_files=hash_files).checkpoints
-        assert row.state == "yes"
-        assert "1 of 2 files" in row.note and file_of(1) in row.note
+    inspected = inspect_checkpoints(folder.root, hash_files=True)
+    (row,) = inspected.checkpoints
+    assert (row.state, row.unchecked, inspected.exit_code) == ("NO", 1, 21)
+    assert "1 of 2 tensor files are not on this machine" in row.note and f"{disks[1]}" in row.note
+    monkeypatch.setattr(socket, "gethostname", lambda: "login")
+    inspected = inspect_checkpoints(folder.root, hash_files=True)
+    (row,) = inspected.checkpoints
+    assert (row.state, row.unchecked, inspected.exit_code) == ("part", 1, 0)
+    assert "1 of 2 tensor files" in row.note and file_of(1) in row.note
     (here,) = disks[0].glob("*/step-*/rank*")
     data = bytearray(here.read_bytes())
     data[-1] ^= 1

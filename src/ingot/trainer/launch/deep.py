@@ -18,11 +18,11 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.load import load_checkpoint, load_model, restore_random
-from ingot.trainer.checkpoint.manifest import read_manifest
+from ingot.trainer.checkpoint.manifest import ListedCheckpoint, read_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.state import MODEL
 from ingot.trainer.launch.here import own_process
-from ingot.trainer.launch.inspect import RESUMES_HERE, Inspected, InspectedCheckpoint, inspect_checkpoints
+from ingot.trainer.launch.inspect import Inspected, inspect_checkpoints
 from ingot.trainer.mesh.start import start
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel.apply import COMPUTE
@@ -46,17 +46,15 @@ def inspect_deep(path: Path, meter: Meter = SILENT) -> Inspected:
     folder = _run_of(path)
     config = load_run(folder.config, same_code=True)
     config = replace(config, parallel=Parallel(), train=replace(config.train, device="cpu", compile="off"))
-    inspected = inspect_checkpoints(path, hash_files=True, meter=meter)
-    sound = [row for row in inspected.checkpoints if row.state == "yes"]
-    _require_memory([read_manifest(Path(row.path)) for row in sound])
-    meter.begin("loading", sum(row.bytes for row in sound))
-    problems = {}
-    with own_process({}, alone=True):
-        start("cpu", config.launch.timeout_seconds)
-        for row, problem in _loaded(config, folder, sound, meter):
-            problems[row.path] = problem
-    rows = [_judged(row, problems.get(row.path, "")) for row in inspected.checkpoints]
-    return Inspected(tuple(_with_resume_point(rows)))
+
+    def load(saves: list[ListedCheckpoint]) -> dict[Path, str]:
+        _require_memory([save.manifest for save in saves if save.manifest])
+        meter.begin("loading", sum(save.bytes for save in saves))
+        with own_process({}, alone=True):
+            start("cpu", config.launch.timeout_seconds)
+            return dict(_loaded(config, folder, saves, meter))
+
+    return inspect_checkpoints(path, hash_files=True, meter=meter, load=load)
 
 
 def _run_of(path: Path) -> RunFolder:
@@ -92,20 +90,20 @@ def _require_memory(manifests: list[CheckpointManifest]) -> None:
 
 
 def _loaded(
-    config: RunConfig, folder: RunFolder, rows: list[InspectedCheckpoint], meter: Meter
-) -> Iterator[tuple[InspectedCheckpoint, str]]:
-    """Load each save, and yield it with the reason why it would be refused, "" if it would not."""
+    config: RunConfig, folder: RunFolder, saves: list[ListedCheckpoint], meter: Meter
+) -> Iterator[tuple[Path, str]]:
+    """Load each save, and yield its path with the reason why it would be refused, "" if it would not."""
     parts: StepParts | None = None
-    for row in rows:
+    for save in saves:
         try:
-            if row.kind == WEIGHTS:
-                problem = _load_weights(config, Path(row.path), row.bytes, meter)
+            if save.manifest and save.manifest.kind == WEIGHTS:
+                problem = _load_weights(config, save.path, save.bytes, meter)
             else:
                 parts = parts or build_parts(config, _CPU, folder.config.parent, first_values=False)
-                problem = _load_full(parts, Path(row.path), meter)
+                problem = _load_full(parts, save.path, meter)
         except (CheckpointError, RunFailed) as error:
             problem = error.found.partition(": ")[2] or error.found
-        yield row, problem
+        yield save.path, problem
 
 
 def _load_weights(config: RunConfig, path: Path, size: int, meter: Meter) -> str:
@@ -132,16 +130,3 @@ def _not_finite(tensors: Iterator[tuple[str, torch.Tensor]]) -> str:
         return ""
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
     return f"NaN or infinity in {', '.join(names[:_NAMED])}{more}"
-
-
-def _judged(row: InspectedCheckpoint, problem: str) -> InspectedCheckpoint:
-    return replace(row, state="NO", note=problem) if problem else row
-
-
-def _with_resume_point(rows: list[InspectedCheckpoint]) -> list[InspectedCheckpoint]:
-    """Return the rows with the mark of the checkpoint from which training resumes, which may be another one now."""
-    if any(RESUMES_HERE in row.note for row in rows):
-        return rows
-    usable = [row for row in rows if row.state == "yes" and row.kind != WEIGHTS]
-    doubtless = [row for row in usable if not row.note] or usable
-    return [replace(row, note=f"{row.note}  {RESUMES_HERE}".strip()) if row in doubtless[-1:] else row for row in rows]

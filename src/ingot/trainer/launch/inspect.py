@@ -1,46 +1,51 @@
 """The checkpoints of a run as a table: which exist, which are damaged, and where training would resume. No torch."""
 
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from ingot.errors import EXIT_OK, CheckpointError, IngotError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.absent import AbsentFiles, absent_files
 from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
     ListedCheckpoint,
-    files_elsewhere,
     list_checkpoints,
     verify_here,
 )
 from ingot.trainer.checkpoint.meter import SILENT, Meter
-from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints
+from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.segments import ledger_beside
 from ingot.trainer.checkpoint.vanished import require_checkpoints
+from ingot.trainer.launch.both_tiers import StoreListing, copy_command, list_store, resume_step
 from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
 WEIGHTS_ALONE = "the weights alone: for evaluation and export, training cannot continue from them"
-_NAMED = 3  # files in a note
 A_COPY = "a copy outside a run: only its own files are checked, not the ledger of its run"
 
 
 @dataclass(frozen=True, kw_only=True)
 class InspectedCheckpoint:
-    """A row of the table. saved_at: Unix seconds. state: "yes" if undamaged, otherwise "NO".
+    """A row of the table. saved_at: Unix seconds. state: "yes" if undamaged; "part" if the files on this machine are,
+    and others are on disks of other nodes; otherwise "NO".
 
-    kind: "full", or "weights" for a save of the weights alone. note: the damage; otherwise WEIGHTS_ALONE, or why the
-    weights are suspect, and RESUMES_HERE where training resumes; or A_COPY.
+    kind: "full", or "weights" for a save of the weights alone. note: the damage, or which files are not on this
+    machine, and the command that fetches a copy from the store; otherwise WEIGHTS_ALONE, or why the weights are
+    suspect, and RESUMES_HERE where training resumes; or A_COPY. unchecked: the number of files that are not on this
+    machine.
     """
 
     step: int
-    kind: str
+    kind: SaveKind
     path: str
     saved_at: float
     bytes: int
     state: str
     note: str
+    unchecked: int = 0
 
     @property
     def size(self) -> str:
@@ -49,31 +54,50 @@ class InspectedCheckpoint:
 
 @dataclass(frozen=True)
 class Inspected:
-    """The checkpoints, newest last. exit_code: 0, or 21 if a checkpoint is damaged."""
+    """The checkpoints, newest last. store: the address of the store of the run, "" if it has none. store_problem: why
+    it was not listed, "" if it was. resumes_at: the step from which training continues, on the disk or in the store;
+    0: from none of a run, or `checkpoints` are not all of a run.
+
+    exit_code: 0, or 21 if a checkpoint is damaged, or lacks files that this machine wrote.
+    """
 
     checkpoints: tuple[InspectedCheckpoint, ...]
+    store: str = ""
+    store_problem: str = ""
+    resumes_at: int = 0
 
     @property
     def exit_code(self) -> int:
-        return EXIT_OK if all(c.state == "yes" for c in self.checkpoints) else CheckpointError.exit_code
+        return CheckpointError.exit_code if any(c.state == "NO" for c in self.checkpoints) else EXIT_OK
+
+    @property
+    def resumes_elsewhere(self) -> bool:
+        """True if training continues from a checkpoint that is in the store alone."""
+        return bool(self.resumes_at) and not any(RESUMES_HERE in c.note for c in self.checkpoints)
 
     def as_dict(self) -> dict:
-        return {"checkpoints": [asdict(c) for c in self.checkpoints], "exit_code": self.exit_code}
+        return asdict(self) | {"exit_code": self.exit_code}
 
 
-def inspect_checkpoints(path: Path, *, hash_files: bool, meter: Meter = SILENT) -> Inspected:
+Load = Callable[[list[ListedCheckpoint]], Mapping[Path, str]]  # path of a save -> why training would refuse it
+
+
+def inspect_checkpoints(
+    path: Path, *, hash_files: bool, meter: Meter = SILENT, load: Load = lambda saves: {}
+) -> Inspected:
     """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte, which
-    `meter` counts.
+    `meter` counts. load: also load those that have no damage and are whole on this machine.
 
     Raises UsageError if `path` is neither of these, CheckpointError if the run has no checkpoint, or they vanished.
     """
     listed: list[ListedCheckpoint] = []
     weights: list[ListedCheckpoint] = []
+    folder, is_run = RunFolder(path), True
     if (path / MANIFEST).exists() or path.name.startswith("step-"):
+        folder, is_run = RunFolder(path.absolute().parent.parent), False
         found = [c for c in list_checkpoints(path.parent) if c.path == path]
         (weights if path.resolve().parent.name == WEIGHTS else listed).extend(found)
     else:
-        folder = RunFolder(path)
         listed = list_checkpoints(folder.checkpoints) if hash_files else judged_checkpoints(folder)
         weights = list_checkpoints(folder.weights.checkpoints)
     if not listed + weights:
@@ -84,10 +108,24 @@ def inspect_checkpoints(path: Path, *, hash_files: bool, meter: Meter = SILENT) 
             [c if c.damage else replace(c, damage=_hash_damage(c.path, meter)) for c in saves]
             for saves in (listed, weights)
         )
-    usable = first_usable(listed)
-    rows = [_inspected(c, FULL, _note(c, resumes=c is usable)) for c in listed]
-    rows += [_inspected(c, WEIGHTS, c.damage or WEIGHTS_ALONE) for c in weights]
-    return Inspected(tuple(sorted(rows, key=lambda row: row.step)))
+    absent = absent_files(folder, listed)
+    problems = load([c for c in [*(one for one in listed if one.step not in absent), *weights] if not c.damage])
+    listed, weights = (
+        [replace(c, damage=problems[c.path]) if problems.get(c.path) else c for c in saves]
+        for saves in (listed, weights)
+    )
+    store = list_store(folder, {FULL: listed, WEIGHTS: weights})
+    lost = [step for step, files in absent.items() if files.lost]
+    resumes = resume_step(listed, store, lost) if is_run else 0
+    rows = [_inspected(one, absent.get(one.step), resumes=one.step == resumes) for one in listed]
+    rows += [_inspected(one, None, kind=WEIGHTS) for one in weights]
+    rows = [_with_copy(row, store, folder.root) for row in rows]
+    return Inspected(
+        tuple(sorted(rows, key=lambda row: row.step)),
+        store=store.url,
+        store_problem=store.problem.found if store.problem else "",
+        resumes_at=resumes,
+    )
 
 
 def nothing_found(path: Path) -> IngotError:
@@ -108,21 +146,21 @@ def nothing_found(path: Path) -> IngotError:
     )
 
 
-def _note(listed: ListedCheckpoint, *, resumes: bool) -> str:
+def _note(listed: ListedCheckpoint, absent: AbsentFiles | None, *, resumes: bool) -> str:
     if listed.damage or not ledger_beside(listed.path):
         return listed.damage or A_COPY
     suspect = listed.suspect and f"weights are suspect: {listed.suspect}"
-    return "  ".join(part for part in (suspect, _elsewhere(listed), RESUMES_HERE if resumes else "") if part)
+    parts = (suspect, absent.text if absent else "", RESUMES_HERE if resumes else "")
+    return "  ".join(part for part in parts if part)
 
 
-def _elsewhere(listed: ListedCheckpoint) -> str:
-    """Return which files are on disks of other nodes, as far as this one can know; "" if none is."""
-    every = listed.manifest.files if listed.manifest else {}
-    absent = files_elsewhere(listed.path, listed.manifest) if listed.manifest else []
-    if not absent:
-        return ""
-    names = ", ".join(absent[:_NAMED]) + (", ..." if len(absent) > _NAMED else "")
-    return f"{len(absent)} of {len(every)} files are on no disk of this node, and unchecked: {names}"
+def _with_copy(row: InspectedCheckpoint, store: StoreListing, run: Path) -> InspectedCheckpoint:
+    """Return `row` with the copy in the store, if the save is not whole on this machine."""
+    copy = copy_command(store, run, row.step, row.kind) if row.state != "yes" else ""
+    if not copy:
+        return row
+    note = row.note.removesuffix(RESUMES_HERE).rstrip()
+    return replace(row, note=f"{note}; {copy}" + (f"  {RESUMES_HERE}" if RESUMES_HERE in row.note else ""))
 
 
 def _hash_damage(path: Path, meter: Meter) -> str:
@@ -134,14 +172,18 @@ def _hash_damage(path: Path, meter: Meter) -> str:
     return ""
 
 
-def _inspected(listed: ListedCheckpoint, kind: SaveKind, note: str) -> InspectedCheckpoint:
+def _inspected(
+    listed: ListedCheckpoint, absent: AbsentFiles | None, kind: SaveKind = FULL, *, resumes: bool = False
+) -> InspectedCheckpoint:
     manifest = listed.path / MANIFEST
+    lost = bool(absent and absent.lost)
     return InspectedCheckpoint(
         step=listed.step,
         kind=kind,
         path=str(listed.path),
         saved_at=(manifest if manifest.exists() else listed.path).stat().st_mtime,
         bytes=listed.bytes,
-        state="NO" if listed.damage else "yes",
-        note=note,
+        state="NO" if listed.damage or lost else "part" if absent else "yes",
+        note=listed.damage or WEIGHTS_ALONE if kind == WEIGHTS else _note(listed, absent, resumes=resumes),
+        unchecked=absent.number if absent else 0,
     )

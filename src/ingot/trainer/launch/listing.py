@@ -10,15 +10,16 @@ from pathlib import Path
 from ingot.errors import EXIT_OK, CheckpointError, IngotError
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, CheckpointManifest, SaveKind
+from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
-from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint import pins
+from ingot.trainer.checkpoint.absent import AbsentFiles, absent_files
 from ingot.trainer.checkpoint.fence import TOO_LATE
+from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints
-from ingot.trainer.checkpoint.remote import open_tier
-from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints
-from ingot.trainer.checkpoint.stored import StoredCheckpoint, StoredCheckpoints
+from ingot.trainer.checkpoint.resumable import judged_checkpoints
+from ingot.trainer.checkpoint.stored import StoredCheckpoint
+from ingot.trainer.launch.both_tiers import list_store, resume_step, suspicion
 from ingot.trainer.launch.inspect import nothing_found
 
 NOT_ENDED = "its upload has not ended"
@@ -33,6 +34,8 @@ class TierCopy:
     verified_by: the record of that: "events", the event that the run logs after a save was read back, a fetch or an
     upload was compared; without one "manifest", the time of the manifest, which is written after the same comparison.
     late: an attempt published it after another one had begun (checkpoint/fence.py). damage: why it cannot be used.
+    absent: which of its tensor files are not on this machine, and where they should be; "" if all are here, as they are
+    without `checkpoint.disks`. lost: how many of these this machine wrote itself.
     """
 
     bytes: int
@@ -40,6 +43,8 @@ class TierCopy:
     verified_by: str
     late: bool = False
     damage: str = ""
+    absent: str = ""
+    lost: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,9 +77,10 @@ class Listing:
 
     @property
     def exit_code(self) -> int:
-        """0, or 21 if a save is damaged or late on one of the tiers. An upload that has not ended is no damage."""
+        """0, or 21 if a save is damaged or late on one of the tiers, or files that this machine wrote are not there. An
+        upload that has not ended is no damage."""
         copies = [copy for save in self.saves for copy in (save.disk, save.store) if copy]
-        damaged = any(copy.damage not in ("", NOT_ENDED) for copy in copies)
+        damaged = any(copy.damage not in ("", NOT_ENDED) or copy.lost for copy in copies)
         return CheckpointError.exit_code if damaged else EXIT_OK
 
     def as_dict(self) -> dict:
@@ -94,37 +100,46 @@ def list_run(path: Path) -> Listing:
     Raises UsageError if `path` is not the folder of a run, CheckpointError if neither tier has a checkpoint.
     """
     folder = RunFolder(path)
-    listed, weights = judged_checkpoints(folder), list_checkpoints(folder.weights.checkpoints)
-    pinned, url, problem = pins.pinned_steps(folder), "", None
-    stored: dict[SaveKind, list[StoredCheckpoint]] = {FULL: [], WEIGHTS: []}
-    try:
-        tier = open_tier(folder, recorded_run(folder.config).checkpoint) if folder.config.is_file() else None
-        if tier:
-            url = tier.url
-            pinned |= tier.pins.pinned()
-            alone = StoredCheckpoints(folder.weights, tier.store)
-            stored = {FULL: tier.stored(_sound(listed)), WEIGHTS: alone.stored(_sound(weights))}
-    except IngotError as error:
-        problem = error
-    if not listed and not weights and not any(stored.values()):
-        raise problem or nothing_found(path)
+    local: dict[SaveKind, list[ListedCheckpoint]] = {
+        FULL: judged_checkpoints(folder),
+        WEIGHTS: list_checkpoints(folder.weights.checkpoints),
+    }
+    store = list_store(folder, local)
+    if not any(local.values()) and not any(store.saves.values()):
+        raise store.problem or _nothing_listed(path, store.url)
+    absent = absent_files(folder, local[FULL])
+    pinned = pins.pinned_steps(folder) | store.pinned
     times = _verified_times(folder)
-    resumes = _resume_step(listed, stored[FULL])
+    resumes = resume_step(local[FULL], store, [step for step, files in absent.items() if files.lost])
     saves = []
     for kind in KINDS:
-        local = listed if kind == FULL else weights
-        disk, there = {one.step: one for one in local}, {one.step: one for one in stored[kind]}
-        marked, here = (pinned, resumes) if kind == FULL else (set(), None)
+        disk, there = {one.step: one for one in local[kind]}, {one.step: one for one in store.saves[kind]}
+        marked, here, missing = (pinned, resumes, absent) if kind == FULL else (set(), None, {})
         saves += [
-            _save(step, kind, disk.get(step), there.get(step), times, pinned=step in marked, resumes=step == here)
+            _save(
+                kind,
+                disk.get(step),
+                there.get(step),
+                times,
+                absent=missing.get(step),
+                pinned=step in marked,
+                resumes=step == here,
+            )
             for step in disk.keys() | there.keys()
         ]
     saves.sort(key=lambda save: (save.step, save.kind))
-    return Listing(saves=tuple(saves), store=url, store_problem=problem)
+    return Listing(saves=tuple(saves), store=store.url, store_problem=store.problem)
 
 
-def _sound(listed: list[ListedCheckpoint]) -> dict[int, CheckpointManifest]:
-    return {one.step: one.manifest for one in listed if one.manifest and not one.damage}
+def _nothing_listed(path: Path, store: str) -> IngotError:
+    error = nothing_found(path)
+    if not store or error.code == "E-CKPT-VANISHED":
+        return error
+    error = no_checkpoint(path)
+    error.found = f"neither {path} nor its store {store} has a checkpoint"
+    error.fix += "; or correct checkpoint.remote.url, if the run has saved checkpoints to another place"
+    error.facts["store"] = store
+    return error
 
 
 _Times = Mapping[tuple[str, SaveKind, int], float]  # ("disk" or "store", kind, step) -> Unix seconds
@@ -142,24 +157,17 @@ def _verified_times(folder: RunFolder) -> _Times:
     return times
 
 
-def _resume_step(listed: list[ListedCheckpoint], stored: list[StoredCheckpoint]) -> int:
-    """Return the step from which the next start continues: over both tiers the newest, suspect ones last. 0: none."""
-    first = first_usable(listed)
-    found = [(bool(first.suspect), -first.step)] if first else []
-    found += [(bool(_suspect(s.manifest)), -s.step) for s in stored if s.whole and not s.damage and not s.late]
-    return -min(found, default=(False, 0))[1]
-
-
 def _save(
-    step: int,
     kind: SaveKind,
     disk: ListedCheckpoint | None,
     store: StoredCheckpoint | None,
     times: _Times,
     *,
+    absent: AbsentFiles | None,
     pinned: bool,
     resumes: bool,
 ) -> ListedSave:
+    step = next(one.step for one in (disk, store) if one)
     manifests = [one.manifest for one in (disk, store) if one and one.manifest]
     manifest = manifests[0] if manifests else None
     return ListedSave(
@@ -168,18 +176,14 @@ def _save(
         tokens=manifest.tokens if manifest else None,
         layout=dict(manifest.layout) if manifest else None,
         pinned=pinned,
-        suspect=disk.suspect if disk else _suspect(manifest),
+        suspect=disk.suspect if disk else suspicion(manifest),
         resumes_here=resumes,
-        disk=_on_disk(disk, times.get(("disk", kind, step))) if disk else None,
+        disk=_on_disk(disk, times.get(("disk", kind, step)), absent) if disk else None,
         store=_in_store(store, times.get(("store", kind, step))) if store else None,
     )
 
 
-def _suspect(manifest: CheckpointManifest | None) -> str:
-    return ListedCheckpoint(Path(), 0, manifest, "").suspect
-
-
-def _on_disk(listed: ListedCheckpoint, logged: float | None) -> TierCopy:
+def _on_disk(listed: ListedCheckpoint, logged: float | None, absent: AbsentFiles | None) -> TierCopy:
     manifest = listed.path / MANIFEST
     written = manifest.stat().st_mtime if manifest.exists() else None
     return TierCopy(
@@ -188,6 +192,8 @@ def _on_disk(listed: ListedCheckpoint, logged: float | None) -> TierCopy:
         verified_by="events" if logged is not None else "manifest" if written is not None else "",
         late=listed.damage == TOO_LATE,
         damage=listed.damage,
+        absent=absent.text if absent else "",
+        lost=len(absent.lost) if absent else 0,
     )
 
 

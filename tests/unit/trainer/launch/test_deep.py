@@ -127,16 +127,6 @@ def test_weights_alone_load_as_weights(run):
     assert found(run)[1] == ("NO", f"tensor {first.removeprefix('model.')}: the checkpoint lacks it")
 
 
-def test_training_resumes_from_the_newest_that_loads(run):
-    states = [("a", "yes", ""), ("b", "yes", "weights are suspect: x"), ("c", "NO", "y")]
-    rows = [
-        replace(inspect_checkpoints(run, hash_files=False).checkpoints[0], path=path, state=state, note=note)
-        for path, state, note in states
-    ]
-    assert [row.note for row in deep._with_resume_point(rows)] == [RESUMES_HERE, "weights are suspect: x", "y"]
-    assert deep._with_resume_point(rows[1:])[0].note == f"weights are suspect: x  {RESUMES_HERE}"
-
-
 def test_a_checkpoint_that_does_not_fit_is_not_loaded(run, monkeypatch):
     monkeypatch.setattr(deep, "read_machine", lambda: type("Machine", (), {"available_bytes": 1000}))
     with refused("E-CKPT-MEMORY", free_bytes=1000):

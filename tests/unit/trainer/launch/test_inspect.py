@@ -72,6 +72,16 @@ def test_saves_of_the_weights_are_listed_and_named(three, config):
     assert (row.kind, row.note) == ("weights", WEIGHTS_ALONE)
 
 
+def test_training_resumes_from_the_newest_that_loads(three):
+    def load(saves):
+        assert [save.step for save in saves] == [20, 10]
+        return {saves[0].path: "a tensor is missing", saves[1].path: ""}
+
+    ten, twenty, _ = inspect_checkpoints(three.root, hash_files=True, load=load).checkpoints
+    assert (ten.state, ten.note) == ("yes", RESUMES_HERE)
+    assert (twenty.state, twenty.note) == ("NO", "a tensor is missing")
+
+
 def test_one_checkpoint_can_be_asked_for(three):
     assert inspect_checkpoints(three.checkpoint(20), hash_files=True).exit_code == 0
     (damaged,) = inspect_checkpoints(three.checkpoint(30), hash_files=False).checkpoints

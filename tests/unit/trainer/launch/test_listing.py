@@ -69,7 +69,7 @@ def test_the_facts_have_stable_names(run, capsys):
     assert first.keys() == {
         *("step", "kind", "tokens", "layout", "pinned", "suspect", "resumes_here", "disk", "store")
     }  # fmt: skip
-    assert first["disk"].keys() == {"bytes", "verified_at", "verified_by", "late", "damage"}
+    assert first["disk"].keys() == {"bytes", "verified_at", "verified_by", "late", "damage", "absent", "lost"}
     assert (first["tokens"], first["layout"], first["store"]["late"]) == (1000, {"dp_shard": 2, "tp": 2}, False)
 
 
