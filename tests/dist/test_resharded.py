@@ -9,6 +9,7 @@ from safetensors import safe_open
 from tests.checkpoints import ledger_of
 from tests.expect import refused
 
+from ingot.cli.ckpt_ls import layout_text
 from ingot.config import to_toml
 from ingot.schema.accepted import AcceptedChanges, read_accepted, write_accepted
 from ingot.schema.arch import Moe
@@ -267,6 +268,12 @@ def test_a_run_file_of_another_model_is_refused(small, tmp_path):
 @pytest.mark.parametrize("text", ["", " ", "tp", "tp=", "dp_shard=2 tp"])
 def test_a_text_that_is_no_layout_is_refused(text):
     assert read_layout("dp_shard=2,tp=4  zero=1") == {"dp_shard": "2", "tp": "4", "zero": "1"}
+    assert read_layout("dp=2 tp 4") == {"dp_shard": "2", "tp": "4"}
+    assert read_layout(layout_text({"dp_replicate": 2, "dp_shard": 4, "pp": 2})) == {
+        "dp_replicate": "2",
+        "dp_shard": "4",
+        "pp": "2",
+    }
     with refused("E-RESHARD-LAYOUT", name=text):
         read_layout(text)
 

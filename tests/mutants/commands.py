@@ -210,4 +210,33 @@ MUTANTS: list[Mutant] = [
         after="        pass\n",
         tests=(f"{_TIERS}::test_a_damaged_checkpoint_has_its_copy_in_the_store_named",),
     ),
+    Mutant(
+        name="weights-of-the-step-unnamed",
+        what="push and fetch do not see that the step is a save of the weights alone",
+        file="trainer/launch/stored.py",
+        before='return "add --weights" if other.kind == WEIGHTS else "leave --weights out"',
+        after='return ""',
+        tests=(f"{_TIERS}::test_a_step_of_the_other_kind_is_named",),
+    ),
+    Mutant(
+        name="example-of-another-action",
+        what="the help of an action on checkpoints has no example of its own",
+        file="cli/ckpt.py",
+        before='    "ingot ckpt unpin runs/demo 400",\n',
+        after="",
+        tests=(
+            "tests/unit/cli/test_main.py::"
+            "test_the_help_of_an_action_on_checkpoints_names_what_it_removes_and_an_example",
+        ),
+    ),
+    Mutant(
+        name="folder-as-url-unexplained",
+        what="a folder as checkpoint.remote.url has no file:// suggested",
+        file="schema/run.py",
+        before='"" if "://" in self.url else',
+        after='"" if self.url else',
+        tests=(
+            "tests/unit/trainer/launch/test_start_from_store.py::test_a_folder_without_a_scheme_is_suggested_with_one",
+        ),
+    ),
 ]

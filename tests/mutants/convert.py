@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _RESHARDED = "tests/dist/test_resharded.py"
+_FOLDER = "tests/unit/trainer/convert/test_new_folder.py"
 _DCP = "tests/unit/trainer/convert/test_dcp.py"
 _IMPORT = "tests/unit/trainer/convert/test_import.py"
 _PICKLED = "tests/unit/trainer/convert/test_pickled.py"
@@ -127,5 +128,29 @@ MUTANTS: list[Mutant] = [
         before="    finally:\n        shutil.rmtree(temporary, ignore_errors=True)\n",
         after="    finally:\n        pass\n",
         tests=("tests/unit/trainer/convert/test_new_folder.py::test_nothing_is_left_after_an_error",),
+    ),
+    Mutant(
+        name="convert-overwrites",
+        what="ingot ckpt convert writes into a folder that exists",
+        file="cli/ckpt_convert.py",
+        before="    require_new(args.out)\n    if not (args.source",
+        after="    if not (args.source",
+        tests=(f"{_FOLDER}::test_the_commands_refuse_what_exists_before_they_read_anything",),
+    ),
+    Mutant(
+        name="import-reads-first",
+        what="ingot ckpt import reads the model before it finds that the folder to import is missing",
+        file="cli/ckpt_convert.py",
+        before="    require_metadata(args.source)\n",
+        after="",
+        tests=(f"{_FOLDER}::test_the_commands_refuse_what_exists_before_they_read_anything",),
+    ),
+    Mutant(
+        name="layout-as-shown-refused",
+        what="--layout does not take dp, which ingot ckpt ls shows",
+        file="trainer/convert/reshard.py",
+        before='layout.pop("dp", None)) is not None',
+        after='layout.pop("none", None)) is not None',
+        tests=(f"{_RESHARDED}::test_a_text_that_is_no_layout_is_refused",),
     ),
 ]

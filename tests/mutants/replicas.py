@@ -295,4 +295,12 @@ MUTANTS: list[Mutant] = [
         after="stdout=subprocess.DEVNULL, start_new_session=False",
         tests=(f"{_REPLICAS}::test_the_ranks_survive_in_the_memory_of_their_own_node",),
     ),
+    Mutant(
+        name="replicas-on-one-node-silent",
+        what="a run with one node does not say that checkpoint.replicas makes no copy",
+        file="trainer/checkpoint/replicas.py",
+        before="if copies > others:",
+        after="if False:",
+        tests=(f"{_REPLICAS}::test_the_ranks_survive_in_the_memory_of_their_own_node",),
+    ),
 ]

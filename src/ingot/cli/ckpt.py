@@ -6,6 +6,7 @@ from pathlib import Path
 
 from ingot.cli import ckpt_convert, ckpt_diff, ckpt_gc, ckpt_ls
 from ingot.cli.arguments import place
+from ingot.cli.ckpt_help import ABOUT
 from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
 
@@ -19,6 +20,7 @@ EXAMPLES = (
     "ingot ckpt push runs/demo",
     "ingot ckpt fetch runs/demo --step 400",
     "ingot ckpt pin runs/demo 400",
+    "ingot ckpt unpin runs/demo 400",
     "ingot ckpt prune runs/demo --dry-run",
     "ingot ckpt gc runs/demo --dry-run",
     *ckpt_convert.EXAMPLES,
@@ -73,6 +75,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     gc.add_argument("run", type=place, metavar="RUN", help="run folder")
     gc.add_argument("--dry-run", action="store_true", help="show what goes, and remove nothing")
     ckpt_convert.configure(actions)
+    for name, action in actions.choices.items():
+        action.description = ABOUT[name]
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:

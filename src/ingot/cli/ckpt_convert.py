@@ -30,8 +30,8 @@ def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         "--layout",
         required=True,
         metavar="NAME=VALUE...",
-        help="settings of [parallel] in one text, as 'dp_shard=4 tp=2', and micro_batch; degrees that are not given "
-        "are 1",
+        help="settings of [parallel] in one text, as 'dp_shard=4 tp=2' or, as ls shows them, 'dp 4 tp 2', and "
+        "micro_batch; degrees that are not given are 1",
     )
     convert = actions.add_parser(
         "convert",
@@ -41,7 +41,9 @@ def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
     convert.add_argument(
         "source", type=path, metavar="RUN|CHECKPOINT|DIR", help="run folder, checkpoint folder, or Hugging Face folder"
     )
-    convert.add_argument("out", type=path, metavar="OUT", help="Hugging Face folder or project folder to write")
+    convert.add_argument(
+        "out", type=path, metavar="OUT", help="Hugging Face folder or project folder to write; it must not exist"
+    )
     convert.add_argument(
         "--dtype",
         choices=("float32", "bfloat16"),
@@ -86,7 +88,9 @@ def _convert(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.cli import export, init
     from ingot.errors import UsageError
     from ingot.hub.config_file import CONFIG
+    from ingot.trainer.convert.new_folder import require_new
 
+    require_new(args.out)
     if not (args.source / CONFIG).is_file():
         return export.run(argparse.Namespace(run=args.source, out=args.out, dtype=args.dtype), terminal)
     if args.dtype != "float32":
@@ -126,11 +130,12 @@ def _import(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK, UsageError, require
     from ingot.hub.config_file import read_arch, read_config
     from ingot.planner.request.presets import load_model
+    from ingot.trainer.convert.dcp_folder import require_metadata
+    from ingot.trainer.convert.new_folder import require_new
     from ingot.units import format_count
 
-    require("torch", "train")
-    from ingot.trainer.convert.imported import import_dcp
-
+    require_new(args.out)
+    require_metadata(args.source)
     folder = Path(args.model)
     is_folder = folder.is_dir()
     arch = read_arch(folder) if is_folder else load_model(args.model).arch
@@ -146,6 +151,9 @@ def _import(args: argparse.Namespace, terminal: Terminal) -> int:
             fix="add --eot-id ID",
             vocab_size=arch.vocab_size,
         )
+    require("torch", "train")
+    from ingot.trainer.convert.imported import import_dcp
+
     imported = import_dcp(args.source, args.out, arch, eot_id=eot_id, prefix=args.prefix)
     terminal.say(f"imported  {format_count(imported.parameters)} parameters, {imported.dtype}, to {imported.path}")
     terminal.say(f"names     {imported.system}'s" + (f", after {imported.prefix!r}" if imported.prefix else ""))

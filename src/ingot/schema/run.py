@@ -138,7 +138,11 @@ class RemoteCheckpoints:
 
     def problems(self):
         if self.url and not re.match(r"(s3|gs|az)://[^/@?#:]+(/[^@?#:]*)?$|file:///", self.url):
-            yield "url", "is not s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder"
+            folder = "" if "://" in self.url else f"; a folder is file://{self.url if self.url[0] == '/' else '/...'}"
+            yield (
+                "url",
+                f"is not s3://bucket/prefix, gs://bucket/prefix, az://container/prefix or file:///folder{folder}",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,12 +3,14 @@
 import errno
 import importlib
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 from tests.expect import reported
 
+from ingot.cli.ckpt_help import ABOUT
 from ingot.cli.main import VERBS, main
 from ingot.cli.terminal import Terminal
 from ingot.errors import CheckpointError
@@ -42,6 +44,15 @@ def test_every_option_says_what_it_means(verb):
                 parsers += [p for p in action.choices.values() if p not in parsers]
             else:
                 assert action.help, f"ingot {verb}: {action.option_strings or action.dest} has no help"
+
+
+@pytest.mark.parametrize("action", ABOUT)
+def test_the_help_of_an_action_on_checkpoints_names_what_it_removes_and_an_example(action, capsys):
+    with pytest.raises(SystemExit):
+        main(["ckpt", action, "--help"])
+    shown = capsys.readouterr().out
+    assert ABOUT[action] in shown and re.search("[Rr]emove", ABOUT[action])
+    assert shown.partition("examples:\n")[2].startswith(f"  ingot ckpt {action} ")
 
 
 def test_no_verb_prints_the_map(capsys):

@@ -157,6 +157,7 @@ def test_a_lost_node_is_replaced_from_the_memory_of_another_without_a_checkpoint
     cluster, folder = nodes(2), make_run("run", mode="async", replicas=1, **CHANGES)
     lines = fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED)[0]
     assert any("in the memory of 2 nodes" in line for line in lines)
+    assert not any("checkpoint.replicas" in line for line in lines)
     kept = last(folder, events.SNAPSHOT_KEPT)
     assert (kept["step"], kept["nodes"], kept["failures"]) == (SAVED, 2, [])
     lose_files(folder)
@@ -175,7 +176,8 @@ def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run,
     (tmp_path / "store").mkdir()
     place = RemoteCheckpoints(url=f"file://{tmp_path}/store")
     cluster, folder = nodes(1), make_run("run", mode="async", replicas=1, remote=place, **CHANGES)
-    fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED, SAVED + 1)
+    lines = fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED, SAVED + 1)[0]
+    assert [line for line in lines if "checkpoint.replicas = 1, but the job has one node" in line]
     assert last(folder, events.WEIGHTS_SAVED)["step"] == SAVED + 1
     keeper = cluster.keeper(0, folder)
     assert os.getsid(keeper) == keeper  # torchrun ends a rank with its process group

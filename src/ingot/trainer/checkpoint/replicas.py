@@ -56,7 +56,11 @@ def open_replicas(
         return None
     nodes = [Peer(**where) for where in found if where is not None]
     node = sum(where is not None for where in found[: first_rank + 1]) - 1
-    return Replicas(name, nodes, node, first_rank, min(copies, len(nodes) - 1))
+    others = len(nodes) - 1
+    if copies > others:
+        room = f"the job has {others} other nodes" if others else "the job has one node, whose snapshots end with it"
+        warn(f"note      checkpoint.replicas = {copies}, but {room}")
+    return Replicas(name, nodes, node, first_rank, min(copies, others))
 
 
 def _own_address() -> str:

@@ -19,9 +19,9 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ingot.errors import CheckpointError
 from ingot.trainer.checkpoint.part import Block, slices, tiling_problem
 from ingot.trainer.convert.dcp_block import ARCHIVE_BYTES, DTYPES, ArchiveRefused, read_archive
+from ingot.trainer.convert.dcp_folder import METADATA, refused_folder, require_metadata
 from ingot.trainer.convert.pickled import (
     MAX_BYTES,
     Pairs,
@@ -32,7 +32,6 @@ from ingot.trainer.convert.pickled import (
     read_pickle,
 )
 
-METADATA = ".metadata"
 _LEAST_MEMORY = 64 << 20  # for the objects of the metadata of a small folder
 _OF_METADATA = "torch.distributed.checkpoint.metadata."
 _TENSOR, _BYTES = f"{_OF_METADATA}TensorStorageMetadata", f"{_OF_METADATA}BytesStorageMetadata"
@@ -95,8 +94,7 @@ class DcpFolder:
 
     def _read_metadata(self) -> bytes:
         path = self.folder / METADATA
-        if not path.is_file():
-            self._refuse("E-DCP-READ", f"there is no file {METADATA}", file=METADATA)
+        require_metadata(self.folder)
         if path.stat().st_size > MAX_BYTES:
             raise PickleRefused(f"it has {path.stat().st_size:,} bytes; at most {MAX_BYTES:,} are read")
         try:
@@ -207,16 +205,7 @@ class DcpFolder:
             self._refuse("E-DCP-READ", f"{place.file} cannot be read ({error.strerror})", file=place.file, name=name)
 
     def _refuse(self, code: str, found: str, **facts: object) -> NoReturn:
-        raise CheckpointError(
-            code,
-            f"{self.folder}: {found}",
-            rule="a folder of torch.distributed.checkpoint is read without executing what its pickles name, and only "
-            "if every byte of every tensor is there once",
-            fix="copy the folder again; or save the weights again with torch.distributed.checkpoint.save, in torch's "
-            "own format and as float32, bfloat16 or float16; or let the system that wrote them write safetensors files",
-            path=str(self.folder),
-            **facts,
-        )
+        raise refused_folder(self.folder, code, found, **facts)
 
 
 def _tensor(fields: Pairs, places: dict[tuple[int, ...], DcpPlace]) -> DcpTensor:

@@ -16,14 +16,7 @@ def new_folder(out: Path) -> Iterator[Path]:
 
     Raises UsageError if `out` exists and is not an empty folder.
     """
-    if out.name in ("", "..") or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
-        raise UsageError(
-            "E-CONVERT-FOLDER",
-            f"{out} exists and is not an empty folder" if out.name not in ("", "..") else f"{out} cannot be written",
-            rule="what was converted is written to a new folder, and nothing is overwritten",
-            fix="name a folder that does not exist",
-            path=str(out),
-        )
+    require_new(out)
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
@@ -35,3 +28,15 @@ def new_folder(out: Path) -> Iterator[Path]:
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     fsync_dir(out.parent)
+
+
+def require_new(out: Path) -> None:
+    """Raise UsageError if `out` exists and is not an empty folder."""
+    if out.name in ("", "..") or (out.exists() and not (out.is_dir() and not any(out.iterdir()))):
+        raise UsageError(
+            "E-CONVERT-FOLDER",
+            f"{out} exists and is not an empty folder" if out.name not in ("", "..") else f"{out} cannot be written",
+            rule="what was converted is written to a new folder, and nothing is overwritten",
+            fix="name a folder that does not exist",
+            path=str(out),
+        )

@@ -116,17 +116,22 @@ def reshard_checkpoint(source: Path, out: Path, layout: Mapping[str, str]) -> Re
 
 
 def read_layout(text: str) -> dict[str, str]:
-    """Return the settings in `text`, like "dp_shard=4 tp=2", with commas or spaces between them. Raises UsageError."""
-    words = [word.partition("=") for word in text.replace(",", " ").split()]
-    if not words or not all(value for _, _, value in words):
+    """Return the settings in `text`, like "dp_shard=4 tp=2", or as `ingot ckpt ls` shows a layout, "dp 4 tp 2": dp is
+    dp_shard, and "dp 2x4" two copies (dp_replicate), each divided among four ranks. Raises UsageError."""
+    words = text.replace(",", " ").replace("=", " ").split()
+    if not words or len(words) % 2:
         raise UsageError(
             "E-RESHARD-LAYOUT",
             f"the layout {text[:60]!r} does not consist of settings",
-            rule="a layout is a text of NAME=VALUE, with spaces between them",
-            fix="write for example --layout 'dp_shard=4 tp=2'",
+            rule="a layout is a text of NAME=VALUE, with spaces between them, or what ingot ckpt ls shows as layout",
+            fix="write for example --layout 'dp_shard=4 tp=2' or --layout 'dp 4 tp 2'",
             name=text,
         )
-    return {name: value for name, _, value in words}
+    layout = dict(zip(words[::2], words[1::2], strict=True))
+    if (ranks := layout.pop("dp", None)) is not None:
+        copies, _, shards = ranks.rpartition("x")
+        layout |= {"dp_shard": shards} | ({"dp_replicate": copies} if copies else {})
+    return layout
 
 
 def layout_overrides(layout: Mapping[str, str]) -> dict[str, str]:

@@ -61,10 +61,11 @@ def pin_checkpoint(path: Path, step: int) -> Pinned:
         if tier is not None:
             tier.pins.unpin(step)
         steps = sorted({*_finished_steps(folder), *(tier.steps() if tier else ())})
+        alone = is_finished(folder.weights.checkpoint(step))
         raise UsageError(
             "E-CKPT-STEP-UNKNOWN",
-            f"{path} has no finished checkpoint of step {step}",
-            rule="a checkpoint must exist to be pinned",
+            f"{path} has no finished checkpoint of step {step}{', only the weights alone' if alone else ''}",
+            rule="a checkpoint must exist to be pinned; saves of the weights alone are kept by checkpoint.weights_keep",
             fix=f"name one of the steps {', '.join(map(str, steps))}" if steps else "pin one after the run saved it",
             step=step,
             steps=steps,

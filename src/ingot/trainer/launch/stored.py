@@ -9,7 +9,7 @@ from pathlib import Path
 from ingot.errors import EXIT_OK, CheckpointError, ConfigError, UsageError
 from ingot.events import EventLog
 from ingot.schema import events
-from ingot.schema.checkpoint import FULL, SaveKind
+from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint, remove_leftovers
@@ -46,7 +46,7 @@ def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT, 
     steps = [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
     if not steps:
         raise no_checkpoint(path, kind)
-    step = _chosen(step, steps, str(folder.checkpoints))
+    step = _chosen(step, steps, str(folder.checkpoints), _other_kind(folder, step))
     checkpoint = folder.checkpoint(step)
     meter.begin("verifying", sum(entry.bytes for entry in read_manifest(checkpoint).files.values()))
     verify_here(checkpoint, meter.add)
@@ -80,7 +80,7 @@ def fetch_checkpoint(
                 fix=f"train the run, or upload its newest checkpoint: ingot ckpt push {path}",
                 run=str(path),
             )
-        step, began = _chosen(step, steps, tier.url), time.perf_counter()
+        step, began = _chosen(step, steps, tier.url, _other_kind(folder, step)), time.perf_counter()
         lease.take()
         received = tier.fetch(step)
         moved = Moved(step=step, kind=kind, bytes=received, store=tier.url, seconds=time.perf_counter() - began)
@@ -134,15 +134,25 @@ def _run(path: Path, meter: Meter, kind: SaveKind) -> tuple[RunFolder, RemoteTie
     return folder, tier
 
 
-def _chosen(step: int | None, steps: list[int], place: str) -> int:
+def _other_kind(folder: RunFolder, step: int | None) -> str:
+    """Return the command line flag with which `step` is found on the disk; "" if there is no save of the other kind."""
+    other = folder.of(FULL if folder.kind == WEIGHTS else WEIGHTS)
+    if step is None or not is_finished(other.checkpoint(step)):
+        return ""
+    return "add --weights" if other.kind == WEIGHTS else "leave --weights out"
+
+
+def _chosen(step: int | None, steps: list[int], place: str, other_kind: str) -> int:
     if step is None:
         return max(steps)
     if step not in steps:
+        what = {"": "", "add --weights": ": it is a save of the weights alone"}.get(other_kind, ": it is a checkpoint")
         raise UsageError(
             "E-CKPT-STEP-UNKNOWN",
-            f"{place} has no finished checkpoint of step {step}",
-            rule="a checkpoint must exist to be moved",
-            fix=f"name one of the steps {', '.join(map(str, sorted(steps)))}",
+            f"{place} has no finished save of this kind of step {step}{what}",
+            rule="a checkpoint, or with --weights a save of the weights alone, must exist to be moved",
+            fix=f"{other_kind + ', or ' if other_kind else ''}name one of the steps "
+            f"{', '.join(map(str, sorted(steps)))}",
             step=step,
             steps=sorted(steps),
         )

@@ -255,10 +255,11 @@ def test_the_command_takes_model_and_token_from_a_folder(save_dcp, tmp_path, cap
     config = huggingface_config(UNTIED, eot_id=5, dtype="float32")
     (tmp_path / "like" / "config.json").write_text(json.dumps(config))
     command = ["ckpt", "import", str(folder), str(tmp_path / "out"), "--json", "--model"]
+    other = ["ckpt", "import", str(folder), str(tmp_path / "other"), "--json", "--model"]
     assert main([*command, str(tmp_path / "like")]) == 0
     assert json.loads(capsys.readouterr().out)["system"] == "torchtitan"
     assert json.loads((tmp_path / "out" / "config.json").read_text())["eos_token_id"] == 5
-    assert main([*command, "tiny"]) == 2
+    assert main([*other, "tiny"]) == 2
     reported(capsys.readouterr().out, "E-EOT-UNSET", vocab_size=4096)
-    assert main([*command, str(tmp_path / "like"), "--eot-id", "40"]) == 2
+    assert main([*other, str(tmp_path / "like"), "--eot-id", "40"]) == 2
     reported(capsys.readouterr().out, "E-EOT-UNSET", vocab_size=40)

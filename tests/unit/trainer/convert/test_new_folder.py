@@ -1,8 +1,9 @@
 """A folder appears complete or not at all."""
 
 import pytest
-from tests.expect import refused, uninterrupted
+from tests.expect import refused, reported, uninterrupted
 
+from ingot.cli.main import main
 from ingot.trainer.convert.new_folder import new_folder
 
 
@@ -37,3 +38,16 @@ def test_what_exists_is_never_replaced(tmp_path, name):
     with refused("E-CONVERT-FOLDER"), new_folder(tmp_path / name):
         pass
     assert names(tmp_path) == ["file", "full"] and names(tmp_path / "full") == ["mine"]
+
+
+def test_the_commands_refuse_what_exists_before_they_read_anything(tmp_path, capsys):
+    """The cheap errors of an import come first, too: the folder, then the model."""
+    taken, nothing = tmp_path / "taken", tmp_path / "nothing"
+    taken.mkdir()
+    (taken / "model.safetensors").write_text("weights")
+    for command in (["convert", nothing, taken], ["import", nothing, taken, "--model", "none"]):
+        assert main(["ckpt", *map(str, command), "--json"]) == 2
+        reported(capsys.readouterr().out, "E-CONVERT-FOLDER", path=str(taken))
+    assert main(["ckpt", "import", str(nothing), str(tmp_path / "out"), "--model", "none", "--json"]) == 21
+    assert "no such folder" in reported(capsys.readouterr().out, "E-DCP-READ", path=str(nothing))["found"]
+    assert names(taken) == ["model.safetensors"]

@@ -139,6 +139,18 @@ def test_weights_alone_have_their_own_copy(run, capsys):
     assert notes == ["", RESUMES_HERE, notes[2]] and notes[2].endswith("--step 20 --weights")
 
 
+def test_a_step_of_the_other_kind_is_named(run, capsys):
+    write_weights(run, 30)
+    for command, fix in ((["push", "--step"], "--weights"), (["fetch", "--step"], "--weights"), (["pin"], "10, 20")):
+        assert main(["ckpt", command[0], str(run.root), *command[1:], "30", "--json"]) == 2
+        error = reported(capsys.readouterr().out, "E-CKPT-STEP-UNKNOWN", step=30, steps=[10, 20])
+        assert "the weights alone" in error["found"] and fix in error["fix"]
+    push_checkpoint(run.root, 30, kind=WEIGHTS)
+    with refused("E-CKPT-STEP-UNKNOWN", step=20, steps=[30]) as caught:
+        push_checkpoint(run.root, 20, kind=WEIGHTS)
+    assert "leave --weights out" in caught.value.fix
+
+
 def test_a_damaged_copy_is_not_named(run, tmp_path, capsys):
     flip(run.checkpoint(20) / file_of(0))
     for path in (tmp_path / "store/checkpoints/step-00000020").glob("rank*"):

@@ -72,6 +72,13 @@ def test_a_folder_and_a_store_of_two_runs_are_not_mixed(run_file, place, stored,
         assert candidate_folders(folder.checkpoints) == [] and not jobs
 
 
+@pytest.mark.parametrize(("url", "suggested"), [("/mnt/store", "file:///mnt/store"), ("store", "file:///...")])
+def test_a_folder_without_a_scheme_is_suggested_with_one(run_file, url, suggested):
+    with refused("E-CONFIG-SETTINGS") as caught:
+        launch_train.train(run_file, overrides=[f"checkpoint.remote.url={url}"])
+    assert f"a folder is {suggested}" in caught.value.found
+
+
 def test_a_store_whose_disk_is_not_mounted_stops_the_start(run_file, jobs, folder, tmp_path):
     with refused("E-STORE-NO-FOLDER", path=str(tmp_path / "disk/store")):
         launch_train.train(run_file, overrides=[f"checkpoint.remote.url=file://{tmp_path}/disk/store"])
