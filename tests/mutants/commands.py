@@ -21,8 +21,8 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="silent-store-hides-the-disk",
         what="ingot ckpt ls shows nothing while the store does not answer",
-        file="trainer/launch/listing.py",
-        before="        problem = error\n",
+        file="trainer/launch/both_tiers.py",
+        before="        return StoreListing(url=url, problem=error)\n",
         after="        raise error\n",
         tests=(f"{_LISTING}::test_a_store_that_does_not_answer_leaves_the_disk_and_a_line",),
     ),

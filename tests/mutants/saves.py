@@ -151,8 +151,8 @@ MUTANTS: list[Mutant] = [
         name="weights-shown-as-resumable",
         what="ingot ckpt ls says that training continues from a save of the weights alone",
         file="trainer/launch/inspect.py",
-        before="c.damage or WEIGHTS_ALONE)",
-        after="c.damage or RESUMES_HERE)",
+        before="listed.damage or WEIGHTS_ALONE if",
+        after="listed.damage or RESUMES_HERE if",
         tests=("tests/unit/trainer/launch/test_inspect.py::test_saves_of_the_weights_are_listed_and_named",),
     ),
     Mutant(

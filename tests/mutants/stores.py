@@ -6,6 +6,7 @@ _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
 _HOSTILE = "tests/unit/stores/test_hostile_stores.py"
 _HOSTILE_TIER = "tests/unit/trainer/checkpoint/test_hostile_tier.py"
 _FUZZ = "tests/unit/trainer/checkpoint/test_fuzz.py"
+_TIERS = "tests/unit/trainer/launch/test_both_tiers.py"
 _START = "tests/unit/trainer/launch/test_start_from_store.py"
 _STORES = "tests/unit/stores/test_stores.py"
 
@@ -270,9 +271,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="listing-resumes-from-suspect",
         what="ingot ckpt ls names a suspect checkpoint of the store as the one to resume from",
-        file="trainer/launch/listing.py",
-        before="(bool(_suspect(s.manifest)), -s.step)",
-        after="(False, -s.step)",
+        file="trainer/launch/both_tiers.py",
+        before="(bool(suspicion(one.manifest)), -one.step)",
+        after="(False, -one.step)",
         tests=("tests/unit/trainer/launch/test_listing.py",),
     ),
     Mutant(
@@ -362,5 +363,37 @@ MUTANTS: list[Mutant] = [
         before="        lease.require_same_run()\n",
         after="",
         tests=(f"{_START}::test_a_folder_and_a_store_of_two_runs_are_not_mixed",),
+    ),
+    Mutant(
+        name="stored-bytes-unread",
+        what="verify --store takes every object that is there for sound",
+        file="trainer/checkpoint/fetch.py",
+        before="        return digest.hexdigest() == sha256\n",
+        after="        return True\n",
+        tests=(f"{_TIERS}::test_damage_in_the_store_is_found_by_reading_and_mended_by_a_push",),
+    ),
+    Mutant(
+        name="damaged-object-stays",
+        what="a push does not send again what is damaged in the store",
+        file="trainer/launch/stored.py",
+        before="tier.push(step, compare=True)",
+        after="tier.push(step)",
+        tests=(f"{_TIERS}::test_damage_in_the_store_is_found_by_reading_and_mended_by_a_push",),
+    ),
+    Mutant(
+        name="replaced-objects-count-as-sent",
+        what="files of nodes that are damaged in the store stay when their step is trained again",
+        file="trainer/checkpoint/remote.py",
+        before="for one in listed if one.modified > replaced}",
+        after="for one in listed}",
+        tests=(f"{_TIERS}::test_a_step_that_was_trained_again_replaces_damaged_files_of_nodes",),
+    ),
+    Mutant(
+        name="repair-ignores-the-store",
+        what="repair leaves a file of the ledger damaged that the store has",
+        file="report/lineage/repair.py",
+        before="if tier is None or not _fetched(",
+        after="if True or not _fetched(",
+        tests=(f"{_TIERS}::test_segments_that_cannot_be_computed_come_from_the_store",),
     ),
 ]

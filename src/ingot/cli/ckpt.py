@@ -14,6 +14,7 @@ EXAMPLES = (
     "ingot ckpt ls runs/demo",
     "ingot ckpt verify runs/demo",
     "ingot ckpt verify runs/demo/checkpoints/step-00000400 --deep",
+    "ingot ckpt verify runs/demo --store",
     "ingot ckpt diff runs/demo/checkpoints/step-00000200 runs/demo",
     "ingot ckpt prove runs/demo",
     "ingot ckpt repair runs/demo",
@@ -36,6 +37,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "path", type=place, metavar="RUN|CHECKPOINT", help="run folder (all its checkpoints), or a checkpoint folder"
     )
     verify.add_argument("--deep", action="store_true", help="also load each one, as training that continues does")
+    verify.add_argument("--store", action="store_true", help="also read every byte of the saves in the store")
     diff = actions.add_parser(
         "diff", help="compare two checkpoints: settings, layout, and the parameters that changed most"
     )
@@ -98,11 +100,11 @@ def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.deep:
         from ingot.trainer.launch.deep import inspect_deep  # only this imports torch
 
-        inspected = inspect_deep(path, bar)
+        inspected = inspect_deep(path, bar, stored=args.store)
     else:
         from ingot.trainer.launch.inspect import inspect_checkpoints
 
-        inspected = inspect_checkpoints(path, hash_files=True, meter=bar)
+        inspected = inspect_checkpoints(path, hash_files=True, meter=bar, stored=args.store)
     terminal.table(
         [(c.step, ckpt_ls.time_text(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
         header=("step", "when", "size", "loads" if args.deep else "verified", "note"),
@@ -205,7 +207,8 @@ def _repair(args: argparse.Namespace, terminal: Terminal) -> int:
 
     repair = repair_ledger(Path(args.run), terminal.say)
     for name in repair.written:
-        terminal.say(f"written   ledger/{name}: computed from the order of samples, with the hash in the checkpoint")
+        how = "fetched from the store" if name in repair.fetched else "computed from the order of samples"
+        terminal.say(f"written   ledger/{name}: {how}, with the hash in the checkpoint")
     terminal.say(f"sound     the ledger of the checkpoints of steps {', '.join(map(str, sorted(repair.sound)))}")
     for step, why in sorted(repair.left.items()):
         terminal.say(f"left      step {step}: {why['code']}  {why['found']}")

@@ -5,7 +5,8 @@ ABOUT = {
     "size, when they were verified, and which one training resumes from. Reads manifests and listings alone.\n"
     "Removes nothing.",
     "verify": "Read every byte of the checkpoints on this machine, compare it with the hashes in the manifest, and\n"
-    "say where training resumes. Exit code 21 if a byte differs or a file is lost. Removes nothing.",
+    "say where training resumes; with --store also those in the store. Exit code 21 if a byte differs or a\n"
+    "file is lost. Removes nothing.",
     "diff": "Compare two saves, of one run or of two: settings, layout, and every parameter. Removes nothing.",
     "prove": "Prove from the ledger that the run consumed every sample of its order exactly once per epoch.\n"
     "Removes nothing.",
@@ -13,7 +14,8 @@ ABOUT = {
     "get the hash in the checkpoint. Replaces damaged ledger files, and removes nothing else. Damaged tensors\n"
     "come back with ingot ckpt fetch.",
     "push": "Verify a checkpoint on the disk, and upload it to the store of the run (checkpoint.remote.url), also\n"
-    "while the run trains. Removes nothing; an older save of the same step in the store is replaced.",
+    "while the run trains. If the store has it, its bytes are compared, and damaged ones are sent again.\n"
+    "Removes nothing, except an older save of the same step, which it replaces.",
     "fetch": "Fetch a checkpoint from the store of the run, every byte compared with its hash. Replaces the local\n"
     "checkpoint of this step, and removes what killed saves left. Refused while the run trains.",
     "pin": "Keep a checkpoint for ever: neither training nor ingot ckpt prune removes it, on the disk and in the\n"

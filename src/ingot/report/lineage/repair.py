@@ -5,13 +5,13 @@ weights are sound. A segment is written only if its computed samples have exactl
 the repaired file has the bits of the lost one.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
 
-from ingot.errors import EXIT_OK, CheckpointError, DataError
+from ingot.errors import EXIT_OK, CheckpointError, DataError, IngotError
 from ingot.report.lineage.exposure import RunTokens
 from ingot.report.lineage.order_sections import OrderByStep
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
@@ -19,17 +19,20 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.folders import find_checkpoint
 from ingot.trainer.checkpoint.manifest import files_elsewhere, list_checkpoints, read_manifest, verify_files
+from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.launch.stored import held, open_run
 
 
 @dataclass(frozen=True, kw_only=True)
 class Repair:
-    """The result of a repair. written: the files that were written again. sound: the steps of the checkpoints whose
+    """The result of a repair. written: the files that were written again, fetched: those of them that came from the
+    store, because their samples could not be computed. sound: the steps of the checkpoints whose
     segments all have their hash now. left: code and found of the error for each other checkpoint, by step. elsewhere:
     the tensor files that were not compared because they are on no disk of this node, by step."""
 
     run: str
     written: tuple[str, ...]
+    fetched: tuple[str, ...]
     sound: tuple[int, ...]
     left: dict[int, dict[str, str]]
     elsewhere: dict[int, tuple[str, ...]]
@@ -41,6 +44,7 @@ class Repair:
 def repair_ledger(path: Path, say: Callable[[str], None] = lambda text: None) -> Repair:
     """Write the damaged and missing segments of the checkpoints of the run folder `path` again, the newest first.
 
+    A segment whose samples cannot be computed, as without the tokens of the run, comes from the store, if that has it.
     A run that had to continue from an older checkpoint may have checkpoints with different segments of one name. Then
     only those of checkpoints with sound tensors count, and a file that has the hash of one of them stays. If files are
     on disks of nodes, those of this node decide: a checkpoint counts unless a file that is here is damaged.
@@ -49,22 +53,32 @@ def repair_ledger(path: Path, say: Callable[[str], None] = lambda text: None) ->
     be read.
     """
     folder, named = find_checkpoint(path)
-    with held(folder, open_run(folder.root)[1], say) as lease:
+    tier = open_run(folder.root)[1]
+    with held(folder, tier, say) as lease:
         lease.take()
         manifests = [(c.path, c.manifest) for c in list_checkpoints(folder.checkpoints) if c.manifest]
         manifests, elsewhere = _with_sound_tensors(manifests or [(named, read_manifest(named))])
         needed = {(one.file, one.sha256) for _, manifest in manifests for one in manifest.ledger}
-        written, sound, left = [], [], {}
+        written, fetched, sound, left = [], [], [], {}
         for _, manifest in manifests:
             try:
-                written += _repair(folder, manifest, needed)
+                for file, from_store in _repair(folder, manifest, needed, tier):
+                    written.append(file)
+                    fetched += [file] if from_store else []
                 sound.append(manifest.step)
             except DataError as error:
                 left[manifest.step] = error
         if not sound:
             raise next(iter(left.values()))
     why = {step: {"code": error.code, "found": error.found} for step, error in left.items()}
-    return Repair(run=str(path), written=tuple(written), sound=tuple(sound), left=why, elsewhere=elsewhere)
+    return Repair(
+        run=str(path),
+        written=tuple(written),
+        fetched=tuple(fetched),
+        sound=tuple(sound),
+        left=why,
+        elsewhere=elsewhere,
+    )
 
 
 _Manifests = list[tuple[Path, CheckpointManifest]]
@@ -92,14 +106,15 @@ def _has_sound_tensors(checkpoint: Path, manifest: CheckpointManifest, absent: I
     return True
 
 
-def _repair(folder: RunFolder, manifest: CheckpointManifest, needed: set[tuple[str, str]]) -> list[str]:
-    """Write the segments of one checkpoint that lack their hash. Returns their names.
+def _repair(
+    folder: RunFolder, manifest: CheckpointManifest, needed: set[tuple[str, str]], tier: RemoteTier | None
+) -> Iterator[tuple[str, bool]]:
+    """Write the segments of one checkpoint that lack their hash. Yields their names, and whether they were fetched.
 
-    needed: (file, hash) of all segments that checkpoints need. Raises DataError for the first segment that cannot be
-    computed, or whose file another checkpoint needs as it is.
+    needed: (file, hash) of all segments that checkpoints need. tier: the store of the run. Raises DataError for the
+    first segment that can be neither computed nor fetched, or whose file another checkpoint needs as it is.
     """
     orders: OrderByStep | None = None
-    written = []
     for segment in manifest.ledger:
         path = folder.ledger / segment.file
         found = sha256_file(path) if path.is_file() else ""
@@ -114,10 +129,24 @@ def _repair(folder: RunFolder, manifest: CheckpointManifest, needed: set[tuple[s
                 path=str(path),
                 step=manifest.step,
             )
-        orders = orders or OrderByStep(RunTokens(folder.root, manifest), manifest.step)
-        write_atomic(path, _computed(segment, orders, folder.ledger))
-        written.append(segment.file)
-    return written
+        try:
+            orders = orders or OrderByStep(RunTokens(folder.root, manifest), manifest.step)
+            write_atomic(path, _computed(segment, orders, folder.ledger))
+        except DataError:
+            if tier is None or not _fetched(tier, manifest.step, segment):
+                raise
+            yield segment.file, True
+        else:
+            yield segment.file, False
+
+
+def _fetched(tier: RemoteTier, step: int, segment: LedgerSegment) -> bool:
+    """Fetch a segment from the store. Returns False if that has no sound one, or does not answer."""
+    try:
+        tier.fetch_segment(step, segment)
+    except IngotError:
+        return False
+    return True
 
 
 def _computed(segment: LedgerSegment, orders: OrderByStep, ledger: Path) -> bytes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import CheckpointError, IngotError
-from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
@@ -71,6 +71,41 @@ class FetchedCheckpoints(StoredCheckpoints):
         require_free(target.parent, entry.bytes, f"{file} of the checkpoint of step {manifest.step}")
         name = self._tensor_name(manifest.step, file, entry.sha256)
         return self._receive(manifest.step, target, name, entry.sha256, entry.bytes)
+
+    def fetch_segment(self, step: int, segment: LedgerSegment) -> None:
+        """Fetch one file of the ledger that the checkpoint of `step` lists, verified on the way.
+
+        Raises NotStored, CheckpointError if the stored one is damaged, and the errors of the store.
+        """
+        path = self._folder.ledger / segment.file
+        self._receive(step, path, self._ledger_name(segment), segment.sha256, None)
+
+    def damaged_objects(self, step: int) -> list[str]:
+        """Read every byte of a stored save, and return the names of its files that are missing or differ from what was
+        saved, "ledger/..." for those of the ledger. Raises CheckpointError if its manifest is damaged, NotStored if it
+        has none, and the errors of the store.
+        """
+        manifest = self.manifest(step)
+        jobs = [
+            (file, self._tensor_name(step, file, entry.sha256), entry.sha256) for file, entry in manifest.files.items()
+        ]
+        jobs += [(f"ledger/{one.file}", self._ledger_name(one), one.sha256) for one in manifest.ledger]
+        with self._pace.workers() as pool:
+            sound = pool.map(lambda job: self.is_stored(job[1], job[2], counts=not job[0].startswith("ledger/")), jobs)
+            return [file for (file, _, _), is_sound in zip(jobs, sound, strict=True) if not is_sound]
+
+    def is_stored(self, name: str, sha256: str, *, counts: bool = True) -> bool:
+        """Read the object `name`, and return whether it is there with this hash. counts: whether the meter counts its
+        bytes."""
+        digest = hashlib.sha256()
+        try:
+            for chunk in self.store.stream(name):
+                self._pace.take(len(chunk))
+                self._meter.add(len(chunk) if counts else 0)
+                digest.update(chunk)
+        except NotStored:
+            return False
+        return digest.hexdigest() == sha256
 
     def fetch(self, step: int, *, whole: bool = True, on_manifest: OnManifest = lambda manifest: None) -> int:
         """Make the local checkpoint of `step` from the store, and return the bytes received.

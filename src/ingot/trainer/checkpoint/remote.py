@@ -73,9 +73,11 @@ class RemoteTier(FetchedCheckpoints):
         self._segments: set[LedgerSegment] | None = None  # those that were sent and verified
         self._was_recorded = False  # the store had the record of this attempt
 
-    def push(self, step: int) -> int:
+    def push(self, step: int, *, compare: bool = False) -> int:
         """Upload the local checkpoint of `step`, and return the bytes sent: 0 if the store has it.
 
+        compare: if the store has it, read it, and send again what is missing or differs from the local files, which the
+        caller has verified. Without it, what the store lists counts as there.
         With files on disks of nodes: those of this node; then, on the node that commits, the manifest. Raises
         CheckpointError if a local file is not as it was saved, or if the store has another checkpoint of this step;
         RunBusyError if another attempt has taken over the run; NotYetStored if other nodes have not uploaded theirs.
@@ -99,7 +101,7 @@ class RemoteTier(FetchedCheckpoints):
             listed = self._listed()
             if step in self._finished(listed) and not self._is_superseded(name, text, manifest):
                 self._require_same(name, text)
-                return 0
+                return self._send_damaged(path, manifest, jobs) if compare else 0
             if not self.commits:
                 return self._send_absent(path, jobs, step)
             replaces = name in (one.name for one in listed.get(step, ()))
@@ -125,20 +127,46 @@ class RemoteTier(FetchedCheckpoints):
         self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
         return sent
 
+    def _send_damaged(self, checkpoint: Path, manifest: CheckpointManifest, jobs: list[_Job]) -> int:
+        """Send those files of a checkpoint in the store again that it lacks or has with other bytes."""
+        self._meter.begin("comparing", sum(os.fstat(job[0].fileno()).st_size for job in jobs))
+        with self._pace.workers() as pool:
+            sound = list(pool.map(lambda job: self.is_stored(job[1], job[2]), jobs))
+            known = list(
+                pool.map(lambda one: self.is_stored(self._ledger_name(one), one.sha256, counts=False), manifest.ledger)
+            )
+            again = [job for job, is_sound in zip(jobs, sound, strict=True) if not is_sound]
+            segments = [one for one, is_sound in zip(manifest.ledger, known, strict=True) if not is_sound]
+            if again:
+                self._meter.begin("uploading", sum(os.fstat(job[0].fileno()).st_size for job in again))
+            return self._send_all(checkpoint, again) + sum(
+                pool.map(lambda segment: self._send_segment(checkpoint, segment), segments)
+            )
+
     def _send_all(self, checkpoint: Path, jobs: list[_Job]) -> int:
         with self._pace.workers() as pool:
             return sum(pool.map(lambda job: self._send(checkpoint, *job), jobs))
 
     def _send_absent(self, checkpoint: Path, jobs: list[_Job], step: int) -> int:
         """Send those of `jobs` that the store lacks: the attempts of an upload that waits for others send them once."""
-        there = {one.name: one.bytes for one in self._listed().get(step, ())}
+        there = self._there(step)
         absent = [job for job in jobs if there.get(job[1]) != os.fstat(job[0].fileno()).st_size]
         self._meter.add(sum(there[name] for _, name, _ in jobs if name not in {name for _, name, _ in absent}))
         return self._send_all(checkpoint, absent)
 
+    def _there(self, step: int) -> dict[str, int]:
+        """Return the objects of a checkpoint that its upload has sent so far -> their bytes.
+
+        If the upload replaces a checkpoint, objects from before its manifest are left out: they may be damaged, and a
+        step that is trained again has the same bits, so the same names.
+        """
+        listed, manifest = self._listed().get(step, ()), self._name(step, MANIFEST)
+        replaced = max((one.modified for one in listed if one.name == manifest), default=float("-inf"))
+        return {one.name: one.bytes for one in listed if one.modified > replaced}
+
     def _require_all(self, step: int, manifest: CheckpointManifest) -> None:
         """Raise NotYetStored unless the store lists every file of the checkpoint, with its size."""
-        there = {one.name: one.bytes for one in self._listed().get(step, ())}
+        there = self._there(step)
         absent = [
             file
             for file, entry in sorted(manifest.files.items())

@@ -3,15 +3,16 @@ which the next start continues, and the sound copy of a save that is damaged on 
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from ingot.errors import CheckpointError, IngotError
+from ingot.errors import CheckpointError, ConfigError, IngotError
 from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, CheckpointManifest, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
-from ingot.trainer.checkpoint.remote import open_tier
+from ingot.trainer.checkpoint.meter import Meter
+from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.checkpoint.resumable import first_usable
 from ingot.trainer.checkpoint.rules import FOLDER
 from ingot.trainer.checkpoint.stored import StoredCheckpoint, StoredCheckpoints
@@ -52,8 +53,51 @@ def list_store(folder: RunFolder, local: Mapping[SaveKind, Collection[ListedChec
         return StoreListing(url=url, problem=error)
 
 
+def read_store(
+    folder: RunFolder, listing: StoreListing, wanted: Mapping[SaveKind, Collection[int]] | None, meter: Meter
+) -> StoreListing:
+    """Read every byte of the saves in `listing` that have no damage so far. Returns these, with the damage found.
+
+    wanted: the steps of the saves to read, by kind; None: all. meter: counts the bytes. Raises ConfigError if the
+    run has no store, and the errors of the store.
+    """
+    if listing.problem:
+        raise listing.problem
+    chosen: dict[SaveKind, list[StoredCheckpoint]] = {
+        kind: [one for one in saves if one.whole and not one.late and (wanted is None or one.step in wanted[kind])]
+        for kind, saves in listing.saves.items()
+    }
+    meter.begin("reading the store", sum(one.bytes for saves in chosen.values() for one in saves))
+    found: dict[SaveKind, list[StoredCheckpoint]] = {}
+    for kind, saves in chosen.items():
+        tier = open_tier(folder.of(kind), recorded_run(folder.config).checkpoint, meter=meter)
+        if tier is None:
+            raise no_store(folder)
+        found[kind] = [one if one.damage else _read(tier, one) for one in saves]
+    return replace(listing, saves=found)
+
+
+def _read(tier: RemoteTier, stored: StoredCheckpoint) -> StoredCheckpoint:
+    damaged = tier.damaged_objects(stored.step)
+    if not damaged:
+        return stored
+    others = f", and so do {len(damaged) - 1} more files" if len(damaged) > 1 else ""
+    return replace(stored, damage=f"{damaged[0]} differs from what was saved{others}")
+
+
 def _sound(listed: Iterable[ListedCheckpoint]) -> dict[int, CheckpointManifest]:
     return {one.step: one.manifest for one in listed if one.manifest and not one.damage}
+
+
+def no_store(folder: RunFolder) -> ConfigError:
+    """Return the error of a command on the store of a run that has none."""
+    return ConfigError(
+        "E-TIER-NONE",
+        f"{folder.config} names no store",
+        rule="checkpoints go to the store of checkpoint.remote.url",
+        fix=f"continue the run with one: ingot train {folder.root} --set checkpoint.remote.url=s3://bucket/prefix",
+        run=str(folder.root),
+    )
 
 
 def resume_step(local: Iterable[ListedCheckpoint], store: StoreListing, lost: Collection[int]) -> int:

@@ -34,14 +34,15 @@ _CPU = torch.device("cpu")
 _NAMED = 3  # tensors with values that are not finite
 
 
-def inspect_deep(path: Path, meter: Meter = SILENT) -> Inspected:
+def inspect_deep(path: Path, meter: Meter = SILENT, *, stored: bool = False) -> Inspected:
     """Inspect all saves of a run folder, or one save in it: compare every byte with its hash, then load it.
 
     A full checkpoint is loaded by the code of a resume into the model and the optimizer of the run file, with the
     random states of all its ranks and the records of the callbacks; weights alone as an evaluation loads them. Values
-    that are not finite are damage. meter: counts the bytes. Raises UsageError outside of a run folder, ConfigError for
-    its run file, ResourceError if the memory of this machine does not hold the state, and what `inspect_checkpoints`
-    raises.
+    that are not finite are damage. meter: counts the bytes. stored: as in `inspect_checkpoints`.
+
+    Raises UsageError outside of a run folder, ConfigError for its run file, ResourceError if the memory of this machine
+    does not hold the state, and what `inspect_checkpoints` raises.
     """
     folder = _run_of(path)
     config = load_run(folder.config, same_code=True)
@@ -54,7 +55,7 @@ def inspect_deep(path: Path, meter: Meter = SILENT) -> Inspected:
             start("cpu", config.launch.timeout_seconds)
             return dict(_loaded(config, folder, saves, meter))
 
-    return inspect_checkpoints(path, hash_files=True, meter=meter, load=load)
+    return inspect_checkpoints(path, hash_files=True, meter=meter, load=load, stored=stored)
 
 
 def _run_of(path: Path) -> RunFolder:

@@ -1,6 +1,6 @@
 """The checkpoints of a run as a table: which exist, which are damaged, and where training would resume. No torch."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -19,11 +19,12 @@ from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.segments import ledger_beside
 from ingot.trainer.checkpoint.vanished import require_checkpoints
-from ingot.trainer.launch.both_tiers import StoreListing, copy_command, list_store, resume_step
+from ingot.trainer.launch.both_tiers import StoreListing, copy_command, list_store, read_store, resume_step
 from ingot.units import format_bytes
 
 RESUMES_HERE = "<- training resumes here"
 WEIGHTS_ALONE = "the weights alone: for evaluation and export, training cannot continue from them"
+IN_STORE = "in the store"
 A_COPY = "a copy outside a run: only its own files are checked, not the ledger of its run"
 
 
@@ -83,12 +84,14 @@ Load = Callable[[list[ListedCheckpoint]], Mapping[Path, str]]  # path of a save 
 
 
 def inspect_checkpoints(
-    path: Path, *, hash_files: bool, meter: Meter = SILENT, load: Load = lambda saves: {}
+    path: Path, *, hash_files: bool, meter: Meter = SILENT, load: Load = lambda saves: {}, stored: bool = False
 ) -> Inspected:
     """Inspect all checkpoints of a run folder, or one checkpoint folder. hash_files: read and hash every byte, which
-    `meter` counts. load: also load those that have no damage and are whole on this machine.
+    `meter` counts. load: also load those that have no damage and are whole on this machine. stored: also read every
+    byte of the saves in the store, of all of the run or of this one.
 
-    Raises UsageError if `path` is neither of these, CheckpointError if the run has no checkpoint, or they vanished.
+    Raises UsageError if `path` is neither of these, CheckpointError if the run has no checkpoint, or they vanished;
+    with `stored`, ConfigError if the run has no store, and the errors of the store.
     """
     listed: list[ListedCheckpoint] = []
     weights: list[ListedCheckpoint] = []
@@ -115,11 +118,19 @@ def inspect_checkpoints(
         for saves in (listed, weights)
     )
     store = list_store(folder, {FULL: listed, WEIGHTS: weights})
+    if stored:
+        wanted: dict[SaveKind, list[int]] = {
+            FULL: [one.step for one in listed],
+            WEIGHTS: [one.step for one in weights],
+        }
+        store = read_store(folder, store, None if is_run else wanted, meter)
     lost = [step for step, files in absent.items() if files.lost]
     resumes = resume_step(listed, store, lost) if is_run else 0
     rows = [_inspected(one, absent.get(one.step), resumes=one.step == resumes) for one in listed]
     rows += [_inspected(one, None, kind=WEIGHTS) for one in weights]
     rows = [_with_copy(row, store, folder.root) for row in rows]
+    if stored:
+        rows += _stored_rows(folder, store, {(row.kind, row.step) for row in rows if row.state == "yes"})
     return Inspected(
         tuple(sorted(rows, key=lambda row: row.step)),
         store=store.url,
@@ -152,6 +163,30 @@ def _note(listed: ListedCheckpoint, absent: AbsentFiles | None, *, resumes: bool
     suspect = listed.suspect and f"weights are suspect: {listed.suspect}"
     parts = (suspect, absent.text if absent else "", RESUMES_HERE if resumes else "")
     return "  ".join(part for part in parts if part)
+
+
+def _stored_rows(
+    folder: RunFolder, store: StoreListing, sound: Collection[tuple[SaveKind, int]]
+) -> list[InspectedCheckpoint]:
+    """Return a row for each save that was read in the store. sound: the kind and the step of those on the disk."""
+    rows = []
+    for kind, saves in store.saves.items():
+        for one in saves:
+            weights = " --weights" if kind == WEIGHTS else ""
+            push = f"; send it again: ingot ckpt push {folder.root} --step {one.step}{weights}"
+            damage = one.damage and one.damage + (push if (kind, one.step) in sound else "")
+            rows.append(
+                InspectedCheckpoint(
+                    step=one.step,
+                    kind=kind,
+                    path=f"{store.url}/{folder.of(kind).checkpoint(one.step).relative_to(folder.root)}",
+                    saved_at=one.stored_at,
+                    bytes=one.bytes,
+                    state="NO" if damage else "yes",
+                    note=f"{IN_STORE}: {damage}" if damage else IN_STORE,
+                )
+            )
+    return rows
 
 
 def _with_copy(row: InspectedCheckpoint, store: StoreListing, run: Path) -> InspectedCheckpoint:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ingot.errors import EXIT_OK, CheckpointError, ConfigError, UsageError
+from ingot.errors import EXIT_OK, CheckpointError, UsageError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
@@ -16,6 +16,7 @@ from ingot.trainer.checkpoint.folders import no_checkpoint, remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, read_manifest, verify_here
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
+from ingot.trainer.launch.both_tiers import no_store
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.lock import RunLock
 
@@ -36,7 +37,7 @@ class Moved:
 
 def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT, kind: SaveKind = FULL) -> Moved:
     """Verify the local checkpoint of `step` (None: the newest), and upload it, or the files of it that are on this
-    node. The run may be training.
+    node. If the store has it, its bytes are compared, and damaged files are sent again. The run may be training.
 
     kind: WEIGHTS for a save of the weights alone. meter: counts the bytes. Raises UsageError, RunBusyError if another
     command uploads, ConfigError if the run has no store, CheckpointError if there is no such checkpoint or it is
@@ -52,7 +53,7 @@ def push_checkpoint(path: Path, step: int | None = None, meter: Meter = SILENT, 
     verify_here(checkpoint, meter.add)
     began = time.perf_counter()
     with RunLock(folder.upload_lock):  # `ingot ckpt gc` takes an upload without a manifest for one that was killed
-        sent = tier.push(step)
+        sent = tier.push(step, compare=True)
     return Moved(step=step, kind=kind, bytes=sent, store=tier.url, seconds=time.perf_counter() - began)
 
 
@@ -124,13 +125,7 @@ def open_run(path: Path, meter: Meter = SILENT, kind: SaveKind = FULL) -> tuple[
 def _run(path: Path, meter: Meter, kind: SaveKind) -> tuple[RunFolder, RemoteTier]:
     folder, tier = open_run(path, meter, kind)
     if tier is None:
-        raise ConfigError(
-            "E-TIER-NONE",
-            f"{folder.config} names no store",
-            rule="checkpoints go to the store of checkpoint.remote.url",
-            fix=f"continue the run with one: ingot train {path} --set checkpoint.remote.url=s3://bucket/prefix",
-            run=str(path),
-        )
+        raise no_store(folder)
     return folder, tier
 
 

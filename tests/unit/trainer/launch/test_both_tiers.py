@@ -3,6 +3,7 @@
 import json
 import shutil
 import socket
+from dataclasses import replace
 
 import pytest
 from tests.checkpoints import NO_TENSORS, write_checkpoint, write_weights
@@ -11,11 +12,15 @@ from tests.expect import named, refused, reported
 from ingot.cli.main import main
 from ingot.events import EventLog
 from ingot.schema import events
-from ingot.schema.checkpoint import WEIGHTS, FileEntry, file_of
+from ingot.schema.checkpoint import FULL, WEIGHTS, FileEntry, file_of
+from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes, write_atomic
+from ingot.stores.memory import MemoryStore
+from ingot.trainer.checkpoint.manifest import read_manifest, write_manifest
 from ingot.trainer.checkpoint.places import Places, name_run, with_hash
-from ingot.trainer.launch.inspect import RESUMES_HERE, inspect_checkpoints
+from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.launch.inspect import IN_STORE, RESUMES_HERE, inspect_checkpoints
 from ingot.trainer.launch.listing import list_run
 from ingot.trainer.launch.stored import push_checkpoint
 
@@ -137,6 +142,69 @@ def test_weights_alone_have_their_own_copy(run, capsys):
     flip(run.weights.checkpoint(20) / file_of(0))
     notes = [row.note for row in inspect_checkpoints(run.root, hash_files=True).checkpoints]
     assert notes == ["", RESUMES_HERE, notes[2]] and notes[2].endswith("--step 20 --weights")
+
+
+def test_damage_in_the_store_is_found_by_reading_and_mended_by_a_push(run, tmp_path, capsys):
+    """So is a file of the ledger that is gone there. The damaged object has its size, and its manifest is as it was."""
+    write_weights(run, 20)
+    push_checkpoint(run.root, 20, kind=WEIGHTS)
+    assert main(["ckpt", "verify", str(run.root), "--store"]) == 0
+    (tensors,) = (tmp_path / "store/checkpoints/step-00000020").glob("rank*")
+    flip(tensors)
+    (segment,) = (tmp_path / "store/ledger").glob("steps-00000001-00000010*")
+    segment.unlink()
+    assert main(["ckpt", "verify", str(run.root)]) == 0
+    rows = inspect_checkpoints(run.root, hash_files=True, stored=True).checkpoints
+    assert [(row.step, row.kind, row.state) for row in rows if IN_STORE in row.note] == [
+        (10, FULL, "NO"),
+        (20, FULL, "NO"),
+        (20, WEIGHTS, "yes"),
+    ]
+    assert all(named([row.note], f"ingot ckpt push {run.root} --step {row.step}") for row in rows if row.state == "NO")
+    assert main(["ckpt", "verify", str(run.checkpoint(20)), "--store"]) == 21
+    assert push_checkpoint(run.root, 20).bytes == len(NO_TENSORS)
+    assert push_checkpoint(run.root, 10).bytes == segment.stat().st_size
+    assert push_checkpoint(run.root, 20).bytes == push_checkpoint(run.root, 10).bytes == 0
+    assert main(["ckpt", "verify", str(run.root), "--store"]) == 0
+
+
+def test_the_store_is_read_only_if_there_is_one(run, tmp_path):
+    (tmp_path / "store").rename(tmp_path / "aside")
+    with refused("E-STORE-NO-FOLDER"):
+        inspect_checkpoints(run.root, hash_files=True, stored=True)
+    run.config.write_text(RUN_FILE)
+    with refused("E-TIER-NONE", run=str(run.root)):
+        inspect_checkpoints(run.root, hash_files=True, stored=True)
+
+
+def test_a_step_that_was_trained_again_replaces_damaged_files_of_nodes(spread):
+    """The same bits have the same names, so objects from before its manifest do not count as sent."""
+    store = MemoryStore()
+    tier = RemoteTier(spread, store, RemoteCheckpoints(url="s3://bucket/run"))
+    saved = read_manifest(spread.checkpoint(30))
+    for epoch in (1, 2):
+        write_manifest(spread.checkpoint(30), replace(saved, epoch=epoch))
+        assert tier.push(30) >= RANKS * len(NO_TENSORS)
+        assert (tier.push(30), tier.damaged_objects(30)) == (0, [])
+        (name,) = (one.name for one in store.list("checkpoints") if "rank-00003" in one.name)
+        store._objects[name] = (bytes(len(NO_TENSORS)), store._objects[name][1])
+        assert tier.damaged_objects(30) == [file_of(3)]
+
+
+def test_segments_that_cannot_be_computed_come_from_the_store(run, tmp_path, capsys):
+    """The tokens of this run are gone, so the order of samples is unknown."""
+    first, second = sorted(run.ledger.iterdir())
+    whole = first.read_bytes()
+    first.unlink()
+    second.write_bytes(bytes(second.stat().st_size))
+    assert main(["ckpt", "repair", str(run.root)]) == 0
+    assert "fetched from the store" in capsys.readouterr().out and first.read_bytes() == whole
+    first.unlink()
+    for stored in (tmp_path / "store/ledger").glob(f"{first.stem}*"):
+        flip(stored)
+    assert main(["ckpt", "repair", str(run.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["left"].keys() == {"10"}
+    assert not first.exists()
 
 
 def test_a_step_of_the_other_kind_is_named(run, capsys):
