@@ -396,4 +396,12 @@ MUTANTS: list[Mutant] = [
         after="if True or not _fetched(",
         tests=(f"{_TIERS}::test_segments_that_cannot_be_computed_come_from_the_store",),
     ),
+    Mutant(
+        name="refused-store-ends-a-restart",
+        what="ranks do not start again if the store is gone meanwhile",
+        file="trainer/checkpoint/tiers.py",
+        before="except (StoreUnreachable, StoreRefused) as error:",
+        after="except StoreUnreachable as error:",
+        tests=(f"{_REMOTE}::test_ranks_start_again_although_the_store_is_gone_meanwhile",),
+    ),
 ]

@@ -8,7 +8,7 @@ from pathlib import Path
 from ingot.errors import CheckpointError, ConfigError, IngotError
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
-from ingot.stores.store import NotStored, StoreUnreachable
+from ingot.stores.store import NotStored, StoreRefused, StoreUnreachable
 from ingot.trainer.checkpoint.fetch import Fetched, OnManifest, place_in_order
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.remote import RemoteTier
@@ -26,14 +26,15 @@ def fetch_newest(
     """Fetch the newest checkpoint from the store, if the local disk has none that is as new, report and return it.
 
     on_manifest: raises an error if the checkpoint with this manifest, which would be fetched, is not of this run.
-    A store that does not answer is a warning if the run has a local checkpoint. Without one the error is raised: the
-    run could have steps in the store, which training from step 0 would repeat.
+    A store that does not answer, or refuses, is a warning if the run has a local checkpoint: a launcher has looked for
+    its lease there, so this happens when ranks start again. Without one the error is raised: the run could have steps
+    in the store, which training from step 0 would repeat.
     """
     if tier is None:
         return None
     try:
         fetched = tier.fetch_newest(partial(_report_refused, tier, log, say), on_manifest)
-    except StoreUnreachable as error:
+    except (StoreUnreachable, StoreRefused) as error:
         if not candidate_folders(folder.checkpoints):
             raise
         say(f"WARNING   {error.found}; the run continues from its local checkpoints")

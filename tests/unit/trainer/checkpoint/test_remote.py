@@ -15,6 +15,7 @@ from ingot.schema.checkpoint import FULL, WEIGHTS, Health
 from ingot.schema.launch import Launch
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
+from ingot.stores.local import LocalStore
 from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreRefused, StoreUnreachable, read_object
 from ingot.trainer.checkpoint import uploader
@@ -412,6 +413,17 @@ def test_without_an_answer_a_run_continues_only_from_a_local_checkpoint(folder, 
     fetch_newest(folder, tier_of(folder, Silent()), print, lines.append)
     assert lines == ["WARNING   no answer; the run continues from its local checkpoints"]
     require_checkpoints(folder)
+
+
+def test_ranks_start_again_although_the_store_is_gone_meanwhile(folder, tmp_path):
+    """The disk of the store is no longer mounted, or it denies access: training goes on, as after a refused upload."""
+    gone = LocalStore(tmp_path / "unmounted", must_exist=True)
+    with refused("E-STORE-NO-FOLDER"):
+        fetch_newest(folder, tier_of(folder, gone), print, print)
+    write_checkpoint(folder, 20)
+    lines = []
+    fetch_newest(folder, tier_of(folder, gone), print, lines.append)
+    assert len(lines) == 1 and lines[0].startswith(f"WARNING   {gone.url} does not exist; the run continues")
 
 
 def test_the_pace_is_kept_by_all_threads_together(monkeypatch):
