@@ -77,7 +77,7 @@ class Inspected:
         return bool(self.resumes_at) and not any(RESUMES_HERE in c.note for c in self.checkpoints)
 
     def as_dict(self) -> dict:
-        return asdict(self) | {"exit_code": self.exit_code}
+        return asdict(self) | {"checkpoints": [asdict(c) for c in self.checkpoints], "exit_code": self.exit_code}
 
 
 Load = Callable[[list[ListedCheckpoint]], Mapping[Path, str]]  # path of a save -> why training would refuse it
