@@ -106,8 +106,8 @@ MUTANTS: list[Mutant] = [
         name="unread-exit-code-is-life",
         what="a launcher that has ended counts as alive until its parent reads its exit code",
         file="machine/processes.py",
-        before="        if started[0] in _ENDED:",
-        after="        if started[0] in ():",
+        before='return _state(process) in ("", "Z", "X")',
+        after='return _state(process) in ("",)',
         tests=("tests/unit/machine/test_machine.py::test_a_process_whose_exit_code_nobody_has_read_is_gone",),
     ),
 ]
