@@ -27,6 +27,7 @@ from . import (
     precision,
     replicas,
     saves,
+    start_times,
     stopping,
     stores,
     watchdog,
@@ -57,6 +58,7 @@ AREAS: dict[str, list[Mutant]] = {
         replicas,
         stopping,
         saves,
+        start_times,
         watchdog,
         nodes,
     )

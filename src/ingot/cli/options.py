@@ -184,6 +184,12 @@ def _add_quantities(parser: argparse.ArgumentParser) -> None:
         metavar="KEY=VALUE",
         help="fact about the cluster or failures, such as network_bandwidth=400Gb/s, restart_seconds=20min; repeatable",
     )
+    given.add_argument(
+        "--restart-from",
+        type=path,
+        metavar="RUN",
+        help="run folder whose measured restarts are assumed (median; default: 10 min)",
+    )
 
 
 def _setting(name: str) -> str:
@@ -231,6 +237,7 @@ def _given(args: argparse.Namespace) -> dict:
         "price": args.price or 0.0,
         "failures": args.failures or 0.0,
         "assumptions": args.assume,
+        "restart_from": args.restart_from,
     }
 
 

@@ -77,6 +77,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.restarts or status.faults:
         causes = ", ".join(dict.fromkeys(status.faults))
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
+    if status.start_times:
+        terminal.say(f"start  {_start_text(status)}")
     if status.skipped_steps or status.roll_backs:
         terminal.say(f"policy {_policy_text(status)}")
     terminal.result(asdict(status))
@@ -94,6 +96,20 @@ def _metrics_text(metrics: dict[str, dict[str, float]]) -> str:
     parts = [f"{by}.{name} {value:.4g}" for by, name, value in found[:_SHOWN_METRICS]]
     more = len(found) - len(parts)
     return "   ".join(parts) + (f"   and {more} more" if more else "")
+
+
+def _start_text(status: "RunStatus") -> str:
+    """Return the time of the newest start or restart by phase, and the median of several restarts."""
+    from statistics import median
+
+    from ingot.trainer.resilience.start_times import phases_text
+    from ingot.units import format_seconds
+
+    newest = status.start_times or {}
+    what = "the last restart" if newest["seconds"].get("kill") is not None else "the first start"
+    text = f"{what} took {format_seconds(newest['total_seconds'])}: {phases_text(newest['seconds'])}"
+    several = status.restart_seconds
+    return text + (f"; median of {len(several)}: {format_seconds(median(several))}" if len(several) > 1 else "")
 
 
 def _policy_text(status: "RunStatus") -> str:

@@ -108,6 +108,7 @@ class FaultReader:
 # Fields that an event of a kind must have as finite numbers, and fields that may be NaN or infinite.
 _NUMBERS = {
     kinds.RUN_STARTED: ("from_step", "world_size"),
+    kinds.START_TIMES: ("attempt", "total_seconds"),
     kinds.STEP: ("step",),
     kinds.PROGRESS: ("step", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
     kinds.WAITS: ("step", "steps"),
@@ -188,6 +189,7 @@ class RunData:
     faults: list[FaultRecord] = field(default_factory=list)
     vetoes: list[dict] = field(default_factory=list)
     roll_backs: list[dict] = field(default_factory=list)
+    start_times: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
     stopped: dict | None = None
@@ -300,6 +302,7 @@ def read_run_events(data: RunData) -> None:
         kinds.RUN_STARTED: data.starts,
         kinds.SKIPPED: data.vetoes,
         kinds.ROLLED_BACK: data.roll_backs,
+        kinds.START_TIMES: data.start_times,
     }
     started = alive = kind = None
     for event in _readable_events(data.folder.events, data):

@@ -2,11 +2,13 @@
 
 import time
 
-from ingot.report.facts import FaultRecord, RunData
+from ingot.report.facts import FaultRecord, RunData, is_finite
 from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
 from ingot.report.sections import plural
+from ingot.trainer.resilience.start_times import PHASES
 from ingot.units import format_seconds
 
+_SHOWN_STARTS = 20
 _SHOWN_STEPS = 8  # of the steps that one event names
 
 
@@ -19,6 +21,12 @@ def recovery_section(data: RunData) -> Section | None:
         blocks.append(LabeledValues(_figures(fault)))
     if len(data.faults) > 20:
         blocks.append(Text(f"{len(data.faults) - 20} more faults are in the event log."))
+    if data.faults and data.start_times:
+        rows = [(_clock(e["time"]), f"{e['attempt']}", *_start_cells(e)) for e in data.start_times[-_SHOWN_STARTS:]]
+        heads = ("Time", "Attempt", "In all", *(name.replace("_", " ") for name in PHASES))
+        blocks.append(
+            TableBlock(heads, rows, right=tuple(range(1, len(heads))), caption="Seconds of each start by phase")
+        )
     if incidents := _policy_rows(data):
         blocks.append(
             TableBlock(("Time", "Step", "What the policy did"), incidents, right=(1,), caption="By the policy")
@@ -43,6 +51,13 @@ def recovery_section(data: RunData) -> Section | None:
             )
         )
     return Section("recovery", "Faults and recovery", blocks) if blocks else None
+
+
+def _start_cells(event: dict) -> tuple[str, ...]:
+    """Return the total and the seconds of each phase; "" for a phase that was not measured."""
+    phases = event.get("seconds")
+    each = [phases.get(name) if isinstance(phases, dict) else None for name in PHASES]
+    return (f"{event['total_seconds']:.2f}", *(f"{s:.2f}" if is_finite(s) else "" for s in each))
 
 
 def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:

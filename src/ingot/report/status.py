@@ -35,6 +35,8 @@ class RunStatus:
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
     layer; telemetry/progress.py), without the load of every expert.
+    start_times: the newest `start_times` event: its seconds by phase (resilience/start_times.py) and total_seconds.
+    restart_seconds: the total of each restart that was measured.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
     """
 
@@ -71,6 +73,8 @@ class RunStatus:
     layout: dict[str, int | str] = field(default_factory=dict)
     experts: dict | None = None
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    start_times: dict | None = None
+    restart_seconds: tuple[float, ...] = ()
 
 
 def read_status(root: Path) -> RunStatus:
@@ -120,8 +124,10 @@ def read_status(root: Path) -> RunStatus:
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
-        experts=_experts(last.get(events.EXPERTS)),
+        experts=_without_kind(last.get(events.EXPERTS), "loads"),
         metrics=log.metrics,
+        start_times=_without_kind(last.get(events.START_TIMES)),
+        restart_seconds=tuple(log.restart_seconds),
     )
 
 
@@ -137,6 +143,7 @@ class _Log:
     stored: dict[str, dict] = field(default_factory=dict)
     unstored: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
+    restart_seconds: list[float] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
@@ -160,6 +167,9 @@ class _Log:
             self._go_back(event["to_step"])
         elif kind == events.RESTART:
             self.restarts += 1
+        elif kind == events.START_TIMES:
+            if event["seconds"].get("kill") is not None:
+                self.restart_seconds.append(event["total_seconds"])
         elif kind == events.FAULT:
             self.faults.append(str(event.get("cause", "unknown")))
         else:
@@ -192,8 +202,9 @@ def _time_of(folder: RunFolder, step: int) -> float | None:
         return None
 
 
-def _experts(event: dict | None) -> dict | None:
-    return event and {name: value for name, value in event.items() if name not in ("kind", "time", "loads")}
+def _without_kind(event: dict | None, *others: str) -> dict | None:
+    """Return the fields of an event without those that all events have, and without `others`."""
+    return event and {name: value for name, value in event.items() if name not in ("kind", "time", *others)}
 
 
 def _log_damage(folder: RunFolder) -> str:

@@ -7,6 +7,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  flops_per_token, peak_flops (null: unknown), versions {..}, hardware {..}, from_step (step of the
                  resumed checkpoint, or 0), config_sha256, data_fingerprint
   rank_started   rank, pid, host, attempt
+  start_times    attempt, seconds {phase: seconds, null if not measured}, total_seconds (of all that were); phases:
+                 detect, kill, wait (null: the first start), schedule, import, groups, build, load, warm_up
+                 (resilience/start_times.py)                         one per attempt that wrote two log lines, or ended
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
@@ -58,6 +61,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
 
 RUN_STARTED = "run_started"
 RANK_STARTED = "rank_started"
+START_TIMES = "start_times"
 STEP = "step"
 PROGRESS = "progress"
 WAITS = "waits"

@@ -25,8 +25,10 @@ from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult, read_steps
+from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
+from ingot.units import format_seconds
 
 
 @dataclass
@@ -97,8 +99,18 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
         reading=interval.began.wall + passed.wall - read_at,
     )
     log_waits(trainer, step, interval.steps, waits)
+    if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
+        log_start_times(trainer, phases)
     trainer.say(format_line(progress))
     return numbers
+
+
+def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:
+    """Write the `start_times` event of this attempt, and a line if it follows a fault."""
+    total = sum(seconds for seconds in phases.values() if seconds is not None)
+    trainer.log(events.START_TIMES, attempt=trainer.place.attempt, seconds=phases, total_seconds=round(total, 4))
+    if phases["kill"] is not None:
+        trainer.say(f"restart   {format_seconds(total)} in all: {phases_text(phases)}")
 
 
 def log_waits(trainer: RunParts, step: int, steps: int, own: Waits) -> None:

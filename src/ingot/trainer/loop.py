@@ -13,7 +13,7 @@ from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.trainer.loader.loader import Batch
-from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples
+from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples, log_start_times
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
@@ -174,6 +174,8 @@ class RunLoop:
     def end(self) -> Ending:
         """Write how the run ended; a finished run is evaluated before that."""
         trainer, done = self.trainer, self.done
+        if (phases := trainer.clock.report()) is not None:  # the attempt had fewer than two log lines
+            log_start_times(trainer, phases)
         if self.stopped:
             trainer.log(events.STOPPED, step=done, reason=self._request.reason, saved_step=last_saved(trainer))
         else:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint

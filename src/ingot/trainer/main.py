@@ -27,10 +27,12 @@ from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
 from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.lock import RunLock
 from ingot.trainer.resilience.reports import Reports
+from ingot.trainer.resilience.start_times import open_start_clock
 
 
 def main(argv: list[str] | None = None) -> int:
     """Parse the command line, guard the rank and train."""
+    clock = open_start_clock()
     parser = argparse.ArgumentParser(prog="python -m ingot.trainer.main", description=__doc__)
     parser.add_argument("run_folder", type=Path, help="folder with the resolved run.toml; all output goes there")
     parser.add_argument("--epoch", type=int, default=0, help="number of this attempt (default: rank 0 takes the next)")
@@ -50,15 +52,16 @@ def main(argv: list[str] | None = None) -> int:
             from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
 
             given = imported_callbacks(args.callback)
+            clock.end("import")
             say = None if args.quiet else _say
             if supervised:  # it takes the signals, and asks by a file
-                return run_rank(folder, args.until_step, say, given, epoch=args.epoch, heartbeat=heartbeat)
+                return run_rank(folder, args.until_step, say, given, epoch=args.epoch, heartbeat=heartbeat, clock=clock)
             config = load_run(folder.config, same_code=True)
             on_rank_zero = say if say and rank == 0 else lambda line: None
             with contextlib.ExitStack() as stack:
                 epoch = _begin(folder, config, on_rank_zero, stack) if rank == 0 else 0
                 stops = stack.enter_context(signals_ask(folder, config.launch, on_rank_zero))
-                return run_rank(folder, args.until_step, say, given, stops, epoch=epoch)
+                return run_rank(folder, args.until_step, say, given, stops, epoch=epoch, clock=clock)
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code

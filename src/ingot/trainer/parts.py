@@ -27,6 +27,7 @@ from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.resilience.heartbeat import Heartbeat
 from ingot.trainer.resilience.policy import Policy
+from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.usage import CostMeter
@@ -72,7 +73,7 @@ class RunParts(StepParts):
     first_step: the next step to run. until_step: the step to stop after, by default the last.
     stop_vote: the agreement of the ranks to stop. schedule: decides when saves are due. save_seconds: the time of the
     last full save from the copy of the state to the published checkpoint; 0 before the first one of this process.
-    heartbeat: where this rank is, for the supervisor's watchdog.
+    heartbeat: where this rank is, for the supervisor's watchdog. clock: the time of the start by phase.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -97,6 +98,7 @@ class RunParts(StepParts):
     stop_vote: StopVote
     schedule: SaveSchedule
     heartbeat: Heartbeat
+    clock: StartClock
     event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]

@@ -59,6 +59,7 @@ from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
+from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.restore import open_loader, restore
@@ -79,15 +80,19 @@ def run_rank(
     *,
     epoch: int = 0,
     heartbeat: Heartbeat | None = None,
+    clock: StartClock | None = None,
 ) -> int:
     """Train the run in `folder` as the rank that the environment names. Returns the exit code.
 
     until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
     besides those of the run file. stops: the requests to stop; None: those of the supervisor's file. epoch: on rank 0,
-    the number of this attempt (checkpoint/fence.py). heartbeat: of this rank; None: it has no supervisor.
+    the number of this attempt (checkpoint/fence.py). heartbeat: of this rank; None: it has no supervisor. clock: began
+    with this process; None: begins now.
     """
+    clock = clock or StartClock()
     config = load_run(folder.config, same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
+    clock.end("groups")
     say = say or _silent
     trainer = build_trainer(
         config,
@@ -99,6 +104,7 @@ def run_rank(
         given=given,
         stops=stops,
         heartbeat=heartbeat,
+        clock=clock,
     )
     try:
         ending = train(trainer)
@@ -122,12 +128,14 @@ def build_trainer(
     given: GivenCallbacks = NOTHING_GIVEN,
     stops: StopRequests | None = None,
     heartbeat: Heartbeat | None = None,
+    clock: StartClock | None = None,
 ) -> RunParts:
     """Build the model, load the newest usable checkpoint of `folder`, and open the data where the run stopped.
 
-    epoch, stops, heartbeat: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError before
-    anything is trained.
+    epoch, stops, heartbeat, clock: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError
+    before anything is trained.
     """
+    clock = clock or StartClock()
     event_log = EventLog(folder.events)
     event_log.write(
         events.RANK_STARTED, rank=place.rank, pid=os.getpid(), host=socket.gethostname(), attempt=place.attempt
@@ -149,7 +157,9 @@ def build_trainer(
     )
     open_disks(folder)
     continues = bool(candidate_folders(folder.checkpoints))
-    parts = build_parts(config, place.device, folder.config.parent, policy, continues=continues, given=given)
+    base = folder.config.parent
+    clock.end("build")
+    parts = build_parts(config, place.device, base, policy, continues=continues, given=given, clock=clock)
     recorded = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
@@ -161,7 +171,9 @@ def build_trainer(
         epoch=from_rank_zero(lambda: epoch),
     )
     on_rank_zero = say if place.is_first else _silent
+    clock.end("build")
     loaded = restore(parts, folder, facts, place, log, on_rank_zero)
+    clock.end("load")
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     trainer = RunParts(
         **vars(parts),
@@ -186,11 +198,13 @@ def build_trainer(
         stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
         heartbeat=heartbeat or open_heartbeat(),
+        clock=clock,
         event_log=event_log,
         log=log,
         say=on_rank_zero,
     )
     log_start(trainer)
+    clock.end("build")
     return trainer
 
 
@@ -214,18 +228,22 @@ def build_parts(
     first_values: bool = True,
     continues: bool = False,
     given: GivenCallbacks = NOTHING_GIVEN,
+    clock: StartClock | None = None,
 ) -> StepParts:
     """Build this rank's part of the model, with its first weights and its optimizer. Collective.
 
     base: the folder that relative paths of the run file start from. policy: None in a benchmark or a dry run.
     first_values: False leaves weights unset, for a dry run. continues: a checkpoint will replace the weights, so the
-    folder of config.init is not read and may be missing. given: callbacks that a program gave to the run.
+    folder of config.init is not read and may be missing. given: callbacks that a program gave to the run. clock: counts
+    the time of the groups.
     Raises ConfigError with every problem of the layout, or if the model in config.init has a different shape.
     """
     require_layout(config)
     settings, arch = resolve_parallel(config), config.model
     whole = OPTIMIZERS[config.optim.kind].whole_matrices
     mesh = build_mesh(settings, device.type, config.launch.timeout_seconds, experts=arch.is_moe, copy=whole)
+    if clock is not None:
+        clock.end("groups")
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
     first_value = _first_value(config, base, continues) if first_values else None
     model = _build_model(config, mesh, table, device, first_value)

@@ -95,6 +95,9 @@ def drilled_events() -> list[dict]:
          "detected_by": "supervisor"},
         {"kind": "restart", "time": clock + 0.33, "attempt": 1, "of": 3},
         started(clock + 4.52, 1, RESUMED),
+        {"kind": "start_times", "time": clock + 6.0, "attempt": 1, "total_seconds": 4.41, "seconds": {
+            "detect": 0.21, "kill": 0.1, "wait": 0.01, "schedule": 0.2, "import": 2.0, "groups": 0.1, "build": 0.7,
+            "load": 0.9, "warm_up": None}},
     ]  # fmt: skip
     body, clock = steps_events(RESUMED + 1, STEPS, clock + 4.52)
     for event in body:

@@ -68,6 +68,25 @@ def test_a_fault_and_its_recovery_count_each_step_once(folder):
     assert status.losses == (7.5, 7.0, 6.5, 6.0, 5.75, 5.25)
 
 
+def test_the_last_restart_by_phase(folder, capsys):
+    log = EventLog(folder.events)
+    phases = {"detect": None, "kill": None, "wait": None, "schedule": 0.5, "import": 3.0, "warm_up": 1.5}
+    log.write(events.START_TIMES, attempt=0, seconds=phases, total_seconds=5.0)
+    assert main(["status", str(folder.root)]) == 0
+    assert (
+        "start  the first start took 5.0 s: schedule 0.50 s, import 3.00 s, warm up 1.50 s" in capsys.readouterr().out
+    )
+    for attempt, total in ((1, 8.0), (2, 6.0)):
+        again = phases | {"detect": 0.25, "kill": 0.5, "wait": 0.0}
+        log.write(events.START_TIMES, attempt=attempt, seconds=again, total_seconds=total)
+    status = read_status(folder.root)
+    assert status.restart_seconds == (8.0, 6.0) and status.start_times["attempt"] == 2
+    assert main(["status", str(folder.root)]) == 0
+    shown = capsys.readouterr().out
+    assert "start  the last restart took 6.0 s: detect 0.25 s, kill 0.50 s, schedule" in shown
+    assert "; median of 2: 7.0 s" in shown
+
+
 def test_a_running_one_holds_its_lock_and_a_stopped_one_does_not(folder):
     log = EventLog(folder.events)
     log.write(events.RUN_STARTED, from_step=0)

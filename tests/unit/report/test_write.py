@@ -400,3 +400,10 @@ def test_the_loss_comes_first_then_other_curves_and_idle_stages_are_folded(logs,
     (tmp_path / "idle/corpus.json").write_text(json.dumps(manifest | {"funnel": [*manifest["funnel"], quiet]}))
     folded = write_report(run, corpus=tmp_path / "idle").html.read_text().partition("1 stage that dropped nothing")
     assert folded[0].rstrip().endswith("<summary>") and "changed nothing" in folded[2]
+
+
+def test_the_time_of_a_restart_is_shown_by_phase(drilled_run):
+    page = render_markdown(build_page(gather(drilled_run), "ingot train"))
+    assert "Seconds of each start by phase" in page
+    (row,) = [line for line in page.splitlines() if "| 4.41 |" in line]
+    assert row.count("|") == 13 and "| 1 | 4.41 | 0.21 | 0.10 | 0.01 | 0.20 | 2.00 | 0.10 | 0.70 | 0.90 |" in row

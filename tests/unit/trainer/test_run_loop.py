@@ -1,5 +1,7 @@
 """The loop between two steps, beyond the whole runs of test_loop.py."""
 
+import pytest
+
 from ingot.events import read_events
 from ingot.plugins.callback import StepCallback, Verdict
 from ingot.schema import events
@@ -36,3 +38,9 @@ def test_callbacks_see_every_step_of_a_run_that_stops_between_lines(fork_ranks, 
     assert [e for e, _ in fork_ranks(run_rank, 2, folder)] == [(12, False)] * 2
     seen = {e["step"]: e["values"]["seen"] for e in read_events(folder.events, events.METRICS)}
     assert seen == {step: step for step in (3, 4, 5, 6, 9, 10, 12)}
+    # The time of each start: the first one stopped at its second line, the other one trained on.
+    first, second = read_events(folder.events, events.START_TIMES)
+    for found in (first["seconds"], second["seconds"]):
+        assert min(found[phase] for phase in ("groups", "build", "load")) > 0 and found["warm_up"] is not None
+        assert found["kill"] is found["schedule"] is None  # nobody ordered it
+    assert second["total_seconds"] == pytest.approx(sum(filter(None, second["seconds"].values())), abs=1e-3)

@@ -21,6 +21,7 @@ def assume(cluster: Cluster, assumptions: Assumptions, settings: Iterable[str]) 
     "restart_seconds=20min". Raises UsageError for unknown fields or unreadable values, ConfigError for illegal values.
     """
     facts, outlook = {f.name for f in fields(Cluster)} - {"name", "device", "peak_flops"}, _names(Assumptions)
+    outlook -= {"restart_source"}
     changed: dict[str, object] = {}
     for setting in settings:
         key, value = _split("--assume", setting)

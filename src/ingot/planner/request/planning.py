@@ -29,6 +29,7 @@ from ingot.planner.request.budget import first_size, spend
 from ingot.planner.request.clusters import find_cluster
 from ingot.planner.request.plan_request import NOWHERE, PlanRequest, read_data, with_init
 from ingot.planner.request.presets import ModelChoice, choose_model
+from ingot.planner.request.restarts import measured_restart
 from ingot.planner.run.outlook import Assumptions
 from ingot.planner.run.plan import PlannedRun, make_plan
 from ingot.planner.run.propose import Hints, propose
@@ -80,6 +81,7 @@ def plan(
     price: float | str = 0.0,
     failures: float | str = 0.0,
     assumptions: Iterable[str] = (),
+    restart_from: str | Path | None = None,
     pinned: Mapping[str, object] = NO_PINS,
     top: int = 5,
     relative_to: Path = Path(),
@@ -87,14 +89,15 @@ def plan(
     """Return ranked plans for a model on a cluster. The arguments are the options that `ingot plan --help` describes.
 
     run: a run file, which is planned with its own layout. overrides: changes to the run file, like "train.steps=100".
-    recipe: recipe of low-precision matrix products (--fp8). relative_to: folder of the new run file, to which its
+    recipe: recipe of low-precision matrix products (--fp8). restart_from: a run folder whose restarts are the planned
+    ones. relative_to: folder of the new run file, to which its
     paths are relative. Raises UsageError, ConfigError or DataError.
 
         plans = ingot.plan("llama3-8b", tokens="1.5T", cluster="8xh100")
         plans.best.plan.step_seconds, plans.best.run.parallel
     """
     conditions = _conditions(
-        cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures
+        cluster, Path(run).parent if run else Path(), assumptions, software, recipe, mfu, price, failures, restart_from
     )
     if run:
         if any((model, params, init, pinned, steps, seq, batch, lr, name)) or not tokens is budget is None:
@@ -173,7 +176,9 @@ def _require_positive(**numbers: float) -> None:
             )
 
 
-def _conditions(cluster, folder: Path, settings, software, recipe: str, mfu, price, failures) -> _Conditions:
+def _conditions(
+    cluster, folder: Path, settings, software, recipe: str, mfu, price, failures, restart_from
+) -> _Conditions:
     """Return the parsed conditions. folder: where to look for machine.json if no cluster is named."""
     found = cluster if isinstance(cluster, Cluster) else find_cluster(cluster, folder)
     assumptions = Assumptions()
@@ -182,7 +187,19 @@ def _conditions(cluster, folder: Path, settings, software, recipe: str, mfu, pri
     usd_per_hour = parse_price(price) if price else 0.0
     if usd_per_hour:
         assumptions = replace(assumptions, usd_per_hour=usd_per_hour)
+    settings = list(settings)
     found, assumptions = assume(found, assumptions, settings)
+    if restart_from is not None:
+        if any(setting.replace("-", "_").startswith("restart_seconds") for setting in settings):
+            raise UsageError(
+                "E-RESTART-TWICE",
+                f"restart_seconds is assumed and --restart-from {restart_from} is given",
+                rule="the time of a restart is either assumed or measured",
+                fix="remove one of them",
+                run=str(restart_from),
+            )
+        measured = measured_restart(Path(restart_from))
+        assumptions = replace(assumptions, restart_seconds=measured.value, restart_source=measured.formula)
     stack = software if isinstance(software, Software) else with_properties(INGOT, software)
     return _Conditions(
         cluster=found,

@@ -54,6 +54,7 @@ class Assumptions:
       devices, scaled by the number of devices in a node.
     restart_seconds: time from a failure until steps continue: detection, replacement, start, loading (10 min: in
       MegaScale, Jiang et al. 2024, most failures are detected and diagnosed faster, and made up for within 15 min).
+      restart_source: where a measured time is from; "": it is assumed.
     write_bytes_per_second: write rate of one node (BLOOM wrote 2.3 TB from 48 nodes in 40 s: 1.2 GB/s).
     storage_write_bytes_per_second: write rate of the whole storage (2 TB/s: Llama team 2024, section 3.3.1); 0 means no
       limit.
@@ -73,6 +74,7 @@ class Assumptions:
 
     failures_per_node_day: Factor | None = None
     restart_seconds: Seconds = 600.0
+    restart_source: str = ""
     write_bytes_per_second: Rate = 1.2e9
     storage_write_bytes_per_second: Rate = 2e12
     storage_read_bytes_per_second: Rate = 0.0
@@ -89,7 +91,7 @@ class Assumptions:
     repair_days: Factor = 5.0
 
     def problems(self):
-        for name in (field.name for field in fields(self) if field.name != "asynchronous"):
+        for name in (field.name for field in fields(self) if field.name not in ("asynchronous", "restart_source")):
             value = getattr(self, name)
             if value is not None and not (0 <= value < math.inf):
                 yield name, f"is {value}, must be finite and at least 0"
@@ -181,6 +183,7 @@ def outlook(
         "goodput": useful.formula,
         "checkpoint_every": f"{every.formula}; {steps:,} x {format_seconds(step_seconds)}",
         "checkpoint_stall": stall.formula,
+        **({"restart": given.restart_source} if given.restart_source else {}),
         "spare_nodes": spares.formula,
         "reading": reading.formula,
         **({"snapshot": copied.formula} if copied.value else {}),

@@ -277,8 +277,10 @@ def _outlook(plan: Plan, outlook: Outlook) -> Iterator[str]:
         band = f" ({format_days(low)} to {format_days(high)})"
     yield f"days      {steps} of steps, {clock} wall-clock{band}: goodput {outlook.goodput:.1%}"
     rate = f"{outlook.failures_per_node_day:.2%} per node-day"
+    measured = " (measured)" if "outlook.restart" in plan.formulas else ""
+    restart = f"{format_seconds(outlook.restart_seconds)}{measured}"
     yield (
-        f"failures  {outlook.failures:,.1f} to expect ({rate}), {format_seconds(outlook.restart_seconds)} to restart;"
+        f"failures  {outlook.failures:,.1f} to expect ({rate}), {restart} to restart;"
         f" keep {outlook.spare_nodes} spare nodes"
     )
     stall = format_seconds(outlook.checkpoint_stall_seconds)

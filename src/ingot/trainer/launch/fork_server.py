@@ -5,10 +5,10 @@ of CPU time per process. It stays without threads and without a CUDA context, wh
 
 Command line: `python -m ingot.trainer.launch.fork_server ORDERS REPORTS RANKS PRELOAD MODULE ARGUMENTS...`. ORDERS and
 REPORTS are file descriptors of pipes; PRELOAD has names of modules, separated by commas. Messages are lines of JSON.
-The supervisor orders an attempt: {"attempt": 1, "log": PATH}. The answers are {"ordered": 1, "port": P} at once,
-{"rank": 0, "code": -9} when a rank has ended (negative: signal number), and {"attempt": 1} when all have. An order
-without "attempt" asks for the imports only. Without the supervisor, this process and all ranks are killed by the kernel
-(resilience/endings.py).
+The supervisor orders an attempt: {"attempt": 1, "log": PATH, "start": TEXT} (resilience/start_times.py). The answers
+are {"ordered": 1, "port": P} at once, {"rank": 0, "code": -9, "at": 12.5} when a rank has ended (negative: signal
+number; the time on the monotonic clock), and {"attempt": 1} when all have. An order without "attempt" asks for the
+imports only. Without the supervisor, this process and all ranks are killed by the kernel (resilience/endings.py).
 
 The ranks find each other in a store that rank 0 opens on a socket made here: no port is chosen before it is bound. It
 listens on the loopback address only, unless the order has a "share" of a job on several machines (NodeShare).
@@ -22,6 +22,7 @@ import runpy
 import signal
 import socket
 import sys
+import time
 import traceback
 from dataclasses import replace
 from pathlib import Path
@@ -30,6 +31,7 @@ from ingot.machine.processes import die_with_parent
 from ingot.trainer.mesh.start import NodeShare, enter_rank
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
+from ingot.trainer.resilience.start_times import START_VARIABLE, Ordered
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
 
 _LOOPBACK = "127.0.0.1"
@@ -53,6 +55,7 @@ def main() -> None:
         listener = _listener(ranks, share) if "attempt" in order else None
         _report(reports, ordered=order.get("attempt"), port=listener.getsockname()[1] if listener else 0)
         _redirect_errors(order["log"])
+        began = time.monotonic()
         for module in filter(None, preload):
             try:
                 importlib.import_module(module)
@@ -61,6 +64,8 @@ def main() -> None:
         gc.freeze()  # a collection in a rank would visit, and so copy, all objects of this process
         if "attempt" not in order:
             continue
+        imported = time.monotonic() - began
+        os.environ[START_VARIABLE] = Ordered.of_text(order["start"]).after_imports(imported).to_text()
         running = _fork(ranks, order["attempt"], listener, share)
         if running is None:
             orders.close()
@@ -69,7 +74,8 @@ def main() -> None:
             return
         while running:
             pid, status = os.wait()
-            _report(reports, rank=running.pop(pid), code=os.waitstatus_to_exitcode(status))
+            code = os.waitstatus_to_exitcode(status)
+            _report(reports, rank=running.pop(pid), code=code, at=time.monotonic())
         _report(reports, attempt=order["attempt"])
 
 
@@ -107,7 +113,7 @@ def _run(job: list[str]) -> None:
     runpy.run_module(job[0], run_name="__main__", alter_sys=True)
 
 
-def _report(pipe: int, **message: int | None) -> None:
+def _report(pipe: int, **message: float | None) -> None:
     os.write(pipe, json.dumps(message).encode() + b"\n")
 
 

@@ -17,6 +17,7 @@ from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings, read_endings
 from ingot.trainer.resilience.heartbeat import Beat
 from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 _LOG_CHARACTERS = 1 << 14  # that another machine gets
 
@@ -35,12 +36,13 @@ class JobHere(RunningJob):
         """Import what the ranks will need. name: of the log."""
         self._local.prepare(self._folder.logs / name)
 
-    def start(self, attempt: int, name: str = "", share: NodeShare | None = None) -> None:
+    def start(self, attempt: int, before: Ordered = FIRST, name: str = "", share: NodeShare | None = None) -> None:
         """Start the ranks. name: of their log, by default the next that is free. share: see LocalJob.start."""
         self.first = share.first if share else 0
         if share is None:
             clear_endings(self._folder)
-        self._local.start(attempt=attempt, log=self._folder.logs / (name or next_log(self._folder)), share=share)
+        log = self._folder.logs / (name or next_log(self._folder))
+        self._local.start(attempt=attempt, log=log, share=share, before=before)
 
     @property
     def reports(self) -> int:
@@ -72,6 +74,9 @@ class JobHere(RunningJob):
 
     def exit_codes(self) -> Mapping[int, int]:
         return self._local.exit_codes
+
+    def ended_at(self, rank: int) -> float | None:
+        return self._local.ended_at.get(rank)
 
     def endings(self) -> dict[int, RankEnding]:
         ranks = ranks_of(self.job, self.first)

@@ -30,6 +30,7 @@ from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings
 from ingot.trainer.resilience.heartbeat import Beat
 from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
+from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 _POLL_SECONDS = 0.02
 _ANSWER_SECONDS = 6.0  # to a question about a hang, native frames included
@@ -59,6 +60,8 @@ class JobOnNodes(RunningJob):
         self._nodes = Nodes(folder, launch, terms=terms, facts=facts, say=say, record=record)
         self._codes: dict[int, int] = {}
         self._endings: dict[int, RankEnding] = {}
+        self._ended_at: dict[int, float] = {}
+        self._before = FIRST
         self._lost: JobIncident | None = None
         self._signals: list[tuple[signal.Signals, bool]] = []
         self._attempt, self._started, self._since, self._missing = 0, False, 0.0, 0
@@ -79,10 +82,11 @@ class JobOnNodes(RunningJob):
     def ranks(self) -> int:
         return self._here.job.processes * self._launch.nodes
 
-    def start(self, attempt: int) -> None:
+    def start(self, attempt: int, before: Ordered = FIRST) -> None:
+        self._before = before
         self._attempt, self._started, self._since, self._missing = attempt, False, time.monotonic(), 0
         self._lost = None
-        self._codes, self._endings = {}, {}
+        self._codes, self._endings, self._ended_at = {}, {}, {}
         clear_endings(self._folder)
         self.running()
 
@@ -100,6 +104,9 @@ class JobOnNodes(RunningJob):
 
     def exit_codes(self) -> Mapping[int, int]:
         return self._codes
+
+    def ended_at(self, rank: int) -> float | None:
+        return self._ended_at.get(rank, self._here.ended_at(rank))
 
     def endings(self) -> Mapping[int, RankEnding]:
         return {**self._here.endings(), **self._endings}
@@ -207,6 +214,7 @@ class JobOnNodes(RunningJob):
             if message["ending"] is not None:
                 self._endings[rank] = from_dict(RankEnding, message["ending"])
             node.facts = message["facts"]
+            self._ended_at[rank] = time.monotonic() - float(message["ago"])
             self._codes.setdefault(rank, int(message["code"]))
         elif "done" in message and message["done"] == node.attempt:
             node.done, node.facts = True, message["facts"]
@@ -241,7 +249,7 @@ class JobOnNodes(RunningJob):
         host, each = hosts[0] if hosts else "127.0.0.1", self._here.job.processes
         name, world = next_log(self._folder), self.ranks
         share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
-        self._here.start(self._attempt, name, share)
+        self._here.start(self._attempt, self._before, name, share)
         self._started = True
         for node in present:
             if node.number is None:

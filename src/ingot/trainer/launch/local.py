@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from collections.abc import Collection
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
 
@@ -24,6 +24,7 @@ from ingot.schema.run_folder import Job
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
+from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 JOB_VARIABLE = "INGOT_JOB"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
@@ -38,14 +39,15 @@ class LocalJob:
 
     job: with the processes of this machine. stdout: where ranks print, as in subprocess.Popen. The methods after
     `start` are about the newest attempt: `exit_codes` has rank -> exit code (negative: signal number) of the ranks that
-    have ended, `log` is the file with their standard error, and `port` that of the store of the ranks, if rank 0 is
-    here.
+    have ended, `ended_at` rank -> when [s of time.monotonic()], `log` is the file with their standard error, and `port`
+    that of the store of the ranks, if rank 0 is here.
     """
 
     def __init__(self, job: Job, *, stdout: IO | int | None = None):
         self.job, self.id, self.stdout = job, uuid.uuid4().hex, stdout
         self.port = 0
         self.exit_codes: dict[int, int] = {}
+        self.ended_at: dict[int, float] = {}
         self.heartbeats = Heartbeats(job.processes)
         self.log = Path(os.devnull)
         self._server: subprocess.Popen | None = None
@@ -63,11 +65,12 @@ class LocalJob:
             os.write(self._orders, json.dumps({"log": str(log)}).encode() + b"\n")
         self._idle = True
 
-    def start(self, *, attempt: int, log: Path, share: NodeShare | None = None) -> None:
-        """Start all ranks. Their standard error goes to `log`. The last attempt must have ended. share: the part of
-        this machine in a job of several; None if there is no other."""
+    def start(self, *, attempt: int, log: Path, share: NodeShare | None = None, before: Ordered = FIRST) -> None:
+        """Start all ranks. Their standard error goes to `log`. The last attempt must have ended; `before` says how long
+        that took. share: the part of this machine in a job of several; None if there is no other."""
+        start = replace(before, ordered_at=time.monotonic()).to_text()
         self._begin(log)
-        order = {"attempt": attempt, "log": str(log)} | ({"share": asdict(share)} if share else {})
+        order = {"attempt": attempt, "log": str(log), "start": start} | ({"share": asdict(share)} if share else {})
         if self._server is None or self._server.poll() is not None or not self._order(order):
             self._start_server()
             self._order(order)  # a server that dies at once is a failed attempt: `running` sees it
@@ -75,7 +78,7 @@ class LocalJob:
     def _begin(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
-        self.log, self.exit_codes, self._idle = log, {}, False
+        self.log, self.exit_codes, self.ended_at, self._idle = log, {}, {}, False
         self.heartbeats.begin()
         self._oom_kills = oom_kills()
 
@@ -123,6 +126,7 @@ class LocalJob:
         for report in map(json.loads, lines):
             if "rank" in report:
                 self.exit_codes[report["rank"]] = report["code"]
+                self.ended_at[report["rank"]] = report["at"]
             elif "ordered" in report:
                 self._ordered, self.port = report["ordered"], report["port"]
             else:

@@ -204,7 +204,7 @@ class _Following:
         )
         self._attempt, self._hang = order["attempt"], None
         self._reported.clear()
-        self._running.start(order["attempt"], order["log"], share)
+        self._running.start(order["attempt"], name=order["log"], share=share)
         first = order["first"]
         self._say(f"node      ranks {first} to {first + self._running.job.processes - 1} of {order['world']}")
 
@@ -228,7 +228,8 @@ class _Following:
             if rank not in self._reported:
                 self._reported.add(rank)
                 ending = asdict(endings[rank]) if rank in endings else None
-                self._link.send(rank=rank, code=code, ending=ending, facts=self._running.facts())
+                ago = time.monotonic() - (self._running.ended_at(rank) or time.monotonic())
+                self._link.send(rank=rank, code=code, ago=ago, ending=ending, facts=self._running.facts())
 
     def _part(self, bye: dict[str, Any]) -> None:
         if bye.get("error"):

@@ -1,6 +1,6 @@
 """The messages between the leader of a job and its other nodes: values as plain ones, and back. No torch.
 
-A node: `hello` (host, pid, facts), `rank` (code, ending, facts), `done` (an attempt; facts), `ended` (an attempt),
+A node: `hello` (host, pid, facts), `rank` (code, ago, ending, facts), `done` (an attempt; facts), `ended` (an attempt),
 `watch` (its hang, or null), `answers` (to a question; beats, states, calls, with_stacks), `signal` (its name).
 
 The leader: `accepted` (epoch, until_step, callbacks) or `refused` (why), `start` (attempt, log, first, world, port),

@@ -16,6 +16,7 @@ from ingot.trainer.loop import RunLoop
 from ingot.trainer.mesh.environment import environment_number
 from ingot.trainer.mesh.start import start
 from ingot.trainer.resilience.lock import RunLock
+from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.run import build_trainer
 
 
@@ -42,7 +43,9 @@ def open_run(
         env.pop("GLOO_SOCKET_IFNAME", None)  # loopback leads to no other machine
     stack.enter_context(own_process(env, alone=ranks == 1))
     config = request.written
+    clock = StartClock()
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
+    clock.end("groups")
     say = say if place.is_first else _silent
     epoch = from_rank_zero(lambda: _prepare(request, say, stack))
     if epoch is None:
@@ -51,7 +54,7 @@ def open_run(
     stops = stack.enter_context(signals_ask(request.folder, config.launch, say))
     until = request.until_step
     parts = build_trainer(
-        config, request.folder, place, epoch=epoch, until_step=until, say=say, given=given, stops=stops
+        config, request.folder, place, epoch=epoch, until_step=until, say=say, given=given, stops=stops, clock=clock
     )
     stack.callback(parts.close)
     return RunLoop(parts)

@@ -10,6 +10,7 @@ from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.resilience.endings import RankEnding
 from ingot.trainer.resilience.incidents import JobIncident
+from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 _PEER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
@@ -34,8 +35,8 @@ class RunningJob(ABC):
         """The number of ranks of the job."""
 
     @abstractmethod
-    def start(self, attempt: int) -> None:
-        """Begin an attempt. The last one must have ended."""
+    def start(self, attempt: int, before: Ordered = FIRST) -> None:
+        """Begin an attempt. The last one must have ended; `before` says how long that took."""
 
     @abstractmethod
     def running(self) -> bool:
@@ -48,6 +49,10 @@ class RunningJob(ABC):
     @abstractmethod
     def exit_codes(self) -> Mapping[int, int]:
         """Return the exit codes of the ranks that have ended (negative: signal number), in that order."""
+
+    @abstractmethod
+    def ended_at(self, rank: int) -> float | None:
+        """Return when a rank ended [s of time.monotonic()]; None if that is not known."""
 
     @abstractmethod
     def endings(self) -> Mapping[int, RankEnding]:

@@ -26,6 +26,7 @@ from ingot.trainer.launch.running import RunningJob
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.trainer.resilience.restarts import Restarts
+from ingot.trainer.resilience.start_times import FIRST, Ordered
 from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest, StopRequests
 
 _LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
@@ -134,14 +135,14 @@ def supervise(
     folder.stop_request.unlink(missing_ok=True)
     log = EventLog(folder.events)
     log_reader = EventLogReader(folder.events)
-    restarts = Restarts(launch)
+    restarts, before = Restarts(launch), FIRST
     stopping = _Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
     try:
         with handlers(stopping.signal):
             while True:
-                running.start(restarts.count)
+                running.start(restarts.count, before)
                 incident = _follow(running, log_reader, stopping, lease, say)
-                running.end_attempt()
+                before = _ended(running, incident)
                 if lease is not None:
                     lease.require()  # before anything is removed or believed: the folder may be another attempt's
                 log_reader.read()
@@ -268,6 +269,17 @@ def _follow(
     if log_reader.ended:
         return None
     return running.lost_node(log_reader.step) or running.explain(log_reader.step)
+
+
+def _ended(running: RunningJob, incident: JobIncident | None) -> Ordered:
+    """End the attempt. Returns how long its fault was not seen, and how long the ranks took to be gone."""
+    seen = time.monotonic()
+    detect = incident.seconds if incident else None  # a hang is as old as the newest heartbeat
+    if detect is None and incident and (ended := running.ended_at(incident.rank)) is not None:
+        detect = seen - ended
+    running.end_attempt()
+    gone = time.monotonic()
+    return Ordered(detect=detect, kill=gone - seen, gone_at=gone)
 
 
 def _stopped_while_waiting(seconds: float, stopping: _Stopping, lease: RunLease | None) -> bool:

@@ -38,6 +38,7 @@ def test_facts_and_assumptions_are_told_apart_by_their_names():
         ("network=1", "E-ASSUME-UNKNOWN", "network_kind"),
         ("device=cpu", "E-ASSUME-UNKNOWN", ""),
         ("spares", "E-OPTION-PAIR", "spares=VALUE"),
+        ("restart_source=mine", "E-ASSUME-UNKNOWN", ""),
     ],
 )
 def test_others_are_refused_with_a_fix(setting, code, fix):

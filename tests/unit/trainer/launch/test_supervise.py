@@ -18,6 +18,7 @@ from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
+from ingot.trainer.resilience.start_times import Ordered
 
 RANK = """
 import os, signal, sys, time
@@ -34,7 +35,7 @@ rank, attempt = int(os.environ["RANK"]), int(os.environ["INGOT_ATTEMPT"])
 deed = deeds[min(attempt, len(deeds) - 1)]
 log = EventLog(folder.events)
 with guarded(folder, rank):
-    log.write("rank_started", rank=rank, pid=os.getpid())
+    log.write("rank_started", rank=rank, pid=os.getpid(), start=os.environ["INGOT_START"])
     log.write("progress", step=6)
     time.sleep(0.3)
     if deed == "stop":
@@ -108,6 +109,26 @@ def test_starts_again_after_a_kill(act):
     (fault,) = read_events(act.folder.events, events.FAULT)
     assert (fault["rank"], fault["step"]) == (1, 6)
     assert len(list(act.folder.logs.glob("attempt-*.log"))) == 2
+
+
+def test_a_rank_knows_how_long_its_job_was_gone(act, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.resilience.restarts._FIRST_WAIT", 0.5)
+    act("kill,kill,finish")
+    starts = [Ordered.of_text(e["start"]) for e in read_events(act.folder.events, events.RANK_STARTED) if not e["rank"]]
+    first, second, third = starts
+    assert (first.detect, first.kill, first.gone_at) == (None, None, None)
+    for found in (second, third):
+        assert found.detect is not None and 0 < found.detect < 5  # since the kernel ended the rank
+        assert found.kill is not None and 0 < found.kill < 20  # rank 0 slept
+        assert found.gone_at is not None and found.ordered_at is not None
+    assert third.ordered_at - third.gone_at >= 0.5 > second.ordered_at - second.gone_at
+
+
+def test_a_hang_is_as_old_as_the_newest_heartbeat(act):
+    act("hang,finish", watchdog_seconds=0.3)
+    newest = [e["start"] for e in read_events(act.folder.events, events.RANK_STARTED)][-1]
+    (fault,) = read_events(act.folder.events, events.FAULT)
+    assert Ordered.of_text(newest).detect == fault["seconds"] >= 0.3
 
 
 def test_a_hang_is_found_written_down_and_ended(act):
@@ -318,20 +339,28 @@ if rank == 3:
 
 
 def test_attempts_share_a_fork_server_which_imports_once(job, tmp_path, monkeypatch):
-    (tmp_path / "slow_to_import.py").write_text("import os\nwith open('imports', 'a') as f: f.write('x')\n")
-    code = "import os, slow_to_import\nprint(os.environ['INGOT_ATTEMPT'], os.getppid(), file=open(2, 'w'))\n"
+    (tmp_path / "slow_to_import.py").write_text(
+        "import os, time\ntime.sleep(0.3)\nwith open('imports', 'a') as f: f.write('x')\n"
+    )
+    code = """
+import json, os, slow_to_import
+imported = json.loads(os.environ["INGOT_START"])["imported"]
+print(f"imported {imported}\\n{os.environ['INGOT_ATTEMPT']} {os.getppid()}", file=open(2, "w"))
+"""
     running = job(code, 2, preload=("slow_to_import", "a_module_that_is_missing"))
     monkeypatch.chdir(tmp_path)
-    seen = []
+    seen, imported = [], []
     for number in (0, 1):
         log = tmp_path / f"log-{number}"
         assert attempt(running, log, number) == {0: 0, 1: 0}
         text = log.read_text()
         assert "No module named 'a_module_that_is_missing'" in text  # the cause, should a rank need it
         seen += [line for line in text.splitlines() if line[:1].isdigit()]
+        imported += [float(line.split()[1]) for line in text.splitlines() if line.startswith("imported")]
     server = seen[0].split()[1]
     assert seen == [f"0 {server}"] * 2 + [f"1 {server}"] * 2
     assert (tmp_path / "imports").read_text() == "x"
+    assert min(imported[:2]) >= 0.3 > max(imported[2:])  # the time of that is known to the ranks
     os.kill(int(server), signal.SIGKILL)  # the next attempt has a new one
     while running.processes():
         running.running()
