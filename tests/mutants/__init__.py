@@ -30,6 +30,7 @@ from . import (
     start_times,
     stopping,
     stores,
+    stragglers,
     watchdog,
 )
 from .mutant import Mutant
@@ -59,6 +60,7 @@ AREAS: dict[str, list[Mutant]] = {
         stopping,
         saves,
         start_times,
+        stragglers,
         watchdog,
         nodes,
     )

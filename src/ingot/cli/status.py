@@ -77,6 +77,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.restarts or status.faults:
         causes = ", ".join(dict.fromkeys(status.faults))
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
+    for slow in status.stragglers:
+        terminal.say(f"slow   {_slow_text(slow)}")
     if status.start_times:
         terminal.say(f"start  {_start_text(status)}")
     if status.skipped_steps or status.roll_backs:
@@ -96,6 +98,15 @@ def _metrics_text(metrics: dict[str, dict[str, float]]) -> str:
     parts = [f"{by}.{name} {value:.4g}" for by, name, value in found[:_SHOWN_METRICS]]
     more = len(found) - len(parts)
     return "   ".join(parts) + (f"   and {more} more" if more else "")
+
+
+def _slow_text(slow: dict) -> str:
+    from ingot.units import format_seconds
+
+    return (
+        f"rank {slow['rank']} on {slow['host']} takes {slow['factor']:.1f} times as long as its peers since step "
+        f"{slow['since']:,} ({slow['phase']}): all wait {format_seconds(slow['seconds'])} of a step for it"
+    )
 
 
 def _start_text(status: "RunStatus") -> str:

@@ -36,7 +36,8 @@ class RunStatus:
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
     layer; telemetry/progress.py), without the load of every expert.
     start_times: the newest `start_times` event: its seconds by phase (resilience/start_times.py) and total_seconds.
-    restart_seconds: the total of each restart that was measured.
+    restart_seconds: the total of each restart that was measured. stragglers: the newest `straggler` event of each rank
+    that is slow.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
     """
 
@@ -75,6 +76,7 @@ class RunStatus:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     start_times: dict | None = None
     restart_seconds: tuple[float, ...] = ()
+    stragglers: tuple[dict, ...] = ()
 
 
 def read_status(root: Path) -> RunStatus:
@@ -128,6 +130,7 @@ def read_status(root: Path) -> RunStatus:
         metrics=log.metrics,
         start_times=_without_kind(last.get(events.START_TIMES)),
         restart_seconds=tuple(log.restart_seconds),
+        stragglers=tuple(_without_kind(log.slow[rank]) or {} for rank in sorted(log.slow)),
     )
 
 
@@ -144,6 +147,7 @@ class _Log:
     unstored: dict[str, str] = field(default_factory=dict)
     restarts: int = 0
     restart_seconds: list[float] = field(default_factory=list)
+    slow: dict[int, dict] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
@@ -157,6 +161,7 @@ class _Log:
         if kind == events.STEP:
             self.losses[event["step"]] = event["loss"]
         elif kind == events.RUN_STARTED:
+            self.slow.clear()
             self._go_back(event["from_step"])  # steps after the checkpoint from which this attempt started are repeated
         elif kind == events.METRICS and has_values(event):
             self.metrics.setdefault(event["by"], {}).update(event["values"])
@@ -167,6 +172,10 @@ class _Log:
             self._go_back(event["to_step"])
         elif kind == events.RESTART:
             self.restarts += 1
+        elif kind == events.STRAGGLER:
+            self.slow.pop(event["rank"], None)
+            if not event["ended"]:
+                self.slow[event["rank"]] = event
         elif kind == events.START_TIMES:
             if event["seconds"].get("kill") is not None:
                 self.restart_seconds.append(event["total_seconds"])

@@ -14,9 +14,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
                  no experts), dropped, fallback (null: not applicable to this model)   one per log line
-  waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, reading, computing,
-                 queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank with the most
-                 (telemetry/usage.py)                                one per log line
+  waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, collectives, reading,
+                 computing, queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank
+                 with the most (telemetry/usage.py)                  one per log line
+  straggler      step, rank, host, phase ("data" or "compute"), factor (of its peers' time), since (step), seconds
+                 (more per step than they), ended (true: slow no more)   when a rank becomes slow, changes, or recovers
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
@@ -65,6 +67,7 @@ START_TIMES = "start_times"
 STEP = "step"
 PROGRESS = "progress"
 WAITS = "waits"
+STRAGGLER = "straggler"
 EXPERTS = "experts"
 METRICS = "metrics"
 SKIPPED = "skipped"

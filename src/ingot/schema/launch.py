@@ -28,6 +28,9 @@ class Launch:
       run folder is on storage that all of them see. Machines beyond this number wait as spares.
     node_seconds: without a sign of life for this time, a machine counts as lost.
     node_wait_seconds: how long to wait for machines that are missing, at the start and after one was lost.
+    straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
+      steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
+      slow ranks are not looked for.
     failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
       rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
     """
@@ -43,6 +46,7 @@ class Launch:
     nodes: PositiveDegree = 1
     node_seconds: Deadline = 15.0
     node_wait_seconds: Deadline = 600.0
+    straggler_factor: Factor = 1.2
     failures_per_node_day: Factor = 0.0
 
     def problems(self):
@@ -54,6 +58,9 @@ class Launch:
                 continue
             if not 0 < seconds <= _YEAR and not math.isinf(seconds):
                 yield name, f"{getattr(self, name)!r} is {seconds:,.0f} s, not from 1 to {_YEAR:,} s"
+
+        if self.straggler_factor and not 1 < self.straggler_factor <= 100:
+            yield "straggler_factor", f"{self.straggler_factor} is neither 0 nor above 1 and at most 100"
 
     @property
     def stop_after_limit(self) -> float:

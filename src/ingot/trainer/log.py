@@ -5,13 +5,15 @@ import os
 import platform
 import socket
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import torch
 
+from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.parallel import Parallel
@@ -23,10 +25,12 @@ from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompt
 from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
+from ingot.trainer.telemetry.stragglers import Straggler
 from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
 from ingot.units import format_seconds
 
@@ -35,21 +39,36 @@ from ingot.units import format_seconds
 class Interval:
     """The steps between two log lines, on this rank's clocks. Saving and evaluation are not part of an interval.
 
-    pipeline_before: the total seconds that this rank had waited for pipeline neighbors when the interval began.
+    pipeline_before, waited_before: the total seconds that this rank had waited, for pipeline neighbors and for any
+    other rank, when the interval began. own: the seconds of each step without its waits for other ranks. data: of
+    these, those that it waited for data.
     """
 
     began: ThreadTime
+    waits: WaitClock
     pipeline_before: float
-    steps: int = 0
-    data_wait_seconds: float = 0.0
+    waited_before: float
+    own: list[float] = field(default_factory=list)
+    data: list[float] = field(default_factory=list)
 
     @classmethod
     def begin(cls, trainer: RunParts) -> "Interval":
-        return cls(ThreadTime.now(), trainer.program.channels.waited_seconds)
+        waits = trainer.waits
+        return cls(ThreadTime.now(), waits, trainer.program.channels.waited_seconds, waits.seconds)
 
     def add(self, data_wait_seconds: float) -> None:
-        self.steps += 1
-        self.data_wait_seconds += data_wait_seconds
+        """Count a step that has ended now."""
+        since = time.monotonic() - self.began.wall - (self.waits.seconds - self.waited_before)
+        self.own.append(since - sum(self.own))
+        self.data.append(data_wait_seconds)
+
+    @property
+    def steps(self) -> int:
+        return len(self.own)
+
+    @property
+    def data_wait_seconds(self) -> float:
+        return sum(self.data)
 
 
 def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval, *, saves: bool) -> list[StepNumbers]:
@@ -61,6 +80,7 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
     read_at = time.monotonic()
     numbers = read_steps(recent)
     passed = ThreadTime.now().since(interval.began)
+    waited = trainer.waits.seconds - interval.waited_before
     step_seconds = passed.wall / interval.steps
     for result, own in zip(recent, numbers, strict=True):
         trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
@@ -92,13 +112,15 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
     )
     trainer.log(events.PROGRESS, **asdict(progress))
     log_loss_terms(trainer, step)
+    pipeline = trainer.program.channels.waited_seconds - interval.pipeline_before
     waits = Waits.of(
         passed,
         data=interval.data_wait_seconds,
-        pipeline=trainer.program.channels.waited_seconds - interval.pipeline_before,
+        pipeline=pipeline,
+        collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
-    log_waits(trainer, step, interval.steps, waits)
+    log_waits(trainer, step, interval, waits)
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
@@ -113,10 +135,31 @@ def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:
         trainer.say(f"restart   {format_seconds(total)} in all: {phases_text(phases)}")
 
 
-def log_waits(trainer: RunParts, step: int, steps: int, own: Waits) -> None:
-    """Write one `waits` event with the waits of all ranks. Collective."""
-    rows = gather_from(range(trainer.place.world_size), own.row())
-    trainer.log(events.WAITS, step=step, steps=steps, **summary(rows, steps))
+def log_waits(trainer: RunParts, step: int, interval: Interval, waits: Waits) -> None:
+    """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow.
+    Collective: one exchange of a few numbers per rank."""
+    typical = np.median([interval.own, interval.data], axis=1)
+    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical]))
+    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-2], interval.steps))
+    if trainer.stragglers is None:
+        return
+    for found in trainer.stragglers.take(step, interval.steps, rows[:, -2], rows[:, -1]):
+        log_straggler(trainer, step, found)
+
+
+def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:
+    """Write the `straggler` event of a rank that is slow, or is slow no more, and a line."""
+    hosts = {e["rank"]: e["host"] for e in read_events(trainer.folder.events, events.RANK_STARTED)}
+    host = str(hosts.get(found.rank, ""))
+    seconds, factor = round(found.seconds, 6), round(found.factor, 3)
+    trainer.log(events.STRAGGLER, step=step, host=host, **vars(found) | {"seconds": seconds, "factor": factor})
+    if found.ended:
+        trainer.say(f"straggler rank {found.rank} on {host} is as fast as its peers again")
+    else:
+        trainer.say(
+            f"straggler rank {found.rank} on {host} takes {found.factor:.1f} times as long as its peers since step "
+            f"{found.since} ({found.phase}): all wait {format_seconds(found.seconds)} of a step for it"
+        )
 
 
 def log_experts(trainer: RunParts, recent: list[StepResult], *, with_loads: bool) -> dict[str, Any]:

@@ -20,6 +20,7 @@ from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.optim.gradients import LossScale
 from ingot.trainer.optim.optimizer import Optimizer
 from ingot.trainer.parallel.apply import ShardedModel
@@ -30,6 +31,7 @@ from ingot.trainer.resilience.policy import Policy
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save_schedule import SaveSchedule
+from ingot.trainer.telemetry.stragglers import StragglerWatch
 from ingot.trainer.telemetry.usage import CostMeter
 
 
@@ -74,6 +76,7 @@ class RunParts(StepParts):
     stop_vote: the agreement of the ranks to stop. schedule: decides when saves are due. save_seconds: the time of the
     last full save from the copy of the state to the published checkpoint; 0 before the first one of this process.
     heartbeat: where this rank is, for the supervisor's watchdog. clock: the time of the start by phase.
+    waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -99,6 +102,8 @@ class RunParts(StepParts):
     schedule: SaveSchedule
     heartbeat: Heartbeat
     clock: StartClock
+    waits: WaitClock
+    stragglers: StragglerWatch | None
     event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]
@@ -106,6 +111,7 @@ class RunParts(StepParts):
 
     def close(self) -> None:
         """End the threads, close the files and release the model. Raises ResourceError if a thread hangs in a read."""
+        self.waits.stop()
         try:
             self.loader.close()
         finally:

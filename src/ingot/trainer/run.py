@@ -41,6 +41,7 @@ from ingot.trainer.loop import train
 from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.mesh import Mesh, build_mesh, cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
+from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.model.attention import attend_locally
 from ingot.trainer.model.experts import LocalDispatch
 from ingot.trainer.model.init import initial_value
@@ -64,6 +65,7 @@ from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.restore import open_loader, restore
 from ingot.trainer.save_schedule import SaveSchedule
+from ingot.trainer.telemetry.stragglers import StragglerWatch
 from ingot.trainer.telemetry.usage import CostMeter
 
 # A rank whose writer is slower than this fails the save on all ranks. Writes of terabytes to a slow disk take minutes.
@@ -199,13 +201,24 @@ def build_trainer(
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
         heartbeat=heartbeat or open_heartbeat(),
         clock=clock,
+        waits=WaitClock(),
+        stragglers=_stragglers(config, parts.mesh, place),
         event_log=event_log,
         log=log,
         say=on_rank_zero,
     )
     log_start(trainer)
+    trainer.waits.start()
     clock.end("build")
     return trainer
+
+
+def _stragglers(config: RunConfig, mesh: Mesh, place: RankInfo) -> StragglerWatch | None:
+    """Return the watch for slow ranks, on rank 0, if the run wants it and hosts can measure how long ranks wait."""
+    factor = config.launch.straggler_factor
+    if not factor or not place.is_first or place.device.type != "cpu":
+        return None
+    return StragglerWatch(mesh.equal_work(), factor)
 
 
 def _background(

@@ -68,6 +68,21 @@ def test_a_fault_and_its_recovery_count_each_step_once(folder):
     assert status.losses == (7.5, 7.0, 6.5, 6.0, 5.75, 5.25)
 
 
+def test_slow_ranks_until_they_recover_or_start_again(folder, capsys):
+    log = EventLog(folder.events)
+    facts = {"host": "node-7", "phase": "data", "factor": 2.04, "since": 10, "seconds": 0.25, "ended": False}
+    log.write(events.STRAGGLER, step=18, rank=1, **facts)
+    log.write(events.STRAGGLER, step=19, rank=0, **facts)
+    log.write(events.STRAGGLER, step=40, rank=0, **facts | {"ended": True})
+    (slow,) = read_status(folder.root).stragglers
+    assert slow == {"step": 18, "rank": 1, **facts}
+    assert main(["status", str(folder.root)]) == 0
+    line = "slow   rank 1 on node-7 takes 2.0 times as long as its peers since step 10 (data): all wait 250.0 ms"
+    assert line in capsys.readouterr().out
+    log.write(events.RUN_STARTED, from_step=16)
+    assert read_status(folder.root).stragglers == ()
+
+
 def test_the_last_restart_by_phase(folder, capsys):
     log = EventLog(folder.events)
     phases = {"detect": None, "kill": None, "wait": None, "schedule": 0.5, "import": 3.0, "warm_up": 1.5}

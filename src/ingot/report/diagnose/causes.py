@@ -104,15 +104,17 @@ def pipeline_bubble(case: Case) -> Iterator[Cause]:
 def exposed_collectives(case: Case) -> Iterator[Cause]:
     """Yield the communication that does not overlap with other work.
 
-    On a CPU the rank that is blocked least waits for no other rank, so its blocked time is only communication.
+    On a CPU the rank that waits least in collectives waits for no other rank, so its time there is only communication.
+    Older logs have that time among all in which a rank was blocked.
     """
     if case.run.parallel.world_size == 1:
         return
-    blocked = case.measured.waits.get("blocked")
+    waits = case.measured.waits
+    blocked = waits.get("collectives") or waits.get("blocked")
     planned = exposed_seconds(case.prospect.terms) * case.pace if case.prospect else 0.0
     if case.on_cpu and blocked:
         seconds, source = blocked.least, "measured"
-        evidence = f"every rank is blocked for at least {format_seconds(seconds)} of a step, not counting data"
+        evidence = f"every rank waits in collectives for at least {format_seconds(seconds)} of a step"
         evidence += f" (planned {format_seconds(planned)})" if planned else ""
     elif planned:
         seconds, source = planned, "planned"

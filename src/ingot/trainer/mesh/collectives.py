@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ingot.trainer.mesh import waiting
 from ingot.trainer.torch_private import functional_collectives
 
 _operators = functional_collectives()
@@ -70,7 +71,7 @@ def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> n
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, concatenated along `dim` in rank order."""
     ranks = group.size()
-    parts = _operators.wait_tensor(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    parts = finish(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
     if math.prod(x.shape[:dim]) == 1:  # concatenated already
         return parts.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(parts.chunk(ranks, dim=0), dim=dim)
@@ -84,12 +85,12 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         parts = x.contiguous().view(x.shape[dim:])
     else:
         parts = torch.cat(x.chunk(ranks, dim=dim), dim=0)
-    return _operators.wait_tensor(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name)).view(shape)
+    return finish(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name)).view(shape)
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """Return the sum of `x` over ranks (or its "max" or "min"), on all ranks."""
-    return _operators.wait_tensor(_operators.all_reduce(x.contiguous(), op, group.group_name))
+    return finish(_operators.all_reduce(x.contiguous(), op, group.group_name))
 
 
 def start_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -103,7 +104,9 @@ def start_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int],
 
 def finish(x: Tensor) -> Tensor:
     """Wait until the tensor of a started collective has arrived, and return it."""
-    return _operators.wait_tensor(x)
+    if torch.compiler.is_compiling() or waiting.running is None:
+        return _operators.wait_tensor(x)
+    return waiting.running.time(_operators.wait_tensor, x)
 
 
 def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:

@@ -84,6 +84,10 @@ class Mesh:
         """The sizes of the axes larger than 1, and of dp_shard."""
         return {axis: self.size(axis) for axis in AXES if self.size(axis) > 1 or axis == "dp_shard"}
 
+    def equal_work(self) -> list[list[int]]:
+        """Return the groups of global ranks that have the same pipeline stages and the same part of the sequences."""
+        return self.devices.mesh.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1).tolist()
+
     def one_per_token_rank(self, stage_rank: int) -> list[int]:
         """Return the global ranks at pipeline position `stage_rank` with tp index 0, ordered by data rank, then cp."""
         return self.devices.mesh[stage_rank, :, :, :, 0].flatten().tolist()

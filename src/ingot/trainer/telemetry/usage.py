@@ -2,8 +2,7 @@
 
 The kernel counts how long a thread computed and how long it was ready but had no core; for the rest of the wall-clock
 time the thread was blocked. Two kinds of blocking have clocks of their own: waiting for the loader's next batch, and
-for a neighbor in the pipeline. On a CPU the other kinds are collectives. On a GPU the host only starts work, and blocks
-where it reads results.
+for other ranks. On a GPU the host only starts work, and blocks where it reads results.
 """
 
 import re
@@ -97,25 +96,28 @@ def _queued_seconds() -> float:
 class Waits:
     """The wall-clock seconds of one rank in one interval, divided by use.
 
-    data: waiting for the loader. pipeline: waiting for a neighbor's message (0 on GPUs, where the host does not wait
-    for messages). reading: waiting for the results of the interval, on a GPU until the device has computed them.
-    computing: on a core. queued: ready, but without a core. blocked: waiting for anything else.
+    data: waiting for the loader. pipeline: waiting for a neighbor's message. collectives: waiting in collectives, and
+    until messages are sent. On GPUs the host waits for neither. reading: waiting for the results of the interval, on a
+    GPU until the device has computed them. computing: on a core. queued: ready, but without a core. blocked: waiting
+    for anything else.
     """
 
     data: float
     pipeline: float
+    collectives: float
     reading: float
     computing: float
     queued: float
     blocked: float
 
     @classmethod
-    def of(cls, passed: ThreadTime, *, data: float, pipeline: float, reading: float) -> "Waits":
+    def of(cls, passed: ThreadTime, *, data: float, pipeline: float, collectives: float, reading: float) -> "Waits":
         """Divide the time `passed` by use; the remainder is `blocked`."""
-        known = passed.computing + passed.queued + data + pipeline + reading
+        known = passed.computing + passed.queued + data + pipeline + collectives + reading
         return cls(
             data=data,
             pipeline=pipeline,
+            collectives=collectives,
             reading=reading,
             computing=passed.computing,
             queued=passed.queued,

@@ -100,12 +100,20 @@ def test_the_first_line_of_an_attempt_is_separate(logged):
 
 
 def test_the_slowest_loader_counts_and_the_freest_rank_measures_collectives(logged):
-    waits = {"data": (0.02, 0.0, 0.04, 1), "blocked": (0.03, 0.01, 0.05, 0), "computing": (0.05, 0.05, 0.05, 0)}
+    waits = {"data": (0.02, 0.0, 0.04, 1), "collectives": (0.03, 0.01, 0.05, 0), "computing": (0.05, 0.05, 0.05, 0)}
     found = explain_slow(logged([started(START), *lines(**waits)]))
     causes = {cause.name: cause for cause in found.causes}
     assert causes["data stall"].seconds == pytest.approx(0.04)
     assert causes["exposed collectives"].seconds == pytest.approx(0.01)
     assert found.causes[0].name == "data stall" and "straggler" not in causes
+
+
+def test_logs_without_the_time_in_collectives_have_it_among_what_was_blocked(logged):
+    events = [started(START), *lines(blocked=(0.03, 0.01, 0.05, 0))]
+    for event in events:
+        event.pop("collectives", None)
+    causes = {cause.name: cause for cause in explain_slow(logged(events)).causes}
+    assert causes["exposed collectives"].seconds == pytest.approx(0.01)
 
 
 def test_pauses_of_the_storage_want_a_deeper_prefetch_and_slow_storage_does_not(logged):
@@ -142,7 +150,7 @@ def test_collectives_are_known_by_the_planners_own_names():
 
 def test_exposed_collectives_are_met_by_the_layout_and_by_the_micro_batch(logged):
     run = run_config(parallel=Parallel(dp_shard=2, zero=3, unit_layers=1), train={"global_batch": 8, "micro_batch": 1})
-    found = explain_slow(logged([started(START), *lines(blocked=0.04)], run))
+    found = explain_slow(logged([started(START), *lines(collectives=0.04)], run))
     cause = next(cause for cause in found.causes if cause.name == "exposed collectives")
     keys = [set(remedy.settings) for remedy in cause.remedies]
     assert {"train.micro_batch"} in keys and any(key.startswith("parallel.") for k in keys for key in k)

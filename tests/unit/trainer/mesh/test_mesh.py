@@ -170,3 +170,17 @@ def test_with_bound_devices_one_split_makes_all_groups(fork_ranks, monkeypatch):
 
     expected = {"split_ranks": [[0, 3], [1, 4], [2]], "timeout": timedelta(seconds=10), "group_desc": "test"}
     assert fork_ranks(split, 5) == [[expected]] * 5
+
+
+@pytest.mark.parametrize(
+    ("degrees", "expected"),
+    [
+        ({"pp": 2, "dp_shard": 2}, [[0, 1], [2, 3]]),
+        ({"dp_shard": 2, "cp": 2}, [[0, 2], [1, 3]]),
+        ({"dp_replicate": 2, "tp": 2}, [[0, 1, 2, 3]]),
+    ],
+)
+def test_ranks_with_the_same_work(fork_ranks, degrees, expected):
+    """The same pipeline stages, and the same part of each sequence."""
+    found = fork_ranks(lambda rank, world: build_mesh(Parallel(**degrees), "cpu").equal_work(), 4)
+    assert found == [expected] * 4

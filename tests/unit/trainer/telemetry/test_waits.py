@@ -11,22 +11,22 @@ from ingot.trainer.telemetry.usage import KINDS, ThreadTime, Waits, summary
 def test_a_sleeping_thread_is_blocked_and_a_busy_one_computes():
     before = ThreadTime.now()
     time.sleep(0.05)
-    slept = Waits.of(ThreadTime.now().since(before), data=0.0, pipeline=0.0, reading=0.0)
+    slept = Waits.of(ThreadTime.now().since(before), data=0.0, pipeline=0.0, collectives=0.0, reading=0.0)
     assert slept.blocked > 0.04 and slept.computing < 0.02
 
     before = ThreadTime.now()
     while time.thread_time() - before.computing < 0.05:
         pass
-    busy = Waits.of(ThreadTime.now().since(before), data=0.0, pipeline=0.0, reading=0.0)
+    busy = Waits.of(ThreadTime.now().since(before), data=0.0, pipeline=0.0, collectives=0.0, reading=0.0)
     assert busy.computing >= 0.05 and busy.blocked < 0.02 + busy.queued
 
 
 def test_parts_add_up_to_the_wall_clock():
     passed = ThreadTime(wall=1.0, computing=0.5, queued=0.1)
-    waits = Waits.of(passed, data=0.1, pipeline=0.05, reading=0.05)
+    waits = Waits.of(passed, data=0.1, pipeline=0.04, collectives=0.01, reading=0.05)
     assert waits.blocked == pytest.approx(0.2)
     assert waits.row().sum() == pytest.approx(1.0)
-    overlapping = Waits.of(passed, data=0.9, pipeline=0.0, reading=0.0)
+    overlapping = Waits.of(passed, data=0.9, pipeline=0.0, collectives=0.0, reading=0.0)
     assert overlapping.blocked == 0.0  # clocks that tick at once never make it negative
 
 
