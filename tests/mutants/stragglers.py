@@ -120,4 +120,12 @@ MUTANTS: list[Mutant] = [
         after="",
         tests=(f"{_STATUS}::test_slow_ranks_until_they_recover_or_start_again",),
     ),
+    Mutant(
+        name="recovered-ranks-explain",
+        what="ranks that recovered explain why steps are slow",
+        file="report/diagnose/causes.py",
+        before='and not event.get("ended", True)',
+        after="",
+        tests=("tests/unit/report/diagnose/test_slow.py::test_ranks_that_the_run_found_to_be_slow_are_the_stragglers",),
+    ),
 ]

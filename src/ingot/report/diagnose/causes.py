@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Iterator
 
+from ingot.events import read_events
 from ingot.report.diagnose.evidence import (
     Case,
     Cause,
@@ -21,6 +22,8 @@ from ingot.report.diagnose.evidence import (
     less_recompute,
     shorter_bubbles,
 )
+from ingot.report.facts import is_finite
+from ingot.schema import events as kinds
 from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
 from ingot.units import format_seconds
 
@@ -57,7 +60,14 @@ def _prefetch_for_pauses(case: Case) -> int:
 
 
 def straggler(case: Case) -> Iterator[Cause]:
-    """Yield the rank that computes longest. Pipelines are left out, because their ranks have different work."""
+    """Yield the ranks that the run itself found to be slow in their own work, or else the one that computes longest.
+
+    Ranks that are slow because of their data are in `data_stall`. Of ranks that were only timed, pipelines are left
+    out, because their ranks have different work.
+    """
+    if slow := {event.get("rank"): event for event in read_events(case.data.folder.events, kinds.STRAGGLER)}:
+        yield from (_slow_rank(event) for event in slow.values() if _works_longer(event))
+        return
     computing = case.measured.waits.get("computing")
     if computing is None or not case.on_cpu or case.run.parallel.pp > 1:
         return
@@ -69,6 +79,23 @@ def straggler(case: Case) -> Iterator[Cause]:
     text = f"look at the machine of rank {computing.rank}: clock, thermal limit, memory, other load"
     remedy = Remedy(text=text, settings={}, seconds=late, reason="its time above the mean")
     yield Cause(name="straggler", seconds=late, source="measured", evidence=evidence, remedies=(remedy,))
+
+
+def _works_longer(event: dict) -> bool:
+    """Check whether the newest event of a rank shows that it is slow in its own work."""
+    readable = all(is_finite(event.get(name)) for name in ("rank", "factor", "since", "seconds"))
+    return readable and event.get("phase") == "compute" and not event.get("ended", True)
+
+
+def _slow_rank(event: dict) -> Cause:
+    host, seconds = event.get("host"), event["seconds"]
+    evidence = (
+        f"rank {event['rank']} on {host} takes {event['factor']:.1f} times as long as its peers since step "
+        f"{event['since']:,}, and all wait for it"
+    )
+    text = f"look at {host}: clock, thermal limit, memory, other load"
+    remedy = Remedy(text=text, settings={}, seconds=seconds, reason="its time above that of its peers")
+    return Cause(name="straggler", seconds=seconds, source="measured", evidence=evidence, remedies=(remedy,))
 
 
 def no_free_core(case: Case) -> Iterator[Cause]:

@@ -163,6 +163,30 @@ def test_a_straggler_and_a_busy_machine_are_two_things(logged):
     assert seconds["straggler"] == pytest.approx(0.02) and seconds["no free core"] == pytest.approx(0.02)
 
 
+def test_ranks_that_the_run_found_to_be_slow_are_the_stragglers(logged):
+    """None of them computes longer: it waits for something. Not those that recovered, or only wait for their data."""
+    slow = {
+        "kind": "straggler",
+        "time": START,
+        "step": 20,
+        "host": "node-7",
+        "factor": 2.0,
+        "since": 11,
+        "ended": False,
+    }
+    found = [
+        slow | {"rank": 1, "phase": "data", "seconds": 0.03},
+        slow | {"rank": 3, "phase": "compute", "seconds": 0.04},
+    ]
+    found += [
+        slow | {"rank": 2, "phase": "compute", "seconds": 0.05},
+        slow | {"rank": 2, "phase": "compute", "seconds": 0.05, "ended": True},
+    ]
+    causes = explain_slow(logged([started(START), *lines(computing=0.05), *found])).causes
+    (cause,) = [cause for cause in causes if cause.name == "straggler"]
+    assert cause.seconds == 0.04 and "rank 3 on node-7 takes 2.0 times" in cause.evidence
+
+
 def test_stops_between_steps_are_counted_per_step(logged):
     events = [started(START), *lines()]
     events += [{"kind": "checkpoint", "time": START, "step": step, "bytes": 1, "stall_seconds": 0.4, "path": "x"}
