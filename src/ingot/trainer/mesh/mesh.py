@@ -124,7 +124,7 @@ def build_mesh(
         )
     timeout = timedelta(seconds=timeout_seconds)
     ranks = torch.arange(parallel.world_size).view([getattr(parallel, axis) for axis in AXES])
-    groups = [_axis_group(ranks, dim, timeout) for dim in range(len(AXES))]
+    groups = _axis_groups(ranks, timeout)
     devices = DeviceMesh.from_group(groups, device_type, ranks, mesh_dim_names=AXES)
     lines = _view_lines(parallel, ranks, experts, copy)
     return Mesh(parallel, devices, timeout, _views(lines, ranks, groups, timeout), lines)
@@ -175,11 +175,17 @@ def _lines(ranks: torch.Tensor, dim: int) -> list[list[int]]:
     return ranks.movedim(dim, -1).reshape(-1, ranks.shape[dim]).tolist()
 
 
-def _axis_group(ranks: torch.Tensor, dim: int, timeout: timedelta) -> dist.ProcessGroup:
-    lines = _lines(ranks, dim)
-    group = dist.group.WORLD if len(lines) == 1 else own_group(lines, timeout, f"mesh_{AXES[dim]}")
-    assert group is not None  # every rank is in a line
-    return group
+def _axis_groups(ranks: torch.Tensor, timeout: timedelta) -> list[dist.ProcessGroup]:
+    """Make the groups of the axes. Collective. All axes of degree 1 have one group, of this rank alone."""
+    known: dict[str, dist.ProcessGroup] = {}
+    for dim, axis in enumerate(AXES):
+        lines = _lines(ranks, dim)
+        if str(lines) not in known:
+            name = f"mesh_{axis}" if ranks.shape[dim] > 1 else "mesh_alone"
+            group = dist.group.WORLD if len(lines) == 1 else own_group(lines, timeout, name)
+            assert group is not None  # every rank is in a line
+            known[str(lines)] = group
+    return [known[str(_lines(ranks, dim))] for dim in range(len(AXES))]
 
 
 def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, description: str) -> dist.ProcessGroup | None:

@@ -122,6 +122,17 @@ def test_ranks_read_the_batch_copy_by_copy(fork_ranks):
     assert found == [0, 0, 1, 1, 2, 2, 3, 3]
 
 
+def test_axes_of_one_rank_share_a_group(fork_ranks):
+    def groups(rank, world):
+        mesh = build_mesh(Parallel(dp_shard=2, tp=2), "cpu")
+        of_axis = {axis: mesh.group(axis) for axis in AXES}
+        alone = [axis for axis, group in of_axis.items() if group.size() == 1]
+        return alone, len({group.group_name for group in of_axis.values()}), len(dist.distributed_c10d._world.pg_map)
+
+    # The groups of two axes, one group for the others, and the world group.
+    assert fork_ranks(groups, 4) == [(["pp", "dp_replicate", "cp"], 3, 4)] * 4
+
+
 def test_an_axis_of_all_ranks_is_the_world_group(fork_ranks):
     def same(rank, ranks):
         mesh = build_mesh(Parallel(dp_shard=2), "cpu")
