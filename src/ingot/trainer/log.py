@@ -6,13 +6,13 @@ import platform
 import socket
 import time
 from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
 from statistics import fmean
 from typing import Any
 
 import numpy as np
 import torch
 
+from ingot import __version__
 from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
@@ -237,7 +237,12 @@ def log_start(trainer: RunParts) -> None:
         parameters=count_parameters(config.model),
         flops_per_token=trainer.flops_per_token,
         peak_flops=trainer.peak_flops,
-        versions={name: version(name) for name in ("ingot", "torch", "numpy")} | {"python": platform.python_version()},
+        versions={
+            "ingot": __version__,
+            "torch": str(torch.__version__),
+            "numpy": np.__version__,
+            "python": platform.python_version(),
+        },
         hardware={
             "device_name": torch.cuda.get_device_name(place.device) if on_gpu else platform.processor() or "cpu",
             "cores": len(os.sched_getaffinity(0)),

@@ -104,7 +104,7 @@ def token_folders(tmp_path_factory) -> Path:
     tokenizer = train_bpe([t for texts in train.values() for t in texts], 300, root / "tokenizer.json")
     encoder = load_encoder(tokenizer)
     write_tokens(root / "train", encoder, train, "train")
-    write_tokens(root / "heldout", encoder, {"metal": documents(12, 3), "stone": documents(5, 4)}, "heldout")
+    write_tokens(root / "heldout", encoder, {"metal": documents(4, 3), "stone": documents(2, 4)}, "heldout")
     return root
 
 
