@@ -27,8 +27,12 @@ def problem_of(mutant: Mutant) -> str:
         changed = ast.parse(changed_text(PACKAGE, mutant))
     except (DoesNotApplyError, SyntaxError) as error:
         return f"{mutant.name}: {error}"
-    unchanged = ast.parse((PACKAGE / mutant.file).read_text(encoding="utf-8"))
-    return f"{mutant.name} changes only comments or the layout" * (ast.dump(changed) == ast.dump(unchanged))
+    return f"{mutant.name} changes only comments or the layout" * (ast.dump(changed) == program_of(mutant.file))
+
+
+@cache
+def program_of(file: str) -> str:
+    return ast.dump(ast.parse((PACKAGE / file).read_text(encoding="utf-8")))
 
 
 def test_names_are_unique():
