@@ -128,7 +128,14 @@ def test_equals_what_the_ranks_of_that_layout_save(fork_ranks, tmp_path, case):
         assert again.files == before.files
 
 
-@pytest.mark.parametrize("case", ["tied, zero 3 to a pipeline", "experts", "copies, as many ranks"])
+@pytest.mark.parametrize(
+    "case",
+    [
+        "tied, zero 3 to a pipeline",
+        pytest.param("experts", marks=pytest.mark.slow),
+        pytest.param("copies, as many ranks", marks=pytest.mark.slow),
+    ],
+)
 def test_training_goes_on_as_from_the_checkpoint_itself(fork_ranks, tmp_path, case):
     arch, first, second = CASES[case]
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")

@@ -63,6 +63,7 @@ def test_one_process_is_killed_and_resumes_with_the_bits_of_the_command(lab):
     prove(lab, "alone-mine")
 
 
+@pytest.mark.slow
 def test_a_rank_under_torchrun_is_killed_and_the_program_resumes(lab):
     lab.train("two")
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "--max_restarts", "1")

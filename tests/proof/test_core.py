@@ -11,7 +11,7 @@ from .compare import prove
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=f"{case.ranks}-{case.name}", marks=[pytest.mark.slow] if case.ranks > 4 else [])
+        pytest.param(case, id=f"{case.ranks}-{case.name}", marks=[pytest.mark.slow] if case.ranks > 2 else [])
         for case in core_cases()
     ],
 )

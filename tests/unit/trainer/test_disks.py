@@ -218,6 +218,7 @@ def test_a_file_that_is_nowhere_is_named_and_all_ranks_take_the_next_older_check
     verify_checkpoint(folder.checkpoint(8))
 
 
+@pytest.mark.slow
 def test_a_node_reads_only_the_files_that_its_ranks_need(fork_ranks, make_run, tmp_path):
     """Two nodes with two ranks each. The disk of node 1 is lost: it fetches its own two files, and node 0 nothing. Then
     two ranks on node 0 go on alone: they fetch the files of node 1, and read their own from their disk."""

@@ -171,6 +171,7 @@ def test_a_lost_node_is_replaced_from_the_memory_of_another_without_a_checkpoint
     assert ledger_proof(folder, load_run(folder.config))
 
 
+@pytest.mark.slow
 def test_the_ranks_survive_in_the_memory_of_their_own_node(fork_ranks, make_run, nodes, reference, tmp_path):
     """Also if the checkpoint of the snapshot was never published: there is nothing to upload then."""
     (tmp_path / "store").mkdir()
