@@ -1,8 +1,10 @@
 """Artifacts of an earlier version are read, verified, reported, exported and trained on by this one."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -99,25 +101,27 @@ def test_a_step_is_traced_to_documents(name, golden, capsys):
     assert traced["step"] == 2 and traced["documents"]
 
 
-def continue_alone(run: Path, capsys) -> list[list[float]]:
-    """Train the run of `run` to its end in this process, on one rank. Returns its steps after the checkpoint."""
+def continue_alone(run: Path) -> list[list[float]]:
+    """Train the run of `run` to its end on one rank. Returns its steps after the checkpoint.
+
+    In a fork of this process: torch's flight recorder keeps the collectives of a process, and later forks inherit them.
+    """
     pytest.importorskip("torch")
     from ingot.schema.run_folder import RunFolder
-    from ingot.trainer.mesh.start import stop
     from ingot.trainer.run import run_rank
 
-    try:
-        assert run_rank(RunFolder(run)) == 0
-    finally:
-        stop()
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run_rank(RunFolder(run))))
+    process.start()
+    process.join()
+    assert process.exitcode == 0
     return steps_of(run)[STOP:]
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_one_rank_continues_whatever_wrote_the_checkpoint(name, golden, capsys):
+def test_one_rank_continues_whatever_wrote_the_checkpoint(name, golden):
     run_file = golden / name / "run.toml"
     run_file.write_text(run_file.read_text().replace("dp_shard = 2", "dp_shard = 1").replace("ep = 2", "ep = 1"))
-    assert_close(continue_alone(golden / name, capsys), RUNS[name][STOP:])
+    assert_close(continue_alone(golden / name), RUNS[name][STOP:])
 
 
 @pytest.mark.parametrize("name", RUNS)
@@ -145,7 +149,7 @@ def test_a_checkpoint_of_every_earlier_state_is_written_in_another_layout(name, 
     assert (found["step"], found["ranks"], found["layout"]) == (STOP, 1, {"dp_shard": 1})
     checked = ingot(capsys, "ckpt", "verify", new)
     assert [(c["step"], c["state"]) for c in checked["checkpoints"]] == [(STOP, "yes")]
-    continue_alone(new, capsys)
+    continue_alone(new)
     assert_close(steps_of(new), json.loads((old / "expected.json").read_text())[STOP:])
 
 
@@ -172,7 +176,7 @@ def test_a_checkpoint_of_every_earlier_state_comes_back_from_a_store(name, golde
     fetched = ingot(capsys, "ckpt", "fetch", run)
     assert (fetched["step"], fetched["bytes"] > 0) == (STOP, True)
     assert files_in(run) == before and len(before) == 4  # two ranks, manifest, samples
-    continue_alone(run, capsys)
+    continue_alone(run)
     assert_close(steps_of(run)[STOP:], json.loads((run / "expected.json").read_text())[STOP:])
 
 
