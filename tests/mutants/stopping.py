@@ -61,9 +61,9 @@ MUTANTS: list[Mutant] = [
         name="stop-after-of-an-attempt",
         what="the time limit counts from the start of the attempt, not of the launcher",
         file="trainer/launch/supervise.py",
-        before="                running.start(restarts.count)\n",
+        before="                running.start(restarts.count, before)\n",
         after="                stopping = _Stopping(folder, StopRequests(None, launch, time.monotonic()), say)\n"
-        "                running.start(restarts.count)\n",
+        "                running.start(restarts.count, before)\n",
         tests=(f"{_SUPERVISOR}::test_the_time_limit_counts_over_all_attempts",),
     ),
     Mutant(
