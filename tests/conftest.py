@@ -19,7 +19,6 @@ from pathlib import Path
 
 import pytest
 from hypothesis import settings
-from tests.forked import forking, remember
 from tests.isolation import forget_compiled, restored, seed
 
 # Machines are shared: how long one example takes says nothing.
@@ -74,7 +73,6 @@ def pytest_collection_finish():
     """Take what exists now out of every later collection of garbage: modules and thousands of test items."""
     gc.collect()
     gc.freeze()
-    remember()
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -130,17 +128,6 @@ def _rank_main(function, rank, world, listener, arguments, pipe):
     finally:
         pipe.close()
         os._exit(0)  # no atexit handlers of the parent's pytest
-
-
-@pytest.fixture(scope="module")
-def forked_programs():
-    """Programs of Python that the tests of this file start are forked from this process, which has torch, where that
-    has the same result (tests/forked.py). What a start itself does is for other files."""
-    pytest.importorskip("torch")
-    for module in _NEEDED_BY_RANKS:
-        import_module(module)
-    with forking():
-        yield
 
 
 _NEEDED_BY_RANKS = (

@@ -12,7 +12,6 @@ from ingot.trainer.telemetry.progress import LINE_PATTERN
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
 STEPS, EVERY = 40, 10
 # The first block is dense; the bias moves far enough in 10 steps to change who is chosen.
 MOE = """

@@ -13,7 +13,6 @@ from ingot.theory.rules import recorded_run
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
 EXAMPLES = Path(__file__).parents[2] / "examples" / "extend"
 MODULES = ("muon", "inverse_sqrt", "noise_scale", "loss_metric", "squared_relu", "parallel_block")
 STEPS = 30

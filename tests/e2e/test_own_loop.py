@@ -13,7 +13,6 @@ from ingot.schema import events
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
 PROGRAM = Path(__file__).parents[2] / "examples" / "own_loop.py"
 STEPS = 60
 

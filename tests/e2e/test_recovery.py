@@ -23,7 +23,6 @@ from ingot.trainer.optim.schedule import learning_rate
 
 from .conftest import Project, ended, paused, workers_of, writer_of
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
 STEPS = 120
 
 

@@ -12,7 +12,6 @@ from tests.expect import reported
 
 from ingot.cli.main import main
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
 HERE = Path(__file__).parent
 RUNS = json.loads((HERE / "expected.json").read_text())  # run -> [loss, gradient norm] of each step, never stopped
 OLD = sorted(path.parent.name for path in HERE.glob("old/*/run.toml"))  # made by older commits

@@ -15,7 +15,6 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.given import NOTHING_GIVEN, given_callbacks, imported_callbacks
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 class MeanLoss(StepCallback):

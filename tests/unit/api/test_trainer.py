@@ -17,7 +17,6 @@ from ingot.theory.rules import load_run
 from ingot.trainer.resilience.lock import is_locked
 
 torch = pytest.importorskip("torch")
-pytestmark = pytest.mark.usefixtures("forked_programs")
 
 
 def loop(run_file, out, *, by_hand=False, each=lambda trainer, batch: None, **options):

@@ -12,7 +12,6 @@ from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.rules import load_run
 
-pytestmark = pytest.mark.usefixtures("forked_programs")
 ARCH = Arch(vocab_size=512, d_model=64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8, d_ffn=160)
 TRAIN = Train(steps=10, seq_len=64, global_batch=4, micro_batch=1)
 MOE = Moe(num_experts=64, top_k=6, d_expert=32, shared_experts=2, first_dense=1, groups=8, top_groups=3)
