@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _NODES = "tests/unit/trainer/launch/test_nodes.py"
+_EVIDENCE = "tests/unit/trainer/launch/test_evidence.py"
 _LINK = "tests/unit/trainer/launch/test_link.py"
 
 MUTANTS: list[Mutant] = [
@@ -18,8 +19,8 @@ MUTANTS: list[Mutant] = [
         name="any-leader-is-believed",
         what="a node does not look at the leader's proof of the key",
         file="trainer/launch/link.py",
-        before='if not hmac.compare_digest(_line(connected), _proof(key, "leader", ours, theirs)):',
-        after="if not _line(connected):",
+        before='if not hmac.compare_digest(_line(connected, ends), _proof(key, "leader", ours, theirs)):',
+        after="if not _line(connected, ends):",
         tests=(f"{_LINK}::test_a_leader_that_does_not_know_the_key_is_not_believed",),
     ),
     Mutant(
@@ -82,8 +83,8 @@ MUTANTS: list[Mutant] = [
         name="signals-of-nodes-add-up",
         what="a Ctrl-C that every node gets counts as several, and ends the run without a save",
         file="trainer/launch/supervise.py",
-        before="        if again or not self._interrupts.asked:\n",
-        after="        if True:\n",
+        before="        if self._counts[machine] <= self._most:\n",
+        after="        if False:\n",
         tests=(f"{_NODES}::test_a_signal_to_every_node_is_one_request_to_stop",),
     ),
     Mutant(
@@ -98,8 +99,8 @@ MUTANTS: list[Mutant] = [
         name="error-for-the-leader-alone",
         what="other nodes look for another leader when the run has failed",
         file="trainer/launch/job_on_nodes.py",
-        before="            running.part(None, error)\n",
-        after="            running.part(None)\n",
+        before="running.part(None, error if error.code != UNKILLABLE else None)",
+        after="running.part(None)",
         tests=(f"{_NODES}::test_the_error_of_a_rank_is_that_of_every_node",),
     ),
     Mutant(
@@ -109,5 +110,45 @@ MUTANTS: list[Mutant] = [
         before='return _state(process) in ("", "Z", "X")',
         after='return _state(process) in ("",)',
         tests=("tests/unit/machine/test_machine.py::test_a_process_whose_exit_code_nobody_has_read_is_gone",),
+    ),
+    Mutant(
+        name="address-of-another-removed",
+        what="a leader that froze and returns removes the address of the next one",
+        file="trainer/launch/nodes.py",
+        before="if LeaderAddress.read(self._folder.leader) == self._address:",
+        after="if True:",
+        tests=(f"{_NODES}::test_a_leader_that_returns_leaves_the_address_of_the_next_one",),
+    ),
+    Mutant(
+        name="fork-server-of-the-leader-unseen",
+        what="ranks of the leader's machine that are gone with their fork server are waited for",
+        file="trainer/launch/job_on_nodes.py",
+        before="        if not here:",
+        after="        if False:",
+        tests=(f"{_NODES}::test_a_fork_server_that_is_killed_is_a_lost_rank_on_every_node",),
+    ),
+    Mutant(
+        name="handshakes-in-a-row",
+        what="one that connects and is silent keeps nodes out",
+        file="trainer/launch/nodes.py",
+        before='args=(connected, key), name="ingot-greeting", daemon=True).start()',
+        after='args=(connected, key), name="ingot-greeting", daemon=True).run()',
+        tests=(f"{_NODES}::test_one_that_connects_and_is_silent_keeps_no_node_out",),
+    ),
+    Mutant(
+        name="silent-node-in-a-hang",
+        what="a node that does not answer a question about a hang ends the leader",
+        file="trainer/launch/evidence.py",
+        before="if rank in answers.states}  # a node may not answer",
+        after="}",
+        tests=(f"{_EVIDENCE}::test_a_node_that_does_not_answer_is_no_obstacle",),
+    ),
+    Mutant(
+        name="old-listing-is-a-record",
+        what="a record that only an old listing of the store has counts as that of another launcher",
+        file="trainer/checkpoint/fence.py",
+        before="            return _read_epoch(place, number)\n    return None",
+        after="            return read_epoch(place, number)\n    return None",
+        tests=("tests/unit/trainer/test_lease.py::test_a_record_that_only_an_old_listing_has_is_none",),
     ),
 ]

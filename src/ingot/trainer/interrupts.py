@@ -41,11 +41,6 @@ class Interrupts:
         return "stopping now, without another save"
 
     @property
-    def asked(self) -> bool:
-        """True if there was a first signal."""
-        return self._asked
-
-    @property
     def waits(self) -> bool:
         """True if Ctrl-C came while a checkpoint was being written, and did not come again."""
         return self._waits and self._count == 1

@@ -426,6 +426,19 @@ def test_a_replaced_checkpoint_is_late_and_a_restored_one_is_not(folder):
         assert late_folders(folder.checkpoints) == [folder.checkpoint(20)]
 
 
+def test_a_record_that_only_an_old_listing_has_is_none(monkeypatch):
+    """The store was emptied: its listing shows a record that cannot be read any more."""
+    store = MemoryStore()
+    for epoch in (1, 2):
+        held_elsewhere(store, epoch)
+    listed = store.list()
+    monkeypatch.setattr(store, "list", lambda prefix="": listed)
+    store.remove(record_name(2))
+    assert newest_epoch(store).epoch == 1
+    store.remove(record_name(1))
+    assert newest_epoch(store) is None
+
+
 def test_a_damaged_record_still_counts_and_makes_nothing_late(folder):
     with take(folder), take_over(folder):
         write_checkpoint(folder, 20, epoch=1)

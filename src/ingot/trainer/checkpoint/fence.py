@@ -90,14 +90,22 @@ def newest_epoch(place: BlobStore) -> Epoch | None:
     A record that is damaged still counts: its name has the number.
     """
     numbers = [int(match[1]) for one in place.list(LEASE) if (match := _RECORD.fullmatch(one.name))]
-    if not numbers:
-        return None
-    return read_epoch(place, max(numbers))
+    for number in sorted(numbers, reverse=True):  # a listing may be old, and have what is gone
+        with contextlib.suppress(NotStored):
+            return _read_epoch(place, number)
+    return None
 
 
 def read_epoch(place: BlobStore, number: int) -> Epoch:
-    """Return the record of the attempt `number` in `place`; one with nothing but its number if it is damaged."""
-    with contextlib.suppress(NotStored, ConfigError, ValueError, TypeError, AttributeError):
+    """Return the record of the attempt `number` in `place`; one with nothing but its number if it is damaged, or not
+    there."""
+    with contextlib.suppress(NotStored):
+        return _read_epoch(place, number)
+    return Epoch(epoch=number)
+
+
+def _read_epoch(place: BlobStore, number: int) -> Epoch:
+    with contextlib.suppress(ConfigError, ValueError, TypeError, AttributeError):
         record = from_dict(Epoch, json.loads(read_object(place, record_name(number), _MOST_BYTES)))
         steps = [*(record.adopted or ()), *(record.weights or ())]
         if record.epoch == number and all(step.isdecimal() for step in steps):

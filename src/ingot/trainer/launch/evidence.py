@@ -12,7 +12,7 @@ import shutil
 import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingot.errors import ConfigError
@@ -81,6 +81,13 @@ def examine(hang: Hang, folder: RunFolder, ask: Ask = question) -> tuple[HangCau
     except OSError:
         place = None
     answers = ask(hang.beats, place)
+    known = {rank: beat for rank, beat in hang.beats.items() if rank in answers.states}  # a node may not answer
+    hang = replace(hang, beats=known or hang.beats)
+    answers = Answers(
+        {rank: answers.states.get(rank, "-") for rank in hang.beats},
+        {rank: answers.calls.get(rank) for rank in hang.beats},
+        answers.with_stacks,
+    )
     cause = judge(hang, answers.states, answers.calls, answers.with_stacks)
     try:
         if place is not None:

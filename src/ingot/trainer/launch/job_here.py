@@ -79,8 +79,7 @@ class JobHere(RunningJob):
         return self._local.ended_at.get(rank)
 
     def endings(self) -> dict[int, RankEnding]:
-        ranks = ranks_of(self.job, self.first)
-        return {rank: ending for rank, ending in read_endings(self._folder).items() if rank in ranks}
+        return read_endings(self._folder, ranks_of(self.job, self.first))
 
     def beats(self) -> dict[int, Beat]:
         """Return the newest heartbeat of each rank that runs."""
@@ -145,8 +144,9 @@ class JobHere(RunningJob):
     def end_attempt(self) -> None:
         self._local.end_attempt()
 
-    def close(self) -> None:
+    def close(self, *, keep_snapshots: bool = False) -> None:
         try:
             self._local.close()
         finally:
-            end_keeper(os.getpid(), self._folder.root)
+            if not keep_snapshots:
+                end_keeper(os.getpid(), self._folder.root)

@@ -23,6 +23,7 @@ from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import Link, interface_of, signs_of_life
+from ingot.trainer.launch.local import UNKILLABLE
 from ingot.trainer.launch.nodes import Node, Nodes
 from ingot.trainer.launch.running import RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang
@@ -63,7 +64,7 @@ class JobOnNodes(RunningJob):
         self._ended_at: dict[int, float] = {}
         self._before = FIRST
         self._lost: JobIncident | None = None
-        self._signals: list[tuple[signal.Signals, bool]] = []
+        self._signals: list[tuple[signal.Signals, str]] = []
         self._attempt, self._started, self._since, self._missing = 0, False, 0.0, 0
         self._asked_at, self._questions = -math.inf, 0
         here.prepare("leader.log")
@@ -97,10 +98,14 @@ class JobOnNodes(RunningJob):
             return True
         here = self._here.running()
         self._codes |= {rank: code for rank, code in self._here.exit_codes().items() if rank not in self._codes}
+        if not here:  # without codes if the fork server was lost
+            lost = self._here.facts()["server_code"] or -signal.SIGKILL
+            self._codes |= {rank: lost for rank in ranks_of(self._here.job, 0) if rank not in self._codes}
         return here or any(not node.done for node in self._members())
 
     def wait(self, seconds: float) -> None:
-        self._nodes.wait(seconds, *([self._here.reports] if self._started else []))
+        reports = [self._here.reports] if self._started and self._here.running() else []
+        self._nodes.wait(seconds, *reports)
 
     def exit_codes(self) -> Mapping[int, int]:
         return self._codes
@@ -113,6 +118,7 @@ class JobOnNodes(RunningJob):
 
     def lost_node(self, step: int) -> JobIncident | None:
         if self._lost is None and self._started and self._codes:  # ranks lost their peers: a silent node is the cause
+            self._poll()  # what has come while this process waited for a disk
             for node in self._members():
                 if not node.done and node.link.silent() > _SUSPECT_SECONDS:
                     self._nodes.drop(node, f"gives no sign of life for {node.link.silent():.0f} s")
@@ -121,7 +127,7 @@ class JobOnNodes(RunningJob):
             self._lost = self._nodes_missing()
         return replace(self._lost, step=step) if self._lost else None
 
-    def signals(self) -> Iterator[tuple[signal.Signals, bool]]:
+    def signals(self) -> Iterator[tuple[signal.Signals, str]]:
         while self._signals:
             yield self._signals.pop(0)
 
@@ -221,8 +227,7 @@ class JobOnNodes(RunningJob):
             for rank in self._ranks_of(node):  # they have no codes if the fork server was lost
                 self._codes.setdefault(rank, node.facts["server_code"] or -signal.SIGKILL)
         elif "signal" in message:
-            node.signals += 1
-            self._signals.append((signal.Signals[message["signal"]], node.signals > 1))
+            self._signals.append((signal.Signals[message["signal"]], f"{node.host}:{node.pid}"))
 
     def _lose(self, node: Node, why: str) -> None:
         """Take in that a node is gone: a failure of the job if it had ranks that had not ended well."""
@@ -245,8 +250,9 @@ class JobOnNodes(RunningJob):
                 )
             return
         self._give_places(present)
-        hosts = sorted({node.link.own_host for node in present}, key=lambda host: host.startswith("127."))
-        host, each = hosts[0] if hosts else "127.0.0.1", self._here.job.processes
+        # Nodes on this machine come by the loopback address, and have the other ones as well.
+        hosts = sorted((node.link.own_host.startswith("127."), node.link.own_host) for node in present if node.number)
+        host, each = hosts[0][1], self._here.job.processes
         name, world = next_log(self._folder), self.ranks
         share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
         self._here.start(self._attempt, self._before, name, share)
@@ -256,7 +262,9 @@ class JobOnNodes(RunningJob):
                 continue
             node.attempt, node.done, node.hang, node.facts = self._attempt, False, None, {}
             place = {"attempt": self._attempt, "log": name.replace(".log", f".node-{node.number}.log")}
-            node.link.send(start=place | {"first": node.number * each, "world": world, "port": self._here.port})
+            node.link.send(
+                start=place | {"first": node.number * each, "world": world, "host": host, "port": self._here.port}
+            )
         spares = len([node for node in present if node.number is None])
         members = ", ".join(["0 (this one)", *(f"{node.number} ({node.host})" for node in self._members())])
         self._say(f"nodes     {members}" + (f"; spares: {spares}" if spares else ""))
@@ -301,7 +309,7 @@ class JobOnNodes(RunningJob):
             self._poll()
             self.wait(_POLL_SECONDS)
         for node in members:
-            if node.answered and not self._unanswered(node):
+            if node.answered and node.answered[0] == self._questions:
                 beats |= node.answered[1]
                 found = node.answered[2]
                 states, calls, stacks = (
@@ -335,8 +343,8 @@ def leading(
         except RunBusyError:
             running.part(None)  # another launcher leads
             raise
-        except IngotError as error:
-            running.part(None, error)
+        except IngotError as error:  # a machine that cannot end its own processes says nothing about the run
+            running.part(None, error if error.code != UNKILLABLE else None)
             raise
         except KeyboardInterrupt:
             step = resume_step(folder)

@@ -218,10 +218,10 @@ def dial(address: LeaderAddress) -> Link | None:
 def answer(connected: socket.socket, key: str) -> Link | None:
     """Let a node that connected prove that it knows the key; None if it does not. Takes a few seconds at most."""
     try:
-        connected.settimeout(_HANDSHAKE_SECONDS)
+        ends = time.monotonic() + _HANDSHAKE_SECONDS
         ours = secrets.token_hex(16)
         connected.sendall(f"{ours}\n".encode())
-        theirs, proof = _line(connected).split(" ")
+        theirs, proof = _line(connected, ends).split(" ")
         if not hmac.compare_digest(proof, _proof(key, "node", ours, theirs)):
             raise ValueError("another key")
         connected.sendall(f"{_proof(key, 'leader', theirs, ours)}\n".encode())
@@ -232,9 +232,10 @@ def answer(connected: socket.socket, key: str) -> Link | None:
 
 
 def _introduce(connected: socket.socket, key: str) -> None:
-    theirs, ours = _line(connected), secrets.token_hex(16)
+    ends = time.monotonic() + _HANDSHAKE_SECONDS
+    theirs, ours = _line(connected, ends), secrets.token_hex(16)
     connected.sendall(f"{ours} {_proof(key, 'node', theirs, ours)}\n".encode())
-    if not hmac.compare_digest(_line(connected), _proof(key, "leader", ours, theirs)):
+    if not hmac.compare_digest(_line(connected, ends), _proof(key, "leader", ours, theirs)):
         raise ValueError("another process listens there")
 
 
@@ -242,10 +243,11 @@ def _proof(key: str, who: str, asked: str, own: str) -> str:
     return hmac.new(key.encode(), f"{who} {asked} {own}".encode(), "sha256").hexdigest()
 
 
-def _line(connected: socket.socket) -> str:
-    """Read one short line, byte by byte: what follows it belongs to others."""
+def _line(connected: socket.socket, ends: float) -> str:
+    """Read one short line, byte by byte: what follows it belongs to others. Raises TimeoutError after `ends`."""
     read = b""
     while not read.endswith(b"\n"):
+        connected.settimeout(max(ends - time.monotonic(), 0.001))
         part = connected.recv(1)
         if not part or len(read) > 256:
             raise ValueError("no line")

@@ -27,6 +27,7 @@ from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
 from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 JOB_VARIABLE = "INGOT_JOB"
+UNKILLABLE = "E-JOB-UNKILLABLE"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
 _REPORT_SECONDS = 10.0
@@ -171,7 +172,7 @@ class LocalJob:
                 self._server.poll()
             if time.monotonic() > deadline:
                 raise ResourceError(
-                    "E-JOB-UNKILLABLE",
+                    UNKILLABLE,
                     f"processes {left} of the job do not end after SIGKILL",
                     rule=f"a killed process is gone within {_KILL_SECONDS:.0f} s",
                     fix="see dmesg: they hang in the kernel (a dead disk or network mount, or a GPU driver)",

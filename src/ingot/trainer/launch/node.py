@@ -4,19 +4,24 @@ It decides nothing but this: without a sign of life of the leader it ends its ra
 one, starts them anew. No torch.
 """
 
+import contextlib
 import os
 import selectors
 import signal
 import socket
+import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
-from ingot.errors import ConfigError, RunBusyError
+from ingot.errors import EXIT_PREEMPTED, ConfigError, RunBusyError
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.message import read_message
+from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.interrupts import handlers
 from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.job_here import JobHere
@@ -25,6 +30,7 @@ from ingot.trainer.launch.node_messages import answers_values, hang_values
 from ingot.trainer.launch.supervise import JobResult
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
+from ingot.trainer.resilience.lock import is_holder
 
 _LOOK_SECONDS = 0.2
 _DIAL_SECONDS = 0.5
@@ -49,8 +55,9 @@ def follow(
     """Join the leader of the run in `folder`, and do as it asks until it ends the job.
 
     facts: of this node (node_messages.own_facts). job_of: returns the job of this node's ranks for the leader's terms.
-    Raises LeaderGone if there is no leader to be reached, the IngotError
-    with which the leader ended the job, ConfigError if it refuses this node.
+    Returns the result of the job; that of a stopped one if this node got a stop signal while nobody led. Raises
+    LeaderGone if there is no leader to be reached, the IngotError with which the leader ended the job, ConfigError if
+    it refuses this node.
     """
     link = _joined(folder, facts)
     received: list[signal.Signals] = []
@@ -61,9 +68,14 @@ def follow(
             running = JobHere(folder, job_of(terms), launch)
             running.prepare(f"node-{socket.gethostname()}.log")
             result = _Following(link, running, folder, launch, received, say).until_the_end()
+        except LeaderGone:
+            if not received:
+                raise
+            step = resume_step(folder)
+            result = {"exit_code": EXIT_PREEMPTED, "step": step, "saved_step": step, "restarts": 0, "seconds": 0.0}
         finally:
             if running is not None:
-                running.close()
+                running.close(keep_snapshots=True)  # the next leader may need those of this node
             link.close("this node leaves")
     facts = {name: result[name] for name in ("exit_code", "step", "saved_step", "restarts", "seconds")}
     return JobResult(**facts, run=folder.root)
@@ -81,21 +93,57 @@ def lead_or_follow(
     Raises the error of the run, and RunBusyError if something else than a leader of this run has held the folder, or
     the lease, for launch.node_wait_seconds.
     """
-    alone_since = time.monotonic()
-    while True:
-        try:
-            return lead()
-        except RunBusyError as error:
-            busy = error
-        if time.monotonic() > alone_since + launch.node_wait_seconds:
-            raise busy
-        if folder.leader.exists():
+    alone_since, seen = time.monotonic(), 0
+    try:
+        while True:
+            began = time.monotonic()
             try:
-                return follow()
-            except LeaderGone as gone:
-                if gone.joined:
-                    alone_since = time.monotonic()
-        time.sleep(_DIAL_SECONDS)
+                with _working(folder.lock, launch):
+                    return lead()
+            except RunBusyError as error:
+                busy = error
+            if time.monotonic() > began + launch.node_seconds:  # it led
+                alone_since = time.monotonic()
+            if (at_work := _last_work(folder.lock)) != seen:  # the holder of the lock prepares the run
+                alone_since, seen = time.monotonic(), at_work
+            if time.monotonic() > alone_since + launch.node_wait_seconds:
+                raise busy
+            if folder.leader.exists():
+                try:
+                    return follow()
+                except LeaderGone as gone:
+                    if gone.joined:
+                        alone_since = time.monotonic()
+            time.sleep(_DIAL_SECONDS)
+    finally:
+        end_keeper(os.getpid(), folder.root)
+
+
+@contextlib.contextmanager
+def _working(lock: Path, launch: Launch) -> Iterator[None]:
+    """Show by the time of the lock that its holder works, from a thread: to prepare a run may take long, and no other
+    node can join before. Without the lock it shows nothing."""
+    ends = threading.Event()
+
+    def work() -> None:
+        while not ends.wait(min(launch.node_wait_seconds, launch.node_seconds) / 3):
+            if is_holder(lock):
+                with contextlib.suppress(OSError):
+                    os.utime(lock)
+
+    thread = threading.Thread(target=work, name="ingot-working", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def _last_work(lock: Path) -> int:
+    with contextlib.suppress(OSError):
+        return lock.stat().st_mtime_ns
+    return 0
 
 
 def _joined(folder: RunFolder, facts: Mapping[str, str]) -> Link:
@@ -146,6 +194,7 @@ class _Following:
         self._received, self._say = received, say
         self._attempt: int | None = None  # the one that runs
         self._reported: set[int] = set()
+        self._sent = 0  # of the signals received
         self._hang: Hang | None = None
         self._result: Mapping[str, Any] | None = None
 
@@ -159,9 +208,9 @@ class _Following:
                 why = self._link.closed or f"it gives no sign of life for {self._link.silent():.0f} s"
                 self._say(f"node      the leader is gone ({why}); the ranks of this node are ended")
                 raise LeaderGone(joined=True)
-            while self._received:
-                number = self._received.pop(0)
+            for number in self._received[self._sent :]:
                 self._link.send(signal=number.name)
+                self._sent += 1
             if self._attempt is not None:
                 self._look()
             self._wait()
@@ -194,13 +243,13 @@ class _Following:
             self._part(message["bye"])
 
     def _start(self, order: dict[str, Any]) -> None:
-        # The address by which this node reaches the leader is the one of rank 0, and this node's own is on its network.
+        own = self._link.own_host if not self._link.own_host.startswith("127.") else order["host"]
         share = NodeShare(
             first=order["first"],
             world=order["world"],
-            host=self._link.peer_host,
+            host=order["host"],
             port=order["port"],
-            interface=interface_of(self._link.own_host),
+            interface=interface_of(own),
         )
         self._attempt, self._hang = order["attempt"], None
         self._reported.clear()
@@ -217,7 +266,7 @@ class _Following:
             self._attempt = None
             return
         hang = self._running.overdue()
-        if hang != self._hang and (hang is None) != (self._hang is None):
+        if (hang and hang.suspects) != (self._hang and self._hang.suspects) or (hang is None) != (self._hang is None):
             self._link.send(watch=hang_values(hang))
         self._hang = hang
 

@@ -3,8 +3,8 @@
 A node: `hello` (host, pid, facts), `rank` (code, ago, ending, facts), `done` (an attempt; facts), `ended` (an attempt),
 `watch` (its hang, or null), `answers` (to a question; beats, states, calls, with_stacks), `signal` (its name).
 
-The leader: `accepted` (epoch, until_step, callbacks) or `refused` (why), `start` (attempt, log, first, world, port),
-`end` (an attempt), `ask` (a question; place), `bye` (result, error).
+The leader: `accepted` (epoch, until_step) or `refused` (why), `start` (attempt, log, first, world, host, port), `end`
+(an attempt), `ask` (a question; place), `bye` (result, error).
 """
 
 import importlib.metadata

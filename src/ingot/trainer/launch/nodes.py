@@ -9,6 +9,7 @@ import queue
 import selectors
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,20 +20,20 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.message import as_error
 from ingot.trainer.launch.evidence import Answers
-from ingot.trainer.launch.link import Link, answer, listen
+from ingot.trainer.launch.link import LeaderAddress, Link, answer, listen
 from ingot.trainer.launch.node_messages import answers_from, difference, hang_from
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.resilience.heartbeat import Beat
 
 _GOODBYE_SECONDS = 2.0
+_RETRY_SECONDS = 0.1
 
 
 @dataclass
 class Node:
     """Another node. number: its place in the job, None for a spare. attempt: the newest that it takes part in. done:
     its ranks have ended. ended: the newest attempt of which it has no process any more. hang: by its watchdog. facts:
-    about the end of its ranks (JobHere.facts). answered: the number of a question, and what its ranks answered.
-    signals: how many it got."""
+    about the end of its ranks (JobHere.facts). answered: the number of a question, and what its ranks answered."""
 
     link: Link
     host: str = ""
@@ -44,7 +45,6 @@ class Node:
     hang: Hang | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     answered: tuple[int, dict[int, Beat], Answers] | None = None
-    signals: int = 0
 
     @property
     def name(self) -> str:
@@ -68,12 +68,13 @@ class Nodes:
         self._say, self._record = say, record
         self._nodes: list[Node] = []
         self._gone: list[tuple[Node, str]] = []
-        self._listener, address = listen()
+        self._released = False
+        self._listener, self._address = listen()
         self._arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
         self._bell = socket.socketpair()
         self._bell[0].setblocking(False)
-        threading.Thread(target=self._receive, args=(address.key,), name="ingot-nodes", daemon=True).start()
-        address.write(folder.leader)
+        threading.Thread(target=self._receive, args=(self._address.key,), name="ingot-nodes", daemon=True).start()
+        self._address.write(folder.leader)
         record(events.NODE, host=socket.gethostname(), pid=os.getpid(), action="leads", node=0, reason="")
 
     def present(self) -> list[Node]:
@@ -134,7 +135,9 @@ class Nodes:
 
     def release(self) -> None:
         """Stop listening, and remove the address of this leader."""
-        self._folder.leader.unlink(missing_ok=True)
+        self._released = True
+        if LeaderAddress.read(self._folder.leader) == self._address:  # or it is another leader's, which took over
+            self._folder.leader.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self._listener.shutdown(socket.SHUT_RDWR)  # accept() returns
         self._listener.close()
@@ -142,15 +145,20 @@ class Nodes:
             one.close()
 
     def _receive(self, key: str) -> None:
-        """Let nodes that connect prove that they belong to this run. A thread, because one may be slow."""
-        while True:
+        """Let whatever connects prove that it is a node of this run, each in a thread: it may be a scanner."""
+        while not self._released:
             try:
                 connected, _ = self._listener.accept()
-                if (link := answer(connected, key)) is not None:
-                    self._arrived.put(link)
-                    self._bell[1].send(b".")
-            except OSError:
-                return  # this leader parted
+            except OSError:  # this leader parted; or too many files are open, or that one has gone again
+                time.sleep(_RETRY_SECONDS)
+                continue
+            threading.Thread(target=self._greet, args=(connected, key), name="ingot-greeting", daemon=True).start()
+
+    def _greet(self, connected: socket.socket, key: str) -> None:
+        if (link := answer(connected, key)) is not None:
+            self._arrived.put(link)
+            with contextlib.suppress(OSError):  # this leader parted
+                self._bell[1].send(b".")
 
     def _take(self, node: Node, message: dict[str, Any]) -> bool:
         """Take in a message about the node itself. Returns False for others."""

@@ -82,8 +82,8 @@ class RunningJob(ABC):
         """Return the incident of a machine that was lost, or is missing. step: the last one in the log."""
         return None
 
-    def signals(self) -> Iterator[tuple[signal.Signals, bool]]:
-        """Return the stop signals to other machines since the last call, with whether each is not the first there."""
+    def signals(self) -> Iterator[tuple[signal.Signals, str]]:
+        """Return the stop signals to other machines since the last call, each with a name of its machine."""
         yield from ()
 
     def lost_ranks(self) -> list[int]:

@@ -176,7 +176,8 @@ def supervise(
         if lease is not None and lease.lost is not None:
             remove_saves_of(folder, lease.epoch)  # the job that has the run now does that at its next start only
         log.close()
-        folder.stop_request.unlink(missing_ok=True)
+        if lease is None or lease.lost is None:  # otherwise it is the next job's
+            folder.stop_request.unlink(missing_ok=True)
     return JobResult(
         exit_code=EXIT_OK if log_reader.ended == events.FINISHED else EXIT_PREEMPTED,
         step=log_reader.step,
@@ -194,16 +195,21 @@ class _Stopping:
         self._folder, self._requests, self._say = folder, requests, say
         self._interrupts = Interrupts(folder)
         self._lines: list[str] = []
+        self._counts: dict[str, int] = {}  # machine -> its signals
+        self._most = 0
         self._saved_at = math.inf
         self.request: StopRequest | None = None
 
-    def signal_elsewhere(self, number: signal.Signals, again: bool) -> None:
-        """Take in a signal to another machine. A scheduler sends one to every machine, which is one request."""
-        if again or not self._interrupts.asked:
-            self.signal(number)
+    def signal(self, number: signal.Signals, machine: str = "") -> None:
+        """Take in a signal to this or another machine. Within a handler, so nothing is written or printed.
 
-    def signal(self, number: signal.Signals) -> None:
-        """Take in a signal. Within a handler, so nothing is written or printed."""
+        A scheduler, or Ctrl-C in its terminal, signals every machine, which is one request: the machine that got the
+        most signals counts.
+        """
+        self._counts[machine] = self._counts.get(machine, 0) + 1
+        if self._counts[machine] <= self._most:
+            return
+        self._most = self._counts[machine]
         line = self._interrupts.take(number)
         if line is None:
             self._requests.ask(number.name)
@@ -247,8 +253,8 @@ def _follow(
         if lease is not None and lease.lost is not None:
             raise lease.lost
         log_reader.read()
-        for number, again in running.signals():
-            stopping.signal_elsewhere(number, again)
+        for number, machine in running.signals():
+            stopping.signal(number, machine)
         if stopping.is_over(is_ending=bool(log_reader.ended)) or (stopping.request and not running.started):
             return None
         if incident := running.lost_node(log_reader.step):

@@ -11,7 +11,7 @@ import math
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -116,10 +116,11 @@ def _write(folder: RunFolder, ending: RankEnding) -> None:
     write_json(folder.logs / f"rank-{ending.rank}.json", asdict(ending))
 
 
-def read_endings(folder: RunFolder) -> dict[int, RankEnding]:
-    """Read the endings recorded since `clear_endings`, by rank."""
+def read_endings(folder: RunFolder, ranks: Iterable[int] | None = None) -> dict[int, RankEnding]:
+    """Read the endings recorded since `clear_endings`, by rank. ranks: of these; None: of all."""
     endings = {}
-    for path in folder.logs.glob("rank-*.json"):
+    names = None if ranks is None else [folder.logs / f"rank-{rank}.json" for rank in ranks]
+    for path in folder.logs.glob("rank-*.json") if names is None else names:
         with contextlib.suppress(ConfigError, ValueError, FileNotFoundError):  # not an ending, or just removed
             ending = from_dict(RankEnding, json.loads(path.read_text()))
             endings[ending.rank] = ending

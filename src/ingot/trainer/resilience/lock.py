@@ -26,6 +26,7 @@ class RunLock:
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
+        self.path = path
         try:
             self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
         except OSError as error:
@@ -80,6 +81,11 @@ def _close_in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_close_in_child)
+
+
+def is_holder(path: Path) -> bool:
+    """Return whether this process holds the lock `path`."""
+    return any(lock.path == path for lock in list(_open))
 
 
 def is_locked(path: Path) -> bool:

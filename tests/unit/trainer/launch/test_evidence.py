@@ -89,6 +89,14 @@ def test_who_waits_for_whom_is_seen_before_a_hang_is_certain():
         assert waits_for(HANG.beats, answers) == blamed
 
 
+def test_a_node_that_does_not_answer_is_no_obstacle(tmp_path):
+    def ask(beats, place):
+        return Answers({0: "S"}, {0: [CAME]}, {0})
+
+    cause, place = examine(HANG, RunFolder(tmp_path), ask)
+    assert cause.ranks == (0,) and json.loads((place / "hang.json").read_text())["state"].keys() == {"0"}
+
+
 def test_a_disk_without_room_keeps_no_hang_from_its_end(hung):
     hang, folder = hung(_wait)
     folder.incidents.write_text("a file where the folder should be")

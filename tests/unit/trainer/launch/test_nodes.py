@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 import signal
+import socket
 import time
 from pathlib import Path
 
@@ -16,7 +17,9 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.job_on_nodes import leading
+from ingot.trainer.launch.link import LeaderAddress, dial
 from ingot.trainer.launch.node import follow, lead_or_follow
+from ingot.trainer.launch.nodes import Nodes
 from ingot.trainer.launch.supervise import JobResult, supervise
 from ingot.trainer.launch.watchdog import state_of
 from ingot.trainer.resilience.lock import RunLock
@@ -40,7 +43,8 @@ with guarded(folder, rank):
     reports = Reports()
     heartbeat = open_heartbeat(int(os.environ["LOCAL_RANK"]), reports.stacks, reports.collectives)
     names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INGOT_ATTEMPT")
-    place = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME")} | {"args": sys.argv[2:]}
+    place = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME")}
+    place |= {"args": sys.argv[2:], "server": os.getppid()}
     log.write("rank_started", rank=rank, pid=os.getpid(), host="", attempt=0, place=place)
     if rank == 0:
         log.write("run_started", from_step=0)
@@ -253,14 +257,15 @@ def test_nodes_that_do_not_come_end_the_wait(cluster):
     assert cluster.ends()["a"][1] == "E-NODES-MISSING"
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_to_every_node_is_one_request_to_stop(cluster, number):
+@pytest.mark.parametrize(("number", "order"), [(signal.SIGTERM, "ab"), (signal.SIGINT, "ab"), (signal.SIGINT, "ba")])
+def test_a_signal_to_every_node_is_one_request_to_stop(cluster, number, order):
     """A scheduler sends one. A second Ctrl-C would end the ranks without a save."""
     cluster.start("a")
     cluster.start("b")
     cluster.attempt(0)
-    for name in "ab":
+    for name in order:
         cluster.kill(name, number)
+        time.sleep(0.1)  # until it has reached the leader
     ended = cluster.ends()
     assert {code for _, code in ended.values()} == {10}
     assert sum("saving first" in line for line in ended["a"][0]) == 1
@@ -294,6 +299,44 @@ def test_a_rank_that_is_killed_on_another_node_is_started_again_there(cluster):
     cluster.finish()
     assert {code for _, code in cluster.ends().values()} == {0}
     assert cluster.faults() == [(1, "killed")] and not cluster.nodes("lost")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_fork_server_that_is_killed_is_a_lost_rank_on_every_node(cluster, rank):
+    cluster.start("a")
+    cluster.start("b")
+    os.kill(cluster.attempt(0)[rank]["place"]["server"], signal.SIGKILL)
+    cluster.attempt(1)
+    cluster.finish()
+    assert {code for _, code in cluster.ends().values()} == {0}
+    assert cluster.faults() == [(rank, "killed")] and not cluster.nodes("lost")
+
+
+def test_a_leader_that_returns_leaves_the_address_of_the_next_one(cluster):
+    settings = {"terms": {}, "facts": FACTS, "say": print, "record": lambda kind, **facts: None}
+    first, second = (Nodes(cluster.folder, Launch(), **settings) for _ in range(2))
+    address = cluster.folder.leader.read_text()
+    first.release()
+    assert cluster.folder.leader.read_text() == address
+    second.release()
+    assert not cluster.folder.leader.exists()
+
+
+def test_one_that_connects_and_is_silent_keeps_no_node_out(cluster):
+    settings = {"terms": {}, "facts": FACTS, "say": print, "record": lambda kind, **facts: None}
+    nodes = Nodes(cluster.folder, Launch(nodes=2), **settings)
+    address = LeaderAddress.read(cluster.folder.leader)
+    with socket.create_connection(("127.0.0.1", address.port)):
+        ends = time.monotonic() + 4.0  # a handshake may take five seconds
+        link = dial(address)
+        assert link is not None
+        link.send(hello={"host": "b", "pid": 7, "facts": FACTS})
+        while not nodes.present():
+            assert time.monotonic() < ends
+            assert not list(nodes.poll())
+            time.sleep(0.01)
+    link.close("the test is over")
+    nodes.release()
 
 
 def test_a_hang_is_one_of_all_nodes_and_each_gives_its_evidence(cluster):
