@@ -164,6 +164,8 @@ def project(tmp_path_factory) -> Path:
     (folder / "loads.json").write_text("[2, 1, 1, 1, 1, 1, 1, 1]")
     (folder / "twin.json").write_text(json.dumps({"kill_step": 1, "resumed_from": 1, "first_step": 1, "last_step": 2,
         "steps": 2, "equal": True, "max_difference": 0.0}))  # fmt: skip
+    (folder / "dcp").mkdir()
+    (folder / "dcp" / ".metadata").touch()
     (folder / "restarted").mkdir()
     restart = {"kind": "start_times", "attempt": 1, "seconds": {"kill": 0.5}, "total_seconds": 7.0}
     write_lines(folder / "restarted/events.jsonl", [restart])
