@@ -101,10 +101,10 @@ def rs12(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Let the disk be full at one call of a save, in both modes, and before the start."""
     random, reference = random_of("RS12", seed), bench.reference(ranks=1)
     for mode, who in MODES.items():
-        # Up to the last call that takes room: a later fault would wait for the next save, and no later save follows the
-        # last one of a run.
-        last = max(n for n, (call, _) in enumerate(calls_of_a_save(bench, mode), 1) if call in ("create", "write"))
-        k, name = random.randrange(1, last + 1), f"full-{mode}"
+        # A call that takes room: a fault at another one would wait for the next that can fail, which may be a mkdir of
+        # a folder that exists, and that has no effect.
+        takes_room = [n for n, (call, _) in enumerate(calls_of_a_save(bench, mode), 1) if call in ("create", "write")]
+        k, name = random.choice(takes_room), f"full-{mode}"
         where = f"{mode}: full at call {k}"
         folder = bench.copy(bench.base(SAVED), name)
         ended = bench.attempt(name, mode_of(mode), env=killpoints.fault(folder, "full", k, who=who))
