@@ -64,7 +64,9 @@ def main(arguments: list[str]) -> int:
                         file.write(text + "\n")
     minutes = sum(line["seconds"] for line in lines) / 60
     red = sorted({line["id"] for line in lines if not line["passed"]})
-    summary = f"{len(rows)} rows with {args.seeds} seeds{' or more' if recorded else ''} in {minutes:.1f} minutes: {len(red)} red, {len(MISSING)} missing"
+    more = " or more" if any(line["seed"] >= args.seeds for line in lines) else ""
+    seeds = f"{args.seeds} seeds{more} in {minutes:.1f} minutes"
+    summary = f"{len(rows)} rows with {seeds}: {len(red)} red, {len(MISSING)} missing"
     print(f"\n{table_of(lines)}\n\n{summary}{': ' if red else ''}{', '.join(red)}")
     if args.write:
         on, machines, commits = (sorted({line[key] for line in lines}) for key in ("date", "machine", "commit"))

@@ -128,3 +128,5 @@ def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
     lines = [json.loads(text) for text in recorded.read_text().splitlines()]
     assert len(lines) == 4 and all(line["commit"] and line["date"] and line["machine"] for line in lines)
     assert "2 rows with 2 seeds in 0.1 minutes: 0 red" in capsys.readouterr().out
+    assert board.main(["--rows", "RS06,RS03", "--seeds", "1", "--lines", str(recorded)]) == 0
+    assert "2 rows with 1 seeds or more in 0.1 minutes: 0 red" in capsys.readouterr().out and len(played) == 4
