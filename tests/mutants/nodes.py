@@ -42,9 +42,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="signs-of-life-from-the-main-loop-only",
         what="a launcher that waits for its fork server gives no sign of life",
-        file="trainer/launch/link.py",
-        before="        while not ends.wait(seconds / 2):",
-        after="        while ends.wait(seconds / 2):",
+        file="trainer/launch/repeated.py",
+        before="        while not ends.wait(seconds):",
+        after="        while ends.wait(seconds):",
         tests=(f"{_LINK}::test_signs_of_life_come_while_the_sender_waits_for_something_else",),
     ),
     Mutant(

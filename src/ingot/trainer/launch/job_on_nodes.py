@@ -175,9 +175,7 @@ class JobOnNodes(RunningJob):
         for node in self._members():
             node.link.send(end=self._attempt)
         self._here.end_attempt()
-        while left := [
-            node for node in self._members() if node.attempt == self._attempt and node.ended < self._attempt
-        ]:
+        while left := [node for node in self._members() if node.ended < self._attempt]:
             self._poll()
             for node in left:
                 if node.link.silent() > self._launch.node_seconds:
@@ -261,10 +259,9 @@ class JobOnNodes(RunningJob):
             if node.number is None:
                 continue
             node.attempt, node.done, node.hang, node.facts = self._attempt, False, None, {}
-            place = {"attempt": self._attempt, "log": name.replace(".log", f".node-{node.number}.log")}
-            node.link.send(
-                start=place | {"first": node.number * each, "world": world, "host": host, "port": self._here.port}
-            )
+            order = {"attempt": self._attempt, "log": name.replace(".log", f".node-{node.number}.log")}
+            order |= {"first": node.number * each, "world": world, "host": host, "port": self._here.port}
+            node.link.send(start=order)
         spares = len([node for node in present if node.number is None])
         members = ", ".join(["0 (this one)", *(f"{node.number} ({node.host})" for node in self._members())])
         self._say(f"nodes     {members}" + (f"; spares: {spares}" if spares else ""))
@@ -312,11 +309,9 @@ class JobOnNodes(RunningJob):
             if node.answered and node.answered[0] == self._questions:
                 beats |= node.answered[1]
                 found = node.answered[2]
-                states, calls, stacks = (
-                    states | dict(found.states),
-                    calls | dict(found.calls),
-                    stacks | set(found.with_stacks),
-                )
+                states |= found.states
+                calls |= found.calls
+                stacks |= set(found.with_stacks)
         return beats, Answers(states, calls, stacks)
 
     def _unanswered(self, node: Node) -> bool:

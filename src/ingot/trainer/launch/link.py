@@ -24,6 +24,7 @@ from typing import Any
 from ingot.config import from_dict
 from ingot.errors import ConfigError
 from ingot.machine.processes import identity
+from ingot.trainer.launch.repeated import repeated
 
 _ALIVE_SECONDS = 1.0  # between two signs of life, at most
 _SIGNS = 5  # in the time after which the other end counts as lost, at least
@@ -85,11 +86,6 @@ class Link:
     def own_host(self) -> str:
         """The address of this end."""
         return self._socket.getsockname()[0]
-
-    @property
-    def peer_host(self) -> str:
-        """The address of the other end."""
-        return self._socket.getpeername()[0]
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -165,8 +161,9 @@ class Link:
             self._unread += part
 
     def _end(self, error: OSError | None) -> None:
-        self.closed = "its connection is closed" if error is None else f"its connection failed ({error.strerror})"
-        self._socket.close()
+        if not self.closed:  # by the other thread
+            self.closed = "its connection is closed" if error is None else f"its connection failed ({error.strerror})"
+            self._socket.close()
 
     def _flush(self) -> None:
         try:
@@ -180,24 +177,16 @@ class Link:
             self._end(error)
 
 
-@contextlib.contextmanager
-def signs_of_life(links: Callable[[], Iterable[Link]], patience: float) -> Iterator[None]:
-    """Give signs of life on all `links` during the block, in a thread: one that waits for a process of its own, or for
+def signs_of_life(links: Callable[[], Iterable[Link]], patience: float) -> contextlib.AbstractContextManager[None]:
+    """Give signs of life on all `links` during a block, in a thread: one that waits for a process of its own, or for
     its kernel, is not lost. patience: the seconds without one after which this end counts as lost."""
-    ends, seconds = threading.Event(), min(_ALIVE_SECONDS, patience / _SIGNS)
+    seconds = min(_ALIVE_SECONDS, patience / _SIGNS)
 
     def live() -> None:
-        while not ends.wait(seconds / 2):
-            for link in links():
-                link.live(seconds)
+        for link in links():
+            link.live(seconds)
 
-    thread = threading.Thread(target=live, name="ingot-signs-of-life", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
+    return repeated(live, seconds / 2, "ingot-signs-of-life")
 
 
 def dial(address: LeaderAddress) -> Link | None:

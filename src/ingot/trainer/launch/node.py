@@ -9,9 +9,8 @@ import os
 import selectors
 import signal
 import socket
-import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import LeaderAddress, Link, dial, interface_of, signs_of_life
 from ingot.trainer.launch.node_messages import answers_values, hang_values
+from ingot.trainer.launch.repeated import repeated
 from ingot.trainer.launch.supervise import JobResult
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
@@ -86,7 +86,6 @@ def lead_or_follow(
     follow: Callable[[], JobResult],
     folder: RunFolder,
     launch: Launch,
-    say: Callable[[str], None],
 ) -> JobResult:
     """Train as the leader of the run, or as a node of another one, whichever is possible, until the run ends.
 
@@ -119,25 +118,16 @@ def lead_or_follow(
         end_keeper(os.getpid(), folder.root)
 
 
-@contextlib.contextmanager
-def _working(lock: Path, launch: Launch) -> Iterator[None]:
+def _working(lock: Path, launch: Launch) -> contextlib.AbstractContextManager[None]:
     """Show by the time of the lock that its holder works, from a thread: to prepare a run may take long, and no other
     node can join before. Without the lock it shows nothing."""
-    ends = threading.Event()
 
     def work() -> None:
-        while not ends.wait(min(launch.node_wait_seconds, launch.node_seconds) / 3):
-            if is_holder(lock):
-                with contextlib.suppress(OSError):
-                    os.utime(lock)
+        if is_holder(lock):
+            with contextlib.suppress(OSError):
+                os.utime(lock)
 
-    thread = threading.Thread(target=work, name="ingot-working", daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        ends.set()
-        thread.join()
+    return repeated(work, min(launch.node_wait_seconds, launch.node_seconds) / 3, "ingot-working")
 
 
 def _last_work(lock: Path) -> int:

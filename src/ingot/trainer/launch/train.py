@@ -86,7 +86,7 @@ def train(
     if nodes == 1:
         return lead()
     return lead_or_follow(
-        lead, lambda: follow(folder, config.launch, own_facts(config), job_of, say=say), folder, config.launch, say
+        lead, lambda: follow(folder, config.launch, own_facts(config), job_of, say=say), folder, config.launch
     )
 
 

@@ -58,7 +58,7 @@ def test_both_ends_know_the_key(join):
     leader.send(accepted={"epoch": 3})
     node.send(hello={"host": "b"})
     assert read(node) == [{"accepted": {"epoch": 3}}] and read(leader) == [{"hello": {"host": "b"}}]
-    assert node.own_host == leader.peer_host and interface_of(node.own_host)
+    assert node.own_host == leader.own_host and interface_of(node.own_host)
     for end in (leader, node):
         end.close("the test is over")
 

@@ -113,7 +113,7 @@ class Cluster:
             return follow(folder, launch, facts, job_of, say=lines.append)
 
         try:
-            result = lead_or_follow(lead, join, folder, launch, lines.append)
+            result = lead_or_follow(lead, join, folder, launch)
             send.send((lines, result.exit_code))
         except (IngotError, KeyboardInterrupt) as error:
             send.send((lines, getattr(error, "code", "interrupted")))
@@ -388,6 +388,4 @@ def test_a_silent_node_is_lost(cluster):
 
 def test_a_run_that_something_else_holds_stays_busy(cluster):
     with RunLock(cluster.folder.lock), pytest.raises(RunBusyError):
-        lead_or_follow(
-            lambda: RunLock(cluster.folder.lock), pytest.fail, cluster.folder, Launch(node_wait_seconds=0.1), print
-        )
+        lead_or_follow(lambda: RunLock(cluster.folder.lock), pytest.fail, cluster.folder, Launch(node_wait_seconds=0.1))
