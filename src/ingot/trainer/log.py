@@ -41,7 +41,7 @@ class Interval:
 
     pipeline_before, waited_before: the total seconds that this rank had waited, for pipeline neighbors and for any
     other rank, when the interval began. own: the seconds of each step without its waits for other ranks. data: of
-    these, those that it waited for data.
+    these, those that it waited for data. counted: the sum of `own`.
     """
 
     began: ThreadTime
@@ -50,6 +50,7 @@ class Interval:
     waited_before: float
     own: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
+    counted: float = 0.0
 
     @classmethod
     def begin(cls, trainer: RunParts) -> "Interval":
@@ -59,7 +60,8 @@ class Interval:
     def add(self, data_wait_seconds: float) -> None:
         """Count a step that has ended now."""
         since = time.monotonic() - self.began.wall - (self.waits.seconds - self.waited_before)
-        self.own.append(since - sum(self.own))
+        self.own.append(since - self.counted)
+        self.counted = since
         self.data.append(data_wait_seconds)
 
     @property
