@@ -10,7 +10,7 @@ MUTANTS: list[Mutant] = [
         name="lost-run-keeps-saves",
         what="a launcher that lost its run leaves the unfinished saves of its ranks",
         file="trainer/launch/supervise.py",
-        before="remove_saves_of(folder, lease.epoch)",
+        before="remove_saves_of(self._folder, self._lease.epoch)",
         after="pass",
         tests=(
             "tests/unit/trainer/launch/test_supervise.py::"
@@ -93,8 +93,8 @@ MUTANTS: list[Mutant] = [
         name="end-believed",
         what="a launcher takes the end of the job that replaced its own for the end of its own",
         file="trainer/launch/supervise.py",
-        before="                    lease.require()  # before",
-        after="                    pass  # before",
+        before="                self._lease.require()  # before",
+        after="                pass  # before",
         tests=("tests/board/test_rows.py::test_a_row[RS30 zombie]",),
     ),
     Mutant(

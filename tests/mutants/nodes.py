@@ -82,7 +82,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="signals-of-nodes-add-up",
         what="a Ctrl-C that every node gets counts as several, and ends the run without a save",
-        file="trainer/launch/supervise.py",
+        file="trainer/launch/stopping.py",
         before="        if self._counts[machine] <= self._most:\n",
         after="        if False:\n",
         tests=(f"{_NODES}::test_a_signal_to_every_node_is_one_request_to_stop",),

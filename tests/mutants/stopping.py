@@ -61,10 +61,43 @@ MUTANTS: list[Mutant] = [
         name="stop-after-of-an-attempt",
         what="the time limit counts from the start of the attempt, not of the launcher",
         file="trainer/launch/supervise.py",
-        before="                running.start(restarts.count, before)\n",
-        after="                stopping = _Stopping(folder, StopRequests(None, launch, time.monotonic()), say)\n"
-        "                running.start(restarts.count, before)\n",
+        before="            self._running.start(self._attempt, before)\n",
+        after="            own = StopRequests(None, self._launch, time.monotonic())\n"
+        "            self._stopping = Stopping(self._folder, own, self._say)\n"
+        "            self._running.start(self._attempt, before)\n",
         tests=(f"{_SUPERVISOR}::test_the_time_limit_counts_over_all_attempts",),
+    ),
+    Mutant(
+        name="planned-restart-of-a-failure",
+        what="a request for a planned restart stops the attempt after a failure",
+        file="trainer/launch/supervise.py",
+        before="        self._folder.stop_request.unlink(missing_ok=True)  # of a planned restart\n",
+        after="",
+        tests=(f"{_SUPERVISOR}::test_a_failure_during_a_planned_restart_is_a_failure",),
+    ),
+    Mutant(
+        name="planned-restart-without-end",
+        what="ranks that do not save for a planned restart live on after the end of launch.grace",
+        file="trainer/launch/supervise.py",
+        before="if asked and time.monotonic() >= asked.deadline:",
+        after="if asked is None and planned:",
+        tests=(f"{_SUPERVISOR}::test_a_rank_that_does_not_save_for_a_planned_restart_is_killed_after_the_grace",),
+    ),
+    Mutant(
+        name="planned-restart-before-a-stop",
+        what="a run starts again although it was asked to stop",
+        file="trainer/launch/supervise.py",
+        before="return planned if self._seen.reason == RESTART and not self._stopping.request else None",
+        after="return planned if self._seen.reason == RESTART else None",
+        tests=(f"{_SUPERVISOR}::test_a_request_to_stop_counts_more_than_a_planned_restart",),
+    ),
+    Mutant(
+        name="planned-restart-saves-broken-memory",
+        what="memory that is not to be trusted is saved",
+        file="trainer/launch/supervise.py",
+        before="if not planned.save:",
+        after="if False:",
+        tests=(f"{_SUPERVISOR}::test_a_planned_restart_is_no_failure",),
     ),
     Mutant(
         name="stop-after-of-a-rank",
@@ -104,7 +137,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="grace-without-end",
         what="ranks that do not stop live on after the end of launch.grace",
-        file="trainer/launch/supervise.py",
+        file="trainer/launch/stopping.py",
         before="now >= self.request.deadline",
         after="now < 0",
         tests=(f"{_SUPERVISOR}::test_ranks_that_do_not_stop_are_killed_at_the_end_of_the_grace",),

@@ -271,8 +271,8 @@ MUTANTS: list[Mutant] = [
         name="stop-waits-for-the-restart",
         what="a request to stop waits until the job has started again",
         file="trainer/launch/supervise.py",
-        before="if stopping.is_over() or stopping.request is not None:",
-        after="if stopping.is_over():",
+        before="if self._stopping.is_over() or self._stopping.request is not None:",
+        after="if self._stopping.is_over():",
         tests=(f"{_SUPERVISE}::test_a_stop_during_the_wait_for_a_restart_starts_nothing",),
     ),
 ]

@@ -7,7 +7,7 @@ from ingot.errors import UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.given import Given, given_callbacks
 from ingot.trainer.launch import train as launch
-from ingot.trainer.launch.supervise import JobResult
+from ingot.trainer.launch.outcome import JobResult
 
 
 def train(

@@ -52,9 +52,10 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   node           action ("leads", "joined" or "lost"), host, pid (of its launcher), node (its number in the job; null:
                  none yet), reason (of a loss)                        a machine of a job on several
   restart        attempt, of (in launch.restart_window_seconds), wait_seconds   the supervisor starts the job again
+  planned_restart  reason, step (that was saved)                      the same, although nothing had failed
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
-  stopped        step, reason ("requested", "launch.stop_after" or the name of a signal), saved_step (of the newest
-                 checkpoint)                                          stopped on request; later steps are lost
+  stopped        step, reason ("requested", "launch.stop_after", "restart" or the name of a signal), saved_step (of the
+                 newest checkpoint)                                   stopped on request; later steps are lost
   finished       step, tokens, seconds
   setting_changed  key, old, new, step                                the user accepted it; valid for steps after `step`
   exported       path, max_logit_difference
@@ -90,6 +91,7 @@ SAMPLE = "sample"
 FAULT = "fault"
 NODE = "node"
 RESTART = "restart"
+PLANNED_RESTART = "planned_restart"
 DRILL = "drill"
 STOPPED = "stopped"
 FINISHED = "finished"

@@ -18,7 +18,7 @@ from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult
-from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest
+from ingot.trainer.resilience.stop_requests import REQUESTED, RESTART, StopRequest
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
@@ -185,7 +185,8 @@ class RunLoop:
             seconds = round(time.monotonic() - self._began, 3)
             trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)
         trainer.heartbeat.enter(Phase.END, done)
-        finish_uploads(trainer, self._request.deadline, stopped=self.stopped)
+        if not self.stopped or self._request.reason != RESTART:  # the ranks that start again go on with the uploads
+            finish_uploads(trainer, self._request.deadline, stopped=self.stopped)
         return Ending(done, self.stopped)
 
 

@@ -17,8 +17,8 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer.checkpoint.manifest import list_checkpoints, write_manifest
+from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.state import CPU
-from ingot.trainer.launch.supervise import resume_step
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loop import train

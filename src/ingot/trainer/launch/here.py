@@ -19,7 +19,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.given import GivenCallbacks
 from ingot.trainer.interrupts import signals_ask
-from ingot.trainer.launch.supervise import EventLogReader, JobResult
+from ingot.trainer.launch.outcome import EventLogReader, JobResult
 from ingot.trainer.mesh.start import ATTEMPT_VARIABLE, STORE_VARIABLE, stop
 from ingot.trainer.run import run_rank
 

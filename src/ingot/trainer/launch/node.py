@@ -26,8 +26,8 @@ from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import LeaderAddress, Link, dial, interface_of, signs_of_life
 from ingot.trainer.launch.node_messages import answers_values, hang_values
+from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.repeated import repeated
-from ingot.trainer.launch.supervise import JobResult
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.lock import is_holder

@@ -41,7 +41,7 @@ from ingot.trainer.launch.checks import (
     require_settings,
     run_in_store,
 )
-from ingot.trainer.launch.supervise import JobResult
+from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.lease import RunLease
 from ingot.trainer.mesh.start import rank_threads
 

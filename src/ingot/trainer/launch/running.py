@@ -4,6 +4,7 @@ import signal
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.schema.run_folder import Job, RunFolder
@@ -14,6 +15,15 @@ from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 _PEER_SECONDS = 1.0
 _POLL_SECONDS = 0.05
+
+
+@dataclass(frozen=True)
+class PlannedRestart:
+    """A restart of ranks that have not failed. reason: for people. save: the ranks first save their last step; False:
+    they start again from what was saved before, because their memory is not to be trusted."""
+
+    reason: str
+    save: bool = True
 
 
 class RunningJob(ABC):
@@ -80,6 +90,11 @@ class RunningJob(ABC):
 
     def lost_node(self, step: int) -> JobIncident | None:
         """Return the incident of a machine that was lost, or is missing. step: the last one in the log."""
+        return None
+
+    def planned_restart(self) -> PlannedRestart | None:
+        """Return why the ranks of this attempt have to start again although they work; None if they have not to. Once
+        it has returned a restart, it does until the attempt ends."""
         return None
 
     def signals(self) -> Iterator[tuple[signal.Signals, str]]:

@@ -4,111 +4,29 @@ Every decision is made in one place, after the dead attempt is gone and its caus
 begin before the cause is known, and wait 30 s for a hung peer.
 """
 
-import contextlib
-import json
-import math
-import signal
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
-from pathlib import Path
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.folders import is_saving, remove_leftovers, remove_saves_of
+from ingot.trainer.checkpoint.folders import remove_leftovers, remove_saves_of
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
-from ingot.trainer.interrupts import Interrupts, handlers
-from ingot.trainer.launch.running import RunningJob
+from ingot.trainer.interrupts import handlers
+from ingot.trainer.launch.outcome import EventLogReader, JobResult
+from ingot.trainer.launch.running import PlannedRestart, RunningJob
+from ingot.trainer.launch.stopping import Stopping, report
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.trainer.resilience.restarts import Restarts
 from ingot.trainer.resilience.start_times import FIRST, Ordered
-from ingot.trainer.resilience.stop_requests import REQUESTED, StopRequest, StopRequests
+from ingot.trainer.resilience.stop_requests import REQUESTED, RESTART, StopRequest, StopRequests
 
 _LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
 _POLL_SECONDS = 0.05
-_ENDING_SECONDS = 1.0  # after its last save, a run that stops reports that
-
-
-@dataclass
-class EventLogReader:
-    """A reader of the event log of a running job. `read` takes in the lines written since construction.
-
-    step: the last step logged. saved: the step of the newest checkpoint that was verified,
-    on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished", "stopped" or
-    "".
-    """
-
-    path: Path
-    step: int = 0
-    saved: int | None = None
-    ended: str = ""
-    _position: int = -1
-
-    def __post_init__(self):
-        self._position = self.path.stat().st_size if self.path.exists() else 0
-
-    def read(self) -> None:
-        """Take in the complete lines that were added to the log since the last call."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
-            try:
-                self._take(json.loads(line))
-            except ValueError:
-                continue  # an incomplete line of a killed writer
-
-    def _take(self, event: dict) -> None:
-        kind = event.get("kind")
-        if kind == events.RUN_STARTED:
-            self.step = self.saved = event["from_step"]
-        elif kind == events.PROGRESS:
-            self.step = event["step"]
-        elif kind == events.CHECKPOINT:
-            self.saved = event["step"]
-        elif kind in (events.FINISHED, events.STOPPED):
-            self.ended, self.step = kind, event["step"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """The end of a job. exit_code: 0 if finished, 10 if stopped on request.
-
-    step: the last completed step, as far as a log line shows it. saved_step: the step of the newest verified
-    checkpoint; lower than `step` only if the last steps could not be saved in time.
-    """
-
-    exit_code: int
-    step: int
-    saved_step: int
-    restarts: int
-    seconds: float
-    run: Path
-
-    @property
-    def finished(self) -> bool:
-        return self.exit_code == EXIT_OK
-
-    def facts(self) -> dict:
-        """Return the result as plain values: the JSON object of `ingot train --json`."""
-        return {
-            "run": str(self.run),
-            "finished": self.finished,
-            "step": self.step,
-            "saved_step": self.saved_step,
-            "restarts": self.restarts,
-            "seconds": round(self.seconds, 3),
-            "exit_code": self.exit_code,
-        }
 
 
 def supervise(
@@ -133,204 +51,221 @@ def supervise(
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
-    log = EventLog(folder.events)
-    log_reader = EventLogReader(folder.events)
-    restarts, before = Restarts(launch), FIRST
-    stopping = _Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
+    stopping = Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
+    job = _SupervisedJob(folder, running, launch, lease, stopping, say)
     try:
         with handlers(stopping.signal):
-            while True:
-                running.start(restarts.count, before)
-                incident = _follow(running, log_reader, stopping, lease, say)
-                before = _ended(running, incident)
-                if lease is not None:
-                    lease.require()  # before anything is removed or believed: the folder may be another attempt's
-                log_reader.read()
-                if incident is None:
-                    break
-                _record_fault(log, folder, incident)
-                wait = 0.0
-                try:
-                    wait = restarts.wait_after(incident, running.log)
-                except IngotError:
-                    if incident.error or not stopping.request:
-                        raise
-                if stopping.request:
-                    break
-                require_checkpoints(folder, log_reader.saved or 0)
-                remove_leftovers(folder)  # an unfinished checkpoint of a killed rank is not one that is being written
-                log.write(events.RESTART, attempt=restarts.count, of=launch.max_restarts, wait_seconds=wait)
-                saved = _saved_step(folder, log_reader)
-                _report(say, _fault_line(incident, saved, restarts.recent, launch.max_restarts, wait))
-                if _stopped_while_waiting(wait, stopping, lease):
-                    break
-        if not log_reader.ended:
-            log_reader.saved = resume_step(folder)  # a rank that was killed may not have reported its last save
-            log_reader.step = max(log_reader.step, log_reader.saved)
-            reason = stopping.request.reason if stopping.request else REQUESTED
-            log.write(events.STOPPED, step=log_reader.step, reason=reason, saved_step=log_reader.saved)
-            if stopping.interrupted:
-                raise KeyboardInterrupt(_standing(log_reader))
+            job.run()
     finally:
-        running.close()
-        if lease is not None and lease.lost is not None:
-            remove_saves_of(folder, lease.epoch)  # the job that has the run now does that at its next start only
-        log.close()
-        if lease is None or lease.lost is None:  # otherwise it is the next job's
-            folder.stop_request.unlink(missing_ok=True)
-    return JobResult(
-        exit_code=EXIT_OK if log_reader.ended == events.FINISHED else EXIT_PREEMPTED,
-        step=log_reader.step,
-        saved_step=_saved_step(folder, log_reader),
-        restarts=restarts.count,
-        seconds=time.monotonic() - started,
-        run=folder.root,
-    )
+        job.close()
+    return job.result(time.monotonic() - started)
 
 
-class _Stopping:
-    """The decisions of the supervisor about requests to stop: when to ask the ranks, and when to kill them."""
+class _SupervisedJob:
+    """A job from its first attempt to its end. Arguments as of `supervise`."""
 
-    def __init__(self, folder: RunFolder, requests: StopRequests, say: Callable[[str], None]):
-        self._folder, self._requests, self._say = folder, requests, say
-        self._interrupts = Interrupts(folder)
-        self._lines: list[str] = []
-        self._counts: dict[str, int] = {}  # machine -> its signals
-        self._most = 0
-        self._saved_at = math.inf
-        self.request: StopRequest | None = None
+    def __init__(
+        self,
+        folder: RunFolder,
+        running: RunningJob,
+        launch: Launch,
+        lease: RunLease | None,
+        stopping: Stopping,
+        say: Callable[[str], None],
+    ):
+        self._folder, self._running, self._launch = folder, running, launch
+        self._lease, self._stopping, self._say = lease, stopping, say
+        self._log, self._seen = EventLog(folder.events), EventLogReader(folder.events)
+        self._restarts, self._attempt = Restarts(launch), 0
 
-    def signal(self, number: signal.Signals, machine: str = "") -> None:
-        """Take in a signal to this or another machine. Within a handler, so nothing is written or printed.
+    def run(self) -> None:
+        """Start attempt after attempt until the job has ended. Raises as `supervise` does."""
+        before = FIRST
+        while True:
+            self._running.start(self._attempt, before)
+            ended = self._follow()
+            before = self._end_attempt(ended)
+            if self._lease is not None:
+                self._lease.require()  # before anything is removed or believed: the folder may be another attempt's
+            self._seen.read()
+            if ended is None or not self._goes_on_after(ended):
+                break
+            self._attempt += 1
+        self._record_end()
 
-        A scheduler, or Ctrl-C in its terminal, signals every machine, which is one request: the machine that got the
-        most signals counts.
-        """
-        self._counts[machine] = self._counts.get(machine, 0) + 1
-        if self._counts[machine] <= self._most:
+    def close(self) -> None:
+        """End all processes of the job, and leave no request in the folder."""
+        lost = self._lease is not None and self._lease.lost is not None
+        try:
+            self._running.close()
+        finally:
+            if lost:  # the job that has the run now does that at its next start only
+                assert self._lease is not None
+                remove_saves_of(self._folder, self._lease.epoch)
+            self._log.close()
+            if not lost:  # otherwise it is the next job's
+                self._folder.stop_request.unlink(missing_ok=True)
+
+    def result(self, seconds: float) -> JobResult:
+        """Return the result of a job that has ended."""
+        return JobResult(
+            exit_code=EXIT_OK if self._seen.ended == events.FINISHED else EXIT_PREEMPTED,
+            step=self._seen.step,
+            saved_step=self._saved_step(),
+            restarts=self._restarts.count,
+            seconds=seconds,
+            run=self._folder.root,
+        )
+
+    # -- one attempt --
+
+    def _follow(self) -> JobIncident | PlannedRestart | None:
+        """Follow one attempt until it ends, or has to be killed on request. Returns the incident if neither it finished
+        nor something asked it to stop; the restart if it ended for one that was planned; otherwise None."""
+        running, seen, stopping = self._running, self._seen, self._stopping
+        planned: PlannedRestart | None = None
+        asked: StopRequest | None = None
+        while running.running():
+            if self._lease is not None and self._lease.lost is not None:
+                raise self._lease.lost
+            seen.read()
+            for number, machine in running.signals():
+                stopping.signal(number, machine)
+            if stopping.is_over(is_ending=bool(seen.ended)) or (stopping.request and not running.started):
+                return None
+            if planned is None and stopping.request is None and (planned := running.planned_restart()):
+                if not planned.save:
+                    report(self._say, f"{_now()} {planned.reason}; starting again from what was saved before")
+                    return planned
+                asked = self._ask_for(planned)
+            if asked and time.monotonic() >= asked.deadline:
+                return planned
+            if incident := running.lost_node(seen.step):
+                seen.read()
+                return self._ended_for(planned) if seen.ended else incident
+            if running.lost_ranks():
+                running.wait_for_peers()
+                break
+            if seen.ended and running.all_ended():
+                break  # everything is saved and reported; only Python is still shutting down
+            if hang := running.hang():
+                seen.read()
+                if seen.ended:
+                    break  # a process that does not end after everything was saved and reported
+                return running.examine(hang, seen.step)
+            running.wait(_LOOK_SECONDS)
+        seen.read()
+        if seen.ended:
+            return self._ended_for(planned)
+        return running.lost_node(seen.step) or running.explain(seen.step)
+
+    def _ask_for(self, planned: PlannedRestart) -> StopRequest:
+        """Ask the ranks to save and end, for a restart."""
+        report(self._say, f"{_now()} {planned.reason}; saving after this step, then starting again")
+        request = StopRequest.now(RESTART, self._launch)
+        request.write(self._folder.stop_request)
+        return request
+
+    def _ended_for(self, planned: PlannedRestart | None) -> PlannedRestart | None:
+        """Return the planned restart for which the ranks ended; None if they stopped on request, or finished."""
+        return planned if self._seen.reason == RESTART and not self._stopping.request else None
+
+    def _end_attempt(self, ended: JobIncident | PlannedRestart | None) -> Ordered:
+        """End the attempt. Returns how long its fault was not seen, and how long the ranks took to be gone."""
+        seen, detect = time.monotonic(), None
+        if isinstance(ended, JobIncident):
+            detect = ended.seconds  # a hang is as old as the newest heartbeat
+            if detect is None and (at := self._running.ended_at(ended.rank)) is not None:
+                detect = seen - at
+        self._running.end_attempt()
+        gone = time.monotonic()
+        return Ordered(detect=detect, kill=gone - seen, gone_at=gone)
+
+    # -- between two attempts --
+
+    def _goes_on_after(self, ended: JobIncident | PlannedRestart) -> bool:
+        """Record why the attempt ended, and decide whether there is another one. Raises as `supervise` does."""
+        if isinstance(ended, JobIncident):
+            return self._restarts_after(ended)
+        self._seen.ended = self._seen.reason = ""
+        if self._stopping.request:
+            return False
+        self._prepare_restart()
+        self._log.write(events.PLANNED_RESTART, reason=ended.reason, step=self._saved_step())
+        return True
+
+    def _restarts_after(self, incident: JobIncident) -> bool:
+        self._record_fault(incident)
+        wait = 0.0
+        try:
+            wait = self._restarts.wait_after(incident, self._running.log)
+        except IngotError:
+            if incident.error or not self._stopping.request:
+                raise
+        if self._stopping.request:
+            return False
+        self._prepare_restart()
+        most, count = self._launch.max_restarts, self._restarts.count
+        self._log.write(events.RESTART, attempt=count, of=most, wait_seconds=wait)
+        report(self._say, _fault_line(incident, self._saved_step(), self._restarts.recent, most, wait))
+        return not self._stopped_while_waiting(wait)
+
+    def _prepare_restart(self) -> None:
+        require_checkpoints(self._folder, self._seen.saved or 0)
+        remove_leftovers(self._folder)  # an unfinished checkpoint of a killed rank is not one that is being written
+        self._folder.stop_request.unlink(missing_ok=True)  # of a planned restart
+
+    def _stopped_while_waiting(self, seconds: float) -> bool:
+        """Wait before the next attempt. Returns True if something asks the run to stop meanwhile."""
+        until = time.monotonic() + seconds
+        while time.monotonic() < until:
+            if self._lease is not None:
+                self._lease.require()
+            if self._stopping.is_over() or self._stopping.request is not None:
+                return True
+            time.sleep(_POLL_SECONDS)
+        return False
+
+    def _record_fault(self, incident: JobIncident) -> None:
+        self._log.write(
+            events.FAULT,
+            rank=incident.rank if incident.rank >= 0 else None,
+            failure=incident.kind,
+            cause=incident.cause,
+            step=incident.step,
+            detected_by=incident.detected_by,
+            evidence=str(incident.evidence.relative_to(self._folder.root)) if incident.evidence else "",
+            seconds=incident.seconds,
+        )
+
+    # -- the end --
+
+    def _record_end(self) -> None:
+        """Record that the job stopped, if no rank did. Raises KeyboardInterrupt if Ctrl-C ended the ranks."""
+        seen, stopping = self._seen, self._stopping
+        if seen.ended and seen.reason != RESTART:
             return
-        self._most = self._counts[machine]
-        line = self._interrupts.take(number)
-        if line is None:
-            self._requests.ask(number.name)
-        else:
-            self._lines.append(line)
+        seen.saved = resume_step(self._folder)  # a rank that was killed may not have reported its last save
+        seen.step = max(seen.step, seen.saved)
+        reason = stopping.request.reason if stopping.request else REQUESTED
+        self._log.write(events.STOPPED, step=seen.step, reason=reason, saved_step=seen.saved)
+        if stopping.interrupted:
+            raise KeyboardInterrupt(
+                f"step {seen.saved} is the newest checkpoint of the {seen.step} steps that were trained"
+            )
 
-    def is_over(self, *, is_ending: bool = False) -> bool:
-        """Ask the ranks if something asks this process, and return whether to kill them now. is_ending: they have
-        saved the last step, and wait for uploads alone."""
-        if self.request is None and (found := self._requests.current()):
-            self.request = found
-            found.write(self._folder.stop_request)
-            _report(self._say, found.line(is_ending=is_ending))
-        while self._lines:
-            _report(self._say, self._lines.pop(0))
-        now = time.monotonic()
-        if self.request is not None and now >= self.request.deadline:
-            _report(self._say, "the time of launch.grace is over: the ranks are killed")
-            return True
-        if self._interrupts.waits:
-            self._saved_at = math.inf if is_saving(self._folder) else min(self._saved_at, now)
-            return now >= self._saved_at + _ENDING_SECONDS
-        return self._interrupts.ends_now
-
-    @property
-    def interrupted(self) -> bool:
-        """True if Ctrl-C ended the ranks."""
-        return self._interrupts.ends_now or self._interrupts.waits
+    def _saved_step(self) -> int:
+        return resume_step(self._folder) if self._seen.saved is None else self._seen.saved
 
 
-def _follow(
-    running: RunningJob,
-    log_reader: EventLogReader,
-    stopping: _Stopping,
-    lease: RunLease | None,
-    say: Callable[[str], None],
-) -> JobIncident | None:
-    """Follow one attempt until it ends, or has to be killed on request. Returns the incident if neither it finished nor
-    something asked it to stop, otherwise None."""
-    while running.running():
-        if lease is not None and lease.lost is not None:
-            raise lease.lost
-        log_reader.read()
-        for number, machine in running.signals():
-            stopping.signal(number, machine)
-        if stopping.is_over(is_ending=bool(log_reader.ended)) or (stopping.request and not running.started):
-            return None
-        if incident := running.lost_node(log_reader.step):
-            log_reader.read()
-            return None if log_reader.ended else incident
-        if running.lost_ranks():
-            running.wait_for_peers()
-            break
-        if log_reader.ended and running.all_ended():
-            break  # everything is saved and reported; only Python is still shutting down
-        if hang := running.hang():
-            log_reader.read()
-            if log_reader.ended:
-                break  # a process that does not end after everything was saved and reported
-            return running.examine(hang, log_reader.step)
-        running.wait(_LOOK_SECONDS)
-    log_reader.read()
-    if log_reader.ended:
-        return None
-    return running.lost_node(log_reader.step) or running.explain(log_reader.step)
-
-
-def _ended(running: RunningJob, incident: JobIncident | None) -> Ordered:
-    """End the attempt. Returns how long its fault was not seen, and how long the ranks took to be gone."""
-    seen = time.monotonic()
-    detect = incident.seconds if incident else None  # a hang is as old as the newest heartbeat
-    if detect is None and incident and (ended := running.ended_at(incident.rank)) is not None:
-        detect = seen - ended
-    running.end_attempt()
-    gone = time.monotonic()
-    return Ordered(detect=detect, kill=gone - seen, gone_at=gone)
-
-
-def _stopped_while_waiting(seconds: float, stopping: _Stopping, lease: RunLease | None) -> bool:
-    """Wait before the next attempt. Returns True if something asks the run to stop meanwhile."""
-    until = time.monotonic() + seconds
-    while time.monotonic() < until:
-        if lease is not None:
-            lease.require()
-        if stopping.is_over() or stopping.request is not None:
-            return True
-        time.sleep(_POLL_SECONDS)
-    return False
-
-
-def _standing(log_reader: EventLogReader) -> str:
-    """Return what is left of a run whose last steps were not saved."""
-    return f"step {log_reader.saved} is the newest checkpoint of the {log_reader.step} steps that were trained"
-
-
-def _saved_step(folder: RunFolder, log_reader: EventLogReader) -> int:
-    return resume_step(folder) if log_reader.saved is None else log_reader.saved
-
-
-def _report(say: Callable[[str], None], text: str) -> None:
-    with contextlib.suppress(OSError):  # the terminal may be gone (SIGHUP); the run continues
-        say(text)
-
-
-def _record_fault(log: EventLog, folder: RunFolder, incident: JobIncident) -> None:
-    log.write(
-        events.FAULT,
-        rank=incident.rank if incident.rank >= 0 else None,
-        failure=incident.kind,
-        cause=incident.cause,
-        step=incident.step,
-        detected_by=incident.detected_by,
-        evidence=str(incident.evidence.relative_to(folder.root)) if incident.evidence else "",
-        seconds=incident.seconds,
-    )
+def _now() -> str:
+    return time.strftime("%H:%M:%S")
 
 
 def _fault_line(incident: JobIncident, saved_step: int, recent: int, max_restarts: int, wait: float) -> str:
     who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
     stacks = f" (stacks in {incident.evidence})" if incident.evidence else ""
     return (
-        f"{time.strftime('%H:%M:%S')} {who} {incident.cause} near step {incident.step}{stacks}; "
+        f"{_now()} {who} {incident.cause} near step {incident.step}{stacks}; "
         f"restarting from step {saved_step}{f' in {wait:.0f} s' if wait else ''} ({recent} of {max_restarts})"
     )

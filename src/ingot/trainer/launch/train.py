@@ -14,8 +14,9 @@ from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.job_on_nodes import leading
 from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.node_messages import own_facts
+from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.prepare import RunRequest
-from ingot.trainer.launch.supervise import JobResult, supervise
+from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.start import worker_environment
 from ingot.trainer.resilience.lock import RunLock

@@ -13,7 +13,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.storage import write_json
 from ingot.theory.rules import load_run
-from ingot.trainer.launch.supervise import JobResult
+from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.resilience.lock import is_locked
 
 RUN_FILE = """name = "demo"

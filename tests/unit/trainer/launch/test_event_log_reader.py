@@ -1,5 +1,5 @@
 from ingot.events import EventLog
-from ingot.trainer.launch.supervise import EventLogReader
+from ingot.trainer.launch.outcome import EventLogReader
 
 
 def test_reads_what_is_added_and_only_that(tmp_path):

@@ -20,7 +20,8 @@ from ingot.trainer.launch.job_on_nodes import leading
 from ingot.trainer.launch.link import LeaderAddress, dial
 from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.nodes import Nodes
-from ingot.trainer.launch.supervise import JobResult, supervise
+from ingot.trainer.launch.outcome import JobResult
+from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.launch.watchdog import state_of
 from ingot.trainer.resilience.lock import RunLock
 

@@ -17,11 +17,12 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.local import LocalJob
+from ingot.trainer.launch.running import PlannedRestart
 from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.resilience.start_times import Ordered
 
 RANK = """
-import os, signal, sys, time
+import json, os, signal, sys, time
 from pathlib import Path
 from ingot.errors import DataError
 from ingot.events import EventLog
@@ -38,12 +39,15 @@ with guarded(folder, rank):
     log.write("rank_started", rank=rank, pid=os.getpid(), start=os.environ["INGOT_START"])
     log.write("progress", step=6)
     time.sleep(0.3)
-    if deed == "stop":
-        deadline = time.monotonic() + 15
+    if deed in ("stop", "glance"):
+        deadline = time.monotonic() + (15 if deed == "stop" else 0)
         while not folder.stop_request.exists() and time.monotonic() < deadline:
             time.sleep(0.02)
         if rank == 0:
-            log.write("stopped" if folder.stop_request.exists() else "finished", step=8)
+            if folder.stop_request.exists():
+                log.write("stopped", step=8, reason=json.loads(folder.stop_request.read_text())["reason"])
+            else:
+                log.write("finished", step=8)
     elif deed == "save":  # asked to stop, it takes a second to write a checkpoint
         while not folder.stop_request.exists():
             time.sleep(0.02)
@@ -56,6 +60,16 @@ with guarded(folder, rank):
             log.write("stopped", step=8)
         while not folder.checkpoint(8).exists():
             time.sleep(0.02)
+    elif deed == "fail":  # when it is asked to save
+        while not folder.stop_request.exists():
+            time.sleep(0.02)
+        raise ValueError("no space left")
+    elif deed == "save for restart":  # it was asked before the signal came
+        while not folder.stop_request.exists():
+            time.sleep(0.02)
+        time.sleep(1)
+        if rank == 0:
+            log.write("stopped", step=8, reason="restart")
     elif deed == "finish":
         if rank == 0:
             log.write("checkpoint_refused", step=8, path="p", reason="damaged")
@@ -83,6 +97,27 @@ with guarded(folder, rank):
 """
 
 
+class Planned(JobHere):
+    """A job that wants each restart in `planned` as soon as its ranks have made a step."""
+
+    def __init__(self, folder, job, settings, planned):
+        super().__init__(folder, job, settings)
+        self._events, self._planned, self._now = folder.events, list(planned), None
+
+    def start(self, attempt, *args):
+        self._now, self._steps = None, _steps(self._events)
+        super().start(attempt, *args)
+
+    def planned_restart(self):
+        if self._planned and self._now is None and _steps(self._events) >= self._steps + self.job.processes:
+            self._now = self._planned.pop(0)
+        return self._now
+
+
+def _steps(path: Path) -> int:
+    return len(list(read_events(path, events.PROGRESS)))
+
+
 @pytest.fixture
 def act(tmp_path):
     """`act("kill,finish")`: two ranks; rank 1 is killed in the first attempt, both finish in the second."""
@@ -90,11 +125,11 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, began: float | None = None, lease=None, **launch):
+    def run(deeds: str, began: float | None = None, lease=None, planned=(), **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
         settings = Launch(**launch)
-        running = JobHere(folder, job, settings)
+        running = Planned(folder, job, settings, planned)
         return supervise(folder, running, settings, lease=lease, began=began, say=printed.append)
 
     run.folder, run.printed = folder, printed
@@ -158,6 +193,40 @@ def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
     thread.join()
     assert (outcome.exit_code, outcome.restarts) == (10, 2) and outcome.seconds < 15
     assert "in 20 s (2 of 3)" in act.printed[1]
+
+
+GROWS, BROKEN = PlannedRestart("a node came back"), PlannedRestart("memory is broken", save=False)
+
+
+def test_a_planned_restart_is_no_failure(act):
+    """Ranks save, end and start again, as often as that is planned; where the memory is broken, they do not save."""
+    outcome = act("stop,stop,hang,finish", planned=(GROWS, GROWS, BROKEN), max_restarts=0)
+    assert (outcome.exit_code, outcome.step, outcome.restarts) == (0, 9, 0)
+    assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["restart", "restart"]
+    reasons = [e["reason"] for e in read_events(act.folder.events, events.PLANNED_RESTART)]
+    assert reasons == [GROWS.reason, GROWS.reason, BROKEN.reason]
+    assert [line[9:] for line in act.printed] == 2 * [
+        "a node came back; saving after this step, then starting again"
+    ] + ["memory is broken; starting again from what was saved before"]
+
+
+def test_a_rank_that_does_not_save_for_a_planned_restart_is_killed_after_the_grace(act):
+    outcome = act("hang,finish", planned=(GROWS,), grace="1s")
+    assert (outcome.exit_code, outcome.restarts) == (0, 0) and outcome.seconds < 15
+
+
+def test_a_failure_during_a_planned_restart_is_a_failure(act):
+    """The request of the attempt before does not stop the next one."""
+    outcome = act("fail,glance", planned=(GROWS,))
+    assert (outcome.exit_code, outcome.step, outcome.restarts) == (0, 8, 1)
+
+
+def test_a_request_to_stop_counts_more_than_a_planned_restart(act):
+    thread = send(act, signal.SIGTERM)
+    outcome = act("save for restart", planned=(GROWS,))
+    thread.join()
+    assert (outcome.exit_code, outcome.step, outcome.restarts) == (10, 8, 0)
+    assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["restart", "SIGTERM"]
 
 
 class LostLease:
