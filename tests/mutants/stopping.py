@@ -87,8 +87,8 @@ MUTANTS: list[Mutant] = [
         name="planned-restart-before-a-stop",
         what="a run starts again although it was asked to stop",
         file="trainer/launch/supervise.py",
-        before="return planned if self._seen.reason == RESTART and not self._stopping.request else None",
-        after="return planned if self._seen.reason == RESTART else None",
+        before='self._seen.ended = self._seen.reason = ""\n        if self._stopping.request:',
+        after='self._seen.ended = self._seen.reason = ""\n        if False:',
         tests=(f"{_SUPERVISOR}::test_a_request_to_stop_counts_more_than_a_planned_restart",),
     ),
     Mutant(

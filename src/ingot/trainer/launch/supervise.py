@@ -168,7 +168,7 @@ class _SupervisedJob:
 
     def _ended_for(self, planned: PlannedRestart | None) -> PlannedRestart | None:
         """Return the planned restart for which the ranks ended; None if they stopped on request, or finished."""
-        return planned if self._seen.reason == RESTART and not self._stopping.request else None
+        return planned if self._seen.reason == RESTART else None
 
     def _end_attempt(self, ended: JobIncident | PlannedRestart | None) -> Ordered:
         """End the attempt. Returns how long its fault was not seen, and how long the ranks took to be gone."""
