@@ -222,7 +222,14 @@ def test_a_failure_during_a_planned_restart_is_a_failure(act):
 
 
 def test_a_request_to_stop_counts_more_than_a_planned_restart(act):
-    thread = send(act, signal.SIGTERM)
+
+    def work():
+        while not act.folder.stop_request.exists():
+            time.sleep(0.02)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    thread = threading.Thread(target=work)
+    thread.start()
     outcome = act("save for restart", planned=(GROWS,))
     thread.join()
     assert (outcome.exit_code, outcome.step, outcome.restarts) == (10, 8, 0)
