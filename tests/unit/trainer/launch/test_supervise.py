@@ -230,7 +230,7 @@ def test_a_request_to_stop_counts_more_than_a_planned_restart(act):
 
     thread = threading.Thread(target=work)
     thread.start()
-    outcome = act("save for restart", planned=(GROWS,))
+    outcome = act("save for restart,finish", planned=(GROWS,))
     thread.join()
     assert (outcome.exit_code, outcome.step, outcome.restarts) == (10, 8, 0)
     assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["restart", "SIGTERM"]
