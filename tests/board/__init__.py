@@ -10,10 +10,32 @@ table.py       all lines as a table
 docs/reliability.md has the results.
 """
 
-from . import rows_damage, rows_disk, rows_hang, rows_job, rows_launchers, rows_lease, rows_node, rows_slow, rows_store
+from . import (
+    rows_damage,
+    rows_disk,
+    rows_hang,
+    rows_job,
+    rows_launchers,
+    rows_lease,
+    rows_node,
+    rows_partial,
+    rows_slow,
+    rows_store,
+)
 from .row import Row
 
-_FILES = (rows_disk, rows_damage, rows_hang, rows_job, rows_launchers, rows_lease, rows_node, rows_slow, rows_store)
+_FILES = (
+    rows_disk,
+    rows_damage,
+    rows_hang,
+    rows_job,
+    rows_launchers,
+    rows_lease,
+    rows_node,
+    rows_partial,
+    rows_slow,
+    rows_store,
+)
 ALL: tuple[Row, ...] = tuple(sorted((row for file in _FILES for row in file.ROWS), key=lambda row: row.id))
 # Rows of the design that nothing here carries out yet, and why. A row never disappears: it moves from here to a file.
 _ELSEWHERE = "not on the board yet"

@@ -97,6 +97,25 @@ def test_a_killed_rank_costs_nothing_but_time(project, undisturbed, rank):
 
 
 @pytest.mark.slow
+def test_a_rank_keeps_its_process_when_another_is_lost(project, undisturbed):
+    """Rank 1 is lost, and later rank 0, which has the store in which they find each other."""
+    process = project.start("partial", "--set", 'launch.restart="partial"')
+    pids = []
+    for rank, step in ((1, 30), (0, 70)):
+        project.wait_for_step("partial", step, process)
+        pids.append([project.rank_pid("partial", either) for either in (0, 1)])
+        os.kill(pids[-1][rank], signal.SIGKILL)
+    output = ended(process, 0)
+    pids.append([project.rank_pid("partial", either) for either in (0, 1)])
+    assert pids[0][0] == pids[1][0] != pids[2][0] and pids[0][1] != pids[1][1] == pids[2][1]
+    assert [e["kept"] for e in read_events(project.folder("partial").events, events.RESTART)] == [1, 1]
+    assert output.count("; 1 rank keeps its process") == 2 and "Traceback" not in output
+    assert project.facts("partial") == undisturbed
+    prove_ledger(project, "partial")
+    assert not workers_of(project.folder("partial"))
+
+
+@pytest.mark.slow
 def test_2_to_1_to_4_ranks(project, undisturbed):
     """Another number of ranks adds in another order: 1e-6 relative over 20 steps; the samples are exactly the same.
 

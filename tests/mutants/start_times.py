@@ -60,8 +60,8 @@ MUTANTS: list[Mutant] = [
         name="preload-not-timed",
         what="the imports of the fork server are not measured",
         file="trainer/launch/fork_server.py",
-        before="imported = time.monotonic() - began",
-        after="imported = 0.0",
+        before="after_imports(time.monotonic() - began)",
+        after="after_imports(0.0)",
         tests=(f"{_SUPERVISE}::test_attempts_share_a_fork_server_which_imports_once",),
     ),
     Mutant(

@@ -37,7 +37,7 @@ _TABLE = {
         "evaluate": "every_steps max_tokens prompts sample_tokens",
         "watch": "log_every",
         "launch": "max_restarts restart_window_seconds timeout_seconds lease_seconds stop_after grace "
-        "watchdog_seconds watchdog_other_seconds straggler_factor nodes node_seconds node_wait_seconds "
+        "watchdog_seconds watchdog_other_seconds straggler_factor restart nodes node_seconds node_wait_seconds "
         "failures_per_node_day",
         "cost": "usd_per_hour",
         "plugins": "modules folder",  # the identity of their code is compared

@@ -51,7 +51,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                                                                       a rank was lost, or an error ended the attempt
   node           action ("leads", "joined" or "lost"), host, pid (of its launcher), node (its number in the job; null:
                  none yet), reason (of a loss)                        a machine of a job on several
-  restart        attempt, of (in launch.restart_window_seconds), wait_seconds   the supervisor starts the job again
+  restart        attempt, of (in launch.restart_window_seconds), wait_seconds, kept (how many ranks keep their
+                 processes)                                           the supervisor starts the job again
   planned_restart  reason, step (that was saved)                      the same, although nothing had failed
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
   stopped        step, reason ("requested", "launch.stop_after", "restart" or the name of a signal), saved_step (of the

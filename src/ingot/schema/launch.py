@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from ingot.errors import ConfigError
 from ingot.ranges import Deadline, Factor, PositiveDegree, Queue, Seconds
@@ -28,6 +29,8 @@ class Launch:
       run folder is on storage that all of them see. Machines beyond this number wait as spares.
     node_seconds: without a sign of life for this time, a machine counts as lost.
     node_wait_seconds: how long to wait for machines that are missing, at the start and after one was lost.
+    restart: "full" starts all ranks anew after a failure; "partial" only those that failed, and the others start again
+      in their processes (trainer/resilience/again.py).
     straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
       steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
       slow ranks are not looked for.
@@ -46,6 +49,7 @@ class Launch:
     nodes: PositiveDegree = 1
     node_seconds: Deadline = 15.0
     node_wait_seconds: Deadline = 600.0
+    restart: Literal["full", "partial"] = "full"
     straggler_factor: Factor = 1.2
     failures_per_node_day: Factor = 0.0
 

@@ -8,6 +8,7 @@ Exit codes: 0 finished; 10 stopped on request or after --until-step; otherwise t
 
 import argparse
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Callable
@@ -23,11 +24,12 @@ from ingot.trainer.checkpoint.tiers import fetch_newest
 from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.environment import environment_number
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
+from ingot.trainer.resilience.again import forget, open_line
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, PeerLost, guarded
 from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.lock import RunLock
 from ingot.trainer.resilience.reports import Reports
-from ingot.trainer.resilience.start_times import open_start_clock
+from ingot.trainer.resilience.start_times import StartClock, open_start_clock
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -43,34 +45,54 @@ def main(argv: list[str] | None = None) -> int:
     )
     args = parser.parse_args(argv)
     folder = RunFolder(args.run_folder)
+    line = open_line()
     try:
-        rank = environment_number("RANK", 0)
-        with guarded(folder, rank):
-            supervised = os.environ.get(SUPERVISOR_VARIABLE)
-            heartbeat = _watched() if supervised else None  # before the imports, which may hang as well
-            from ingot.trainer.given import imported_callbacks
-            from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
-
-            given = imported_callbacks(args.callback)
-            clock.end("import")
-            say = None if args.quiet else _say
-            if supervised:  # it takes the signals, and asks by a file
-                return run_rank(folder, args.until_step, say, given, epoch=args.epoch, heartbeat=heartbeat, clock=clock)
-            config = load_run(folder.config, same_code=True)
-            on_rank_zero = say if say and rank == 0 else lambda line: None
-            with contextlib.ExitStack() as stack:
-                epoch = _begin(folder, config, on_rank_zero, stack) if rank == 0 else 0
-                stops = stack.enter_context(signals_ask(folder, config.launch, on_rank_zero))
-                return run_rank(folder, args.until_step, say, given, stops, epoch=epoch, clock=clock)
+        while True:
+            try:
+                with guarded(folder, environment_number("RANK", 0)):
+                    return _train(folder, args, clock)
+            except PeerLost as error:
+                if line is None:
+                    raise
+                forget(error)
+            line.start_again()
+            clock = open_start_clock()
     except IngotError as error:
         print(f"{error.code}: {error}", file=sys.stderr, flush=True)
         return error.exit_code
 
 
+def _train(folder: RunFolder, args: argparse.Namespace, clock: StartClock) -> int:
+    """Train as the rank that the environment describes. Returns the exit code. Raises as `run_rank`."""
+    supervised = os.environ.get(SUPERVISOR_VARIABLE)
+    heartbeat = _watched() if supervised else None  # before the imports, which may hang as well
+    from ingot.trainer.given import imported_callbacks
+    from ingot.trainer.run import run_rank  # imports torch: guarded, so that a failure is recorded
+
+    given = imported_callbacks(args.callback)
+    clock.end("import")
+    say = None if args.quiet else _say
+    if supervised:  # it takes the signals, and asks by a file
+        return run_rank(folder, args.until_step, say, given, epoch=args.epoch, heartbeat=heartbeat, clock=clock)
+    config = load_run(folder.config, same_code=True)
+    is_first = environment_number("RANK", 0) == 0
+    on_rank_zero = say if say and is_first else lambda line: None
+    with contextlib.ExitStack() as stack:
+        epoch = _begin(folder, config, on_rank_zero, stack) if is_first else 0
+        stops = stack.enter_context(signals_ask(folder, config.launch, on_rank_zero))
+        return run_rank(folder, args.until_step, say, given, stops, epoch=epoch, clock=clock)
+
+
 def _watched() -> Heartbeat:
     """Let the supervisor of this rank see where it is, and ask what it does."""
-    reports = Reports()
+    reports = _reports()
     return open_heartbeat(environment_number("LOCAL_RANK", 0), reports.stacks, reports.collectives)
+
+
+@functools.cache
+def _reports() -> Reports:
+    """Return the reports of this process, which it keeps when it starts again."""
+    return Reports()
 
 
 def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], stack: contextlib.ExitStack) -> int:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog
 from ingot.hub.config_file import run_of
 from ingot.plugins.optimizer import OPTIMIZERS
@@ -58,6 +58,7 @@ from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
+from ingot.trainer.resilience.endings import PeerLost, is_about_a_peer
 from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.start_times import StartClock
@@ -89,7 +90,7 @@ def run_rank(
     until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
     besides those of the run file. stops: the requests to stop; None: those of the supervisor's file. epoch: on rank 0,
     the number of this attempt (checkpoint/fence.py). heartbeat: of this rank; None: it has no supervisor. clock: began
-    with this process; None: begins now.
+    with this process; None: begins now. Raises PeerLost if training lost the connection to another rank.
     """
     clock = clock or StartClock()
     config = load_run(folder.config, same_code=True)
@@ -110,6 +111,10 @@ def run_rank(
     )
     try:
         ending = train(trainer)
+    except Exception as error:
+        if not isinstance(error, IngotError) and is_about_a_peer(str(error)):
+            raise PeerLost(str(error)) from error
+        raise
     finally:
         trainer.close()
     # The model is in cycles of references. Its groups have threads, which must not end while the interpreter does.

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,7 +27,8 @@ class JobHere(RunningJob):
 
     def __init__(self, folder: RunFolder, job: Job, launch: Launch, *, show_output: bool = True):
         self._folder, self.job = folder, job
-        self._local = LocalJob(job, stdout=None if show_output else subprocess.DEVNULL)
+        output = None if show_output else subprocess.DEVNULL
+        self._local = LocalJob(job, stdout=output, partial=launch.restart == "partial")
         self._watchdog = Watchdog(launch, self._local.heartbeats)
         self.first = 0  # the lowest rank here
         self._suspected: Hang | None = None
@@ -141,8 +142,10 @@ class JobHere(RunningJob):
     def end_of_log(self) -> str:
         return self._local.end_of_log()
 
-    def end_attempt(self) -> None:
-        self._local.end_attempt()
+    def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> Collection[int]:
+        here = ranks_of(self.job, self.first)
+        self._local.end_attempt([rank - self.first for rank in failed if rank in here], keep=keep)
+        return sorted(self._local.left)
 
     def close(self, *, keep_snapshots: bool = False) -> None:
         try:

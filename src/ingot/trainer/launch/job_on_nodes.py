@@ -9,7 +9,7 @@ import contextlib
 import math
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -171,16 +171,17 @@ class JobOnNodes(RunningJob):
             )
         )
 
-    def end_attempt(self) -> None:
+    def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> Collection[int]:
         for node in self._members():
-            node.link.send(end=self._attempt)
-        self._here.end_attempt()
+            node.link.send(end=self._attempt, failed=list(failed), keep=keep)
+        kept = list(self._here.end_attempt(failed, keep=keep))
         while left := [node for node in self._members() if node.ended < self._attempt]:
             self._poll()
             for node in left:
                 if node.link.silent() > self._launch.node_seconds:
                     self._nodes.drop(node, "does not say that its ranks have ended")
             self.wait(_POLL_SECONDS)
+        return sorted(kept + [rank for node in self._members() for rank in node.kept])
 
     def close(self) -> None:
         """End the ranks of this node. Those of other nodes end with `part`, or when they see that this one is gone."""

@@ -31,6 +31,8 @@ UNKILLABLE = "E-JOB-UNKILLABLE"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
 _REPORT_SECONDS = 10.0
+# The time in which a rank that lost its peers has to leave them. It first ends the computation of its step.
+LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
 _LOG_BYTES = 1 << 20
 
@@ -38,17 +40,20 @@ _LOG_BYTES = 1 << 20
 class LocalJob:
     """The processes of `job`: a fork server, and the ranks of the current attempt.
 
-    job: with the processes of this machine. stdout: where ranks print, as in subprocess.Popen. The methods after
-    `start` are about the newest attempt: `exit_codes` has rank -> exit code (negative: signal number) of the ranks that
-    have ended, `ended_at` rank -> when [s of time.monotonic()], `log` is the file with their standard error, and `port`
-    that of the store of the ranks, if rank 0 is here.
+    job: with the processes of this machine. stdout: where ranks print, as in subprocess.Popen. partial: a rank that
+    loses its peers leaves them and waits for the next attempt (resilience/again.py); it counts as ended with code 1.
+    The methods after `start` are about the newest attempt: `exit_codes` has rank -> exit code (negative: signal number)
+    of the ranks that have ended, `ended_at` rank -> when [s of time.monotonic()], `left` rank -> process id of those
+    that wait, `log` is the file with their standard error, and `port` that of the store of the ranks, if rank 0 is
+    here.
     """
 
-    def __init__(self, job: Job, *, stdout: IO | int | None = None):
-        self.job, self.id, self.stdout = job, uuid.uuid4().hex, stdout
+    def __init__(self, job: Job, *, stdout: IO | int | None = None, partial: bool = False):
+        self.job, self.id, self.stdout, self._partial = job, uuid.uuid4().hex, stdout, partial
         self.port = 0
         self.exit_codes: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
+        self.left: dict[int, int] = {}
         self.heartbeats = Heartbeats(job.processes)
         self.log = Path(os.devnull)
         self._server: subprocess.Popen | None = None
@@ -71,7 +76,8 @@ class LocalJob:
         that took. share: the part of this machine in a job of several; None if there is no other."""
         start = replace(before, ordered_at=time.monotonic()).to_text()
         self._begin(log)
-        order = {"attempt": attempt, "log": str(log), "start": start} | ({"share": asdict(share)} if share else {})
+        order = {"attempt": attempt, "log": str(log), "start": start, "partial": self._partial}
+        order |= {"share": asdict(share)} if share else {}
         if self._server is None or self._server.poll() is not None or not self._order(order):
             self._start_server()
             self._order(order)  # a server that dies at once is a failed attempt: `running` sees it
@@ -79,7 +85,7 @@ class LocalJob:
     def _begin(self, log: Path) -> None:
         log.parent.mkdir(parents=True, exist_ok=True)
         log.write_bytes(b"")
-        self.log, self.exit_codes, self.ended_at, self._idle = log, {}, {}, False
+        self.log, self.exit_codes, self.ended_at, self.left, self._idle = log, {}, {}, {}, False
         self.heartbeats.begin()
         self._oom_kills = oom_kills()
 
@@ -126,13 +132,19 @@ class LocalJob:
         *lines, self._unread = self._unread.split(b"\n")
         for report in map(json.loads, lines):
             if "rank" in report:
-                self.exit_codes[report["rank"]] = report["code"]
-                self.ended_at[report["rank"]] = report["at"]
+                self._take_end(report["rank"], report["code"], report["at"], report["left"])
             elif "ordered" in report:
                 self._ordered, self.port = report["ordered"], report["port"]
             else:
                 self._idle = True
         return alive and not self._idle
+
+    def _take_end(self, rank: int, code: int, at: float, left: int | None) -> None:
+        if left is not None:
+            self.left[rank] = left
+        elif self.left.pop(rank, None) is not None:
+            return  # it had left before it was killed
+        self.exit_codes[rank], self.ended_at[rank] = code, at
 
     @property
     def reports(self) -> int:
@@ -148,20 +160,31 @@ class LocalJob:
         mark = f"{JOB_VARIABLE}={self.id}".encode()
         return [pid for pid in _own_processes() if pid not in without and mark in _environment(pid)]
 
-    def end_attempt(self) -> None:
+    def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> None:
         """Kill all ranks and wait until they are gone. The fork server stays, for the next attempt.
 
-        Raises ResourceError if the kernel cannot end them.
+        keep: ranks that leave the others do not end, but wait for the next attempt (`left`). failed: ranks that will
+        not; they are killed first, so that the others lose them. Raises ResourceError if the kernel cannot end them.
         """
         assert self._server is not None, "start was not called"
+        if keep:
+            _kill([beat.pid for rank in failed if (beat := self.heartbeats.read(rank)).pid and rank not in self.left])
+            deadline = time.monotonic() + LEAVE_SECONDS
+            while self.running() and time.monotonic() < deadline:
+                self.wait(_POLL_SECONDS)
         deadline = time.monotonic() + _REPORT_SECONDS
-        while self.running():
+        while self.running() or (self.left and not keep):
             if time.monotonic() > deadline:
                 break
-            _kill(self.processes(without=[self._server.pid]))
+            _kill(self._others(keep))
             time.sleep(_POLL_SECONDS)
-        if not self._idle or self.processes(without=[self._server.pid]):
+        if not self._idle or self._others(keep):
             self.kill()
+
+    def _others(self, keep: bool) -> list[int]:
+        """Return the processes of the job besides the fork server and, with `keep`, the ranks that wait."""
+        assert self._server is not None
+        return self.processes(without=[self._server.pid, *(self.left.values() if keep else ())])
 
     def kill(self) -> None:
         """Kill all processes and wait until they are gone. Raises ResourceError if the kernel cannot end them."""

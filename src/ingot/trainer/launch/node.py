@@ -218,11 +218,11 @@ class _Following:
         if "start" in message:
             self._start(message["start"])
         elif "end" in message:
+            kept = self._running.end_attempt(message["failed"], keep=message["keep"])
             if self._attempt is not None:
-                self._running.end_attempt()
                 self._report_ends()
                 self._attempt = None
-            self._link.send(ended=message["end"])
+            self._link.send(ended=message["end"], kept=list(kept))
         elif "ask" in message:
             place = message["place"] and self._folder.incidents / str(message["place"])
             if place:

@@ -32,7 +32,8 @@ _RETRY_SECONDS = 0.1
 @dataclass
 class Node:
     """Another node. number: its place in the job, None for a spare. attempt: the newest that it takes part in. done:
-    its ranks have ended. ended: the newest attempt of which it has no process any more. hang: by its watchdog. facts:
+    its ranks have ended. ended: the newest attempt of which it has no process any more, but those of the ranks
+    `kept`. hang: by its watchdog. facts:
     about the end of its ranks (JobHere.facts). answered: the number of a question, and what its ranks answered."""
 
     link: Link
@@ -42,6 +43,7 @@ class Node:
     attempt: int = -1
     done: bool = True
     ended: int = -1
+    kept: list[int] = field(default_factory=list)
     hang: Hang | None = None
     facts: dict[str, Any] = field(default_factory=dict)
     answered: tuple[int, dict[int, Beat], Answers] | None = None
@@ -165,7 +167,7 @@ class Nodes:
         if "hello" in message:
             self._welcome(node, message["hello"])
         elif "ended" in message:
-            node.ended = int(message["ended"])
+            node.ended, node.kept = int(message["ended"]), [int(rank) for rank in message["kept"]]
         elif "watch" in message:
             node.hang = hang_from(message["watch"])
         elif "answers" in message:

@@ -3,7 +3,7 @@
 import signal
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,8 +81,12 @@ class RunningJob(ABC):
         """Return the incident of ranks that ended early. step: the last one in the log."""
 
     @abstractmethod
-    def end_attempt(self) -> None:
-        """Kill the ranks and wait until they are gone. Raises ResourceError if the kernel cannot end them."""
+    def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> Collection[int]:
+        """Kill the ranks and wait until they are gone. Raises ResourceError if the kernel cannot end them.
+
+        keep: ranks that have lost the others keep their processes, for the next attempt; they are returned. failed:
+        those that cannot.
+        """
 
     @abstractmethod
     def close(self) -> None:

@@ -5,7 +5,7 @@ begin before the cause is known, and wait 30 s for a hung peer.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog
@@ -77,6 +77,8 @@ class _SupervisedJob:
         self._lease, self._stopping, self._say = lease, stopping, say
         self._log, self._seen = EventLog(folder.events), EventLogReader(folder.events)
         self._restarts, self._attempt = Restarts(launch), 0
+        self._failed_at = -1  # the step of the last failure
+        self._kept: Collection[int] = ()  # ranks that keep their processes in the next attempt
 
     def run(self) -> None:
         """Start attempt after attempt until the job has ended. Raises as `supervise` does."""
@@ -177,7 +179,12 @@ class _SupervisedJob:
             detect = ended.seconds  # a hang is as old as the newest heartbeat
             if detect is None and (at := self._running.ended_at(ended.rank)) is not None:
                 detect = seen - at
-        self._running.end_attempt()
+            # Twice at the same step: what the processes keep may be the cause.
+            keep = self._launch.restart == "partial" and ended.step > self._failed_at
+            self._failed_at = ended.step
+            self._kept = self._running.end_attempt([ended.rank] if ended.rank >= 0 else [], keep=keep)
+        else:
+            self._kept = self._running.end_attempt()
         gone = time.monotonic()
         return Ordered(detect=detect, kill=gone - seen, gone_at=gone)
 
@@ -206,8 +213,8 @@ class _SupervisedJob:
             return False
         self._prepare_restart()
         most, count = self._launch.max_restarts, self._restarts.count
-        self._log.write(events.RESTART, attempt=count, of=most, wait_seconds=wait)
-        report(self._say, _fault_line(incident, self._saved_step(), self._restarts.recent, most, wait))
+        self._log.write(events.RESTART, attempt=count, of=most, wait_seconds=wait, kept=len(self._kept))
+        report(self._say, _fault_line(incident, self._saved_step(), self._restarts.recent, most, wait, self._kept))
         return not self._stopped_while_waiting(wait)
 
     def _prepare_restart(self) -> None:
@@ -262,10 +269,14 @@ def _now() -> str:
     return time.strftime("%H:%M:%S")
 
 
-def _fault_line(incident: JobIncident, saved_step: int, recent: int, max_restarts: int, wait: float) -> str:
+def _fault_line(
+    incident: JobIncident, saved_step: int, recent: int, max_restarts: int, wait: float, kept: Collection[int]
+) -> str:
     who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
     stacks = f" (stacks in {incident.evidence})" if incident.evidence else ""
+    keep = "; 1 rank keeps its process" if len(kept) == 1 else f"; {len(kept)} ranks keep their processes"
     return (
         f"{_now()} {who} {incident.cause} near step {incident.step}{stacks}; "
         f"restarting from step {saved_step}{f' in {wait:.0f} s' if wait else ''} ({recent} of {max_restarts})"
+        f"{keep if kept else ''}"
     )

@@ -5,6 +5,7 @@ This module is importable without torch: the launcher needs `worker_environment`
 
 import os
 import socket
+import sys
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Literal
@@ -262,6 +263,8 @@ def uses_store_of_torchrun() -> bool:
 
 def stop() -> None:
     """Leave the job. Safe to call if this process never joined a job."""
+    if "torch.distributed" not in sys.modules:
+        return
     import torch.distributed as dist
 
     if dist.is_initialized():

@@ -72,6 +72,10 @@ class RankEnding:
         return None
 
 
+class PeerLost(Exception):
+    """A rank lost its peers in the middle of training. Its own state is healthy, and its threads have ended."""
+
+
 def is_about_a_peer(message: str) -> bool:
     """Return whether the message of an error is about another rank that was lost, or about the connection to it."""
     return bool(_ECHO.search(message))

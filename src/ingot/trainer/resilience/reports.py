@@ -40,10 +40,24 @@ class Reports:
                 os.write(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n")
 
 
+_forgotten = 0  # the time of the newest collective of groups that this process has left [ns]
+
+
+def forget_calls() -> None:
+    """Leave the collectives so far out of `calls_of_this_process`: their groups are gone, and new ones get their
+    names."""
+    global _forgotten
+    if "torch.distributed" in sys.modules:
+        from ingot.trainer.torch_private import recorded_collectives
+
+        _forgotten = max((entry["time_created_ns"] for entry in recorded_collectives()), default=0)
+
+
 def calls_of_this_process() -> tuple[CollectiveCall, ...]:
     """Return the newest collectives that this process called (newest_calls); none if it has not imported torch."""
     if "torch.distributed" not in sys.modules:
         return ()
     from ingot.trainer.torch_private import ranks_of_groups, recorded_collectives
 
-    return newest_calls(recorded_collectives(), ranks_of_groups())
+    records = [entry for entry in recorded_collectives() if entry["time_created_ns"] > _forgotten]
+    return newest_calls(records, ranks_of_groups())

@@ -35,13 +35,14 @@ from pathlib import Path
 from ingot.errors import DataError
 from ingot.events import EventLog
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.resilience.endings import guarded
+from ingot.trainer.resilience.again import forget, open_line
+from ingot.trainer.resilience.endings import PeerLost, guarded
 from ingot.trainer.resilience.heartbeat import Phase, open_heartbeat
 from ingot.trainer.resilience.reports import Reports
-folder, rank = RunFolder(Path(sys.argv[1])), int(os.environ["RANK"])
-with guarded(folder, rank):
+folder = RunFolder(Path(sys.argv[1]))
+
+def work(rank):
     log = EventLog(folder.events)
-    reports = Reports()
     heartbeat = open_heartbeat(int(os.environ["LOCAL_RANK"]), reports.stacks, reports.collectives)
     names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INGOT_ATTEMPT")
     place = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME")}
@@ -59,12 +60,28 @@ with guarded(folder, rank):
         if how == "die":
             fail.unlink()
             os.kill(os.getpid(), 9)
+        if how == "lose":
+            fail.unlink()
+            raise PeerLost("connection closed by peer")
         if how != "hang":
             heartbeat.enter(Phase.STEP, 2)
         time.sleep(0.02)
     time.sleep(0.4 if folder.stop_request.exists() else 0)  # a save
     if rank == 0:
         log.write("finished" if (folder.root / "finish").exists() else "stopped", step=2)
+
+line, reports = open_line(), None
+while True:
+    try:
+        with guarded(folder, int(os.environ["RANK"])):
+            reports = reports or Reports()
+            work(int(os.environ["RANK"]))
+            break
+    except PeerLost as error:
+        if line is None:
+            raise
+        forget(error)
+    line.start_again()
 """
 
 
@@ -194,6 +211,21 @@ def test_every_node_starts_its_share_and_ends_with_the_result_of_the_leader(clus
         "attempt-1.node-1.log",
         "attempt-1.node-2.log",
     }
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_rank_of_another_node_keeps_its_process(cluster, lost):
+    for name in "ab":
+        cluster.start(name, restart="partial")
+    before = cluster.attempt(0)
+    cluster.fail(lost, "die")
+    cluster.fail(1 - lost, "lose")
+    after = cluster.attempt(1)
+    cluster.finish()
+    assert [code for _, code in cluster.ends().values()] == [0, 0]
+    assert [event["kept"] for event in read_events(cluster.folder.events, events.RESTART)] == [1]
+    assert [before[rank]["pid"] == after[rank]["pid"] for rank in (lost, 1 - lost)] == [False, True]
+    assert before[0]["place"]["MASTER_PORT"] != after[1]["place"]["MASTER_PORT"] == after[0]["place"]["MASTER_PORT"]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(cluster):

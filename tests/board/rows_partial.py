@@ -1,0 +1,56 @@
+"""Rows of partial restarts: ranks that lose a peer keep their processes."""
+
+import itertools
+import os
+import signal
+import time
+
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+
+from .bench import Bench, options
+from .oracles import Verdicts
+from .row import Row, judge_recovered, random_of
+from .rows_job import SLOW_STEPS
+
+_PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
+_IN_MEMORY = ('checkpoint.mode="async"', "checkpoint.replicas=1")
+_STAGES = ("parallel.pp=2", "parallel.dp_shard=2")
+
+
+def rs01_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill a rank and later stop another one, of two copies and of two pipeline stages with two ranks each. The others
+    keep their processes; the state comes from a checkpoint, or from memory."""
+    for layout, settings, ranks in (("copies", (), 2), ("stages", _STAGES, 4), ("memory", _IN_MEMORY, 2)):
+        random, name = random_of(f"RS01 partial {layout}", seed), f"partial-{layout}-{seed}"
+        folder = bench.folder(name)
+        process = bench.start(name, *options([*SLOW_STEPS, *settings, *_PARTIAL]))
+        victims = random.sample(range(ranks), 2)
+        steps = (random.randrange(5, 20), random.randrange(30, 50))
+        where = f"{layout}, rank {victims[0]} near step {steps[0]}, rank {victims[1]} near step {steps[1]}"
+        before = []
+        for victim, step, number in zip(victims, steps, (signal.SIGKILL, signal.SIGSTOP), strict=True):
+            bench.wait_for_step(name, step, process)
+            time.sleep(random.uniform(0, 0.03))
+            before.append(_pids(folder))
+            injected = time.time()
+            os.kill(before[-1][victim], number)
+            if number == signal.SIGKILL:
+                killed = injected
+        ended = bench.ended(process)
+        verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+        pids = [*before, _pids(folder)]
+        changed = [[rank for rank in range(ranks) if a[rank] != b[rank]] for a, b in itertools.pairwise(pids)]
+        expected = [[victim] for victim in victims]
+        verdicts.judge("o6", where, "" if changed == expected else f"ranks {changed} got new processes, not {expected}")
+        verdicts.time(folder, killed)
+        judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS, *settings), faults=2)
+
+
+def _pids(folder: RunFolder) -> dict[int, int]:
+    """Return the process of each rank in its newest attempt."""
+    return {event["rank"]: event["pid"] for event in read_events(folder.events, events.RANK_STARTED)}
+
+
+ROWS = (Row("RS01 partial", "SIGKILL of a rank and SIGSTOP of another; the others keep their processes", rs01_partial),)
