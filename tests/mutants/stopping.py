@@ -42,6 +42,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_UPLOADS}::test_the_wait_is_announced_and_ends_with_a_request",),
     ),
     Mutant(
+        name="uploads-of-nodes-outlast-a-request",
+        what="a request to stop ends the wait for the last uploads on the first node alone",
+        file="trainer/save.py",
+        before="unfinished, over = map(bool, largest_of_ranks(unfinished, over))",
+        after="unfinished = bool(largest_of_ranks(unfinished)[0])",
+        tests=(f"{_UPLOADS}::test_a_request_on_the_first_node_ends_the_wait_of_all_nodes",),
+    ),
+    Mutant(
+        name="uploads-of-nodes-left-out",
+        what="a run ends when the files of the first node are in the store, whatever the other nodes still send",
+        file="trainer/save.py",
+        before="unfinished, over = map(bool, largest_of_ranks(unfinished, over))",
+        after="over = bool(largest_of_ranks(over)[0]) or (trainer.place.is_first and not unfinished)",
+        tests=(f"{_UPLOADS}::test_no_node_ends_before_the_uploads_of_all_have_ended",),
+    ),
+    Mutant(
         name="progress-of-the-last-attempt",
         what="what an upload has left to send includes what the attempt before had left",
         file="trainer/checkpoint/uploader.py",

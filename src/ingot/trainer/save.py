@@ -27,6 +27,7 @@ from ingot.units import format_bytes, format_seconds
 
 _END_SECONDS = 1.0  # of launch.grace, that the ranks need to end
 _SILENT_SECONDS = 3.0  # that the end of a run waits for uploads without a line
+_LOOK_SECONDS = 0.2  # between two looks at uploads that the end of a run waits for
 SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
 
 
@@ -190,8 +191,13 @@ def finish_uploads(trainer: RunParts, deadline: float, *, stopped: bool) -> None
 
     deadline: in seconds of time.monotonic(). stopped: the run stops, so a request that is there has had its effect. One
     that comes later ends the wait: at once, or, if it is not Ctrl-C, at the end of launch.grace.
+
+    Collective with checkpoint.disks, where every node uploads its files: requests arrive on rank 0 alone, so its
+    decision ends the wait of all nodes.
     """
-    if (uploader := trainer.uploader) is None:
+    uploader, checkpoint = trainer.uploader, trainer.config.checkpoint
+    is_shared = bool(checkpoint.disks and checkpoint.remote.url)
+    if uploader is None and not is_shared:
         return
     requests, began, is_reported = trainer.stop_vote.requests, time.monotonic(), False
     requests.is_ending = True
@@ -206,16 +212,23 @@ def finish_uploads(trainer: RunParts, deadline: float, *, stopped: bool) -> None
             ends, before = min(ends, request.deadline - _END_SECONDS if waits else now), request
         if not is_reported and began + _SILENT_SECONDS <= now < ends:
             is_reported = True
-            left = "" if uploader.left is None else f"{format_bytes(uploader.left)} left to send; "
+            left = "" if uploader is None or uploader.left is None else f"{format_bytes(uploader.left)} left to send; "
             until = time.strftime("%H:%M:%S", time.localtime(time.time() + ends - now))
             until += " or launch.stop_after" if trainer.config.launch.stop_after else ""
             trainer.say(
-                f"uploads   {left}waiting for {trainer.config.checkpoint.remote.url}, at most until {until}; Ctrl-C "
+                f"uploads   {left}waiting for {checkpoint.remote.url}, at most until {until}; Ctrl-C "
                 "ends the wait, and all that is saved here stays whole"
             )
         return now >= ends
 
-    if not uploader.finish(is_over):
+    if uploader is not None:
+        uploader.end()
+    unfinished, over = True, False
+    while unfinished and not over:
+        unfinished, over = uploader is not None and not uploader.wait(_LOOK_SECONDS), is_over()
+        if is_shared:
+            unfinished, over = map(bool, largest_of_ranks(unfinished, over))
+    if unfinished:
         waited, push = format_seconds(time.monotonic() - began), f"ingot ckpt push {trainer.folder.root}"
         trainer.say(f"WARNING   the last checkpoint is not in the store after {waited}; to upload it: {push}")
     _report_uploads(trainer)

@@ -20,35 +20,39 @@ URL, LONG = "s3://bucket/run", 30.0
 STUCK = """echo '{"left": 2097152}'; exec sleep 60"""
 
 
-@pytest.fixture
-def wait(tmp_path, monkeypatch):
-    """`wait(script, requests)`: wait for an uploader process that runs `script`. Returns (seconds, lines)."""
-    monkeypatch.setattr(save, "_SILENT_SECONDS", 0.1)
-
-    def run(script, requests, *, stopped=False, deadline=math.inf):
-        uploader, lines = Uploader(RunFolder(tmp_path / "run"), 1), []
+def finish(root, script, requests, *, stopped=False, deadline=math.inf, rank=0, disks=()):
+    """Wait for an uploader process that runs `script`; "": this rank has none. Returns (seconds, lines)."""
+    uploader, lines = Uploader(RunFolder(root / "run"), 1) if script else None, []
+    if uploader:
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         uploader._process = subprocess.Popen(["sh", "-c", script], **pipes)
         uploader._reader = threading.Thread(target=uploader._read, args=(uploader._process.stdout,), daemon=True)
         uploader._reader.start()
-        config = SimpleNamespace(checkpoint=SimpleNamespace(remote=SimpleNamespace(url=URL)), launch=Launch())
-        trainer = SimpleNamespace(
-            uploader=uploader,
-            stop_vote=SimpleNamespace(requests=requests),
-            config=config,
-            folder=RunFolder(Path("runs/demo")),
-            place=SimpleNamespace(is_first=True),
-            log=lambda **event: None,
-            say=lines.append,
-        )
-        began = time.monotonic()
-        try:
-            finish_uploads(trainer, deadline, stopped=stopped)
-        finally:
+    checkpoint = SimpleNamespace(remote=SimpleNamespace(url=URL), disks=disks)
+    trainer = SimpleNamespace(
+        uploader=uploader,
+        stop_vote=SimpleNamespace(requests=requests),
+        config=SimpleNamespace(checkpoint=checkpoint, launch=Launch()),
+        folder=RunFolder(Path("runs/demo")),
+        place=SimpleNamespace(is_first=rank == 0),
+        log=lambda **event: None,
+        event_log=SimpleNamespace(write=lambda **event: None),
+        say=lines.append,
+    )
+    began = time.monotonic()
+    try:
+        finish_uploads(trainer, deadline, stopped=stopped)
+    finally:
+        if uploader:
             uploader.close()
-        return time.monotonic() - began, lines
+    return time.monotonic() - began, lines
 
-    return run
+
+@pytest.fixture
+def wait(tmp_path, monkeypatch):
+    """`wait(script, requests)`: `finish` on a run's only rank, which reports soon that it waits."""
+    monkeypatch.setattr(save, "_SILENT_SECONDS", 0.1)
+    return lambda *args, **kwargs: finish(tmp_path, *args, **kwargs)
 
 
 @pytest.mark.parametrize("why", ["Ctrl-C", "launch.stop_after"])
@@ -84,6 +88,27 @@ def test_the_request_by_which_the_run_stopped_does_not_end_the_wait(wait):
 def test_a_short_wait_is_silent(wait, monkeypatch):
     monkeypatch.setattr(save, "_SILENT_SECONDS", LONG)
     assert wait("true", StopRequests())[1] == []
+
+
+def on_a_node(rank, ranks, root, scripts, seconds_to_stop):
+    """Wait as one of the nodes that upload their own files. Requests to stop arrive on rank 0 alone."""
+    requests = StopRequests(None, Launch(grace="10m"))
+    if rank == 0 and seconds_to_stop:
+        threading.Timer(seconds_to_stop, requests.ask, ("SIGINT",)).start()
+    return finish(root, scripts[rank], requests, rank=rank, disks=("/nvme0",))
+
+
+def test_a_request_on_the_first_node_ends_the_wait_of_all_nodes(fork_ranks, tmp_path):
+    scripts = ["true", "", STUCK]  # rank 1 is the second one of the first node, and uploads nothing
+    waits = fork_ranks(on_a_node, 3, tmp_path, scripts, 0.5)
+    assert all(0.4 < seconds < LONG for seconds, _ in waits)
+    assert waits[0][1][-1].endswith("ingot ckpt push runs/demo")  # though all files of rank 0 are in the store
+
+
+def test_no_node_ends_before_the_uploads_of_all_have_ended(fork_ranks, tmp_path):
+    waits = fork_ranks(on_a_node, 3, tmp_path, ["true", "", "exec sleep 0.6"], 0.0)
+    assert all(0.5 < seconds < LONG for seconds, _ in waits)
+    assert waits[0][1] == []
 
 
 def test_progress_is_what_is_left_of_the_last_upload():

@@ -36,7 +36,6 @@ UPLOAD_SECONDS = 600.0  # that the end of a run waits for its last uploads
 _PAUSE_SECONDS = 1.0  # before the second attempt; doubled with every further one
 _LONGEST_PAUSE_SECONDS = 60.0
 _QUIET_SECONDS = 8.0  # a first node that waits for the uploads of others reports that from this pause on
-_LOOK_SECONDS = 0.2  # between two looks at the end of the process
 _PROGRESS_SECONDS = 0.5  # between two answers about an upload in progress
 _END = {"end": True}
 _LEFT = "left"  # the bytes that an upload still has to send: an answer that is no event
@@ -67,18 +66,21 @@ class Uploader:
             while True:
                 yield self._reports.get_nowait()
 
-    def finish(self, is_over: Callable[[], bool]) -> bool:
-        """Wait until the newest checkpoint is in the store, and end the process. Returns whether it is there or was
-        given up; False if `is_over`, which is called several times a second, ended the wait."""
+    def end(self) -> None:
+        """Let the process end when the newest checkpoint is in the store, or was given up. Does not wait."""
+        if self._process is not None:
+            self._tell(_END)
+
+    def wait(self, seconds: float) -> bool:
+        """Wait for the end of the process, at most `seconds`. Returns whether it has ended; True if there is none."""
         if self._process is None:
             return True
-        self._tell(_END)
-        while not is_over():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(_LOOK_SECONDS)
-                self._reader.join()
-                return True
-        return False
+        try:
+            self._process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            return False
+        self._reader.join()
+        return True
 
     def close(self) -> None:
         """End the process, even in the middle of an upload."""
