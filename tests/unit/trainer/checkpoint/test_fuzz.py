@@ -41,7 +41,7 @@ GOLDEN = Path(__file__).parents[3] / "golden"
 RUNS = ("dense-2-ranks", "experts-1-rank", "old/first", "old/layouts")  # old/first: version 1
 FEW, MANY = 60, 6_000
 # Beyond twice the checkpoint: buffers of reading, and for each byte of the manifest the objects of Python it becomes.
-CONSTANT_BYTES, OBJECTS_PER_BYTE = 2 << 20, 24
+CONSTANT_BYTES, OBJECTS_PER_BYTE = 256 << 10, 24
 NATIVE_BYTES = 64 << 20
 DEEP = "@deep@"
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
@@ -165,6 +165,21 @@ def change_header(path: Path, draw: random.Random) -> None:
         write_manifest(path, replace(manifest, files=manifest.files | {name: entry}))
 
 
+def peak_bytes(path: Path) -> int:
+    """Return the most memory that Python has at a time while the checkpoint is used, in bytes.
+
+    Names of files are in the interpreter's table of strings (sys.intern, by pathlib), 3.8 MB in one piece, which it
+    makes anew after every 120,000 of them: the second measurement of an example does not have it.
+    """
+    tracemalloc.start()
+    try:
+        with suppress(CheckpointError):
+            use(path)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
 def read_all(change, root: Path, first: int, count: int) -> None:
     """Read the drawn examples `first` to `first + count`; the number of an example draws it alone."""
     limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + NATIVE_BYTES
@@ -176,16 +191,14 @@ def read_all(change, root: Path, first: int, count: int) -> None:
         shutil.copytree(root / draw.choice(RUNS), run)
         (path,) = (run / "checkpoints").iterdir()
         change(path, draw)
-        tracemalloc.start()
-        try:
-            with suppress(CheckpointError):
-                use(path)
-        except BaseException as error:
-            raise AssertionError(f"example {number} of {change.__name__}") from error
-        peak = tracemalloc.get_traced_memory()[1]
-        tracemalloc.stop()
         size = sum(one.stat().st_size for one in path.iterdir())
         most = 2 * size + CONSTANT_BYTES + OBJECTS_PER_BYTE * (path / MANIFEST).stat().st_size
+        try:
+            peak = peak_bytes(path)
+            if peak > most:  # again, because of the interpreter's own table of names, which some example makes anew
+                peak = peak_bytes(path)
+        except BaseException as error:
+            raise AssertionError(f"example {number} of {change.__name__}") from error
         assert peak <= most, f"example {number} of {change.__name__}: {peak:,} bytes for {size:,}"
 
 
