@@ -7,6 +7,7 @@ import numpy as np
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest, FileEntry, LedgerSegment, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import sha256_bytes, write_atomic
+from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.loader.ledger import write_segment
 
@@ -16,6 +17,12 @@ NO_TENSORS = (8).to_bytes(8, "little") + b"{}      "  # a safetensors file
 def ledger_of(folder: RunFolder, step: int, batch: int = 1) -> tuple[LedgerSegment, ...]:
     """Write and return one segment that covers the steps 1 to `step`, with the samples 0, 1, ..."""
     return (write_segment(folder.ledger, 1, step, np.arange(step * batch).reshape(step, batch)),)
+
+
+def model_settings(folder: RunFolder) -> dict[str, Any]:
+    """Return the settings of the model in the run file, which checkpoints have that a command fetches."""
+    settings = recorded_run(folder.config).settings()
+    return {key: value for key, value in settings.items() if key.startswith("model.")}
 
 
 def write_checkpoint(folder: RunFolder, step: int, settings: dict[str, Any] | None = None, **fields: Any) -> None:

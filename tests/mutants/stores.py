@@ -357,6 +357,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_START}::test_nothing_of_another_run_comes_into_the_folder",),
     ),
     Mutant(
+        name="fetched-of-another-model",
+        what="a command fetches a save of another model into the run folder",
+        file="trainer/launch/stored.py",
+        before="tier.manifest(step), recorded_run(folder.config).settings())",
+        after="tier.manifest(step), tier.manifest(step).settings)",
+        tests=(f"{_START}::test_a_command_fetches_nothing_of_another_model",),
+    ),
+    Mutant(
         name="two-runs-mixed",
         what="a folder takes the checkpoints of the store of another run",
         file="trainer/launch/checks.py",

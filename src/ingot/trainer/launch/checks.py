@@ -6,8 +6,9 @@ Without these checks, the same errors would appear minutes later, on every rank.
 import difflib
 import importlib.util
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
 from ingot.hub.config_file import require_fit, run_of
@@ -77,6 +78,24 @@ def require_same_in_store(
             f"F/checkpoints/{folder.checkpoint(step).name}"
         )
         error.facts |= {"store": url, "step": step}
+        raise
+
+
+def require_model_of_run(
+    folder: RunFolder, tier: RemoteTier, stored: CheckpointManifest, settings: Mapping[str, Any]
+) -> None:
+    """Compare the model of a save in the store, which a command fetches into `folder`, with that of its run file.
+
+    stored: its manifest. settings: those of the run file, flat. Other settings and data may differ: `ingot train`
+    compares them. Raises ConfigError, which names what the store holds.
+    """
+    try:
+        _require_same_model(changes_since(stored, settings, stored.data_fingerprint), stored.step)
+    except ConfigError as error:
+        error.found = f"{tier.url} holds {run_in_store(tier, stored)}:\n{error.found}"
+        error.rule = "a save is fetched into a folder whose run file has the same model; nothing was fetched"
+        error.fix = f"copy {tier.url}/run.toml to {folder.config}, or name the store of this run in it"
+        error.facts |= {"store": tier.url, "step": stored.step}
         raise
 
 

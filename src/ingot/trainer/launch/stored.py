@@ -17,6 +17,7 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, re
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.launch.both_tiers import no_store
+from ingot.trainer.launch.checks import require_model_of_run
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.lock import RunLock
 
@@ -68,7 +69,8 @@ def fetch_checkpoint(
 
     kind: WEIGHTS for a save of the weights alone. say: called with the line that says why the command waits. meter:
     counts the bytes. If the command is interrupted, the local checkpoints are as before. Raises what `push_checkpoint`
-    raises, and RunBusyError if the run is training, on this machine or another one.
+    raises, ConfigError if the run file has another model than the stored save, and RunBusyError if the run is training,
+    on this machine or another one.
     """
     folder, tier = _run(path, meter, kind)
     with held(folder, tier, say) as lease:
@@ -82,6 +84,7 @@ def fetch_checkpoint(
                 run=str(path),
             )
         step, began = _chosen(step, steps, tier.url, _other_kind(folder, step)), time.perf_counter()
+        require_model_of_run(folder, tier, tier.manifest(step), recorded_run(folder.config).settings())
         lease.take()
         received = tier.fetch(step)
         moved = Moved(step=step, kind=kind, bytes=received, store=tier.url, seconds=time.perf_counter() - began)

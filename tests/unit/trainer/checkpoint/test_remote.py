@@ -555,7 +555,7 @@ def test_an_upload_that_cannot_succeed_is_reported_once_with_the_way_out(error, 
 def test_commands_move_checkpoints(folder, tmp_path, monkeypatch):
     (tmp_path / "store").mkdir()
     stored = RemoteCheckpoints(url=f"file://{tmp_path}/store")
-    run = SimpleNamespace(checkpoint=SimpleNamespace(remote=stored), launch=Launch())
+    run = SimpleNamespace(checkpoint=SimpleNamespace(remote=stored), launch=Launch(), settings=dict)
     monkeypatch.setattr(commands, "recorded_run", lambda path: run)
     for move in (commands.push_checkpoint, commands.fetch_checkpoint):
         with refused("E-CKPT-NONE"):

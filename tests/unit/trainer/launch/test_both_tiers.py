@@ -6,7 +6,7 @@ import socket
 from dataclasses import replace
 
 import pytest
-from tests.checkpoints import NO_TENSORS, write_checkpoint, write_weights
+from tests.checkpoints import NO_TENSORS, model_settings, write_checkpoint, write_weights
 from tests.expect import named, refused, reported
 
 from ingot.cli.main import main
@@ -37,7 +37,7 @@ def run(folder, tmp_path):
     folder.root.mkdir(parents=True)
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
     for step in (10, 20):
-        write_checkpoint(folder, step)
+        write_checkpoint(folder, step, model_settings(folder))
         push_checkpoint(folder.root, step)
     return folder
 
@@ -51,7 +51,7 @@ def spread(run, tmp_path):
     setting = f"[checkpoint]\ndisks = {json.dumps([*map(str, disks)])}\n[checkpoint.remote]"
     run.config.write_text(run.config.read_text().replace("[checkpoint.remote]", setting))
     name_run(run)
-    write_checkpoint(run, 30, world=RANKS, files={file_of(rank): ENTRY for rank in range(RANKS)})
+    write_checkpoint(run, 30, model_settings(run), world=RANKS, files={file_of(rank): ENTRY for rank in range(RANKS)})
     (run.checkpoint(30) / file_of(0)).unlink()
     places = Places(run.checkpoint(30))
     for rank in range(RANKS):

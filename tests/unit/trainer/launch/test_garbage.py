@@ -5,7 +5,7 @@ import shutil
 
 import numpy as np
 import pytest
-from tests.checkpoints import write_checkpoint, write_weights
+from tests.checkpoints import model_settings, write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.cli.main import main
@@ -29,9 +29,9 @@ def run(folder, tmp_path):
     (tmp_path / "store").mkdir()
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
     for step in (10, 20):
-        write_checkpoint(folder, step)
+        write_checkpoint(folder, step, model_settings(folder))
         push_checkpoint(folder.root, step)
-    write_weights(folder, 20)
+    write_weights(folder, 20, model_settings(folder))
     push_checkpoint(folder.root, 20, kind=WEIGHTS)
     return folder
 

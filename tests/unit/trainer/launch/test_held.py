@@ -5,7 +5,7 @@ import shutil
 import threading
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import model_settings, write_checkpoint
 from tests.expect import refused
 
 from ingot.report.lineage.repair import repair_ledger
@@ -33,7 +33,7 @@ def run(folder, tmp_path):
     with RunLease(folder, tier, 60.0) as lease:
         lease.take()
     for step in (10, 20):
-        write_checkpoint(folder, step, epoch=1)
+        write_checkpoint(folder, step, model_settings(folder), epoch=1)
         push_checkpoint(folder.root, step)
     return folder
 

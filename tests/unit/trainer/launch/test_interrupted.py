@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.checkpoints import write_checkpoint
+from tests.checkpoints import model_settings, write_checkpoint
 
 from ingot.cli.main import main
 from ingot.cli.progress import ByteBar
@@ -39,7 +39,7 @@ def run(folder, tmp_path):
     for step in (10, 20):
         for name in FILES:
             write_atomic(folder.checkpoint(step) / name, FILE)
-        write_checkpoint(folder, step, world=4, files=FILES)
+        write_checkpoint(folder, step, model_settings(folder), world=4, files=FILES)
         write_atomic(folder.checkpoint(step) / file_of(0), FILE)
         push_checkpoint(folder.root, step)
     return folder

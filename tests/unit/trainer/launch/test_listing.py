@@ -6,7 +6,7 @@ import shutil
 from dataclasses import replace
 
 import pytest
-from tests.checkpoints import write_checkpoint, write_weights
+from tests.checkpoints import model_settings, write_checkpoint, write_weights
 from tests.expect import refused
 
 from ingot.cli import ckpt_ls
@@ -32,11 +32,12 @@ def run(folder, tmp_path):
     folder.root.mkdir(parents=True)
     (tmp_path / "store").mkdir()
     folder.config.write_text(f'{RUN_FILE}[checkpoint.remote]\nurl = "file://{tmp_path}/store"\n')
+    settings = model_settings(folder) | {"train.seq_len": 100}
     for step in (10, 20, 30):
-        write_checkpoint(folder, step, {"train.seq_len": 100}, layout={"dp_shard": 2, "tp": 2})
+        write_checkpoint(folder, step, settings, layout={"dp_shard": 2, "tp": 2})
         if step < 30:
             push_checkpoint(folder.root, step)
-    write_weights(folder, 30, {"train.seq_len": 100}, layout={"dp_shard": 2, "tp": 2})
+    write_weights(folder, 30, settings, layout={"dp_shard": 2, "tp": 2})
     return folder
 
 
@@ -147,7 +148,7 @@ def test_commands_move_and_list_weights_and_training_resumes_from_none(run, caps
         fetch_checkpoint(run.root, kind=WEIGHTS)
     assert main(["ckpt", "push", str(run.root), "--weights"]) == 0
     shutil.rmtree(run.weights.checkpoint(30))
-    write_weights(run, 40, epoch=1)
+    write_weights(run, 40, model_settings(run), epoch=1)
     push_checkpoint(run.root, kind=WEIGHTS)
     assert fetch_checkpoint(run.root, 30, kind=WEIGHTS).step == 30
     shutil.rmtree(run.weights.checkpoints)

@@ -1,17 +1,20 @@
 """The start of a run whose store holds checkpoints: of this run, after its machine was lost, or of another one."""
 
 import shutil
+from pathlib import Path
 
 import pytest
+from tests import checkpoints
 from tests.expect import named, refused
 
 import ingot.trainer.launch.train as launch_train
+from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.fence import newest_local_epoch
 from ingot.trainer.checkpoint.manifest import candidate_folders
-from ingot.trainer.launch.stored import push_checkpoint
+from ingot.trainer.launch.stored import fetch_checkpoint, push_checkpoint
 
 from .conftest import write_checkpoint
 
@@ -30,6 +33,8 @@ def stored(run_file, place, jobs, tmp_path):
     config = load_run(folder.config)
     write_checkpoint(folder, 40, config, read_token_manifest(tmp_path / "tokens").fingerprint())
     push_checkpoint(folder.root, 40)
+    checkpoints.write_weights(folder, 40, config.settings())
+    push_checkpoint(folder.root, 40, kind=WEIGHTS)
     run = newest_local_epoch(folder.root).run
     shutil.rmtree(folder.root)
     jobs.clear()
@@ -61,6 +66,23 @@ def test_nothing_of_another_run_comes_into_the_folder(run_file, place, stored, j
     if code == "E-RUN-CHANGED":
         launch_train.train(run_file, overrides=[place, setting], accept=[key])
         assert candidate_folders(folder.checkpoints) == [folder.checkpoint(40)] and jobs
+
+
+@pytest.mark.parametrize("kind", [FULL, WEIGHTS])
+def test_a_command_fetches_nothing_of_another_model(run_file, place, stored, folder, kind):
+    """The lease of the new folder names no run yet, so the model alone shows that the run file is of another one."""
+    url = place.partition("=")[2]
+    own, remote = run_file.read_text(), f'[checkpoint.remote]\nurl = "{url}"\n'
+    folder.root.mkdir(parents=True)
+    folder.config.write_text(own.replace("d_ffn = 64", "d_ffn = 128") + remote)
+    before = sorted(Path(url.removeprefix("file://")).rglob("*"))
+    with refused("E-RUN-OTHER-MODEL", store=url, step=40, keys=["model.d_ffn"]) as caught:
+        fetch_checkpoint(folder.root, kind=kind)
+    assert named([caught.value.found], url, "step 40", "'demo'", stored[:8])
+    assert named([caught.value.fix], f"{url}/run.toml", str(folder.config))
+    assert not folder.of(kind).checkpoints.exists() and sorted(Path(url.removeprefix("file://")).rglob("*")) == before
+    folder.config.write_text(own.replace("steps = 100", "steps = 90") + remote)  # `ingot train` compares other settings
+    assert fetch_checkpoint(folder.root, kind=kind).step == 40
 
 
 def test_a_folder_and_a_store_of_two_runs_are_not_mixed(run_file, place, stored, jobs, folder):
