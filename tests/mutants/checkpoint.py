@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="reshard-part-of-a-block",
         what="of a stored block that is read in part, the first rows are read instead of the wanted ones",
-        file="trainer/checkpoint/load.py",
+        file="trainer/checkpoint/reader.py",
         before="source = whole[slices(shared, chunk.offsets)]",
         after="source = whole[slices((chunk.offsets, shared[1]), chunk.offsets)]",
         tests=("tests/dist/test_reshard.py::test_any_layout_loads_any_other",),

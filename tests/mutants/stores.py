@@ -142,7 +142,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="random-state-unchecked",
         what="a random state that is none ends the run with a traceback",
-        file="trainer/checkpoint/load.py",
+        file="trainer/checkpoint/reader.py",
         before="except (RuntimeError, TypeError, ValueError, OSError, safetensors.SafetensorError) as error:",
         after="except (OSError, safetensors.SafetensorError) as error:",
         tests=(f"{_FUZZ}::test_a_random_state_that_is_none_is_refused",),

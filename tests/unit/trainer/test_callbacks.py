@@ -14,8 +14,8 @@ from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback, StepNu
 from ingot.schema import events
 from ingot.theory.rules import load_run
 from ingot.trainer.callbacks import Callbacks
-from ingot.trainer.checkpoint.load import read_blocks
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.checkpoint.reader import read_blocks
 from ingot.trainer.checkpoint.state import StateBlock
 
 from .test_loop import files_of, run_rank, step_facts

@@ -17,9 +17,9 @@ from ingot.schema.checkpoint import CheckpointManifest, TensorEntry
 from ingot.schema.run import setting_changes
 from ingot.trainer.checkpoint.accepted import DATA
 from ingot.trainer.checkpoint.folders import find_weights
-from ingot.trainer.checkpoint.load import read_blocks
 from ingot.trainer.checkpoint.manifest import MANIFEST, read_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
+from ingot.trainer.checkpoint.reader import read_blocks
 from ingot.trainer.checkpoint.rules import DTYPES, damaged
 from ingot.trainer.checkpoint.state import MODEL, OPTIM, StateBlock
 

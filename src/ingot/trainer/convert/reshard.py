@@ -29,9 +29,10 @@ from ingot.theory.rules import load_run
 from ingot.toml import toml_value
 from ingot.trainer.checkpoint.files import CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.folders import find_checkpoint, publish
-from ingot.trainer.checkpoint.load import OTHER_MODEL, found_file, read_blocks
+from ingot.trainer.checkpoint.load import OTHER_MODEL
 from ingot.trainer.checkpoint.manifest import VERSION, verify_checkpoint, write_manifest
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
+from ingot.trainer.checkpoint.reader import found_file, read_blocks
 from ingot.trainer.checkpoint.segments import verify_segments
 from ingot.trainer.checkpoint.state import CPU, CUDA, StateBlock
 from ingot.trainer.checkpoint.tensors import bytes_of, part_of

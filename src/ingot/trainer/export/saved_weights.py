@@ -10,8 +10,9 @@ from ingot.hub.config_file import require_fit
 from ingot.schema.arch import Arch
 from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.folders import find_weights
-from ingot.trainer.checkpoint.load import OTHER_MODEL, found_file, read_blocks
+from ingot.trainer.checkpoint.load import OTHER_MODEL
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_files
+from ingot.trainer.checkpoint.reader import found_file, read_blocks
 from ingot.trainer.checkpoint.rules import damaged
 from ingot.trainer.checkpoint.state import BIAS, LOAD, MODEL, StateBlock
 from ingot.trainer.export.model_folder import TRAINING_ONLY, FirstValue

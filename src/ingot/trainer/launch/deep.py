@@ -17,9 +17,10 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
-from ingot.trainer.checkpoint.load import load_checkpoint, load_model, restore_random
+from ingot.trainer.checkpoint.load import load_checkpoint, load_model
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, read_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
+from ingot.trainer.checkpoint.reader import restore_random
 from ingot.trainer.checkpoint.state import MODEL
 from ingot.trainer.launch.here import own_process
 from ingot.trainer.launch.inspect import Inspected, inspect_checkpoints

@@ -25,7 +25,6 @@ from tests.expect import refused
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FileEntry, file_of
 from ingot.storage import canonical_json, sha256_bytes
-from ingot.trainer.checkpoint.load import read_blocks, restore_random
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
     is_finished,
@@ -35,6 +34,7 @@ from ingot.trainer.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from ingot.trainer.checkpoint.reader import read_blocks, restore_random
 from ingot.trainer.checkpoint.state import StateBlock
 
 GOLDEN = Path(__file__).parents[3] / "golden"

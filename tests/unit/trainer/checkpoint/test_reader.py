@@ -2,7 +2,7 @@ import safetensors
 import torch
 from tests.expect import refused
 
-import ingot.trainer.checkpoint.load as reader
+from ingot.trainer.checkpoint import reader
 from ingot.trainer.checkpoint.manifest import read_manifest
 from ingot.trainer.checkpoint.state import StateBlock
 
