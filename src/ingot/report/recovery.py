@@ -2,7 +2,8 @@
 
 import time
 
-from ingot.report.facts import FaultRecord, RunData, is_finite
+from ingot.report.facts import RunData, is_finite
+from ingot.report.faults import FaultRecord
 from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
 from ingot.report.sections import plural
 from ingot.trainer.resilience.start_times import PHASES
