@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from ingot.trainer.parallel.zero import TRANSITIONS, Bucket, BucketState, IllegalTransition, Reduction
+from ingot.trainer.parallel.bucket import (
+    TRANSITIONS,
+    Bucket,
+    BucketState,
+    IllegalTransition,
+    Reduction,
+    clear_missing,
+)
 
 
 def bucket(state: BucketState) -> Bucket:
@@ -41,9 +48,7 @@ def test_no_gradient_may_follow_the_sum_over_copies():
 
 
 def test_a_buffer_without_gradients_counts_as_zeros():
-    from ingot.trainer.parallel.zero import _clear_missing
-
     found = bucket(BucketState.EMPTY)
     found.whole = torch.ones(2, 3)
-    _clear_missing(found)
+    clear_missing(found)
     assert found.state is BucketState.FILLING
