@@ -91,7 +91,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="index-of-documents",
         what="the document index of a shard begins again at 0 after each batch of 1,024 documents",
-        file="data/build/shards.py",
+        file="data/build/write_shard.py",
         before='index["start"] = start + np.cumsum(',
         after='index["start"] = np.cumsum(',
         tests=(_READ_BACK,),
@@ -99,7 +99,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="lineage-of-tokens",
         what="the lineage of a shard gives each document the tokens after its own",
-        file="data/build/shards.py",
+        file="data/build/write_shard.py",
         before='            yield {"start": start, "tokens": tokens} | json.loads(line)\n            start += tokens\n',
         after='            start += tokens\n            yield {"start": start, "tokens": tokens} | json.loads(line)\n',
         tests=(_READ_BACK,),
