@@ -5,7 +5,7 @@ save that training waits for and the same steps, a save in the background and th
 in the background takes turns with a plain copy of its bytes, a plain sequential write with fsync, and that write with
 the hashes that a manifest records. All figures are medians.
 
-    python benchmarks/saves.py [--rounds 5] [--models tiny smollm2-135m] [--parts training idle] [--folder DIR]
+    python benchmarks/saves.py [--rounds 5] [--models tiny smollm2-135m] [--parts training copy idle] [--folder DIR]
 """
 
 import argparse
@@ -149,22 +149,57 @@ def in_training(rank: Rank, rounds: int) -> dict:
     }
 
 
-def idle(rank: Rank, rounds: int) -> dict:
-    """A save in the background while the rank does nothing, against plain programs on the same bytes."""
+def against_copy(rank: Rank, rounds: int) -> dict:
+    """Measure how long training waits for a save in the background, relative to a plain copy of its bytes.
+
+    The same threads copy before each save and after its end, so that both see the same load.
+    """
+    flat, copy = flat_tensors(rank)
+    rank.end_save(rank.begin_save())  # the first snapshot makes its memory
+    stalls, copies = [], [seconds_of(lambda: copy.copy_(flat))]
+    for _ in range(rounds):
+        save = rank.begin_save()
+        rank.end_save(save)
+        stalls.append(save.stall_seconds)
+        copies.append(seconds_of(lambda: copy.copy_(flat)))
+    ratios = [2 * stall / (copies[i] + copies[i + 1]) for i, stall in enumerate(stalls)]
+    return {
+        "bytes": flat.numel(),
+        "copies_ms": 1e3 * statistics.median(copies),
+        "stalls_ms": 1e3 * statistics.median(stalls),
+        "stall_relative_to_copies": statistics.median(ratios),
+        "stall_relative_to_copies_least": min(ratios),
+        "stall_relative_to_copies_most": max(ratios),
+        "load": os.getloadavg()[0],
+    }
+
+
+def flat_tensors(rank: Rank):
+    """Return all bytes that a save of `rank` writes as one tensor, and another one of that size to copy them to."""
     import torch
 
     from ingot.trainer.checkpoint.save import file_contents
 
     tensors = file_contents(rank.state)[1]
     flat = torch.cat([t.detach().contiguous().reshape(-1).view(torch.uint8) for t in tensors])
-    copy, data = torch.empty_like(flat).fill_(1), memoryview(flat.numpy())
+    return flat, torch.empty_like(flat).fill_(1)
+
+
+def seconds_of(function) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
+
+
+def idle(rank: Rank, rounds: int) -> dict:
+    """A save in the background while the rank does nothing, against plain programs on the same bytes."""
+    flat, copy = flat_tensors(rank)
+    data = memoryview(flat.numpy())
     path, took = rank.folder.root / "plain", defaultdict(list)
     ways = ["write", "write_sha", "write_hashes", "save"]
     rank.end_save(rank.begin_save())  # the first snapshot makes its memory
     for number in range(rounds):
-        began = time.perf_counter()
-        copy.copy_(flat)
-        took["copy"].append(time.perf_counter() - began)
+        took["copy"].append(seconds_of(lambda: copy.copy_(flat)))
         # Each way takes each place: memory that another way has just freed makes a write of cached pages faster.
         for name in ways[number % len(ways) :] + ways[: number % len(ways)]:
             if name == "save":
@@ -248,7 +283,7 @@ class Peak:
         self._thread.join()
 
 
-PARTS = {"training": in_training, "idle": idle}
+PARTS = {"training": in_training, "copy": against_copy, "idle": idle}
 
 
 def main() -> None:
