@@ -14,6 +14,7 @@ from . import (
     convert,
     data,
     disks,
+    health,
     lease,
     loader,
     model,
@@ -65,6 +66,7 @@ AREAS: dict[str, list[Mutant]] = {
         stragglers,
         watchdog,
         nodes,
+        health,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]
