@@ -10,6 +10,7 @@
     │   └── DataMissing       exit  3   there is no data at the given path
     ├── CheckpointError       exit 21   a checkpoint fails verification, or no checkpoint can be used
     ├── RunBusyError          exit 30   another process owns the run directory
+    ├── NodeUnhealthy         exit 31   this machine has a fault that a run may not depend on
     └── RunFailed             exit 93   the same failure again and again: restarting will not help
     Preempted                 exit 10   not an error: stopped on request; the last line names the saved step
 
@@ -89,6 +90,10 @@ class CheckpointError(IngotError):
 
 class RunBusyError(IngotError):
     kind, exit_code = "E-BUSY", 30
+
+
+class NodeUnhealthy(IngotError):
+    kind, exit_code = "E-NODE", 31
 
 
 class RunFailed(IngotError):

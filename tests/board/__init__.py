@@ -14,6 +14,7 @@ from . import (
     rows_damage,
     rows_disk,
     rows_hang,
+    rows_health,
     rows_job,
     rows_launchers,
     rows_lease,
@@ -28,6 +29,7 @@ _FILES = (
     rows_disk,
     rows_damage,
     rows_hang,
+    rows_health,
     rows_job,
     rows_launchers,
     rows_lease,
@@ -53,5 +55,4 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
     "RS32": ("jumps of the clock", _ELSEWHERE),
     "RS34": ("an hour of random faults", _ELSEWHERE),
-    "RS36": ("reports of a health service", "needs an interface for one"),
 }

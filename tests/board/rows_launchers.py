@@ -14,8 +14,8 @@ from .bench import DEADLINE_SECONDS, Bench, marked_processes, options
 from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of
 
-_SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")
-_REFERENCE = _SETTINGS[:1]
+SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")
+_REFERENCE = SETTINGS[:1]
 
 
 class Launchers:
@@ -35,11 +35,12 @@ class Launchers:
         for launcher in self.started:
             launcher.communicate()
 
-    def start(self, count: int = 1) -> None:
-        """Start launchers one after the other, so that their order is known: the first leads."""
+    def start(self, count: int = 1, *settings: str, node: str = "") -> None:
+        """Start launchers one after the other, so that their order is known: the first leads. node: their name."""
         for _ in range(count):
             before = self._nodes()
-            self.started.append(self._bench.start(self._name, *options(_SETTINGS)))
+            env = {"SLURMD_NODENAME": node} if node else {}
+            self.started.append(self._bench.start(self._name, *options((*SETTINGS, *settings)), env=env))
             self._wait(lambda before=before: self._nodes() > before)
 
     def _nodes(self) -> int:

@@ -3,6 +3,8 @@
 from .mutant import Mutant
 
 _HEALTH = "tests/unit/machine/test_health.py"
+_NODES = "tests/unit/trainer/launch/test_nodes.py"
+_SUPERVISE = "tests/unit/trainer/launch/test_supervise.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -68,5 +70,53 @@ MUTANTS: list[Mutant] = [
         before='whole = added[: added.rfind(b"\\n") + 1]',
         after="whole = added",
         tests=(f"{_HEALTH}::test_a_file_of_reports_is_read_line_by_line_for_this_machine",),
+    ),
+    Mutant(
+        name="save-after-wrong-memory",
+        what="a run saves what it computed after memory returned wrong data",
+        file="trainer/launch/health.py",
+        before="save = worst.verdict is HealthVerdict.DRAIN",
+        after="save = worst.verdict >= HealthVerdict.DRAIN",
+        tests=(f"{_NODES}::test_a_machine_with_a_fault_is_drained_and_a_spare_takes_its_place",),
+    ),
+    Mutant(
+        name="save-of-broken-memory-goes-on",
+        what="memory that turns out broken while the ranks save does not end the save",
+        file="trainer/launch/supervise.py",
+        before="if asked and (worse := running.planned_restart()) and not worse.save:",
+        after="if asked and (worse := running.planned_restart()) and worse is not planned and worse.save:",
+        tests=(f"{_SUPERVISE}::test_memory_that_turns_out_broken_while_ranks_save_ends_that",),
+    ),
+    Mutant(
+        name="drained-machine-joins-again",
+        what="a machine that was drained takes part in the run again",
+        file="trainer/launch/node.py",
+        before="    require_sound(folder, launch)\n",
+        after="",
+        tests=(f"{_NODES}::test_a_machine_with_a_fault_is_drained_and_a_spare_takes_its_place",),
+    ),
+    Mutant(
+        name="faulty-spare-stays",
+        what="a spare with a fault waits for a place in the job",
+        file="trainer/launch/job_on_nodes.py",
+        before="if node.sickness.worst and node not in members:",
+        after="if node.sickness.worst and node.number is not None and node not in members:",
+        tests=(f"{_NODES}::test_a_spare_with_a_fault_leaves_and_nothing_starts_again",),
+    ),
+    Mutant(
+        name="leader-is-always-sound",
+        what="a fault of the leader's machine is looked at by nobody",
+        file="trainer/launch/job_on_nodes.py",
+        before="restart_for([self._here.fault_of_machine(), *(node",
+        after="restart_for([*(node",
+        tests=(f"{_NODES}::test_the_machine_of_the_leader_is_drained_and_another_one_leads",),
+    ),
+    Mutant(
+        name="warn-drains",
+        what="launch.on_bad_health has no effect",
+        file="trainer/launch/health.py",
+        before='harmless = self._launch.on_bad_health == "warn" or (',
+        after="harmless = (",
+        tests=(f"{_NODES}::test_a_fault_is_only_reported_where_the_user_wants_that",),
     ),
 ]

@@ -49,8 +49,10 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  "node" or "job"), cause, step (last seen), detected_by ("supervisor", "watchdog"), evidence (path in
                  the run folder; "": none), seconds (since a rank last made progress; null: the rank ended)
                                                                       a rank was lost, or an error ended the attempt
-  node           action ("leads", "joined" or "lost"), host, pid (of its launcher), node (its number in the job; null:
-                 none yet), reason (of a loss)                        a machine of a job on several
+  node           action ("leads", "joined", "lost" or "drained"), host, pid (of its launcher), node (its number in the
+                 job; null: none yet), reason (of a loss)             a machine of a job on several
+  health         node, device, report (its kind), code (of an XID, or 0), count, words, verdict ("warn"; "drain": the
+                 run saves and goes on without the machine; "discard": it saves nothing before)   (machine/health)
   restart        attempt, of (in launch.restart_window_seconds), wait_seconds, kept (how many ranks keep their
                  processes)                                           the supervisor starts the job again
   planned_restart  reason, step (that was saved)                      the same, although nothing had failed
@@ -91,6 +93,7 @@ EVALUATION = "evaluation"
 SAMPLE = "sample"
 FAULT = "fault"
 NODE = "node"
+HEALTH = "health"
 RESTART = "restart"
 PLANNED_RESTART = "planned_restart"
 DRILL = "drill"

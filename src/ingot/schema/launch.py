@@ -34,6 +34,10 @@ class Launch:
     straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
       steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
       slow ranks are not looked for.
+    on_bad_health: what a machine's report of a fault means (machine/health). "drain": the run saves, goes on without
+      that machine, and a spare takes its place; after an error of memory that cannot be corrected, it saves nothing
+      before. Without other machines it ends. "warn": it is reported.
+    health_file: a file on each machine to which its monitor adds reports, a JSON object per line; "": there is none.
     failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
       rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
     """
@@ -51,6 +55,8 @@ class Launch:
     node_wait_seconds: Deadline = 600.0
     restart: Literal["full", "partial"] = "full"
     straggler_factor: Factor = 1.2
+    on_bad_health: Literal["drain", "warn"] = "drain"
+    health_file: str = ""
     failures_per_node_day: Factor = 0.0
 
     def problems(self):

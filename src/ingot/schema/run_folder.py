@@ -73,6 +73,11 @@ class RunFolder:
         return self.root / "leader.json"
 
     @property
+    def drained(self) -> Path:
+        """A file with the machines that were taken out of the run, each with the reason (trainer/launch/health.py)."""
+        return self.root / "drained.json"
+
+    @property
     def upload_lock(self) -> Path:
         """The lock of a command that uploads a checkpoint, or removes what uploads left."""
         return self.root / "upload-lock"

@@ -80,7 +80,8 @@ class HealthRules:
         if verdict is HealthVerdict.IGNORE or key in self._known:
             return None
         self._known.add(key)
-        return _finding(verdict, report, report.words or report.kind.replace("_", " "))
+        named = "" if report.kind == "xid" else report.kind.replace("_", " ")
+        return _finding(verdict, report, report.words or named)
 
     def _rate(self, report: HealthReport) -> HealthFinding | None:
         now, recent = self._clock(), self._corrected.setdefault(report.device, deque())

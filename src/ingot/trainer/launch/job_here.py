@@ -6,12 +6,14 @@ from collections.abc import Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ingot.machine.health.rules import HealthFinding
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.launch.evidence import examine, incident_of, question, waits_for
+from ingot.trainer.launch.health import HealthWatch, Sickness, record_alone, restart_for, unhealthy
 from ingot.trainer.launch.local import LocalJob
-from ingot.trainer.launch.running import RunningJob, next_log, ranks_of
+from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang, Watchdog
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings, read_endings
@@ -23,10 +25,19 @@ _LOG_CHARACTERS = 1 << 14  # that another machine gets
 
 
 class JobHere(RunningJob):
-    """The ranks of this machine. job: with `processes` of them."""
+    """The ranks of this machine. job: with `processes` of them. health: of this machine; None: nobody looks."""
 
-    def __init__(self, folder: RunFolder, job: Job, launch: Launch, *, show_output: bool = True):
+    def __init__(
+        self,
+        folder: RunFolder,
+        job: Job,
+        launch: Launch,
+        *,
+        show_output: bool = True,
+        health: HealthWatch | None = None,
+    ):
         self._folder, self.job = folder, job
+        self.health, self._sickness = health, Sickness()
         output = None if show_output else subprocess.DEVNULL
         self._local = LocalJob(job, stdout=output, partial=launch.restart == "partial")
         self._watchdog = Watchdog(launch, self._local.heartbeats)
@@ -38,8 +49,13 @@ class JobHere(RunningJob):
         self._local.prepare(self._folder.logs / name)
 
     def start(self, attempt: int, before: Ordered = FIRST, name: str = "", share: NodeShare | None = None) -> None:
-        """Start the ranks. name: of their log, by default the next that is free. share: see LocalJob.start."""
+        """Start the ranks. name: of their log, by default the next that is free. share: see LocalJob.start.
+
+        Raises NodeUnhealthy if a fault of this machine ended the attempt before.
+        """
         self.first = share.first if share else 0
+        if fault := self.fault_of_machine():
+            raise unhealthy(fault, self._folder)
         if share is None:
             clear_endings(self._folder)
         log = self._folder.logs / (name or next_log(self._folder))
@@ -103,6 +119,17 @@ class JobHere(RunningJob):
             return hang
         beats = {self.first + rank: beat for rank, beat in hang.beats.items()}
         return replace(hang, beats=beats, suspects=frozenset(self.first + rank for rank in hang.suspects))
+
+    def fault_of_machine(self) -> HealthFinding | None:
+        """Return the worst finding about this machine, if it may not go on; record what is new."""
+        if self.health:
+            for finding in self.health.news():
+                record_alone(self._folder, finding, self.health.say)
+                self._sickness.take(finding)
+        return self._sickness.worst
+
+    def planned_restart(self) -> PlannedRestart | None:
+        return restart_for([self.fault_of_machine()])
 
     def hang(self) -> Hang | None:
         hang = self._look()

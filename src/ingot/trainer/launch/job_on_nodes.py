@@ -15,17 +15,18 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config import from_dict
-from ingot.errors import EXIT_PREEMPTED, IngotError, ResourceError, RunBusyError
+from ingot.errors import EXIT_PREEMPTED, IngotError, NodeUnhealthy, ResourceError, RunBusyError
 from ingot.events import EventLog
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
+from ingot.trainer.launch.health import restart_for, unhealthy, write_drained
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import Link, interface_of, signs_of_life
 from ingot.trainer.launch.local import UNKILLABLE
 from ingot.trainer.launch.nodes import Node, Nodes
-from ingot.trainer.launch.running import RunningJob, next_log, ranks_of
+from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings
@@ -88,11 +89,13 @@ class JobOnNodes(RunningJob):
         self._attempt, self._started, self._since, self._missing = attempt, False, time.monotonic(), 0
         self._lost = None
         self._codes, self._endings, self._ended_at = {}, {}, {}
+        self._expel()
         clear_endings(self._folder)
         self.running()
 
     def running(self) -> bool:
         self._poll()
+        self._expel()
         if not self._started:
             self._start_if_complete()
             return True
@@ -126,6 +129,11 @@ class JobOnNodes(RunningJob):
         if self._lost is None and not self._started and self._overdue():
             self._lost = self._nodes_missing()
         return replace(self._lost, step=step) if self._lost else None
+
+    def planned_restart(self) -> PlannedRestart | None:
+        if not self._started:
+            return None
+        return restart_for([self._here.fault_of_machine(), *(node.sickness.worst for node in self._members())])
 
     def signals(self) -> Iterator[tuple[signal.Signals, str]]:
         while self._signals:
@@ -227,6 +235,16 @@ class JobOnNodes(RunningJob):
                 self._codes.setdefault(rank, node.facts["server_code"] or -signal.SIGKILL)
         elif "signal" in message:
             self._signals.append((signal.Signals[message["signal"]], f"{node.host}:{node.pid}"))
+
+    def _expel(self) -> None:
+        """Part from nodes that are not sound, unless they have ranks. Raises NodeUnhealthy if it is this one."""
+        members = self._members() if self._started else []
+        for node in self._nodes.present():
+            if node.sickness.worst and node not in members:
+                self._nodes.expel(node, node.sickness.worst)
+        if not self._started and (fault := self._here.fault_of_machine()):
+            write_drained(self._folder, fault)
+            raise unhealthy(fault, self._folder)
 
     def _lose(self, node: Node, why: str) -> None:
         """Take in that a node is gone: a failure of the job if it had ranks that had not ended well."""
@@ -336,8 +354,8 @@ def leading(
         try:
             with signs_of_life(running.links, launch.node_seconds):
                 yield running
-        except RunBusyError:
-            running.part(None)  # another launcher leads
+        except (RunBusyError, NodeUnhealthy):
+            running.part(None)  # another launcher leads, or will
             raise
         except IngotError as error:  # a machine that cannot end its own processes says nothing about the run
             running.part(None, error if error.code != UNKILLABLE else None)

@@ -8,7 +8,6 @@ import contextlib
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
@@ -16,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import EXIT_PREEMPTED, ConfigError, RunBusyError
+from ingot.machine.health.report import node_name
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
@@ -23,6 +23,7 @@ from ingot.trainer.checkpoint.message import read_message
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.interrupts import handlers
 from ingot.trainer.launch.evidence import question
+from ingot.trainer.launch.health import HealthWatch, finding_values, require_sound
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import LeaderAddress, Link, dial, interface_of, signs_of_life
 from ingot.trainer.launch.node_messages import answers_values, hang_values
@@ -51,13 +52,14 @@ def follow(
     job_of: Callable[[Mapping[str, Any]], Job],
     *,
     say: Callable[[str], None],
+    health: HealthWatch | None = None,
 ) -> JobResult:
     """Join the leader of the run in `folder`, and do as it asks until it ends the job.
 
     facts: of this node (node_messages.own_facts). job_of: returns the job of this node's ranks for the leader's terms.
-    Returns the result of the job; that of a stopped one if this node got a stop signal while nobody led. Raises
-    LeaderGone if there is no leader to be reached, the IngotError with which the leader ended the job, ConfigError if
-    it refuses this node.
+    health: of this machine. Returns the result of the job; that of a stopped one if this node got a stop signal while
+    nobody led. Raises LeaderGone if there is no leader to be reached, the IngotError with which the leader ended the
+    job, ConfigError if it refuses this node.
     """
     link = _joined(folder, facts)
     received: list[signal.Signals] = []
@@ -65,8 +67,8 @@ def follow(
     with handlers(received.append), signs_of_life(lambda: [link], launch.node_seconds):
         try:
             terms = _accepted(link, launch, received, say)
-            running = JobHere(folder, job_of(terms), launch)
-            running.prepare(f"node-{socket.gethostname()}.log")
+            running = JobHere(folder, job_of(terms), launch, health=health)
+            running.prepare(f"node-{node_name()}.log")
             result = _Following(link, running, folder, launch, received, say).until_the_end()
         except LeaderGone:
             if not received:
@@ -89,9 +91,10 @@ def lead_or_follow(
 ) -> JobResult:
     """Train as the leader of the run, or as a node of another one, whichever is possible, until the run ends.
 
-    Raises the error of the run, and RunBusyError if something else than a leader of this run has held the folder, or
-    the lease, for launch.node_wait_seconds.
+    Raises the error of the run, NodeUnhealthy if this machine was drained from it, and RunBusyError if something else
+    than a leader of this run has held the folder, or the lease, for launch.node_wait_seconds.
     """
+    require_sound(folder, launch)
     alone_since, seen = time.monotonic(), 0
     try:
         while True:
@@ -141,7 +144,7 @@ def _joined(folder: RunFolder, facts: Mapping[str, str]) -> Link:
     link = dial(address) if address else None
     if link is None:
         raise LeaderGone(joined=False)
-    link.send(hello={"host": socket.gethostname(), "pid": os.getpid(), "facts": dict(facts)})
+    link.send(hello={"host": node_name(), "pid": os.getpid(), "facts": dict(facts)})
     return link
 
 
@@ -201,6 +204,9 @@ class _Following:
             for number in self._received[self._sent :]:
                 self._link.send(signal=number.name)
                 self._sent += 1
+            if self._running.health:
+                for finding in self._running.health.news():
+                    self._link.send(health=finding_values(finding))
             if self._attempt is not None:
                 self._look()
             self._wait()

@@ -2,7 +2,7 @@
 
 A node: `hello` (host, pid, facts), `rank` (code, ago, ending, facts), `done` (an attempt; facts), `ended` (an
 attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states, calls, with_stacks), `signal` (its
-name).
+name), `health` (a finding: health.py).
 
 The leader: `accepted` (epoch, until_step) or `refused` (why), `start` (attempt, log, first, world, host, port), `end`
 (an attempt; failed, keep), `ask` (a question; place), `bye` (result, error).

@@ -15,11 +15,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.errors import ConfigError, IngotError
+from ingot.machine.health.report import node_name
+from ingot.machine.health.rules import HealthFinding
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.message import as_error
 from ingot.trainer.launch.evidence import Answers
+from ingot.trainer.launch.health import Sickness, finding_from, record_finding, unhealthy, write_drained
 from ingot.trainer.launch.link import LeaderAddress, Link, answer, listen
 from ingot.trainer.launch.node_messages import answers_from, difference, hang_from
 from ingot.trainer.launch.watchdog import Hang
@@ -31,10 +34,10 @@ _RETRY_SECONDS = 0.1
 
 @dataclass
 class Node:
-    """Another node. number: its place in the job, None for a spare. attempt: the newest that it takes part in. done:
-    its ranks have ended. ended: the newest attempt of which it has no process any more, but those of the ranks
-    `kept`. hang: by its watchdog. facts:
-    about the end of its ranks (JobHere.facts). answered: the number of a question, and what its ranks answered."""
+    """Another node, with `host` as its name. number: its place in the job, None for a spare. attempt: the newest that
+    it takes part in. done: its ranks have ended. ended: the newest attempt of which it has no process any more, but
+    those of the ranks `kept`. hang: by its watchdog. facts: about the end of its ranks (JobHere.facts). sickness: of its machine. answered: the number
+    of a question, and what its ranks answered."""
 
     link: Link
     host: str = ""
@@ -46,6 +49,7 @@ class Node:
     kept: list[int] = field(default_factory=list)
     hang: Hang | None = None
     facts: dict[str, Any] = field(default_factory=dict)
+    sickness: Sickness = field(default_factory=Sickness)
     answered: tuple[int, dict[int, Beat], Answers] | None = None
 
     @property
@@ -77,7 +81,7 @@ class Nodes:
         self._bell[0].setblocking(False)
         threading.Thread(target=self._receive, args=(self._address.key,), name="ingot-nodes", daemon=True).start()
         self._address.write(folder.leader)
-        record(events.NODE, host=socket.gethostname(), pid=os.getpid(), action="leads", node=0, reason="")
+        record(events.NODE, host=node_name(), pid=os.getpid(), action="leads", node=0, reason="")
 
     def present(self) -> list[Node]:
         """Return the nodes that can take part, in the order in which they joined."""
@@ -109,13 +113,24 @@ class Nodes:
         while self._gone:
             yield self._gone.pop(0)
 
-    def drop(self, node: Node, why: str) -> None:
-        """Go on without a node."""
+    def expel(self, node: Node, finding: HealthFinding) -> None:
+        """Go on without a node that is not sound: its launcher ends, and it cannot join this run again."""
+        write_drained(self._folder, finding)
+        self._send_error(node, unhealthy(finding, self._folder))
+        node.link.finish(_GOODBYE_SECONDS)
+        self.drop(node, finding.words, "drained")
+
+    def _send_error(self, node: Node, error: IngotError, result: Mapping[str, Any] | None = None) -> None:
+        text = as_error(error).decode("utf-8", "surrogateescape")
+        node.link.send(bye={"result": result, "error": text})
+
+    def drop(self, node: Node, why: str, action: str = "lost") -> None:
+        """Go on without a node. action: of its event."""
         node.link.close(why)
         if node in self._nodes:
             self._nodes.remove(node)
             if node.host:
-                self._record(events.NODE, host=node.host, pid=node.pid, action="lost", node=node.number, reason=why)
+                self._record(events.NODE, host=node.host, pid=node.pid, action=action, node=node.number, reason=why)
                 self._gone.append((node, why))
 
     def wait(self, seconds: float, *others: int) -> None:
@@ -127,10 +142,11 @@ class Nodes:
 
     def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
         """Give every node the end of the job: its result, or its error. With neither, they look for another leader."""
-        with_error = {"error": as_error(error).decode("utf-8", "surrogateescape")} if error else {}
         for node in self._nodes:
-            if result is not None or error:
-                node.link.send(bye={"result": result, **with_error})
+            if error:
+                self._send_error(node, error, result)
+            elif result is not None:
+                node.link.send(bye={"result": result})
         for node in self._nodes:
             node.link.finish(_GOODBYE_SECONDS)
         self._nodes.clear()
@@ -170,6 +186,10 @@ class Nodes:
             node.ended, node.kept = int(message["ended"]), [int(rank) for rank in message["kept"]]
         elif "watch" in message:
             node.hang = hang_from(message["watch"])
+        elif "health" in message:
+            finding = finding_from(message["health"])
+            record_finding(finding, self._record, self._say)
+            node.sickness.take(finding)
         elif "answers" in message:
             node.answered = (int(message["answers"]), *answers_from(message))
         else:

@@ -142,6 +142,8 @@ class _SupervisedJob:
                 asked = self._ask_for(planned)
             if asked and time.monotonic() >= asked.deadline:
                 return planned
+            if asked and (worse := running.planned_restart()) and not worse.save:
+                return worse  # what they save now may be wrong
             if incident := running.lost_node(seen.step):
                 seen.read()
                 return self._ended_for(planned) if seen.ended else incident

@@ -1,5 +1,6 @@
 """`ingot train` as a function: prepare the run, then train in this process, or keep the job of its ranks running."""
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +11,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
+from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.job_on_nodes import leading
 from ingot.trainer.launch.node import follow, lead_or_follow
@@ -63,6 +65,8 @@ def train(
     here = bool(given) and config.parallel.world_size == 1
     references = [] if here else given.references()
 
+    health = None if here else HealthWatch(config.launch, say)
+
     def job_of(terms: Mapping[str, Any]) -> Job:
         return training_job(folder, config, **terms, quiet=quiet, callbacks=references)
 
@@ -76,7 +80,7 @@ def train(
                 from ingot.trainer.launch.here import train_here  # only this imports torch
 
                 return train_here(folder, job.env, launch, **terms, given=given, say=say)
-            running = JobHere(folder, job, launch, show_output=not quiet)
+            running = JobHere(folder, job, launch, show_output=not quiet, health=health)
             if nodes == 1:
                 return supervise(folder, running, launch, lease=lease, began=began, say=say)
             with leading(folder, running, launch, terms=terms, facts=own_facts(config), say=say) as on_nodes:
@@ -84,11 +88,11 @@ def train(
                 on_nodes.part(result.facts())
                 return result
 
-    if nodes == 1:
-        return lead()
-    return lead_or_follow(
-        lead, lambda: follow(folder, config.launch, own_facts(config), job_of, say=say), folder, config.launch
-    )
+    def join() -> JobResult:
+        return follow(folder, config.launch, own_facts(config), job_of, say=say, health=health)
+
+    with contextlib.closing(health) if health else contextlib.nullcontext():
+        return lead() if nodes == 1 else lead_or_follow(lead, join, folder, config.launch)
 
 
 def training_job(

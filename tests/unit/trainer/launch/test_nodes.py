@@ -12,9 +12,11 @@ import pytest
 
 from ingot.errors import IngotError, RunBusyError
 from ingot.events import read_events
+from ingot.machine.health.report_file import ReportFile
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.job_on_nodes import leading
 from ingot.trainer.launch.link import LeaderAddress, dial
@@ -68,7 +70,8 @@ def work(rank):
         time.sleep(0.02)
     time.sleep(0.4 if folder.stop_request.exists() else 0)  # a save
     if rank == 0:
-        log.write("finished" if (folder.root / "finish").exists() else "stopped", step=2)
+        asked = folder.stop_request.exists() and json.loads(folder.stop_request.read_text())
+        log.write("stopped" if asked else "finished", step=2, **({"reason": asked["reason"]} if asked else {}))
 
 line, reports = open_line(), None
 while True:
@@ -99,17 +102,20 @@ class Cluster:
         count = len(self.nodes("leads")) + len(self.nodes("joined"))
         receive, send = multiprocessing.Pipe(duplex=False)
         settings = Launch(**{"nodes": 2, "watchdog_seconds": 0.5, **launch})
-        process = multiprocessing.get_context("fork").Process(target=self._launch, args=(settings, facts, send))
+        arguments = (name, settings, facts, send)
+        process = multiprocessing.get_context("fork").Process(target=self._launch, args=arguments)
         process.start()
         send.close()
         self.launchers[name], self.out[name] = process, receive
         while process.is_alive() and len(self.nodes("leads")) + len(self.nodes("joined")) == count:
             time.sleep(0.01)
 
-    def _launch(self, launch: Launch, facts, send) -> None:
+    def _launch(self, name: str, launch: Launch, facts, send) -> None:
+        os.environ["SLURMD_NODENAME"] = f"node-{name}"
         signal.signal(signal.SIGTERM, lambda *_: None)  # a launcher that has only just started has no handler yet
         lines: list[str] = []
         folder, root = self.folder, self.root
+        health = HealthWatch(launch, lines.append, [ReportFile(self.reports(name))])
 
         def job_of(terms) -> Job:
             path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
@@ -121,14 +127,14 @@ class Cluster:
             with RunLock(folder.lock):
                 if any(read_events(folder.events, events.FINISHED)):
                     return JobResult(exit_code=0, step=2, saved_step=0, restarts=0, seconds=0.0, run=folder.root)
-                here = JobHere(folder, job_of(terms), launch)
+                here = JobHere(folder, job_of(terms), launch, health=health)
                 with leading(folder, here, launch, terms=terms, facts=facts, say=lines.append) as job:
                     result = supervise(folder, job, launch, say=lines.append)
                     job.part(result.facts())
                     return result
 
         def join() -> JobResult:
-            return follow(folder, launch, facts, job_of, say=lines.append)
+            return follow(folder, launch, facts, job_of, say=lines.append, health=health)
 
         try:
             result = lead_or_follow(lead, join, folder, launch)
@@ -136,6 +142,17 @@ class Cluster:
         except (IngotError, KeyboardInterrupt) as error:
             send.send((lines, getattr(error, "code", "interrupted")))
         os._exit(0)
+
+    def reports(self, name: str) -> Path:
+        """The file of the health reports of the launcher `name`."""
+        return self.root / f"{name}.health"
+
+    def report(self, name: str, **report) -> None:
+        with self.reports(name).open("a") as file:
+            file.write(json.dumps(report) + "\n")
+
+    def planned(self) -> list[str]:
+        return [event["reason"] for event in read_events(self.folder.events, events.PLANNED_RESTART)]
 
     def nodes(self, action: str) -> list[dict]:
         return [event for event in read_events(self.folder.events, events.NODE) if event["action"] == action]
@@ -422,3 +439,67 @@ def test_a_silent_node_is_lost(cluster):
 def test_a_run_that_something_else_holds_stays_busy(cluster):
     with RunLock(cluster.folder.lock), pytest.raises(RunBusyError):
         lead_or_follow(lambda: RunLock(cluster.folder.lock), pytest.fail, cluster.folder, Launch(node_wait_seconds=0.1))
+
+
+@pytest.mark.parametrize(("code", "saves"), [(79, 1), (48, 0)])
+def test_a_machine_with_a_fault_is_drained_and_a_spare_takes_its_place(cluster, code, saves):
+    """After a double-bit error nothing is saved."""
+    for name in "abc":
+        cluster.start(name)
+    before = cluster.attempt(0)
+    cluster.report("b", kind="xid", code=code, device="GPU 3", words="planted")
+    after = cluster.attempt(1)
+    assert before[1]["pid"] != after[1]["pid"]
+    cluster.launchers["b"].join(_LONG)
+    assert cluster.out["b"].recv()[1] == "E-NODE-UNHEALTHY"
+    cluster.start("b")  # the same machine again
+    cluster.finish()
+    ended = cluster.ends()
+    assert {name: code for name, (_, code) in ended.items()} == {"a": 0, "b": "E-NODE-UNHEALTHY", "c": 0}
+    assert not cluster.faults() and cluster.planned() == [f"node-b is drained: GPU 3: XID {code}: planted"]
+    assert len(list(read_events(cluster.folder.events, events.STOPPED))) == saves
+    (drained,) = cluster.nodes("drained")
+    assert (drained["host"], drained["node"]) == ("node-b", 1) and not cluster.nodes("lost")
+    assert json.loads(cluster.folder.drained.read_text()) == {"node-b": f"GPU 3: XID {code}: planted"}
+    assert any(f"health    node-b: GPU 3: XID {code}: planted" in line for line in ended["a"][0])
+
+
+def test_the_machine_of_the_leader_is_drained_and_another_one_leads(cluster):
+    for name in "abc":
+        cluster.start(name)
+    cluster.attempt(0)
+    cluster.report("a", kind="ecc_uncorrected", device="memory DIMM_A1")
+    ends = time.monotonic() + _LONG
+    while len(cluster.nodes("leads")) < 2 or len(list(read_events(cluster.folder.events, events.RANK_STARTED))) < 4:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    cluster.finish()
+    assert {name: code for name, (_, code) in cluster.ends().items()} == {"a": "E-NODE-UNHEALTHY", "b": 0, "c": 0}
+    assert list(json.loads(cluster.folder.drained.read_text())) == ["node-a"]
+
+
+def test_a_spare_with_a_fault_leaves_and_nothing_starts_again(cluster):
+    for name in "abc":
+        cluster.start(name)
+    cluster.attempt(0)
+    cluster.report("c", kind="row_remap_failure", device="GPU 0")
+    cluster.launchers["c"].join(_LONG)
+    cluster.finish()
+    assert {name: code for name, (_, code) in cluster.ends().items()} == {"a": 0, "b": 0, "c": "E-NODE-UNHEALTHY"}
+    assert not cluster.planned() and not cluster.faults()
+
+
+def test_a_fault_is_only_reported_where_the_user_wants_that(cluster):
+    cluster.start("a")
+    cluster.start("b", on_bad_health="warn")
+    cluster.attempt(0)
+    cluster.report("b", kind="xid", code=79, words="planted")
+    cluster.report("a", kind="temperature", device="GPU 1", words="slow")
+    ends = time.monotonic() + _LONG
+    while len(list(read_events(cluster.folder.events, events.HEALTH))) < 2:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    cluster.finish()
+    assert {code for _, code in cluster.ends().values()} == {0} and not cluster.planned()
+    found = {(e["node"], e["report"], e["verdict"]) for e in read_events(cluster.folder.events, events.HEALTH)}
+    assert found == {("node-a", "temperature", "warn"), ("node-b", "xid", "warn")}

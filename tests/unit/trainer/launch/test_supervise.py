@@ -5,16 +5,19 @@ import signal
 import subprocess
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from tests.expect import refused, uninterrupted
 
-from ingot.errors import DataError, RunBusyError
+from ingot.errors import DataError, NodeUnhealthy, RunBusyError
 from ingot.events import read_events
+from ingot.machine.health.report_file import ReportFile
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.running import PlannedRestart
@@ -98,10 +101,11 @@ with guarded(folder, rank):
 
 
 class Planned(JobHere):
-    """A job that wants each restart in `planned` as soon as its ranks have made a step."""
+    """A job that wants each restart in `planned` as soon as its ranks have made a step, and then `worse`."""
 
-    def __init__(self, folder, job, settings, planned):
+    def __init__(self, folder, job, settings, planned, worse):
         super().__init__(folder, job, settings)
+        self._worse = worse
         self._events, self._planned, self._now = folder.events, list(planned), None
 
     def start(self, attempt, *args):
@@ -111,7 +115,8 @@ class Planned(JobHere):
     def planned_restart(self):
         if self._planned and self._now is None and _steps(self._events) >= self._steps + self.job.processes:
             self._now = self._planned.pop(0)
-        return self._now
+            return self._now
+        return (self._now and self._worse) or self._now
 
 
 def _steps(path: Path) -> int:
@@ -125,11 +130,13 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, began: float | None = None, lease=None, planned=(), **launch):
+    def run(deeds: str, began: float | None = None, lease=None, planned=(), worse=None, health=None, **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
         settings = Launch(**launch)
-        running = Planned(folder, job, settings, planned)
+        running = Planned(folder, job, settings, planned, worse)
+        if health:
+            running = JobHere(folder, job, settings, health=health)
         return supervise(folder, running, settings, lease=lease, began=began, say=printed.append)
 
     run.folder, run.printed = folder, printed
@@ -196,6 +203,23 @@ def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
 
 
 GROWS, BROKEN = PlannedRestart("a node came back"), PlannedRestart("memory is broken", save=False)
+
+
+def test_memory_that_turns_out_broken_while_ranks_save_ends_that(act):
+    outcome = act("hang,finish", planned=(GROWS,), worse=BROKEN)
+    assert (outcome.exit_code, outcome.restarts) == (0, 0) and outcome.seconds < 15
+    assert [e["reason"] for e in read_events(act.folder.events, events.PLANNED_RESTART)] == [BROKEN.reason]
+
+
+def test_the_fault_of_the_only_machine_ends_the_run_after_a_save(act, tmp_path):
+    reports, settings = tmp_path / "reports", Launch()
+    health = HealthWatch(settings, act.printed.append, [ReportFile(reports)])
+    reports.write_text('{"kind": "link_down", "device": "eth0"}\n{"kind": "xid", "code": 74, "device": "GPU 0"}\n')
+    with closing(health), pytest.raises(NodeUnhealthy) as error:
+        act("stop", health=health)
+    assert (error.value.code, error.value.facts["reason"]) == ("E-NODE-UNHEALTHY", "GPU 0: XID 74")
+    assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["restart"]
+    assert any("GPU 0: XID 74" in line and "saving" in line for line in act.printed)
 
 
 def test_a_planned_restart_is_no_failure(act):
