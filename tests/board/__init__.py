@@ -11,7 +11,9 @@ docs/reliability.md has the results.
 """
 
 from . import (
+    rows_clock,
     rows_damage,
+    rows_data,
     rows_disk,
     rows_hang,
     rows_health,
@@ -27,7 +29,9 @@ from .row import Row
 
 _FILES = (
     rows_disk,
+    rows_clock,
     rows_damage,
+    rows_data,
     rows_hang,
     rows_health,
     rows_job,
@@ -49,10 +53,8 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS23": ("a spike of the loss", "needs a policy for spikes"),
     "RS24": ("no progress", "needs a watch on the loss"),
     "RS25": ("a damaged data shard", f"{_ELSEWHERE}: tests/e2e/test_data_faults.py; no quarantine"),
-    "RS26": ("death of a data worker", f"{_ELSEWHERE}: the loader is a thread"),
     "RS27": ("out of memory on one rank", "needs its own class of incident"),
     "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
-    "RS32": ("jumps of the clock", _ELSEWHERE),
     "RS34": ("an hour of random faults", _ELSEWHERE),
 }

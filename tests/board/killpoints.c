@@ -6,11 +6,13 @@
    BOARD_WHO    the process: "rank" or "writer" (of checkpoints), with ":1" only that of rank 1
    BOARD_BELOW  the folders, absolute, separated by colons
    BOARD_DO     count, power, kill, die, stop (by SIGSTOP), full, flip, slow (at every call), deny (refuse to
-                open for reading)
+                open for reading); of reads of open files by pread alone: eio (the k-th fails, with BOARD_TIMES as many),
+                stall (it never returns), dieread (SIGKILL)
    BOARD_K      the number of the call, from 1
    BOARD_LOG    a file that gets one line per counted call: name and path
    BOARD_ONCE   if set, without effect in processes that find the file of BOARD_LOG: only the first one has the fault
    BOARD_TOP    for power and kill: all ancestors of this process below this one are killed as well
+   BOARD_TIMES  for eio: how many reads fail; 0: all
    BOARD_MICRO  for slow: microseconds per call
    BOARD_DENY   for deny: a part of the paths
    BOARD_NOROOM if set, every file system seems to have no free block
@@ -249,6 +251,29 @@ ssize_t sendfile64(int out, int in, off64_t *at, size_t n) { return send(out, in
 ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *at, size_t n, unsigned flags) {
   return on_file("write", out) == 1 ? -1 : syscall(SYS_copy_file_range, in, from, out, at, n, flags);
 }
+
+static ssize_t read_at(int fd, void *data, size_t n, off_t at) {
+  const char *what = setting("BOARD_DO"), *log = setting("BOARD_LOG");
+  int fails = !strcmp(what, "eio"), stalls = !strcmp(what, "stall"), dies = !strcmp(what, "dieread");
+  text path;
+  if ((fails || stalls || dies) && is_mine()) {
+    path_of(fd, path);
+    if (is_below(path)) {
+      static long reads;
+      long number = __atomic_add_fetch(&reads, 1, __ATOMIC_SEQ_CST), k = atol(setting("BOARD_K"));
+      long times = atol(setting("BOARD_TIMES"));
+      if (fails && number >= k && (!times || number < k + times)) { errno = EIO; return -1; }
+      if (stalls && number == k) for (;;) pause();
+      if (dies && number == k && access(log, F_OK)) {
+        close(syscall(SYS_openat, AT_FDCWD, log, O_WRONLY | O_CREAT | O_CLOEXEC, 0644));
+        kill(getpid(), SIGKILL);
+      }
+    }
+  }
+  return syscall(SYS_pread64, fd, data, n, at);
+}
+ssize_t pread(int fd, void *data, size_t n, off_t at) { return read_at(fd, data, n, at); }
+ssize_t pread64(int fd, void *data, size_t n, off64_t at) { return read_at(fd, data, n, at); }
 
 static int shorten(int fd, off_t n) { return on_file("write", fd) == 1 ? -1 : (int)syscall(SYS_ftruncate, fd, n); }
 int ftruncate(int fd, off_t n) { return shorten(fd, n); }

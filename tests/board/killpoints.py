@@ -18,12 +18,12 @@ def missing() -> str:
     return "" if shutil.which("cc") else "needs a C compiler named cc"
 
 
-def build(folder: Path) -> Path:
-    """Compile the library into `folder` unless it is there. Returns its path."""
-    library = folder / "killpoints.so"
+def build(folder: Path, source: Path = SOURCE) -> Path:
+    """Compile a library into `folder` unless it is there. Returns its path."""
+    library = folder / f"{source.stem}.so"
     if not library.exists():
         flags = ["-O1", "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-U_FORTIFY_SOURCE"]
-        subprocess.run(["cc", *flags, "-o", str(library), str(SOURCE), "-ldl"], check=True)
+        subprocess.run(["cc", *flags, "-o", str(library), str(source), "-ldl"], check=True)
     return library
 
 

@@ -13,13 +13,12 @@ from .row import Row, judge_recovered, random_of
 from .rows_launchers import SETTINGS, Launchers
 
 _REFERENCE = SETTINGS[:1]
-_LINK_STEPS = ("train.steps=1500",)  # they take longer than the time after which a link counts as lost
 # Reports, and whether the run may save before it goes on without the machine.
 _REPORTS = {
     "XID": ({"kind": "xid", "code": 79, "device": "GPU 3", "words": "GPU has fallen off the bus."}, True),
     "ECC": ({"kind": "xid", "code": 48, "device": "GPU 3", "words": "DBE"}, False),
     "memory": ({"kind": "ecc_uncorrected", "device": "memory DIMM_A1"}, False),
-    "NIC": ({"kind": "link_down", "device": "mlx5_0 port 1"}, True),
+    "NIC": ({"kind": "link_lost", "device": "mlx5_0 port 1"}, True),
 }
 
 
@@ -30,12 +29,11 @@ def rs36(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     for number in (1, 0):
         name, step = f"health-{seed}-{number}", random.randrange(9, 60)
         report, saves = _REPORTS[kind]
-        more = _LINK_STEPS if kind == "NIC" else ()
         where = f"{kind} of node {number} at step {step}"
         with Launchers(bench, name) as nodes:
             files = [bench.root / f"{name}.{letter}.health" for letter in "abc"]
             for letter, file in zip("abc", files, strict=True):
-                nodes.start(1, *more, f"launch.health_file={file}", node=f"node-{letter}")
+                nodes.start(1, f"launch.health_file={file}", node=f"node-{letter}")
             nodes.wait_for_step(step)
             injected = time.time()
             files[number].write_text(json.dumps(report) + "\n")
@@ -43,11 +41,11 @@ def rs36(bench: Bench, seed: int, verdicts: Verdicts) -> None:
             expected = [NodeUnhealthy.exit_code if n == number else 0 for n in range(3)]
             verdicts.judge("o6", where, "" if codes == expected else f"exit codes {codes} instead of {expected}")
             verdicts.judge("o6", where, _wrong_events(nodes, "ab"[number], saves))
-            again = bench.train(name, *options((*SETTINGS, *more)), env={"SLURMD_NODENAME": f"node-{'ab'[number]}"})
+            again = bench.train(name, *options(SETTINGS), env={"SLURMD_NODENAME": f"node-{'ab'[number]}"})
             refused = again.code == NodeUnhealthy.exit_code and "E-NODE-UNHEALTHY" in again.output
             verdicts.judge("o6", where, "" if refused else f"the drained machine may join again: {again.code}")
             verdicts.time(nodes.folder, injected)
-        judge_recovered(bench, verdicts, name, where, bench.reference(*(more or _REFERENCE)))
+        judge_recovered(bench, verdicts, name, where, bench.reference(*_REFERENCE))
 
 
 def _wrong_events(nodes: Launchers, letter: str, saves: bool) -> str:

@@ -35,12 +35,12 @@ class Launchers:
         for launcher in self.started:
             launcher.communicate()
 
-    def start(self, count: int = 1, *settings: str, node: str = "") -> None:
+    def start(self, count: int = 1, *settings: str, node: str = "", env: dict[str, str] | None = None) -> None:
         """Start launchers one after the other, so that their order is known: the first leads. node: their name."""
         for _ in range(count):
             before = self._nodes()
-            env = {"SLURMD_NODENAME": node} if node else {}
-            self.started.append(self._bench.start(self._name, *options((*SETTINGS, *settings)), env=env))
+            more = (env or {}) | ({"SLURMD_NODENAME": node} if node else {})
+            self.started.append(self._bench.start(self._name, *options((*SETTINGS, *settings)), env=more))
             self._wait(lambda before=before: self._nodes() > before)
 
     def _nodes(self) -> int:

@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _READER = "tests/unit/trainer/loader/test_reader.py"
+_RETRY = "tests/unit/trainer/loader/test_retry.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -84,5 +85,37 @@ MUTANTS: list[Mutant] = [
         before="mixes = [(step * global_batch, own) for step, own in earlier]",
         after="mixes = [((step - 1) * global_batch, own) for step, own in earlier]",
         tests=("tests/unit/trainer/test_mixture_change.py",),
+    ),
+    Mutant(
+        name="every-error-passes",
+        what="a missing permission is tried again as if it could pass",
+        file="trainer/loader/retry.py",
+        before="if error.errno not in _PASSING or time",
+        after="if time",
+        tests=(f"{_RETRY}::test_an_error_that_does_not_pass_is_not_tried_again",),
+    ),
+    Mutant(
+        name="reads-are-not-repeated",
+        what="a read that fails once ends the run",
+        file="trainer/loader/loader.py",
+        before="retries = Retries(self._read_seconds / 2)",
+        after="retries = Retries()",
+        tests=(f"{_RETRY}::test_a_read_that_fails_for_a_while_is_tried_again_and_reported",),
+    ),
+    Mutant(
+        name="replaced-thread-begins-anew",
+        what="the thread in place of one that hangs begins with the first batch of the attempt",
+        file="trainer/loader/loader.py",
+        before="range(self._next_step, self._steps.stop)",
+        after="self._steps",
+        tests=(f"{_RETRY}::test_a_thread_that_hangs_is_replaced_and_the_samples_are_the_same",),
+    ),
+    Mutant(
+        name="hanging-thread-is-waited-for",
+        what="a thread that hangs is not replaced",
+        file="trainer/loader/loader.py",
+        before="timeout=max(min(patience, ends - time.monotonic()), 0.0)",
+        after="timeout=max(ends - time.monotonic(), 0.0)",
+        tests=(f"{_RETRY}::test_a_thread_that_hangs_is_replaced_and_the_samples_are_the_same",),
     ),
 ]

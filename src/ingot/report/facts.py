@@ -243,7 +243,7 @@ def read_run_events(data: RunData) -> None:
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
             setattr(data, kind, event)
         if kind == kinds.RUN_STARTED:
-            data.active_seconds += alive - started if started and alive else 0.0
+            data.active_seconds += max(alive - started, 0.0) if started and alive else 0.0
             started = alive = event["time"]
         elif kind in (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED):
             alive = event["time"]
@@ -255,7 +255,7 @@ def read_run_events(data: RunData) -> None:
             fix="restore the file from a copy; checkpoints do not depend on the event log",
             path=str(data.folder.events),
         )
-    data.active_seconds += alive - started if started and alive else 0.0
+    data.active_seconds += max(alive - started, 0.0) if started and alive else 0.0
     data.faults = faults.found
 
 

@@ -19,6 +19,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  with the most (telemetry/usage.py)                  one per log line
   straggler      step, rank, host, phase ("data" or "compute"), factor (of its peers' time), since (step), seconds
                  (more per step than they), ended (true: slow no more)   when a rank becomes slow, changes, or recovers
+  data_trouble   rank, step, path, reason, tries, seconds             token shards that could not be read at first
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
@@ -72,6 +73,7 @@ STEP = "step"
 PROGRESS = "progress"
 WAITS = "waits"
 STRAGGLER = "straggler"
+DATA_TROUBLE = "data_trouble"
 EXPERTS = "experts"
 METRICS = "metrics"
 SKIPPED = "skipped"

@@ -25,6 +25,8 @@ class Launch:
       longest so far (trainer/launch/watchdog.py). 0: there is no watchdog.
     watchdog_other_seconds: the same for all that is no step: the start, the first step, a wait for data or for a save,
       an evaluation, the callbacks of a log line.
+    data_seconds: without a batch for this time, another thread of the rank reads it again; a read of a token shard that
+      fails is tried again for half of it. After 300 s without a batch the run ends.
     nodes: the number of machines, each with an equal share of the ranks. Every machine gets the same command, and the
       run folder is on storage that all of them see. Machines beyond this number wait as spares.
     node_seconds: without a sign of life for this time, a machine counts as lost.
@@ -50,6 +52,7 @@ class Launch:
     grace: str = ""
     watchdog_seconds: Seconds = 60.0
     watchdog_other_seconds: Deadline = 1800.0
+    data_seconds: Deadline = 60.0
     nodes: PositiveDegree = 1
     node_seconds: Deadline = 15.0
     node_wait_seconds: Deadline = 600.0

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import socket
+import sys
 import time
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
@@ -22,6 +23,7 @@ from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts
+from ingot.trainer.loader.retry import DataTrouble
 from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
@@ -162,6 +164,17 @@ def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:
             f"straggler rank {found.rank} on {host} takes {found.factor:.1f} times as long as its peers since step "
             f"{found.since} ({found.phase}): all wait {format_seconds(found.seconds)} of a step for it"
         )
+
+
+def log_data_trouble(trainer: RunParts, step: int, trouble: DataTrouble) -> None:
+    """Write the `data_trouble` event of this rank, and a line."""
+    rank, seconds = trainer.place.rank, round(trouble.seconds, 3)
+    trainer.event_log.write(events.DATA_TROUBLE, rank=rank, step=step, **vars(trouble) | {"seconds": seconds})
+    line = f"data      {trouble.path}: {trouble.reason}, {trouble.tries} times in {seconds:.1f} s, before step {step}"
+    if trainer.place.is_first:
+        trainer.say(line)
+    else:
+        print(f"rank {rank}: {line}", file=sys.stderr, flush=True)
 
 
 def log_experts(trainer: RunParts, recent: list[StepResult], *, with_loads: bool) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.trainer.loader.loader import Batch
-from ingot.trainer.log import Interval, log_evaluation, log_interval, log_samples, log_start_times
+from ingot.trainer.log import Interval, log_data_trouble, log_evaluation, log_interval, log_samples, log_start_times
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
@@ -85,6 +85,8 @@ class RunLoop:
         batch = next(self.trainer.loader, None)
         self.trainer.heartbeat.enter(Phase.COMPILE if self._is_new else Phase.STEP, self.done + 1)
         self._is_new = False
+        for trouble in batch.troubles if batch else ():
+            log_data_trouble(self.trainer, self.done + 1, trouble)
         return batch
 
     def judge(self, batch: Batch, result: StepResult) -> None:

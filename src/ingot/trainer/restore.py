@@ -230,4 +230,5 @@ def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.
         device=device,
         mask_documents=config.data.mask_documents,
         prefetch=config.data.prefetch,
+        read_seconds=config.launch.data_seconds,
     )

@@ -15,6 +15,7 @@ Kind = Literal[
     "row_remap_failure",  # no spare row is left
     "link_down",
     "link_up",
+    "link_lost",  # one that does not come back
     "temperature",  # a device slows itself down because it is too hot
     "machine_check",
     "silent_source",  # a source of reports does not answer, or writes what cannot be read

@@ -28,6 +28,7 @@ _VERDICTS = {
     "ecc_uncorrected": HealthVerdict.DISCARD,
     "row_remap_pending": HealthVerdict.WARN,
     "row_remap_failure": HealthVerdict.DRAIN,
+    "link_lost": HealthVerdict.DRAIN,
     "temperature": HealthVerdict.WARN,
     "machine_check": HealthVerdict.WARN,
     "silent_source": HealthVerdict.WARN,

@@ -52,7 +52,7 @@ class HealthWatch:
                 finding = self._found.get_nowait()
                 # Without other nodes, nothing depends on a link.
                 harmless = self._launch.on_bad_health == "warn" or (
-                    self._launch.nodes == 1 and finding.report.kind == "link_down"
+                    self._launch.nodes == 1 and finding.report.kind.startswith("link")
                 )
                 yield replace(finding, verdict=HealthVerdict.WARN) if harmless else finding
 

@@ -1,5 +1,6 @@
 """Batches for one rank: a thread reads them some steps ahead, and a separate CUDA stream copies them to the device."""
 
+import contextlib
 import queue
 import threading
 import time
@@ -14,9 +15,11 @@ from ingot.errors import ConfigError, ResourceError
 from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader, document_numbers
+from ingot.trainer.loader.retry import DataTrouble, Retries
 
 _POLL_SECONDS = 0.1  # how often the thread checks for a request to stop
 _CLOSE_SECONDS = 10.0
+DEADLINE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,7 @@ class Batch:
     inputs, targets: int64 [A, B, T], views of one buffer (not contiguous: use reshape, not view).
     document_ids: int32 [A, B, T], the number of the document within its sequence; None unless documents are masked.
     sample_ids: int64 [A * B], window ids for the ledger. wait_seconds: how long the trainer waited for this batch.
+    troubles: with reading, before it could be read.
     """
 
     step: int
@@ -34,6 +38,7 @@ class Batch:
     targets: torch.Tensor
     document_ids: torch.Tensor | None
     wait_seconds: float
+    troubles: tuple[DataTrouble, ...] = ()
 
 
 @dataclass
@@ -43,6 +48,7 @@ class _Prepared:
     tokens: torch.Tensor  # [A * B, T + 1]
     documents: torch.Tensor | None  # [A * B, T]
     ready: "torch.cuda.Event | None"  # recorded after the copy to the device
+    troubles: tuple[DataTrouble, ...]
 
 
 class Loader:
@@ -53,7 +59,8 @@ class Loader:
     damaged data. Close the loader, or use it as a context manager, to end its thread.
 
     prefetch: the number of batches read ahead. earlier: the earlier mixture weights as (last step, weights), oldest
-    first (loader/order.py). deadline_seconds: the longest wait for a batch.
+    first (loader/order.py). deadline_seconds: the longest wait for a batch. read_seconds: without a batch for this
+    time, another thread reads it, and the next one after twice that; a read that fails is tried again for half of it.
     """
 
     def __init__(
@@ -73,7 +80,8 @@ class Loader:
         device: torch.device | str = "cpu",
         mask_documents: bool = False,
         prefetch: int = 2,
-        deadline_seconds: float = 300.0,
+        deadline_seconds: float = DEADLINE_SECONDS,
+        read_seconds: float = 60.0,
     ):
         if global_batch % (ranks * micro_batch):
             raise ConfigError(
@@ -89,28 +97,31 @@ class Loader:
         mixes = [(step * global_batch, own) for step, own in earlier]
         self.order = Order(self.manifest, seq_len, seed, weights, earlier=mixes)
         self.device = _with_index(torch.device(device))
-        self.micro_batch, self.deadline_seconds = micro_batch, deadline_seconds
-        self._reader = TokenReader(folder, seq_len, manifest=self.manifest)
+        self.micro_batch, self.deadline_seconds, self._read_seconds = micro_batch, deadline_seconds, read_seconds
+        self._folder, self._seq_len = folder, seq_len
         self._global_batch, self._mask_documents = global_batch, mask_documents
         per_rank = global_batch // ranks
         self._part = slice(rank * per_rank, (rank + 1) * per_rank)
-        self._shape = (per_rank, seq_len + 1)
+        self.shape = (per_rank, seq_len + 1)
         self._steps = range(first_step, last_step + 1)
         self._next_step = first_step
-        self._queue: queue.Queue[_Prepared | BaseException] = queue.Queue(prefetch)
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._prepare_all, name="ingot-loader", daemon=True)
-        self._thread.start()
+        self._prefetch, self._is_closed = prefetch, False
+        self._worker = self._started_worker()
+
+    def _started_worker(self) -> "_ReadAhead":
+        retries = Retries(self._read_seconds / 2)
+        reader = TokenReader(self._folder, self._seq_len, manifest=self.manifest, retries=retries)
+        return _ReadAhead(self, reader, range(self._next_step, self._steps.stop), self._prefetch)
 
     def __iter__(self) -> "Loader":
         return self
 
     def __next__(self) -> Batch:
-        """Return the next step's batch. Raises errors of the thread, and ResourceError after `deadline_seconds`."""
+        """Return the next step's batch. Raises errors of its thread, and ResourceError after `deadline_seconds`."""
         if self._next_step not in self._steps:
             raise StopIteration
         started = time.perf_counter()
-        prepared = self._get()
+        prepared, replaced = self._get()
         if isinstance(prepared, BaseException):
             self._next_step = self._steps.stop
             raise prepared
@@ -121,10 +132,10 @@ class Loader:
             for tensor in (prepared.tokens, prepared.documents):
                 if tensor is not None:
                     tensor.record_stream(stream)  # allocated on the side stream, freed after this stream has used it
-        return self._batch(prepared, time.perf_counter() - started)
+        return self._batch(prepared, time.perf_counter() - started, replaced)
 
-    def _batch(self, prepared: _Prepared, wait_seconds: float) -> Batch:
-        shape = (-1, self.micro_batch, self._shape[1] - 1)
+    def _batch(self, prepared: _Prepared, wait_seconds: float, replaced: tuple[DataTrouble, ...]) -> Batch:
+        shape = (-1, self.micro_batch, self.shape[1] - 1)
         documents = prepared.documents
         return Batch(
             step=prepared.step,
@@ -133,33 +144,45 @@ class Loader:
             targets=prepared.tokens[:, 1:].unflatten(0, shape[:2]),
             document_ids=None if documents is None else documents.view(shape),
             wait_seconds=wait_seconds,
+            troubles=replaced + prepared.troubles,
         )
 
-    def _get(self) -> "_Prepared | BaseException":
-        if self._stop.is_set():
+    def _get(self) -> "tuple[_Prepared | BaseException, tuple[DataTrouble, ...]]":
+        """Wait for what the thread has read. Returns it, and that threads were replaced."""
+        if self._is_closed:
             raise ResourceError(
                 "E-LOADER-CLOSED",
                 "the loader is closed",
                 rule="batches are taken before close()",
                 fix="this is a bug in ingot or in the program that uses ingot; please report it",
             )
-        try:
-            return self._queue.get(timeout=self.deadline_seconds)
-        except queue.Empty:
-            raise ResourceError(
-                "E-LOADER-TIMEOUT",
-                f"no batch for step {self._next_step} was read within {self.deadline_seconds:.0f} s",
-                rule="reading a batch usually takes milliseconds; the disk or mount of the token folder hangs",
-                fix="check the storage, then run the same command again: the run continues",
-                step=self._next_step,
-                seconds=self.deadline_seconds,
-            ) from None
+        began, patience, replaced = time.monotonic(), self._read_seconds, 0
+        ends = began + self.deadline_seconds
+        while True:
+            with contextlib.suppress(queue.Empty):
+                read = self._worker.queue.get(timeout=max(min(patience, ends - time.monotonic()), 0.0))
+                took = time.monotonic() - began
+                reason = "a thread that reads it was replaced"
+                trouble = DataTrouble(path=str(self._folder), reason=reason, tries=replaced, seconds=took)
+                return read, (trouble,) if replaced else ()
+            if time.monotonic() >= ends:
+                raise ResourceError(
+                    "E-LOADER-TIMEOUT",
+                    f"no batch for step {self._next_step} was read within {self.deadline_seconds:.0f} s",
+                    rule="reading a batch usually takes milliseconds; the disk or mount of the token folder hangs",
+                    fix=f"check the storage of {self._folder}, then run the same command again: the run continues",
+                    step=self._next_step,
+                    seconds=self.deadline_seconds,
+                )
+            self._worker.stop.set()  # one that hangs in the kernel stays there
+            self._worker, replaced, patience = self._started_worker(), replaced + 1, 2 * patience
 
     def close(self) -> None:
         """End the thread. Raises ResourceError if the thread hangs in a read for more than ten seconds."""
-        self._stop.set()
-        self._thread.join(_CLOSE_SECONDS)
-        if self._thread.is_alive():
+        self._is_closed = True
+        self._worker.stop.set()
+        self._worker.thread.join(_CLOSE_SECONDS)
+        if self._worker.thread.is_alive():
             raise ResourceError(
                 "E-LOADER-TIMEOUT",
                 f"the loader's thread is still reading after {_CLOSE_SECONDS:.0f} s",
@@ -168,31 +191,49 @@ class Loader:
                 seconds=_CLOSE_SECONDS,
             )
 
+    def samples(self, step: int) -> np.ndarray:
+        """Return the window ids of this rank in a step: int64 [A * B]."""
+        return self.order.step(step, self._global_batch)[self._part]
+
+    def documents(self, tokens: np.ndarray) -> np.ndarray | None:
+        """Return the document numbers of the inputs of windows [A * B, T + 1], if documents are masked."""
+        return document_numbers(tokens[:, :-1], self.manifest.eot_id) if self._mask_documents else None
+
     def __enter__(self) -> "Loader":
         return self
 
     def __exit__(self, *_) -> None:
         self.close()
 
-    # The methods below run in the thread.
+
+class _ReadAhead:
+    """A thread that reads the batches of `steps` for a loader into `queue`, some ahead, until `stop` is set."""
+
+    def __init__(self, loader: Loader, reader: TokenReader, steps: range, ahead: int):
+        self._loader, self._reader, self._steps = loader, reader, steps
+        self.queue: queue.Queue[_Prepared | BaseException] = queue.Queue(ahead)
+        self.stop = threading.Event()
+        self.thread = threading.Thread(target=self._prepare_all, name="ingot-loader", daemon=True)
+        self.thread.start()
 
     def _prepare_all(self) -> None:
+        loader = self._loader
         try:
-            place = _Host(self._shape) if self.device.type == "cpu" else _Device(self._shape, self.device)
+            place = _Host(loader.shape) if loader.device.type == "cpu" else _Device(loader.shape, loader.device)
             for step in self._steps:
-                ids = self.order.step(step, self._global_batch)[self._part]
+                ids = loader.samples(step)
                 host = self._reader.read(ids, out=place.buffer())
-                documents = document_numbers(host[:, :-1], self.manifest.eot_id) if self._mask_documents else None
-                if not self._put(_Prepared(step, ids, *place.send(documents))):
+                documents = loader.documents(host)
+                if not self._put(_Prepared(step, ids, *place.send(documents), self._reader.retries.take())):
                     return
         except BaseException as error:  # the trainer raises every error of the thread
             self._put(error)
 
     def _put(self, item: "_Prepared | BaseException") -> bool:
-        """Put `item` into the queue. Returns False if the loader is closed before there is room."""
-        while not self._stop.is_set():
+        """Put `item` into the queue. Returns False if the thread has to end before there is room."""
+        while not self.stop.is_set():
             try:
-                self._queue.put(item, timeout=_POLL_SECONDS)
+                self.queue.put(item, timeout=_POLL_SECONDS)
                 return True
             except queue.Full:
                 continue

@@ -11,14 +11,17 @@ first read.
 
 import hashlib
 import mmap
+import os
 from collections import OrderedDict
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 
 from ingot.errors import ConfigError, DataError
 from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.trainer.loader.retry import Retries
 
 _FIX = "copy the shard again from its origin, or build the tokens again; ingot data verify DIR finds all damage"
 
@@ -80,9 +83,11 @@ class Windows:
 
 @dataclass
 class _MappedShard:
-    """A mapped shard. digests: the SHA-256 of each block, concatenated. verified: a byte per block, 1 if checked."""
+    """A mapped shard. digests: the SHA-256 of each block, concatenated. verified: a byte per block, 1 if checked. file:
+    the open file, from which a block is read before it is used: a mapped page that cannot be read ends the process."""
 
     tokens: np.ndarray
+    file: BinaryIO
     digests: bytes
     verified: bytearray
 
@@ -91,9 +96,19 @@ class TokenReader:
     """A reader of windows of `seq_len` + 1 tokens from `folder`. Not thread-safe.
 
     manifest: the manifest of `folder`, if the caller has it. open_shards: the maximum number of shards mapped at once.
+    retries: for reads that fail; default: none is tried again.
     """
 
-    def __init__(self, folder: Path, seq_len: int, *, manifest: TokenManifest | None = None, open_shards: int = 64):
+    def __init__(
+        self,
+        folder: Path,
+        seq_len: int,
+        *,
+        manifest: TokenManifest | None = None,
+        open_shards: int = 64,
+        retries: Retries | None = None,
+    ):
+        self.retries = retries or Retries()
         self.folder, self.manifest = folder, manifest or read_token_manifest(folder)
         self.windows, self.seq_len, self.open_shards = Windows(self.manifest, seq_len), seq_len, open_shards
         self._dtype = np.dtype(self.manifest.dtype).newbyteorder("<")
@@ -134,19 +149,12 @@ class TokenReader:
         expected = shard.tokens * self._dtype.itemsize
         blocks = -(-expected // self.manifest.block_bytes)
         try:
-            digests = (self.folder / f"{shard.name}.blocks").read_bytes()
-            with path.open("rb") as file:
-                size = file.seek(0, 2)
-                mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
+            digests = self.retries.read((self.folder / f"{shard.name}.blocks").read_bytes)
+            file = self.retries.read(lambda: path.open("rb"))
+            size = file.seek(0, 2)
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if size else b""
         except OSError as error:
-            raise DataError(
-                "E-SHARD-READ",
-                f"shard {shard.name}: {error.filename} cannot be read ({error.strerror})",
-                rule="every shard in the manifest is in its folder",
-                fix=_FIX,
-                shard=shard.name,
-                path=str(path),
-            ) from None
+            raise self._unreadable(number, error) from None
         if size != expected:
             raise DataError(
                 "E-SHARD-SIZE",
@@ -168,16 +176,32 @@ class TokenReader:
                 path=str(path.with_suffix(".blocks")),
             )
         verified = self._verified.setdefault(number, bytearray(blocks))
-        opened = _MappedShard(np.frombuffer(mapped, self._dtype), digests, verified)
+        opened = _MappedShard(np.frombuffer(mapped, self._dtype), file, digests, verified)
         self._open[number] = opened
         if len(self._open) > self.open_shards:
             self._open.popitem(last=False)
         return opened
 
+    def _unreadable(self, number: int, error: OSError) -> DataError:
+        shard = self.manifest.shards[number]
+        path = self.folder / f"{shard.name}.tokens"
+        return DataError(
+            "E-SHARD-READ",
+            f"shard {shard.name}: {error.filename or path} cannot be read ({error.strerror})",
+            rule="every shard in the manifest is in its folder, on storage that answers",
+            fix=f"check the storage; {_FIX}",
+            shard=shard.name,
+            path=str(path),
+        )
+
     def _verify(self, number: int, shard: _MappedShard, block: int) -> None:
         first = block * self._block_tokens
         data = shard.tokens[first : first + self._block_tokens]
-        if hashlib.sha256(data.data).digest() != shard.digests[32 * block : 32 * block + 32]:
+        try:
+            read = self.retries.read(lambda: _read_at(shard.file, first * self._dtype.itemsize, data.nbytes))
+        except OSError as error:
+            raise self._unreadable(number, error) from None
+        if hashlib.sha256(read).digest() != shard.digests[32 * block : 32 * block + 32]:
             name, at = self.manifest.shards[number].name, first * self._dtype.itemsize
             raise DataError(
                 "E-SHARD-HASH",
@@ -190,3 +214,15 @@ class TokenReader:
                 block=block,
             )
         shard.verified[block] = 1
+
+
+def _read_at(file: BinaryIO, offset: int, size: int) -> bytearray:
+    """Read up to `size` bytes of a file, less only at its end. Raises OSError with the name of the file."""
+    read = bytearray()
+    try:
+        while part := os.pread(file.fileno(), size - len(read), offset + len(read)):
+            read += part
+    except OSError as error:
+        error.filename = file.name
+        raise
+    return read

@@ -214,7 +214,7 @@ def test_memory_that_turns_out_broken_while_ranks_save_ends_that(act):
 def test_the_fault_of_the_only_machine_ends_the_run_after_a_save(act, tmp_path):
     reports, settings = tmp_path / "reports", Launch()
     health = HealthWatch(settings, act.printed.append, [ReportFile(reports)])
-    reports.write_text('{"kind": "link_down", "device": "eth0"}\n{"kind": "xid", "code": 74, "device": "GPU 0"}\n')
+    reports.write_text('{"kind": "link_lost", "device": "eth0"}\n{"kind": "xid", "code": 74, "device": "GPU 0"}\n')
     with closing(health), pytest.raises(NodeUnhealthy) as error:
         act("stop", health=health)
     assert (error.value.code, error.value.facts["reason"]) == ("E-NODE-UNHEALTHY", "GPU 0: XID 74")
