@@ -4,6 +4,22 @@ from .mutant import Mutant
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="fallbacks-of-another-machine",
+        what="the fallback layouts stay those of the machine on which the run began",
+        file="api/fallbacks.py",
+        before="if kept and kept.cluster_sha256 == cluster_sha256(cluster):",
+        after="if kept:",
+        tests=("tests/unit/api/test_fallbacks.py::test_the_file_is_written_when_the_run_or_the_machine_is_another",),
+    ),
+    Mutant(
+        name="edited-fallbacks-replaced",
+        what="a file of fallback layouts that somebody edited is replaced in silence",
+        file="api/fallbacks.py",
+        before="        if error.code != OTHER_RUN:",
+        after="        if False:",
+        tests=("tests/unit/api/test_fallbacks.py::test_an_edited_file_is_refused_and_kept",),
+    ),
+    Mutant(
         name="workers-of-a-data-loader",
         what="every worker of a DataLoader begins with the first step, so samples are lost and repeated",
         file="api/torch_tokens.py",

@@ -2,6 +2,8 @@
 
 from .mutant import Mutant
 
+_FALLBACKS = "tests/unit/planner/run/test_fallbacks.py"
+
 MUTANTS: list[Mutant] = [
     Mutant(
         name="parameters-of-norms",
@@ -187,5 +189,53 @@ MUTANTS: list[Mutant] = [
         tests=(
             "tests/unit/planner/predict/time/test_step_time.py::test_parameters_on_the_host_travel_with_every_micro_batch",
         ),
+    ),
+    Mutant(
+        name="fewer-nodes-any-batch",
+        what="a layout for fewer nodes is taken that the trainer refuses",
+        file="planner/run/fallbacks.py",
+        before="        if Evaluator.legal(other):",
+        after="        if True:",
+        tests=(f"{_FALLBACKS}::test_copies_that_the_trainer_would_refuse_are_no_layout",),
+    ),
+    Mutant(
+        name="fewer-nodes-than-permitted",
+        what="launch.min_ranks of several ranks on a node counts as a number of nodes",
+        file="planner/run/fallbacks.py",
+        before="fewest = -(-run.launch.min_ranks // of_node)",
+        after="fewest = run.launch.min_ranks",
+        tests=(f"{_FALLBACKS}::test_no_fewer_nodes_than_the_run_permits",),
+    ),
+    Mutant(
+        name="change-for-nothing",
+        what="a change of layout that saves next to no memory is proposed to a run that ran out of it",
+        file="planner/run/fallbacks.py",
+        before="if change.candidate.memory_bytes <= most]",
+        after="if change.candidate.memory_bytes < now.memory_bytes]",
+        tests=(f"{_FALLBACKS}::test_changes_that_save_next_to_nothing_are_left_out",),
+    ),
+    Mutant(
+        name="least-that-fits-last",
+        what="a run that does not fit gets the cheapest change first, though that does not fit",
+        file="planner/run/fallbacks.py",
+        before="[change for change in changes if change.fits] or changes",
+        after="changes",
+        tests=(f"{_FALLBACKS}::test_a_run_that_does_not_fit_gets_a_change_that_does_first",),
+    ),
+    Mutant(
+        name="edited-fallbacks-used",
+        what="a file of fallback layouts that was edited is used",
+        file="schema/fallbacks.py",
+        before="        if recorded != _sha256(content):",
+        after="        if not recorded:",
+        tests=("tests/unit/schema/test_fallbacks.py::test_a_file_that_is_not_as_written_is_refused",),
+    ),
+    Mutant(
+        name="fallbacks-of-another-run",
+        what="the fallback layouts of a run with another layout are used",
+        file="schema/fallbacks.py",
+        before="    if found.run_sha256 != layout_sha256(run):",
+        after="    if not found.run_sha256:",
+        tests=("tests/unit/schema/test_fallbacks.py::test_the_file_of_a_run_with_another_layout_is_refused",),
     ),
 ]

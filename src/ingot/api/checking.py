@@ -12,8 +12,10 @@ from ingot.machine.facts import usable_cores
 from ingot.planner.request.clusters import find_cluster
 from ingot.planner.run.advice import notes
 from ingot.planner.run.check import Finding, check_run
+from ingot.planner.run.fallbacks import plan_fallbacks
 from ingot.planner.run.feasibility import Feasibility, feasibility
 from ingot.planner.show.explain import timeline_lines
+from ingot.planner.show.fallbacks import fallback_notes
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import FOLDER_NAME_RULE, RunFolder, is_folder_name
@@ -37,8 +39,9 @@ class CheckResult:
 
     config: the settings; None if the file has problems, which are then among the findings. predicted: time and memory
     of the run on `cluster`, None without a config. findings: problems, those with a line of the run file first. notes:
-    name -> text about experts and context parallelism. timeline: the lines of the pipeline's drawing, None if it was
-    not asked for. simulated: the dry run. proof: the layouts compared with one process. Both are None without them.
+    name -> text about experts, context parallelism and fallback layouts. timeline: the lines of the pipeline's drawing,
+    None if it was not asked for. simulated: the dry run. proof: the layouts compared with one process. Both are None
+    without them.
     """
 
     run_file: Path
@@ -149,6 +152,7 @@ def examine(
     if config:
         findings += [*_name_problems(path, overrides, config)] if names_folder else []
         findings += _init_problems(path, overrides, config)
+    about = dict(notes(config, found)) | dict(fallback_notes(plan_fallbacks(config, found))) if config else {}
     lines = timeline_lines(config, found, timeline, width) if config and timeline is not None else []
     return CheckResult(
         run_file=path,
@@ -157,7 +161,7 @@ def examine(
         config=config,
         predicted=feasibility(config, found) if config else None,
         findings=tuple(one.as_note() if elsewhere and one.missing_here else one for one in findings),
-        notes=dict(notes(config, found)) if config else {},
+        notes=about,
         timeline=None if timeline is None else tuple(lines),
     )
 

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 
+from ingot.api.fallbacks import keep_fallbacks
 from ingot.errors import UsageError
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.given import Given, given_callbacks
@@ -58,6 +59,7 @@ def train(
         given=given_callbacks(callbacks),
         quiet=quiet,
         say=say,
+        plan_fallbacks=keep_fallbacks,
     )
 
 

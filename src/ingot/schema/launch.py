@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ingot.errors import ConfigError
-from ingot.ranges import Deadline, Factor, PositiveDegree, Queue, Seconds
+from ingot.ranges import Deadline, Degree, Factor, PositiveDegree, Queue, Seconds
 from ingot.units import parse_duration
 
 
@@ -33,6 +33,8 @@ class Launch:
     node_wait_seconds: how long to wait for machines that are missing, at the start and after one was lost.
     restart: "full" starts all ranks anew after a failure; "partial" only those that failed, and the others start again
       in their processes (trainer/resilience/again.py).
+    min_ranks: the fewest ranks with which the run goes on if machines are missing, a multiple of the ranks of one; 0:
+      all of `parallel`. The planner chooses the layout for fewer machines before the start (schema/fallbacks.py).
     straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
       steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
       slow ranks are not looked for.
@@ -57,6 +59,7 @@ class Launch:
     node_seconds: Deadline = 15.0
     node_wait_seconds: Deadline = 600.0
     restart: Literal["full", "partial"] = "full"
+    min_ranks: Degree = 0
     straggler_factor: Factor = 1.2
     on_bad_health: Literal["drain", "warn"] = "drain"
     health_file: str = ""

@@ -68,6 +68,11 @@ class RunFolder:
         return self.root / "lock"
 
     @property
+    def fallbacks(self) -> Path:
+        """The layouts to which the run can change when nodes or memory are missing (schema/fallbacks.py)."""
+        return self.root / "fallbacks.json"
+
+    @property
     def leader(self) -> Path:
         """A file that exists while the launcher of a run on several nodes listens for the others."""
         return self.root / "leader.json"

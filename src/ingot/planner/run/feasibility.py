@@ -1,13 +1,12 @@
 """The planner's answer to "does this run work there, and how well", with which `ingot check` begins."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from ingot.planner.predict.memory.peak_memory import rank_memory_bytes
 from ingot.planner.run.plan import make_plan
 from ingot.planner.search.candidates import Evaluator
-from ingot.planner.search.moves import LayoutChange, best_change
+from ingot.planner.search.moves import LayoutChange, best_change, overrides_between
 from ingot.planner.search.space import with_context
 from ingot.schema.cluster import Cluster
 from ingot.schema.plan import Plan
@@ -54,10 +53,7 @@ class Feasibility:
         """The change as KEY=VALUE for --set: the changed setting first, then those that follow from it."""
         if not self.change:
             return ()
-        before, after = self.run.settings(), self.change.candidate.run.settings()
-        changed = [key for key in after if after[key] != before[key]]
-        changed.sort(key=lambda key: self.change is not None and key != self.change.setting)
-        return tuple(f"{key}={json.dumps(after[key])}".replace('"', "") for key in changed)
+        return overrides_between(self.run, self.change.candidate.run, self.change.setting)
 
     def facts(self) -> dict:
         """Return the feasibility as plain values, for JSON."""

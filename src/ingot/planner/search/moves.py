@@ -1,5 +1,6 @@
 """The neighbors of a layout: layouts in which one setting differs by one step and other ranks are data-parallel."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -73,6 +74,13 @@ def best_change(candidate: Candidate, cluster: Cluster) -> LayoutChange | None:
     least = min(changes, key=lambda change: change.candidate.memory_bytes, default=None)
     smaller = least is not None and least.candidate.memory_bytes < candidate.memory_bytes
     return fastest or (least if smaller else None)
+
+
+def overrides_between(before: RunConfig, after: RunConfig, first: str = "") -> tuple[str, ...]:
+    """Return the settings of `after` that differ from `before`, as KEY=VALUE for --set. first: the key that leads."""
+    old, new = before.settings(), after.settings()
+    changed = sorted((key for key in new if new[key] != old.get(key)), key=lambda key: key != first)
+    return tuple(f"{key}={json.dumps(new[key])}".replace('"', "") for key in changed)
 
 
 def _value(run: RunConfig, key: str) -> object:

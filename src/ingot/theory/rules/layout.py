@@ -35,8 +35,19 @@ def layout_rules(run: RunConfig) -> Problems:
             "launch.nodes",
             f"{run.launch.nodes} does not divide the {ranks} ranks; use {nearest(run.launch.nodes, divisors(ranks))}",
         )
+    elif run.launch.min_ranks:
+        yield from _fewest_rules(run)
     if run.parallel.grads == "bf16" and run.train.precision in ("fp32", "fp64"):
         yield "parallel.grads", f'"bf16" is coarser than train.precision = {run.train.precision!r}; use "fp32"'
+
+
+def _fewest_rules(run: RunConfig) -> Problems:
+    least, ranks = run.launch.min_ranks, run.parallel.world_size
+    of_node = ranks // run.launch.nodes
+    if least % of_node or least > ranks:
+        near = nearest(least, range(of_node, ranks + 1, of_node))
+        rule = f"it must be a multiple of the {of_node} ranks of a node, and at most all {ranks}"
+        yield "launch.min_ranks", f"is {least}: {rule}; use {near}"
 
 
 def _idle_settings(parallel: Parallel) -> Problems:

@@ -25,6 +25,8 @@ from ingot.trainer.resilience.lock import RunLock
 
 WORKER = "ingot.trainer.main"  # the module that every rank runs
 PRELOAD = ("ingot.trainer.run",)  # what it imports, with torch
+# Called with the folder of the run file, the run folder and the run.
+PlanFallbacks = Callable[[Path, RunFolder, RunConfig], None]
 
 
 def train(
@@ -39,6 +41,7 @@ def train(
     given: GivenCallbacks = NOTHING_GIVEN,
     quiet: bool = False,
     say: Callable[[str], None] = lambda text: None,
+    plan_fallbacks: PlanFallbacks | None = None,
 ) -> JobResult:
     """Start the run of `run_file` in folder `out`, or continue the run that is there.
 
@@ -46,7 +49,8 @@ def train(
     overrides: settings as "a.b=c". accept: the keys of settings whose change is confirmed for the existing run. fresh:
     start at step 0; with `archive`, an existing run is moved aside, otherwise an error. until_step: the step to save
     and stop after. given: callbacks in Python; with them, a run with one rank trains in this process. quiet: the ranks
-    print nothing. say: called with each line of progress.
+    print nothing. say: called with each line of progress. plan_fallbacks: writes the fallback layouts of the run
+    (schema/fallbacks.py) before ranks start; None: those that the folder has are used.
 
     Raises any IngotError; KeyboardInterrupt after a second Ctrl-C.
     """
@@ -74,6 +78,8 @@ def train(
         with RunLock(folder.lock), open_lease(folder, request.config) as lease:
             if ended := request.prepare(lease, say):
                 return ended
+            if plan_fallbacks is not None and not here:
+                plan_fallbacks(request.path.parent, folder, config)
             terms = {"epoch": lease.epoch, "until_step": until_step}
             job, launch = job_of(terms), config.launch
             if here:
