@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import time
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -16,13 +17,23 @@ from .row import Row, judge_recovered, random_of
 
 SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")
 _REFERENCE = SETTINGS[:1]
+# With canonical sums, one and two ranks compute the same bits.
+_CANONICAL = (
+    "train.steps=400",
+    "parallel.dp_shard=1",
+    "parallel.dp_replicate=2",
+    "parallel.reduce=canonical",
+    "parallel.virtual_ranks=2",
+)
+_SHRINKS = ("launch.nodes=2", "launch.min_ranks=1", "launch.shrink_seconds=0.5", "launch.grow_seconds=1")
 
 
 class Launchers:
     """The launchers of a run on two nodes of this machine. A context manager, which ends them."""
 
-    def __init__(self, bench: Bench, name: str):
+    def __init__(self, bench: Bench, name: str, settings: Sequence[str] = SETTINGS):
         self._bench, self._name, self.folder = bench, name, bench.folder(name)
+        self._settings = settings
         self.started: list[subprocess.Popen] = []
 
     def __enter__(self) -> "Launchers":
@@ -40,7 +51,7 @@ class Launchers:
         for _ in range(count):
             before = self._nodes()
             more = (env or {}) | ({"SLURMD_NODENAME": node} if node else {})
-            self.started.append(self._bench.start(self._name, *options((*SETTINGS, *settings)), env=more))
+            self.started.append(self._bench.start(self._name, *options((*self._settings, *settings)), env=more))
             self._wait(lambda before=before: self._nodes() > before)
 
     def _nodes(self) -> int:
@@ -99,6 +110,28 @@ def rs07_spare(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         judge_recovered(bench, verdicts, name, where, bench.reference(*_REFERENCE))
 
 
+def rs07_shrink(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Lose one of two nodes: the run goes on with the other, and with both again when a node joins."""
+    random, name = random_of("RS07 shrink", seed), f"shrink-{seed}"
+    step = random.randrange(9, 60)
+    where = f"at step {step}"
+    with Launchers(bench, name, (*_CANONICAL, *_SHRINKS, "launch.node_seconds=3")) as nodes:
+        nodes.start(2)
+        nodes.wait_for_step(step)
+        injected = time.time()
+        for pid in nodes.of_node(nodes.started[1]):
+            os.kill(pid, signal.SIGKILL)
+        nodes.start()
+        codes = nodes.ends(without=1)
+        verdicts.judge("o6", where, f"exit codes {codes}" if any(codes) else "")
+        found = [(e["rank"], e["failure"]) for e in read_events(nodes.folder.events, events.FAULT)]
+        verdicts.judge("o6", where, "" if found == [(1, "node")] else f"faults {found}")
+        sizes = [event["world_size"] for event in read_events(nodes.folder.events, events.RUN_STARTED)]
+        verdicts.judge("o6", where, "" if sizes == [2, 1, 2] else f"trained on {sizes} ranks")
+        verdicts.time(nodes.folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_CANONICAL), all_layouts=True)
+
+
 def rs31_leader(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Kill the leader, with rank 0 and the store of the ranks: another node leads, and a spare takes its place."""
     random, name = random_of("RS31 leader", seed), f"leader-{seed}"
@@ -124,5 +157,6 @@ def _continue(pid: int) -> None:
 
 ROWS = (
     Row("RS07 spare", "a node is lost, or frozen, with a spare and without", rs07_spare),
+    Row("RS07 shrink", "a node is lost: the run goes on with fewer, and with all again when one joins", rs07_shrink),
     Row("RS31 leader", "the leader of several nodes is killed, with the store of the ranks", rs31_leader),
 )

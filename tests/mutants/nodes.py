@@ -6,6 +6,8 @@ _NODES = "tests/unit/trainer/launch/test_nodes.py"
 _EVIDENCE = "tests/unit/trainer/launch/test_evidence.py"
 _LINK = "tests/unit/trainer/launch/test_link.py"
 
+_LAYOUTS = "tests/unit/trainer/launch/test_layouts.py"
+
 MUTANTS: list[Mutant] = [
     Mutant(
         name="any-node-may-join",
@@ -98,7 +100,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="error-for-the-leader-alone",
         what="other nodes look for another leader when the run has failed",
-        file="trainer/launch/job_on_nodes.py",
+        file="trainer/launch/leading.py",
         before="running.part(None, error if error.code != UNKILLABLE else None)",
         after="running.part(None)",
         tests=(f"{_NODES}::test_the_error_of_a_rank_is_that_of_every_node",),
@@ -150,5 +152,61 @@ MUTANTS: list[Mutant] = [
         before="            return _read_epoch(place, number)\n    return None",
         after="            return read_epoch(place, number)\n    return None",
         tests=("tests/unit/trainer/test_lease.py::test_a_record_that_only_an_old_listing_has_is_none",),
+    ),
+    Mutant(
+        name="busy-end-takes-the-other-for-silent",
+        what="a node whose start takes long takes its leader for lost",
+        file="trainer/launch/link.py",
+        before="        self._receive()\n        return time",
+        after="        return time",
+        tests=(f"{_LINK}::test_an_end_that_did_something_else_does_not_take_the_other_one_for_silent",),
+    ),
+    Mutant(
+        name="first-start-shrinks-at-once",
+        what="a job whose nodes are still on their way begins on fewer",
+        file="trainer/launch/layouts.py",
+        before="if trained else longest",
+        after="if longest else longest",
+        tests=(f"{_LAYOUTS}::test_a_loss_is_waited_for_shorter_than_the_first_start",),
+    ),
+    Mutant(
+        name="grows-again-at-once",
+        what="a node that comes and goes starts the job again each time",
+        file="trainer/launch/layouts.py",
+        before="        return most > nodes and not waits",
+        after="        return most > nodes",
+        tests=(f"{_LAYOUTS}::test_a_job_grows_when_more_nodes_take_part_but_not_soon_again",),
+    ),
+    Mutant(
+        name="grows-for-nothing",
+        what="a job starts again for a node that no layout can use",
+        file="trainer/launch/layouts.py",
+        before="most = better.nodes if better else min(present, self._launch.nodes)",
+        after="most = min(present, self._launch.nodes)",
+        tests=(f"{_LAYOUTS}::test_a_job_grows_when_more_nodes_take_part_but_not_soon_again",),
+    ),
+    Mutant(
+        name="grows-onto-a-node-that-imports",
+        what="a job waits for the imports of a node that has only just joined",
+        file="trainer/launch/job_on_nodes.py",
+        before="sum(node.ready or node.number is not None for",
+        after="sum(True for",
+        tests=(f"{_NODES}::test_training_goes_on_while_a_node_that_joined_imports",),
+    ),
+    Mutant(
+        name="own-layout-on-fewer-nodes",
+        what="the ranks of a job that lost a node get the layout of all nodes",
+        file="trainer/launch/job_on_nodes.py",
+        before="self._here.start(self._attempt, self._before, name, share, overrides)",
+        after="self._here.start(self._attempt, self._before, name, share)",
+        tests=(f"{_NODES}::test_a_run_goes_on_with_fewer_nodes_and_with_more_again",),
+    ),
+    Mutant(
+        name="high-number-among-fewer-nodes",
+        what="a node keeps a place that a smaller job does not have",
+        file="trainer/launch/job_on_nodes.py",
+        before="if node.number is not None and node.number >= self._size:",
+        after="if False:",
+        tests=(f"{_NODES}::test_a_node_of_a_high_number_gets_a_place_among_fewer",),
     ),
 ]

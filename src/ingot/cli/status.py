@@ -49,6 +49,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"log    {status.log_damage}")
     if status.losses:
         terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
+    if status.fallback:
+        terminal.say(f"fewer  {_fallback_text(status.fallback)}")
     if status.experts:
         _say_experts(status.experts, terminal)
     if status.metrics:
@@ -98,6 +100,11 @@ def _metrics_text(metrics: dict[str, dict[str, float]]) -> str:
     parts = [f"{by}.{name} {value:.4g}" for by, name, value in found[:_SHOWN_METRICS]]
     more = len(found) - len(parts)
     return "   ".join(parts) + (f"   and {more} more" if more else "")
+
+
+def _fallback_text(layout: dict) -> str:
+    """Return why the job does not have the layout of its run file, and which it has."""
+    return f"{layout['nodes']} of {layout['of_nodes']} nodes: {' '.join(layout['overrides'])}"
 
 
 def _slow_text(slow: dict) -> str:

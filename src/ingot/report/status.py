@@ -33,6 +33,7 @@ class RunStatus:
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
+    fallback: the newest `layout` event, if the job does not have the layout of the run file.
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
     layer; telemetry/progress.py), without the load of every expert.
     start_times: the newest `start_times` event: its seconds by phase (resilience/start_times.py) and total_seconds.
@@ -72,6 +73,7 @@ class RunStatus:
     roll_backs: tuple[tuple[int, int], ...] = ()
     log_damage: str = ""
     layout: dict[str, int | str] = field(default_factory=dict)
+    fallback: dict | None = None
     experts: dict | None = None
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
     start_times: dict | None = None
@@ -99,7 +101,7 @@ def read_status(root: Path) -> RunStatus:
         state="running" if running else "unknown" if unlogged else _ended(last),
         steps=run.train.steps,
         step=max((*losses, unlogged)),
-        ranks=run.parallel.world_size,
+        ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
         loss=losses[max(losses)] if losses else None,
         bpb=progress.get("bpb"),
         heldout_bpb=last.get(events.EVALUATION, {}).get("bpb"),
@@ -126,6 +128,7 @@ def read_status(root: Path) -> RunStatus:
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
+        fallback=_without_kind(last.get(events.LAYOUT)) if last.get(events.LAYOUT, {}).get("overrides") else None,
         experts=_without_kind(last.get(events.EXPERTS), "loads"),
         metrics=log.metrics,
         start_times=_without_kind(last.get(events.START_TIMES)),

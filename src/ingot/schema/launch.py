@@ -35,6 +35,10 @@ class Launch:
       in their processes (trainer/resilience/again.py).
     min_ranks: the fewest ranks with which the run goes on if machines are missing, a multiple of the ranks of one; 0:
       all of `parallel`. The planner chooses the layout for fewer machines before the start (schema/fallbacks.py).
+    shrink_seconds: how long to wait for the place of a lost machine before the run goes on with fewer: about as long as
+      a restart of a large job takes, because all ranks start again when the machine returns.
+    grow_seconds: the shortest time between two restarts for machines that have joined. One that comes and goes then
+      costs at most a restart in this time.
     straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
       steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
       slow ranks are not looked for.
@@ -60,6 +64,8 @@ class Launch:
     node_wait_seconds: Deadline = 600.0
     restart: Literal["full", "partial"] = "full"
     min_ranks: Degree = 0
+    shrink_seconds: Deadline = 60.0
+    grow_seconds: Deadline = 600.0
     straggler_factor: Factor = 1.2
     on_bad_health: Literal["drain", "warn"] = "drain"
     health_file: str = ""

@@ -39,6 +39,7 @@ from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
 from ingot.trainer.loop import train
 from ingot.trainer.loss_terms import loss_terms
+from ingot.trainer.mesh.environment import ordered_overrides
 from ingot.trainer.mesh.mesh import Mesh, build_mesh, cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.mesh.waiting import WaitClock
@@ -93,7 +94,7 @@ def run_rank(
     with this process; None: begins now. Raises PeerLost if training lost the connection to another rank.
     """
     clock = clock or StartClock()
-    config = load_run(folder.config, same_code=True)
+    config = load_run(folder.config, ordered_overrides(), same_code=True)
     place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
     clock.end("groups")
     say = say or _silent

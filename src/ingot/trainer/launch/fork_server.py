@@ -6,9 +6,11 @@ of CPU time per process. It stays without threads and without a CUDA context, wh
 Command line: `python -m ingot.trainer.launch.fork_server ORDERS REPORTS RANKS PRELOAD MODULE ARGUMENTS...`. ORDERS and
 REPORTS are file descriptors of pipes; PRELOAD has names of modules, separated by commas. Messages are lines of JSON.
 The supervisor orders an attempt: {"attempt": 1, "log": PATH, "start": TEXT, "partial": false}
-(resilience/start_times.py). The answers are {"ordered": 1, "port": P} at once, {"rank": 0, "code": -9, "at": 12.5,
+(resilience/start_times.py), with "overrides" of the run file if the attempt has another layout (launch/layouts.py). The
+answers are {"ordered": 1, "port": P} at once, {"rank": 0, "code": -9, "at": 12.5,
 "left": null} when a rank has ended (negative: signal number; the time on the monotonic clock), and {"attempt": 1} when
-all have. An order without "attempt" asks for the imports only. Without the supervisor, this process and all ranks are
+all have. An order without "attempt" asks for the imports only; their end is
+{"prepared": true}. Without the supervisor, this process and all ranks are
 killed by the kernel (resilience/endings.py).
 
 If an attempt is "partial", a rank that loses its peers does not end: it leaves its groups and waits
@@ -127,6 +129,7 @@ class _Server:
                 traceback.print_exc()
         gc.freeze()  # a collection in a rank would visit, and so copy, all objects of this process
         if "attempt" not in order:
+            self._report(prepared=True)
             return False
         start = Ordered.of_text(order["start"]).after_imports(time.monotonic() - began).to_text()
         if share is None:
@@ -143,6 +146,7 @@ class _Server:
                 share=share,
                 log=order["log"],
                 start=start,
+                overrides=tuple(order["overrides"]),
             )
             own = listener if share.first + local_rank == 0 else None
             if not self._starts_again(place, own) and self._fork(place, listener, partial=order["partial"]):

@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -48,8 +48,15 @@ class JobHere(RunningJob):
         """Import what the ranks will need. name: of the log."""
         self._local.prepare(self._folder.logs / name)
 
-    def start(self, attempt: int, before: Ordered = FIRST, name: str = "", share: NodeShare | None = None) -> None:
-        """Start the ranks. name: of their log, by default the next that is free. share: see LocalJob.start.
+    def start(
+        self,
+        attempt: int,
+        before: Ordered = FIRST,
+        name: str = "",
+        share: NodeShare | None = None,
+        overrides: Sequence[str] = (),
+    ) -> None:
+        """Start the ranks. name: of their log, by default the next that is free. The rest as for LocalJob.start.
 
         Raises NodeUnhealthy if a fault of this machine ended the attempt before.
         """
@@ -59,7 +66,12 @@ class JobHere(RunningJob):
         if share is None:
             clear_endings(self._folder)
         log = self._folder.logs / (name or next_log(self._folder))
-        self._local.start(attempt=attempt, log=log, share=share, before=before)
+        self._local.start(attempt=attempt, log=log, share=share, before=before, overrides=overrides)
+
+    def prepared(self) -> bool:
+        """Return whether the imports that `prepare` ordered are done. Before the first start."""
+        self._local.running()
+        return self._local.prepared
 
     @property
     def reports(self) -> int:

@@ -2,10 +2,10 @@
 
 Each node runs the same command. The one that gets the lock of the run leads, and the others join it (launch/node.py).
 The leader decides; a node starts and ends its ranks, watches their heartbeats, and reports. Nodes that are more than
-launch.nodes wait as spares, with everything imported, and take the place of one that is lost.
+launch.nodes wait as spares, with everything imported, and take the place of one that is lost. Without a spare, the run
+goes on with fewer nodes if launch.min_ranks permits that, and with more again when they join.
 """
 
-import contextlib
 import math
 import signal
 import time
@@ -15,17 +15,16 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config import from_dict
-from ingot.errors import EXIT_PREEMPTED, IngotError, NodeUnhealthy, ResourceError, RunBusyError
-from ingot.events import EventLog
+from ingot.errors import IngotError, ResourceError
+from ingot.schema.fallbacks import Fallback
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
 from ingot.trainer.launch.health import restart_for, unhealthy, write_drained
 from ingot.trainer.launch.job_here import JobHere
-from ingot.trainer.launch.link import Link, interface_of, signs_of_life
-from ingot.trainer.launch.local import UNKILLABLE
-from ingot.trainer.launch.nodes import Node, Nodes
+from ingot.trainer.launch.layouts import Layouts
+from ingot.trainer.launch.link import LOOPBACK, Link, interface_of
+from ingot.trainer.launch.nodes import Node, Nodes, has_followed
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
@@ -42,8 +41,8 @@ _SUSPECT_SECONDS = 2.5  # without a sign of life: a node that is to blame if ran
 class JobOnNodes(RunningJob):
     """The job of a leader.
 
-    here: the ranks of this node. terms: what other nodes need to start theirs (node_messages.py). facts: this node's,
-    which those of the others have to equal. record: writes an event.
+    here: the ranks of this node. layouts: those of the run, for fewer nodes too. terms: what other nodes need to start
+    theirs (node_messages.py). facts: this node's, which those of the others have to equal. record: writes an event.
     """
 
     def __init__(
@@ -51,6 +50,7 @@ class JobOnNodes(RunningJob):
         folder: RunFolder,
         here: JobHere,
         launch: Launch,
+        layouts: Layouts,
         *,
         terms: Mapping[str, Any],
         facts: Mapping[str, str],
@@ -58,7 +58,10 @@ class JobOnNodes(RunningJob):
         record: Callable[..., None],
     ):
         self._folder, self._here, self._launch = folder, here, launch
-        self._say = say
+        self._layouts, self._say = layouts, say
+        self._layout: Fallback | None = None  # of this attempt, if it is not that of the run file
+        self._grows: PlannedRestart | None = None
+        self._trained = has_followed(folder)  # with all nodes, just now
         self._nodes = Nodes(folder, launch, terms=terms, facts=facts, say=say, record=record)
         self._codes: dict[int, int] = {}
         self._endings: dict[int, RankEnding] = {}
@@ -82,12 +85,12 @@ class JobOnNodes(RunningJob):
 
     @property
     def ranks(self) -> int:
-        return self._here.job.processes * self._launch.nodes
+        return self._here.job.processes * self._size
 
     def start(self, attempt: int, before: Ordered = FIRST) -> None:
         self._before = before
         self._attempt, self._started, self._since, self._missing = attempt, False, time.monotonic(), 0
-        self._lost = None
+        self._lost = self._grows = None
         self._codes, self._endings, self._ended_at = {}, {}, {}
         self._expel()
         clear_endings(self._folder)
@@ -126,18 +129,26 @@ class JobOnNodes(RunningJob):
                 if not node.done and node.link.silent() > _SUSPECT_SECONDS:
                     self._nodes.drop(node, f"gives no sign of life for {node.link.silent():.0f} s")
             self._poll()
-        if self._lost is None and not self._started and self._overdue():
+        if self._lost is None and not self._started and self._overdue() and not self._smaller():
             self._lost = self._nodes_missing()
         return replace(self._lost, step=step) if self._lost else None
-
-    def planned_restart(self) -> PlannedRestart | None:
-        if not self._started:
-            return None
-        return restart_for([self._here.fault_of_machine(), *(node.sickness.worst for node in self._members())])
 
     def signals(self) -> Iterator[tuple[signal.Signals, str]]:
         while self._signals:
             yield self._signals.pop(0)
+
+    def planned_restart(self) -> PlannedRestart | None:
+        if not self._started:
+            return None
+        faults = [self._here.fault_of_machine(), *(node.sickness.worst for node in self._members())]
+        if (restart := restart_for(faults)) is not None:
+            return restart
+        # The others train on while a node imports what its ranks need.
+        there = 1 + sum(node.ready or node.number is not None for node in self._nodes.present())
+        if self._grows is None and self._layouts.can_grow(self._size, there):
+            self._layouts.grow()
+            self._grows = PlannedRestart(f"{there} nodes are there, and the run is trained on {self._size}")
+        return self._grows
 
     def hang(self) -> Hang | None:
         if not self._started:
@@ -256,30 +267,47 @@ class JobOnNodes(RunningJob):
 
     # -- the start of an attempt --
 
+    @property
+    def _size(self) -> int:
+        """The number of nodes that take part in this attempt."""
+        return self._layout.nodes if self._layout else self._launch.nodes
+
+    def _smaller(self) -> Fallback | None:
+        """Return the layout with which the run goes on without the nodes that are missing, if it has waited enough."""
+        waited = time.monotonic() - self._since >= self._layouts.wait_seconds(trained=self._trained)
+        return self._layouts.for_nodes(1 + len(self._nodes.present())) if waited else None
+
     def _start_if_complete(self) -> None:
         present = self._nodes.present()
         missing = self._launch.nodes - 1 - len(present)
-        if missing > 0:
+        layout = self._smaller() if missing > 0 else None
+        if missing > 0 and layout is None:
             if missing != self._missing:
                 self._missing = missing
                 self._say(
                     f"nodes     {len(present) + 1} of {self._launch.nodes}; the others join with the same command"
                 )
             return
+        self._layout = layout
+        self._layouts.record(layout, self.ranks)
+        if layout:
+            self._say(f"nodes     goes on with {layout.nodes} of {self._launch.nodes}: {' '.join(layout.overrides)}")
         self._give_places(present)
         # Nodes on this machine come by the loopback address, and have the other ones as well.
         hosts = sorted((node.link.own_host.startswith("127."), node.link.own_host) for node in present if node.number)
-        host, each = hosts[0][1], self._here.job.processes
+        host, each = hosts[0][1] if hosts else LOOPBACK, self._here.job.processes
         name, world = next_log(self._folder), self.ranks
         share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
-        self._here.start(self._attempt, self._before, name, share)
-        self._started = True
+        overrides = layout.overrides if layout else ()
+        self._here.start(self._attempt, self._before, name, share, overrides)
+        self._started = self._trained = True
         for node in present:
             if node.number is None:
                 continue
             node.attempt, node.done, node.hang, node.facts = self._attempt, False, None, {}
             order = {"attempt": self._attempt, "log": name.replace(".log", f".node-{node.number}.log")}
             order |= {"first": node.number * each, "world": world, "host": host, "port": self._here.port}
+            order["overrides"] = list(overrides)
             node.link.send(start=order)
         spares = len([node for node in present if node.number is None])
         members = ", ".join(["0 (this one)", *(f"{node.number} ({node.host})" for node in self._members())])
@@ -287,9 +315,12 @@ class JobOnNodes(RunningJob):
 
     def _give_places(self, present: list[Node]) -> None:
         """Give each place of the job to a node: the one that had it, else the one that has waited longest."""
+        for node in present:
+            if node.number is not None and node.number >= self._size:  # that place is no more
+                node.number = None
         taken = {node.number for node in present if node.number is not None}
         spares = [node for node in present if node.number is None]
-        for number in range(1, self._launch.nodes):
+        for number in range(1, self._size):
             if number not in taken:
                 spares.pop(0).number = number
 
@@ -297,11 +328,12 @@ class JobOnNodes(RunningJob):
         return time.monotonic() > self._since + self._launch.node_wait_seconds
 
     def _nodes_missing(self) -> JobIncident:
-        wait = f"{self._launch.node_wait_seconds:.0f} s"
+        wait, fewest = f"{self._launch.node_wait_seconds:.0f} s", self._launch.min_ranks
+        enough = f", or those for launch.min_ranks = {fewest} ranks" if fewest else ""
         error = ResourceError(
             "E-NODES-MISSING",
             f"{self._missing} of {self._launch.nodes} nodes have not joined within {wait}",
-            rule="a run starts, and goes on, when launch.nodes launchers have joined it",
+            rule=f"a run starts, and goes on, when launch.nodes launchers have joined it{enough}",
             fix=f"run the same command on {self._missing} more nodes that see {self._folder.root}, or lower "
             "launch.nodes and parallel.* together; launch.node_wait_seconds is how long the leader waits",
             missing=self._missing,
@@ -335,34 +367,3 @@ class JobOnNodes(RunningJob):
 
     def _unanswered(self, node: Node) -> bool:
         return not node.link.closed and (node.answered is None or node.answered[0] != self._questions)
-
-
-@contextlib.contextmanager
-def leading(
-    folder: RunFolder,
-    here: JobHere,
-    launch: Launch,
-    *,
-    terms: Mapping[str, Any],
-    facts: Mapping[str, str],
-    say: Callable[[str], None],
-) -> Iterator[JobOnNodes]:
-    """Lead a job: listen for other nodes, and part from them with the error that ends the block, if it is one of the
-    run. Arguments as for JobOnNodes."""
-    with contextlib.closing(EventLog(folder.events)) as log:
-        running = JobOnNodes(folder, here, launch, terms=terms, facts=facts, say=say, record=log.write)
-        try:
-            with signs_of_life(running.links, launch.node_seconds):
-                yield running
-        except (RunBusyError, NodeUnhealthy):
-            running.part(None)  # another launcher leads, or will
-            raise
-        except IngotError as error:  # a machine that cannot end its own processes says nothing about the run
-            running.part(None, error if error.code != UNKILLABLE else None)
-            raise
-        except KeyboardInterrupt:
-            step = resume_step(folder)
-            running.part({"exit_code": EXIT_PREEMPTED, "step": step, "saved_step": step, "restarts": 0, "seconds": 0.0})
-            raise
-        finally:
-            running.release()

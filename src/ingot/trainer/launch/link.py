@@ -32,7 +32,7 @@ _HANDSHAKE_SECONDS = 5.0
 _MOST_BYTES = 64 << 20  # of one message: the collectives of all ranks of a node
 _MOST_UNSENT = 64 << 20
 _SIOCGIFADDR = 0x8915  # of netdevice(7)
-_LOOPBACK = "127.0.0.1"
+LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +108,8 @@ class Link:
                 self._flush()
 
     def silent(self) -> float:
-        """Return for how many seconds the other end has sent nothing."""
+        """Return for how many seconds the other end has sent nothing, whatever this end did meanwhile."""
+        self._receive()
         return time.monotonic() - self.heard
 
     def read(self) -> Iterator[dict[str, Any]]:
@@ -192,7 +193,7 @@ def signs_of_life(links: Callable[[], Iterable[Link]], patience: float) -> conte
 def dial(address: LeaderAddress) -> Link | None:
     """Connect to the leader; None if it cannot be reached, or does not know the key."""
     here = address.place == _place()
-    for host in (*([_LOOPBACK] if here else []), *address.hosts):
+    for host in (*([LOOPBACK] if here else []), *address.hosts):
         with contextlib.suppress(OSError, ValueError):
             connected = socket.create_connection((host, address.port), timeout=_HANDSHAKE_SECONDS)
             try:

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import IO, Any
@@ -42,15 +42,15 @@ class LocalJob:
 
     job: with the processes of this machine. stdout: where ranks print, as in subprocess.Popen. partial: a rank that
     loses its peers leaves them and waits for the next attempt (resilience/again.py); it counts as ended with code 1.
-    The methods after `start` are about the newest attempt: `exit_codes` has rank -> exit code (negative: signal number)
-    of the ranks that have ended, `ended_at` rank -> when [s of time.monotonic()], `left` rank -> process id of those
-    that wait, `log` is the file with their standard error, and `port` that of the store of the ranks, if rank 0 is
-    here.
+    `prepared`: the imports that `prepare` ordered are done. The methods after `start` are about the newest attempt:
+    `exit_codes` has rank -> exit code (negative: signal number) of the ranks that have ended, `ended_at` rank -> when
+    [s of time.monotonic()], `left` rank -> process id of those that wait, `log` is the file with their standard error, and
+    `port` that of the store of the ranks, if rank 0 is here.
     """
 
     def __init__(self, job: Job, *, stdout: IO | int | None = None, partial: bool = False):
         self.job, self.id, self.stdout, self._partial = job, uuid.uuid4().hex, stdout, partial
-        self.port = 0
+        self.port, self.prepared = 0, False
         self.exit_codes: dict[int, int] = {}
         self.ended_at: dict[int, float] = {}
         self.left: dict[int, int] = {}
@@ -71,12 +71,22 @@ class LocalJob:
             os.write(self._orders, json.dumps({"log": str(log)}).encode() + b"\n")
         self._idle = True
 
-    def start(self, *, attempt: int, log: Path, share: NodeShare | None = None, before: Ordered = FIRST) -> None:
+    def start(
+        self,
+        *,
+        attempt: int,
+        log: Path,
+        share: NodeShare | None = None,
+        before: Ordered = FIRST,
+        overrides: Sequence[str] = (),
+    ) -> None:
         """Start all ranks. Their standard error goes to `log`. The last attempt must have ended; `before` says how long
-        that took. share: the part of this machine in a job of several; None if there is no other."""
+        that took. share: the part of this machine in a job of several; None if there is no other. overrides: the
+        settings in which this attempt differs from the run file, as KEY=VALUE."""
         start = replace(before, ordered_at=time.monotonic()).to_text()
         self._begin(log)
         order = {"attempt": attempt, "log": str(log), "start": start, "partial": self._partial}
+        order |= {"overrides": list(overrides)}
         order |= {"share": asdict(share)} if share else {}
         if self._server is None or self._server.poll() is not None or not self._order(order):
             self._start_server()
@@ -133,6 +143,8 @@ class LocalJob:
         for report in map(json.loads, lines):
             if "rank" in report:
                 self._take_end(report["rank"], report["code"], report["at"], report["left"])
+            elif "prepared" in report:
+                self.prepared = True
             elif "ordered" in report:
                 self._ordered, self.port = report["ordered"], report["port"]
             else:

@@ -186,6 +186,7 @@ class _Following:
         self._link, self._running, self._folder, self._launch = link, running, folder, launch
         self._received, self._say = received, say
         self._attempt: int | None = None  # the one that runs
+        self._ready = False  # as the leader knows
         self._reported: set[int] = set()
         self._sent = 0  # of the signals received
         self._hang: Hang | None = None
@@ -209,6 +210,9 @@ class _Following:
                     self._link.send(health=finding_values(finding))
             if self._attempt is not None:
                 self._look()
+            elif not self._ready and self._running.prepared():
+                self._ready = True
+                self._link.send(ready=True)
             self._wait()
         return self._result
 
@@ -249,7 +253,8 @@ class _Following:
         )
         self._attempt, self._hang = order["attempt"], None
         self._reported.clear()
-        self._running.start(order["attempt"], name=order["log"], share=share)
+        overrides = order["overrides"]
+        self._running.start(order["attempt"], name=order["log"], share=share, overrides=overrides)
         first = order["first"]
         self._say(f"node      ranks {first} to {first + self._running.job.processes - 1} of {order['world']}")
 

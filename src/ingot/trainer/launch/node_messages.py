@@ -1,11 +1,11 @@
 """The messages between the leader of a job and its other nodes: values as plain ones, and back. No torch.
 
-A node: `hello` (host, pid, facts), `rank` (code, ago, ending, facts), `done` (an attempt; facts), `ended` (an
-attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states, calls, with_stacks), `signal` (its
-name), `health` (a finding: health.py).
+A node: `hello` (host, pid, facts), `ready` (its imports are done), `rank` (code, ago, ending, facts), `done` (an
+attempt; facts), `ended` (an attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states,
+calls, with_stacks), `signal` (its name), `health` (a finding: health.py).
 
-The leader: `accepted` (epoch, until_step) or `refused` (why), `start` (attempt, log, first, world, host, port), `end`
-(an attempt; failed, keep), `ask` (a question; place), `bye` (result, error).
+The leader: `accepted` (epoch, until_step) or `refused` (why), `start` (attempt, log, first, world, host, port,
+overrides), `end` (an attempt; failed, keep), `ask` (a question; place), `bye` (result, error).
 """
 
 import importlib.metadata

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ingot.errors import ConfigError, IngotError
+from ingot.events import read_events
 from ingot.machine.health.report import node_name
 from ingot.machine.health.rules import HealthFinding
 from ingot.schema import events
@@ -35,9 +36,9 @@ _RETRY_SECONDS = 0.1
 @dataclass
 class Node:
     """Another node, with `host` as its name. number: its place in the job, None for a spare. attempt: the newest that
-    it takes part in. done: its ranks have ended. ended: the newest attempt of which it has no process any more, but
-    those of the ranks `kept`. hang: by its watchdog. facts: about the end of its ranks (JobHere.facts). sickness: of its machine. answered: the number
-    of a question, and what its ranks answered."""
+    it takes part in. done: its ranks have ended. ready: it has imported what ranks need. ended: the newest attempt of
+    which it has no process any more, but those of the ranks `kept`. hang: by its watchdog. facts: about the end of its
+    ranks (JobHere.facts). sickness: of its machine. answered: the number of a question, and what its ranks answered."""
 
     link: Link
     host: str = ""
@@ -45,6 +46,7 @@ class Node:
     number: int | None = None
     attempt: int = -1
     done: bool = True
+    ready: bool = False
     ended: int = -1
     kept: list[int] = field(default_factory=list)
     hang: Hang | None = None
@@ -55,6 +57,13 @@ class Node:
     @property
     def name(self) -> str:
         return self.host if self.number is None else f"node {self.number} ({self.host})"
+
+
+def has_followed(folder: RunFolder) -> bool:
+    """Return whether this process was a node of an earlier leader of the run, which is lost."""
+    own = socket.gethostname(), os.getpid()
+    joined = (event for event in read_events(folder.events, events.NODE) if event["action"] == "joined")
+    return any((event["host"], event["pid"]) == own for event in joined)
 
 
 class Nodes:
@@ -182,6 +191,8 @@ class Nodes:
         """Take in a message about the node itself. Returns False for others."""
         if "hello" in message:
             self._welcome(node, message["hello"])
+        elif "ready" in message:
+            node.ready = True
         elif "ended" in message:
             node.ended, node.kept = int(message["ended"]), [int(rank) for rank in message["kept"]]
         elif "watch" in message:

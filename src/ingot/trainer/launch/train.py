@@ -13,7 +13,8 @@ from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
-from ingot.trainer.launch.job_on_nodes import leading
+from ingot.trainer.launch.layouts import open_layouts
+from ingot.trainer.launch.leading import leading
 from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.node_messages import own_facts
 from ingot.trainer.launch.outcome import JobResult
@@ -86,10 +87,11 @@ def train(
                 from ingot.trainer.launch.here import train_here  # only this imports torch
 
                 return train_here(folder, job.env, launch, **terms, given=given, say=say)
+            layouts = open_layouts(folder, config)
             running = JobHere(folder, job, launch, show_output=not quiet, health=health)
             if nodes == 1:
                 return supervise(folder, running, launch, lease=lease, began=began, say=say)
-            with leading(folder, running, launch, terms=terms, facts=own_facts(config), say=say) as on_nodes:
+            with leading(folder, running, launch, layouts, terms=terms, facts=own_facts(config), say=say) as on_nodes:
                 result = supervise(folder, on_nodes, launch, lease=lease, began=began, say=say)
                 on_nodes.part(result.facts())
                 return result

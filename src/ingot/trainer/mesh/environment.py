@@ -1,8 +1,22 @@
 """Numbers in the environment by which a launcher describes a job to its processes. No torch."""
 
+import json
 import os
+from collections.abc import Sequence
 
 from ingot.errors import ConfigError
+
+OVERRIDES_VARIABLE = "INGOT_OVERRIDES"  # the settings in which this attempt differs from the run file, as JSON
+
+
+def order_overrides(overrides: Sequence[str]) -> None:
+    """Let the ranks that this process starts from now on train with `overrides` of the run file (KEY=VALUE)."""
+    os.environ[OVERRIDES_VARIABLE] = json.dumps(list(overrides))
+
+
+def ordered_overrides() -> list[str]:
+    """Return the overrides of the run file with which the launcher of this rank started it."""
+    return json.loads(os.environ.get(OVERRIDES_VARIABLE, "[]"))
 
 
 def environment_number(name: str, default: int, least: int = 0) -> int:

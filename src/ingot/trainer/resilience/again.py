@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from ingot.config import from_dict
+from ingot.trainer.mesh.environment import order_overrides
 from ingot.trainer.mesh.start import NodeShare, enter_rank, stop
 from ingot.trainer.resilience.reports import forget_calls
 from ingot.trainer.resilience.start_times import START_VARIABLE
@@ -25,7 +26,7 @@ _MOST_BYTES = 1 << 16
 @dataclass(frozen=True, kw_only=True)
 class Place:
     """The place of a rank in an attempt, as its fork server orders it. log: the path of its standard error. start: see
-    START_VARIABLE. The rest as in enter_rank."""
+    START_VARIABLE. overrides: see order_overrides. The rest as in enter_rank."""
 
     attempt: int
     local_rank: int
@@ -33,11 +34,13 @@ class Place:
     share: NodeShare
     log: str
     start: str
+    overrides: tuple[str, ...] = ()
 
     def enter(self, listener: socket.socket | None) -> None:
         """Make this process the rank. listener: of the store, with rank 0."""
         redirect_errors(self.log)
         os.environ[START_VARIABLE] = self.start
+        order_overrides(self.overrides)
         enter_rank(self.local_rank, self.ranks, listener, self.attempt, self.share)
 
 

@@ -141,6 +141,18 @@ def test_values_that_are_no_messages_are_skipped(pair):
     assert read(far) == [{"real": True}]
 
 
+def test_an_end_that_did_something_else_does_not_take_the_other_one_for_silent(pair):
+    near, far = pair
+    time.sleep(0.2)
+    near.send(first=1)
+    near.send(second=2)
+    for message in far.read():  # which takes long, as the start of ranks does
+        assert far.silent() < 0.15 or "second" in message
+        time.sleep(0.2)
+        near.live(0.1)
+    assert far.silent() < 0.15
+
+
 def test_signs_of_life_come_while_the_sender_waits_for_something_else(pair):
     near, far = pair
     with signs_of_life(lambda: [near], patience=0.1):

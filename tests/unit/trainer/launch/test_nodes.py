@@ -14,11 +14,13 @@ from ingot.errors import IngotError, RunBusyError
 from ingot.events import read_events
 from ingot.machine.health.report_file import ReportFile
 from ingot.schema import events
+from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
-from ingot.trainer.launch.job_on_nodes import leading
+from ingot.trainer.launch.layouts import Layouts
+from ingot.trainer.launch.leading import leading
 from ingot.trainer.launch.link import LeaderAddress, dial
 from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.nodes import Nodes
@@ -29,6 +31,17 @@ from ingot.trainer.resilience.lock import RunLock
 
 _LONG = 30.0  # seconds that nothing takes here
 FACTS = {"torch": "2", "settings": "a" * 64}
+FALLBACKS = Fallbacks(
+    run_sha256="",
+    cluster_sha256="",
+    own=Fallback(nodes=2, ranks=2),
+    available_bytes=0,
+    bills=({},),
+    fewer_nodes=(
+        Fallback(nodes=2, ranks=2, overrides=("parallel.dp_shard=2", "launch.nodes=2")),
+        Fallback(nodes=1, ranks=1, overrides=("parallel.dp_shard=1", "launch.nodes=1")),
+    ),
+)
 # A rank of each node. It writes down its place, makes a step, and waits: for a request to stop, for the file "finish",
 # or for "RANK.fail" with the way to fail.
 RANK = """
@@ -48,7 +61,7 @@ def work(rank):
     heartbeat = open_heartbeat(int(os.environ["LOCAL_RANK"]), reports.stacks, reports.collectives)
     names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INGOT_ATTEMPT")
     place = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME")}
-    place |= {"args": sys.argv[2:], "server": os.getppid()}
+    place |= {"args": sys.argv[2:], "server": os.getppid(), "overrides": os.environ["INGOT_OVERRIDES"]}
     log.write("rank_started", rank=rank, pid=os.getpid(), host="", attempt=0, place=place)
     if rank == 0:
         log.write("run_started", from_step=0)
@@ -68,10 +81,10 @@ def work(rank):
         if how != "hang":
             heartbeat.enter(Phase.STEP, 2)
         time.sleep(0.02)
-    time.sleep(0.4 if folder.stop_request.exists() else 0)  # a save
+    reason = json.loads(folder.stop_request.read_text())["reason"] if folder.stop_request.exists() else ""
+    time.sleep(0.4 if reason else 0)  # a save
     if rank == 0:
-        asked = folder.stop_request.exists() and json.loads(folder.stop_request.read_text())
-        log.write("stopped" if asked else "finished", step=2, **({"reason": asked["reason"]} if asked else {}))
+        log.write("finished" if (folder.root / "finish").exists() else "stopped", step=2, reason=reason)
 
 line, reports = open_line(), None
 while True:
@@ -120,7 +133,10 @@ class Cluster:
         def job_of(terms) -> Job:
             path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
             arguments = (str(folder.root), json.dumps(terms))
-            return Job(module="rank_of_node", arguments=arguments, processes=1, env={"PYTHONPATH": path})
+            preload = ("slow_import",) if (root / "slow_import.py").exists() else ()
+            return Job(
+                module="rank_of_node", arguments=arguments, processes=1, env={"PYTHONPATH": path}, preload=preload
+            )
 
         def lead() -> JobResult:
             terms = {"epoch": 3, "until_step": None}
@@ -128,7 +144,8 @@ class Cluster:
                 if any(read_events(folder.events, events.FINISHED)):
                     return JobResult(exit_code=0, step=2, saved_step=0, restarts=0, seconds=0.0, run=folder.root)
                 here = JobHere(folder, job_of(terms), launch, health=health)
-                with leading(folder, here, launch, terms=terms, facts=facts, say=lines.append) as job:
+                layouts = Layouts(folder, launch, FALLBACKS if launch.min_ranks else None)
+                with leading(folder, here, launch, layouts, terms=terms, facts=facts, say=lines.append) as job:
                     result = supervise(folder, job, launch, say=lines.append)
                     job.part(result.facts())
                     return result
@@ -305,6 +322,67 @@ def test_a_node_with_another_version_is_refused_and_the_others_go_on(cluster):
 def test_nodes_that_do_not_come_end_the_wait(cluster):
     cluster.start("a", node_wait_seconds=0.3)
     assert cluster.ends()["a"][1] == "E-NODES-MISSING"
+
+
+def test_a_run_goes_on_with_fewer_nodes_and_with_more_again(cluster):
+    """Only when it has waited for another node; the node that joins then takes part after a save."""
+    settings = {"min_ranks": 1, "shrink_seconds": 0.3, "grow_seconds": 600}
+    cluster.start("a", **settings)
+    cluster.start("b", **settings)
+    assert {e["place"]["overrides"] for e in cluster.attempt(0).values()} == {"[]"}
+    cluster.kill("b")
+    (alone,) = cluster.attempt(1, 1).values()
+    assert alone["place"]["WORLD_SIZE"] == "1"
+    assert json.loads(alone["place"]["overrides"]) == ["parallel.dp_shard=1", "launch.nodes=1"]
+    (lost,) = read_events(cluster.folder.events, events.FAULT)
+    assert alone["time"] - lost["time"] >= 0.3
+    cluster.start("c", **settings)
+    assert {e["place"]["overrides"] for e in cluster.attempt(2).values()} == {"[]"}
+    (planned,) = read_events(cluster.folder.events, events.PLANNED_RESTART)
+    assert planned["reason"] == "2 nodes are there, and the run is trained on 1"
+    cluster.finish()
+    ended = cluster.ends()
+    assert {name: code for name, (_, code) in ended.items()} == {"a": 0, "b": "killed", "c": 0}
+    assert cluster.faults() == [(1, "node")]
+    layouts = [(e["nodes"], e["ranks"], e["reason"]) for e in read_events(cluster.folder.events, events.LAYOUT)]
+    assert layouts == [(1, 1, "nodes"), (2, 2, "")]
+    assert any("goes on with 1 of 2: parallel.dp_shard=1 launch.nodes=1" in line for line in ended["a"][0])
+
+
+def test_training_goes_on_while_a_node_that_joined_imports(cluster):
+    settings = {"min_ranks": 1, "node_wait_seconds": 0.1}
+    cluster.start("a", **settings)
+    cluster.attempt(0, 1)
+    waits = "while not Path(__file__).with_name('go').exists():\n    time.sleep(0.01)\n"
+    (cluster.root / "slow_import.py").write_text(f"import time\nfrom pathlib import Path\n{waits}")
+    cluster.start("b", **settings)
+    time.sleep(0.5)
+    assert not list(read_events(cluster.folder.events, events.STOPPED))
+    (cluster.root / "go").touch()
+    cluster.attempt(1)
+    cluster.finish()
+    assert {code for _, code in cluster.ends().values()} == {0}
+
+
+def test_a_node_of_a_high_number_gets_a_place_among_fewer(cluster):
+    settings = {"nodes": 3, "min_ranks": 1, "shrink_seconds": 0.2}
+    for name in "abc":
+        cluster.start(name, **settings)
+    cluster.attempt(0, 3)
+    cluster.kill("b")
+    found = cluster.attempt(1)
+    assert {found[rank]["place"]["WORLD_SIZE"] for rank in (0, 1)} == {"2"}
+    cluster.finish()
+    assert {name: code for name, (_, code) in cluster.ends().items()} == {"a": 0, "b": "killed", "c": 0}
+
+
+def test_the_first_start_waits_for_all_nodes_before_it_goes_on_with_fewer(cluster):
+    cluster.start("a", min_ranks=1, shrink_seconds=0.1, node_wait_seconds=1.0)
+    (alone,) = cluster.attempt(0, 1).values()
+    (leads,) = cluster.nodes("leads")
+    assert alone["time"] - leads["time"] >= 0.9
+    cluster.finish()
+    assert cluster.ends()["a"][1] == 0
 
 
 @pytest.mark.parametrize(("number", "order"), [(signal.SIGTERM, "ab"), (signal.SIGINT, "ab"), (signal.SIGINT, "ba")])
