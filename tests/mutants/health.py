@@ -107,8 +107,8 @@ MUTANTS: list[Mutant] = [
         name="leader-is-always-sound",
         what="a fault of the leader's machine is looked at by nobody",
         file="trainer/launch/job_on_nodes.py",
-        before="restart_for([self._here.fault_of_machine(), *(node",
-        after="restart_for([*(node",
+        before="faults = [self._here.fault_of_machine(), *(node",
+        after="faults = [*(node",
         tests=(f"{_NODES}::test_the_machine_of_the_leader_is_drained_and_another_one_leads",),
     ),
     Mutant(

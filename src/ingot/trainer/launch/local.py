@@ -44,8 +44,8 @@ class LocalJob:
     loses its peers leaves them and waits for the next attempt (resilience/again.py); it counts as ended with code 1.
     `prepared`: the imports that `prepare` ordered are done. The methods after `start` are about the newest attempt:
     `exit_codes` has rank -> exit code (negative: signal number) of the ranks that have ended, `ended_at` rank -> when
-    [s of time.monotonic()], `left` rank -> process id of those that wait, `log` is the file with their standard error, and
-    `port` that of the store of the ranks, if rank 0 is here.
+    [s of time.monotonic()], `left` rank -> process id of those that wait, `log` is the file with their standard error,
+    and `port` that of the store of the ranks, if rank 0 is here.
     """
 
     def __init__(self, job: Job, *, stdout: IO | int | None = None, partial: bool = False):
