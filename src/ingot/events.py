@@ -61,3 +61,31 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
                 continue
             if not kinds or (isinstance(event, dict) and event.get("kind") in kinds):
                 yield event
+
+
+class NewEvents:
+    """A reader of a log that grows: each call of `read` returns the events since the last one, whole lines only."""
+
+    def __init__(self, path: Path):
+        self.path, self._position = path, 0
+
+    def read(self) -> list[dict]:
+        """Return the events that were written since the last call, in order. Torn lines are left out."""
+        try:
+            with self.path.open("rb") as file:
+                file.seek(self._position)
+                added = file.read()
+        except FileNotFoundError:
+            return []
+        lines = added[: added.rfind(b"\n") + 1]
+        self._position += len(lines)
+        return [event for line in lines.splitlines() if (event := _event_of(line)) is not None]
+
+
+def _event_of(line: bytes) -> dict | None:
+    """Return the event of a line; None if a killed writer tore it."""
+    try:
+        event = json.loads(line)
+    except ValueError:
+        return None
+    return event if isinstance(event, dict) and "kind" in event else None

@@ -4,7 +4,7 @@
 
 killpoints.c   a library for LD_PRELOAD: kills, losses of power and disk faults at the k-th call, from outside
 bench.py       a tiny project, real runs of it with and without faults; launcher.py: attempts forked in half a second
-oracles.py     O1 to O8
+ingot.drill    O1 to O8, jobs and the faults that any run can have: `ingot drill` has them for users
 row.py         what rows share; rows_*.py: the rows; planted.py: a plug-in with the faults of programs
 table.py       all lines as a table
 docs/reliability.md has the results.
@@ -23,6 +23,7 @@ from . import (
     rows_node,
     rows_partial,
     rows_slow,
+    rows_soak,
     rows_store,
 )
 from .row import Row
@@ -40,6 +41,7 @@ _FILES = (
     rows_node,
     rows_partial,
     rows_slow,
+    rows_soak,
     rows_store,
 )
 ALL: tuple[Row, ...] = tuple(sorted((row for file in _FILES for row in file.ROWS), key=lambda row: row.id))
@@ -56,5 +58,4 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS27": ("out of memory on one rank", "needs its own class of incident"),
     "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
-    "RS34": ("an hour of random faults", _ELSEWHERE),
 }

@@ -17,9 +17,10 @@ import traceback
 from datetime import date
 from pathlib import Path
 
+from ingot.drill.oracles import Verdicts
+
 from . import ALL, MISSING, killpoints
 from .bench import ROOT, Bench
-from .oracles import Verdicts
 from .row import Row
 from .table import table_of
 

@@ -3,39 +3,31 @@
 import json
 import os
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
-from contextlib import suppress
-from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
 from tests.e2e.conftest import RUN_FILE, write_tokens
 
+from ingot.drill.clean import shared_memory
+from ingot.drill.job import DEADLINE_SECONDS, Ended, TrainingJob, ended
+from ingot.drill.oracles import RunFacts, read_facts
+from ingot.drill.trial import DrilledRun
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import load_run
 
 from . import killpoints
-from .oracles import Facts, read_facts, shared_memory
 
 ROOT = Path(__file__).parents[2]
 _REPLACED = {"steps = 120": "steps = 24", "every_steps = 20": "every_steps = 4", "log_every = 2": "log_every = 1"}
-DEADLINE_SECONDS = 120.0
+STEP_SECONDS = 0.02  # of the bench's run with two ranks, about
 ONE_RANK = ("parallel.dp_shard=1",)
-
-
-@dataclass(frozen=True)
-class Ended:
-    """The end of a process. code: its exit code, negative for a signal. seconds: from its start, or from the signal."""
-
-    code: int
-    output: str
-    seconds: float = 0.0
 
 
 class Bench:
@@ -55,7 +47,7 @@ class Bench:
         self.run_file.write_text(text)
         self.memory_before = shared_memory()
         self._launcher: subprocess.Popen | None = None
-        self._references: dict[tuple[str, ...], Facts] = {}
+        self._references: dict[tuple[str, ...], RunFacts] = {}
 
     def __enter__(self) -> "Bench":
         return self
@@ -80,45 +72,30 @@ class Bench:
         path.mkdir(exist_ok=True)
         return path
 
-    def _environment(self, name: str) -> dict[str, str]:
-        own = {"OMP_NUM_THREADS": "1", "TMPDIR": str(self.temporary(name)), "BOARD_RUN": str(self.root / name)}
-        return own | {"LD_PRELOAD": str(self.interposer)}
+    def drilled(self, *settings: str) -> DrilledRun:
+        """Return the run with these settings, for a drill."""
+        config = load_run(self.run_file, settings)
+        own = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.interposer), "BOARD_TOP": str(os.getpid())}
+        return DrilledRun(
+            run_file=self.run_file, config=config, settings=settings, variables=own, step_seconds=STEP_SECONDS
+        )
+
+    def job(self, name: str, *options: str, env: dict[str, str] | None = None) -> TrainingJob:
+        """Return the job of the run `name`."""
+        own = self.drilled().variables | (env or {})
+        return TrainingJob(self.run_file, self.folder(name), self.temporary(name), options, own)
 
     def start(self, name: str, *options: str, env: dict[str, str] | None = None) -> subprocess.Popen:
         """Start `ingot train` on the run `name`."""
-        top = {"BOARD_TOP": str(os.getpid())}
-        return subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "ingot.cli.main",
-                "train",
-                str(self.run_file),
-                "--out",
-                str(self.root / name),
-                *options,
-            ],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
-            env=os.environ | self._environment(name) | top | (env or {}),
-        )
+        return self.job(name, *options, env=env).start()
 
     def train(self, name: str, *options: str, env: dict[str, str] | None = None) -> Ended:
         """Run `ingot train` to its end."""
         return self.ended(self.start(name, *options, env=env))
 
     def ended(self, process: subprocess.Popen) -> Ended:
-        """Wait for the end of a process. Kills it, which shows in its code, after the deadline."""
-        began = time.monotonic()
-        try:
-            output, _ = process.communicate(timeout=DEADLINE_SECONDS)
-        except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)
-            output, _ = process.communicate()
-        return Ended(process.returncode, output, time.monotonic() - began)
+        """Wait for the end of a process."""
+        return ended(process)
 
     def ingot(self, *arguments: str) -> Ended:
         """Run another verb to its end."""
@@ -148,7 +125,7 @@ class Bench:
             "out": str(self.root / name),
             "settings": [*ONE_RANK, *settings],
             "until": until,
-            "env": self._environment(name) | (env or {}),
+            "env": self.job(name, env=env).environment(),
             "log": str(log),
         }
         began = time.monotonic()
@@ -187,7 +164,7 @@ class Bench:
             assert ended.code == 10, ended.output
         return name
 
-    def reference(self, *settings: str, ranks: int = 2) -> Facts:
+    def reference(self, *settings: str, ranks: int = 2) -> RunFacts:
         """Return the facts of the undisturbed run R with these settings; it runs once. ranks: 1 or 2."""
         key = (str(ranks), *settings)
         if key not in self._references:
@@ -205,22 +182,6 @@ class Bench:
             if any(e["step"] >= step for e in read_events(self.folder(name).events, events.STEP)):
                 return
             time.sleep(0.01)
-
-
-def marked_processes(run: Path) -> list[int]:
-    """Return the living processes that were started for the run folder `run`, with all that they started."""
-    return processes_with("BOARD_RUN", run)
-
-
-def processes_with(variable: str, value: Path) -> list[int]:
-    """Return the living processes with this variable in their environment."""
-    mark, found = f"{variable}={value}\0".encode(), []
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if mark in Path(f"/proc/{entry.name}/environ").read_bytes():
-                    found.append(int(entry.name))
-    return found
 
 
 def options(settings: Sequence[str]) -> list[str]:

@@ -25,7 +25,7 @@ class Planted(StepCallback):
         self.rank, self.step = run.rank, 0
         kind, rank, step, self.place, *always = (os.environ.get("BOARD_FAULT") or "none 0 0 nowhere").split()
         self.kind, self.on_rank, self.at, self.always = kind, int(rank), int(step), bool(always)
-        self.done = Path(os.environ["BOARD_RUN"] + ".planted")
+        self.done = Path(os.environ["INGOT_DRILL_RUN"] + ".planted")
 
     def on_gradients(self, step):
         self.step = step

@@ -4,17 +4,20 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
 
+from ingot.drill import trial
+from ingot.drill.clean import o7
+from ingot.drill.faults import faults_of, play
+from ingot.drill.job import END_SECONDS, gone_within, marked_processes
+from ingot.drill.oracles import RunFacts, Trace, Verdicts
 from ingot.errors import IngotError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
 
-from .bench import Bench, marked_processes
-from .oracles import Facts, Trace, Verdicts, gone_within, o1, o2, o3, o7, read_facts, redone
+from .bench import Bench
 
 INTERVAL = 4  # steps between checkpoints of the bench's runs
-END_SECONDS = 5.0  # for processes of a run that has ended
 
 
 @dataclass(frozen=True)
@@ -36,7 +39,7 @@ def judge_recovered(
     verdicts: Verdicts,
     name: str,
     where: str,
-    reference: Facts,
+    reference: RunFacts,
     *,
     faults: int = 1,
     all_layouts: bool = False,
@@ -50,26 +53,21 @@ def judge_recovered(
     folder = bench.folder(name)
     left = gone_within(END_SECONDS, lambda: marked_processes(folder.root))
     verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
-    try:
-        facts = read_facts(folder)
-    except (IngotError, IndexError) as error:
-        verdicts.judge("o2", where, f"no state: {error}")
-        return
-    trace = _joined(earlier or {}, facts.trace)
-    verdicts.judge("o1", where, o1(trace, reference.trace))
-    ours, theirs = facts.state, reference.state
-    if all_layouts:
-        ours, theirs = facts.state_of_all_layouts, reference.state_of_all_layouts
-    verdicts.judge("o2", where, o2(ours, theirs))
-    verdicts.judge("o3", where, o3(facts.samples, reference.samples))
-    twice = redone(trace)
-    verdicts.redone = max(verdicts.redone, twice)
-    limit = INTERVAL * faults
-    verdicts.judge("o8", where, f"{twice} steps were done twice, more than {limit}" if twice > limit else "")
+    most = INTERVAL * faults
+    trial.judge_recovered(verdicts, folder, where, reference, most, all_layouts=all_layouts, earlier=earlier)
 
 
-def _joined(first: Trace, second: Trace) -> Trace:
-    return {step: first.get(step, []) + second.get(step, []) for step in first | second}
+def drilled(row: str, *settings: str) -> Callable[[Bench, int, Verdicts], None]:
+    """Return how a row is played whose faults `ingot drill` has as well: on the bench's run with these settings."""
+
+    def play_row(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+        run, reference = bench.drilled(*settings), bench.reference(*settings)
+        for fault in faults_of(row):
+            place = bench.root / f"{fault.id.replace(' ', '-')}-{seed}"
+            with trial.Trial(run, place, random_of(fault.id, seed), verdicts, name=fault.id) as one:
+                play(fault, one, reference)
+
+    return play_row
 
 
 def newest_valid(folder: RunFolder) -> tuple[int, str]:

@@ -5,12 +5,13 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+from ingot.drill.damage import flip
+from ingot.drill.oracles import Verdicts
 from ingot.errors import CheckpointError
 from ingot.schema.run_folder import RunFolder
 
 from . import killpoints
 from .bench import Bench
-from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of, refused_steps, resumed_from
 
 _OLDER, _NEWEST = 4, 8
@@ -29,13 +30,6 @@ def regions(checkpoint: Path) -> dict[str, tuple[int, int, str]]:
         first, end = header[key]["data_offsets"]
         found[name] = (begin + first, begin + end, _FILE if kind == "random." else f"tensor {key}")
     return found
-
-
-def flip(file: Path, offset: int, bit: int) -> None:
-    """Flip one bit of a file."""
-    data = bytearray(file.read_bytes())
-    data[offset] ^= 1 << bit
-    file.write_bytes(data)
 
 
 def rs10(bench: Bench, seed: int, verdicts: Verdicts) -> None:

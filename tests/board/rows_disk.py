@@ -7,12 +7,12 @@ import time
 from collections.abc import Iterable
 from statistics import median
 
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 
 from . import killpoints
 from .bench import Bench
-from .oracles import Verdicts
 from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of, resumed_from
 
 MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process that writes

@@ -1,23 +1,21 @@
 """Rows of ranks that hang, or fail from within: stopped processes, held locks, collectives in another order."""
 
-import os
 import shutil
-import signal
-import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from ingot.drill.job import END_SECONDS, Ended, gone_within, marked_processes
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 
-from .bench import Bench, Ended, marked_processes, options
-from .oracles import Verdicts, gone_within
-from .row import END_SECONDS, Row, judge_recovered, random_of
+from .bench import Bench, options
+from .row import Row, drilled, judge_recovered, random_of
 
 _WATCHDOG = 3.0  # seconds
+_LONG = ("train.steps=60", f"launch.watchdog_seconds={_WATCHDOG}")
 _SETTINGS = (
-    "train.steps=60",
-    f"launch.watchdog_seconds={_WATCHDOG}",
+    *_LONG,
     'plugins.modules=["planted"]',
     'plugins.folder="lab"',
     "callbacks.planted={}",
@@ -54,23 +52,6 @@ def rs02(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
 
 
-def rs03(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Stop one rank, and all ranks at once, from outside: the watchdog names them and their stacks are written."""
-    random = random_of("RS03", seed)
-    for ranks in ((random.randrange(2),), (0, 1)):
-        name = f"stopped-{len(ranks)}-{seed}"
-        where, folder, step = f"ranks {ranks}", bench.folder(name), random.randrange(9, 40)
-        process = bench.start(name, *_options(bench))
-        bench.wait_for_step(name, step, process)
-        pids = {e["rank"]: e["pid"] for e in read_events(folder.events, events.RANK_STARTED)}
-        injected = time.time()
-        for rank in ranks:
-            os.kill(pids[rank], signal.SIGSTOP)
-        _judge_hang(bench, verdicts, name, where, bench.ended(process), ranks[0], "SIGSTOP", injected)
-        stacks = [path for path in folder.incidents.rglob("rank-*.stacks") if "trainer/loop.py" in path.read_text()]
-        verdicts.judge("o6", where, "" if len(stacks) == 2 - len(ranks) else f"stacks of {len(stacks)} ranks")
-
-
 def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """One rank holds its interpreter lock for ever, and one waits for something that never comes: while the others
     wait for it in the next step, or in a save."""
@@ -97,25 +78,6 @@ def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, faults {found}: {ended.output[-300:]}")
         left = gone_within(END_SECONDS, lambda name=name: marked_processes(bench.folder(name).root))
         verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
-
-
-def rs06(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Stop one rank, and all, for half the time of the watchdog: nothing happens, and nothing is reported."""
-    random, name = random_of("RS06", seed), f"paused-{seed}"
-    folder = bench.folder(name)
-    process = bench.start(name, *_options(bench))
-    for step, ranks in ((random.randrange(9, 20), (random.randrange(2),)), (30, (0, 1))):
-        bench.wait_for_step(name, step, process)
-        pids = {e["rank"]: e["pid"] for e in read_events(folder.events, events.RANK_STARTED)}
-        for number in (signal.SIGSTOP, signal.SIGCONT):
-            for rank in ranks:
-                os.kill(pids[rank], number)
-            time.sleep(_WATCHDOG / 2 if number == signal.SIGSTOP else 0)
-    ended = bench.ended(process)
-    faults = list(read_events(folder.events, events.FAULT))
-    reported = "watchdog" in ended.output or folder.incidents.exists()
-    verdicts.judge("o6", "pauses", f"exit code {ended.code}, {faults}" if ended.code or faults or reported else "")
-    judge_recovered(bench, verdicts, name, "pauses", bench.reference(*_settings(bench)), faults=0)
 
 
 def rs33(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -183,9 +145,9 @@ def _judge_hang(
 ROWS = (
     Row("RS01 phases", "SIGKILL of a rank in each phase of a step", rs01_phases),
     Row("RS02", "an exception, a segmentation fault, an abort", rs02),
-    Row("RS03", "SIGSTOP of one rank, of all ranks", rs03),
+    Row("RS03", "SIGSTOP of one rank, of all ranks", drilled("RS03", *_LONG)),
     Row("RS04", "a rank that holds its interpreter lock, or waits for ever", rs04),
     Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05),
-    Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", rs06),
+    Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", drilled("RS06", *_LONG)),
     Row("RS33", "the same failure at the same step in every attempt", rs33),
 )

@@ -8,41 +8,21 @@ import subprocess
 import time
 from contextlib import closing, suppress
 
+from ingot.drill.clean import o7
+from ingot.drill.job import DEADLINE_SECONDS, gone_within, marked_processes
+from ingot.drill.oracles import Trace, Verdicts, o3, read_facts, redone
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 
-from .bench import DEADLINE_SECONDS, Bench, marked_processes, options
-from .oracles import Trace, Verdicts, gone_within, o3, o7, read_facts, redone
-from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of
+from .bench import Bench, options
+from .row import INTERVAL, Row, drilled, judge_recovered, random_of
 
 _LONG = "train.steps=60"  # so that a signal arrives before the end
 # Steps of some hundredths of a second: the bench, which reads the log again and again, is not too late.
 SLOW_STEPS = ("train.steps=60", "train.global_batch=64")
-_GRACE_SECONDS = 2.0
 _PREEMPTED = 10
-# The signals that RS28 sends, one run each.
-_SENT = ((signal.SIGTERM,), (signal.SIGINT,), (signal.SIGUSR1,), (signal.SIGTERM, signal.SIGTERM))
 _CANONICAL = ('parallel.reduce="canonical"', "parallel.virtual_ranks=4", "parallel.dp_shard=1")
-
-
-def rs01(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Kill a random rank at a random moment of a random step; the supervisor restarts the job."""
-    random, name = random_of("RS01", seed), f"killed-{seed}"
-    rank, step = random.randrange(2), random.randrange(5, 40)
-    where, folder = f"rank {rank} near step {step}", bench.folder(name)
-    process = bench.start(name, *options([_LONG]))
-    bench.wait_for_step(name, step, process)
-    time.sleep(random.uniform(0, 0.03))  # somewhere in the next step
-    pid = next(e["pid"] for e in read_events(folder.events, events.RANK_STARTED) if e["rank"] == rank)
-    injected = time.time()
-    os.kill(pid, signal.SIGKILL)
-    ended = bench.ended(process)
-    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
-    faults = [(e["rank"], "SIGKILL" in e["cause"]) for e in read_events(folder.events, events.FAULT)]
-    verdicts.judge("o6", where, "" if faults == [(rank, True)] else f"faults {faults}")
-    verdicts.time(folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
 
 
 def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -91,64 +71,6 @@ def stopped_between_snapshots(
         for pid in pids.values():  # the next snapshot may have begun
             os.kill(pid, signal.SIGCONT)
     raise TimeoutError(f"{name}: no snapshot of step {step} was kept")
-
-
-def rs08(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Kill all processes of the job at once at a random moment, and give the same command again."""
-    random, name = random_of("RS08", seed), f"all-killed-{seed}"
-    step = random.randrange(5, 40)
-    where, folder = f"near step {step}", bench.folder(name)
-    process = bench.start(name, *options([_LONG]))
-    bench.wait_for_step(name, step, process)
-    time.sleep(random.uniform(0, 0.03))
-    injected = time.time()
-    for pid in [process.pid, *marked_processes(folder.root)]:
-        with suppress(ProcessLookupError):  # the kernel ends the ranks of a supervisor that is gone
-            os.kill(pid, signal.SIGKILL)
-    bench.ended(process)
-    again = bench.train(name, *options([_LONG]))
-    verdicts.judge("o6", where, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
-    verdicts.time(folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
-
-
-def rs28(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Send SIGTERM, SIGINT, SIGUSR1, and SIGTERM twice, at a random step."""
-    random = random_of("RS28", seed)
-    for sent in _SENT:
-        names = " and ".join(one.name for one in sent)
-        name = f"signals-{seed}-{names.replace(' ', '-')}"
-        step = random.randrange(5, 40)
-        where = f"{names} at step {step}"
-        process = bench.start(name, *options([_LONG]))
-        bench.wait_for_step(name, step, process)
-        injected = time.time()
-        for number, one in enumerate(sent):
-            if number:
-                time.sleep(random.uniform(0, 0.1))
-            process.send_signal(one)
-        ended = bench.ended(process)
-        _judge_stop(bench, verdicts, name, where, ended.code, ended.output, ended.seconds, twice=len(sent) > 1)
-        again = bench.train(name, *options([_LONG]))
-        verdicts.judge("o6", where, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
-        verdicts.time(bench.folder(name), injected)
-        judge_recovered(bench, verdicts, name, where, bench.reference(_LONG))
-
-
-def _judge_stop(
-    bench: Bench, verdicts: Verdicts, name: str, where: str, code: int, output: str, seconds: float, *, twice: bool
-) -> None:
-    folder = bench.folder(name)
-    if twice and code == 130:  # the second signal came before the checkpoint was there
-        newest, torn = newest_valid(folder) if folder.checkpoints.exists() else (0, "")
-        verdicts.judge("o6", where, torn if "no checkpoint" not in torn else "")
-        return
-    verdicts.judge("o6", where, "" if code == _PREEMPTED else f"exit code {code}: {output[-300:]}")
-    verdicts.judge("o6", where, "" if seconds <= _GRACE_SECONDS else f"it took {seconds:.1f} s to stop")
-    newest, torn = newest_valid(folder)
-    done = max(event["step"] for event in read_events(folder.events, events.STEP))
-    verdicts.judge("o8", where, torn or ("" if newest == done else f"step {done} was done, step {newest} is saved"))
-    verdicts.numbers["stop_s"] = max(seconds, verdicts.numbers.get("stop_s", 0.0))
 
 
 def rs30(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -230,11 +152,11 @@ def _distance(ours: Trace, reference: Trace, step: int) -> float:
 
 
 ROWS = (
-    Row("RS01", "SIGKILL of a rank at a random moment", rs01),
+    Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG)),
     Row("RS07 memory", "SIGKILL of a rank, and loss of the tensors of all checkpoints", rs07_memory),
-    Row("RS08", "SIGKILL of all processes of a job", rs08),
+    Row("RS08", "SIGKILL of all processes of a job", drilled("RS08", _LONG)),
     Row("RS17", "resume on 2, 1, 2 and on 4, 2, 1 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
-    Row("RS28", "SIGTERM, SIGINT, SIGUSR1, SIGTERM twice", rs28),
+    Row("RS28", "SIGTERM, SIGINT, SIGUSR1, SIGTERM twice", drilled("RS28", _LONG)),
     Row("RS30", "two launches in one folder", rs30),
 )

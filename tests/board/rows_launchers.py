@@ -8,11 +8,12 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
+from ingot.drill.job import DEADLINE_SECONDS, marked_processes
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 
-from .bench import DEADLINE_SECONDS, Bench, marked_processes, options
-from .oracles import Verdicts
+from .bench import Bench, options
 from .row import Row, judge_recovered, random_of
 
 SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")

@@ -8,12 +8,13 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
+from ingot.drill.job import DEADLINE_SECONDS, Ended, marked_processes
+from ingot.drill.oracles import Verdicts
 from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders
 
-from .bench import DEADLINE_SECONDS, ONE_RANK, Bench, Ended, marked_processes, options
+from .bench import ONE_RANK, Bench, options
 from .killpoints import fault
-from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of, refused_steps, resumed_from
 from .rows_disk import DURING, PREVIOUS, SAVED, calls_of_a_save, mode_of
 

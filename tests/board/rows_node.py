@@ -11,13 +11,14 @@ import time
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
+from ingot.drill.job import DEADLINE_SECONDS, RUN_VARIABLE, gone_within, marked_processes, processes_with
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 
-from .bench import DEADLINE_SECONDS, ROOT, Bench, marked_processes, processes_with
-from .oracles import Verdicts, gone_within
+from .bench import ROOT, Bench
 from .row import INTERVAL, Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS, stopped_between_snapshots
 
@@ -57,7 +58,7 @@ class Node:
                 start_new_session=True,
                 env=os.environ
                 | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-                | {"TMPDIR": str(self._temporary), "BOARD_RUN": str(self._run)},
+                | {"TMPDIR": str(self._temporary), RUN_VARIABLE: str(self._run)},
             )
 
     def keeper(self) -> int:

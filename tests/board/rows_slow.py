@@ -3,11 +3,11 @@
 import shutil
 from pathlib import Path
 
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 
 from .bench import Bench, options
-from .oracles import Verdicts
 from .row import Row, random_of
 
 SLOW_STEP, WITHIN = 10, 10

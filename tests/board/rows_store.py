@@ -14,6 +14,8 @@ from unittest.mock import patch
 
 from tests.s3_server import BUCKET, KEY, SECRET, Fault, S3Server
 
+from ingot.drill.job import Ended, gone_within, marked_processes
+from ingot.drill.oracles import Verdicts, read_trace
 from ingot.errors import IngotError
 from ingot.events import read_events
 from ingot.schema import events
@@ -24,8 +26,7 @@ from ingot.trainer.checkpoint.fence import LEASE
 from ingot.trainer.checkpoint.manifest import verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier
 
-from .bench import Bench, Ended, marked_processes, options
-from .oracles import Verdicts, gone_within, read_trace
+from .bench import Bench, options
 from .row import INTERVAL, Row, judge_recovered, random_of, resumed_from
 
 _STEP_OF_TENTH = ("train.global_batch=64",)  # a step of about 0.1 s, so that uploads run beside training

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from statistics import median
 
-from .oracles import ORACLES
+from ingot.drill.oracles import ORACLES
 
 
 def table_of(lines: Sequence[dict]) -> str:

@@ -5,9 +5,10 @@ import signal
 
 import pytest
 
+from ingot.drill.oracles import Verdicts
+
 from . import ALL, killpoints
 from .bench import Bench
-from .oracles import Verdicts
 from .row import newest_valid, random_of
 from .rows_disk import MODES, calls_of_a_save, crash_points
 

@@ -28,6 +28,7 @@ VERBS = {
     "explain": "explain an error code, a slow run, or the formulas of a plan",
     "check": "report every problem of a run file at once, with file and line; start nothing",
     "train": "start a run, or continue it with the same command",
+    "drill": "break copies of a run on purpose, and show that they recover bit for bit",
     "status": "show the state of a run: step, loss, speed, newest checkpoint, faults",
     "ckpt": "list, verify, compare, move and clean up checkpoints; prove which samples a run consumed",
     "eval": "compute held-out bits per byte of a checkpoint, by source, with a unigram baseline",
@@ -40,8 +41,9 @@ VERBS = {
 _ACTIONS = {"plan score": "compare predictions of the planner with published runs, by family"}
 
 _EXIT_CODES = """exit codes:
-  0 done · 2 usage · 3 configuration or resources · 10 stopped on request, saved · 11 needs confirmation
-  20 data integrity · 21 checkpoint integrity · 30 run folder busy · 93 failed repeatedly, do not restart
+  0 done · 1 a drill found a difference · 2 usage · 3 configuration or resources
+  10 stopped on request, saved · 11 needs confirmation · 20 data integrity · 21 checkpoint integrity
+  30 run folder busy · 93 failed repeatedly, do not restart
   130 interrupted: finished work is kept, the same command continues"""
 
 

@@ -71,6 +71,8 @@ REPLACED = (
     ("ingot.rehearse.dryrun.dry_run", "simulate"),
     ("ingot.planner.published.fit", "Fit"),
     ("ingot.quickstart.run", "QuickstartRun"),
+    ("ingot.drill.drill", "drill"),
+    ("ingot.drill.soak", "soak"),
     ("ingot.data.tasks.ray", "Ray"),
     ("ingot.data.tasks.slurm", "Slurm"),
     ("uvicorn", "Server"),

@@ -29,6 +29,7 @@ from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read
 from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.checkpoint.tensor_file import FilePart
 
+LOST_WRITER = "E-CKPT-WRITER"
 _LENGTH_BYTES = 8
 # A writer that has not answered after this time hangs. Ten minutes are for other programs that keep the disk busy.
 _PATIENCE_SECONDS = 600.0
@@ -144,7 +145,7 @@ def _about(do: str, facts: CheckpointFacts) -> dict[str, Any]:
 
 def _writer_error(rank: int, what: str) -> ResourceError:
     return ResourceError(
-        "E-CKPT-WRITER",
+        LOST_WRITER,
         f"the process that writes the checkpoints of rank {rank} {what}",
         rule="a checkpoint is saved completely or not at all; the last checkpoint is unchanged",
         fix="none is needed: the next save starts another process. If it happens again, look for a lack of memory or a "

@@ -14,6 +14,7 @@ from pathlib import Path
 from ingot.errors import ResourceError, RunBusyError
 from ingot.units import format_seconds
 
+BUSY = "E-RUN-BUSY"
 _open: "set[RunLock]" = set()  # the locks of this process
 
 
@@ -44,7 +45,7 @@ class RunLock:
             owner = _describe(os.pread(self._fd, 4096, 0))
             self._close()
             raise RunBusyError(
-                "E-RUN-BUSY",
+                BUSY,
                 f"{path.parent} is in use by {owner}",
                 rule="only one run at a time writes to a run folder",
                 fix=f"stop that run first (see ingot status {path.parent}), or train into another folder (--out DIR)",

@@ -1,4 +1,4 @@
-"""The oracles: what must hold of a disturbed run, each defined once.
+"""The oracles: what must hold of a disturbed run, each defined once. No torch.
 
 O1 trace     every logged loss and gradient norm of every step has the bits of the undisturbed run R
 O2 state     weights, moments, random states, samples, step and tokens of the last checkpoint hash to the value of R
@@ -12,20 +12,15 @@ O8 cost      steps done twice per fault, at most the interval of checkpoints
 """
 
 import hashlib
-import os
+import json
 import struct
-import time
 from collections import Counter
-from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
 
 import numpy as np
-import safetensors.numpy
 
-from ingot.errors import IngotError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest, file_of
@@ -41,7 +36,7 @@ Samples = list[tuple[int, bytes]]
 
 
 @dataclass(frozen=True)
-class Facts:
+class RunFacts:
     """The facts of a run that are compared. trace: step -> the bits of (loss, gradient norm), once per time it was
     logged. state: SHA-256 of the last checkpoint, with random states and without. samples: (step, ids) by the ledger.
     """
@@ -52,12 +47,12 @@ class Facts:
     samples: Samples
 
 
-def read_facts(folder: RunFolder) -> Facts:
+def read_facts(folder: RunFolder) -> RunFacts:
     """Read the facts of a run from its event log and its newest checkpoint. Raises CheckpointError if that one is
     damaged, IndexError if there is none."""
     newest = candidate_folders(folder.checkpoints)[0]
     manifest = verify_checkpoint(newest)
-    return Facts(
+    return RunFacts(
         trace=read_trace(folder),
         state=state_hash(newest, manifest, with_random_states=True),
         state_of_all_layouts=state_hash(newest, manifest, with_random_states=False),
@@ -80,20 +75,35 @@ def state_hash(path: Path, manifest: CheckpointManifest, *, with_random_states: 
     with_random_states: also the random state of every rank, which only runs with as many ranks have in common.
     """
     found = {name: Places(path).find(name, manifest.files[name].sha256) for name in map(file_of, range(manifest.world))}
-    files = {name: safetensors.numpy.load_file(file) for name, file in found.items() if file is not None}
+    files = {name: _bytes_of_tensors(file) for name, file in found.items() if file is not None}
     digest = hashlib.sha256(f"{manifest.step} {manifest.tokens} {manifest.data_fingerprint}".encode())
     for name in sorted(manifest.tensors):
         entry = manifest.tensors[name]
         blocks = {chunk.offsets: files[chunk.file][chunk.key] for chunk in manifest.chunks(name)}
-        whole = np.empty(entry.shape, next(iter(blocks.values())).dtype)
+        whole = np.empty((*entry.shape, next(iter(blocks.values())).shape[-1]), np.uint8)
         for offsets, block in blocks.items():
-            whole[tuple(slice(o, o + n) for o, n in zip(offsets, block.shape, strict=True))] = block
+            whole[tuple(slice(o, o + n) for o, n in zip(offsets, block.shape[:-1], strict=True))] = block
         digest.update(f"{name} {entry.dtype} {entry.shape}".encode() + whole.tobytes())
     if with_random_states:
         for tensors in files.values():
             for key in sorted(key for key in tensors if key.startswith(_RANDOM)):
                 digest.update(key.encode() + tensors[key].tobytes())
     return digest.hexdigest()
+
+
+def _bytes_of_tensors(file: Path) -> dict[str, np.ndarray]:
+    """Return the tensors of a safetensors file by key, each as bytes of shape (*its shape, bytes of an element). NumPy
+    has no bfloat16, and no 8-bit floats."""
+    data = np.memmap(file, np.uint8, "r")
+    begin = 8 + int.from_bytes(data[:8].tobytes(), "little")
+    found = {}
+    for key, entry in json.loads(data[8:begin].tobytes()).items():
+        if key != "__metadata__":
+            first, end = entry["data_offsets"]
+            elements = int(np.prod(entry["shape"], dtype=np.int64))
+            size = (end - first) // elements if elements else 1
+            found[key] = data[begin + first : begin + end].reshape(*entry["shape"], size)
+    return found
 
 
 def o1(ours: Trace, reference: Trace) -> str:
@@ -122,85 +132,47 @@ def o3(ours: Samples, reference: Samples) -> str:
     return "" if len(ours) == len(reference) else f"{len(ours)} steps instead of {len(reference)}"
 
 
-def detect_seconds(folder: RunFolder, injected: float) -> float | None:
-    """O4: seconds from `injected` (Unix time) to the first fault event after it."""
-    times = [event["time"] for event in read_events(folder.events, events.FAULT) if event["time"] >= injected - 0.001]
-    return max(times[0] - injected, 0.0) if times else None
+@dataclass
+class Recovery:
+    """The recovery from a fault at `injected` (Unix time), as the events show it, which `take` gets in order.
+
+    reached: the highest step that was logged before the restart. detected: O4, the seconds to the first `fault` event;
+    by, cause: of that event. recovered: O5, the seconds to the first step, of an attempt begun after the fault, that no
+    attempt before it had reached.
+    """
+
+    injected: float
+    reached: int = 0
+    detected: float | None = None
+    by: str = ""
+    cause: str = ""
+    recovered: float | None = None
+    _restarted: bool = False
+
+    def take(self, event: dict) -> None:
+        """Take in the next event of the log."""
+        kind, after = event["kind"], event["time"] - self.injected
+        if kind == events.FAULT and self.detected is None and after >= -0.001:  # the log has milliseconds
+            self.detected, self.by, self.cause = max(after, 0.0), event.get("detected_by", ""), event.get("cause", "")
+        elif kind == events.RUN_STARTED and after > 0:
+            self._restarted = True
+        elif kind == events.STEP and not self._restarted:
+            self.reached = max(self.reached, event["step"])
+        elif kind == events.STEP and self.recovered is None and event["step"] > self.reached:
+            self.recovered = after
 
 
-def recover_seconds(folder: RunFolder, injected: float) -> float | None:
-    """O5: seconds from `injected` (Unix time) to the first step beyond those of the attempts before it; None if no
-    attempt was started after it."""
-    log = list(read_events(folder.events, events.STEP, events.RUN_STARTED))
-    start = next((n for n, e in enumerate(log) if e["kind"] == events.RUN_STARTED and e["time"] > injected), len(log))
-    reached = max((e["step"] for e in log[:start] if e["kind"] == events.STEP), default=0)
-    later = (e for e in log[start:] if e["kind"] == events.STEP and e["step"] > reached)
-    return next((e["time"] - injected for e in later), None)
+def recovery(folder: RunFolder, injected: float) -> Recovery:
+    """Return what the log of a run shows of a fault at `injected` (Unix time)."""
+    found = Recovery(injected)
+    for event in read_events(folder.events, events.FAULT, events.STEP, events.RUN_STARTED):
+        found.take(event)
+    return found
 
 
 def redone(trace: Trace) -> int:
     """O8: the number of steps that were done again."""
     return sum(len(times) - 1 for times in trace.values())
-
-
-def shared_memory() -> set[str]:
-    """Return the names in /dev/shm."""
-    with suppress(OSError):
-        return {path.name for path in Path("/dev/shm").iterdir()}
-    return set()
-
-
-def o7(folder: RunFolder, temporary: Path, memory_before: set[str], alive: Iterable[int]) -> str:
-    """Return what a run that has ended left; "" if nothing.
-
-    temporary: its folder for temporary files. memory_before: the names in /dev/shm before it. alive: its processes that
-    still live.
-    """
-    if alive := list(alive):
-        return f"processes {alive} are left"
-    if new := [name for name in shared_memory() - memory_before if not _in_use(f"/dev/shm/{name}")]:
-        return f"shared memory {sorted(new)} is left"  # one in use is of another program: ours have ended
-    if files := [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]:
-        return f"temporary files {files} are left"
-    if files := leftovers(folder):
-        return f"{files} are left in the run folder"
-    candidates = candidate_folders(folder.checkpoints)
-    if not candidates:
-        return "there is no checkpoint"
-    try:
-        verify_checkpoint(candidates[0])
-    except IngotError as error:
-        return f"the last checkpoint is damaged: {error.found}"
-    return ""
-
-
-def leftovers(folder: RunFolder) -> list[str]:
-    """Return what saves and atomic writes leave in a run folder if they are killed."""
-    names = [str(path.relative_to(folder.root)) for path in folder.root.rglob("*") if _is_temporary(path.name)]
-    return sorted(names + ([folder.stop_request.name] if folder.stop_request.exists() else []))
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith((".saving-", ".removed-")) or name.endswith(".tmp")
-
-
-def _in_use(path: str) -> bool:
-    for entry in os.scandir("/proc"):
-        if entry.name.isdigit():
-            with suppress(OSError):
-                if path in Path(f"/proc/{entry.name}/maps").read_text():
-                    return True
-                if any(str(link.readlink()) == path for link in Path(f"/proc/{entry.name}/fd").iterdir()):
-                    return True
-    return False
-
-
-def gone_within(seconds: float, alive) -> list[int]:
-    """Wait until `alive()` is empty, at most `seconds`. Returns the processes that are left."""
-    deadline = time.monotonic() + seconds
-    while (left := alive()) and time.monotonic() < deadline:
-        time.sleep(0.02)
-    return left
 
 
 @dataclass
@@ -222,10 +194,8 @@ class Verdicts:
 
     def time(self, folder: RunFolder, injected: float) -> None:
         """Record O4 and O5 of a fault at `injected` (Unix time), as far as they apply."""
-        for seconds, kept in (
-            (detect_seconds(folder, injected), self.detect),
-            (recover_seconds(folder, injected), self.recover),
-        ):
+        found = recovery(folder, injected)
+        for seconds, kept in ((found.detected, self.detect), (found.recovered, self.recover)):
             if seconds is not None:
                 kept.append(seconds)
 

@@ -1,18 +1,14 @@
-"""The oracles see what they are for, and the table shows every row."""
+"""The oracles see what they are for."""
 
 import json
 import struct
 
-import pytest
 from tests.checkpoints import write_checkpoint
 
+from ingot.drill.clean import leftovers, o7, shared_memory
+from ingot.drill.oracles import o1, o2, o3, read_facts, recovery, redone
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
-
-from . import ALL, MISSING
-from . import __main__ as board
-from .oracles import Verdicts, leftovers, o1, o2, o3, o7, read_facts, recover_seconds, redone, shared_memory
-from .table import table_of
 
 
 def bits(loss: float, norm: float = 1.0) -> tuple[bytes, bytes]:
@@ -46,8 +42,8 @@ def test_o5_counts_from_the_fault_to_the_first_step_that_is_new(tmp_path):
     log += [(events.RUN_STARTED, 5.0, 4), (events.STEP, 6.0, 5), (events.STEP, 7.0, 6), (events.STEP, 8.0, 7)]
     lines = [{"kind": kind, "time": time, "step": step, "loss": 1.0, "grad_norm": 1.0} for kind, time, step in log]
     folder.events.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    assert recover_seconds(folder, 3.0) == 5.0
-    assert recover_seconds(folder, 5.5) is None
+    assert recovery(folder, 3.0).recovered == 5.0
+    assert recovery(folder, 5.5).recovered is None
     assert redone({5: [bits(1.0)] * 2, 6: [bits(1.0)] * 2, 7: [bits(1.0)]}) == 2
 
 
@@ -83,50 +79,3 @@ def test_the_state_has_step_and_samples(tmp_path):
         assert [number for number, _ in facts.samples] == list(range(1, step + 1))
         states.append(facts.state)
     assert states[0] != states[1]
-
-
-def test_every_row_of_the_design_is_in_the_table():
-    listed = {name.split()[0] for name in [*MISSING, *(row.id for row in ALL)]}
-    assert listed == {f"RS{number:02d}" for number in range(1, 37)}
-    verdicts = Verdicts()
-    verdicts.judge("o1", "here", "step 3 | differs")
-    verdicts.judge("o3", "here", "")
-    green = Verdicts()
-    green.judge("o1", "here", "")
-    table = table_of([green.as_json("RS09", 0), verdicts.as_json("RS10", 1)])
-    rows = {line.split(" | ")[0].removeprefix("| "): line for line in table.splitlines()[2:]}
-    assert set(rows) == {*MISSING, *(row.id for row in ALL)}
-    assert "**RED** in 1" in rows["RS10"] and "**NO**" in rows["RS10"] and "step 3 / differs" in rows["RS10"]
-    assert "passes" in rows["RS09"] and "not run" in rows["RS11"] and "missing" in rows["RS19"]
-    assert len({line.count("|") for line in table.splitlines()}) == 1
-
-
-@pytest.mark.parametrize("finding", ["", "wrong"])
-def test_a_row_that_asked_nothing_does_not_pass(finding):
-    verdicts = Verdicts()
-    assert verdicts.as_json("RS09", 0)["passed"] is False
-    verdicts.judge("o2", "case", finding)
-    line = verdicts.as_json("RS09", 0)
-    assert (line["passed"], line["o2"], line["o1"]) == (not finding, not finding, None)
-
-
-def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
-    """The board takes an hour: what an earlier run has recorded counts, and each line is recorded at once."""
-    played = []
-
-    def play(bench, row, seed):
-        played.append((row.id, seed))
-        return Verdicts().as_json(row.id, seed) | {"seconds": 1.0, "passed": True}
-
-    monkeypatch.setattr(board, "play", play)
-    monkeypatch.setattr(board.killpoints, "missing", lambda: "")
-    recorded = tmp_path / "lines.jsonl"
-    assert board.main(["--rows", "RS06", "--seeds", "1", "--json", str(recorded)]) == 0
-    more = ["--rows", "RS06,RS03", "--seeds", "2", "--lines", str(recorded), "--json", str(recorded)]
-    assert board.main(more) == 0
-    assert played == [("RS06", 0), ("RS03", 0), ("RS03", 1), ("RS06", 1)]
-    lines = [json.loads(text) for text in recorded.read_text().splitlines()]
-    assert len(lines) == 4 and all(line["commit"] and line["date"] and line["machine"] for line in lines)
-    assert "2 rows with 2 seeds in 0.1 minutes: 0 red" in capsys.readouterr().out
-    assert board.main(["--rows", "RS06,RS03", "--seeds", "1", "--lines", str(recorded)]) == 0
-    assert "2 rows with 1 seeds or more in 0.1 minutes: 0 red" in capsys.readouterr().out and len(played) == 4

@@ -1,0 +1,88 @@
+"""`ingot drill`: break copies of a run on purpose, and show that they recover bit for bit."""
+
+import argparse
+
+from ingot.cli.arguments import LARGEST_SEED, MOST_STEPS, count, path
+from ingot.cli.options import add_overrides
+from ingot.cli.terminal import Terminal
+
+EXAMPLES = (
+    "ingot drill runs/demo --smoke",
+    "ingot drill run.toml --rows RS01,RS10",
+    "ingot drill --list",
+    "ingot drill run.toml --soak 1h --every 20s --seed 7",
+)
+_HEADER = ("row", "fault", "seen s", "back s", "redone", "bits", "ledger", "")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=path,
+        default="run.toml",
+        metavar="RUN",
+        help="run file, or run folder (default: run.toml); it is only read",
+    )
+    which = parser.add_mutually_exclusive_group()
+    which.add_argument("--list", action="store_true", help="show the faults; start nothing")
+    which.add_argument("--rows", metavar="IDS", help="the faults of these rows, as RS01,RS10 (default: all of --list)")
+    which.add_argument("--smoke", action="store_true", help="five faults that cover most of recovery")
+    which.add_argument("--soak", metavar="DURATION", help="random faults for so long: 10min, 1h")
+    parser.add_argument("--every", metavar="SECONDS", help="with --soak: the mean time between faults (default: 20s)")
+    parser.add_argument(
+        "--steps",
+        type=count("steps", 1, MOST_STEPS),
+        default=0,
+        metavar="N",
+        help="train the first N steps of the run (default: as many as take some seconds)",
+    )
+    parser.add_argument(
+        "--seed",
+        type=count("seed", 0, LARGEST_SEED),
+        default=0,
+        metavar="N",
+        help="seed of the random faults, ranks, times and places (default: 0)",
+    )
+    parser.add_argument("--out", type=path, metavar="DIR", help="folder of the copies (default: RUN-drill)")
+    add_overrides(parser)
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.drill import drill as drills
+    from ingot.drill.copied import open_copy
+    from ingot.drill.soak import soak, soak_lines, soak_times
+
+    if args.list:
+        rows = [(fault.id, fault.injects, "smoke" if fault.smoke else "") for fault in drills.FAULTS]
+        terminal.table(rows, ("row", "fault", ""))
+        terminal.result({"rows": [{"id": row[0], "injects": row[1], "smoke": bool(row[2])} for row in rows]})
+        return 0
+    rows = [row.strip() for row in args.rows.split(",")] if args.rows is not None else []
+    faults = drills.chosen_faults(rows, smoke=args.smoke)
+    times = soak_times(args.soak, args.every)
+    copy, changes = open_copy(args.run, args.out, args.overrides, many_faults=times is not None)
+    terminal.say(f"drill      copies of {args.run}, in {copy.root}; the run itself is only read")
+    terminal.say(f"changed    {', '.join(changes)}, and the interval of checkpoints")
+    if times is not None:
+        result = soak(copy, faults, terminal, seconds=times[0], every=times[1], steps=args.steps, seed=args.seed)
+        terminal.say()
+        terminal.say("\n".join(soak_lines(result)))
+    else:
+        result = drills.drill(copy, faults, terminal, steps=args.steps, seed=args.seed)
+        terminal.say()
+        terminal.table(drills.result_rows(result), _HEADER, right=(2, 3, 4))
+        terminal.say()
+        terminal.say(_summary(result))
+    terminal.result(result)
+    return result["exit_code"]
+
+
+def _summary(result: dict) -> str:
+    from ingot.units import format_seconds
+
+    played, red = len(result["rows"]), result["red"]
+    took = format_seconds(result["seconds"])
+    if not red:
+        return f"{played} faults in {took}: every copy ended with the bits of the undisturbed run"
+    return f"{played} faults in {took}, {len(red)} red: {', '.join(red)}; the copies are kept in {result['folder']}"

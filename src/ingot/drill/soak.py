@@ -1,0 +1,230 @@
+"""Random faults for a long time: the run is trained again and again while they come, and compared each time. No torch.
+
+The times between faults are exponential, so they come as in a Poisson process; kinds, ranks and places are drawn as
+well. Several faults may come before the run has recovered from the first.
+"""
+
+import itertools
+import shutil
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from random import Random
+from statistics import median
+
+from ingot.drill.copied import RESULT, DrillCopy
+from ingot.drill.drill import EXIT_DIFFERS, DrillReference, train_reference
+from ingot.drill.faults import DrillFault, can_have
+from ingot.drill.leaks import Growth
+from ingot.drill.oracles import Verdicts
+from ingot.drill.trial import DrillOutput, Trial
+from ingot.errors import EXIT_OK, ConfigError, UsageError
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import write_json
+from ingot.units import format_seconds, parse_seconds
+
+_EVERY = "20s"
+_ROUNDS = 4  # copies in the time of a soak, about
+_SHORTEST, _LONGEST = 20.0, 300.0  # seconds of an undisturbed copy
+_TOGETHER = 2  # faults before a new step is reached: a job that never gets farther is given up, with good reason
+
+
+def soak_times(duration: str | None, every: str | None) -> tuple[float, float] | None:
+    """Return the seconds of a soak and the mean seconds between its faults; None without a soak. Raises UsageError."""
+    if duration is None:
+        if every is not None:
+            raise UsageError(
+                "E-DRILL-SOAK",
+                f"--every {every} is given without --soak",
+                rule="--every is the mean time between the faults of a soak",
+                fix="add --soak 10min, or leave --every out",
+            )
+        return None
+    seconds, between = _seconds("--soak", duration), _seconds("--every", every if every is not None else _EVERY)
+    if not seconds > between >= 1:
+        raise UsageError(
+            "E-DRILL-SOAK",
+            f"--soak {duration} with a fault every {between:g} s",
+            rule="the mean time between faults is at least a second, and shorter than the soak",
+            fix="for example --soak 10min --every 20s",
+        )
+    return seconds, between
+
+
+def _seconds(option: str, text: str) -> float:
+    try:
+        return parse_seconds(text)
+    except ConfigError as error:
+        raise UsageError(
+            "E-DRILL-SOAK",
+            f"{option} {text!r} is not a duration",
+            rule="a duration has a unit",
+            fix=f"{option} 90s, {option} 10min or {option} 1h",
+        ) from error
+
+
+class Soak:
+    """A soak of `seconds`, with a fault every `every` seconds on average.
+
+    verdicts: that get the findings. `rounds` counts the copies that were trained, `faults` the faults by kind, and
+    `seconds` is the wall-clock time of all commands.
+    """
+
+    def __init__(
+        self,
+        reference: DrillReference,
+        faults: Sequence[DrillFault],
+        output: DrillOutput,
+        *,
+        seconds: float,
+        every: float,
+        seed: int,
+        verdicts: Verdicts | None = None,
+    ):
+        self._reference, self._kinds, self._output = reference, list(faults), output
+        self._random, self._every = Random(f"soak {seed}"), every
+        self._end = time.monotonic() + seconds
+        self._next = time.monotonic() + self._wait()
+        self._last: DrillFault | None = None
+        self.verdicts, self.growth, self.faults = verdicts or Verdicts(), Growth(), Counter[str]()
+        self.rounds, self.seconds, self.useful = 0, 0.0, 0.0
+
+    def _wait(self) -> float:
+        return self._random.expovariate(1 / self._every)
+
+    @property
+    def is_over(self) -> bool:
+        return time.monotonic() >= self._end
+
+    def play_round(self, root: Path) -> bool:
+        """Train one copy to its end in the folder `root`, with the faults that come, and judge it. Returns whether all
+        was right."""
+        self.rounds += 1
+        began, found, name = time.monotonic(), sum(map(len, self.verdicts.wrong.values())), f"round {self.rounds}"
+        run, codes = self._reference.run, set[int]()
+        with Trial(run, root, self._random, self.verdicts, output=self._output, name=name) as trial:
+            trial.start()
+            reached: list[int] = []  # the highest step at each fault
+            while True:
+                if trial.follow(lambda: self._is_due(trial, reached)):
+                    codes |= self._inject(trial, reached)
+                    continue
+                code = trial.finish()
+                if code == run.done_code and trial.step >= run.steps:
+                    break
+                trial.judge_end(code, codes)
+                if sum(map(len, self.verdicts.wrong.values())) > found:
+                    break
+                codes = set()
+                trial.start()
+            self.seconds += time.monotonic() - began
+            trial.judge_recovered(self._reference.facts, trial.most_redone(2 * max(len(trial.recoveries), 1)))
+        self.useful += useful_seconds(trial.folder, run.steps)
+        return sum(map(len, self.verdicts.wrong.values())) == found
+
+    def _is_due(self, trial: Trial, reached: Sequence[int]) -> bool:
+        assert trial.launcher is not None
+        if trial.trains:  # before, it has opened little
+            self.growth.sample(trial.launcher.pid)
+        now = time.monotonic()
+        return self._next <= now < self._end and sum(step >= trial.reached for step in reached) < _TOGETHER
+
+    def _inject(self, trial: Trial, reached: list[int]) -> frozenset[int]:
+        """Wait until a random fault can come, and inject it. Returns the exit codes with which the command may end."""
+        fault = self._random.choice([one for one in self._kinds if one is not self._last] or self._kinds)
+        if not trial.follow(lambda: can_have(fault, trial)):
+            return frozenset()
+        reached.append(trial.reached)
+        self._output.say(f"{time.strftime('%H:%M:%S')} {trial.name}, fault {self.faults.total() + 1}: {fault.injects}")
+        fault.inject(trial)
+        self._last, self._next = fault, time.monotonic() + self._wait()
+        self.faults[fault.id] += 1
+        return fault.codes
+
+    def result(self) -> dict:
+        """Return the numbers of the soak, and judge what grew."""
+        self.verdicts.judge("o7", "all rounds", self.growth.problem())
+        slope = self.growth.memory_slope()
+        return self.verdicts.as_json("RS34", 0) | {
+            "rounds": self.rounds,
+            "faults": dict(sorted(self.faults.items())),
+            "useful_share": round(self.useful / self.seconds, 3) if self.seconds else None,
+            "memory_mb_per_minute": None if slope is None else round(slope / 1e6, 3),
+            "more_open_files": self.growth.files(),
+            "more_listening_sockets": self.growth.ports(),
+        }
+
+
+def useful_seconds(folder: RunFolder, steps: int) -> float:
+    """Return the time of the steps of a run that were kept, each counted once: `steps` times the median time between
+    two steps of an attempt. A step that a fault stretched counts as any other."""
+    log = read_events(folder.events, events.STEP, events.RUN_STARTED)
+    each = [b["time"] - a["time"] for a, b in itertools.pairwise(log) if a["kind"] == b["kind"] == events.STEP]
+    return steps * median(each) if each else 0.0
+
+
+def soak(
+    copy: DrillCopy,
+    faults: Sequence[DrillFault],
+    output: DrillOutput,
+    *,
+    seconds: float,
+    every: float,
+    steps: int = 0,
+    seed: int = 0,
+) -> dict:
+    """Let random faults come for `seconds`, every `every` seconds on average. Returns the result as plain values; they
+    are in its `drill.json` too. Raises the errors of `train_reference`."""
+    began = time.monotonic()
+    length = min(max(seconds / _ROUNDS, _SHORTEST), _LONGEST)
+    reference = train_reference(copy, output, steps=steps, seconds=length)
+    kinds = [fault for fault in faults if not fault.needs(copy.config)]
+    session = Soak(reference, kinds, output, seconds=seconds, every=every, seed=seed)
+    while not session.is_over:
+        place = copy.root / f"round-{session.rounds + 1}"
+        if not session.play_round(place):
+            output.say(f"  evidence   {place}; the undisturbed run is {copy.root / 'reference'}")
+            break
+        shutil.rmtree(place)
+    line = session.result()
+    red = [] if line["passed"] else [line["id"]]
+    result = {
+        "folder": str(copy.root),
+        "steps": reference.run.steps,
+        "step_seconds": round(reference.run.step_seconds, 4),
+        "seed": seed,
+        "rows": [line],
+        "left_out": {},
+        "red": red,
+        "seconds": round(time.monotonic() - began, 1),
+        "exit_code": EXIT_DIFFERS if red else EXIT_OK,
+    }
+    write_json(copy.root / RESULT, result)
+    if not red:
+        shutil.rmtree(copy.root / "reference")
+    return result
+
+
+def soak_lines(result: dict) -> list[str]:
+    """Return the result of a soak for people."""
+    (line,) = result["rows"]
+    kinds = ", ".join(f"{name} {count}" for name, count in line["faults"].items())
+    slope, share = line["memory_mb_per_minute"], line["useful_share"]
+
+    def median_of(key: str) -> str:
+        return "never" if line[key] is None else f"after {format_seconds(line[key])}"
+
+    memory = "measured for too short a time" if slope is None else f"{slope:+.2f} MB per minute"
+    lines = [
+        f"faults     {sum(line['faults'].values())} in {line['rounds']} copies: {kinds or 'none'}",
+        f"medians    detected {median_of('detect_s')}, recovered {median_of('recover_s')}",
+        f"useful     {'-' if share is None else f'{share:.0%}'} of the time went into steps that were kept",
+        f"launchers  memory {memory}, {line['more_open_files']} more open files, "
+        f"{line['more_listening_sockets']} more listening sockets",
+        *(f"wrong      {finding}" for finding in line["wrong"]),
+    ]
+    same = "every copy ended with the bits of the undisturbed run" if not result["red"] else "RED"
+    return [*lines, f"soak       {format_seconds(result['seconds'])}: {same}"]

@@ -1,0 +1,107 @@
+"""`ingot drill` on a small run: green on a sound one, red if a resume loses samples, and nothing outlives it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from tests.e2e.conftest import RUN_FILE, Project, write_tokens
+
+from ingot.drill.job import RUN_VARIABLE, gone_within, processes_with
+
+pytestmark = pytest.mark.slow
+# A run that continues reads other samples than one that was never interrupted.
+LOSSY = """
+from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
+from ingot.trainer.loader.loader import Loader
+
+original = Loader.__init__
+
+def init(self, *args, **settings):
+    if settings.get("first_step", 1) > 1:
+        settings["seed"] += 1
+    original(self, *args, **settings)
+
+class Lossy(StepCallback):
+    def __init__(self, run, options):
+        Loader.__init__ = init
+
+CALLBACKS.register(CallbackPart(name="lossy", make=Lossy))
+"""
+
+
+@pytest.fixture
+def project(tmp_path) -> Project:
+    """Return a project that the test may change."""
+    write_tokens(tmp_path / "tokens")
+    (tmp_path / "run.toml").write_text(RUN_FILE)
+    return Project(tmp_path)
+
+
+def start(project, *options: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "ingot.cli.main", "drill", str(project.run_file), "--steps", "40", *options]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+
+
+def drilled(project, *options: str, code: int) -> dict:
+    process = start(project, "--json", *options)
+    output, errors = process.communicate()
+    assert process.returncode == code, output + errors
+    return json.loads(output)
+
+
+def test_a_run_recovers_from_each_fault_bit_for_bit(project):
+    result = drilled(project, "--rows", "RS01,RS10,RS28 user", code=0)
+    assert [line["id"] for line in result["rows"]] == ["RS01", "RS01 server", "RS10", "RS28 user"]
+    killed, _, damaged, stopped = result["rows"]
+    assert all(line["passed"] and line["o1"] and line["o2"] and line["o3"] and line["o7"] for line in result["rows"])
+    assert killed["detected_by"] == "supervisor" and "SIGKILL" in killed["cause"] and killed["recover_s"] > 0
+    assert damaged["redone_steps"] > 0 and stopped["redone_steps"] == 0
+    folder = project.root / "runs" / "tiny-drill"
+    assert result["folder"] == str(folder) and json.loads((folder / "drill.json").read_text()) == result
+    assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(("reference.", "probe."))) == [
+        "drill.json",
+        "run.toml",
+    ]
+    assert not (project.root / "runs" / "tiny").exists()
+
+
+def test_a_resume_with_other_samples_is_red(project):
+    (project.root / "lossy.py").write_text(LOSSY)
+    with project.run_file.open("a") as file:
+        file.write('\n[plugins]\nmodules = ["lossy"]\n\n[callbacks.lossy]\n')
+    result = drilled(project, "--rows", "RS08 launcher", code=1)
+    (line,) = result["rows"]
+    assert result["red"] == ["RS08 launcher"] and line["o1"] is False and line["o2"] is False
+    assert any("not those of the undisturbed run" in finding for finding in line["wrong"])
+    assert (project.root / "runs" / "tiny-drill" / "RS08-launcher" / "events.jsonl").exists()
+    assert line["evidence"].endswith("RS08-launcher")
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
+def test_nothing_outlives_a_drill(project, number, code):
+    process = start(project, "--smoke")
+    job = project.root / "runs" / "tiny-drill" / "probe"
+    deadline = time.monotonic() + 60
+    while len(processes_with(RUN_VARIABLE, job)) < 4 and time.monotonic() < deadline:  # launcher, fork server, ranks
+        time.sleep(0.02)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    assert gone_within(10, lambda: processes_with(RUN_VARIABLE, job)) == []
+
+
+def test_a_soak_of_random_faults(project):
+    result = drilled(project, "--soak", "20s", "--every", "4s", "--seed", "3", code=0)
+    (line,) = result["rows"]
+    assert line["passed"] and line["rounds"] >= 1 and sum(line["faults"].values()) >= 1
+    assert 0 < line["useful_share"] < 1
