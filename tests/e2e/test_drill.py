@@ -10,7 +10,7 @@ import time
 import pytest
 from tests.e2e.conftest import RUN_FILE, Project, write_tokens
 
-from ingot.drill.job import RUN_VARIABLE, gone_within, processes_with
+from ingot.drill.job import RUN_VARIABLE, gone_within, processes_with, send
 
 pytestmark = pytest.mark.slow
 # A run that continues reads other samples than one that was never interrupted.
@@ -90,14 +90,16 @@ def test_a_resume_with_other_samples_is_red(project):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGKILL, -9), (signal.SIGINT, 130)])
 def test_nothing_outlives_a_drill(project, number, code):
-    process = start(project, "--smoke")
-    job = project.root / "runs" / "tiny-drill" / "probe"
+    process = start(project, "--smoke", "--set", "train.steps=9000", "--steps", "9000")  # it would go on for minutes
+    job = project.root / "runs" / "tiny-drill" / "reference"
     deadline = time.monotonic() + 60
     while len(processes_with(RUN_VARIABLE, job)) < 4 and time.monotonic() < deadline:  # launcher, fork server, ranks
         time.sleep(0.02)
     process.send_signal(number)
     assert process.wait(30) == code
-    assert gone_within(10, lambda: processes_with(RUN_VARIABLE, job)) == []
+    left = gone_within(10, lambda: processes_with(RUN_VARIABLE, job))
+    send(signal.SIGKILL, left)
+    assert left == []
 
 
 def test_a_soak_of_random_faults(project):
