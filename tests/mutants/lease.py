@@ -7,6 +7,14 @@ _HELD = "tests/unit/trainer/launch/test_held.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="half-sign-of-life",
+        what="what a killed launcher was writing as its sign of life stays in the run folder for ever",
+        file="trainer/lease.py",
+        before="            remove_unfinished(self._folder.root / LEASE)",
+        after="            pass",
+        tests=(f"{_LEASE}::test_a_half_sign_of_life_of_a_killed_launcher_is_removed[gone-False]",),
+    ),
+    Mutant(
         name="lost-run-keeps-saves",
         what="a launcher that lost its run leaves the unfinished saves of its ranks",
         file="trainer/launch/supervise.py",

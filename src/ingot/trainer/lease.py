@@ -22,6 +22,7 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL, KINDS, WEIGHTS, SaveKind
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.storage import remove_unfinished
 from ingot.stores.local import LocalStore
 from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreRefused, StoreUnreachable, read_object
 from ingot.trainer.checkpoint.fence import (
@@ -128,6 +129,8 @@ class RunLease:
             with self._later(place):
                 if holder := newest_epoch(place):
                     newest[place.url] = holder
+        if (before := newest.get(self._here.url)) and is_gone(before.process):
+            remove_unfinished(self._folder.root / LEASE)  # it may have been killed while it gave a sign of life
         self.epoch = 1 + max((holder.epoch for holder in newest.values()), default=0)
         place = next((place for place in self._places() if place.url in newest), None)  # the folder before the store
         self._record = Epoch(

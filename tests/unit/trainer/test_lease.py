@@ -154,6 +154,19 @@ def test_nobody_waits_for_a_launcher_that_ended(folder, monkeypatch):
         assert third.epoch == 3
 
 
+@pytest.mark.parametrize(("process", "left"), [("gone", False), ("elsewhere", True)])
+def test_a_half_sign_of_life_of_a_killed_launcher_is_removed(folder, process, left):
+    """Only if it has certainly ended: a launcher of another machine may be writing it."""
+    place = LocalStore(folder.root)
+    gone = identity().rsplit(" ", 1)[0] + " 1"
+    who = gone if process == "gone" else ELSEWHERE
+    place.write(record_name(1), [to_bytes(Epoch(epoch=1, process=who, seconds=0.05, host="here"))])
+    half = folder.root / "lease" / ".alive-00000001.host.7.1.tmp"
+    half.write_bytes(b"1")
+    with take(folder):
+        assert half.exists() == left
+
+
 @pytest.fixture
 def other():
     """Another process of this machine, which is no launcher."""
