@@ -41,10 +41,13 @@ def write_crawl(folder: Path) -> list[str]:
     return [str(path) for path in paths]
 
 
-def start(crawl: list[str], out: Path) -> subprocess.Popen:
+def start(crawl: list[str], out: Path, workers: int = 2) -> subprocess.Popen:
     command = [sys.executable, "-c", MAIN, "data", "build", *crawl, "--out", str(out), "--vocab-size", "300"]
     return subprocess.Popen(
-        [*command, "--workers", "2", "-q"], start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [*command, "--workers", str(workers), "-q"],
+        start_new_session=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
 
 
@@ -69,16 +72,17 @@ def snapshot(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
-@pytest.mark.slow
-def test_ten_kills_leave_no_trace(tmp_path):
-    crawl, pick, kills, builds = write_crawl(tmp_path), random.Random(1), [], 0
-    undisturbed = start(crawl, tmp_path / "undisturbed")
+def problem_of_kills(root: Path, pick: random.Random, wanted: int) -> str:
+    """Build the same crawl again and again until `wanted` of its processes were killed at random instants. Return what
+    differs from an undisturbed build, or is left; "" if nothing."""
+    crawl, kills, builds = write_crawl(root), 0, 0
+    undisturbed = start(crawl, root / "undisturbed")
     began = time.monotonic()
-    assert undisturbed.wait(120) == 0, undisturbed.stdout.read().decode()
+    assert undisturbed.wait(120) == 0, undisturbed.communicate()[0].decode()
     seconds = time.monotonic() - began
-    expected = snapshot(tmp_path / "undisturbed")
-    while len(kills) < KILLS:
-        out = tmp_path / f"build-{builds}"
+    expected = snapshot(root / "undisturbed")
+    while kills < wanted:
+        out = root / f"build-{builds}"
         builds += 1
         driver = start(crawl, out)
         while driver.poll() is None or driver.returncode == -signal.SIGKILL:
@@ -86,17 +90,25 @@ def test_ten_kills_leave_no_trace(tmp_path):
                 driver.communicate()
                 driver = start(crawl, out)
             try:
-                driver.wait(pick.uniform(0.1, seconds / 2) if len(kills) < KILLS else 120)
+                driver.wait(pick.uniform(0.1, seconds / 2) if kills < wanted else 120)
             except subprocess.TimeoutExpired:
-                assert len(kills) < KILLS, "it hangs"
-                alive = family(driver.pid)
-                if alive:
-                    kills.append(pick.choice(alive))
-                    os.kill(kills[-1], signal.SIGKILL)
-        assert driver.returncode == 0, driver.stdout.read().decode()
-        assert snapshot(out) == expected
-        assert not family(driver.pid)[1:]
-    assert not list(tmp_path.glob(".*"))
+                if kills == wanted:
+                    return f"{out.name} hangs"
+                if alive := family(driver.pid):
+                    os.kill(pick.choice(alive), signal.SIGKILL)
+                    kills += 1
+        if driver.returncode:
+            return f"{out.name} ended with {driver.returncode}: {driver.communicate()[0].decode()}"
+        if snapshot(out) != expected:
+            return f"{out.name} has other bytes"
+        if left := family(driver.pid)[1:]:
+            return f"processes {left} are left"
+    return f"files are left: {left}" if (left := sorted(path.name for path in root.glob(".*"))) else ""
+
+
+@pytest.mark.slow
+def test_ten_kills_leave_no_trace(tmp_path):
+    assert problem_of_kills(tmp_path, random.Random(1), KILLS) == ""
 
 
 PHASES = ["hashing", "reading", "URLs", "comparing", "repeated spans", "writing", "tokenizer", "encoding", "shards"]
