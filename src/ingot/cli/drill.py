@@ -82,7 +82,7 @@ def _summary(result: dict) -> str:
     from ingot.units import format_seconds
 
     played, red = len(result["rows"]), result["red"]
-    took = format_seconds(result["seconds"])
+    took, faults = format_seconds(result["seconds"]), f"{played} fault{'s' * (played != 1)}"
     if not red:
-        return f"{played} faults in {took}: every copy ended with the bits of the undisturbed run"
-    return f"{played} faults in {took}, {len(red)} red: {', '.join(red)}; the copies are kept in {result['folder']}"
+        return f"{faults} in {took}: every copy ended with the bits of the undisturbed run"
+    return f"{faults} in {took}, {len(red)} red: {', '.join(red)}; the copies are kept in {result['folder']}"

@@ -142,7 +142,7 @@ def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *,
     for fault in faults:
         if reason := fault.needs(copy.config):
             left_out[fault.id] = reason
-            output.say(f"\n{fault.id:<10} {fault.injects}\n  left out   {reason}")
+            output.say(f"\n{fault.id:<14}  {fault.injects}\n  left out   {reason}")
             continue
         lines.append(_play_one(fault, reference, copy.root, output, seed))
     red = [line["id"] for line in lines if not line["passed"]]
@@ -167,7 +167,7 @@ def _play_one(fault: DrillFault, reference: DrillReference, root: Path, output: 
     """Play a fault on a fresh copy. Returns its line; the copy stays if it is red."""
     verdicts, began = Verdicts(), time.monotonic()
     place = root / fault.id.replace(" ", "-")
-    output.say(f"\n{fault.id:<10} {fault.injects}")
+    output.say(f"\n{fault.id:<14}  {fault.injects}")
     random = Random(f"{fault.id} {seed}")
     with Trial(reference.run, place, random, verdicts, output=output, name=fault.id) as trial:
         play(fault, trial, reference.facts)

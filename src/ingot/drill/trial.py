@@ -162,7 +162,10 @@ class Trial:
                 self.output.say(f"  refused    the checkpoint of step {event['step']}: {event['reason']}")
             for fault in self.recoveries[-1:]:  # what comes after another fault may be about that
                 self._show(fault, event)
-        self.output.progress(self.step / self.run.steps, f"{self.name}  step {self.step} of {self.run.steps}")
+        text = f"{self.name}  step {self.step} of {self.run.steps}"
+        if self.recoveries and self.recoveries[-1].recovered is None:
+            text += f"  {self.where}, {max(time.time() - self.recoveries[-1].injected, 0.0):.0f} s ago"
+        self.output.progress(self.step / self.run.steps, text)
 
     def _show(self, fault: Recovery, event: dict) -> None:
         detected, recovered = fault.detected, fault.recovered
