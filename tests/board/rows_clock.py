@@ -5,6 +5,7 @@ import time
 from itertools import pairwise
 from pathlib import Path
 
+from ingot.drill.oracles import Verdicts
 from ingot.errors import RunBusyError
 from ingot.events import read_events
 from ingot.schema import events
@@ -12,7 +13,6 @@ from ingot.schema.run_folder import RunFolder
 
 from . import killpoints
 from .bench import Bench, options
-from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of
 from .rows_launchers import SETTINGS, Launchers
 

@@ -1,11 +1,11 @@
 """A row of token shards that cannot be read for a while, never answer, or end the process that reads them."""
 
+from ingot.drill.oracles import Verdicts
 from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.schema import events
 
 from .bench import Bench, options
-from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of
 
 # A batch after this time is read by another thread, and a read that fails is tried again for half of it.

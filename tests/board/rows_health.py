@@ -3,12 +3,12 @@
 import json
 import time
 
+from ingot.drill.oracles import Verdicts
 from ingot.errors import NodeUnhealthy
 from ingot.events import read_events
 from ingot.schema import events
 
 from .bench import Bench, options
-from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of
 from .rows_launchers import SETTINGS, Launchers
 

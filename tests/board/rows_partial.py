@@ -5,12 +5,12 @@ import os
 import signal
 import time
 
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 
 from .bench import Bench, options
-from .oracles import Verdicts
 from .row import Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS
 
