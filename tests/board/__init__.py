@@ -21,6 +21,7 @@ from . import (
     rows_job,
     rows_launchers,
     rows_lease,
+    rows_memory,
     rows_node,
     rows_partial,
     rows_slow,
@@ -40,6 +41,7 @@ _FILES = (
     rows_job,
     rows_launchers,
     rows_lease,
+    rows_memory,
     rows_node,
     rows_partial,
     rows_slow,
@@ -58,7 +60,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS23": ("a spike of the loss", "needs a policy for spikes"),
     "RS24": ("no progress", "needs a watch on the loss"),
     "RS25": ("a damaged data shard", f"{_ELSEWHERE}: tests/e2e/test_data_faults.py; no quarantine"),
-    "RS27": ("out of memory on one rank", "needs its own class of incident"),
     "RS29": ("a matrix of edits on resume", f"{_ELSEWHERE}: tests of docs/resume.md"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),
 }

@@ -128,10 +128,10 @@ def rs18(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     judge_close(bench, verdicts, name, where, stops)
 
 
-def judge_close(bench: Bench, verdicts: Verdicts, name: str, where: str, stops: list[int]) -> None:
+def judge_close(bench: Bench, verdicts: Verdicts, name: str, where: str, stops: list[int], *settings: str) -> None:
     """Judge the run `name` like any, but the losses of the steps after each of `stops` by their distance from R, and no
-    state: its bits are others."""
-    folder, reference = bench.folder(name), bench.reference()
+    state: its bits are others. settings: those of R."""
+    folder, reference = bench.folder(name), bench.reference(*settings)
     left = gone_within(5, lambda: marked_processes(folder.root))
     verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
     facts = read_facts(folder)

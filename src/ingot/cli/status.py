@@ -50,7 +50,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.losses:
         terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
     if status.fallback:
-        terminal.say(f"fewer  {_fallback_text(status.fallback)}")
+        terminal.say(f"layout {_fallback_text(status.fallback)}")
     if status.experts:
         _say_experts(status.experts, terminal)
     if status.metrics:
@@ -104,7 +104,9 @@ def _metrics_text(metrics: dict[str, dict[str, float]]) -> str:
 
 def _fallback_text(layout: dict) -> str:
     """Return why the job does not have the layout of its run file, and which it has."""
-    return f"{layout['nodes']} of {layout['of_nodes']} nodes: {' '.join(layout['overrides'])}"
+    fewer = f"{layout['nodes']} of {layout['of_nodes']} nodes are there"
+    why = fewer if layout["reason"] == "nodes" else "a rank ran out of memory"
+    return f"{' '.join(layout['overrides'])}   because {why}"
 
 
 def _slow_text(slow: dict) -> str:

@@ -58,7 +58,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  processes)                                           the supervisor starts the job again
   planned_restart  reason, step (that was saved)                      the same, although nothing had failed
   layout         nodes, of_nodes, ranks, overrides [KEY=VALUE ..] (settings that differ from the run file; []: none),
-                 reason ("nodes": some are missing; "": the layout of the run file again)   the job changes its layout
+                 reason ("nodes": some are missing; "memory": a rank ran out of it; "": as in the run file again)
+                                                                      the job changes its layout
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
   stopped        step, reason ("requested", "launch.stop_after", "restart" or the name of a signal), saved_step (of the
                  newest checkpoint)                                   stopped on request; later steps are lost

@@ -12,6 +12,7 @@ from ingot.config import from_dict, to_dict
 from ingot.errors import ConfigError
 from ingot.schema.run import RunConfig
 from ingot.storage import canonical_json, sha256_bytes, write_json
+from ingot.units import format_bytes
 
 OTHER_RUN = "E-FALLBACKS-OTHER"
 _VERSION = 1
@@ -34,6 +35,11 @@ class Fallback:
     memory_bytes: int = 0
     step_seconds: float = 0.0
     problem: str = ""
+
+    def text(self, own: "Fallback") -> str:
+        """Return the settings, with their memory, and their time as a multiple of that of the run's `own` layout."""
+        times = f", step {self.step_seconds / own.step_seconds:.2f} x as long" if own.step_seconds else ""
+        return f"{' '.join(self.overrides)} ({format_bytes(self.memory_bytes)} a rank{times})"
 
 
 @dataclass(frozen=True, kw_only=True)

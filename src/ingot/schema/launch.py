@@ -39,6 +39,8 @@ class Launch:
       a restart of a large job takes, because all ranks start again when the machine returns.
     grow_seconds: the shortest time between two restarts for machines that have joined. One that comes and goes then
       costs at most a restart in this time.
+    on_oom: after a rank ran out of memory, "stop" shows its memory and the cheapest layout with less; "adapt" goes on
+      with that layout.
     straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
       steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
       slow ranks are not looked for.
@@ -66,6 +68,7 @@ class Launch:
     min_ranks: Degree = 0
     shrink_seconds: Deadline = 60.0
     grow_seconds: Deadline = 600.0
+    on_oom: Literal["stop", "adapt"] = "stop"
     straggler_factor: Factor = 1.2
     on_bad_health: Literal["drain", "warn"] = "drain"
     health_file: str = ""

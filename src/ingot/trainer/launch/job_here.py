@@ -12,6 +12,7 @@ from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.launch.evidence import examine, incident_of, question, waits_for
 from ingot.trainer.launch.health import HealthWatch, Sickness, record_alone, restart_for, unhealthy
+from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang, Watchdog
@@ -25,7 +26,8 @@ _LOG_CHARACTERS = 1 << 14  # that another machine gets
 
 
 class JobHere(RunningJob):
-    """The ranks of this machine. job: with `processes` of them. health: of this machine; None: nobody looks."""
+    """The ranks of this machine. job: with `processes` of them. layouts: of a job that is on this machine alone.
+    health: of this machine; None: nobody looks."""
 
     def __init__(
         self,
@@ -33,9 +35,11 @@ class JobHere(RunningJob):
         job: Job,
         launch: Launch,
         *,
+        layouts: Layouts | None = None,
         show_output: bool = True,
         health: HealthWatch | None = None,
     ):
+        self._layouts = layouts or Layouts(folder, launch)
         self._folder, self.job = folder, job
         self.health, self._sickness = health, Sickness()
         output = None if show_output else subprocess.DEVNULL
@@ -65,6 +69,7 @@ class JobHere(RunningJob):
             raise unhealthy(fault, self._folder)
         if share is None:
             clear_endings(self._folder)
+            overrides = self._layouts.begin(None, self.ranks)
         log = self._folder.logs / (name or next_log(self._folder))
         self._local.start(attempt=attempt, log=log, share=share, before=before, overrides=overrides)
 
@@ -167,6 +172,9 @@ class JobHere(RunningJob):
                 oom_kills=self._local.oom_kills,
             )
         )
+
+    def respond(self, incident: JobIncident) -> JobIncident:
+        return self._layouts.respond(incident)
 
     def facts(self) -> dict:
         """Return what another machine needs to explain how these ranks ended, as plain values."""

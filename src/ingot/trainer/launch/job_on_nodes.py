@@ -190,6 +190,9 @@ class JobOnNodes(RunningJob):
             )
         )
 
+    def respond(self, incident: JobIncident) -> JobIncident:
+        return self._layouts.respond(incident)
+
     def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> Collection[int]:
         for node in self._members():
             node.link.send(end=self._attempt, failed=list(failed), keep=keep)
@@ -289,7 +292,7 @@ class JobOnNodes(RunningJob):
                 )
             return
         self._layout = layout
-        self._layouts.record(layout, self.ranks)
+        overrides = self._layouts.begin(layout, self.ranks)
         if layout:
             self._say(f"nodes     goes on with {layout.nodes} of {self._launch.nodes}: {' '.join(layout.overrides)}")
         self._give_places(present)
@@ -298,7 +301,6 @@ class JobOnNodes(RunningJob):
         host, each = hosts[0][1] if hosts else LOOPBACK, self._here.job.processes
         name, world = next_log(self._folder), self.ranks
         share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
-        overrides = layout.overrides if layout else ()
         self._here.start(self._attempt, self._before, name, share, overrides)
         self._started = self._trained = True
         for node in present:

@@ -1,21 +1,40 @@
-"""The layout of each attempt of a job: that of the run file, or a fallback layout while nodes are missing. No torch."""
+"""The layout of each attempt of a job: that of the run file, or a fallback layout while nodes are missing, or after a
+rank ran out of memory. No torch."""
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
+from ingot.errors import ConfigError, RunFailed
 from ingot.events import EventLog, read_events
 from ingot.schema import events
-from ingot.schema.fallbacks import Fallback, Fallbacks, read_fallbacks
+from ingot.schema.fallbacks import Fallback, Fallbacks, pasted, read_fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.incidents import JobIncident
+from ingot.units import format_bytes
 
 
 def open_layouts(folder: RunFolder, run: RunConfig) -> "Layouts":
     """Return the layouts of a run. Raises ConfigError if its settings need fallback layouts, and the file with them
     cannot be used."""
-    return Layouts(folder, run.launch, read_fallbacks(folder.fallbacks, run) if run.launch.min_ranks else None)
+    try:
+        return Layouts(folder, run.launch, read_fallbacks(folder.fallbacks, run))
+    except ConfigError:
+        if run.launch.min_ranks or run.launch.on_oom == "adapt":
+            raise
+        return Layouts(folder, run.launch)
+
+
+def _taken(recorded: Sequence[Mapping[str, Any]], smaller: Sequence[Fallback]) -> int:
+    """Return how many layouts with less memory an earlier job of the run has taken, by its recorded changes."""
+    newest = next((event for event in reversed(recorded) if event["reason"] != "nodes"), None)
+    if newest is None:
+        return 0
+    return next((n for n, entry in enumerate(smaller, 1) if list(entry.overrides) == newest["overrides"]), 0)
 
 
 class Layouts:
@@ -29,8 +48,12 @@ class Layouts:
         clock: Callable[[], float] = time.monotonic,
     ):
         self._folder, self._launch, self._fallbacks, self._clock = folder, launch, fallbacks, clock
-        recorded = [event["overrides"] for event in read_events(folder.events, events.LAYOUT)]
-        self._recorded = tuple(recorded[-1]) if recorded else ()
+        recorded = list(read_events(folder.events, events.LAYOUT))
+        self._recorded = tuple(recorded[-1]["overrides"]) if recorded else ()
+        self._smaller = fallbacks.less_memory if fallbacks else ()
+        self._taken = _taken(recorded, self._smaller) if launch.on_oom == "adapt" else 0  # of them, so far
+        self._fewer = False  # nodes take part in this attempt than are in the run file
+        self._kills: list[float] = []  # when the kernel killed a rank for lack of memory
         self._grew_at: float | None = None
 
     def for_nodes(self, present: int) -> Fallback | None:
@@ -57,14 +80,68 @@ class Layouts:
         """Take in that the job starts again on more nodes."""
         self._grew_at = self._clock()
 
-    def record(self, layout: Fallback | None, ranks: int) -> None:
-        """Record the layout of an attempt, if it is another than that of the one before. None: that of the run file.
-        ranks: how many take part."""
-        overrides = layout.overrides if layout else ()
-        if overrides == self._recorded:
-            return
-        self._recorded = overrides
-        nodes = layout.nodes if layout else self._launch.nodes
-        facts = {"nodes": nodes, "of_nodes": self._launch.nodes, "ranks": ranks, "overrides": list(overrides)}
-        with contextlib.closing(EventLog(self._folder.events)) as log:
-            log.write(events.LAYOUT, **facts, reason="nodes" if layout else "")
+    @property
+    def adapted(self) -> tuple[str, ...]:
+        """The settings that the run has in place of its own since a rank ran out of memory."""
+        return self._smaller[self._taken - 1].overrides if self._taken else ()
+
+    def begin(self, layout: Fallback | None, ranks: int) -> tuple[str, ...]:
+        """Return the settings in which an attempt differs from the run file. They are recorded if the attempt before
+        had others.
+
+        layout: that of fewer nodes; None: all take part. ranks: how many take part.
+        """
+        self._fewer = layout is not None
+        overrides = layout.overrides if layout else self.adapted
+        if overrides != self._recorded:
+            self._recorded = overrides
+            nodes = layout.nodes if layout else self._launch.nodes
+            facts = {"nodes": nodes, "of_nodes": self._launch.nodes, "ranks": ranks, "overrides": list(overrides)}
+            with contextlib.closing(EventLog(self._folder.events)) as log:
+                log.write(events.LAYOUT, **facts, reason="nodes" if layout else "memory" if overrides else "")
+        return overrides
+
+    def respond(self, incident: JobIncident) -> JobIncident:
+        """Take the next layout with less memory if a rank ran out of it and launch.on_oom permits that; otherwise
+        return the incident with the error that shows it.
+
+        One kill by the kernel is an accident: it may be due to another process of the machine.
+        """
+        if incident.kind != "memory" or incident.error or self._is_accident(incident):
+            return incident
+        change = self._smaller[self._taken] if self._taken < len(self._smaller) and not self._fewer else None
+        if change is None or self._launch.on_oom == "stop":
+            return replace(incident, error=self._out_of_memory(incident, change))
+        self._taken += 1
+        cause = f"{incident.cause}; goes on with {' '.join(change.overrides)}"
+        return replace(incident, signature="", cause=cause)
+
+    def _is_accident(self, incident: JobIncident) -> bool:
+        if incident.signature:  # an error of the rank itself
+            return False
+        now = self._clock()
+        self._kills = [at for at in self._kills if at > now - self._launch.restart_window_seconds] + [now]
+        return len(self._kills) == 1
+
+    def _out_of_memory(self, incident: JobIncident, change: Fallback | None) -> RunFailed:
+        found = self._fallbacks
+        who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
+        bill = found.bill_of(incident.rank) if found and incident.rank >= 0 and not (self._fewer or self._taken) else {}
+        parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in bill.items() if size)
+        predicted = f"; it needs {parts}, as predicted: {format_bytes(sum(bill.values()))}" if bill else ""
+        there = f" of {format_bytes(found.available_bytes)}" if found and bill else ""
+        fix = "lower train.micro_batch or seq_len, recompute activations, or use more ranks"
+        if found and change:
+            options = f"{pasted(change.overrides)} or --set launch.on_oom=adapt, which goes on with such layouts"
+            fix = f"give the command again with {options}: {change.text(found.own)}"
+        return RunFailed(
+            "E-RUN-MEMORY",
+            f"{who} {incident.cause} near step {incident.step}{predicted}{there}",
+            rule="a rank needs the memory of its layout; with the same layout it fails again",
+            fix=fix,
+            rank=incident.rank,
+            step=incident.step,
+            cause=incident.cause,
+            bytes=bill,
+            overrides=list(change.overrides) if change else [],
+        )

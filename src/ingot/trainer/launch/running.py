@@ -80,6 +80,11 @@ class RunningJob(ABC):
     def explain(self, step: int) -> JobIncident:
         """Return the incident of ranks that ended early. step: the last one in the log."""
 
+    def respond(self, incident: JobIncident) -> JobIncident:
+        """Change what the next attempt needs in order not to end with the same `incident`, and return the incident;
+        with an error if another attempt would not help."""
+        return incident
+
     @abstractmethod
     def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> Collection[int]:
         """Kill the ranks and wait until they are gone. Raises ResourceError if the kernel cannot end them.

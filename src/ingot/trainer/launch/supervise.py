@@ -205,6 +205,7 @@ class _SupervisedJob:
 
     def _restarts_after(self, incident: JobIncident) -> bool:
         self._record_fault(incident)
+        incident = self._running.respond(incident)
         wait = 0.0
         try:
             wait = self._restarts.wait_after(incident, self._running.log)

@@ -88,7 +88,9 @@ def train(
 
                 return train_here(folder, job.env, launch, **terms, given=given, say=say)
             layouts = open_layouts(folder, config)
-            running = JobHere(folder, job, launch, show_output=not quiet, health=health)
+            if layouts.adapted:
+                say(f"memory    goes on with {' '.join(layouts.adapted)}   as since a rank ran out of memory")
+            running = JobHere(folder, job, launch, layouts=layouts, show_output=not quiet, health=health)
             if nodes == 1:
                 return supervise(folder, running, launch, lease=lease, began=began, say=say)
             with leading(folder, running, launch, layouts, terms=terms, facts=own_facts(config), say=say) as on_nodes:

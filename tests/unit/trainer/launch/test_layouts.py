@@ -12,6 +12,7 @@ from ingot.schema import events
 from ingot.schema.fallbacks import write_fallbacks
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.launch.layouts import Layouts, open_layouts
+from ingot.trainer.resilience.incidents import JobIncident
 
 FOUR = replace(
     RUN,
@@ -68,10 +69,10 @@ def test_a_change_is_recorded_once_also_after_another_start(made, folder):
     layouts, _ = made
     two = layouts.for_nodes(2)
     for layout in (None, two, two):
-        layouts.record(layout, 2)
+        layouts.begin(layout, 2)
     again = Layouts(folder, FOUR.launch)
-    again.record(two, 2)
-    again.record(None, 4)
+    again.begin(two, 2)
+    again.begin(None, 4)
     found = [(e["nodes"], e["of_nodes"], e["ranks"], e["reason"]) for e in read_events(folder.events, events.LAYOUT)]
     assert found == [(2, 4, 2, "nodes"), (4, 4, 4, "")]
 
@@ -86,3 +87,78 @@ def test_a_run_on_all_its_nodes_needs_no_file(folder):
         open_layouts(folder, FOUR)
     write_fallbacks(folder.fallbacks, plan_fallbacks(FOUR, CPU))
     assert open_layouts(folder, FOUR).for_nodes(3).ranks == 2
+
+
+LARGE = replace(
+    RUN,
+    model=replace(RUN.model, max_seq_len=1024),
+    train=replace(RUN.train, seq_len=1024, global_batch=64, micro_batch=16),
+    parallel=replace(RUN.parallel, dp_shard=2),
+)
+PLANNED = plan_fallbacks(LARGE, CPU)
+RAISED = JobIncident(rank=1, kind="memory", cause="raised MemoryError: ", signature="raised MemoryError", step=7)
+KILLED = replace(RAISED, cause="was killed (SIGKILL): the kernel had no memory left", signature="")
+
+
+def of_memory(folder, on_oom="adapt", clock=None) -> Layouts:
+    return Layouts(folder, replace(LARGE.launch, on_oom=on_oom), PLANNED, clock or Clock())
+
+
+def test_a_rank_without_memory_ends_the_run_with_its_bill_and_the_cheapest_change(folder):
+    error = of_memory(folder, "stop").respond(RAISED).error
+    assert error.code == "E-RUN-MEMORY" and error.exit_code == 93
+    first = PLANNED.less_memory[0].overrides
+    assert error.facts["bytes"] == PLANNED.bills[0] and error.facts["overrides"] == list(first)
+    assert f"--set {first[0]}" in error.fix and "launch.on_oom=adapt" in error.fix
+    assert all(kind in error.found for kind in ("weights", "optimizer", "activations"))
+
+
+def test_each_lack_of_memory_takes_the_next_layout_until_the_list_ends(folder):
+    layouts = of_memory(folder)
+    assert layouts.begin(None, 2) == ()
+    for change in PLANNED.less_memory:
+        found = layouts.respond(RAISED)
+        assert found.error is None and found.signature == "" and change.overrides[0] in found.cause
+        assert layouts.begin(None, 2) == change.overrides
+    error = layouts.respond(RAISED).error
+    assert error.code == "E-RUN-MEMORY" and error.facts["overrides"] == [] and error.facts["bytes"] == {}
+    recorded = [(e["overrides"], e["reason"]) for e in read_events(folder.events, events.LAYOUT)]
+    assert recorded == [(list(change.overrides), "memory") for change in PLANNED.less_memory]
+
+
+def test_a_layout_with_less_memory_stays_at_later_starts_as_long_as_it_is_wanted(folder):
+    layouts = of_memory(folder)
+    layouts.respond(RAISED)
+    first = layouts.begin(None, 2)
+    again = of_memory(folder)
+    assert again.adapted == again.begin(None, 2) == first == PLANNED.less_memory[0].overrides
+    assert of_memory(folder, "stop").begin(None, 2) == ()
+    assert of_memory(folder).begin(None, 2) == ()
+
+
+def test_one_kill_by_the_kernel_is_an_accident(folder):
+    clock = Clock()
+    layouts = of_memory(folder, "stop", clock)
+    assert layouts.respond(KILLED) == KILLED
+    clock.now += LARGE.launch.restart_window_seconds + 1
+    assert layouts.respond(KILLED) == KILLED
+    clock.now += 5
+    assert layouts.respond(KILLED).error.code == "E-RUN-MEMORY"
+
+
+def test_other_failures_and_fewer_nodes_take_no_layout_with_less_memory(folder):
+    bug = replace(RAISED, kind="bug")
+    assert of_memory(folder).respond(bug) == bug
+    two = replace(LARGE, launch=replace(LARGE.launch, nodes=2, min_ranks=1, on_oom="adapt"))
+    planned = plan_fallbacks(two, CPU)
+    layouts = Layouts(folder, two.launch, planned)
+    assert planned.less_memory and layouts.begin(layouts.for_nodes(1), 1) == planned.fewer_nodes[0].overrides
+    assert layouts.respond(RAISED).error.facts["overrides"] == []
+
+
+def test_a_run_without_planned_layouts_ends_without_memory_too(folder):
+    error = Layouts(folder, LARGE.launch).respond(RAISED).error
+    assert error.code == "E-RUN-MEMORY" and "train.micro_batch" in error.fix
+    adapts = replace(LARGE, launch=replace(LARGE.launch, on_oom="adapt"))
+    with refused("E-FALLBACKS-READ"):
+        open_layouts(folder, adapts)

@@ -6,6 +6,7 @@ import subprocess
 import threading
 import time
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,10 +16,12 @@ from ingot.errors import DataError, NodeUnhealthy, RunBusyError
 from ingot.events import read_events
 from ingot.machine.health.report_file import ReportFile
 from ingot.schema import events
+from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.running import PlannedRestart
 from ingot.trainer.launch.supervise import supervise
@@ -83,6 +86,8 @@ with guarded(folder, rank):
         time.sleep(0.2)
         os.truncate(folder.events, 0)
         os.kill(os.getpid(), signal.SIGKILL)
+    elif rank == 1 and deed == "memory":
+        raise MemoryError(f"of {os.environ['INGOT_OVERRIDES']}")
     elif rank == 1 and deed == "bug":
         raise ValueError(f"index {attempt} is out of range")
     elif rank == 1 and deed == "data":
@@ -103,8 +108,8 @@ with guarded(folder, rank):
 class Planned(JobHere):
     """A job that wants each restart in `planned` as soon as its ranks have made a step, and then `worse`."""
 
-    def __init__(self, folder, job, settings, planned, worse):
-        super().__init__(folder, job, settings)
+    def __init__(self, folder, job, settings, planned, worse, layouts):
+        super().__init__(folder, job, settings, layouts=layouts)
         self._worse = worse
         self._events, self._planned, self._now = folder.events, list(planned), None
 
@@ -130,11 +135,11 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, began: float | None = None, lease=None, planned=(), worse=None, health=None, **launch):
+    def run(deeds: str, began: float | None = None, lease=None, planned=(), worse=None, health=None, fallbacks=None, **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
         settings = Launch(**launch)
-        running = Planned(folder, job, settings, planned, worse)
+        running = Planned(folder, job, settings, planned, worse, Layouts(folder, settings, fallbacks))
         if health:
             running = JobHere(folder, job, settings, health=health)
         return supervise(folder, running, settings, lease=lease, began=began, say=printed.append)
@@ -151,6 +156,21 @@ def test_starts_again_after_a_kill(act):
     (fault,) = read_events(act.folder.events, events.FAULT)
     assert (fault["rank"], fault["step"]) == (1, 6)
     assert len(list(act.folder.logs.glob("attempt-*.log"))) == 2
+
+
+def test_a_rank_without_memory_starts_again_with_less(act, monkeypatch):
+    """Each time with the same error at the same step, which is no bug of the program then."""
+    monkeypatch.setattr("ingot.trainer.resilience.restarts._FIRST_WAIT", 0.01)
+    own = Fallback(nodes=1, ranks=2)
+    smaller = tuple(replace(own, overrides=(f"train.micro_batch={size}",)) for size in (4, 2))
+    facts = {"run_sha256": "", "cluster_sha256": "", "own": own, "available_bytes": 9, "bills": ({"weights": 5},)}
+    found = Fallbacks(**facts, less_memory=smaller)
+    assert act("memory,memory,finish", fallbacks=found, on_oom="adapt").restarts == 2
+    causes = [e["cause"] for e in read_events(act.folder.events, events.FAULT)]
+    assert causes == ["raised MemoryError: of []", 'raised MemoryError: of ["train.micro_batch=4"]']
+    assert "goes on with train.micro_batch=2 near step 6" in act.printed[1]
+    with refused("E-RUN-MEMORY", rank=1, bytes={"weights": 5}, overrides=["train.micro_batch=4"]):
+        act("memory", fallbacks=found)
 
 
 def test_a_rank_knows_how_long_its_job_was_gone(act, monkeypatch):
