@@ -265,4 +265,23 @@ MUTANTS: list[Mutant] = [
         after="",
         tests=("tests/unit/trainer/launch/test_supervise.py::test_a_rank_without_memory_starts_again_with_less",),
     ),
+    Mutant(
+        name="old-layout-in-the-status",
+        what="a job that has its own layout again is shown with that of fewer nodes",
+        file="report/status.py",
+        before='if last.get(events.LAYOUT, {}).get("overrides") else None',
+        after="if last.get(events.LAYOUT) else None",
+        tests=(
+            "tests/unit/report/test_status.py"
+            "::test_a_job_with_another_layout_shows_it_and_its_ranks_until_it_has_its_own_again",
+        ),
+    ),
+    Mutant(
+        name="next-leader-waits-as-at-a-first-start",
+        what="a node that leads after the loss of the leader waits ten minutes for its place",
+        file="trainer/launch/job_on_nodes.py",
+        before="self._trained = has_followed(folder)",
+        after="self._trained = False",
+        tests=(f"{_NODES}::test_the_next_leader_waits_for_the_lost_one_no_longer_than_for_a_node",),
+    ),
 ]

@@ -349,6 +349,20 @@ def test_a_run_goes_on_with_fewer_nodes_and_with_more_again(cluster):
     assert any("goes on with 1 of 2: parallel.dp_shard=1 launch.nodes=1" in line for line in ended["a"][0])
 
 
+def test_the_next_leader_waits_for_the_lost_one_no_longer_than_for_a_node(cluster):
+    settings = {"min_ranks": 1, "shrink_seconds": 0.2}
+    cluster.start("a", **settings)
+    cluster.start("b", **settings)
+    cluster.attempt(0)
+    cluster.kill("a")
+    ends = time.monotonic() + _LONG
+    while not list(read_events(cluster.folder.events, events.LAYOUT)):
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    cluster.finish()
+    assert cluster.ends()["b"][1] == 0
+
+
 def test_training_goes_on_while_a_node_that_joined_imports(cluster):
     settings = {"min_ranks": 1, "node_wait_seconds": 0.1}
     cluster.start("a", **settings)
