@@ -128,9 +128,11 @@ def rs18(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     judge_close(bench, verdicts, name, where, stops)
 
 
-def judge_close(bench: Bench, verdicts: Verdicts, name: str, where: str, stops: list[int], *settings: str) -> None:
+def judge_close(
+    bench: Bench, verdicts: Verdicts, name: str, where: str, stops: list[int], *settings: str, again: int = 0
+) -> None:
     """Judge the run `name` like any, but the losses of the steps after each of `stops` by their distance from R, and no
-    state: its bits are others. settings: those of R."""
+    state: its bits are others. settings: those of R. again: how many steps may be done twice."""
     folder, reference = bench.folder(name), bench.reference(*settings)
     left = gone_within(5, lambda: marked_processes(folder.root))
     verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
@@ -143,7 +145,7 @@ def judge_close(bench: Bench, verdicts: Verdicts, name: str, where: str, stops: 
     verdicts.numbers["loss_distance"] = worst
     verdicts.judge("o1", where, "" if worst <= _TOLERANCE else f"losses differ by {worst:.1e} relative")
     twice = redone(facts.trace)
-    verdicts.judge("o8", where, f"{twice} steps were done twice" if twice else "")
+    verdicts.judge("o8", where, f"{twice} steps were done twice" if twice > again else "")
 
 
 def _distance(ours: Trace, reference: Trace, step: int) -> float:

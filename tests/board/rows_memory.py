@@ -14,7 +14,7 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, read_manifest
 
 from .bench import DEADLINE_SECONDS, Bench, Ended, options
 from .oracles import Verdicts
-from .row import Row, random_of
+from .row import INTERVAL, Row, random_of
 from .rows_job import judge_close
 
 _GAVE_UP, _PREEMPTED = 93, 10
@@ -44,7 +44,7 @@ def rs27(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     ended = _limited(bench, stops, rank, limit, _SMALLER)
     verdicts.judge("o6", f"{where} with the change", "" if ended.code == 0 else f"code {ended.code}")
     verdicts.time(bench.folder(stops), injected)
-    judge_close(bench, verdicts, stops, where, [0], *_SETTINGS)
+    judge_close(bench, verdicts, stops, where, [0], *_SETTINGS, again=INTERVAL)
 
     adapts, until = f"adapts-{seed}", random.randrange(2, 5)
     for stop, code in ((["--until-step", str(until)], _PREEMPTED), ([], 0)):
@@ -55,7 +55,7 @@ def rs27(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o6", f"{where} adapts", "" if right else f"layouts {found}")
     newest = read_manifest(candidate_folders(bench.folder(adapts).checkpoints)[0])
     verdicts.judge("o6", f"{where} adapts", "" if newest.settings["train.micro_batch"] == 128 else "another manifest")
-    judge_close(bench, verdicts, adapts, where, [0, until], *_SETTINGS)
+    judge_close(bench, verdicts, adapts, where, [0, until], *_SETTINGS, again=INTERVAL)
 
 
 def _peak(bench: Bench, name: str, size: str, rank: int) -> int:
