@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _HEALTH = "tests/unit/machine/test_health.py"
 _NODES = "tests/unit/trainer/launch/test_nodes.py"
+_FLEET = "tests/unit/trainer/fleet/test_fleet.py"
 _SUPERVISE = "tests/unit/trainer/launch/test_supervise.py"
 
 MUTANTS: list[Mutant] = [
@@ -118,5 +119,45 @@ MUTANTS: list[Mutant] = [
         before='harmless = self._launch.on_bad_health == "warn" or (',
         after="harmless = (",
         tests=(f"{_NODES}::test_a_fault_is_only_reported_where_the_user_wants_that",),
+    ),
+    Mutant(
+        name="wrong-products-count-for-speed-only",
+        what="a machine that computes wrong is fit if it is fast",
+        file="trainer/fleet/judge.py",
+        before="            if count:\n",
+        after="            if count < 0:\n",
+        tests=(f"{_FLEET}::test_a_machine_is_judged_by_the_median_of_the_others",),
+    ),
+    Mutant(
+        name="same-pairs-twice",
+        what="the second round of links has the pairs of the first",
+        file="trainer/fleet/judge.py",
+        before="key=lambda pairs: sum(frozenset(pair) in known for pair in pairs)",
+        after="key=lambda pairs: -sum(frozenset(pair) in known for pair in pairs)",
+        tests=(f"{_FLEET}::test_a_bad_link_is_isolated_by_two_rounds_of_pairs",),
+    ),
+    Mutant(
+        name="own-speed-in-the-median",
+        what="a machine is compared with a median of which it is a part",
+        file="trainer/fleet/judge.py",
+        before="others = [other for other in fleet if other is not one]",
+        after="others = list(fleet)",
+        tests=(f"{_FLEET}::test_a_machine_is_judged_by_the_median_of_the_others",),
+    ),
+    Mutant(
+        name="products-are-not-compared",
+        what="the burn of a device looks at its speed alone",
+        file="trainer/fleet/measure.py",
+        before="wrong += not torch.equal(product, first)",
+        after="wrong += product.shape != first.shape",
+        tests=(f"{_FLEET}::test_a_product_that_changes_and_memory_that_forgets_are_counted",),
+    ),
+    Mutant(
+        name="measuring-machine-is-lost",
+        what="a machine that measures for longer than a silent one may be silent counts as lost",
+        file="trainer/fleet/check.py",
+        before="if not messages and _is_lost(link):",
+        after="if messages and link.silent() > -1 or _is_lost(link):",
+        tests=(f"{_FLEET}::test_a_measurement_may_take_longer_than_the_patience_with_a_silent_machine",),
     ),
 ]

@@ -1,4 +1,5 @@
-"""`ingot doctor`: check whether this machine can train, measure its speed (--bench), or import plug-ins (--plugins)."""
+"""`ingot doctor`: check whether this machine can train, measure its speed (--bench) or several machines (--nodes), or
+import plug-ins (--plugins)."""
 
 import argparse
 import textwrap
@@ -16,11 +17,13 @@ EXAMPLES = (
     "ingot doctor --bench --out machine.json",
     "ingot doctor --json",
     "ingot doctor --plugins run.toml",
+    "ingot doctor /shared/runs --nodes 4",
     "ingot doctor --plugins",
 )
 
 # If a fit deviates from its own timings by more than this, other programs disturbed the measurement.
 _ROUGH = 0.15
+_PROBE_SECONDS = 2.0  # of each measurement of a machine
 _STYLE = {"ok": "green", "warn": "yellow", "fail": "red"}
 
 
@@ -43,6 +46,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="time a training step for `ingot plan`: about 15 s, on a busy machine a minute or more",
     )
+    what.add_argument(
+        "--nodes",
+        type=count("nodes", 1, 100_000),
+        metavar="N",
+        help="measure computation, memory, disk, clock and links of N machines against each other: give the same "
+        "command on each, with a folder that all see",
+    )
     parser.add_argument(
         "--ranks",
         type=count("ranks", 0, 10_000),
@@ -60,9 +70,36 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    if args.nodes is not None:
+        return _run_fleet(args, terminal)
     if args.plugins is None:
         return _run_checks(args, terminal)
     return _run_plugins(args.plugins or None, terminal)
+
+
+def _run_fleet(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.config import to_dict
+    from ingot.errors import EXIT_OK, require
+    from ingot.trainer.fleet.check import check_fleet, probe_command
+    from ingot.trainer.fleet.judge import UNITS
+    from ingot.units import format_bytes, format_flops
+
+    require("torch", "train")
+    args.folder.mkdir(parents=True, exist_ok=True)
+    result = check_fleet(args.folder, args.nodes, probe_command(args.folder, _PROBE_SECONDS), terminal.say)
+    unfit = {one.node for one in result.unfit}
+    rows = [("", "machine", *UNITS, "clock")]
+    for one in result.fleet:
+        rates = one.rates | {"link": result.link(one.node)}
+        shown = [f"{(format_flops if name == 'matmul' else format_bytes)(rates[name])}/s" for name in UNITS]
+        status = terminal.style("bad", "red") if one.node in unfit else terminal.style("ok", "green")
+        rows.append((status, one.node, *shown, f"{one.clock:+.2f} s"))
+    terminal.table(rows)
+    for one in result.unfit:
+        terminal.say(f"{one.node}: {one.check}: {one.words}")
+    terminal.result(to_dict(result))
+    result.require_sound()
+    return EXIT_OK
 
 
 def _run_plugins(file: Path | None, terminal: Terminal) -> int:

@@ -151,6 +151,7 @@ def test_only_memory_that_returned_wrong_data_forbids_a_save():
         "ecc_uncorrected": HealthVerdict.DISCARD,
         "ecc_scrubbed": HealthVerdict.DRAIN,
         "row_remap_failure": HealthVerdict.DRAIN,
+        "link_lost": HealthVerdict.DRAIN,
     }
     for kind, verdict in kinds.items():
         (finding,) = HealthRules().judge([HealthReport(kind=kind, device="memory A")])

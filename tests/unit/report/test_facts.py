@@ -45,6 +45,14 @@ def test_two_faults_are_two_incidents(tmp_path, logs):
     assert facts.last_step == 80
 
 
+def test_a_clock_that_is_set_back_takes_no_training_time_away(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, _ = logs.steps_events(31, 60, clock - 3600)
+    third, end = logs.steps_events(61, 90, clock + 60)
+    events = [logs.started(logs.START, 0, 0), *first, *second, logs.started(clock + 60, 0, 60), *third]
+    assert read(tmp_path, logs, events).active_seconds == pytest.approx(end - clock - 60)
+
+
 def test_time_between_attempts_is_not_training_time(tmp_path, logs):
     first, clock = logs.steps_events(1, 30, logs.START)
     second, end = logs.steps_events(31, 60, clock + 86_400)

@@ -87,6 +87,11 @@ class Link:
         """The address of this end."""
         return self._socket.getsockname()[0]
 
+    @property
+    def other_host(self) -> str:
+        """The address of the other end."""
+        return self._socket.getpeername()[0]
+
     def fileno(self) -> int:
         return self._socket.fileno()
 
