@@ -13,6 +13,7 @@ from .row import Row, judge_recovered, random_of
 from .rows_launchers import SETTINGS, Launchers
 
 _REFERENCE = SETTINGS[:1]
+_PATIENT = ("launch.node_seconds=15",)  # a machine that is drained leaves at once; a busy one is not lost
 # Reports, and whether the run may save before it goes on without the machine.
 _REPORTS = {
     "XID": ({"kind": "xid", "code": 79, "device": "GPU 3", "words": "GPU has fallen off the bus."}, True),
@@ -33,7 +34,7 @@ def rs36(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         with Launchers(bench, name) as nodes:
             files = [bench.root / f"{name}.{letter}.health" for letter in "abc"]
             for letter, file in zip("abc", files, strict=True):
-                nodes.start(1, f"launch.health_file={file}", node=f"node-{letter}")
+                nodes.start(1, *_PATIENT, f"launch.health_file={file}", node=f"node-{letter}")
             nodes.wait_for_step(step)
             injected = time.time()
             files[number].write_text(json.dumps(report) + "\n")

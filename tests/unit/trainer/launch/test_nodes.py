@@ -28,6 +28,7 @@ from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.launch.watchdog import state_of
 from ingot.trainer.resilience.lock import RunLock
+from ingot.trainer.resilience.start_times import FIRST
 
 _LONG = 30.0  # seconds that nothing takes here
 FACTS = {"torch": "2", "settings": "a" * 64}
@@ -526,6 +527,22 @@ def test_a_silent_node_is_lost(cluster):
     ended = cluster.ends()
     assert cluster.faults() == [(1, "node")] and {code for _, code in ended.values()} == {0}
     assert "gives no sign of life" in cluster.nodes("lost")[0]["reason"]
+
+
+def test_a_start_that_takes_longer_than_a_silence_may_is_no_loss(cluster, monkeypatch):
+    honest = JobHere.start
+
+    def start(self, attempt, before=FIRST, name="", share=None):
+        time.sleep(1.5 if share and share.first else 0.0)  # imports from a slow disk
+        honest(self, attempt, before, name, share)
+
+    monkeypatch.setattr(JobHere, "start", start)
+    for name in "ab":
+        cluster.start(name, node_seconds=1.0)
+    cluster.attempt(0)
+    cluster.finish()
+    assert {code for _, code in cluster.ends().values()} == {0}
+    assert not cluster.nodes("lost") and not cluster.faults()
 
 
 def test_a_run_that_something_else_holds_stays_busy(cluster):
