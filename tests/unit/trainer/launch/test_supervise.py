@@ -135,7 +135,16 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, began: float | None = None, lease=None, planned=(), worse=None, health=None, fallbacks=None, **launch):
+    def run(
+        deeds: str,
+        began: float | None = None,
+        lease=None,
+        planned=(),
+        worse=None,
+        health=None,
+        fallbacks=None,
+        **launch,
+    ):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
         settings = Launch(**launch)
