@@ -182,8 +182,7 @@ def peak_bytes(path: Path) -> int:
 
 def read_all(change, root: Path, first: int, count: int) -> None:
     """Read the drawn examples `first` to `first + count`; the number of an example draws it alone."""
-    limit = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + NATIVE_BYTES
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     for number in range(first, first + count):
         draw = random.Random(f"{change.__name__} {number}")
         run = root / "run"
@@ -191,6 +190,9 @@ def read_all(change, root: Path, first: int, count: int) -> None:
         shutil.copytree(root / draw.choice(RUNS), run)
         (path,) = (run / "checkpoints").iterdir()
         change(path, draw)
+        # For each example anew: over thousands of them, free pieces of memory between others in use add up.
+        taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (taken + NATIVE_BYTES, hard))
         size = sum(one.stat().st_size for one in path.iterdir())
         most = 2 * size + CONSTANT_BYTES + OBJECTS_PER_BYTE * (path / MANIFEST).stat().st_size
         try:
