@@ -4,7 +4,6 @@ from .mutant import Mutant
 
 _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
 _HOSTILE = "tests/unit/stores/test_hostile_stores.py"
-_HOSTILE_TIER = "tests/unit/trainer/checkpoint/test_hostile_tier.py"
 _FUZZ = "tests/unit/trainer/checkpoint/test_fuzz.py"
 _TIERS = "tests/unit/trainer/launch/test_both_tiers.py"
 _START = "tests/unit/trainer/launch/test_start_from_store.py"
@@ -124,12 +123,12 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REMOTE}::test_a_listing_that_shows_a_removed_checkpoint_leads_to_the_next_older",),
     ),
     Mutant(
-        name="damaged-manifest-stays",
-        what="a manifest that a store damaged on its way in refuses every further attempt of its upload",
+        name="damaged-object-refuses",
+        what="a new object that a store damaged on its way in refuses every further attempt to write it",
         file="stores/objects.py",
         before="                self.remove(name)  # this write made it",
         after="                pass  # this write made it",
-        tests=(f"{_HOSTILE_TIER}::test_a_fault_at_every_request_of_an_upload_leaves_a_whole_checkpoint",),
+        tests=(f"{_HOSTILE}::test_bytes_that_a_store_changed_do_not_count_as_stored",),
     ),
     Mutant(
         name="checksum-overflow",
