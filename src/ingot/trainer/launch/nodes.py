@@ -61,7 +61,7 @@ class Node:
 
 def has_followed(folder: RunFolder) -> bool:
     """Return whether this process was a node of an earlier leader of the run, which is lost."""
-    own = socket.gethostname(), os.getpid()
+    own = node_name(), os.getpid()
     joined = (event for event in read_events(folder.events, events.NODE) if event["action"] == "joined")
     return any((event["host"], event["pid"]) == own for event in joined)
 

@@ -121,17 +121,20 @@ class RunningJob(ABC):
         return len(self.endings()) == self.ranks
 
     def wait_for_peers(self) -> None:
-        """After the abort of a rank, wait until a peer has recorded in which collective it lost it: the cause of the
-        abort may be that they called different ones."""
-        deadline, lost = time.monotonic() + _PEER_SECONDS, len(self.lost_ranks())
-        while (
-            -signal.SIGABRT in self.exit_codes().values()
-            and not any(ending.kind for ending in self.endings().values())
-            and lost < self.ranks
-            and time.monotonic() < deadline
-            and self.running()
-        ):
+        """Wait for what explains the ends so far, for a short time. After the abort of a rank: until a peer has recorded
+        in which collective it lost it, because they may have called different ones. If ranks have lost a peer: until
+        that one's own end is known, which may be on another machine."""
+        deadline = time.monotonic() + _PEER_SECONDS
+        while self._is_unexplained() and time.monotonic() < deadline and self.running():
             time.sleep(_POLL_SECONDS)
+
+    def _is_unexplained(self) -> bool:
+        lost, endings = self.lost_ranks(), self.endings()
+        if len(lost) == self.ranks:
+            return False
+        if -signal.SIGABRT in self.exit_codes().values():
+            return not any(ending.kind for ending in endings.values())
+        return all(rank in endings and endings[rank].is_echo for rank in lost)
 
 
 def next_log(folder: RunFolder) -> str:

@@ -532,9 +532,9 @@ def test_a_silent_node_is_lost(cluster):
 def test_a_start_that_takes_longer_than_a_silence_may_is_no_loss(cluster, monkeypatch):
     honest = JobHere.start
 
-    def start(self, attempt, before=FIRST, name="", share=None):
+    def start(self, attempt, before=FIRST, name="", share=None, overrides=()):
         time.sleep(1.5 if share and share.first else 0.0)  # imports from a slow disk
-        honest(self, attempt, before, name, share)
+        honest(self, attempt, before, name, share, overrides)
 
     monkeypatch.setattr(JobHere, "start", start)
     for name in "ab":
