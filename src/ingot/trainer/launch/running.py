@@ -121,9 +121,9 @@ class RunningJob(ABC):
         return len(self.endings()) == self.ranks
 
     def wait_for_peers(self) -> None:
-        """Wait for what explains the ends so far, for a short time. After the abort of a rank: until a peer has recorded
-        in which collective it lost it, because they may have called different ones. If ranks have lost a peer: until
-        that one's own end is known, which may be on another machine."""
+        """Wait for what explains the ends so far, for a short time. After the abort of a rank: until a peer has
+        recorded in which collective it lost it, because they may have called different ones. If ranks have lost a peer:
+        until that one's own end is known, which may be on another machine."""
         deadline = time.monotonic() + _PEER_SECONDS
         while self._is_unexplained() and time.monotonic() < deadline and self.running():
             time.sleep(_POLL_SECONDS)
