@@ -81,14 +81,6 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_NODES}::test_a_machine_with_a_fault_is_drained_and_a_spare_takes_its_place",),
     ),
     Mutant(
-        name="save-of-broken-memory-goes-on",
-        what="memory that turns out broken while the ranks save does not end the save",
-        file="trainer/launch/supervise.py",
-        before="if asked and (worse := running.planned_restart()) and not worse.save:",
-        after="if asked and (worse := running.planned_restart()) and worse is not planned and worse.save:",
-        tests=(f"{_SUPERVISE}::test_memory_that_turns_out_broken_while_ranks_save_ends_that",),
-    ),
-    Mutant(
         name="drained-machine-joins-again",
         what="a machine that was drained takes part in the run again",
         file="trainer/launch/node.py",

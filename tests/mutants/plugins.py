@@ -108,8 +108,8 @@ MUTANTS: list[Mutant] = [
         name="verdict-ignored",
         what="the verdict of callbacks is asked for and ignored",
         file="trainer/loop.py",
-        before="self.trainer.callbacks.line(self.line, self.trainer.log))",
-        after="self.trainer.callbacks.line(self.line, self.trainer.log) and self.verdict)",
+        before="self.verdict = later(self.verdict, verdict)",
+        after="later(self.verdict, verdict)",
         tests=(f"{_CALLBACKS}::test_a_verdict_to_stop_saves_and_stops",),
     ),
     Mutant(

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO
 
 from ingot.events import read_events
-from ingot.machine.processes import die_with_parent
+from ingot.machine.processes import die_with_parent, parent_of
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 
@@ -128,12 +128,6 @@ def processes_with(variable: str, value: Path) -> list[int]:
     mark = f"{variable}={value}\0".encode()
     found = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
     return [pid for pid in found if mark in _read(f"/proc/{pid}/environ")]
-
-
-def parent_of(pid: int) -> int:
-    """Return the parent of a process; 0 if there is no such process."""
-    fields = _read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return int(fields[1]) if fields else 0
 
 
 def send(number: signal.Signals, processes: Iterable[int]) -> None:

@@ -69,3 +69,12 @@ def _state(process: str) -> str | None:
         return None
     found, state = _look_at(int(pid))
     return state if found == process else ""
+
+
+def parent_of(pid: int) -> int:
+    """Return the parent of a process; 0 if there is no such process."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
+    except OSError:
+        return 0
+    return int(fields[1])

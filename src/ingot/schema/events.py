@@ -61,8 +61,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  reason ("nodes": some are missing; "memory": a rank ran out of it; "": as in the run file again)
                                                                       the job changes its layout
   drill          action ("kill"), rank, pid, step                     a fault injected on purpose
-  stopped        step, reason ("requested", "launch.stop_after", "restart" or the name of a signal), saved_step (of the
-                 newest checkpoint)                                   stopped on request; later steps are lost
+  stopped        step, reason ("requested", "launch.stop_after", "restart", "drain" or the name of a signal), saved_step
+                 (of the newest checkpoint)                           stopped on request; later steps are lost
   finished       step, tokens, seconds
   setting_changed  key, old, new, step                                the user accepted it; valid for steps after `step`
   exported       path, max_logit_difference

@@ -18,7 +18,7 @@ from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult
-from ingot.trainer.resilience.stop_requests import REQUESTED, RESTART, StopRequest
+from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, StopRequest
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
@@ -129,7 +129,10 @@ class RunLoop:
 
     def _ask_callbacks(self) -> None:
         self.trainer.heartbeat.enter(Phase.CALLBACK, self.done)
-        self.verdict = later(self.verdict, self.trainer.callbacks.line(self.line, self.trainer.log))
+        verdict = self.trainer.callbacks.line(self.line, self.trainer.log)
+        if verdict is Verdict.STOP and self._request.reason in PLANNED:
+            self._request = StopRequest(REQUESTED)  # the run stops, and does not start again
+        self.verdict = later(self.verdict, verdict)
 
     def save(self) -> None:
         """Save the checkpoint of the last completed step, or its weights alone if no more is due. Before the run stops

@@ -36,7 +36,8 @@ def spread(cluster: Cluster, run: RunConfig) -> Cluster:
 
 
 def cluster_sha256(cluster: Cluster) -> str:
-    return sha256_bytes(canonical_json(to_dict(cluster)).encode())
+    """Return the hash of what the layouts depend on. The name may be that of the machine that happens to lead."""
+    return sha256_bytes(canonical_json(to_dict(replace(cluster, name=""))).encode())
 
 
 def plan_fallbacks(run: RunConfig, cluster: Cluster) -> Fallbacks:

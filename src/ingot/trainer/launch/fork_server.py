@@ -7,11 +7,10 @@ Command line: `python -m ingot.trainer.launch.fork_server ORDERS REPORTS RANKS P
 REPORTS are file descriptors of pipes; PRELOAD has names of modules, separated by commas. Messages are lines of JSON.
 The supervisor orders an attempt: {"attempt": 1, "log": PATH, "start": TEXT, "partial": false}
 (resilience/start_times.py), with "overrides" of the run file if the attempt has another layout (launch/layouts.py). The
-answers are {"ordered": 1, "port": P} at once, {"rank": 0, "code": -9, "at": 12.5,
-"left": null} when a rank has ended (negative: signal number; the time on the monotonic clock), and {"attempt": 1} when
-all have. An order without "attempt" asks for the imports only; their end is
-{"prepared": true}. Without the supervisor, this process and all ranks are
-killed by the kernel (resilience/endings.py).
+answers are {"ordered": 1, "port": P} at once, {"of": 1, "rank": 0, "code": -9, "at": 12.5, "left": null} when a rank of
+attempt 1 has ended (negative: signal number; the time on the monotonic clock), and {"attempt": 1} when all have. An
+order without "attempt" asks for the imports only; their end is {"prepared": true}. Without the supervisor, this process
+and all ranks are killed by the kernel (resilience/endings.py).
 
 If an attempt is "partial", a rank that loses its peers does not end: it leaves its groups and waits
 (resilience/again.py). The answer is then that it has ended with code 1, and "left" is its process id. The next attempt
@@ -95,15 +94,15 @@ class _Server:
         """Take in that a rank has left its groups, or has ended."""
         if self._ranks.get(rank.place.local_rank) is not rank:
             return  # heard in the same round
-        if line and rank.line and rank.line.recv(16):
+        if line and rank.line and _hears(rank.line):
             rank.left = True
-            self._report(rank=rank.number, code=1, at=time.monotonic(), left=rank.pid)
+            self._report(of=rank.place.attempt, rank=rank.number, code=1, at=time.monotonic(), left=rank.pid)
         elif line and rank.line:
             self._selector.unregister(rank.line)  # it ends
         else:
             code = os.waitstatus_to_exitcode(os.waitpid(rank.pid, 0)[1])
             self._forget(rank)
-            self._report(rank=rank.number, code=code, at=time.monotonic(), left=None)
+            self._report(of=rank.place.attempt, rank=rank.number, code=code, at=time.monotonic(), left=None)
 
     def _forget(self, rank: _Rank) -> None:
         del self._ranks[rank.place.local_rank]
@@ -201,6 +200,14 @@ class _Server:
 
     def _report(self, **message: float | None) -> None:
         os.write(self._reports, json.dumps(message).encode() + b"\n")
+
+
+def _hears(line: socket.socket) -> bool:
+    """Return whether a rank has reported that it left; False if it ends."""
+    try:
+        return bool(line.recv(16))
+    except OSError:  # it ended before it read its order
+        return False
 
 
 def main() -> None:

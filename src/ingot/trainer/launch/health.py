@@ -97,7 +97,7 @@ def restart_for(faults: Iterable[HealthFinding | None]) -> PlannedRestart | None
     if worst is None:
         return None
     save = worst.verdict is HealthVerdict.DRAIN
-    return PlannedRestart(f"{worst.report.node or node_name()} is drained: {worst.words}", save)
+    return PlannedRestart(f"{worst.report.node or node_name()} is drained: {worst.words}", save, leaves=True)
 
 
 def record_finding(finding: HealthFinding, record: Callable[..., None], say: Callable[[str], None]) -> None:

@@ -11,7 +11,7 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.launch.evidence import examine, incident_of, question, waits_for
-from ingot.trainer.launch.health import HealthWatch, Sickness, record_alone, restart_for, unhealthy
+from ingot.trainer.launch.health import HealthWatch, Sickness, record_alone, restart_for, unhealthy, write_drained
 from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
@@ -65,7 +65,8 @@ class JobHere(RunningJob):
         Raises NodeUnhealthy if a fault of this machine ended the attempt before.
         """
         self.first = share.first if share else 0
-        if fault := self.fault_of_machine():
+        if share is None and (fault := self.fault_of_machine()):  # with other nodes, the leader decides
+            write_drained(self._folder, fault)
             raise unhealthy(fault, self._folder)
         if share is None:
             clear_endings(self._folder)

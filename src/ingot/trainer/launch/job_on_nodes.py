@@ -277,8 +277,10 @@ class JobOnNodes(RunningJob):
 
     def _smaller(self) -> Fallback | None:
         """Return the layout with which the run goes on without the nodes that are missing, if it has waited enough."""
+        there = 1 + len(self._nodes.present())
+        none_lost = self._trained and there >= self._size  # of those that took part before
         waited = time.monotonic() - self._since >= self._layouts.wait_seconds(trained=self._trained)
-        return self._layouts.for_nodes(1 + len(self._nodes.present())) if waited else None
+        return self._layouts.for_nodes(there) if waited or none_lost else None
 
     def _start_if_complete(self) -> None:
         present = self._nodes.present()

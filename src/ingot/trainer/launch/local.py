@@ -19,8 +19,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import ResourceError
-from ingot.machine.processes import oom_kills
+from ingot.machine.processes import oom_kills, parent_of
 from ingot.schema.run_folder import Job
+from ingot.trainer.launch.watchdog import STOPPED, state_of
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
@@ -31,6 +32,7 @@ UNKILLABLE = "E-JOB-UNKILLABLE"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
 _REPORT_SECONDS = 10.0
+_STOPPED_SECONDS = 1.0  # a fork server that is stopped (SIGSTOP) for longer is replaced when it has to start ranks
 # The time in which a rank that lost its peers has to leave them. It first ends the computation of its step.
 LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -60,6 +62,7 @@ class LocalJob:
         self._orders, self._reports, self._unread = -1, -1, b""
         self._idle = True
         self._oom_kills = 0
+        self._attempt = -1
         self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
 
     def prepare(self, log: Path) -> None:
@@ -83,12 +86,15 @@ class LocalJob:
         """Start all ranks. Their standard error goes to `log`. The last attempt must have ended; `before` says how long
         that took. share: the part of this machine in a job of several; None if there is no other. overrides: the
         settings in which this attempt differs from the run file, as KEY=VALUE."""
+        self._attempt = attempt
         start = replace(before, ordered_at=time.monotonic()).to_text()
         self._begin(log)
         order = {"attempt": attempt, "log": str(log), "start": start, "partial": self._partial}
         order |= {"overrides": list(overrides)}
         order |= {"share": asdict(share)} if share else {}
         if self._server is None or self._server.poll() is not None or not self._order(order):
+            if self._server is not None:
+                self.kill()
             self._start_server()
             self._order(order)  # a server that dies at once is a failed attempt: `running` sees it
 
@@ -100,13 +106,15 @@ class LocalJob:
         self._oom_kills = oom_kills()
 
     def _order(self, order: dict[str, Any]) -> bool:
-        """Order an attempt. Returns False if the fork server is gone: a process that was just killed may look alive."""
+        """Order an attempt. Returns False if the fork server is gone, or stopped: a process that was just killed may
+        look alive."""
         assert self._server is not None
-        self._ordered = None
+        self._ordered, ran = None, time.monotonic()
         with contextlib.suppress(BrokenPipeError):
             os.write(self._orders, json.dumps(order).encode() + b"\n")
-        while self.running() and self._ordered != order["attempt"]:
+        while self.running() and self._ordered != order["attempt"] and time.monotonic() < ran + _STOPPED_SECONDS:
             time.sleep(_POLL_SECONDS)
+            ran = ran if state_of(self._server.pid) in STOPPED else time.monotonic()
         return self._ordered == order["attempt"]
 
     def _start_server(self) -> None:
@@ -142,7 +150,8 @@ class LocalJob:
         *lines, self._unread = self._unread.split(b"\n")
         for report in map(json.loads, lines):
             if "rank" in report:
-                self._take_end(report["rank"], report["code"], report["at"], report["left"])
+                if report["of"] == self._attempt:  # otherwise it had left an earlier one, and was killed as it waited
+                    self._take_end(report["rank"], report["code"], report["at"], report["left"])
             elif "prepared" in report:
                 self.prepared = True
             elif "ordered" in report:
@@ -185,18 +194,21 @@ class LocalJob:
             while self.running() and time.monotonic() < deadline:
                 self.wait(_POLL_SECONDS)
         deadline = time.monotonic() + _REPORT_SECONDS
-        while self.running() or (self.left and not keep):
+        while self.running() or self._others(keep):
             if time.monotonic() > deadline:
                 break
             _kill(self._others(keep))
             time.sleep(_POLL_SECONDS)
         if not self._idle or self._others(keep):
             self.kill()
+            self.left = {}
 
     def _others(self, keep: bool) -> list[int]:
-        """Return the processes of the job besides the fork server and, with `keep`, the ranks that wait."""
+        """Return the processes of the job besides the fork server and, with `keep`, the ranks that wait and what they
+        started: a compiler's workers belong to a process that is kept."""
         assert self._server is not None
-        return self.processes(without=[self._server.pid, *(self.left.values() if keep else ())])
+        kept = set(self.left.values()) if keep else set()
+        return [pid for pid in self.processes(without=[self._server.pid, *kept]) if not _descends(pid, kept)]
 
     def kill(self) -> None:
         """Kill all processes and wait until they are gone. Raises ResourceError if the kernel cannot end them."""
@@ -277,6 +289,14 @@ def _own_processes() -> list[int]:
             except FileNotFoundError:
                 continue
     return found
+
+
+def _descends(pid: int, ancestors: Collection[int]) -> bool:
+    while ancestors and pid > 1:
+        if pid in ancestors:
+            return True
+        pid = parent_of(pid)
+    return False
 
 
 def _environment(pid: int) -> bytes:

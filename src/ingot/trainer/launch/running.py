@@ -20,10 +20,12 @@ _POLL_SECONDS = 0.05
 @dataclass(frozen=True)
 class PlannedRestart:
     """A restart of ranks that have not failed. reason: for people. save: the ranks first save their last step; False:
-    they start again from what was saved before, because their memory is not to be trusted."""
+    they start again from what was saved before, because their memory is not to be trusted. leaves: a machine leaves
+    the job, so the ranks first upload what they saved."""
 
     reason: str
     save: bool = True
+    leaves: bool = False
 
 
 class RunningJob(ABC):

@@ -23,7 +23,7 @@ from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.trainer.resilience.restarts import Restarts
 from ingot.trainer.resilience.start_times import FIRST, Ordered
-from ingot.trainer.resilience.stop_requests import REQUESTED, RESTART, StopRequest, StopRequests
+from ingot.trainer.resilience.stop_requests import DRAIN, PLANNED, REQUESTED, RESTART, StopRequest, StopRequests
 
 _LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
 _POLL_SECONDS = 0.05
@@ -84,6 +84,7 @@ class _SupervisedJob:
         """Start attempt after attempt until the job has ended. Raises as `supervise` does."""
         before = FIRST
         while True:
+            self._seen.ended = self._seen.reason = ""  # a rank may have reported its end after another one failed
             self._running.start(self._attempt, before)
             ended = self._follow()
             before = self._end_attempt(ended)
@@ -126,7 +127,6 @@ class _SupervisedJob:
         nor something asked it to stop; the restart if it ended for one that was planned; otherwise None."""
         running, seen, stopping = self._running, self._seen, self._stopping
         planned: PlannedRestart | None = None
-        asked: StopRequest | None = None
         while running.running():
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
@@ -135,15 +135,13 @@ class _SupervisedJob:
                 stopping.signal(number, machine)
             if stopping.is_over(is_ending=bool(seen.ended)) or (stopping.request and not running.started):
                 return None
-            if planned is None and stopping.request is None and (planned := running.planned_restart()):
-                if not planned.save:
-                    report(self._say, f"{_now()} {planned.reason}; starting again from what was saved before")
-                    return planned
-                asked = self._ask_for(planned)
-            if asked and time.monotonic() >= asked.deadline:
-                return planned
-            if asked and (worse := running.planned_restart()) and not worse.save:
-                return worse  # what they save now may be wrong
+            if not seen.ended and (wanted := running.planned_restart()):
+                if not wanted.save:  # it may be wrong, also where a save was asked for
+                    report(self._say, f"{_now()} {wanted.reason}; starting again from what was saved before")
+                    return wanted
+                if planned is None and stopping.request is None:
+                    planned = wanted
+                    self._ask_for(planned)
             if incident := running.lost_node(seen.step):
                 seen.read()
                 return self._ended_for(planned) if seen.ended else incident
@@ -163,16 +161,16 @@ class _SupervisedJob:
             return self._ended_for(planned)
         return running.lost_node(seen.step) or running.explain(seen.step)
 
-    def _ask_for(self, planned: PlannedRestart) -> StopRequest:
-        """Ask the ranks to save and end, for a restart."""
+    def _ask_for(self, planned: PlannedRestart) -> None:
+        """Ask the ranks to save and end, for a restart. Nothing outside sets a time for that, so they may take any."""
+        if StopRequest.read(self._folder.stop_request):
+            return  # a user has asked them to stop, by a file
         report(self._say, f"{_now()} {planned.reason}; saving after this step, then starting again")
-        request = StopRequest.now(RESTART, self._launch)
-        request.write(self._folder.stop_request)
-        return request
+        StopRequest(DRAIN if planned.leaves else RESTART).write(self._folder.stop_request)
 
     def _ended_for(self, planned: PlannedRestart | None) -> PlannedRestart | None:
         """Return the planned restart for which the ranks ended; None if they stopped on request, or finished."""
-        return planned if self._seen.reason == RESTART else None
+        return planned if self._seen.reason in PLANNED else None
 
     def _end_attempt(self, ended: JobIncident | PlannedRestart | None) -> Ordered:
         """End the attempt. Returns how long its fault was not seen, and how long the ranks took to be gone."""
@@ -223,7 +221,8 @@ class _SupervisedJob:
     def _prepare_restart(self) -> None:
         require_checkpoints(self._folder, self._seen.saved or 0)
         remove_leftovers(self._folder)  # an unfinished checkpoint of a killed rank is not one that is being written
-        self._folder.stop_request.unlink(missing_ok=True)  # of a planned restart
+        if (asked := StopRequest.read(self._folder.stop_request)) and asked.reason in PLANNED:
+            self._folder.stop_request.unlink(missing_ok=True)
 
     def _stopped_while_waiting(self, seconds: float) -> bool:
         """Wait before the next attempt. Returns True if something asks the run to stop meanwhile."""
@@ -253,7 +252,7 @@ class _SupervisedJob:
     def _record_end(self) -> None:
         """Record that the job stopped, if no rank did. Raises KeyboardInterrupt if Ctrl-C ended the ranks."""
         seen, stopping = self._seen, self._stopping
-        if seen.ended and seen.reason != RESTART:
+        if seen.ended and seen.reason not in PLANNED:
             return
         seen.saved = resume_step(self._folder)  # a rank that was killed may not have reported its last save
         seen.step = max(seen.step, seen.saved)

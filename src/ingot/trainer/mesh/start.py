@@ -21,6 +21,7 @@ ATTEMPT_VARIABLE = "INGOT_ATTEMPT"  # the number of restarts of the job so far
 # machine with other work, a thread that spins keeps its core from the one that it waits for. One rank with two threads:
 # 2.2 times the tokens per second beside six busy processes, 90% on an idle machine (docs/measurements.md).
 SPIN_COUNT = "10000"
+_OWN_INTERFACE = "INGOT_OWN_INTERFACE"  # GLOO_SOCKET_IFNAME is not the user's
 STORE_VARIABLE = "INGOT_STORE_FD"  # for rank 0: the file descriptor of the socket on which its store listens
 
 
@@ -101,7 +102,7 @@ def rank_variables(
         ATTEMPT_VARIABLE: str(attempt),
     }
     if share.interface and "GLOO_SOCKET_IFNAME" not in os.environ:  # Gloo would choose by the name of the host
-        variables["GLOO_SOCKET_IFNAME"] = share.interface
+        variables |= {"GLOO_SOCKET_IFNAME": share.interface, _OWN_INTERFACE: "1"}
     return variables | ({STORE_VARIABLE: str(listener.fileno())} if listener is not None and rank == 0 else {})
 
 
@@ -119,6 +120,8 @@ def enter_rank(
     """Describe this forked process as a rank, in its environment (rank_variables). All but rank 0 close `listener`."""
     for name in os.environ.keys() - outer_environment().keys():
         del os.environ[name]
+    if os.environ.pop(_OWN_INTERFACE, ""):  # of an earlier attempt of this process, with other machines
+        del os.environ["GLOO_SOCKET_IFNAME"]
     os.environ.update(rank_variables(local_rank, ranks, listener, attempt, share))
     if listener is None:
         return

@@ -16,9 +16,10 @@ from ingot.units import format_seconds
 
 # Of a terminal (Ctrl-C, hang-up), of schedulers (Slurm and Kubernetes: SIGTERM), and of Slurm's --signal=USR1@SECONDS.
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-# RESTART: the supervisor starts the ranks again after they have saved.
-REQUESTED, TIME_LIMIT, RESTART = "requested", "launch.stop_after", "restart"
-REASONS = (REQUESTED, TIME_LIMIT, RESTART, *(number.name for number in STOP_SIGNALS))
+REQUESTED, TIME_LIMIT = "requested", "launch.stop_after"
+# The supervisor starts the ranks again after they have saved; DRAIN: without a machine that may have their files.
+RESTART, DRAIN = PLANNED = "restart", "drain"
+REASONS = (REQUESTED, TIME_LIMIT, *PLANNED, *(number.name for number in STOP_SIGNALS))
 
 
 @dataclass(frozen=True)

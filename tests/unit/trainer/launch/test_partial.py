@@ -1,6 +1,8 @@
 """Partial restarts: ranks that lose a peer keep their processes. The ranks act by a script, without torch."""
 
 import os
+import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -12,11 +14,12 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch import local
 from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.supervise import supervise
 
 # Each attempt has a deed per rank, and rank 1 reports a step. "wait": until a peer has gone, which is then lost.
 RANK = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 from ingot.events import EventLog, read_events
 from ingot.schema.run_folder import RunFolder
@@ -54,6 +57,8 @@ def work():
         os.kill(os.getpid(), signal.SIGSTOP)
     elif deed == "fail":
         raise ValueError("index is out of range")
+    elif deed == "parent":  # its child does not concern its peers
+        subprocess.Popen(["sleep", "25"])
     elif deed == "stuck":
         time.sleep(25)
     elif deed == "finish":
@@ -120,6 +125,34 @@ def test_only_the_lost_rank_gets_a_new_process(act, lost):
     assert len({event["port"] for event in started}) == 1 and [e["rank"] for e in started if e["listens"]] == [0]
     log = (act.folder.logs / "attempt-2.log").read_text()
     assert all(f"attempt 1 rank {rank}" in log for rank in range(3))
+
+
+def test_a_rank_keeps_its_children(act):
+    outcome = act("parent,die;finish,finish")
+    assert (outcome.exit_code, kept(act)) == (0, [1])
+    assert pids(act, 0)[0] == pids(act, 1)[0]
+
+
+def test_a_rank_that_ends_while_it_waits_is_not_lost_again(act, tmp_path):
+    """Its end is that of the attempt that it has left."""
+    path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
+    arguments = (str(act.folder.root), "wait,die;finish,finish")
+    running = LocalJob(
+        Job(module="rank_again", arguments=arguments, processes=2, env={"PYTHONPATH": path}), partial=True
+    )
+    try:
+        running.start(attempt=0, log=act.folder.logs / "first.log")
+        while running.running():
+            running.wait(0.05)
+        running.end_attempt([1], keep=True)
+        os.kill(running.left[0], signal.SIGKILL)
+        time.sleep(0.3)
+        running.start(attempt=1, log=act.folder.logs / "second.log")
+        while running.running():
+            running.wait(0.05)
+        assert running.exit_codes == {0: 0, 1: 0}
+    finally:
+        running.close()
 
 
 def test_a_stopped_rank_is_the_only_one_that_is_replaced(act):

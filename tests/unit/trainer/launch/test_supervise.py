@@ -76,11 +76,12 @@ with guarded(folder, rank):
         time.sleep(1)
         if rank == 0:
             log.write("stopped", step=8, reason="restart")
-    elif deed == "finish":
+    elif deed in ("finish", "upload"):
         if rank == 0:
             log.write("checkpoint_refused", step=8, path="p", reason="damaged")
             log.write("run_started", from_step=6)
             log.write("finished", step=9)
+        time.sleep(1.0 if deed == "upload" else 0)
     elif rank == 1 and deed == "forget":  # its checkpoint and the log of it are gone when it is killed
         log.write("checkpoint", step=6)
         time.sleep(0.2)
@@ -106,11 +107,12 @@ with guarded(folder, rank):
 
 
 class Planned(JobHere):
-    """A job that wants each restart in `planned` as soon as its ranks have made a step, and then `worse`."""
+    """A job that wants each restart in `planned` as soon as its ranks have made a step, `worse` when they are asked to
+    stop, and, if it is `late`, another one when it has finished."""
 
-    def __init__(self, folder, job, settings, planned, worse, layouts):
+    def __init__(self, folder, job, settings, planned, worse, late, layouts):
         super().__init__(folder, job, settings, layouts=layouts)
-        self._worse = worse
+        self._worse, self._late = worse, late
         self._events, self._planned, self._now = folder.events, list(planned), None
 
     def start(self, attempt, *args):
@@ -121,7 +123,9 @@ class Planned(JobHere):
         if self._planned and self._now is None and _steps(self._events) >= self._steps + self.job.processes:
             self._now = self._planned.pop(0)
             return self._now
-        return (self._now and self._worse) or self._now
+        if self._worse and self._folder.stop_request.exists():
+            return self._worse
+        return self._now or (GROWS if self._late and any(read_events(self._events, events.FINISHED)) else None)
 
 
 def _steps(path: Path) -> int:
@@ -141,6 +145,7 @@ def act(tmp_path):
         lease=None,
         planned=(),
         worse=None,
+        late=False,
         health=None,
         fallbacks=None,
         **launch,
@@ -148,7 +153,7 @@ def act(tmp_path):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         job = Job(module="fake_rank", arguments=(str(folder.root), deeds), processes=2, env={"PYTHONPATH": path})
         settings = Launch(**launch)
-        running = Planned(folder, job, settings, planned, worse, Layouts(folder, settings, fallbacks))
+        running = Planned(folder, job, settings, planned, worse, late, Layouts(folder, settings, fallbacks))
         if health:
             running = JobHere(folder, job, settings, health=health)
         return supervise(folder, running, settings, lease=lease, began=began, say=printed.append)
@@ -240,6 +245,21 @@ def test_memory_that_turns_out_broken_while_ranks_save_ends_that(act):
     assert [e["reason"] for e in read_events(act.folder.events, events.PLANNED_RESTART)] == [BROKEN.reason]
 
 
+def test_broken_memory_is_not_saved_either_when_the_run_is_asked_to_stop(act):
+    thread = send(act, signal.SIGTERM)
+    outcome = act("hang,finish", worse=BROKEN)
+    thread.join()
+    assert (outcome.exit_code, outcome.restarts) == (10, 0) and outcome.seconds < 15
+    assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["SIGTERM"]
+
+
+def test_a_run_that_has_finished_is_not_started_again(act):
+    """It waits for its uploads, which a request would end."""
+    outcome = act("upload,hang", late=True)
+    assert (outcome.exit_code, outcome.step) == (0, 9)
+    assert not act.printed and not list(read_events(act.folder.events, events.PLANNED_RESTART))
+
+
 def test_the_fault_of_the_only_machine_ends_the_run_after_a_save(act, tmp_path):
     reports, settings = tmp_path / "reports", Launch()
     health = HealthWatch(settings, act.printed.append, [ReportFile(reports)])
@@ -247,7 +267,7 @@ def test_the_fault_of_the_only_machine_ends_the_run_after_a_save(act, tmp_path):
     with closing(health), pytest.raises(NodeUnhealthy) as error:
         act("stop", health=health)
     assert (error.value.code, error.value.facts["reason"]) == ("E-NODE-UNHEALTHY", "GPU 0: XID 74")
-    assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["restart"]
+    assert [e["reason"] for e in read_events(act.folder.events, events.STOPPED)] == ["drain"]
     assert any("GPU 0: XID 74" in line and "saving" in line for line in act.printed)
 
 
@@ -261,11 +281,6 @@ def test_a_planned_restart_is_no_failure(act):
     assert [line[9:] for line in act.printed] == 2 * [
         "a node came back; saving after this step, then starting again"
     ] + ["memory is broken; starting again from what was saved before"]
-
-
-def test_a_rank_that_does_not_save_for_a_planned_restart_is_killed_after_the_grace(act):
-    outcome = act("hang,finish", planned=(GROWS,), grace="1s")
-    assert (outcome.exit_code, outcome.restarts) == (0, 0) and outcome.seconds < 15
 
 
 def test_a_failure_during_a_planned_restart_is_a_failure(act):
@@ -465,6 +480,18 @@ if rank == 3:
 """
     assert attempt(job(code, 4), tmp_path / "log") == {0: 0, 1: 7, 2: 1, 3: -9}
     assert (tmp_path / "log").read_text().endswith("ValueError: a bug\n")
+
+
+def test_a_stopped_fork_server_is_replaced(job, tmp_path):
+    running = job("")
+    running.start(attempt=0, log=tmp_path / "first.log")
+    running.end_attempt()
+    (server,) = running.processes()
+    os.kill(server, signal.SIGSTOP)
+    running.start(attempt=1, log=tmp_path / "second.log")
+    while running.running():
+        running.wait(0.05)
+    assert running.exit_codes == {0: 0} and server not in running.processes()
 
 
 def test_attempts_share_a_fork_server_which_imports_once(job, tmp_path, monkeypatch):
