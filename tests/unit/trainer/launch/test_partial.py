@@ -134,7 +134,7 @@ def test_a_rank_keeps_its_children(act):
 
 
 def test_a_rank_that_ends_while_it_waits_is_not_lost_again(act, tmp_path):
-    """Its end is that of the attempt that it has left."""
+    """The end is that of the attempt that it has left."""
     path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
     arguments = (str(act.folder.root), "wait,die;finish,finish")
     running = LocalJob(

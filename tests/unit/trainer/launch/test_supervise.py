@@ -254,7 +254,7 @@ def test_broken_memory_is_not_saved_either_when_the_run_is_asked_to_stop(act):
 
 
 def test_a_run_that_has_finished_is_not_started_again(act):
-    """It waits for its uploads, which a request would end."""
+    """A request would end the wait for its uploads."""
     outcome = act("upload,hang", late=True)
     assert (outcome.exit_code, outcome.step) == (0, 9)
     assert not act.printed and not list(read_events(act.folder.events, events.PLANNED_RESTART))
