@@ -8,12 +8,12 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.trainer.checkpoint.manifest import candidate_folders, read_manifest
 
 from .bench import DEADLINE_SECONDS, Bench, Ended, options
-from .oracles import Verdicts
 from .row import INTERVAL, Row, random_of
 from .rows_job import judge_close
 
