@@ -87,4 +87,12 @@ MUTANTS: list[Mutant] = [
         after="            mean_memory = lives[0][0][1]\n            mean_at = 0.0\n",
         tests=("tests/unit/drill/test_soak.py::test_memory_has_one_slope_over_all_lives",),
     ),
+    Mutant(
+        name="drills-share-a-folder",
+        what="a drill empties the folder in which another one works",
+        file="drill/copied.py",
+        before="if is_locked(lock_of(root)):",
+        after="if False:",
+        tests=("tests/unit/drill/test_copied.py::test_two_drills_do_not_share_a_folder",),
+    ),
 ]

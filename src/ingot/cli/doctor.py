@@ -79,19 +79,28 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def _run_fleet(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.config import to_dict
-    from ingot.errors import EXIT_OK, require
+    from ingot.errors import EXIT_OK, UsageError, require
     from ingot.trainer.fleet.check import check_fleet, probe_command
     from ingot.trainer.fleet.judge import UNITS
     from ingot.units import format_bytes, format_flops
 
     require("torch", "train")
-    args.folder.mkdir(parents=True, exist_ok=True)
+    if not args.folder.is_dir():
+        raise UsageError(
+            "E-DOCTOR-FOLDER",
+            f"{args.folder} is not a folder",
+            rule="machines find each other in a folder that all of them see",
+            fix="name one that exists on all of them, such as the folder of the runs",
+            folder=str(args.folder),
+        )
     result = check_fleet(args.folder, args.nodes, probe_command(args.folder, _PROBE_SECONDS), terminal.say)
     unfit = {one.node for one in result.unfit}
     rows = [("", "machine", *UNITS, "clock")]
     for one in result.fleet:
         rates = one.rates | {"link": result.link(one.node)}
         shown = [f"{(format_flops if name == 'matmul' else format_bytes)(rates[name])}/s" for name in UNITS]
+        if args.nodes == 1:
+            shown[list(UNITS).index("link")] = "none"
         status = terminal.style("bad", "red") if one.node in unfit else terminal.style("ok", "green")
         rows.append((status, one.node, *shown, f"{one.clock:+.2f} s"))
     terminal.table(rows)

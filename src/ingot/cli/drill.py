@@ -1,10 +1,15 @@
 """`ingot drill`: break copies of a run on purpose, and show that they recover bit for bit."""
 
 import argparse
+from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import LARGEST_SEED, MOST_STEPS, count, path
 from ingot.cli.options import add_overrides
 from ingot.cli.terminal import Terminal
+
+if TYPE_CHECKING:
+    from ingot.drill.copied import DrillCopy
+    from ingot.drill.faults import DrillFault
 
 EXAMPLES = (
     "ingot drill runs/demo --smoke",
@@ -50,8 +55,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.drill import drill as drills
-    from ingot.drill.copied import open_copy
-    from ingot.drill.soak import soak, soak_lines, soak_times
+    from ingot.drill.copied import lock_of, open_copy
+    from ingot.drill.soak import soak_times
+    from ingot.trainer.resilience.lock import RunLock
 
     if args.list:
         rows = [(fault.id, fault.injects, "smoke" if fault.smoke else "") for fault in drills.FAULTS]
@@ -62,6 +68,24 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     faults = drills.chosen_faults(rows, smoke=args.smoke)
     times = soak_times(args.soak, args.every)
     copy, changes = open_copy(args.run, args.out, args.overrides, many_faults=times is not None)
+    try:
+        with RunLock(lock_of(copy.root)):
+            return _play(args, terminal, copy, changes, faults, times)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(f"no process of the drill is left; its copies are in {copy.root}") from None
+
+
+def _play(
+    args: argparse.Namespace,
+    terminal: Terminal,
+    copy: "DrillCopy",
+    changes: list[str],
+    faults: "list[DrillFault]",
+    times: tuple[float, float] | None,
+) -> int:
+    from ingot.drill import drill as drills
+    from ingot.drill.soak import soak, soak_lines
+
     terminal.say(f"drill      copies of {args.run}, in {copy.root}; the run itself is only read")
     terminal.say(f"changed    {', '.join(changes)}, and the interval of checkpoints")
     if times is not None:

@@ -38,6 +38,7 @@ VERBS = {
 }
 # Actions of a verb that also has options itself, so that argparse subcommands do not fit. The module of "plan score" is
 # plan_score.
+_BEGIN_ANEW = ("doctor", "drill")  # verbs that continue nothing when they are given again
 _ACTIONS = {"plan score": "compare predictions of the planner with published runs, by family"}
 
 _EXIT_CODES = """exit codes:
@@ -177,8 +178,10 @@ def main(argv: list[str] | None = None) -> int:
         return stop.exit_code
     except KeyboardInterrupt as interrupt:
         terminal.end_progress()
-        kept = str(interrupt) or "finished work is kept"
-        sys.stderr.write(f"interrupted; {kept}, and the same command continues from there\n")
+        anew = verb in _BEGIN_ANEW
+        kept = str(interrupt) or ("nothing is kept" if anew else "finished work is kept")
+        then = "begins anew" if anew else "continues from there"
+        sys.stderr.write(f"interrupted; {kept}, and the same command {then}\n")
         return 130
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # `ingot ... | head` is not an error

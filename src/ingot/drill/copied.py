@@ -14,6 +14,7 @@ from ingot.schema.run import RemoteCheckpoints, RunConfig
 from ingot.storage import write_atomic
 from ingot.toml import toml_value
 from ingot.trainer.launch.prepare import find_folder, read_run, with_paths_from
+from ingot.trainer.resilience.lock import is_locked
 
 WATCHDOG_SECONDS = 3.0
 RESULT = "drill.json"  # marks the folder of a drill
@@ -46,12 +47,25 @@ def open_copy(
     path, config = read_run(run, overrides)
     own = find_folder(run, path, None, config).root
     root = (out or own.with_name(f"{own.name}-drill")).resolve()
+    if is_locked(lock_of(root)):
+        raise UsageError(
+            "E-DRILL-FOLDER",
+            f"another drill is at work in {root}",
+            rule="a drill empties its folder and works there alone",
+            fix="wait for its end, or name another folder with --out DIR",
+            folder=str(root),
+        )
     _require_own(root, own)
     root.mkdir(parents=True, exist_ok=True)
     write_atomic(root / RESULT, "{}\n")
     config = with_paths_from(config, path.parent.resolve(), root)
     changed = _changed(config, many_faults)
     return DrillCopy(root, changed), _differences(config, changed)
+
+
+def lock_of(root: Path) -> Path:
+    """Return the lock that a drill in the folder `root` holds."""
+    return root / "drill.lock"
 
 
 def _require_own(root: Path, run: Path) -> None:
@@ -77,7 +91,7 @@ def _require_own(root: Path, run: Path) -> None:
 
 def _changed(config: RunConfig, many_faults: bool) -> RunConfig:
     """Return the settings of the copy, except the interval of its checkpoints (`with_interval`)."""
-    launch = replace(config.launch, nodes=1, stop_after="", watchdog_seconds=WATCHDOG_SECONDS)
+    launch = replace(config.launch, nodes=1, min_ranks=0, stop_after="", watchdog_seconds=WATCHDOG_SECONDS)
     if many_faults:
         launch = replace(launch, max_restarts=_MOST_RESTARTS)
     saves = config.checkpoint

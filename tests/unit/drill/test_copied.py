@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 from tests.expect import refused
 
-from ingot.drill.copied import RESULT, open_copy, with_interval
+from ingot.drill.copied import RESULT, lock_of, open_copy, with_interval
 from ingot.theory.rules import load_run
+from ingot.trainer.resilience.lock import RunLock
 
 OWN = """
 [launch]
@@ -42,10 +43,10 @@ def test_a_run_folder_and_settings_of_the_command(run_file, tmp_path):
     folder = tmp_path / "runs" / "demo"
     folder.mkdir(parents=True)
     text = run_file.read_text().replace('"tokens"', '"../../tokens"')
-    (folder / "run.toml").write_text(text + "\n[launch]\nnodes = 2\n")
+    (folder / "run.toml").write_text(text + "\n[launch]\nnodes = 2\nmin_ranks = 1\n")
     copy, changes = open_copy(folder, None, ["train.steps=500"], many_faults=True)
     assert copy.root == tmp_path / "runs" / "demo-drill" and copy.config.train.steps == 500
-    assert copy.config.launch.nodes == 1 and "launch.nodes = 1" in changes
+    assert (copy.config.launch.min_ranks, copy.config.launch.nodes) == (0, 1) and "launch.nodes = 1" in changes
     assert copy.config.launch.max_restarts > 1000 and not any("train.steps" in change for change in changes)
 
 
@@ -62,6 +63,16 @@ def test_only_the_folder_of_an_earlier_drill_is_emptied(run_file, tmp_path):
     assert (out / "own").exists()
     with refused("E-DRILL-FOLDER"):
         open_copy(run_file, tmp_path / "runs" / "tiny")
+
+
+def test_two_drills_do_not_share_a_folder(run_file, tmp_path):
+    copy, _ = open_copy(run_file, tmp_path / "out")
+    (copy.root / "RS01").mkdir()
+    with RunLock(lock_of(copy.root)), refused("E-DRILL-FOLDER", folder=str(copy.root)):
+        open_copy(run_file, tmp_path / "out")
+    assert (copy.root / "RS01").exists()
+    open_copy(run_file, tmp_path / "out")
+    assert not (copy.root / "RS01").exists()
 
 
 @pytest.mark.parametrize(("steps", "every"), [(8, 1), (24, 4), (100, 16), (5, 1)])

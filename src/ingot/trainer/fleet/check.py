@@ -25,6 +25,7 @@ from ingot.machine.health.report import node_name
 from ingot.trainer.fleet.judge import Measured, Unfit, best_link, first_pairs, judge, judge_links, second_pairs
 from ingot.trainer.launch.link import LeaderAddress, Link, answer, dial, listen, signs_of_life
 from ingot.trainer.resilience.lock import RunLock
+from ingot.units import format_seconds
 
 WAIT_SECONDS = 600.0  # for the other machines
 _PATIENCE = 15.0  # without a sign of life, a machine counts as lost
@@ -123,7 +124,7 @@ def check_fleet(
             except RunBusyError:
                 place = LeaderAddress.read(address)
                 if (link := dial(place) if place else None) is not None:
-                    return _follow(link, probe)
+                    return _follow(link, probe, say)
             if time.monotonic() > ends:
                 raise _missing(nodes, 0)
             time.sleep(_POLL_SECONDS)
@@ -143,7 +144,8 @@ def _missing(nodes: int, joined: int) -> ResourceError:
 # -- a machine that follows --
 
 
-def _follow(link: Link, probe: Probe) -> FleetResult:
+def _follow(link: Link, probe: Probe, say: Callable[[str], None]) -> FleetResult:
+    say("joined the check; the machine that began it shows what happens, and all show the result")
     link.send(hello=node_name(), pid=os.getpid())
     with signs_of_life(lambda: [link], _PATIENCE):
         while True:
@@ -206,6 +208,8 @@ def _lead(address: Path, nodes: int, probe: Probe, say: Callable[[str], None], e
         with contextlib.ExitStack() as listening:
             if nodes > 1:
                 arrived = listening.enter_context(_listening(address))
+                left = format_seconds(max(ends - time.monotonic(), 0.0))
+                say(f"1 of {nodes} machines; give the same command on the others, within {left}")
                 while len(others) < nodes - 1:
                     if time.monotonic() > ends:
                         raise _missing(nodes, 1 + len(others))

@@ -103,4 +103,4 @@ def best_link(rounds: Sequence[Mapping[tuple[str, str], float]], node: str) -> f
 
 
 def _slow(rate: float, typical: float, share: float) -> str:
-    return f"{rate / typical:.0%} of the median, less than {share:.0%}"
+    return f"{rate / typical:.1%} of the median of the others, less than {share:.0%}"

@@ -131,6 +131,10 @@ class Layouts:
         predicted = f"; it needs {parts}, as predicted: {format_bytes(sum(bill.values()))}" if bill else ""
         there = f" of {format_bytes(found.available_bytes)}" if found and bill else ""
         fix = "lower train.micro_batch or seq_len, recompute activations, or use more ranks"
+        if self._taken:
+            tried = "; ".join(" ".join(one.overrides) for one in self._smaller[: self._taken])
+            predicted += f", the last of the layouts with less memory that the planner found: {tried}"
+            fix = "use more ranks, or lower train.seq_len; `ingot check` shows what else needs less"
         if found and change:
             options = f"{pasted(change.overrides)} or --set launch.on_oom=adapt, which goes on with such layouts"
             fix = f"give the command again with {options}: {change.text(found.own)}"

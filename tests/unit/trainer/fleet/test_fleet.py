@@ -60,7 +60,7 @@ def test_a_machine_is_judged_by_the_median_of_the_others():
     assert judge([*fleet[:3], _machine("d", matmul=80.0, memory=40.0, disk=6.0, clock=0.9)]) == []
     found = judge([*fleet[:3], _machine("d", matmul=70.0, memory=37.0, disk=4.0, clock=-5.0)])
     assert _found(found) == [("d", "matmul"), ("d", "memory"), ("d", "disk"), ("d", "clock")]
-    assert found[0].words == "70% of the median, less than 75%"
+    assert found[0].words == "70.0% of the median of the others, less than 75%"
     assert _found(judge([_machine("a", wrong={"matmul": 1})])) == [("a", "matmul")]  # a machine alone, too
     assert _found(judge([_machine("a"), _machine("b", matmul=70.0)])) == [("b", "matmul")]
 

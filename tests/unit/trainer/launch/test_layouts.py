@@ -114,6 +114,7 @@ def test_a_rank_without_memory_ends_the_run_with_its_bill_and_the_cheapest_chang
 
 
 def test_each_lack_of_memory_takes_the_next_layout_until_the_list_ends(folder):
+    first_tried = " ".join(PLANNED.less_memory[0].overrides)
     layouts = of_memory(folder)
     assert layouts.begin(None, 2) == ()
     for change in PLANNED.less_memory:
@@ -122,6 +123,7 @@ def test_each_lack_of_memory_takes_the_next_layout_until_the_list_ends(folder):
         assert layouts.begin(None, 2) == change.overrides
     error = layouts.respond(RAISED).error
     assert error.code == "E-RUN-MEMORY" and error.facts["overrides"] == [] and error.facts["bytes"] == {}
+    assert f"the last of the layouts with less memory that the planner found: {first_tried}" in error.found
     recorded = [(e["overrides"], e["reason"]) for e in read_events(folder.events, events.LAYOUT)]
     assert recorded == [(list(change.overrides), "memory") for change in PLANNED.less_memory]
 
