@@ -71,6 +71,7 @@ def test_a_run_recovers_from_each_fault_bit_for_bit(project):
     assert result["folder"] == str(folder) and json.loads((folder / "drill.json").read_text()) == result
     assert sorted(path.name for path in folder.iterdir() if not path.name.startswith(("reference.", "probe."))) == [
         "drill.json",
+        "drill.lock",
         "run.toml",
     ]
     assert not (project.root / "runs" / "tiny").exists()
