@@ -107,8 +107,10 @@ MUTANTS: list[Mutant] = [
         name="stopped-fork-server",
         what="a supervisor waits for ever for a fork server that is stopped",
         file="trainer/launch/local.py",
-        before="ran = ran if state_of(self._server.pid) in STOPPED else time.monotonic()",
-        after="ran = time.monotonic()",
-        tests=("tests/unit/trainer/launch/test_supervise.py::test_a_stopped_fork_server_is_replaced",),
+        before="        if self._idle or self._all_begun() or state_of(server) not in STOPPED:\n",
+        after="        if True:\n",
+        tests=(
+            "tests/unit/trainer/launch/test_supervise.py::test_a_fork_server_that_is_stopped_before_its_ranks_begin_is_killed",
+        ),
     ),
 ]

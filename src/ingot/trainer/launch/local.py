@@ -32,7 +32,7 @@ UNKILLABLE = "E-JOB-UNKILLABLE"
 _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
 _REPORT_SECONDS = 10.0
-_STOPPED_SECONDS = 1.0  # a fork server that is stopped (SIGSTOP) for longer is replaced when it has to start ranks
+_STOPPED_SECONDS = 1.0  # a fork server that is stopped (SIGSTOP) for longer, while it has ranks to start, is killed
 # The time in which a rank that lost its peers has to leave them. It first ends the computation of its step.
 LEAVE_SECONDS = 5.0
 _POLL_SECONDS = 0.02
@@ -62,7 +62,7 @@ class LocalJob:
         self._orders, self._reports, self._unread = -1, -1, b""
         self._idle = True
         self._oom_kills = 0
-        self._attempt = -1
+        self._attempt, self._ran_at = -1, time.monotonic()
         self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
 
     def prepare(self, log: Path) -> None:
@@ -106,15 +106,13 @@ class LocalJob:
         self._oom_kills = oom_kills()
 
     def _order(self, order: dict[str, Any]) -> bool:
-        """Order an attempt. Returns False if the fork server is gone, or stopped: a process that was just killed may
-        look alive."""
+        """Order an attempt. Returns False if the fork server is gone: a process that was just killed may look alive."""
         assert self._server is not None
-        self._ordered, ran = None, time.monotonic()
+        self._ordered = None
         with contextlib.suppress(BrokenPipeError):
             os.write(self._orders, json.dumps(order).encode() + b"\n")
-        while self.running() and self._ordered != order["attempt"] and time.monotonic() < ran + _STOPPED_SECONDS:
+        while self.running() and self._ordered != order["attempt"]:
             time.sleep(_POLL_SECONDS)
-            ran = ran if state_of(self._server.pid) in STOPPED else time.monotonic()
         return self._ordered == order["attempt"]
 
     def _start_server(self) -> None:
@@ -143,6 +141,7 @@ class LocalJob:
     def running(self) -> bool:
         """Read the reports of the fork server. Returns False if every rank has ended, or the fork server itself."""
         assert self._server is not None, "start was not called"
+        self._end_stopped_server(self._server.pid)
         alive = self._server.poll() is None  # before reading: the reports of a server that has ended are complete
         with contextlib.suppress(BlockingIOError):
             while part := os.read(self._reports, 65536):
@@ -159,6 +158,18 @@ class LocalJob:
             else:
                 self._idle = True
         return alive and not self._idle
+
+    def _end_stopped_server(self, server: int) -> None:
+        """Kill a fork server that is stopped while it has ranks to start. Later it does no harm: ranks work without it,
+        and a job that is stopped as a whole for a moment loses nothing."""
+        now = time.monotonic()
+        if self._idle or self._all_begun() or state_of(server) not in STOPPED:
+            self._ran_at = now
+        elif now > self._ran_at + _STOPPED_SECONDS:
+            _kill([server])
+
+    def _all_begun(self) -> bool:
+        return all(self.heartbeats.read(rank).pid for rank in range(self.job.processes))
 
     def _take_end(self, rank: int, code: int, at: float, left: int | None) -> None:
         if left is not None:

@@ -482,6 +482,18 @@ if rank == 3:
     assert (tmp_path / "log").read_text().endswith("ValueError: a bug\n")
 
 
+def test_a_fork_server_that_is_stopped_before_its_ranks_begin_is_killed(job, tmp_path):
+    """No rank is there whose heartbeat would show it."""
+    (tmp_path / "slow_module.py").write_text("import time\ntime.sleep(3)")
+    running = job("", preload=("slow_module",))
+    running.start(attempt=0, log=tmp_path / "log")
+    (server,) = running.processes()
+    os.kill(server, signal.SIGSTOP)
+    while running.running():
+        running.wait(0.05)
+    assert running.server_code == -signal.SIGKILL and not running.exit_codes
+
+
 def test_a_stopped_fork_server_is_replaced(job, tmp_path):
     running = job("")
     running.start(attempt=0, log=tmp_path / "first.log")
