@@ -489,7 +489,8 @@ def test_a_fork_server_that_is_stopped_before_its_ranks_begin_is_killed(job, tmp
     running.start(attempt=0, log=tmp_path / "log")
     (server,) = running.processes()
     os.kill(server, signal.SIGSTOP)
-    while running.running():
+    ends = time.monotonic() + 10
+    while running.running() and time.monotonic() < ends:
         running.wait(0.05)
     assert running.server_code == -signal.SIGKILL and not running.exit_codes
 
