@@ -108,9 +108,14 @@ class MutantRunner:
     def __init__(self, root: Path, package: str, jobs: int, deadline_seconds: float = DEADLINE_SECONDS):
         self.root, self.package, self.jobs, self.deadline_seconds = root, package, jobs, deadline_seconds
 
-    def run(self, mutants: Sequence[Mutant], report: Callable[[str], None] = print) -> list[Result]:
+    def run(
+        self,
+        mutants: Sequence[Mutant],
+        report: Callable[[str], None] = print,
+        keep: Callable[[Result], None] | None = None,
+    ) -> list[Result]:
         """Run all tests of the mutants once on the unchanged source, then each mutant. report: takes lines of progress.
-        Returns the results in the order of `mutants`."""
+        keep: takes each result. Returns the results in the order of `mutants`."""
         with ThreadPoolExecutor(self.jobs) as pool:
             trouble = self._play_unchanged(mutants, pool, report)
             report(f"{len(mutants)} mutants")
@@ -120,6 +125,8 @@ class MutantRunner:
                 line = f"{mark} {result.mutant.name}: {result.outcome} ({result.seconds:.1f} s) {result.detail}"
                 report(f"{line}: {result.found}" if result.found else line)
                 results.append(result)
+                if keep:
+                    keep(result)
         return results
 
     def _play_unchanged(

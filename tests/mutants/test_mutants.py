@@ -1,7 +1,9 @@
 """The mutants fit the source and the tests of today, and the runner sees what it is for. Cheap: no mutant runs here."""
 
 import ast
+import json
 from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -10,7 +12,7 @@ import pytest
 import ingot
 
 from . import ALL
-from .__main__ import BEGIN, END, table_of, write
+from .__main__ import BEGIN, END, line_of, read_lines, table_of, write
 from .mutant import DoesNotApplyError, Mutant, changed_text
 from .runner import MutantRunner, Played, Result, judge
 
@@ -160,3 +162,14 @@ def test_the_table_goes_between_the_markers(tmp_path):
     lines = page.read_text().splitlines()
     assert lines[:2] == ["above", BEGIN] and lines[-2:] == [END, "below"] and "old" not in lines
     assert lines[-3].endswith(f"| {mutant.name} | {mutant.what} | `test_fake.py::test_double` | 8 |")
+
+
+def test_a_recorded_result_counts_until_its_mutant_changes(tmp_path):
+    first, second = ALL[:2]
+    lines = [
+        line_of(Result(first, "survived", "", 1.0)),
+        line_of(Result(first, "killed", "tests/test_fake.py::test_double", 7.8)),
+    ]
+    (file := tmp_path / "lines.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert read_lines([first, second], [file]) == {first.name: Result(first, "killed", lines[1]["detail"], 7.8)}
+    assert read_lines([replace(first, after=f"{first.after} "), second], [file]) == {}
