@@ -69,6 +69,9 @@ class Launchers:
     def wait_for_fault(self, count: int) -> None:
         self._wait(lambda: len(list(read_events(self.folder.events, events.FAULT))) >= count)
 
+    def wait_for_start(self, count: int) -> None:
+        self._wait(lambda: len(list(read_events(self.folder.events, events.RUN_STARTED))) >= count)
+
     def of_node(self, launcher: subprocess.Popen) -> list[int]:
         """Return the processes of a node: its launcher, and all that it started."""
         mark = f"INGOT_SUPERVISOR={launcher.pid}\0".encode()
@@ -122,6 +125,7 @@ def rs07_shrink(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         injected = time.time()
         for pid in nodes.of_node(nodes.started[1]):
             os.kill(pid, signal.SIGKILL)
+        nodes.wait_for_start(2)  # or the new node would take the lost one's place before the run shrinks
         nodes.start()
         codes = nodes.ends(without=1)
         verdicts.judge("o6", where, f"exit codes {codes}" if any(codes) else "")
