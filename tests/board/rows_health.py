@@ -57,7 +57,7 @@ def _wrong_events(nodes: Launchers, letter: str, saves: bool) -> str:
     saved = [e["reason"] for e in read_events(nodes.folder.events, events.STOPPED)]
     if found != [f"node-{letter}"] or len(restarts) != 1 or faults:
         return f"reports of {found}, restarts {restarts}, faults {faults}"
-    return "" if saved == ["restart"] * saves else f"stopped {saved}"
+    return "" if saved == ["drain"] * saves else f"stopped {saved}"
 
 
 ROWS = (Row("RS36", "a machine reports an XID, wrong memory, a lost link", rs36),)

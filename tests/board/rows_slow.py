@@ -29,7 +29,7 @@ def rs35(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     random = random_of("RS35", seed)
     for trial in range(TRIALS):
         kind, rank = ("compute", "data")[trial % 2], random.randrange(4)
-        found, problem = _stragglers(bench, f"slow-{seed}-{trial}", 24, _WORK_SECONDS, 0.05, seed, rank, kind)
+        found, problem = _stragglers(bench, f"straggler-{seed}-{trial}", 24, _WORK_SECONDS, 0.05, seed, rank, kind)
         if not problem:
             right = len(found) == 1 and found[0]["rank"] == rank and found[0]["phase"] == kind
             right = right and found[0]["step"] < SLOW_STEP + WITHIN and 1.7 <= found[0]["factor"] <= 2.3
