@@ -104,6 +104,16 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_PARTIAL}::test_a_rank_that_ends_while_it_waits_is_not_lost_again",),
     ),
     Mutant(
+        name="rank-outlives-its-server",
+        what="a rank that is stopped before its module runs outlives the launcher and the fork server",
+        file="trainer/launch/fork_server.py",
+        before="        die_with_parent()\n        if os.getppid() != server:\n            os._exit(1)\n",
+        after="",
+        tests=(
+            "tests/unit/trainer/launch/test_supervise.py::test_a_rank_that_is_stopped_before_its_module_runs_ends_with_its_server",
+        ),
+    ),
+    Mutant(
         name="stopped-fork-server",
         what="a supervisor waits for ever for a fork server that is stopped",
         file="trainer/launch/local.py",

@@ -177,6 +177,7 @@ class _Server:
     def _fork(self, place: Place, listener: socket.socket | None, *, partial: bool) -> bool:
         """Fork a rank. Returns True in the rank, whose environment then describes its place."""
         ours, theirs = line_of_ranks() if partial else (None, None)
+        server = os.getpid()
         if pid := os.fork():
             rank = _Rank(place, pid, os.pidfd_open(pid), ours)
             self._ranks[place.local_rank] = rank
@@ -185,6 +186,10 @@ class _Server:
                 self._selector.register(ours, selectors.EVENT_READ, rank)
                 theirs.close()
             return False
+        # At once, not when the rank's module does it: a rank that is stopped before would outlive its launcher.
+        die_with_parent()
+        if os.getppid() != server:
+            os._exit(1)
         self._selector.close()
         for rank in self._ranks.values():
             os.close(rank.pid_fd)

@@ -495,6 +495,23 @@ def test_a_fork_server_that_is_stopped_before_its_ranks_begin_is_killed(job, tmp
     assert running.server_code == -signal.SIGKILL and not running.exit_codes
 
 
+def test_a_rank_that_is_stopped_before_its_module_runs_ends_with_its_server(job, tmp_path):
+    """Also if the server is killed, as by the kernel when the launcher is: nobody is left who could end the rank."""
+    code = f"import os, signal\nopen({str(tmp_path / 'pid')!r}, 'w').write(str(os.getpid()))\nos.kill(os.getpid(), 19)"
+    running = job(code)
+    running.start(attempt=0, log=tmp_path / "log")
+    ends = time.monotonic() + 10
+    while len(running.processes()) < 2 or not (tmp_path / "pid").exists():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    rank = int((tmp_path / "pid").read_text())
+    (server,) = (pid for pid in running.processes() if pid != rank)
+    os.kill(server, signal.SIGKILL)
+    while Path(f"/proc/{rank}").exists() and time.monotonic() < ends:
+        time.sleep(0.01)
+    assert not Path(f"/proc/{rank}").exists()
+
+
 def test_a_stopped_fork_server_is_replaced(job, tmp_path):
     running = job("")
     running.start(attempt=0, log=tmp_path / "first.log")
