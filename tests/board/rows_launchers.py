@@ -151,6 +151,8 @@ def rs31_leader(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", where, f"exit codes {codes}" if any(codes) else "")
         leads = [e for e in read_events(nodes.folder.events, events.NODE) if e["action"] == "leads"]
         verdicts.judge("o6", where, "" if len(leads) == 2 else f"led: {leads}")
+        found = [(e["rank"], e["failure"]) for e in read_events(nodes.folder.events, events.FAULT)]
+        verdicts.judge("o6", where, "" if found == [(0, "node")] else f"faults {found}")
         verdicts.time(nodes.folder, injected)
     judge_recovered(bench, verdicts, name, where, bench.reference(*_REFERENCE), faults=1)
 

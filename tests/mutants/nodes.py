@@ -50,6 +50,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LINK}::test_signs_of_life_come_while_the_sender_waits_for_something_else",),
     ),
     Mutant(
+        name="lost-leader-unrecorded",
+        what="the next leader does not record that the one before it was lost",
+        file="trainer/launch/leading.py",
+        before="        record_lost_leader(folder, log.write, say)",
+        after="        pass",
+        tests=(f"{_NODES}::test_another_node_leads_when_the_leader_is_lost",),
+    ),
+    Mutant(
+        name="leader-that-parted-is-lost",
+        what="a leader that left the run in order counts as lost",
+        file="trainer/launch/leading.py",
+        before='begun = event["kind"] in _ATTEMPTS[:2]',
+        after="begun = True",
+        tests=(f"{_NODES}::test_the_machine_of_the_leader_is_drained_and_another_one_leads",),
+    ),
+    Mutant(
         name="silent-node-kept",
         what="a node without a sign of life stays a part of the job",
         file="trainer/launch/nodes.py",
@@ -264,6 +280,14 @@ MUTANTS: list[Mutant] = [
         before="        incident = self._running.respond(incident)\n",
         after="",
         tests=("tests/unit/trainer/launch/test_supervise.py::test_a_rank_without_memory_starts_again_with_less",),
+    ),
+    Mutant(
+        name="old-rate-in-the-status",
+        what="a job without progress is shown with the rate of its newest step",
+        file="report/status.py",
+        before="return seconds if seconds > max(",
+        after="return seconds if seconds < 0 < max(",
+        tests=("tests/unit/report/test_status.py::test_a_job_without_progress_shows_since_when_and_no_rate",),
     ),
     Mutant(
         name="old-layout-in-the-status",

@@ -42,6 +42,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         parts.append(f"held-out bpb {status.heldout_bpb:.2f}")
     if status.tokens_per_second and status.state == "running":
         parts.append(f"{format_count(status.tokens_per_second)} tok/s")
+    if status.still_seconds is not None:
+        parts.append(terminal.style(f"no step for {format_seconds(status.still_seconds)}", "yellow"))
     if status.eta_seconds is not None:
         parts.append(f"eta {format_seconds(status.eta_seconds)}")
     terminal.say("   ".join(parts))

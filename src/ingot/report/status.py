@@ -1,5 +1,6 @@
 """The state of a run, read from its event log and its lock, while the run may be training. Nothing is written."""
 
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,6 +16,8 @@ from ingot.trainer.resilience.lock import is_locked
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
+# A running job makes no progress if the newest line of its log is older than this many lines take, and so many seconds.
+_STILL_LINES, _STILL_SECONDS = 5.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -32,6 +35,8 @@ class RunStatus:
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
+    still_seconds: the time since the newest step, if the job runs and that time is far longer than usual; else None.
+    tokens_per_second and eta_seconds are then None, because those of the newest step are no longer true.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     fallback: the newest `layout` event, if the job does not have the layout of the run file.
     experts: the last `experts` event (layers, load_cv, max_load, dropped, fallback, ... as lists with one value per
@@ -58,6 +63,7 @@ class RunStatus:
     restarts: int
     faults: tuple[str, ...]
     losses: tuple[float, ...]
+    still_seconds: float | None = None
     unused_step: int | None = None
     unused_reason: str = ""
     failed_step: int | None = None
@@ -81,8 +87,10 @@ class RunStatus:
     stragglers: tuple[dict, ...] = ()
 
 
-def read_status(root: Path) -> RunStatus:
-    """Return the status of the run folder `root`. Raises UsageError if the folder has no run.toml."""
+def read_status(root: Path, now: float | None = None) -> RunStatus:
+    """Return the status of the run folder `root`. now: the time of it, in Unix seconds; None: that of the call.
+
+    Raises UsageError if the folder has no run.toml."""
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise no_run_folder(root)
@@ -94,6 +102,7 @@ def read_status(root: Path) -> RunStatus:
     progress, weights = last.get(events.PROGRESS, {}), last.get(events.WEIGHTS_SAVED, {})
     failed = log.failures.get(FULL) or log.failures.get(WEIGHTS) or {}
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
+    still = _still_seconds(progress, run.watch.log_every, time.time() if now is None else now) if running else None
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
     return RunStatus(
@@ -105,11 +114,12 @@ def read_status(root: Path) -> RunStatus:
         loss=losses[max(losses)] if losses else None,
         bpb=progress.get("bpb"),
         heldout_bpb=last.get(events.EVALUATION, {}).get("bpb"),
-        tokens_per_second=progress.get("tokens_per_second"),
-        eta_seconds=progress.get("eta_seconds") if running else None,
+        tokens_per_second=progress.get("tokens_per_second") if still is None else None,
+        eta_seconds=progress.get("eta_seconds") if running and still is None else None,
         last_event=log.latest,
         checkpoint_step=resumes.step or None,
         checkpoint_time=_time_of(folder, resumes.step),
+        still_seconds=still,
         unused_step=resumes.newest_step if resumes.problem else None,
         unused_reason=resumes.problem,
         failed_step=failed.get("step"),
@@ -205,6 +215,14 @@ class _Log:
 
     def _go_back(self, to: int) -> None:
         self.losses = {step: loss for step, loss in self.losses.items() if step <= to}
+
+
+def _still_seconds(progress: dict, log_every: int, now: float) -> float | None:
+    """Return the time since the newest `progress` event, if steps as fast as its own would have written several."""
+    if not progress.get("step_seconds"):
+        return None
+    seconds = now - progress["time"]
+    return seconds if seconds > max(_STILL_LINES * log_every * progress["step_seconds"], _STILL_SECONDS) else None
 
 
 def _time_of(folder: RunFolder, step: int) -> float | None:

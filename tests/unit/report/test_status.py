@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from tests.expect import refused
 
 from ingot.cli.main import main
 from ingot.config import to_toml
-from ingot.events import EventLog
+from ingot.events import EventLog, read_events
 from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status, sparkline
 from ingot.schema import events
@@ -129,6 +130,26 @@ def test_a_running_one_holds_its_lock_and_a_stopped_one_does_not(folder):
         assert (status.state, status.eta_seconds) == ("running", 30.0)
     log.write(events.STOPPED, step=1, reason="requested")
     assert read_status(folder.root).state == "stopped"
+
+
+def test_a_job_without_progress_shows_since_when_and_no_rate(folder, capsys, monkeypatch):
+    """A log line covers ten steps of 0.5 s here, so that one may take a while."""
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    steps(log, 1, 5)
+    log.write(events.PROGRESS, step=5, tokens_per_second=1e4, eta_seconds=60.0, step_seconds=0.5)
+    newest = list(read_events(folder.events))[-1]["time"]
+    with RunLock(folder.lock):
+        for since, rate, eta, still in ((24, 1e4, 60.0, None), (26, None, None, 26)):
+            status = read_status(folder.root, newest + since)
+            assert (status.tokens_per_second, status.eta_seconds) == (rate, eta)
+            assert status.still_seconds == (None if still is None else pytest.approx(still))
+        log.write(events.PROGRESS, step=6, tokens_per_second=1e4, eta_seconds=60.0, step_seconds=1e-9)
+        monkeypatch.setattr(time, "time", lambda: newest + 100)
+        assert main(["status", str(folder.root)]) == 0
+    printed = capsys.readouterr().out
+    assert "no step for 1 min" in printed and "tok/s" not in printed and "eta" not in printed
+    assert read_status(folder.root).still_seconds is None  # nothing runs
 
 
 def test_a_torn_line_and_unknown_kinds_do_no_harm(folder):

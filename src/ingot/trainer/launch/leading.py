@@ -1,11 +1,13 @@
 """The job of a leader, from its first attempt until it has parted from the other nodes."""
 
 import contextlib
+import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ingot.errors import EXIT_PREEMPTED, IngotError, NodeUnhealthy, RunBusyError
-from ingot.events import EventLog
+from ingot.events import EventLog, read_events
+from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.resumable import resume_step
@@ -14,6 +16,10 @@ from ingot.trainer.launch.job_on_nodes import JobOnNodes
 from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.link import signs_of_life
 from ingot.trainer.launch.local import UNKILLABLE
+from ingot.units import format_seconds
+
+# The first two begin an attempt, the others end it.
+_ATTEMPTS = (events.RUN_STARTED, events.RESTART, events.FAULT, events.PLANNED_RESTART, events.STOPPED, events.FINISHED)
 
 
 @contextlib.contextmanager
@@ -30,6 +36,7 @@ def leading(
     """Lead a job: listen for other nodes, and part from them with the error that ends the block, if it is one of the
     run. Arguments as for JobOnNodes."""
     with contextlib.closing(EventLog(folder.events)) as log:
+        record_lost_leader(folder, log.write, say)
         running = JobOnNodes(folder, here, launch, layouts, terms=terms, facts=facts, say=say, record=log.write)
         try:
             with signs_of_life(running.links, launch.node_seconds):
@@ -46,3 +53,38 @@ def leading(
             raise
         finally:
             running.release()
+
+
+def record_lost_leader(folder: RunFolder, record: Callable[..., None], say: Callable[[str], None]) -> None:
+    """Record the loss of the leader before this one, if an attempt of its job began and nothing ended it.
+
+    The lost one cannot record that itself, and the nodes that followed it only end their ranks. record: writes an
+    event.
+    """
+    leads: dict[str, Any] | None = None
+    begun, step, newest = False, 0, 0.0
+    for event in read_events(folder.events, events.NODE, events.PROGRESS, *_ATTEMPTS):
+        if event["kind"] == events.NODE:
+            leads = event if event["action"] == "leads" else leads
+            continue
+        newest = event["time"]
+        if event["kind"] == events.PROGRESS:
+            step = event["step"]
+        else:
+            begun = event["kind"] in _ATTEMPTS[:2]
+    if leads is None or not begun:
+        return
+    seconds = max(time.time() - newest, 0.0)  # the clocks of two machines may differ
+    cause = f"was lost with the leader, {leads['host']} (process {leads['pid']})"
+    record(events.NODE, host=leads["host"], pid=leads["pid"], action="lost", node=0, reason="another node leads")
+    record(
+        events.FAULT,
+        rank=0,
+        failure="node",
+        cause=cause,
+        step=step,
+        detected_by="supervisor",
+        evidence="",
+        seconds=round(seconds, 3),
+    )
+    say(f"nodes     rank 0 {cause} near step {step}, {format_seconds(seconds)} after its last sign in the event log")

@@ -307,6 +307,10 @@ def test_another_node_leads_when_the_leader_is_lost(cluster):
     ended = cluster.ends()
     assert {code for name, (_, code) in ended.items() if name != "a"} == {0}
     assert any("the leader is gone" in line for line in ended["b"][0])
+    (fault,) = read_events(cluster.folder.events, events.FAULT)
+    assert (fault["rank"], fault["failure"], fault["step"], fault["detected_by"]) == (0, "node", 1, "supervisor")
+    assert f"node-a (process {cluster.launchers['a'].pid})" in fault["cause"] and 0 <= fault["seconds"] < _LONG
+    assert next((event["host"], event["node"]) for event in cluster.nodes("lost")) == ("node-a", 0)
 
 
 def test_a_node_with_another_version_is_refused_and_the_others_go_on(cluster):
@@ -585,6 +589,7 @@ def test_the_machine_of_the_leader_is_drained_and_another_one_leads(cluster):
     cluster.finish()
     assert {name: code for name, (_, code) in cluster.ends().items()} == {"a": "E-NODE-UNHEALTHY", "b": 0, "c": 0}
     assert list(json.loads(cluster.folder.drained.read_text())) == ["node-a"]
+    assert not cluster.faults()  # the leader parted: it was not lost
 
 
 def test_a_spare_with_a_fault_leaves_and_nothing_starts_again(cluster):
