@@ -207,6 +207,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_FALLBACKS}::test_no_fewer_nodes_than_the_run_permits",),
     ),
     Mutant(
+        name="recomputation-never-has-its-turn",
+        what="a run that runs out of memory gets smaller micro-batches only",
+        file="planner/run/fallbacks.py",
+        before="_MOST_CHANGES = 8",
+        after="_MOST_CHANGES = 3",
+        tests=(f"{_FALLBACKS}::test_micro_batches_that_can_be_halved_often_do_not_keep_recomputation_out",),
+    ),
+    Mutant(
         name="change-for-nothing",
         what="a change of layout that saves next to no memory is proposed to a run that ran out of it",
         file="planner/run/fallbacks.py",
@@ -234,7 +242,7 @@ MUTANTS: list[Mutant] = [
         name="fallbacks-of-another-run",
         what="the fallback layouts of a run with another layout are used",
         file="schema/fallbacks.py",
-        before="    if found.run_sha256 != layout_sha256(run):",
+        before="    if (found.version, found.run_sha256) != (_VERSION, layout_sha256(run)):",
         after="    if not found.run_sha256:",
         tests=("tests/unit/schema/test_fallbacks.py::test_the_file_of_a_run_with_another_layout_is_refused",),
     ),

@@ -106,8 +106,8 @@ def _metrics_text(metrics: dict[str, dict[str, float]]) -> str:
 
 def _fallback_text(layout: dict) -> str:
     """Return why the job does not have the layout of its run file, and which it has."""
-    fewer = f"{layout['nodes']} of {layout['of_nodes']} nodes are there"
-    why = fewer if layout["reason"] == "nodes" else "a rank ran out of memory"
+    fewer = [f"{layout['nodes']} of {layout['of_nodes']} nodes are there"] * (layout["nodes"] < layout["of_nodes"])
+    why = " and ".join(fewer + ["a rank ran out of memory"] * (layout["reason"] == "memory"))
     return f"{' '.join(layout['overrides'])}   because {why}"
 
 

@@ -15,7 +15,7 @@ from ingot.storage import canonical_json, sha256_bytes, write_json
 from ingot.units import format_bytes
 
 OTHER_RUN = "E-FALLBACKS-OTHER"
-_VERSION = 1
+_VERSION = 2  # 1: at most three layouts with less memory, of all nodes alone
 # The settings on which the choice of layouts depends.
 _DECIDING = ("model.", "train.", "optim.", "parallel.", "checkpoint.", "plugins.code.", "launch.nodes")
 
@@ -49,7 +49,8 @@ class Fallbacks:
     run_sha256, cluster_sha256: of the settings and the cluster for which they were chosen. own: the layout of the run
     file. available_bytes: the memory of a rank. bills: the predicted peak of each pipeline rank, by kind of memory, in
     bytes. fewer_nodes: an entry for each number of nodes that launch.min_ranks permits, most nodes first. less_memory:
-    layouts of all ranks, each with less memory than the one before it, and as little more time as possible.
+    layouts of all nodes, each with less memory than the one before it, and as little more time as possible; then such
+    layouts for some smaller numbers of nodes (`ladder`).
     """
 
     version: int = _VERSION
@@ -66,6 +67,15 @@ class Fallbacks:
         none is possible. The others wait as spares: 125 nodes may divide a batch worse than 124."""
         possible = (entry for entry in self.fewer_nodes if not entry.problem and entry.nodes <= present)
         return min(possible, key=lambda entry: (entry.step_seconds, -entry.nodes), default=None)
+
+    def base_of(self, nodes: int) -> Fallback | None:
+        """Return the layout for exactly so many nodes; None if there is none."""
+        return next((one for one in (self.own, *self.fewer_nodes) if one.nodes == nodes and not one.problem), None)
+
+    def ladder(self, layout: Fallback) -> tuple[Fallback, ...]:
+        """Return `layout`, which is `own` or one of `fewer_nodes`, and the layouts of as many nodes that need less and
+        less memory."""
+        return layout, *(entry for entry in self.less_memory if entry.nodes == layout.nodes)
 
     def bill_of(self, rank: int) -> dict[str, int]:
         """Return the predicted peak of a rank of the run's own layout, by kind of memory, in bytes."""
@@ -102,10 +112,10 @@ def read_fallbacks(path: Path, run: RunConfig) -> Fallbacks:
             fix="remove it; ingot train writes it again",
             path=str(path),
         ) from None
-    if found.run_sha256 != layout_sha256(run):
+    if (found.version, found.run_sha256) != (_VERSION, layout_sha256(run)):
         raise ConfigError(
             OTHER_RUN,
-            f"{path} has the layouts of a run with other settings",
+            f"{path} has the layouts of a run with other settings, or of another version of ingot",
             rule="fallback layouts belong to the model, batch, layout and number of nodes for which they were chosen",
             fix="remove it; ingot train writes it again",
             path=str(path),

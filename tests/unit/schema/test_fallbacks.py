@@ -35,6 +35,12 @@ def test_the_file_is_read_as_it_was_written(path):
     assert read_fallbacks(path, RUN) == FOUND
 
 
+def test_the_file_of_another_version_is_refused(path):
+    write_fallbacks(path, replace(FOUND, version=1))
+    with refused("E-FALLBACKS-OTHER"):
+        read_fallbacks(path, RUN)
+
+
 def test_the_layout_for_the_nodes_that_are_there(path):
     assert FOUND.of_nodes(3) == FEWER[1] and FOUND.of_nodes(1) == FEWER[2] and FOUND.of_nodes(0) is None
     slow = replace(FEWER[0], problem="", step_seconds=6.0)

@@ -3,7 +3,7 @@
 Each keeps the global batch, so the samples and the update of every step stay those of the run.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from ingot.config import to_dict
@@ -23,7 +23,7 @@ from ingot.theory.rules.nearest import divisors
 # Searches of layouts for fewer nodes: 5 s each for a model of 405B parameters on 128 nodes of 8 GPUs. The most nodes
 # come first: it is likelier that few are lost.
 _SEARCHES = 3
-_MOST_CHANGES = 3  # for memory; as many as the restarts in a row that a job may have without progress
+_MOST_CHANGES = 8  # for memory: micro-batches are halved several times before recomputation has its turn
 _SAVES = 0.05  # of the memory that depends on the layout: what a change has to save to be worth a restart
 # Which change goes first if the speed of the machine is unknown: from the one that costs least to those that move data.
 _MILDEST = ("micro_batch", "zero", "dp_shard", "recompute", "offload")
@@ -48,14 +48,15 @@ def plan_fallbacks(run: RunConfig, cluster: Cluster) -> Fallbacks:
     given, cluster = cluster_sha256(cluster), spread(cluster, run)
     decided = with_context(run, cluster)[0]
     own = Evaluator(decided, cluster, INGOT).candidate(decided)
+    fewer = list(_fewer_nodes(run, cluster, own.memory_bytes))
     return Fallbacks(
         run_sha256=layout_sha256(run),
         cluster_sha256=given,
         own=_entry(run, own, ()),
         available_bytes=round(rank_memory_bytes(cluster, run.parallel.world_size)),
         bills=tuple({kind: round(term.value) for kind, term in bill.items()} for bill in stage_bills(decided, cluster)),
-        fewer_nodes=tuple(_fewer_nodes(run, cluster, own.memory_bytes)),
-        less_memory=tuple(_less_memory(run, own, cluster)),
+        fewer_nodes=tuple(entry for entry, _ in fewer),
+        less_memory=(*_less_memory(run, own, cluster), *_less_on_fewer(run, cluster, [one for _, one in fewer if one])),
     )
 
 
@@ -72,9 +73,9 @@ def _entry(run: RunConfig, found: Candidate, overrides: tuple[str, ...] | None =
 # -- fewer nodes --
 
 
-def _fewer_nodes(run: RunConfig, cluster: Cluster, own_bytes: float) -> Iterator[Fallback]:
-    """Yield the layout for each number of nodes that the run permits, most nodes first. own_bytes: the memory of the
-    run's own layout, which is there."""
+def _fewer_nodes(run: RunConfig, cluster: Cluster, own_bytes: float) -> Iterator[tuple[Fallback, Candidate | None]]:
+    """Yield an entry and its layout, if there is one, for each number of nodes that the run permits, most nodes first.
+    own_bytes: the memory of the run's own layout, which is there."""
     nodes, ranks, searches = run.launch.nodes, run.parallel.world_size, 0
     of_node = ranks // nodes
     fewest = -(-run.launch.min_ranks // of_node) if run.launch.min_ranks else nodes
@@ -88,11 +89,11 @@ def _fewer_nodes(run: RunConfig, cluster: Cluster, own_bytes: float) -> Iterator
             searches += result.considered > 0
             found = next((one for one in result.best if Evaluator.legal(one.run)), None)
         if found is not None:
-            yield _entry(run, found)
+            yield _entry(run, found), found
         else:
             other = "" if searched else "; no other layout was searched"
             problem = f"{left * of_node} ranks cannot divide a batch of {run.train.global_batch} and fit{other}"
-            yield Fallback(nodes=left, ranks=left * of_node, problem=problem)
+            yield Fallback(nodes=left, ranks=left * of_node, problem=problem), None
 
 
 def _with_fewer_copies(evaluator: Evaluator, ranks: int, own_bytes: float) -> Candidate | None:
@@ -129,9 +130,16 @@ def _meshes(own: Parallel, ranks: int) -> Iterator[Parallel]:
 # -- less memory --
 
 
-def _less_memory(run: RunConfig, own: Candidate, cluster: Cluster) -> Iterator[Fallback]:
-    """Yield layouts of all ranks, each a change of the one before it that saves memory for the least time."""
-    evaluator, now = Evaluator(own.run, cluster, INGOT), own
+def _less_on_fewer(run: RunConfig, cluster: Cluster, fewer: Sequence[Candidate]) -> Iterator[Fallback]:
+    """Yield layouts with less memory for the first of the layouts for fewer nodes; for all, that would take minutes."""
+    for found in fewer[:_SEARCHES]:
+        yield from _less_memory(run, found, replace(cluster, nodes=found.run.launch.nodes))
+
+
+def _less_memory(run: RunConfig, first: Candidate, cluster: Cluster) -> Iterator[Fallback]:
+    """Yield layouts on the nodes of `first`, each a change of the one before it that saves memory for the least
+    time."""
+    evaluator, now = Evaluator(first.run, cluster, INGOT), first
     for _ in range(_MOST_CHANGES):
         most = now.memory_bytes - _SAVES * (now.memory_bytes - cluster.runtime_bytes)
         changes = [change for change in neighbors(now, cluster) if change.candidate.memory_bytes <= most]

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from ingot.schema.fallbacks import Fallbacks
 
-_MOST = 4  # numbers of nodes in a note
+_MOST, _MOST_CHANGES = 4, 3  # numbers of nodes, and changes for memory, in a note
 
 
 def fallback_notes(found: Fallbacks) -> Iterator[tuple[str, str]]:
@@ -18,6 +18,7 @@ def fallback_notes(found: Fallbacks) -> Iterator[tuple[str, str]]:
             f"; no layout for {', '.join(without[:_MOST])}{' and others' if without[_MOST:] else ''}" if without else ""
         )
         yield "nodes", ("; ".join(lines) or "no layout") + more + none
-    if found.less_memory:
-        changes = "; then ".join(entry.text(found.own) for entry in found.less_memory)
-        yield "memory", f"if a rank runs out of it: {changes}"
+    if changes := found.ladder(found.own)[1:]:
+        shown = "; then ".join(entry.text(found.own) for entry in changes[:_MOST_CHANGES])
+        more = len(changes) - _MOST_CHANGES
+        yield "memory", f"if a rank runs out of it: {shown}" + (f"; then {more} more changes" if more > 0 else "")

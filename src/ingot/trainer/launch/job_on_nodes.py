@@ -296,7 +296,7 @@ class JobOnNodes(RunningJob):
         self._layout = layout
         overrides = self._layouts.begin(layout, self.ranks)
         if layout:
-            self._say(f"nodes     goes on with {layout.nodes} of {self._launch.nodes}: {' '.join(layout.overrides)}")
+            self._say(f"nodes     goes on with {layout.nodes} of {self._launch.nodes}: {' '.join(overrides)}")
         self._give_places(present)
         # Nodes on this machine come by the loopback address, and have the other ones as well.
         hosts = sorted((node.link.own_host.startswith("127."), node.link.own_host) for node in present if node.number)

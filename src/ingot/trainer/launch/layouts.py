@@ -2,9 +2,11 @@
 rank ran out of memory. No torch."""
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 from ingot.errors import ConfigError, RunFailed
@@ -29,12 +31,15 @@ def open_layouts(folder: RunFolder, run: RunConfig) -> "Layouts":
         return Layouts(folder, run.launch)
 
 
-def _taken(recorded: Sequence[Mapping[str, Any]], smaller: Sequence[Fallback]) -> int:
-    """Return how many layouts with less memory an earlier job of the run has taken, by its recorded changes."""
+def _known_too_much(recorded: Sequence[Mapping[str, Any]], fallbacks: Fallbacks) -> float:
+    """Return the memory [bytes] that a rank did not have in an earlier job of the run, by its recorded layouts:
+    infinite if the newest of them was not taken for memory."""
     newest = next((event for event in reversed(recorded) if event["reason"] != "nodes"), None)
     if newest is None:
-        return 0
-    return next((n for n, entry in enumerate(smaller, 1) if list(entry.overrides) == newest["overrides"]), 0)
+        return math.inf
+    base = fallbacks.base_of(newest["nodes"])
+    ladder = fallbacks.ladder(base) if base else ()
+    return next((a.memory_bytes for a, b in pairwise(ladder) if list(b.overrides) == newest["overrides"]), math.inf)
 
 
 class Layouts:
@@ -50,9 +55,10 @@ class Layouts:
         self._folder, self._launch, self._fallbacks, self._clock = folder, launch, fallbacks, clock
         recorded = list(read_events(folder.events, events.LAYOUT))
         self._recorded = tuple(recorded[-1]["overrides"]) if recorded else ()
-        self._smaller = fallbacks.less_memory if fallbacks else ()
-        self._taken = _taken(recorded, self._smaller) if launch.on_oom == "adapt" else 0  # of them, so far
-        self._fewer = False  # nodes take part in this attempt than are in the run file
+        # A layout that is predicted to need this memory [bytes] is not tried: with as much, a rank ran out of it.
+        self._too_much = _known_too_much(recorded, fallbacks) if fallbacks and launch.on_oom == "adapt" else math.inf
+        self._ladder = self._of(None)  # the layouts on the nodes of this attempt, and its own
+        self._now = self._fitting()
         self._kills: list[float] = []  # when the kernel killed a rank for lack of memory
         self._grew_at: float | None = None
 
@@ -82,8 +88,17 @@ class Layouts:
 
     @property
     def adapted(self) -> tuple[str, ...]:
-        """The settings that the run has in place of its own since a rank ran out of memory."""
-        return self._smaller[self._taken - 1].overrides if self._taken else ()
+        """The settings of this attempt, or of the first one on all nodes, if it has others for lack of memory."""
+        return self._now.overrides if self._now and self._now is not self._ladder[0] else ()
+
+    def _of(self, layout: Fallback | None) -> tuple[Fallback, ...]:
+        """Return the layout of fewer nodes, or that of the run file, and those with less memory on as many nodes."""
+        return self._fallbacks.ladder(layout or self._fallbacks.own) if self._fallbacks else ()
+
+    def _fitting(self) -> Fallback | None:
+        """Return the first layout with less memory than was too much; the one with the least if none has."""
+        fitting = (entry for entry in self._ladder if entry.memory_bytes < self._too_much)
+        return next(fitting, self._ladder[-1] if self._ladder else None)
 
     def begin(self, layout: Fallback | None, ranks: int) -> tuple[str, ...]:
         """Return the settings in which an attempt differs from the run file. They are recorded if the attempt before
@@ -91,14 +106,15 @@ class Layouts:
 
         layout: that of fewer nodes; None: all take part. ranks: how many take part.
         """
-        self._fewer = layout is not None
-        overrides = layout.overrides if layout else self.adapted
+        self._ladder = self._of(layout)
+        self._now = self._fitting()
+        overrides = self._now.overrides if self._now else ()
         if overrides != self._recorded:
             self._recorded = overrides
             nodes = layout.nodes if layout else self._launch.nodes
             facts = {"nodes": nodes, "of_nodes": self._launch.nodes, "ranks": ranks, "overrides": list(overrides)}
             with contextlib.closing(EventLog(self._folder.events)) as log:
-                log.write(events.LAYOUT, **facts, reason="nodes" if layout else "memory" if overrides else "")
+                log.write(events.LAYOUT, **facts, reason="memory" if self.adapted else "nodes" if layout else "")
         return overrides
 
     def respond(self, incident: JobIncident) -> JobIncident:
@@ -109,12 +125,13 @@ class Layouts:
         """
         if incident.kind != "memory" or incident.error or self._is_accident(incident):
             return incident
-        change = self._smaller[self._taken] if self._taken < len(self._smaller) and not self._fewer else None
+        too_much = min(self._too_much, self._now.memory_bytes) if self._now else self._too_much
+        change = next((entry for entry in self._ladder if entry.memory_bytes < too_much), None)
         if change is None or self._launch.on_oom == "stop":
             return replace(incident, error=self._out_of_memory(incident, change))
-        self._taken += 1
+        self._too_much = too_much
         cause = f"{incident.cause}; goes on with {' '.join(change.overrides)}"
-        return replace(incident, signature="", cause=cause)
+        return replace(incident, adapted=True, cause=cause)
 
     def _is_accident(self, incident: JobIncident) -> bool:
         if incident.signature:  # an error of the rank itself
@@ -126,17 +143,20 @@ class Layouts:
     def _out_of_memory(self, incident: JobIncident, change: Fallback | None) -> RunFailed:
         found = self._fallbacks
         who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
-        bill = found.bill_of(incident.rank) if found and incident.rank >= 0 and not (self._fewer or self._taken) else {}
+        bill = found.bill_of(incident.rank) if found and incident.rank >= 0 and self._now is found.own else {}
         parts = ", ".join(f"{kind} {format_bytes(size)}" for kind, size in bill.items() if size)
         predicted = f"; it needs {parts}, as predicted: {format_bytes(sum(bill.values()))}" if bill else ""
         there = f" of {format_bytes(found.available_bytes)}" if found and bill else ""
         fix = "lower train.micro_batch or seq_len, recompute activations, or use more ranks"
-        if self._taken:
-            tried = "; ".join(" ".join(one.overrides) for one in self._smaller[: self._taken])
+        if self.adapted:
+            taken = self._ladder[1 : self._ladder.index(self._now) + 1] if self._now else ()
+            tried = "; ".join(" ".join(one.overrides) for one in taken)
             predicted += f", the last of the layouts with less memory that the planner found: {tried}"
             fix = "use more ranks, or lower train.seq_len; `ingot check` shows what else needs less"
         if found and change:
-            options = f"{pasted(change.overrides)} or --set launch.on_oom=adapt, which goes on with such layouts"
+            adapt = "--set launch.on_oom=adapt, which goes on with such layouts"
+            of_all = change.nodes == self._launch.nodes  # otherwise the settings would keep the run on fewer nodes
+            options = f"{pasted(change.overrides)} or {adapt}" if of_all else adapt
             fix = f"give the command again with {options}: {change.text(found.own)}"
         return RunFailed(
             "E-RUN-MEMORY",

@@ -276,9 +276,10 @@ def _fault_line(
 ) -> str:
     who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
     stacks = f" (stacks in {incident.evidence})" if incident.evidence else ""
+    number = "" if incident.adapted else f" ({recent} of {max_restarts})"
     keep = "; 1 rank keeps its process" if len(kept) == 1 else f"; {len(kept)} ranks keep their processes"
     return (
         f"{_now()} {who} {incident.cause} near step {incident.step}{stacks}; "
-        f"restarting from step {saved_step}{f' in {wait:.0f} s' if wait else ''} ({recent} of {max_restarts})"
+        f"restarting from step {saved_step}{f' in {wait:.0f} s' if wait else ''}{number}"
         f"{keep if kept else ''}"
     )

@@ -19,7 +19,8 @@ _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds, doubled with each restart in 
 
 
 class Restarts:
-    """The restarts of one job. count: so far. recent: those within launch.restart_window_seconds.
+    """The restarts of one job. count: so far. recent: those within launch.restart_window_seconds, without those in
+    which the job took another layout for lack of memory.
 
     clock: seconds that never jump.
     """
@@ -27,12 +28,13 @@ class Restarts:
     def __init__(self, launch: Launch, clock: Callable[[], float] = time.monotonic):
         self._launch, self._clock = launch, clock
         self._incidents: list[float] = []  # when each was
+        self._adapted = 0
         self._since_progress: list[JobIncident] = []
         self._farthest, self._in_vain = -1, 0
 
     @property
     def count(self) -> int:
-        return len(self._incidents)
+        return len(self._incidents) + self._adapted
 
     @property
     def recent(self) -> int:
@@ -45,6 +47,9 @@ class Restarts:
         log: the standard error of the attempt. Raises the error of a rank that a restart cannot resolve, and RunFailed
         if the same happened at the same step before, if the job reaches no new step, or if it failed too often.
         """
+        if incident.adapted:  # there are only so many layouts
+            self._adapted += 1
+            return 0.0
         if incident.step > self._farthest:
             self._since_progress = []
         before = list(self._since_progress)

@@ -92,7 +92,7 @@ def test_changes_for_memory_need_less_and_less_for_as_little_time_as_possible():
     run = replace(with_layout(BIG, dp_shard=8), train=replace(BIG.train, micro_batch=8))
     found = plan_fallbacks(run, cluster)
     sizes = [found.own.memory_bytes, *(entry.memory_bytes for entry in found.less_memory)]
-    assert 1 < len(sizes) <= 4 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
+    assert 1 < len(sizes) <= 9 and sizes == sorted(sizes, reverse=True) and len(set(sizes)) == len(sizes)
     for entry in found.less_memory:
         changed = applied(run, entry.overrides)
         assert Evaluator.legal(changed) and changed.parallel.world_size == 8
@@ -117,6 +117,26 @@ def test_changes_that_save_next_to_nothing_are_left_out():
     changes = [found.own, *found.less_memory]
     for before, after in pairwise(changes):
         assert before.memory_bytes - after.memory_bytes >= 0.04 * (before.memory_bytes - CPU.runtime_bytes)
+
+
+def test_micro_batches_that_can_be_halved_often_do_not_keep_recomputation_out():
+    run = with_layout(replace(BIG, train=replace(BIG.train, micro_batch=16)), dp_shard=2)
+    changes = [entry.overrides for entry in plan_fallbacks(run, CPU).less_memory]
+    sizes = [f"train.micro_batch={size}" for size in (8, 4, 2, 1)]
+    assert [change[0] for change in changes[:4]] == sizes and "parallel.recompute=full" in changes[4]
+
+
+def test_fewer_nodes_have_changes_for_memory_too():
+    run = with_layout(BIG, nodes=4, min_ranks=1, dp_shard=4)
+    found = plan_fallbacks(run, CPU)
+    for base in (found.own, *(entry for entry in found.fewer_nodes if not entry.problem)):
+        ladder = found.ladder(base)
+        assert len(ladder) > 2 and ladder[0] == base == found.base_of(base.nodes)
+        assert all(after.memory_bytes < before.memory_bytes for before, after in pairwise(ladder))
+        for entry in ladder[1:]:
+            changed = applied(run, entry.overrides)
+            assert Evaluator.legal(changed) and changed.parallel.world_size == entry.ranks == base.ranks
+            assert changed.launch.nodes == base.nodes and changed.train.global_batch == run.train.global_batch
 
 
 def test_every_pipeline_rank_has_its_bill():

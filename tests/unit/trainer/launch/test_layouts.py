@@ -70,7 +70,7 @@ def test_a_change_is_recorded_once_also_after_another_start(made, folder):
     two = layouts.for_nodes(2)
     for layout in (None, two, two):
         layouts.begin(layout, 2)
-    again = Layouts(folder, FOUR.launch)
+    again = Layouts(folder, FOUR.launch, plan_fallbacks(FOUR, CPU))
     again.begin(two, 2)
     again.begin(None, 4)
     found = [(e["nodes"], e["of_nodes"], e["ranks"], e["reason"]) for e in read_events(folder.events, events.LAYOUT)]
@@ -119,7 +119,7 @@ def test_each_lack_of_memory_takes_the_next_layout_until_the_list_ends(folder):
     assert layouts.begin(None, 2) == ()
     for change in PLANNED.less_memory:
         found = layouts.respond(RAISED)
-        assert found.error is None and found.signature == "" and change.overrides[0] in found.cause
+        assert found.error is None and found.adapted and change.overrides[0] in found.cause
         assert layouts.begin(None, 2) == change.overrides
     error = layouts.respond(RAISED).error
     assert error.code == "E-RUN-MEMORY" and error.facts["overrides"] == [] and error.facts["bytes"] == {}
@@ -148,14 +148,45 @@ def test_one_kill_by_the_kernel_is_an_accident(folder):
     assert layouts.respond(KILLED).error.code == "E-RUN-MEMORY"
 
 
-def test_other_failures_and_fewer_nodes_take_no_layout_with_less_memory(folder):
+def test_other_failures_take_no_layout_with_less_memory(folder):
     bug = replace(RAISED, kind="bug")
     assert of_memory(folder).respond(bug) == bug
-    two = replace(LARGE, launch=replace(LARGE.launch, nodes=2, min_ranks=1, on_oom="adapt"))
-    planned = plan_fallbacks(two, CPU)
-    layouts = Layouts(folder, two.launch, planned)
-    assert planned.less_memory and layouts.begin(layouts.for_nodes(1), 1) == planned.fewer_nodes[0].overrides
-    assert layouts.respond(RAISED).error.facts["overrides"] == []
+
+
+TWO = replace(LARGE, launch=replace(LARGE.launch, nodes=2, min_ranks=1, on_oom="adapt"))
+ON_TWO = plan_fallbacks(TWO, CPU)
+
+
+def test_fewer_nodes_have_layouts_with_less_memory_of_their_own(folder):
+    layouts = Layouts(folder, TWO.launch, ON_TWO)
+    one = layouts.for_nodes(1)
+    ladder = ON_TWO.ladder(one)
+    assert len(ladder) > 2 and {entry.nodes for entry in ladder} == {1}
+    for now in ladder:
+        assert layouts.begin(one, 1) == now.overrides
+        found = layouts.respond(RAISED)
+    assert found.error.code == "E-RUN-MEMORY" and found.error.facts["overrides"] == []
+    recorded = [(e["nodes"], e["overrides"], e["reason"]) for e in read_events(folder.events, events.LAYOUT)]
+    reasons = ["nodes"] + ["memory"] * (len(ladder) - 1)
+    assert recorded == [(1, list(now.overrides), reason) for now, reason in zip(ladder, reasons, strict=True)]
+
+
+def test_what_was_too_much_on_all_nodes_is_not_tried_on_fewer_and_all_have_their_own_again(folder):
+    layouts = Layouts(folder, TWO.launch, ON_TWO)
+    layouts.begin(None, 2)
+    layouts.respond(RAISED)
+    one = layouts.for_nodes(1)
+    smaller = layouts.begin(one, 1)
+    (taken,) = [entry for entry in ON_TWO.ladder(one) if entry.overrides == smaller]
+    assert taken is not one and taken.memory_bytes < ON_TWO.own.memory_bytes
+    assert layouts.begin(None, 2) == ON_TWO.less_memory[0].overrides
+
+
+def test_a_run_that_may_not_adapt_is_shown_no_settings_that_keep_it_small(folder):
+    layouts = Layouts(folder, replace(TWO.launch, on_oom="stop"), ON_TWO)
+    layouts.begin(layouts.for_nodes(1), 1)
+    error = layouts.respond(RAISED).error
+    assert "--set launch.on_oom=adapt" in error.fix and "--set launch.nodes" not in error.fix
 
 
 def test_a_run_without_planned_layouts_ends_without_memory_too(folder):
