@@ -36,11 +36,7 @@ def soak(bench: Bench, verdicts: Verdicts, output: DrillOutput, seconds: float, 
     reference = DrillReference(bench.drilled(*_SETTINGS), bench.reference(*_SETTINGS), 0.0)
     kinds = [fault for fault in FAULTS if not fault.needs(reference.run.config)]
     session = Soak(reference, kinds, output, seconds=seconds, every=every, seed=seed, verdicts=verdicts)
-    while not session.is_over:
-        place = bench.root / f"soak-{seed}-{session.rounds + 1}"
-        if not session.play_round(place):
-            break
-        bench.drop(place.name)
+    session.play(bench.root / f"soak-{seed}")
     result = session.result()
     share = result["useful_share"]
     verdicts.judge("o8", "all rounds", "" if share >= _USEFUL else f"{share:.0%} of the time was useful")

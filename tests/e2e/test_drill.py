@@ -61,7 +61,7 @@ def drilled(project, *options: str, code: int) -> dict:
 
 
 def test_a_run_recovers_from_each_fault_bit_for_bit(project):
-    result = drilled(project, "--rows", "RS01,RS10,RS28 user", code=0)
+    result = drilled(project, "--rows", "RS01+,RS10,RS28 user", code=0)
     assert [line["id"] for line in result["rows"]] == ["RS01", "RS01 server", "RS10", "RS28 user"]
     killed, _, damaged, stopped = result["rows"]
     assert all(line["passed"] and line["o1"] and line["o2"] and line["o3"] and line["o7"] for line in result["rows"])

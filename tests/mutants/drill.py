@@ -95,4 +95,28 @@ MUTANTS: list[Mutant] = [
         after="if False:",
         tests=("tests/unit/drill/test_copied.py::test_two_drills_do_not_share_a_folder",),
     ),
+    Mutant(
+        name="drill-variants-unasked",
+        what="a row of a drill plays its variants, which nobody asked for",
+        file="drill/drill.py",
+        before="else [fault for fault in FAULTS if fault.id == row]",
+        after="else faults_of(row)",
+        tests=("tests/unit/drill/test_faults.py::test_rows_are_chosen_by_the_ids_of_the_board",),
+    ),
+    Mutant(
+        name="drill-silent-until-its-end",
+        what="a drill with --json shows nothing before its end",
+        file="cli/drill.py",
+        before="_ToStandardError() if terminal.json_mode and not terminal.quiet else terminal",
+        after="terminal",
+        tests=("tests/unit/cli/test_drill.py::test_json_is_alone_on_standard_output_and_progress_on_standard_error",),
+    ),
+    Mutant(
+        name="drill-taken-for-a-run",
+        what="ingot status shows the folder of a drill as a run that never started",
+        file="drill/state.py",
+        before="    return (root / RESULT).is_file()",
+        after="    return False",
+        tests=("tests/unit/drill/test_state.py::test_a_drill_is_no_run_and_names_its_runs",),
+    ),
 ]

@@ -1,6 +1,7 @@
 """`ingot drill`: break copies of a run on purpose, and show that they recover bit for bit."""
 
 import argparse
+import sys
 from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import LARGEST_SEED, MOST_STEPS, count, path
@@ -13,7 +14,7 @@ if TYPE_CHECKING:
 
 EXAMPLES = (
     "ingot drill runs/demo --smoke",
-    "ingot drill run.toml --rows RS01,RS10",
+    "ingot drill run.toml --rows RS01+,RS10",
     "ingot drill --list",
     "ingot drill run.toml --soak 1h --every 20s --seed 7",
 )
@@ -31,7 +32,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--list", action="store_true", help="show the faults; start nothing")
-    which.add_argument("--rows", metavar="IDS", help="the faults of these rows, as RS01,RS10 (default: all of --list)")
+    which.add_argument(
+        "--rows", metavar="IDS", help="these rows alone, as RS01,RS10; RS01+: with its variants (default: all)"
+    )
     which.add_argument("--smoke", action="store_true", help="five faults that cover most of recovery")
     which.add_argument("--soak", metavar="DURATION", help="random faults for so long: 10min, 1h")
     parser.add_argument("--every", metavar="SECONDS", help="with --soak: the mean time between faults (default: 20s)")
@@ -53,6 +56,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add_overrides(parser)
 
 
+class _ToStandardError:
+    """Shows what happens as lines on standard error, while standard output is kept for the result."""
+
+    def say(self, text: str = "") -> None:
+        print(text, file=sys.stderr, flush=True)
+
+    def progress(self, fraction: float, text: str = "") -> None: ...
+
+
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.drill import drill as drills
     from ingot.drill.copied import lock_of, open_copy
@@ -62,6 +74,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if args.list:
         rows = [(fault.id, fault.injects, "smoke" if fault.smoke else "") for fault in drills.FAULTS]
         terminal.table(rows, ("row", "fault", ""))
+        terminal.say(
+            "\n--rows RS03 plays that row alone, --rows RS03+ its variants too (RS03 all), --smoke the marked ones"
+        )
         terminal.result({"rows": [{"id": row[0], "injects": row[1], "smoke": bool(row[2])} for row in rows]})
         return 0
     rows = [row.strip() for row in args.rows.split(",")] if args.rows is not None else []
@@ -86,14 +101,15 @@ def _play(
     from ingot.drill import drill as drills
     from ingot.drill.soak import soak, soak_lines
 
-    terminal.say(f"drill      copies of {args.run}, in {copy.root}; the run itself is only read")
-    terminal.say(f"changed    {', '.join(changes)}, and the interval of checkpoints")
+    output = _ToStandardError() if terminal.json_mode and not terminal.quiet else terminal
+    output.say(f"drill      copies of {args.run}, in {copy.root}; the run itself is only read")
+    output.say(f"changed    {', '.join(changes)}, and the interval of checkpoints")
     if times is not None:
-        result = soak(copy, faults, terminal, seconds=times[0], every=times[1], steps=args.steps, seed=args.seed)
+        result = soak(copy, faults, output, seconds=times[0], every=times[1], steps=args.steps, seed=args.seed)
         terminal.say()
         terminal.say("\n".join(soak_lines(result)))
     else:
-        result = drills.drill(copy, faults, terminal, steps=args.steps, seed=args.seed)
+        result = drills.drill(copy, faults, output, steps=args.steps, seed=args.seed)
         terminal.say()
         terminal.table(drills.result_rows(result), _HEADER, right=(2, 3, 4))
         terminal.say()

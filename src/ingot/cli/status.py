@@ -7,6 +7,8 @@ from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ingot.report.status import RunStatus
 
 _SHOWN_STEPS = 3
@@ -23,11 +25,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     import time
     from dataclasses import asdict
 
+    from ingot.drill.state import is_drill
     from ingot.errors import EXIT_OK
     from ingot.planner.show.layout import degrees_text
     from ingot.report.status import read_status, sparkline
     from ingot.units import format_count, format_seconds
 
+    if is_drill(args.run):
+        return _say_drill(args.run, terminal)
     status = read_status(args.run)
     now = time.time()
     parts = [terminal.style(status.name, "bold"), status.state, f"{status.ranks} ranks"]
@@ -93,6 +98,30 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         "finished": f"ingot report {args.run}",
     }
     terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
+    return EXIT_OK
+
+
+def _say_drill(root: "Path", terminal: Terminal) -> int:
+    """Show the folder of a drill: its result, and the runs that are in it."""
+    from dataclasses import asdict
+
+    from ingot.drill.state import read_drill
+    from ingot.errors import EXIT_OK
+    from ingot.report.status import read_status
+
+    drill = read_drill(root)
+    verdict = f", {drill.faults} faults, {len(drill.red)} red" if drill.state == "finished" else ""
+    terminal.say(f"drill  {terminal.style(str(root), 'bold')}   {drill.state}{verdict}")
+    terminal.say(
+        "       the folder of ingot drill, which breaks copies of a run on purpose; copies that recovered are gone"
+    )
+    for name in drill.red:
+        terminal.say(f"red    {name}")
+    statuses = {str(folder): read_status(folder) for folder in drill.runs}
+    for folder, status in statuses.items():
+        terminal.say(f"run    {folder}   {status.state}   step {status.step:,}/{status.steps:,}")
+    terminal.result(asdict(drill) | {"runs": {folder: asdict(status) for folder, status in statuses.items()}})
+    terminal.next(*[f"ingot status {folder}" for folder in statuses][:1] or ["ingot drill --list"])
     return EXIT_OK
 
 

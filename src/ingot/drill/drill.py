@@ -7,7 +7,7 @@ which give R. Every fault has a copy of its own.
 import itertools
 import shutil
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from random import Random
@@ -29,6 +29,7 @@ LEAST_STEPS = 12
 _PROBE_STEPS = 8
 _FEWEST = 24  # steps of a copy
 _COPY_SECONDS = 6.0  # of an undisturbed copy, besides its start
+NONE_LEFT_OUT: Mapping[str, str] = {}
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,13 @@ class DrillReference:
 
 
 def chosen_faults(rows: Sequence[str] = (), *, smoke: bool = False) -> list[DrillFault]:
-    """Return the faults of these rows of the board, or of the short drill, or all. Raises UsageError for a row that
-    has none here."""
-    if unknown := [row for row in rows if not faults_of(row)]:
+    """Return the faults of these rows of the board, or of the short drill, or all.
+
+    rows: each is the whole id of a fault; with "+" after it, the variants of the row come too. Raises UsageError for a
+    row that has none here.
+    """
+    asked = {row: _asked(row) for row in rows}
+    if unknown := [row for row, faults in asked.items() if not faults]:
         known = ", ".join(dict.fromkeys(fault.id.split()[0] for fault in FAULTS))
         raise UsageError(
             "E-DRILL-ROW",
@@ -53,8 +58,12 @@ def chosen_faults(rows: Sequence[str] = (), *, smoke: bool = False) -> list[Dril
             row=unknown[0],
         )
     if rows:
-        return list(dict.fromkeys(fault for row in rows for fault in faults_of(row)))
+        return list(dict.fromkeys(fault for faults in asked.values() for fault in faults))
     return [fault for fault in FAULTS if fault.smoke or not smoke]
+
+
+def _asked(row: str) -> list[DrillFault]:
+    return faults_of(row[:-1]) if row.endswith("+") else [fault for fault in FAULTS if fault.id == row]
 
 
 def train_reference(
@@ -145,14 +154,30 @@ def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *,
             output.say(f"\n{fault.id:<14}  {fault.injects}\n  left out   {reason}")
             continue
         lines.append(_play_one(fault, reference, copy.root, output, seed))
+    return write_result(copy, reference, lines, left_out, seed=seed, began=began)
+
+
+def write_result(
+    copy: DrillCopy,
+    reference: DrillReference,
+    lines: Sequence[dict],
+    left_out: Mapping[str, str] = NONE_LEFT_OUT,
+    *,
+    seed: int,
+    began: float,
+) -> dict:
+    """Write the result of a drill or a soak to its folder, whose undisturbed run goes if all is equal. Returns it.
+
+    lines: of Verdicts.as_json. left_out: row -> why the run cannot have it. began: in seconds of time.monotonic().
+    """
     red = [line["id"] for line in lines if not line["passed"]]
     result = {
         "folder": str(copy.root),
         "steps": reference.run.steps,
         "step_seconds": round(reference.run.step_seconds, 4),
         "seed": seed,
-        "rows": lines,
-        "left_out": left_out,
+        "rows": list(lines),
+        "left_out": dict(left_out),
         "red": red,
         "seconds": round(time.monotonic() - began, 1),
         "exit_code": EXIT_DIFFERS if red else EXIT_OK,

@@ -13,17 +13,16 @@ from pathlib import Path
 from random import Random
 from statistics import median
 
-from ingot.drill.copied import RESULT, DrillCopy
-from ingot.drill.drill import EXIT_DIFFERS, DrillReference, train_reference
+from ingot.drill.copied import DrillCopy
+from ingot.drill.drill import DrillReference, train_reference, write_result
 from ingot.drill.faults import DrillFault, can_have
 from ingot.drill.leaks import Growth
 from ingot.drill.oracles import Verdicts
 from ingot.drill.trial import DrillOutput, Trial
-from ingot.errors import EXIT_OK, ConfigError, UsageError
+from ingot.errors import ConfigError, UsageError
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
-from ingot.storage import write_json
 from ingot.units import format_seconds, parse_seconds
 
 _EVERY = "20s"
@@ -98,6 +97,16 @@ class Soak:
     @property
     def is_over(self) -> bool:
         return time.monotonic() >= self._end
+
+    def play(self, place: Path) -> Path | None:
+        """Train copies in the folders PLACE-1, PLACE-2 and so on until the soak is over. Returns the one that is red,
+        which ends it and is kept; None if none is."""
+        while not self.is_over:
+            root = place.with_name(f"{place.name}-{self.rounds + 1}")
+            if not self.play_round(root):
+                return root
+            shutil.rmtree(root)
+        return None
 
     def play_round(self, root: Path) -> bool:
         """Train one copy to its end in the folder `root`, with the faults that come, and judge it. Returns whether all
@@ -183,29 +192,9 @@ def soak(
     reference = train_reference(copy, output, steps=steps, seconds=length)
     kinds = [fault for fault in faults if not fault.needs(copy.config)]
     session = Soak(reference, kinds, output, seconds=seconds, every=every, seed=seed)
-    while not session.is_over:
-        place = copy.root / f"round-{session.rounds + 1}"
-        if not session.play_round(place):
-            output.say(f"  evidence   {place}; the undisturbed run is {copy.root / 'reference'}")
-            break
-        shutil.rmtree(place)
-    line = session.result()
-    red = [] if line["passed"] else [line["id"]]
-    result = {
-        "folder": str(copy.root),
-        "steps": reference.run.steps,
-        "step_seconds": round(reference.run.step_seconds, 4),
-        "seed": seed,
-        "rows": [line],
-        "left_out": {},
-        "red": red,
-        "seconds": round(time.monotonic() - began, 1),
-        "exit_code": EXIT_DIFFERS if red else EXIT_OK,
-    }
-    write_json(copy.root / RESULT, result)
-    if not red:
-        shutil.rmtree(copy.root / "reference")
-    return result
+    if red := session.play(copy.root / "round"):
+        output.say(f"  evidence   {red}; the undisturbed run is {copy.root / 'reference'}")
+    return write_result(copy, reference, [session.result()], seed=seed, began=began)
 
 
 def soak_lines(result: dict) -> list[str]:

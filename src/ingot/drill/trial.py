@@ -186,7 +186,7 @@ class Trial:
     def injects(self, what: str, ranks: Iterable[int] = ()) -> None:
         """Record a fault that comes now. what: for people. ranks: that it is about."""
         self.named = tuple(ranks)
-        self.where = f"{what} after step {self.step}"
+        self.where = f"{what} (last logged step: {self.step})"
         self.recoveries.append(Recovery(time.time(), self.reached))
         log = EventLog(self.folder.events)  # first, so that the event is before the effects
         log.write(events.DRILL, action=what, rank=self.named[0] if len(self.named) == 1 else None, step=self.step)

@@ -120,7 +120,9 @@ def cut_of(file):
 def test_rows_are_chosen_by_the_ids_of_the_board(run_file):
     assert len({fault.id for fault in FAULTS}) == len(FAULTS)
     assert [fault.id for fault in faults_of("RS03")] == ["RS03", "RS03 all"]
-    assert [fault.id for fault in chosen_faults(["RS03 all", "RS01"])] == ["RS03 all", "RS01", "RS01 server"]
+    assert [fault.id for fault in chosen_faults(["RS03 all", "RS01"])] == ["RS03 all", "RS01"]
+    assert [fault.id for fault in chosen_faults(["RS01+", "RS01", "RS02+"])] == ["RS01", "RS01 server", "RS02"]
+    assert all(any(fault.id == row.id.split()[0] for fault in FAULTS) for row in FAULTS)  # no row has variants alone
     assert [fault.id for fault in chosen_faults(smoke=True)] == ["RS01", "RS03", "RS08", "RS10", "RS28"]
     assert len(chosen_faults()) == len(FAULTS)
     with refused("E-DRILL-ROW", row="RS99"):
@@ -140,4 +142,4 @@ def test_an_injection_is_recorded_before_it_acts(trial, ranks, text):
     one.signal_ranks(signal.SIGSTOP, ranks)
     (event,) = one.found("drill")
     assert (event["action"], event["step"], event["rank"]) == (text, 7, 1 if ranks == [1] else None)
-    assert one.where == f"{text} after step 7" and len(one.recoveries) == 2
+    assert one.where == f"{text} (last logged step: 7)" and len(one.recoveries) == 2
