@@ -179,4 +179,14 @@ MUTANTS: list[Mutant] = [
         after="and (holds == [WEIGHTS]) > (manifest.kind == WEIGHTS):",
         tests=("tests/unit/trainer/checkpoint/test_manifest.py::test_weights_alone_are_no_checkpoint",),
     ),
+    Mutant(
+        name="every-save-left-out-has-a-line",
+        what="a run with short steps prints a line for every save that it leaves out",
+        file="trainer/save.py",
+        before="        if trainer.left_out == 1:",
+        after="        if True:",
+        tests=(
+            "tests/unit/trainer/test_background_saves.py::test_a_save_that_is_due_while_another_is_written_is_left_out",
+        ),
+    ),
 ]

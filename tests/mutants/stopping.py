@@ -206,4 +206,12 @@ MUTANTS: list[Mutant] = [
         after="max(own_seconds, 1e-6)",
         tests=(f"{_VOTE}::test_all_ranks_stop_after_the_same_step",),
     ),
+    Mutant(
+        name="no-word-of-a-second-ctrl-c",
+        what="a run that has saved and is stopped does not say what a second signal does",
+        file="trainer/resilience/stop_requests.py",
+        before="are left out; a second Ctrl-C stops now",
+        after="are left out",
+        tests=(f"{_SIGNALS}::test_the_supervisor_says_what_a_second_ctrl_c_does[True]",),
+    ),
 ]

@@ -76,6 +76,8 @@ class RunParts(StepParts):
     stop_vote: the agreement of the ranks to stop. schedule: decides when saves are due. save_seconds: the time of the
     last full save from the copy of the state to the published checkpoint; 0 before the first one of this process.
     heartbeat: where this rank is, for the supervisor's watchdog. clock: the time of the start by phase.
+    left_out: how many saves of this process were left out because an earlier one was being written; left_out_shown:
+    those of them that a line has shown.
     waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
@@ -108,6 +110,8 @@ class RunParts(StepParts):
     log: Callable[..., None]
     say: Callable[[str], None]
     save_seconds: float = 0.0
+    left_out: int = 0
+    left_out_shown: int = 0
 
     def close(self) -> None:
         """End the threads, close the files and release the model. Raises ResourceError if a thread hangs in a read."""

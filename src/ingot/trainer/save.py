@@ -44,8 +44,13 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
     if not ended:  # before an error is raised, which this rank may know before the others
         trainer.schedule.left_out(kind)
         trainer.log(events.CHECKPOINT_SKIPPED, step=step, what=kind, in_flight=_step_in_flight(trainer))
-        what = "" if kind == FULL else "the weights of "
-        trainer.say(f"not saved {what}step {step}: an earlier save is still being written")
+        trainer.left_out += 1
+        if trainer.left_out == 1:  # with short steps, most of them are left out
+            trainer.left_out_shown = 1
+            what = "" if kind == FULL else "the weights of "
+            trainer.say(
+                f"not saved {what}step {step}: an earlier save is still being written; `saved` lines count more"
+            )
         return False
     if background is not None and background.broken is not None:
         raise background.broken
@@ -174,7 +179,10 @@ def _record(
     written = "" if write_seconds is None else f"written in {format_seconds(write_seconds)}  "
     stall = f"stall {format_seconds(stall_seconds)}"
     what = "" if kind == FULL else "weights of "
-    trainer.say(f"saved     {what}step {step}  {format_bytes(size)}  {stall}  {written}verified")
+    left = trainer.left_out - trainer.left_out_shown
+    trainer.left_out_shown = trainer.left_out
+    more = f"  {left} save{'s' * (left != 1)} left out" if left else ""
+    trainer.say(f"saved     {what}step {step}  {format_bytes(size)}  {stall}  {written}verified{more}")
     trainer.schedule.measured(kind, step, stall_seconds, write_seconds or 0.0)
     # Weights alone are in the run folder, never on disks of nodes: rank 0 uploads all of them.
     if trainer.uploader is not None and (kind == FULL or trainer.place.is_first):

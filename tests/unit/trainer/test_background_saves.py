@@ -42,11 +42,11 @@ class Disturbing(DefaultPolicy):
         return self.script.get(facts.step, lambda trainer: None)(self.trainer) or verdict
 
 
-def run_rank(rank, ranks, folder, script=None, until_step=None):
+def run_rank(rank, ranks, folder, script=None, until_step=None, say=lambda line: None):
     place = RankInfo(
         rank=rank, world_size=ranks, local_rank=rank, local_world_size=ranks, attempt=0, device=torch.device("cpu")
     )
-    run = build_trainer(load_run(folder.config), folder, place, until_step=until_step, say=lambda line: None)
+    run = build_trainer(load_run(folder.config), folder, place, until_step=until_step, say=say)
     run.policy = Disturbing(folder, script or {}, run)
     try:
         train(run)
@@ -132,8 +132,19 @@ def test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers
 
 
 def test_a_save_that_is_due_while_another_is_written_is_left_out(fork_ranks, make_run):
+    """The first one has a line; the line of the next save counts the others."""
     folder = make_run(dp_shard=2, steps=12, every_steps=3, mode="async")
-    assert fork_ranks(run_rank, 2, folder, {2: stop_writer, 10: continue_writer}) == ["ended"] * 2
+
+    def run_and_read(rank, ranks):
+        lines = []
+        return run_rank(rank, ranks, folder, {2: stop_writer, 10: continue_writer}, say=lines.append), lines
+
+    (ended, lines), (other, _) = fork_ranks(run_and_read, 2)
+    assert (ended, other) == ("ended", "ended")
+    (first,) = (line for line in lines if line.startswith("not saved"))
+    assert "step 6: an earlier save is still being written" in first
+    counts = [(line.split()[2], line.partition("verified")[2].strip()) for line in lines if line.startswith("saved")]
+    assert counts == [("3", "1 save left out"), ("12", "")]
     skipped = [(e["step"], e["in_flight"]) for e in read_events(folder.events, events.CHECKPOINT_SKIPPED)]
     assert skipped == [(6, 3), (9, 3)]
     assert of_kind(folder, events.CHECKPOINT) == [(3, None), (12, None)]
@@ -233,6 +244,7 @@ def test_ranks_agree_on_whether_a_save_has_ended(fork_ranks):
         trainer = SimpleNamespace(
             background=SimpleNamespace(in_flight=in_flight, broken=None),
             schedule=SimpleNamespace(left_out=lambda kind: None),
+            left_out=0,
             log=lambda kind, **fields: logged.append((kind, fields)),
             say=lambda line: None,
         )

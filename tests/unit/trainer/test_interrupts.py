@@ -13,7 +13,8 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.folders import SAVING
 from ingot.trainer.interrupts import _launched, signals_ask
-from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
+from ingot.trainer.launch.stopping import Stopping
+from ingot.trainer.resilience.stop_requests import STOP_SIGNALS, StopRequests
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +45,17 @@ def test_every_stop_signal_asks_once_and_the_handlers_return(tmp_path, number):
         assert requests.current().reason == number.name
     assert [signal.getsignal(each) for each in STOP_SIGNALS] == before
     assert [line.split()[0] for line in lines] == ["stopping", "still"]
+
+
+@pytest.mark.parametrize("is_ending", [False, True])
+def test_the_supervisor_says_what_a_second_ctrl_c_does(tmp_path, is_ending):
+    """Also when the ranks have saved already, as for a planned restart."""
+    folder, lines = RunFolder(tmp_path), []
+    stopping = Stopping(folder, StopRequests(None, Launch(), time.monotonic()), lines.append)
+    stopping.signal(signal.SIGTERM)
+    assert not stopping.is_over(is_ending=is_ending)
+    (line,) = lines
+    assert line.startswith("stopping") and "; a second Ctrl-C stops now" in line
 
 
 def test_a_second_ctrl_c_waits_for_a_checkpoint_and_a_third_does_not(tmp_path):

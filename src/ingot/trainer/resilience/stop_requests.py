@@ -54,7 +54,8 @@ class StopRequest:
     def line(self, *, is_ending: bool) -> str:
         """Return the line for people when the request arrives. is_ending: see StopRequests."""
         if is_ending:
-            return "stopping: the run is saved, and uploads that do not end in time are left out"
+            late = "uploads that do not end in time are left out; a second Ctrl-C stops now"
+            return f"stopping: the run is saved, and {late}"
         left = self.deadline - time.monotonic()
         within = "" if math.isinf(left) else f", within {format_seconds(max(left, 0.0))}"
         why = "" if self.reason in ("SIGINT", REQUESTED) else f" ({self.reason})"

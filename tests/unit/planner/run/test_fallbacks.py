@@ -148,9 +148,15 @@ def test_every_pipeline_rank_has_its_bill():
 def test_the_notes_name_the_settings():
     run = with_layout(replace(BIG, train=replace(BIG.train, micro_batch=8)), nodes=4, min_ranks=1, dp_shard=4)
     notes = dict(fallback_notes(plan_fallbacks(run, CPU)))
-    assert "with 2 of 4: parallel.dp_shard=2 launch.nodes=2" in notes["nodes"] and "no layout for 3" in notes["nodes"]
-    assert "train.micro_batch=4" in notes["memory"]
+    assert "goes on with these settings: with 2 of 4, parallel.dp_shard=2 launch.nodes=2" in notes["nodes"]
+    assert notes["nodes"].endswith("; with 3, it uses fewer of them")
+    assert "train.micro_batch=4" in notes["memory"] and "then 2 more changes" in notes["memory"]
     assert "nodes" not in dict(fallback_notes(plan_fallbacks(RUN, CPU)))
+    found = plan_fallbacks(run, CPU)
+    three, two, one = found.fewer_nodes
+    alone = replace(found, fewer_nodes=(three, two, replace(one, problem="no")))
+    assert dict(fallback_notes(alone))["nodes"].endswith("; with 3, it uses fewer of them; with 1, it waits")
+    assert "no layout for fewer than 4" in dict(fallback_notes(replace(found, fewer_nodes=(three,))))["nodes"]
 
 
 @pytest.mark.parametrize(("least", "nearest"), [(3, "2 or 4"), (6, "4"), (4, "")])
