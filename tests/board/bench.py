@@ -111,11 +111,13 @@ class Bench:
         name: str,
         *settings: str,
         until: int | None = None,
+        accept: Sequence[str] = (),
         env: dict[str, str] | None = None,
     ) -> Ended:
         """Train the run `name` with one rank, in a process forked from one that has imported everything (launcher.py).
 
-        settings: as "a.b=c". until: the step to stop after. env: more variables, a fault for example.
+        settings: as "a.b=c". until: the step to stop after. accept: keys of confirmed changes.
+        env: more variables, a fault for example.
         """
         launcher = self._started_launcher()
         assert launcher.stdin is not None and launcher.stdout is not None
@@ -125,6 +127,7 @@ class Bench:
             "out": str(self.root / name),
             "settings": [*ONE_RANK, *settings],
             "until": until,
+            "accept": list(accept),
             "env": self.job(name, env=env).environment(),
             "log": str(log),
         }

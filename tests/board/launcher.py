@@ -1,9 +1,9 @@
 """A process that has imported the trainer once, and forks attempts of a run with one rank from itself.
 
-`python -m tests.board.launcher` reads one JSON object per line: the run file, the run folder, settings, the environment
-and the file for the output. Each attempt is `ingot.trainer.launch.train` in a forked child, with lock, checks and
-resume as `ingot train` has them, but without a supervisor: a killed attempt stays killed. The answer is {"code": exit
-code, negative for a signal}.
+`python -m tests.board.launcher` reads one JSON object per line: the run file, the run folder, settings,
+those whose change is confirmed, the environment and the file for the output. Each attempt is
+`ingot.trainer.launch.train` in a forked child, with lock, checks and resume as `ingot train` has them, but without a
+supervisor: a killed attempt stays killed. The answer is {"code": exit code, negative for a signal}.
 """
 
 import gc
@@ -42,10 +42,11 @@ def _attempt(order: dict, parent: int) -> int:
     from ingot.trainer.launch.train import train
 
     given = given_callbacks([lambda numbers: None])  # with a function, a run with one rank trains in this process
-    run_file, out, until = Path(order["run_file"]), Path(order["out"]), order["until"]
+    run_file, out = Path(order["run_file"]), Path(order["out"])
+    more = {"overrides": order["settings"], "accept": order["accept"], "until_step": order["until"]}
     try:
         say = lambda text: print(text, flush=True)  # noqa: E731
-        return train(run_file, out, overrides=order["settings"], until_step=until, given=given, say=say).exit_code
+        return train(run_file, out, **more, given=given, say=say).exit_code
     except IngotError as error:
         print(f"{error.code}: {error}", flush=True)
         return error.exit_code

@@ -56,4 +56,12 @@ MUTANTS: list[Mutant] = [
         after="return removed",
         tests=("tests/unit/trainer/checkpoint/test_save.py::test_leftovers_of_killed_saves_are_named",),
     ),
+    Mutant(
+        name="other-numbers-without-consent",
+        what="a run continues with a setting that makes another experiment of it, without --accept-change",
+        file="schema/changes.py",
+        before="return self in (ChangeClass.SAME_BITS, ChangeClass.SAME_MATHEMATICS)",
+        after="return self is not ChangeClass.REFUSED",
+        tests=("tests/board/test_rows.py::test_a_row[RS29]",),
+    ),
 ]

@@ -80,26 +80,34 @@ GOOD = gzip.compress(response(1, len(PAGE)) + PAGE + b"\r\n\r\n")
 MEGABYTE = bytes(1 << 20)
 
 
-def test_warc(outcomes):
+def hostile_warc() -> dict[str, tuple[bytes, dict[str, int]]]:
+    """Return files of WARC records that inflate beyond all limits, each with the rules of its records and counts."""
     large = packed((response(2, len(PAGE) + (320 << 20)) + PAGE, 1), (MEGABYTE, 320), (b"\r\n\r\n", 1))
     deflated = packed((b"<p>x", 1), (MEGABYTE, 320))
     body = PAGE.replace(b"\r\n\r\n", b"\r\nContent-Encoding: gzip\r\n\r\n").removesuffix(b"<p>words") + deflated
     headers = packed((b"WARC/1.0\r\n", 1), (b"A: " + b"b" * 997 + b"\r\n", 1 << 20))
-    found = outcomes(
-        {
-            "a.warc.gz": GOOD + large + GOOD,
-            "b.warc": response(3, len(body)) + body + b"\r\n\r\n",
-            "c.warc.gz": GOOD + headers + GOOD,
-        }
-    )
-    assert found == [{"kept": 2, "too_large": 1}, {"too_large": 1}, {"kept": 2, "bad_record": 1}]
+    return {
+        "a.warc.gz": (GOOD + large + GOOD, {"kept": 2, "too_large": 1}),
+        "b.warc": (response(3, len(body)) + body + b"\r\n\r\n", {"too_large": 1}),
+        "c.warc.gz": (GOOD + headers + GOOD, {"kept": 2, "bad_record": 1}),
+    }
 
 
-def test_json_lines(outcomes):
+def hostile_json() -> dict[str, tuple[bytes, dict[str, int]]]:
+    """Return files of JSON lines in the same way: long, deep and heavy ones, and one that does not end."""
     rows = ((b'{"text": "good"}\n{"text": "', 1), (b"x" * (1 << 20), 50), (b'"}\n', 1), (b"[" * 100_000 + b"\n", 1))
     ending = ((b'{"a": [', 1), (b"{}," * (1 << 18), 43), (b'{}], "text": "heavy"}\n{"text": "good"}\n', 1))
-    found = outcomes({"a.jsonl.gz": packed(*rows, *ending), "c.jsonl.gz": packed((MEGABYTE, 320))})
-    assert found == [{"kept": 2, "too_large": 2, "bad_row": 1}, {"too_large": 1}]
+    return {
+        "a.jsonl.gz": (packed(*rows, *ending), {"kept": 2, "too_large": 2, "bad_row": 1}),
+        "c.jsonl.gz": (packed((MEGABYTE, 320)), {"too_large": 1}),
+    }
+
+
+@pytest.mark.parametrize("hostile", [hostile_warc, hostile_json])
+def test_records_beyond_all_limits(outcomes, hostile):
+    files = hostile()
+    found = outcomes({name: data for name, (data, _) in files.items()})
+    assert found == [counts for _, counts in files.values()]
 
 
 def test_the_heaviest_line_that_fits(outcomes):
