@@ -20,6 +20,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_SUPERVISE}::test_a_hang_is_found_written_down_and_ended",),
     ),
     Mutant(
+        name="leave-as-other-phases",
+        what="a rank that hangs in the end of its groups keeps a finished job for half an hour",
+        file="trainer/launch/watchdog.py",
+        before="if phase is Phase.LEAVE:",
+        after="if phase is Phase.END:",
+        tests=(f"{_WATCHDOG}::test_ranks_have_no_longer_to_leave_a_job_that_has_ended_than_a_step_may_take_at_least",),
+    ),
+    Mutant(
         name="suspects-unseen",
         what="a rank that is overdue in a step is no suspect while the others are in a save",
         file="trainer/launch/watchdog.py",

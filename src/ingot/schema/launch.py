@@ -22,7 +22,8 @@ class Launch:
       save that does not fit into the rest of it, by the last one's duration, is not begun. "": the run stops when it
       has saved.
     watchdog_seconds: the shortest time in a step after which a job counts as hung; a step may also take five times the
-      longest so far (trainer/launch/watchdog.py). 0: there is no watchdog.
+      longest so far (trainer/launch/watchdog.py). Ranks of a job that has ended have that long to leave it. 0: there is
+      no watchdog.
     watchdog_other_seconds: the same for all that is no step: the start, the first step, a wait for data or for a save,
       an evaluation, the callbacks of a log line.
     data_seconds: without a batch for this time, another thread of the rank reads it again; a read of a token shard that

@@ -60,7 +60,7 @@ from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.resilience.endings import PeerLost, is_about_a_peer
-from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
+from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_requests import StopRequests
@@ -112,6 +112,7 @@ def run_rank(
     )
     try:
         ending = train(trainer)
+        trainer.heartbeat.enter(Phase.LEAVE, ending.step)
     except Exception as error:
         if not isinstance(error, IngotError) and is_about_a_peer(str(error)):
             raise PeerLost(str(error)) from error

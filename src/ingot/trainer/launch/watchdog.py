@@ -9,8 +9,9 @@ the others are elsewhere, in a save or a callback, these may wait for those: onl
 A step may take FACTOR times as long as the longest one so far (NVIDIA's resiliency extension has the same default), or
 twice as long as a first step, which compiles; but at least launch.watchdog_seconds. Any other phase may take
 launch.watchdog_other_seconds: how long it took before says little, because a start may have more to load, a save may
-wait for an earlier one, and the last evaluation also writes samples. Time in which the supervisor itself did not run (a
-suspended machine) does not count.
+wait for an earlier one, and the last evaluation also writes samples. A rank that leaves a job whose end is reported has
+nothing to do that could take longer than a step: groups are known to hang when they are destroyed. Time in which the
+supervisor itself did not run (a suspended machine) does not count.
 """
 
 import math
@@ -58,6 +59,8 @@ class Watchdog:
         """Return how long a rank may be in `phase`, in seconds."""
         if phase is Phase.STEP:
             return max(self._launch.watchdog_seconds, FACTOR * self._step, RECOMPILES * self._first_step)
+        if phase is Phase.LEAVE:
+            return self._launch.watchdog_seconds
         return self._launch.watchdog_other_seconds + (UPLOAD_SECONDS if phase is Phase.END else 0.0)
 
     def look(self, ended: Collection[int]) -> Hang | None:
@@ -82,7 +85,8 @@ class Watchdog:
             if not suspects:
                 return None
             last = Phase.STEP
-        setting = "launch.watchdog_seconds" if last is Phase.STEP else "launch.watchdog_other_seconds"
+        own = last in (Phase.STEP, Phase.LEAVE)
+        setting = "launch.watchdog_seconds" if own else "launch.watchdog_other_seconds"
         seconds = now - max(beat.since for beat in beats.values())
         return Hang(beats, seconds, self.limit(last), setting, suspects)
 

@@ -28,6 +28,7 @@ class Phase(IntEnum):
     EVALUATE = 5
     CALLBACK = 6  # the callbacks of a log line, which may do anything
     END = 7  # the last uploads; they may take any time
+    LEAVE = 8  # the end of threads and groups; everything is saved and reported
 
     @property
     def words(self) -> str:
@@ -44,13 +45,14 @@ _WORDS = {
     Phase.EVALUATE: "in an evaluation",
     Phase.CALLBACK: "in a callback",
     Phase.END: "at the end",
+    Phase.LEAVE: "leaving the job",
 }
 # Process id, beats so far, phase, step, when the phase began [ns], file descriptors of the two reports (evidence.py),
 # and the longest time [ns] of each phase that ended; then a checksum of these, because a rank may be interrupted while
 # it writes.
 _WORDS_OF_BEAT = struct.Struct(f"<{7 + len(Phase)}q")
 _CHECKSUM = struct.Struct("<I")
-_SLOT = 128
+_SLOT = 256
 assert _WORDS_OF_BEAT.size + _CHECKSUM.size <= _SLOT
 _READS = 50
 

@@ -82,6 +82,12 @@ with guarded(folder, rank):
             log.write("run_started", from_step=6)
             log.write("finished", step=9)
         time.sleep(1.0 if deed == "upload" else 0)
+    elif deed == "leave":  # it waits in the end of its groups
+        heartbeat = open_heartbeat(rank)
+        if rank == 0:
+            log.write("finished", step=9)
+        heartbeat.enter(Phase.LEAVE, 9)
+        time.sleep(25 if rank == 1 else 0)
     elif rank == 1 and deed == "forget":  # its checkpoint and the log of it are gone when it is killed
         log.write("checkpoint", step=6)
         time.sleep(0.2)
@@ -237,6 +243,12 @@ def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
     thread.join()
     assert (outcome.exit_code, outcome.restarts) == (10, 2) and outcome.seconds < 15
     assert "in 20 s (2 of 3)" in act.printed[1]
+
+
+def test_a_rank_that_does_not_leave_a_finished_job_costs_no_more_than_the_watchdog(act):
+    outcome = act("leave", watchdog_seconds=0.3)
+    assert (outcome.exit_code, outcome.step, outcome.restarts) == (0, 9, 0) and outcome.seconds < 15
+    assert not list(read_events(act.folder.events, events.FAULT))
 
 
 GROWS, BROKEN = PlannedRestart("a node came back"), PlannedRestart("memory is broken", save=False)

@@ -86,7 +86,9 @@ def test_a_step_may_take_five_times_its_longest_and_twice_a_first_one(bench):
     assert bench.watchdog.limit(Phase.STEP) == 960.0  # another shape may compile again
 
 
-@pytest.mark.parametrize("phase", [p for p in Phase if p not in (Phase.STEP, Phase.END)], ids=lambda phase: phase.name)
+@pytest.mark.parametrize(
+    "phase", [p for p in Phase if p not in (Phase.STEP, Phase.END, Phase.LEAVE)], ids=lambda phase: phase.name
+)
 def test_all_that_is_no_step_has_its_own_limit_however_short_it_was(bench, phase):
     bench.change(0, phase=phase, longest=tuple(0.1 for _ in Phase))
     assert bench.found_by(59.9) is None and bench.found_by(61) == pytest.approx(60, abs=0.11)
@@ -131,6 +133,12 @@ def test_time_in_which_the_supervisor_did_not_run_does_not_count(bench):
 def test_the_last_uploads_have_their_time(bench):
     bench.change(0, phase=Phase.END)
     assert bench.found_by(655) is None and bench.found_by(670) == pytest.approx(660, abs=0.11)
+
+
+def test_ranks_have_no_longer_to_leave_a_job_that_has_ended_than_a_step_may_take_at_least(bench):
+    bench.change(0, phase=Phase.LEAVE, longest=longest(STEP=2.0, COMPILE=30.0))
+    assert bench.found_by(20, ended=[1]) == pytest.approx(3, abs=0.11)
+    assert (bench.hang.limit, bench.hang.setting) == (3.0, "launch.watchdog_seconds")
 
 
 def test_a_rank_that_ended_is_not_waited_for(bench):

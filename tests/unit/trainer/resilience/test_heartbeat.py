@@ -3,7 +3,7 @@ import time
 
 import pytest
 
-from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats, Phase, open_heartbeat
+from ingot.trainer.resilience.heartbeat import _SLOT, HEARTBEAT_VARIABLE, Heartbeats, Phase, open_heartbeat
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_a_beat_that_is_being_written_is_not_read(beats, monkeypatch):
     for cut in (0, 8, 40, 100):
         heart.enter(Phase.SAVE, 5)
         memory = beats._memory
-        memory[128 + cut : 128 + 124] = bytes(124 - cut)
+        memory[_SLOT + cut : 2 * _SLOT] = bytes(_SLOT - cut)
         assert beats.read(1) == whole
     heart.enter(Phase.DATA, 6)
     assert beats.read(1).step == 6
