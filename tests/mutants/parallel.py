@@ -90,6 +90,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/parallel/test_expert.py::test_rows_arrive_by_expert_and_return_in_their_order",),
     ),
     Mutant(
+        name="loads-of-own-tokens",
+        what="a rank divides the loads of whole sequences by the number of its own tokens",
+        file="trainer/model/routing.py",
+        before="loads_BE = loads_BE * (moe.num_experts / whole_BTK[0].numel())",
+        after="loads_BE = loads_BE * (moe.num_experts / (probabilities_BTE.shape[1] * moe.top_k))",
+        tests=(f"{_PROOF}[2-experts x ring]",),
+    ),
+    Mutant(
         name="canonical-tree",
         what="canonical sums add the parts of a rank one after the other: the bits depend on the number of copies",
         file="trainer/parallel/canonical.py",

@@ -178,6 +178,26 @@ def partial_sum_left_out(stack: ExitStack) -> None:
     replaced(stack, apply, "sum_partial_gradients", lambda original: lambda shards, mesh: None)
 
 
+@fault(
+    "gradients of head norms are summed over tp only where tp divides the tokens as well",
+    "tp",
+    "gradient norm parameters loss replicas",
+)
+def head_norms_left_partial(stack: ExitStack) -> None:
+    def make(original):
+        return lambda shards, mesh: original(shards, mesh) if mesh.parallel.sequence else None
+
+    replaced(stack, apply, "sum_partial_gradients", make)
+
+
+@fault("a block that tp divides counts in the norm on the first rank alone", "tp+sp", "norm owners parameters loss")
+def divided_blocks_counted_once(stack: ExitStack) -> None:
+    def make(original):
+        return lambda cut, parameter, mesh: original(cut, parameter, mesh) and mesh.index("tp") == 0
+
+    replaced(stack, zero, "is_owner", make)
+
+
 @fault("entering and leaving a region are swapped", "tp", "gradient norm parameters loss replicas")
 def enter_and_leave_swapped(stack: ExitStack) -> None:
     enter, leave = Region.enter, Region.leave

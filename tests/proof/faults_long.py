@@ -7,7 +7,7 @@ from unittest.mock import patch
 import torch
 
 from ingot.trainer.model import experts, routing, transformer
-from ingot.trainer.parallel import balance, context, expert, ring, tensor
+from ingot.trainer.parallel import balance, context, expert, ring, tensor, zero
 from ingot.trainer.parallel.expert import ExpertDispatch
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parallel.ring import Ring
@@ -143,6 +143,21 @@ def divided_by_ep(stack: ExitStack) -> None:
         return smaller
 
     replaced(stack, Zero, "reduce", make)
+
+
+@fault(
+    "experts of the other tp ranks are left out of the norm",
+    "experts x ep over tp",
+    "routing owners norm parameters loss",
+)
+def experts_counted_on_one_rank(stack: ExitStack) -> None:
+    def make(original):
+        def on_the_first_tp_rank(cut, parameter, mesh):
+            return original(cut, parameter, mesh) and not (cut.view == "expert_shard" and mesh.index("tp") > 0)
+
+        return on_the_first_tp_rank
+
+    replaced(stack, zero, "is_owner", make)
 
 
 @fault("rows that arrive stay in the order of their senders", "capacity x ep", "routing balance " + _LATER)
