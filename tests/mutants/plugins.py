@@ -129,6 +129,16 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_CALLBACKS}::test_a_verdict_is_the_same_on_all_ranks",),
     ),
     Mutant(
+        name="sums-among-votes",
+        what="sums of callbacks share the group of the run's votes, where one that is left out is taken for a vote",
+        file="trainer/callbacks.py",
+        before="dist.all_reduce(total, group=group)",
+        after="dist.all_reduce(total)",
+        tests=(
+            "tests/public_bugs/test_waits.py::test_a_sum_that_a_callback_leaves_out_is_not_taken_for_a_vote_of_the_run",
+        ),
+    ),
+    Mutant(
         name="record-not-restored",
         what="a roll-back takes back the tensors of callbacks, but not their records",
         file="trainer/restore.py",

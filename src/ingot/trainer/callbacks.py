@@ -4,6 +4,8 @@ import contextlib
 import json
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from ingot.schema.run import RunConfig
 from ingot.trainer.blame import blamed
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.mesh.collectives import largest_of_ranks
+from ingot.trainer.mesh.mesh import callback_group
 
 ALLOWED = (Verdict.CONTINUE, Verdict.ROLL_BACK, Verdict.STOP)  # by urgency
 MOST_RECORD_BYTES = 64 << 10
@@ -41,13 +44,15 @@ class Callbacks:
         loss_scale: Tensor | None = None,
     ):
         distributed = dist.is_initialized()
+        sums = distributed and config.callbacks
+        group = callback_group(timedelta(seconds=config.launch.timeout_seconds)) if sums else None
         run = CallbackRun(
             config=config,
             rank=dist.get_rank() if distributed else 0,
             world_size=dist.get_world_size() if distributed else 1,
             device=device,
             pieces=pieces,
-            sum_over_ranks=_sum_over_ranks,
+            sum_over_ranks=partial(_sum_over_ranks, group=group),
             loss_scale=loss_scale,
         )
         self.pieces, self._given, self._is_first = pieces, given, run.rank == 0
@@ -153,10 +158,10 @@ def _registered(name: str, run: CallbackRun, values: Mapping[str, Any]) -> objec
     return resolve(part.make)(run, options_of(part, values))
 
 
-def _sum_over_ranks(tensor: Tensor) -> Tensor:
+def _sum_over_ranks(tensor: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     total = tensor.detach().clone()
-    if dist.is_initialized():
-        dist.all_reduce(total)
+    if group is not None:
+        dist.all_reduce(total, group=group)
     return total
 
 

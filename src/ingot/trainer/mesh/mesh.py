@@ -208,6 +208,17 @@ def own_group(groups: Sequence[Sequence[int]], timeout: timedelta, description: 
     return own
 
 
+def callback_group(timeout: timedelta) -> dist.ProcessGroup:
+    """Make another group of all ranks, for the sums of callbacks. Collective over the world.
+
+    Gloo and NCCL match the collectives of a group by their order alone. A sum that a callback leaves out on one rank is
+    then taken for the next one of the same group: here, of a callback, and never for the vote to stop a run.
+    """
+    group = dist.new_group(timeout=timeout, group_desc="callbacks")
+    assert isinstance(group, dist.ProcessGroup)  # every rank is in it
+    return group
+
+
 def cpu_group(timeout: timedelta, description: str) -> dist.ProcessGroup:
     """Make a Gloo group of all ranks, for values on the host that a thread beside the training thread exchanges.
     Collective over the world. description: a name for logs.
