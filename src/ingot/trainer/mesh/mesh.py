@@ -214,7 +214,8 @@ def callback_group(timeout: timedelta) -> dist.ProcessGroup:
     Gloo and NCCL match the collectives of a group by their order alone. A sum that a callback leaves out on one rank is
     then taken for the next one of the same group: here, of a callback, and never for the vote to stop a run.
     """
-    group = dist.new_group(timeout=timeout, group_desc="callbacks")
+    # Not `own_group`: the tensors of a callback may be on the host of a rank with a GPU.
+    group = dist.new_group(list(range(dist.get_world_size())), timeout=timeout, group_desc="callbacks")
     assert isinstance(group, dist.ProcessGroup)  # every rank is in it
     return group
 

@@ -14,6 +14,8 @@ torch = pytest.importorskip("torch")
 from tests.expect import refused, settled  # noqa: E402
 
 from ingot.errors import ConfigError  # noqa: E402
+from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback  # noqa: E402
+from ingot.plugins.registry import MAIN  # noqa: E402
 from ingot.rehearse.dryrun import dry_run, role, tracing  # noqa: E402
 from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
 from ingot.rehearse.dryrun.fake import Known  # noqa: E402
@@ -33,6 +35,22 @@ def config(micro_batches: int = 4, **parallel) -> RunConfig:
     layout = Parallel(**parallel)
     train = Train(steps=2, seq_len=64, global_batch=micro_batches * layout.data_ranks, micro_batch=1)
     return RunConfig(name="traced", model=ARCH, data=Data(tokens=""), train=train, parallel=layout)
+
+
+class Sums(StepCallback):
+    def __init__(self, run, options):
+        self.run = run
+
+    def on_gradients(self, step):
+        self.run.sum_over_ranks(torch.ones(3))
+
+
+@pytest.fixture
+def sums():
+    """The settings of a callback that sums three numbers."""
+    CALLBACKS.register(CallbackPart(name="sums", make=Sums))
+    yield {"sums": {}}
+    CALLBACKS.forget(MAIN)
 
 
 # The cache of fake operations that all traces share, as those of a tracing process do. Layouts compute much the same.
@@ -186,6 +204,13 @@ def test_zero_1_scatters_each_unit_rest_the_backward():
     first = next(i for i, e in enumerate(events) if e.call and e.call.op == "reduce_scatter")
     after = [e for e in events[first:] if e.what == "compute" and e.place.startswith("backward")]
     assert len(after) > 10
+
+
+def test_sums_of_callbacks_are_traced_in_their_own_group(sums):
+    calls = [event.call for event in trace(replace(config(dp_shard=2), callbacks=sums), 0).events_of(role.STEADY)]
+    (own,) = (call for call in calls if call and call.op == "all_reduce" and call.elements == 3)
+    others = {call.channel for call in calls if call and call is not own}
+    assert own.group == (0, 1) and others and own.channel not in others
 
 
 def test_faults_on_one_stage_are_found_and_reported():
