@@ -17,12 +17,14 @@ from .rows_job import SLOW_STEPS
 _PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
 _IN_MEMORY = ('checkpoint.mode="async"', "checkpoint.replicas=1")
 _STAGES = ("parallel.pp=2", "parallel.dp_shard=2")
+_REPLICAS = ("parallel.dp_replicate=2", "parallel.dp_shard=2", *_IN_MEMORY)
+_CASES = {"copies": ((), 2), "stages": (_STAGES, 4), "memory": (_IN_MEMORY, 2), "replicas": (_REPLICAS, 4)}
 
 
 def rs01_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Kill a rank and later stop another one, of two copies and of two pipeline stages with two ranks each. The others
-    keep their processes; the state comes from a checkpoint, or from memory."""
-    for layout, settings, ranks in (("copies", (), 2), ("stages", _STAGES, 4), ("memory", _IN_MEMORY, 2)):
+    """Kill a rank and later stop another one, of two copies, and of two pipeline stages or two replicas with two ranks
+    each. The others keep their processes; the state comes from a checkpoint, or from memory."""
+    for layout, (settings, ranks) in _CASES.items():
         random, name = random_of(f"RS01 partial {layout}", seed), f"partial-{layout}-{seed}"
         folder = bench.folder(name)
         process = bench.start(name, *options([*SLOW_STEPS, *settings, *_PARTIAL]))
@@ -44,6 +46,9 @@ def rs01_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         changed = [[rank for rank in range(ranks) if a[rank] != b[rank]] for a, b in itertools.pairwise(pids)]
         expected = [[victim] for victim in victims]
         verdicts.judge("o6", where, "" if changed == expected else f"ranks {changed} got new processes, not {expected}")
+        if "checkpoint.replicas=1" in settings:
+            restored = [event["step"] for event in read_events(folder.events, events.SNAPSHOT_RESTORED)]
+            verdicts.judge("o6", where, "" if len(restored) == 2 else f"restored from memory at {restored}, not twice")
         verdicts.time(folder, killed)
         judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS, *settings), faults=2)
 

@@ -16,6 +16,8 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.running import PlannedRestart
 from ingot.trainer.launch.train import train
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
@@ -113,6 +115,29 @@ def test_a_rank_keeps_its_process_when_another_is_lost(project, undisturbed):
     assert project.facts("partial") == undisturbed
     prove_ledger(project, "partial")
     assert not workers_of(project.folder("partial"))
+
+
+@pytest.mark.slow
+def test_ranks_keep_their_processes_when_a_restart_is_planned(project, undisturbed, monkeypatch):
+    """The restart is wanted at step 50; the ranks save, and continue from their snapshot in memory."""
+    folder = project.folder("planned")
+
+    def found(kind: str, field: str) -> list:
+        return [event[field] for event in read_events(folder.events, kind)]
+
+    def wanted(job: JobHere) -> PlannedRestart | None:
+        is_first = not found(events.PLANNED_RESTART, "step")
+        return PlannedRestart("a node joined") if is_first and 50 in found(events.STEP, "step") else None
+
+    monkeypatch.setattr(JobHere, "planned_restart", wanted)
+    overrides = ("launch.restart=partial", "checkpoint.mode=async", "checkpoint.replicas=1")
+    result = train(project.run_file, folder.root, overrides=overrides, quiet=True)
+    assert result.finished and result.restarts == 0 and found(events.RUN_STARTED, "attempt") == [0, 1]
+    pids = found(events.RANK_STARTED, "pid")
+    assert len(pids) == 4 and len(set(pids)) == 2 and found(events.PLANNED_RESTART, "kept") == [2]
+    assert found(events.SNAPSHOT_RESTORED, "step") == found(events.PLANNED_RESTART, "step")
+    assert project.facts("planned") == undisturbed and len(found(events.STEP, "step")) == STEPS
+    prove_ledger(project, "planned")
 
 
 @pytest.mark.slow

@@ -109,7 +109,7 @@ def continue_alone(run: Path) -> list[list[float]]:
     from ingot.schema.run_folder import RunFolder
     from ingot.trainer.run import run_rank
 
-    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run_rank(RunFolder(run))))
+    process = multiprocessing.get_context("fork").Process(target=lambda: sys.exit(run_rank(RunFolder(run)).exit_code))
     process.start()
     process.join()
     assert process.exitcode == 0

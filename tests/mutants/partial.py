@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _PARTIAL = "tests/unit/trainer/launch/test_partial.py"
 _NODES = "tests/unit/trainer/launch/test_nodes.py"
+_LEAVING = "tests/unit/trainer/resilience/test_leaving.py"
 _E2E = "tests/e2e/test_recovery.py"
 
 MUTANTS: list[Mutant] = [
@@ -27,8 +28,8 @@ MUTANTS: list[Mutant] = [
         name="hung-rank-not-killed-first",
         what="the peers of a stopped rank wait for it until they are killed as well",
         file="trainer/launch/local.py",
-        before="            _kill([beat.pid for rank in failed if",
-        after="            ([beat.pid for rank in failed if",
+        before="            _kill(self._training(failed))",
+        after="            pass",
         tests=(f"{_PARTIAL}::test_a_stopped_rank_is_the_only_one_that_is_replaced",),
     ),
     Mutant(
@@ -111,6 +112,112 @@ MUTANTS: list[Mutant] = [
         after="",
         tests=(
             "tests/unit/trainer/launch/test_supervise.py::test_a_rank_that_is_stopped_before_its_module_runs_ends_with_its_server",
+        ),
+    ),
+    Mutant(
+        name="planned-restart-ends-ranks",
+        what="ranks that saved for a planned restart are killed",
+        file="trainer/launch/supervise.py",
+        before='keep = self._launch.restart == "partial" and ended is not None and ended.save',
+        after="keep = False",
+        tests=(f"{_PARTIAL}::test_ranks_that_saved_for_a_planned_restart_keep_their_processes",),
+    ),
+    Mutant(
+        name="wrong-memory-kept",
+        what="ranks of a machine whose memory is wrong keep their processes",
+        file="trainer/launch/supervise.py",
+        before="ended is not None and ended.save",
+        after="ended is not None",
+        tests=(f"{_PARTIAL}::test_ranks_whose_memory_is_not_trusted_are_replaced",),
+    ),
+    Mutant(
+        name="planned-restart-ends-process",
+        what="a rank whose run is started again as planned ends its process",
+        file="trainer/main.py",
+        before="if line is None or not ending.again:",
+        after="if True:",
+        tests=(f"{_E2E}::test_ranks_keep_their_processes_when_a_restart_is_planned",),
+    ),
+    Mutant(
+        name="order-to-leave-not-sent",
+        what="a rank that does not notice a lost peer is killed",
+        file="trainer/launch/local.py",
+        before="            _send(LEAVE_SIGNAL, self._training(range(self.job.processes)))\n",
+        after="",
+        tests=(f"{_PARTIAL}::test_a_rank_that_does_not_notice_the_loss_is_asked_to_leave",),
+    ),
+    Mutant(
+        name="order-to-leave-ends-ranks",
+        what="a rank that has not begun is ended by the order to leave",
+        file="trainer/launch/fork_server.py",
+        before="(*STOP_SIGNALS, REPORT_SIGNAL, LEAVE_SIGNAL)",
+        after="(*STOP_SIGNALS, REPORT_SIGNAL)",
+        tests=(f"{_PARTIAL}::test_a_rank_without_the_handler_survives_the_order_to_leave",),
+    ),
+    Mutant(
+        name="device-waits-for-lost-peer",
+        what="no thread ends the wait of the main thread for a device whose peer is lost",
+        file="trainer/resilience/reports.py",
+        before="                obey()\n",
+        after="                pass\n",
+        tests=(f"{_LEAVING}::test_the_order_ends_the_wait_for_a_device",),
+    ),
+    Mutant(
+        name="step-goes-on-after-abort",
+        what="a step goes on with what an aborted collective left in memory",
+        file="trainer/resilience/leaving.py",
+        before='        raise PeerLost("connection closed by peer: the launcher reports that a rank is lost")\n',
+        after="        pass\n",
+        tests=(f"{_LEAVING}::test_the_order_ends_the_wait_for_a_device",),
+    ),
+    Mutant(
+        name="model-freed-before-abort",
+        what="a rank frees its model while the device may wait for a lost peer",
+        file="trainer/resilience/leaving.py",
+        before="        end_waits()  # to free",
+        after="        pass  # to free",
+        tests=(f"{_LEAVING}::test_an_error_about_a_peer_is_its_loss",),
+    ),
+    Mutant(
+        name="own-error-as-loss",
+        what="an error of the data counts as the loss of a peer if a file has the name of a library",
+        file="trainer/resilience/leaving.py",
+        before="if isinstance(error, IngotError) or not",
+        after="if not",
+        tests=(f"{_LEAVING}::test_an_error_about_a_peer_is_its_loss",),
+    ),
+    Mutant(
+        name="late-order-to-leave",
+        what="the order to leave aborts the groups of the next attempt",
+        file="trainer/resilience/leaving.py",
+        before="    if _leaves:\n        end_waits()",
+        after="    if True:\n        end_waits()",
+        tests=(f"{_LEAVING}::test_the_order_has_no_effect_out_of_training",),
+    ),
+    Mutant(
+        name="aborts-one-by-one",
+        what="communicators are aborted one after the other, and may wait for each other",
+        file="trainer/torch_private.py",
+        before="        backends[0]._group_start()\n",
+        after="",
+        tests=(f"{_LEAVING}::test_communicators_of_all_groups_are_aborted_together",),
+    ),
+    Mutant(
+        name="gloo-aborted",
+        what="groups of Gloo are aborted as well",
+        file="trainer/torch_private.py",
+        before='if hasattr(backend, "_group_start"):',
+        after="if True:",
+        tests=(f"{_LEAVING}::test_communicators_of_all_groups_are_aborted_together",),
+    ),
+    Mutant(
+        name="nccl-watchdog-ends-kept-rank",
+        what="torch ends a process that is to be kept when its communicators fail",
+        file="trainer/launch/train.py",
+        before='        env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"\n',
+        after="        pass\n",
+        tests=(
+            "tests/unit/trainer/launch/test_train.py::test_ranks_that_keep_their_processes_outlive_their_communicators",
         ),
     ),
     Mutant(

@@ -57,7 +57,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  run saves and goes on without the machine; "discard": it saves nothing before)   (machine/health)
   restart        attempt, of (in launch.restart_window_seconds), wait_seconds, kept (how many ranks keep their
                  processes)                                           the supervisor starts the job again
-  planned_restart  reason, step (that was saved)                      the same, although nothing had failed
+  planned_restart  reason, step (that was saved), kept (as above)     the same, although nothing had failed
   layout         nodes, of_nodes, ranks, overrides [KEY=VALUE ..] (settings that differ from the run file; []: none),
                  reason ("nodes": some are missing; "memory": a rank ran out of it; "": as in the run file again)
                                                                       the job changes its layout

@@ -9,7 +9,7 @@ import torch
 
 from ingot.errors import IngotError, RunFailed
 from ingot.plugins.load import frame_of, last_line, place_of
-from ingot.trainer.resilience.endings import is_about_a_peer
+from ingot.trainer.resilience.leaving import is_about_a_peer
 
 _DeviceError: type[Exception] = getattr(torch, "AcceleratorError", IngotError)  # torch 2.8 and later
 _DEVICE = re.compile(r"CUDA error|CUDA driver|cuBLAS|cuDNN|CUBLAS_|CUDNN_|NVML", re.I)  # a device that fails

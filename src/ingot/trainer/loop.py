@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from ingot.errors import RunFailed
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS
@@ -28,10 +28,15 @@ ROLL_BACKS_PER_STEP = 3
 @dataclass(frozen=True)
 class Ending:
     """The end of training. step: the last step, which is saved. stopped: the run stopped early, on request or at
-    `until_step`."""
+    `until_step`. again: it stopped because its supervisor will start it again."""
 
     step: int
     stopped: bool
+    again: bool = False
+
+    @property
+    def exit_code(self) -> int:
+        return EXIT_PREEMPTED if self.stopped else EXIT_OK
 
 
 def train(trainer: RunParts) -> Ending:
@@ -192,7 +197,7 @@ class RunLoop:
         trainer.heartbeat.enter(Phase.END, done)
         if not self.stopped or self._request.reason != RESTART:  # the ranks that start again go on with the uploads
             finish_uploads(trainer, self._request.deadline, stopped=self.stopped)
-        return Ending(done, self.stopped)
+        return Ending(done, self.stopped, self.stopped and self._request.reason in PLANNED)
 
 
 def later(first: Verdict, second: Verdict) -> Verdict:

@@ -13,6 +13,7 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ingot.errors import IngotError
 from ingot.events import EventLog
@@ -25,11 +26,15 @@ from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.environment import environment_number
 from ingot.trainer.resilience.again import forget, open_line
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, PeerLost, guarded
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
 from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
+from ingot.trainer.resilience.leaving import PeerLost
 from ingot.trainer.resilience.lock import RunLock
 from ingot.trainer.resilience.reports import Reports
 from ingot.trainer.resilience.start_times import StartClock, open_start_clock
+
+if TYPE_CHECKING:
+    from ingot.trainer.loop import Ending
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -50,7 +55,9 @@ def main(argv: list[str] | None = None) -> int:
         while True:
             try:
                 with guarded(folder, environment_number("RANK", 0)):
-                    return _train(folder, args, clock)
+                    ending = _train(folder, args, clock)
+                if line is None or not ending.again:
+                    return ending.exit_code
             except PeerLost as error:
                 if line is None:
                     raise
@@ -62,8 +69,8 @@ def main(argv: list[str] | None = None) -> int:
         return error.exit_code
 
 
-def _train(folder: RunFolder, args: argparse.Namespace, clock: StartClock) -> int:
-    """Train as the rank that the environment describes. Returns the exit code. Raises as `run_rank`."""
+def _train(folder: RunFolder, args: argparse.Namespace, clock: StartClock) -> "Ending":
+    """Train as the rank that the environment describes. Raises as `run_rank`."""
     supervised = os.environ.get(SUPERVISOR_VARIABLE)
     heartbeat = _watched() if supervised else None  # before the imports, which may hang as well
     from ingot.trainer.given import imported_callbacks

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog
 from ingot.hub.config_file import run_of
 from ingot.plugins.optimizer import OPTIMIZERS
@@ -37,7 +36,7 @@ from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
-from ingot.trainer.loop import train
+from ingot.trainer.loop import Ending, train
 from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.environment import ordered_overrides
 from ingot.trainer.mesh.mesh import Mesh, build_mesh, cpu_group
@@ -59,8 +58,8 @@ from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
-from ingot.trainer.resilience.endings import PeerLost, is_about_a_peer
 from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
+from ingot.trainer.resilience.leaving import with_peers
 from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_requests import StopRequests
@@ -85,8 +84,8 @@ def run_rank(
     epoch: int = 0,
     heartbeat: Heartbeat | None = None,
     clock: StartClock | None = None,
-) -> int:
-    """Train the run in `folder` as the rank that the environment names. Returns the exit code.
+) -> Ending:
+    """Train the run in `folder` as the rank that the environment names.
 
     until_step: the step to save and stop after. say: on rank 0, called with each line for people. given: callbacks
     besides those of the run file. stops: the requests to stop; None: those of the supervisor's file. epoch: on rank 0,
@@ -111,19 +110,16 @@ def run_rank(
         clock=clock,
     )
     try:
-        ending = train(trainer)
+        with with_peers():
+            ending = train(trainer)
         trainer.heartbeat.enter(Phase.LEAVE, ending.step)
-    except Exception as error:
-        if not isinstance(error, IngotError) and is_about_a_peer(str(error)):
-            raise PeerLost(str(error)) from error
-        raise
     finally:
         trainer.close()
     # The model is in cycles of references. Its groups have threads, which must not end while the interpreter does.
     del trainer
     gc.collect()
     stop()
-    return EXIT_PREEMPTED if ending.stopped else EXIT_OK
+    return ending
 
 
 def build_trainer(

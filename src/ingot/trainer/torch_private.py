@@ -4,6 +4,7 @@ A name is private if it, or a module on its path, begins with an underscore. A w
 ("Why"), the versions of PyTorch it was checked on ("Checked"), and what to use once the name is gone ("Fallback").
 """
 
+import contextlib
 import json
 import sys
 from typing import Any, NamedTuple
@@ -119,6 +120,32 @@ def ranks_of_groups() -> dict[str, list[int]]:
     """
     groups = distributed_c10d._world.pg_group_ranks.items()  # with an int for groups of other ranks
     return {group.group_name: sorted(ranks) for group, ranks in groups if isinstance(group, dist.ProcessGroup)}
+
+
+def abort_communicators() -> int:
+    """Abort the NCCL communicators of this process, so that no stream of its device waits for a lost peer. Returns how
+    many groups had one.
+
+    A thread may call it while the main thread waits for the device. The groups stay, and their next collective raises
+    an error. Groups of Gloo are left alone: a lost peer ends their collectives, and their own abort ends none.
+    Why: NCCL has no other end of a collective whose peer is lost on the same machine. All aborts are in one group of
+    NCCL, or one may wait for another.
+    Checked: 2.13, with a backend of a test only: no GPU was there.
+    Fallback: none; such a rank is killed and replaced.
+    """
+    backends = []
+    names = distributed_c10d._world.pg_names.items()
+    for group, _ in sorted(names, key=lambda entry: entry[1], reverse=True):  # the newest first, as torch does
+        with contextlib.suppress(RuntimeError):  # the group has no backend for GPUs
+            backend = group._get_backend(torch.device("cuda"))
+            if hasattr(backend, "_group_start"):  # Gloo may be the backend for all devices
+                backends.append(backend)
+    if backends:
+        backends[0]._group_start()
+        for backend in backends:
+            backend.abort()
+        backends[0]._group_end()
+    return len(backends)
 
 
 # -- modules ----------------------------------------------------------------------------------------------------------

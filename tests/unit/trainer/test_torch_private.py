@@ -45,6 +45,16 @@ def _one_sum(rank, world):
     return private.recorded_collectives(), private.ranks_of_groups()
 
 
+def checks_abort(fork_ranks):
+    assert fork_ranks(_sum_after_abort, 2) == [(0, 2.0)] * 2  # groups of Gloo stay
+
+
+def _sum_after_abort(rank, world):
+    aborted, one = private.abort_communicators(), torch.ones(1)
+    torch.distributed.all_reduce(one)
+    return aborted, one.item()
+
+
 def checks_attention():
     q = torch.randn(1, 2, 4, 8)
     kernels = private.attention_kernels()
@@ -154,6 +164,7 @@ CHECKS = {
     "functional_collectives": checks_collectives,
     "recorded_collectives": checks_recorder,
     "ranks_of_groups": checks_recorder,
+    "abort_communicators": checks_abort,
     "attention_kernels": checks_attention,
     "grouped_product_kernel": checks_grouped,
     "operator_packet": checks_packet,

@@ -12,9 +12,10 @@ attempt 1 has ended (negative: signal number; the time on the monotonic clock), 
 order without "attempt" asks for the imports only; their end is {"prepared": true}. Without the supervisor, this process
 and all ranks are killed by the kernel (resilience/endings.py).
 
-If an attempt is "partial", a rank that loses its peers does not end: it leaves its groups and waits
-(resilience/again.py). The answer is then that it has ended with code 1, and "left" is its process id. The next attempt
-begins with those that wait, and forks the others. When one of them ends before, that is reported in the same way.
+If an attempt is "partial", a rank that loses its peers, or ends for a planned restart, keeps its process: it leaves its
+groups and waits (resilience/again.py). The answer is then that it has ended with code 1, and "left" is its process id.
+The next attempt begins with those that wait, and forks the others. When one of them ends before, that is reported
+likewise.
 
 The ranks find each other in a store that rank 0 opens on a socket made here: no port is chosen before it is bound. It
 listens on the loopback address only, unless the order has a "share" of a job on several machines (NodeShare).
@@ -39,6 +40,7 @@ from ingot.machine.processes import die_with_parent
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.again import LINE_VARIABLE, Place, line_of_ranks, redirect_errors, send_place
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.resilience.leaving import LEAVE_SIGNAL
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 from ingot.trainer.resilience.start_times import Ordered
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
@@ -224,8 +226,8 @@ def main() -> None:
     preload, job = sys.argv[4].split(","), sys.argv[5:]
     # A scheduler may signal all processes of a job. The supervisor alone decides then: it asks the ranks to save and
     # stop. A handler that does nothing, not SIG_IGN, which programs that a rank starts would inherit.
-    # The supervisor may also ask a rank for its reports before that is ready to give them.
-    for number in (*STOP_SIGNALS, REPORT_SIGNAL):
+    # The supervisor may also ask a rank for its reports, or to leave, before that is ready to do so.
+    for number in (*STOP_SIGNALS, REPORT_SIGNAL, LEAVE_SIGNAL):
         signal.signal(number, lambda *_: None)
     if _Server(orders, reports, ranks, preload).serve():
         sys.argv = job  # like `python -m`

@@ -47,7 +47,7 @@ def train_here(
     began, reader = time.monotonic(), EventLogReader(folder.events)
     folder.stop_request.unlink(missing_ok=True)
     with own_process(env, alone=True), signals_ask(folder, launch, say) as stops:
-        code = run_rank(folder, until_step, say, given, stops, epoch=epoch)
+        code = run_rank(folder, until_step, say, given, stops, epoch=epoch).exit_code
     reader.read()
     saved = resume_step(folder) if reader.saved is None else reader.saved
     seconds = time.monotonic() - began

@@ -203,7 +203,8 @@ class JobOnNodes(RunningJob):
                 if node.link.silent() > self._launch.node_seconds:
                     self._nodes.drop(node, "does not say that its ranks have ended")
             self.wait(_POLL_SECONDS)
-        return sorted(kept + [rank for node in self._members() for rank in node.kept])
+        stay = [node for node in self._members() if not node.sickness.worst]  # the others leave before the next attempt
+        return sorted(kept + [rank for node in stay for rank in node.kept])
 
     def close(self) -> None:
         """End the ranks of this node. Those of other nodes end with `part`, or when they see that this one is gone."""

@@ -25,6 +25,7 @@ from ingot.trainer.launch.watchdog import STOPPED, state_of
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
+from ingot.trainer.resilience.leaving import LEAVE_SIGNAL
 from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 JOB_VARIABLE = "INGOT_JOB"
@@ -33,8 +34,8 @@ _KILL_SECONDS = 60.0  # a driver may take long to release the memory of a GPU
 # The time in which the fork server has to report the exit codes of ranks that were killed; it is replaced otherwise.
 _REPORT_SECONDS = 10.0
 _STOPPED_SECONDS = 1.0  # a fork server that is stopped (SIGSTOP) for longer, while it has ranks to start, is killed
-# The time in which a rank that lost its peers has to leave them. It first ends the computation of its step.
-LEAVE_SECONDS = 5.0
+# The time in which a rank that lost its peers has to leave them. One that has not noticed the loss is asked to.
+LEAVE_SECONDS, _NOTICE_SECONDS = 5.0, 0.3
 _POLL_SECONDS = 0.02
 _LOG_BYTES = 1 << 20
 
@@ -62,7 +63,7 @@ class LocalJob:
         self._orders, self._reports, self._unread = -1, -1, b""
         self._idle = True
         self._oom_kills = 0
-        self._attempt, self._ran_at = -1, time.monotonic()
+        self._attempt, self._first, self._ran_at = -1, 0, time.monotonic()
         self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
 
     def prepare(self, log: Path) -> None:
@@ -86,7 +87,7 @@ class LocalJob:
         """Start all ranks. Their standard error goes to `log`. The last attempt must have ended; `before` says how long
         that took. share: the part of this machine in a job of several; None if there is no other. overrides: the
         settings in which this attempt differs from the run file, as KEY=VALUE."""
-        self._attempt = attempt
+        self._attempt, self._first = attempt, share.first if share else 0
         start = replace(before, ordered_at=time.monotonic()).to_text()
         self._begin(log)
         order = {"attempt": attempt, "log": str(log), "start": start, "partial": self._partial}
@@ -195,15 +196,17 @@ class LocalJob:
     def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> None:
         """Kill all ranks and wait until they are gone. The fork server stays, for the next attempt.
 
-        keep: ranks that leave the others do not end, but wait for the next attempt (`left`). failed: ranks that will
-        not; they are killed first, so that the others lose them. Raises ResourceError if the kernel cannot end them.
+        keep: ranks that leave the others do not end, but wait for the next attempt (`left`). failed: the local ranks
+        that will not; they are killed first, so that the others lose them. Raises ResourceError if the kernel cannot
+        end them.
         """
         assert self._server is not None, "start was not called"
         if keep:
-            _kill([beat.pid for rank in failed if (beat := self.heartbeats.read(rank)).pid and rank not in self.left])
+            _kill(self._training(failed))
             deadline = time.monotonic() + LEAVE_SECONDS
-            while self.running() and time.monotonic() < deadline:
-                self.wait(_POLL_SECONDS)
+            self._await_end(min(time.monotonic() + _NOTICE_SECONDS, deadline))
+            _send(LEAVE_SIGNAL, self._training(range(self.job.processes)))
+            self._await_end(deadline)
         deadline = time.monotonic() + _REPORT_SECONDS
         while self.running() or self._others(keep):
             if time.monotonic() > deadline:
@@ -213,6 +216,15 @@ class LocalJob:
         if not self._idle or self._others(keep):
             self.kill()
             self.left = {}
+
+    def _await_end(self, deadline: float) -> None:
+        while self.running() and time.monotonic() < deadline:
+            self.wait(_POLL_SECONDS)
+
+    def _training(self, local_ranks: Collection[int]) -> list[int]:
+        """Return the processes of those of `local_ranks` that have begun, and have neither ended nor left."""
+        here = [rank for rank in local_ranks if self._first + rank not in self.exit_codes]
+        return [beat.pid for rank in here if (beat := self.heartbeats.read(rank)).pid]
 
     def _others(self, keep: bool) -> list[int]:
         """Return the processes of the job besides the fork server and, with `keep`, the ranks that wait and what they
@@ -284,9 +296,13 @@ class LocalJob:
 
 
 def _kill(processes: Collection[int]) -> None:
+    _send(signal.SIGKILL, processes)
+
+
+def _send(number: signal.Signals, processes: Collection[int]) -> None:
     for pid in processes:
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGKILL)
+            os.kill(pid, number)
 
 
 def _own_processes() -> list[int]:

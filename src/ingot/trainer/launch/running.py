@@ -91,8 +91,8 @@ class RunningJob(ABC):
     def end_attempt(self, failed: Collection[int] = (), *, keep: bool = False) -> Collection[int]:
         """Kill the ranks and wait until they are gone. Raises ResourceError if the kernel cannot end them.
 
-        keep: ranks that have lost the others keep their processes, for the next attempt; they are returned. failed:
-        those that cannot.
+        keep: ranks that have lost the others, or have saved and ended for a restart, keep their processes for the next
+        attempt; they are returned. failed: those that cannot.
         """
 
     @abstractmethod

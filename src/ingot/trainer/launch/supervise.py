@@ -184,7 +184,9 @@ class _SupervisedJob:
             self._failed_at = ended.step
             self._kept = self._running.end_attempt([ended.rank] if ended.rank >= 0 else [], keep=keep)
         else:
-            self._kept = self._running.end_attempt()
+            # Ranks that were asked to save have ended well. Others may have wrong memory.
+            keep = self._launch.restart == "partial" and ended is not None and ended.save
+            self._kept = self._running.end_attempt(keep=keep)
         gone = time.monotonic()
         return Ordered(detect=detect, kill=gone - seen, gone_at=gone)
 
@@ -198,7 +200,8 @@ class _SupervisedJob:
         if self._stopping.request:
             return False
         self._prepare_restart()
-        self._log.write(events.PLANNED_RESTART, reason=ended.reason, step=self._saved_step())
+        step, kept = self._saved_step(), len(self._kept)
+        self._log.write(events.PLANNED_RESTART, reason=ended.reason, step=step, kept=kept)
         return True
 
     def _restarts_after(self, incident: JobIncident) -> bool:

@@ -129,6 +129,9 @@ def training_job(
     if nodes == 1 and Path("/sys/class/net/lo").exists():
         # Ranks of one machine communicate over loopback: the host name does not matter, and no other host can connect.
         env["GLOO_SOCKET_IFNAME"] = "lo"
+    if config.launch.restart == "partial":
+        # torch's own watchdog ends a process whose communicators fail. The supervisor has another one.
+        env["TORCH_NCCL_ASYNC_ERROR_HANDLING"] = "0"
     return Job(module=WORKER, arguments=arguments, processes=processes, env=env, preload=PRELOAD)
 
 

@@ -1,8 +1,9 @@
-"""A rank that starts again in its own process, after it lost a peer. No torch.
+"""A rank that starts again in its own process, after it lost a peer, or for a planned restart. No torch.
 
 A rank that lost its peers is healthy: its process, what it imported and compiled, and its device stay, if the run
 wants that (launch.restart = "partial"). It leaves its groups, reports that to its fork server, and waits for the next
-attempt. Its model is built anew, and the state comes from where every start takes it (trainer/restore.py).
+attempt, in which it may have another rank and layout. Its model is built anew, and the state comes from where every
+start takes it (trainer/restore.py). A rank that has saved and ended for a planned restart does the same.
 """
 
 import gc

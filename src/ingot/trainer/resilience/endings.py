@@ -23,16 +23,10 @@ from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
 from ingot.trainer.resilience.collective_calls import CollectiveCall
+from ingot.trainer.resilience.leaving import is_about_a_peer
 from ingot.trainer.resilience.reports import calls_of_this_process
 
 SUPERVISOR_VARIABLE = "INGOT_SUPERVISOR"  # process id of the supervisor, in the environment of its ranks
-# Messages of Gloo, NCCL and the store (which is on rank 0) about a lost peer. Such an error is an echo: its cause is
-# another rank's end.
-_ECHO = re.compile(
-    r"closed by peer|reset by peer|broken pipe|connection refused|NCCL|gloo|timed out waiting|socket timeout"
-    r"|remote server shutdown",
-    re.I,
-)
 _HANG = re.compile(r"timed out|timeout", re.I)
 
 
@@ -70,15 +64,6 @@ class RankEnding:
         if isinstance(kind, type) and issubclass(kind, IngotError):
             return kind(self.code or kind.kind, self.found, rule=self.rule, fix=self.fix, **self.facts)
         return None
-
-
-class PeerLost(Exception):
-    """A rank lost its peers in the middle of training. Its own state is healthy, and its threads have ended."""
-
-
-def is_about_a_peer(message: str) -> bool:
-    """Return whether the message of an error is about another rank that was lost, or about the connection to it."""
-    return bool(_ECHO.search(message))
 
 
 @contextlib.contextmanager

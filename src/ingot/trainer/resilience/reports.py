@@ -2,7 +2,8 @@
 
 A signal asks for them. faulthandler writes the stacks of all threads within the signal handler, also while the
 interpreter lock is held in native code. A thread writes the collectives; it needs that lock, so a rank that does not
-answer holds it. Both write to memory files, which the supervisor opens through /proc; they end with the process.
+answer holds it. Both write to memory files, which the supervisor opens through /proc; they end with the process. The
+same thread carries out the order to leave lost peers (leaving.py).
 """
 
 import faulthandler
@@ -14,6 +15,7 @@ import sys
 import threading
 
 from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, newest_calls
+from ingot.trainer.resilience.leaving import LEAVE_SIGNAL, install_leaving, obey
 
 REPORT_SIGNAL = signal.SIGUSR2
 
@@ -28,6 +30,7 @@ class Reports:
         self._asked, asks = os.pipe()
         os.set_blocking(asks, False)
         signal.signal(REPORT_SIGNAL, lambda *_: None)
+        install_leaving()
         signal.set_wakeup_fd(asks, warn_on_full_buffer=False)
         faulthandler.enable(file=2)  # stacks on standard error before a fatal signal ends the process
         # After the stacks, the handler of Python follows; it writes the number of the signal to `asks`.
@@ -38,6 +41,8 @@ class Reports:
         while signals := os.read(self._asked, 64):
             if REPORT_SIGNAL in signals:
                 os.write(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n")
+            if LEAVE_SIGNAL in signals:
+                obey()
 
 
 _forgotten = 0  # the time of the newest collective of groups that this process has left [ns]

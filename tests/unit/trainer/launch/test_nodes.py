@@ -52,8 +52,9 @@ from ingot.errors import DataError
 from ingot.events import EventLog
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.again import forget, open_line
-from ingot.trainer.resilience.endings import PeerLost, guarded
+from ingot.trainer.resilience.endings import guarded
 from ingot.trainer.resilience.heartbeat import Phase, open_heartbeat
+from ingot.trainer.resilience.leaving import PeerLost
 from ingot.trainer.resilience.reports import Reports
 folder = RunFolder(Path(sys.argv[1]))
 

@@ -14,7 +14,8 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch import local
 from ingot.trainer.launch.job_here import JobHere
-from ingot.trainer.launch.local import LocalJob
+from ingot.trainer.launch.local import LEAVE_SECONDS, LocalJob
+from ingot.trainer.launch.running import PlannedRestart
 from ingot.trainer.launch.supervise import supervise
 
 # Each attempt has a deed per rank, and rank 1 reports a step. "wait": until a peer has gone, which is then lost.
@@ -24,8 +25,9 @@ from pathlib import Path
 from ingot.events import EventLog, read_events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.again import forget, open_line
-from ingot.trainer.resilience.endings import PeerLost, guarded
+from ingot.trainer.resilience.endings import guarded
 from ingot.trainer.resilience.heartbeat import Phase, open_heartbeat
+from ingot.trainer.resilience.leaving import LEAVE_SIGNAL, PeerLost, install_leaving, with_peers
 
 folder, attempts = RunFolder(Path(sys.argv[1])), [deeds.split(",") for deeds in sys.argv[2].split(";")]
 
@@ -59,22 +61,36 @@ def work():
         raise ValueError("index is out of range")
     elif deed == "parent":  # its child does not concern its peers
         subprocess.Popen(["sleep", "25"])
+    elif deed == "compute":  # it does not look for its peers
+        with with_peers():
+            time.sleep(25)
+    elif deed == "late":
+        signal.signal(LEAVE_SIGNAL, ordered)
+        time.sleep(1)
     elif deed == "stuck":
         time.sleep(25)
     elif deed == "finish":
         if rank == 0:
             log.write("finished", step=9)
-        return
+        return False
+    elif deed == "save":
+        while not folder.stop_request.exists():
+            time.sleep(0.01)
+        if rank == 0:
+            log.write("stopped", step=step, reason="restart")
+        return True
     deadline = time.monotonic() + 20
     while deed != "lose" and time.monotonic() < deadline and not any(map(gone, peers)):
         time.sleep(0.01)
     raise PeerLost("connection closed by peer")
 
-line = open_line()
+line, ordered = open_line(), signal.getsignal(LEAVE_SIGNAL)  # that of the fork server
+install_leaving()
 while True:
     try:
         with guarded(folder, int(os.environ["RANK"])):
-            work()
+            again = work()
+        if line is None or not again:
             break
     except PeerLost as error:
         if line is None:
@@ -86,6 +102,21 @@ while True:
 """
 
 
+class Planned(JobHere):
+    """A job that wants the restart `planned` once its first attempt has made a step."""
+
+    def __init__(self, folder, job, settings, planned):
+        super().__init__(folder, job, settings)
+        self._planned = planned
+
+    def start(self, attempt, *args):
+        self._is_first = attempt == 0
+        super().start(attempt, *args)
+
+    def planned_restart(self):
+        return self._planned if self._is_first and any(read_events(self._folder.events, events.PROGRESS)) else None
+
+
 @pytest.fixture
 def act(tmp_path):
     """`act("wait,die;finish,finish")`: two ranks; rank 1 is killed in the first attempt, both finish in the second."""
@@ -93,12 +124,13 @@ def act(tmp_path):
     folder = RunFolder(tmp_path / "run")
     printed: list[str] = []
 
-    def run(deeds: str, restart="partial", **launch):
+    def run(deeds: str, restart="partial", planned=None, **launch):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
         ranks = len(deeds.partition(";")[0].split(","))
         job = Job(module="rank_again", arguments=(str(folder.root), deeds), processes=ranks, env={"PYTHONPATH": path})
         settings = Launch(restart=restart, watchdog_seconds=0.5, **launch)
-        return supervise(folder, JobHere(folder, job, settings), settings, say=printed.append)
+        running = JobHere(folder, job, settings) if planned is None else Planned(folder, job, settings, planned)
+        return supervise(folder, running, settings, say=printed.append)
 
     run.folder, run.printed = folder, printed
     return run
@@ -170,6 +202,18 @@ def test_a_rank_that_does_not_leave_its_peers_is_replaced(act, monkeypatch):
     assert outcome.seconds < 15
 
 
+def test_a_rank_that_does_not_notice_the_loss_is_asked_to_leave(act):
+    outcome = act("die,compute;finish,finish")
+    assert (outcome.exit_code, kept(act)) == (0, [1])
+    assert pids(act, 0)[1] == pids(act, 1)[1] and outcome.seconds < LEAVE_SECONDS
+
+
+def test_a_rank_without_the_handler_survives_the_order_to_leave(act):
+    """A rank may be at its start. Here it leaves later, when it notices the loss."""
+    outcome = act("die,late;finish,finish")
+    assert (outcome.exit_code, kept(act)) == (0, [1])
+
+
 def test_a_second_failure_at_the_same_step_replaces_all(act, monkeypatch):
     """The cause may be in a process that is kept. Here no rank ends: rank 0 loses its connection."""
     monkeypatch.setattr(local, "LEAVE_SECONDS", 0.3)
@@ -197,7 +241,27 @@ def test_an_error_that_is_no_accident_ends_the_ranks_that_wait(act):
     assert not any(Path(f"/proc/{pid}").exists() for attempt in (0, 1) for pid in pids(act, attempt).values())
 
 
+def test_ranks_that_saved_for_a_planned_restart_keep_their_processes(act):
+    outcome = act("save,save;finish,finish", planned=PlannedRestart("2 nodes are there"))
+    assert (outcome.exit_code, outcome.restarts) == (0, 0)
+    assert [event["kept"] for event in read_events(act.folder.events, events.PLANNED_RESTART)] == [2]
+    assert pids(act, 0) == pids(act, 1)
+
+
+def test_ranks_whose_memory_is_not_trusted_are_replaced(act):
+    outcome = act("compute,compute;finish,finish", planned=PlannedRestart("memory of GPU 3 is wrong", save=False))
+    assert (outcome.exit_code, outcome.restarts) == (0, 0)
+    assert [event["kept"] for event in read_events(act.folder.events, events.PLANNED_RESTART)] == [0]
+    assert not set(pids(act, 0).values()) & set(pids(act, 1).values())
+
+
 def test_by_default_all_ranks_are_replaced(act):
     outcome = act("wait,die;finish,finish", restart="full")
     assert (outcome.exit_code, kept(act)) == (0, [0])
     assert not set(pids(act, 0).values()) & set(pids(act, 1).values())
+
+
+def test_by_default_all_ranks_are_replaced_in_a_planned_restart(act):
+    outcome = act("save,save;finish,finish", restart="full", planned=PlannedRestart("2 nodes are there"))
+    assert [event["kept"] for event in read_events(act.folder.events, events.PLANNED_RESTART)] == [0]
+    assert outcome.exit_code == 0 and not set(pids(act, 0).values()) & set(pids(act, 1).values())

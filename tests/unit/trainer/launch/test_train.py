@@ -35,6 +35,12 @@ def test_relative_data_paths_still_lead_to_the_data(run_file, jobs, tmp_path):
     assert load_run(run / "run.toml") == kept
 
 
+@pytest.mark.parametrize("restart", ["full", "partial"])
+def test_ranks_that_keep_their_processes_outlive_their_communicators(run_file, jobs, restart):
+    launch_train.train(run_file, overrides=[f'launch.restart="{restart}"'])
+    assert jobs[0].env.get("TORCH_NCCL_ASYNC_ERROR_HANDLING") == {"full": None, "partial": "0"}[restart]
+
+
 def test_absolute_data_paths_stay(run_file, jobs, tmp_path):
     run = launch_train.train(run_file, overrides=[f"data.tokens={tmp_path / 'tokens'}"]).run
     assert load_run(run / "run.toml").data.tokens == str(tmp_path / "tokens")
