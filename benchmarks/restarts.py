@@ -19,9 +19,12 @@ import json
 import os
 import signal
 import statistics
+import sys
 import time
 from collections import defaultdict
 from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from record import record
 from tests.board.bench import Bench, options

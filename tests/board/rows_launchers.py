@@ -115,11 +115,13 @@ def rs07_spare(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 
 def rs07_shrink(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Lose one of two nodes: the run goes on with the other, and with both again when a node joins."""
+    """Lose one of two nodes: the run goes on with the other, and with both again when a node joins. With odd seeds,
+    rank 0 keeps its process in both restarts, with another number of ranks in each."""
     random, name = random_of("RS07 shrink", seed), f"shrink-{seed}"
-    step = random.randrange(9, 60)
-    where = f"at step {step}"
-    with Launchers(bench, name, (*_CANONICAL, *_SHRINKS, "launch.node_seconds=3")) as nodes:
+    step, restart = random.randrange(9, 60), ("full", "partial")[seed % 2]
+    where = f"{restart} restarts at step {step}"
+    settings = (*_CANONICAL, *_SHRINKS, "launch.node_seconds=3", f"launch.restart={restart}")
+    with Launchers(bench, name, settings) as nodes:
         nodes.start(2)
         nodes.wait_for_step(step)
         injected = time.time()
@@ -133,6 +135,10 @@ def rs07_shrink(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", where, "" if found == [(1, "node")] else f"faults {found}")
         sizes = [event["world_size"] for event in read_events(nodes.folder.events, events.RUN_STARTED)]
         verdicts.judge("o6", where, "" if sizes == [2, 1, 2] else f"trained on {sizes} ranks")
+        started = read_events(nodes.folder.events, events.RANK_STARTED)
+        pids = {event["pid"] for event in started if event["rank"] == 0}
+        expected = {"full": 3, "partial": 1}[restart]
+        verdicts.judge("o6", where, "" if len(pids) == expected else f"rank 0 had processes {pids}, not {expected}")
         verdicts.time(nodes.folder, injected)
     judge_recovered(bench, verdicts, name, where, bench.reference(*_CANONICAL), all_layouts=True)
 

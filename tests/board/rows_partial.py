@@ -12,7 +12,7 @@ from ingot.schema.run_folder import RunFolder
 
 from .bench import Bench, options
 from .row import Row, judge_recovered, random_of
-from .rows_job import SLOW_STEPS
+from .rows_job import SLOW_STEPS, stopped_between_snapshots
 
 _PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
 _IN_MEMORY = ('checkpoint.mode="async"', "checkpoint.replicas=1")
@@ -31,24 +31,30 @@ def rs01_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         victims = random.sample(range(ranks), 2)
         steps = (random.randrange(5, 20), random.randrange(30, 50))
         where = f"{layout}, rank {victims[0]} near step {steps[0]}, rank {victims[1]} near step {steps[1]}"
-        before = []
+        before, in_memory = [], set(_IN_MEMORY) <= set(settings)
         for victim, step, number in zip(victims, steps, (signal.SIGKILL, signal.SIGSTOP), strict=True):
-            bench.wait_for_step(name, step, process)
-            time.sleep(random.uniform(0, 0.03))
+            if in_memory and number == signal.SIGKILL:  # all ranks are stopped
+                snapshot, _ = stopped_between_snapshots(bench, name, step, process)
+            else:
+                bench.wait_for_step(name, step, process)
+                time.sleep(random.uniform(0, 0.03))
             before.append(_pids(folder))
             injected = time.time()
             os.kill(before[-1][victim], number)
             if number == signal.SIGKILL:
                 killed = injected
+                for rank in before[-1].keys() - {victim}:
+                    os.kill(before[-1][rank], signal.SIGCONT)
         ended = bench.ended(process)
         verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
         pids = [*before, _pids(folder)]
         changed = [[rank for rank in range(ranks) if a[rank] != b[rank]] for a, b in itertools.pairwise(pids)]
         expected = [[victim] for victim in victims]
         verdicts.judge("o6", where, "" if changed == expected else f"ranks {changed} got new processes, not {expected}")
-        if "checkpoint.replicas=1" in settings:
+        if in_memory:
             restored = [event["step"] for event in read_events(folder.events, events.SNAPSHOT_RESTORED)]
-            verdicts.judge("o6", where, "" if len(restored) == 2 else f"restored from memory at {restored}, not twice")
+            from_memory = restored[:1] == [snapshot]
+            verdicts.judge("o6", where, "" if from_memory else f"restored {restored} from memory, not {snapshot} first")
         verdicts.time(folder, killed)
         judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS, *settings), faults=2)
 

@@ -123,6 +123,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_PARTIAL}::test_ranks_that_saved_for_a_planned_restart_keep_their_processes",),
     ),
     Mutant(
+        name="drained-rank-counts-as-kept",
+        what="ranks of a machine that leaves count as those that keep their processes",
+        file="trainer/launch/job_on_nodes.py",
+        before="[node for node in self._members() if not node.sickness.worst]  # the others",
+        after="self._members()  # the others",
+        tests=(f"{_NODES}::test_the_rank_of_another_node_keeps_its_process_when_one_is_drained",),
+    ),
+    Mutant(
         name="wrong-memory-kept",
         what="ranks of a machine whose memory is wrong keep their processes",
         file="trainer/launch/supervise.py",

@@ -113,7 +113,7 @@ class LocalJob:
         with contextlib.suppress(BrokenPipeError):
             os.write(self._orders, json.dumps(order).encode() + b"\n")
         while self.running() and self._ordered != order["attempt"]:
-            time.sleep(_POLL_SECONDS)
+            self.wait(_POLL_SECONDS)
         return self._ordered == order["attempt"]
 
     def _start_server(self) -> None:

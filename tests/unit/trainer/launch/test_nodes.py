@@ -87,13 +87,15 @@ def work(rank):
     time.sleep(0.4 if reason else 0)  # a save
     if rank == 0:
         log.write("finished" if (folder.root / "finish").exists() else "stopped", step=2, reason=reason)
+    return reason in ("restart", "drain")
 
 line, reports = open_line(), None
 while True:
     try:
         with guarded(folder, int(os.environ["RANK"])):
             reports = reports or Reports()
-            work(int(os.environ["RANK"]))
+            again = work(int(os.environ["RANK"]))
+        if line is None or not again:
             break
     except PeerLost as error:
         if line is None:
@@ -262,6 +264,18 @@ def test_the_rank_of_another_node_keeps_its_process(cluster, lost):
     assert [event["kept"] for event in read_events(cluster.folder.events, events.RESTART)] == [1]
     assert [before[rank]["pid"] == after[rank]["pid"] for rank in (lost, 1 - lost)] == [False, True]
     assert before[0]["place"]["MASTER_PORT"] != after[1]["place"]["MASTER_PORT"] == after[0]["place"]["MASTER_PORT"]
+
+
+def test_the_rank_of_another_node_keeps_its_process_when_one_is_drained(cluster):
+    for name in "abc":
+        cluster.start(name, restart="partial")
+    before = cluster.attempt(0)
+    cluster.report("b", kind="xid", code=79, device="GPU 3", words="planted")
+    after = cluster.attempt(1)
+    cluster.finish()
+    assert {name: code for name, (_, code) in cluster.ends().items()} == {"a": 0, "b": "E-NODE-UNHEALTHY", "c": 0}
+    assert [event["kept"] for event in read_events(cluster.folder.events, events.PLANNED_RESTART)] == [1]
+    assert [before[rank]["pid"] == after[rank]["pid"] for rank in (0, 1)] == [True, False]
 
 
 def test_a_spare_takes_the_place_of_a_lost_node(cluster):
