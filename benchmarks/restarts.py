@@ -35,7 +35,7 @@ from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.start_times import PHASES
 
-_STEPS = ("train.steps=60", "train.global_batch=64")  # of some hundredths of a second
+_STEPS = ("train.steps=30", "train.global_batch=64")  # of some hundredths of a second
 RUNS = {
     "copies": ((), 2),
     "replicas": (

@@ -123,6 +123,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_PARTIAL}::test_ranks_that_saved_for_a_planned_restart_keep_their_processes",),
     ),
     Mutant(
+        name="failed-rank-killed-after-it-left",
+        what="a failed rank of another node than the first is killed although it has left in good order",
+        file="trainer/launch/local.py",
+        before="if self._first + rank not in self.exit_codes]",
+        after="if rank not in self.exit_codes]",
+        tests=(f"{_NODES}::test_a_rank_of_another_node_that_loses_its_connection_keeps_its_process",),
+    ),
+    Mutant(
         name="drained-rank-counts-as-kept",
         what="ranks of a machine that leaves count as those that keep their processes",
         file="trainer/launch/job_on_nodes.py",

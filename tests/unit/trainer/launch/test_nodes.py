@@ -17,6 +17,7 @@ from ingot.schema import events
 from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch import local
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
@@ -264,6 +265,20 @@ def test_the_rank_of_another_node_keeps_its_process(cluster, lost):
     assert [event["kept"] for event in read_events(cluster.folder.events, events.RESTART)] == [1]
     assert [before[rank]["pid"] == after[rank]["pid"] for rank in (lost, 1 - lost)] == [False, True]
     assert before[0]["place"]["MASTER_PORT"] != after[1]["place"]["MASTER_PORT"] == after[0]["place"]["MASTER_PORT"]
+
+
+def test_a_rank_of_another_node_that_loses_its_connection_keeps_its_process(cluster, monkeypatch):
+    """That rank counts as failed, but has left in good order. Rank 0 does not notice the loss."""
+    monkeypatch.setattr(local, "LEAVE_SECONDS", 0.3)
+    for name in "ab":
+        cluster.start(name, restart="partial")
+    before = cluster.attempt(0)
+    cluster.fail(1, "lose")
+    after = cluster.attempt(1)
+    cluster.finish()
+    assert [code for _, code in cluster.ends().values()] == [0, 0]
+    assert [event["rank"] for event in read_events(cluster.folder.events, events.FAULT)] == [1]
+    assert [before[rank]["pid"] == after[rank]["pid"] for rank in (0, 1)] == [False, True]
 
 
 def test_the_rank_of_another_node_keeps_its_process_when_one_is_drained(cluster):
