@@ -10,6 +10,8 @@ from ingot.cli.arguments import count, path
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
+    import signal
+
     from ingot.plugins.listing import ListedPlugin
 
 EXAMPLES = (
@@ -80,9 +82,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _run_fleet(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.config import to_dict
     from ingot.errors import EXIT_OK, UsageError, require
-    from ingot.trainer.fleet.check import check_fleet, probe_command
-    from ingot.trainer.fleet.judge import UNITS
-    from ingot.units import format_bytes, format_flops
+    from ingot.trainer.fleet.judge import UNITS, rate_text
+    from ingot.trainer.fleet.probe import probe_command
+    from ingot.trainer.interrupts import handlers
+    from ingot.trainer.launch.doctor import check_fleet
 
     require("torch", "train")
     if not args.folder.is_dir():
@@ -93,12 +96,14 @@ def _run_fleet(args: argparse.Namespace, terminal: Terminal) -> int:
             fix="name one that exists on all of them, such as the folder of the runs",
             folder=str(args.folder),
         )
-    result = check_fleet(args.folder, args.nodes, probe_command(args.folder, _PROBE_SECONDS), terminal.say)
+    command = probe_command(args.folder, _PROBE_SECONDS)
+    with handlers(_interrupt):
+        result = check_fleet(args.folder, args.nodes, command, _PROBE_SECONDS, terminal.say)
     unfit = {one.node for one in result.unfit}
     rows = [("", "machine", *UNITS, "clock")]
     for one in result.fleet:
         rates = one.rates | {"link": result.link(one.node)}
-        shown = [f"{(format_flops if name == 'matmul' else format_bytes)(rates[name])}/s" for name in UNITS]
+        shown = [rate_text(name, rates[name]) for name in UNITS]
         if args.nodes == 1:
             shown[list(UNITS).index("link")] = "none"
         status = terminal.style("bad", "red") if one.node in unfit else terminal.style("ok", "green")
@@ -109,6 +114,11 @@ def _run_fleet(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.result(to_dict(result))
     result.require_sound()
     return EXIT_OK
+
+
+def _interrupt(number: "signal.Signals") -> None:
+    """End the check at a signal, Ctrl-C or another one, by the way on which its files and processes are removed."""
+    raise KeyboardInterrupt(f"the check of machines was ended by {number.name}")
 
 
 def _run_plugins(file: Path | None, terminal: Terminal) -> int:

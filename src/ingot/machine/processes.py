@@ -1,8 +1,10 @@
 """The lives of processes: one that ends with its parent, and whether another one has ended."""
 
+import contextlib
 import ctypes
 import os
 import signal
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -13,6 +15,16 @@ def die_with_parent() -> None:
     prctl = getattr(ctypes.CDLL(None, use_errno=True), "prctl", None)
     if prctl is not None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+
+
+@contextlib.contextmanager
+def signals_blocked(signals: Collection[int]) -> Iterator[None]:
+    """Block signals in this thread during the block. A process that is started there has them blocked all its life."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def identity() -> str:

@@ -56,7 +56,7 @@ PIPELINE = (" --pp 2", " --set parallel.pp=2 --set parallel.dp_shard=1")
 # What trains, serves, measures or starts a cluster: module, name.
 REPLACED = (
     ("ingot.trainer.launch.train", "train"),
-    ("ingot.trainer.fleet.check", "check_fleet"),
+    ("ingot.trainer.launch.doctor", "check_fleet"),
     ("ingot.trainer.launch.deep", "inspect_deep"),
     ("ingot.trainer.launch.stored", "push_checkpoint"),
     ("ingot.trainer.launch.stored", "fetch_checkpoint"),

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import ResourceError
-from ingot.machine.processes import die_with_parent
+from ingot.machine.processes import die_with_parent, signals_blocked
 from ingot.schema.checkpoint import Health, LedgerSegment
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
@@ -64,20 +64,18 @@ class WriterProcess:
             return
         self.close()
         # A scheduler may signal every process of a job. The rank decides when its writer ends: by closing the pipe.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)  # the new process inherits it
         module, root = "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute())
         try:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", module, root, str(os.getpid())],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=self._fds,
-                start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
-            )
+            with signals_blocked(_BLOCKED):
+                self._process = subprocess.Popen(
+                    [sys.executable, "-P", "-m", module, root, str(os.getpid())],
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    pass_fds=self._fds,
+                    start_new_session=True,  # Ctrl-C in a terminal is for the launcher, which lets the ranks save
+                )
         except OSError as error:
             raise _writer_error(self._rank, f"could not be started ({error.strerror})") from None
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
     def make_folder(self, facts: CheckpointFacts, bytes_by_rank: Sequence[int]) -> None:
         """See CheckpointFiles.make_folder."""

@@ -10,8 +10,11 @@ from dataclasses import dataclass
 from itertools import pairwise
 from statistics import median
 
+from ingot.units import format_bytes, format_flops
+
 SHARES = {"matmul": 0.75, "memory": 0.75, "disk": 0.5, "link": 0.5}
 UNITS = {"matmul": "FLOP/s", "memory": "B/s", "disk": "B/s", "link": "B/s"}
+NO_LINK = "no sum over its links with other machines was completed"
 CLOCK_SECONDS = 1.0  # a clock that differs by more confuses people and caches; ingot itself needs none
 
 
@@ -49,10 +52,11 @@ def judge(fleet: Sequence[Measured]) -> list[Unfit]:
                 continue
             typical = median(values)
             if one.rates[check] < share * typical:
-                found.append(Unfit(node=one.node, check=check, words=_slow(one.rates[check], typical, share)))
-        ahead = one.clock - median(other.clock for other in others) if others else 0.0
-        if abs(ahead) > CLOCK_SECONDS:
-            found.append(Unfit(node=one.node, check="clock", words=f"{ahead:+.1f} s from the median of the others"))
+                found.append(Unfit(node=one.node, check=check, words=_slow(check, one.rates[check], typical)))
+        # Not the median of the others: with two of them, it is as far from a right one as from a wrong one.
+        apart = sorted((one.clock - other.clock for other in others), key=abs)
+        if apart and abs(ahead := apart[(len(apart) - 1) // 2]) > CLOCK_SECONDS:
+            found.append(Unfit(node=one.node, check="clock", words=f"{ahead:+.1f} s from most of the others"))
     return found
 
 
@@ -86,14 +90,18 @@ def judge_links(rounds: Sequence[Mapping[tuple[str, str], float]]) -> list[Unfit
     """Return the machines whose links are slow: even the best of a machine, compared with the best ones of the others.
     rounds: rate of each pair, by round.
 
-    With two machines there is one pair, and no way to decide which of both is slow: neither is named.
+    With two machines there is one pair, and no way to decide which of both is slow: neither is named. If no sum came
+    over their link, both are: they cannot train together.
     """
     nodes, share = sorted({node for one in rounds for pair in one for node in pair}), SHARES["link"]
     best, found = {node: best_link(rounds, node) for node in nodes}, []
     for node, rate in best.items():
         typical = median(theirs for other, theirs in best.items() if other != node)
+        if rate == 0:
+            found.append(Unfit(node=node, check="link", words=NO_LINK))
+            continue
         if rate < share * typical:
-            found.append(Unfit(node=node, check="link", words=_slow(rate, typical, share)))
+            found.append(Unfit(node=node, check="link", words=_slow("link", rate, typical)))
     return found
 
 
@@ -102,5 +110,13 @@ def best_link(rounds: Sequence[Mapping[tuple[str, str], float]], node: str) -> f
     return max((rate for one in rounds for pair, rate in one.items() if node in pair), default=0.0)
 
 
-def _slow(rate: float, typical: float, share: float) -> str:
-    return f"{rate / typical:.1%} of the median of the others, less than {share:.0%}"
+def rate_text(check: str, rate: float) -> str:
+    """Return the rate of a check for people: "62.3 GFLOP/s"."""
+    return f"{(format_flops if check == 'matmul' else format_bytes)(rate)}/s"
+
+
+def _slow(check: str, rate: float, typical: float) -> str:
+    return (
+        f"{rate_text(check, rate)}, {rate / typical:.1%} of {rate_text(check, typical)}, the median of the others; the "
+        f"limit is {SHARES[check]:.0%}"
+    )

@@ -1,17 +1,17 @@
 """The measurements of one machine, in a process of its own: `python -m ingot.trainer.fleet.measure FOLDER SECONDS`.
 
 It reads requests from standard input, a JSON object per line, and answers each with one line. {"do": "machine"}: rates
-and wrong results (fleet/judge.py). {"do": "open"}: {"port": P} of a store for a pair. {"do": "link", "rank": R, "host":
-H, "port": P}: {"link": bytes per second} of sums over the pair.
+and wrong results (fleet/judge.py). {"do": "clock"}: {"clock": seconds}. {"do": "open"}: {"port": P} of a store for a
+pair. {"do": "link", "rank": R, "host": H, "port": P}: {"link": bytes per second} of sums over the pair, 0 if none was
+completed: then the other machine may be the bad one.
 """
 
-import contextlib
 import hashlib
 import json
 import os
-import socket
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from pathlib import Path
@@ -20,29 +20,39 @@ import torch
 import torch.distributed as dist
 from torch.distributed import TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
-from ingot.trainer.launch.link import interface_of
+from ingot.machine.interfaces import address_towards, interface_of
+from ingot.machine.processes import die_with_parent
 
 _PATTERNS = (0x00, 0xFF, 0xAA, 0x55)
-_DISK_BYTES = 64 << 20
+_GPU_BYTES, _CPU_BYTES, _DISK_BYTES = 4 << 30, 128 << 20, 64 << 20
 _LINK_ELEMENTS = 4 << 20
 _PAIR_SECONDS = 60.0  # that one of a pair waits for the other
 
 
 def main() -> None:
     """Answer requests until standard input is closed."""
+    die_with_parent()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # NCCL prints to standard output, where an answer is a line
     folder, seconds = Path(sys.argv[1]), float(sys.argv[2])
     store: TCPStore | None = None
     for line in sys.stdin:
         request = json.loads(line)
         if request["do"] == "machine":
             answer = measure_machine(folder, seconds)
+        elif request["do"] == "clock":
+            answer = {"clock": time.time()}
         elif request["do"] == "open":
             store = TCPStore("0.0.0.0", 0, is_master=True, wait_for_workers=False)
             answer = {"port": store.port}
         else:
             mine = store if request["rank"] == 0 else None
-            answer = {"link": measure_link(request["rank"], request["host"], request["port"], seconds, mine)}
-        print(json.dumps(answer), flush=True)
+            answer = {"link": 0.0}
+            try:
+                answer["link"] = measure_link(request["rank"], request["host"], request["port"], seconds, mine)
+            except RuntimeError:  # of gloo, NCCL or the store
+                traceback.print_exc()
+        print(json.dumps(answer), file=answers, flush=True)
 
 
 def measure_machine(folder: Path, seconds: float) -> dict:
@@ -77,10 +87,11 @@ def measure_matmul(device: torch.device, seconds: float) -> tuple[float, int]:
 
 def measure_memory(device: torch.device, seconds: float) -> tuple[float, int]:
     """Return bytes per second of copies for some seconds, and how many bytes did not keep a pattern."""
-    size = 4 << 30 if device.type == "cuda" else 128 << 20
+    size = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     source, copy = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
     wrong, spent, count = 0, 0.0, 0
-    while count < len(_PATTERNS) or spent < seconds:
+    ends = time.monotonic() + seconds  # to fill and compare takes several times as long as a copy
+    while count < len(_PATTERNS) or time.monotonic() < ends:
         source.fill_(_PATTERNS[count % len(_PATTERNS)])
         _finish(device)
         began = time.perf_counter()
@@ -95,17 +106,17 @@ def measure_memory(device: torch.device, seconds: float) -> tuple[float, int]:
 def measure_disk(folder: Path) -> tuple[float, int]:
     """Return bytes per second of a file that is written, flushed and read back, and 1 if it came back otherwise."""
     path, data = folder / f".doctor-{os.getpid()}.tmp", os.urandom(_DISK_BYTES)
-    began = time.perf_counter()
-    try:
-        with path.open("wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-        read = path.read_bytes()
+    with path.open("w+b", buffering=0) as file:
+        path.unlink()  # whatever ends this process, no file is left
+        began = time.perf_counter()
+        left = memoryview(data)
+        while left:
+            left = left[file.write(left) :]
+        os.fsync(file.fileno())
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        file.seek(0)
+        read = file.readall()
         seconds = time.perf_counter() - began
-    finally:
-        path.unlink(missing_ok=True)
     return 2 * _DISK_BYTES / seconds, int(hashlib.sha256(read).digest() != hashlib.sha256(data).digest())
 
 
@@ -114,7 +125,7 @@ def measure_link(rank: int, host: str, port: int, seconds: float, store: TCPStor
     patience = timedelta(seconds=_PAIR_SECONDS)
     store = store or TCPStore(host, port, is_master=False, timeout=patience)
     on_gpu = torch.cuda.is_available()
-    if interface := interface_of(host if rank == 0 else _own_address(host)):  # as the ranks of a run have it
+    if interface := interface_of(host if rank == 0 else address_towards(host)):  # as the ranks of a run have it
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=2, timeout=patience)
@@ -134,13 +145,6 @@ def measure_link(rank: int, host: str, port: int, seconds: float, store: TCPStor
         dist.destroy_process_group()
 
 
-def _own_address(host: str) -> str:
-    """Return the address of this machine from which it reaches `host`."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))  # nothing is sent
-        return probe.getsockname()[0]
-
-
 def _for(seconds: float) -> Iterator[None]:
     """Go on for `seconds`, once at least."""
     ends = time.monotonic() + seconds
@@ -155,5 +159,4 @@ def _finish(device: torch.device) -> None:
 
 
 if __name__ == "__main__":
-    with contextlib.suppress(KeyboardInterrupt):
-        main()
+    main()

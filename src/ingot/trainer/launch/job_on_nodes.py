@@ -16,6 +16,7 @@ from typing import Any
 
 from ingot.config import from_dict
 from ingot.errors import IngotError, ResourceError
+from ingot.machine.interfaces import interface_of
 from ingot.schema.fallbacks import Fallback
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
@@ -23,7 +24,7 @@ from ingot.trainer.launch.evidence import Answers, examine, incident_of, questio
 from ingot.trainer.launch.health import restart_for, unhealthy, write_drained
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
-from ingot.trainer.launch.link import LOOPBACK, Link, interface_of
+from ingot.trainer.launch.link import Link, own_host
 from ingot.trainer.launch.nodes import Node, Nodes, has_followed
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang
@@ -299,9 +300,7 @@ class JobOnNodes(RunningJob):
         if layout:
             self._say(f"nodes     goes on with {layout.nodes} of {self._launch.nodes}: {' '.join(overrides)}")
         self._give_places(present)
-        # Nodes on this machine come by the loopback address, and have the other ones as well.
-        hosts = sorted((node.link.own_host.startswith("127."), node.link.own_host) for node in present if node.number)
-        host, each = hosts[0][1] if hosts else LOOPBACK, self._here.job.processes
+        host, each = own_host(node.link for node in present if node.number), self._here.job.processes
         name, world = next_log(self._folder), self.ranks
         share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
         self._here.start(self._attempt, self._before, name, share, overrides)

@@ -6,14 +6,11 @@ the traffic between ranks.
 """
 
 import contextlib
-import errno
-import fcntl
 import hmac
 import json
 import os
 import secrets
 import socket
-import struct
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +20,7 @@ from typing import Any
 
 from ingot.config import from_dict
 from ingot.errors import ConfigError
+from ingot.machine.interfaces import own_interfaces
 from ingot.machine.processes import identity
 from ingot.trainer.launch.repeated import repeated
 
@@ -31,7 +29,6 @@ _SIGNS = 5  # in the time after which the other end counts as lost, at least
 _HANDSHAKE_SECONDS = 5.0
 _MOST_BYTES = 64 << 20  # of one message: the collectives of all ranks of a node
 _MOST_UNSENT = 64 << 20
-_SIOCGIFADDR = 0x8915  # of netdevice(7)
 LOOPBACK = "127.0.0.1"
 
 
@@ -253,32 +250,24 @@ def _line(connected: socket.socket, ends: float) -> str:
 def listen() -> tuple[socket.socket, LeaderAddress]:
     """Open a socket for the other nodes, on all interfaces. Returns it, and what they need to reach it."""
     listener = socket.create_server(("", 0), backlog=1024)
-    own = [address for address in _interfaces() if not address.startswith("127.")]
+    own = [address for address in own_interfaces() if not address.startswith("127.")]
     names = [socket.gethostname()] if own else []
     return listener, LeaderAddress(
         hosts=(*own, *names), port=listener.getsockname()[1], key=secrets.token_hex(32), place=_place()
     )
 
 
-def interface_of(host: str) -> str:
-    """Return the name of the interface with the address `host`; "" if it is not known."""
-    return _interfaces().get(host, "")
+def own_host(links: Iterable[Link]) -> str:
+    """Return the address of this machine for those at the other ends of `links`. Processes of this machine come by the
+    loopback address, and reach the other ones as well."""
+    hosts = sorted((link.own_host.startswith("127."), link.own_host) for link in links)
+    return hosts[0][1] if hosts else LOOPBACK
 
 
-def _interfaces() -> dict[str, str]:
-    """Return the IPv4 addresses of this machine, with the names of their interfaces."""
-    found = {}
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
-            except OSError as error:
-                if error.errno not in (errno.EADDRNOTAVAIL, errno.ENODEV):
-                    raise
-                continue
-            found[socket.inet_ntoa(reply[20:24])] = name
-    return found
+def host_of(link: Link, here: str) -> str:
+    """Return the address of the other end of `link` for everyone. here: that of this machine, which the other end has,
+    too, if it comes by the loopback address."""
+    return here if link.other_host.startswith("127.") else link.other_host
 
 
 def _place() -> str:

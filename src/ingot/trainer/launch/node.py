@@ -16,6 +16,7 @@ from typing import Any
 
 from ingot.errors import EXIT_PREEMPTED, ConfigError, RunBusyError
 from ingot.machine.health.report import node_name
+from ingot.machine.interfaces import interface_of
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
@@ -25,7 +26,7 @@ from ingot.trainer.interrupts import handlers
 from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.health import HealthWatch, finding_values, require_sound
 from ingot.trainer.launch.job_here import JobHere
-from ingot.trainer.launch.link import LeaderAddress, Link, dial, interface_of, signs_of_life
+from ingot.trainer.launch.link import LeaderAddress, Link, dial, signs_of_life
 from ingot.trainer.launch.node_messages import answers_values, hang_values
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.repeated import repeated

@@ -1,8 +1,11 @@
 """The check of machines against each other: its judgment by hand, and whole checks with machines of this one."""
 
+import itertools
 import json
 import multiprocessing
 import os
+import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -11,37 +14,38 @@ import pytest
 from tests.expect import refused
 
 from ingot.errors import IngotError
-from ingot.trainer.fleet import check
-from ingot.trainer.fleet.check import check_fleet
-from ingot.trainer.fleet.judge import Measured, first_pairs, judge, judge_links, second_pairs
+from ingot.trainer.fleet import rounds
+from ingot.trainer.fleet.judge import Measured, first_pairs, judge, judge_links, rate_text, second_pairs
+from ingot.trainer.launch import doctor
+from ingot.trainer.launch.doctor import check_fleet
 
 GOOD = {"matmul": 100.0, "memory": 50.0, "disk": 10.0}
 # A machine by given numbers: SPEEDS has node -> {"rates", "wrong", "link"}. The slower end limits a link.
 PROBE = """
-import json, os, sys
-speeds = json.loads(sys.argv[1])
-own = speeds[os.environ["SLURMD_NODENAME"]]
+import json, os, sys, time
+speeds, name, opened = json.loads(sys.argv[1]), os.environ["SLURMD_NODENAME"], 0
+own = speeds[name]
 for line in sys.stdin:
     request = json.loads(line)
+    if request["do"] in own.get("ends", ()):
+        sys.exit(1)
     if request["do"] == "machine":
         answer = {"rates": own["rates"], "wrong": own["wrong"]}
+    elif request["do"] == "clock":
+        answer = {"clock": time.time() + own.get("ahead", 0)}
     elif request["do"] == "open":
-        answer = {"port": 1}
+        opened += 1
+        answer = {"port": f"{name}{opened}"}
     else:
-        here, path = os.environ["SLURMD_NODENAME"], sys.argv[2]
-        open(f"{path}/{request['rank']}", "w").write(str(own["link"]))
-        other = f"{path}/{1 - request['rank']}"
-        while not os.path.exists(other) or not (theirs := open(other).read()):
-            pass
-        answer = {"link": min(own["link"], float(theirs))}
-        open(f"{path}/{request['rank']}.done", "w").close()
-        while not os.path.exists(f"{other}.done"):
-            pass
-        if request["rank"] == 0:
-            import time
-            time.sleep(0.1)
-            for name in ("0", "1", "0.done", "1.done"):
-                os.unlink(f"{path}/{name}")
+        place = os.path.join(sys.argv[2], request["port"])
+        os.makedirs(place, exist_ok=True)
+        here, other = (os.path.join(place, str(rank)) for rank in (request["rank"], 1 - request["rank"]))
+        open(f"{here}.new", "w").write(str(own["link"]))
+        os.rename(f"{here}.new", here)
+        ends = time.monotonic() + 1.0  # with one that is no more, no sum is completed
+        while not os.path.exists(other) and time.monotonic() < ends:
+            time.sleep(0.005)
+        answer = {"link": min(own["link"], float(open(other).read())) if os.path.exists(other) else 0.0}
     print(json.dumps(answer), flush=True)
 """
 
@@ -60,9 +64,16 @@ def test_a_machine_is_judged_by_the_median_of_the_others():
     assert judge([*fleet[:3], _machine("d", matmul=80.0, memory=40.0, disk=6.0, clock=0.9)]) == []
     found = judge([*fleet[:3], _machine("d", matmul=70.0, memory=37.0, disk=4.0, clock=-5.0)])
     assert _found(found) == [("d", "matmul"), ("d", "memory"), ("d", "disk"), ("d", "clock")]
-    assert found[0].words == "70.0% of the median of the others, less than 75%"
+    facts = (rate_text("matmul", 70.0), "70.0%", rate_text("matmul", 100.0), "75%")
+    assert all(fact in found[0].words for fact in facts)
     assert _found(judge([_machine("a", wrong={"matmul": 1})])) == [("a", "matmul")]  # a machine alone, too
     assert _found(judge([_machine("a"), _machine("b", matmul=70.0)])) == [("b", "matmul")]
+
+
+def test_one_wrong_clock_of_three_is_one():
+    """The median of a sound machine's two others is half of the wrong one's lead."""
+    fleet = [_machine("a"), _machine("b", clock=0.3), _machine("c", clock=60.0)]
+    assert _found(judge(fleet)) == [("c", "clock")]
 
 
 @pytest.mark.parametrize("count", [3, 4, 5, 6, 7, 8, 12])
@@ -85,10 +96,16 @@ def test_the_slow_end_of_a_single_link_is_not_guessed():
     assert judge_links([{("a", "b"): 1.0}]) == [] and second_pairs(["a", "b"], {("a", "b"): 1.0}) == []
 
 
+def test_two_machines_without_a_link_are_both_unfit():
+    assert _found(judge_links([{("a", "b"): 0.0}])) == [("a", "link"), ("b", "link")]
+    rounds = [{("a", "b"): 9.0, ("c", "d"): 0.0}, {("c", "a"): 9.0, ("d", "b"): 0.0}]
+    assert _found(judge_links(rounds)) == [("d", "link")]
+
+
 def _check(root: Path, node: str, nodes: int, command: list[str], send) -> None:
     os.environ["SLURMD_NODENAME"] = node
     try:
-        result = check_fleet(root, nodes, command, lambda line: None, wait_seconds=20.0)
+        result = check_fleet(root, nodes, command, 0.1, lambda line: None, wait_seconds=20.0)
         send.send(sorted((one.node, one.check) for one in result.unfit))
         result.require_sound()
     except IngotError as error:
@@ -96,8 +113,11 @@ def _check(root: Path, node: str, nodes: int, command: list[str], send) -> None:
     os._exit(0)
 
 
-def _fleet(root: Path, names: str, commands: dict[str, list[str]], nodes: int) -> dict[str, list]:
-    """Check machines in processes of their own. Returns what each found, and the code of its error if it had one."""
+def _fleet(
+    root: Path, names: str, commands: dict[str, list[str]], nodes: int, first: str | None = None
+) -> dict[str, list]:
+    """Check machines in processes of their own. Returns what each found, and the code of its error if it had one.
+    first: the one that leads."""
     context, running = multiprocessing.get_context("fork"), {}
     for node in names:
         receive, send = context.Pipe(duplex=False)
@@ -105,6 +125,8 @@ def _fleet(root: Path, names: str, commands: dict[str, list[str]], nodes: int) -
         process.start()
         send.close()
         running[node] = process, receive
+        while node == first and not (root / "doctor-leader.json").exists():
+            time.sleep(0.01)
     found = {}
     for node, (process, receive) in running.items():
         process.join(60)
@@ -139,34 +161,84 @@ def test_all_machines_name_the_bad_ones(commands, tmp_path):
     assert not (tmp_path / "doctor-leader.json").exists()
 
 
-def test_a_machine_that_cannot_be_measured_ends_the_check_of_all(commands, tmp_path):
-    probes = commands({}) | {"b": [sys.executable, "-c", "raise SystemExit(1)"]}
-    found = _fleet(tmp_path, "ab", probes, 2)
-    assert set(found["b"] + found["a"]) <= {"E-PROBE-SILENT", "E-NODES-MISSING"} and all(found.values())
+@pytest.mark.parametrize("leads", [True, False])
+def test_a_machine_whose_measurement_ends_is_unfit_and_the_others_are_measured(commands, tmp_path, leads):
+    """The machine that leads, or another one; the clocks of the others are compared all the same."""
+    probes = commands({"c": {"ahead": 60.0}})
+    broken = commands({"ab"[not leads]: {"ends": ["machine"]}})
+    found = _fleet(tmp_path, "abcd", probes | {"ab"[not leads]: broken["a"]}, 4, first="a")
+    unfit = [("ab"[not leads], "measurement"), ("c", "clock")]
+    assert found == {node: [unfit, "E-NODES-UNFIT"] for node in "abcd"}
+
+
+def test_a_machine_whose_links_end_its_measurement_is_found_by_its_pairs(commands, tmp_path):
+    """The partner of the first round is found sound in the second one, by a new process."""
+    hangs = {"ends": ["link"]}
+    found = _fleet(tmp_path, "abcd", commands({"d": hangs, "c": {"link": 90.0}}), 4)
+    assert found == {node: [[("d", "link")], "E-NODES-UNFIT"] for node in "abcd"}
+
+
+def test_a_measurement_without_an_end_is_given_up(commands, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "ANSWER_SECONDS", 1.5)
+    probes = commands({}) | {"b": [sys.executable, "-c", "import time; time.sleep(60)"]}
+    assert _fleet(tmp_path, "ab", probes, 2) == {node: [[("b", "measurement")], "E-NODES-UNFIT"] for node in "ab"}
 
 
 def test_a_measurement_may_take_longer_than_the_patience_with_a_silent_machine(commands, tmp_path, monkeypatch):
-    monkeypatch.setattr(check, "_PATIENCE", 0.6)
+    monkeypatch.setattr(doctor, "_PATIENCE", 0.6)
     answers = {"machine": {"rates": GOOD, "wrong": {}}, "open": {"port": 1}, "link": {"link": 5.0}}
     slow = (
         "import json, sys, time\n"
         "for line in sys.stdin:\n"
-        f"    time.sleep(1.2); print(json.dumps({answers!r}[json.loads(line)['do']]), flush=True)"
+        "    do = json.loads(line)['do']\n"
+        "    time.sleep(0 if do == 'clock' else 1.2)\n"
+        f"    print(json.dumps({answers!r}.get(do) or {{'clock': time.time()}}), flush=True)"
     )
     probes = {node: [sys.executable, "-c", slow] for node in "ab"}
     assert _fleet(tmp_path, "ab", probes, 2) == {"a": [[]], "b": [[]]}
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_ends_the_check_with_its_files_and_processes(tmp_path, number):
+    """Also while a machine measures: that process gets no signal but the one which ends it."""
+    waits = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
+    command = [sys.executable, "-c", waits, str(tmp_path / "measures")]
+    program = (
+        "import sys\nfrom ingot.cli import main\nfrom ingot.trainer.fleet import probe\n"
+        f"probe.probe_command = lambda *_: {command!r}\n"
+        "sys.exit(main.main(sys.argv[1:]))"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, "doctor", str(tmp_path), "--nodes", "1"], stderr=subprocess.PIPE, text=True
+    )
+    while not (tmp_path / "measures").exists():
+        assert process.poll() is None
+        time.sleep(0.01)
+    process.send_signal(number)
+    assert f"ended by {number.name}" in process.communicate(timeout=30)[1] and process.returncode == 130
+    assert {path.name for path in tmp_path.iterdir()} == {"measures", "doctor-lock"}
+    assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(path)]
+
+
+def _bytes(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:  # a process that has ended
+        return b""
+
+
 def test_a_machine_that_does_not_come_is_missed(commands, tmp_path):
     with refused("E-NODES-MISSING"):
-        check_fleet(tmp_path, 2, commands({})["a"], lambda line: None, wait_seconds=0.3)
+        check_fleet(tmp_path, 2, commands({})["a"], 0.1, lambda line: None, wait_seconds=0.3)
 
 
-def test_a_sound_machine_passes_and_its_disk_is_left_clean(tmp_path):
+def test_a_sound_machine_passes_and_its_disk_is_left_clean(tmp_path, monkeypatch):
     """The real measurements: every repeated product has the same bits, memory keeps its patterns."""
     torch = pytest.importorskip("torch")
+    from ingot.trainer.fleet import measure as measures
     from ingot.trainer.fleet.measure import measure_disk, measure_matmul, measure_memory
 
+    monkeypatch.setattr(measures, "_CPU_BYTES", 1 << 20)
     began = time.monotonic()
     for measure in (measure_matmul, measure_memory):
         rate, wrong = measure(torch.device("cpu"), 0.05)
@@ -174,6 +246,19 @@ def test_a_sound_machine_passes_and_its_disk_is_left_clean(tmp_path):
     rate, wrong = measure_disk(tmp_path)
     assert rate > 1e3 and wrong == 0 and not list(tmp_path.iterdir())
     assert time.monotonic() > began
+
+
+def test_the_check_of_memory_takes_the_time_that_it_is_given(monkeypatch):
+    """Filling and comparing included, which takes longer than copying: two seconds of copies took half a minute."""
+    torch = pytest.importorskip("torch")
+    from ingot.trainer.fleet import measure
+
+    clock = itertools.count()
+    monkeypatch.setattr(measure, "_CPU_BYTES", 64)
+    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: 0.001 * next(clock))
+    measure.measure_memory(torch.device("cpu"), 60.0)
+    assert 60 <= next(clock) < 250
 
 
 def test_a_product_that_changes_and_memory_that_forgets_are_counted(monkeypatch):
@@ -189,6 +274,7 @@ def test_a_product_that_changes_and_memory_that_forgets_are_counted(monkeypatch)
             self[5] ^= 1
         return self
 
+    monkeypatch.setattr(measure, "_CPU_BYTES", 64)
     monkeypatch.setattr(torch.Tensor, "copy_", forget)
     assert measure.measure_memory(torch.device("cpu"), 0.0)[1] == 1
     monkeypatch.undo()

@@ -8,8 +8,9 @@ from dataclasses import replace
 
 import pytest
 
+from ingot.machine.interfaces import interface_of
 from ingot.trainer.launch import link as module
-from ingot.trainer.launch.link import LeaderAddress, Link, answer, dial, interface_of, listen, signs_of_life
+from ingot.trainer.launch.link import LeaderAddress, Link, answer, dial, listen, signs_of_life
 
 
 @pytest.fixture
