@@ -320,7 +320,7 @@ MUTANTS: list[Mutant] = [
         name="next-leader-waits-as-at-a-first-start",
         what="a node that leads after the loss of the leader waits ten minutes for its place",
         file="trainer/launch/job_on_nodes.py",
-        before="self._trained = has_followed(folder)",
+        before="self._trained = self._earlier is not None",
         after="self._trained = False",
         tests=(f"{_NODES}::test_the_next_leader_waits_for_the_lost_one_no_longer_than_for_a_node",),
     ),

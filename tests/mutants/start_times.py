@@ -52,8 +52,8 @@ MUTANTS: list[Mutant] = [
         name="restart-of-the-first-attempt",
         what="a restarted job is measured like a first start",
         file="trainer/launch/supervise.py",
-        before="running.start(self._attempt, before)",
-        after="running.start(self._attempt)",
+        before="running.start(self._attempt, before, check=check)",
+        after="running.start(self._attempt, check=check)",
         tests=(f"{_SUPERVISE}::test_a_rank_knows_how_long_its_job_was_gone",),
     ),
     Mutant(

@@ -77,10 +77,10 @@ MUTANTS: list[Mutant] = [
         name="stop-after-of-an-attempt",
         what="the time limit counts from the start of the attempt, not of the launcher",
         file="trainer/launch/supervise.py",
-        before="            self._running.start(self._attempt, before)\n",
+        before="            self._running.start(self._attempt, before, check=check)\n",
         after="            own = StopRequests(None, self._launch, time.monotonic())\n"
         "            self._stopping = Stopping(self._folder, own, self._say)\n"
-        "            self._running.start(self._attempt, before)\n",
+        "            self._running.start(self._attempt, before, check=check)\n",
         tests=(f"{_SUPERVISOR}::test_the_time_limit_counts_over_all_attempts",),
     ),
     Mutant(
@@ -186,8 +186,8 @@ MUTANTS: list[Mutant] = [
         name="writer-killed-by-signals",
         what="a signal to every process of a job kills the processes that write checkpoints",
         file="trainer/checkpoint/writer.py",
-        before="signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)",
-        after="signal.pthread_sigmask(signal.SIG_BLOCK, ())",
+        before="with signals_blocked(_BLOCKED):",
+        after="with signals_blocked(()):",
         tests=(f"{_RUNS}::test_the_process_that_writes_a_checkpoint_outlives_the_signals_of_a_scheduler",),
     ),
     Mutant(

@@ -88,6 +88,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
     for slow in status.stragglers:
         terminal.say(f"slow   {_slow_text(slow)}")
+    if status.fleet_check:
+        terminal.say(f"check  {_check_text(status.fleet_check)}")
     if status.start_times:
         terminal.say(f"start  {_start_text(status)}")
     if status.skipped_steps or status.roll_backs:
@@ -147,6 +149,15 @@ def _slow_text(slow: dict) -> str:
         f"rank {slow['rank']} on {slow['host']} takes {slow['factor']:.1f} times as long as its peers since step "
         f"{slow['since']:,} ({slow['phase']}): all wait {format_seconds(slow['seconds'])} of a step for it"
     )
+
+
+def _check_text(check: dict) -> str:
+    """Return what the newest check of the machines found: each unfit one with its reasons."""
+    from ingot.units import format_seconds
+
+    unfit = "; ".join(f"{one['node']} is unfit: {one['check']}: {one['words']}" for one in check["unfit"])
+    count = len(check["fleet"])
+    return f"{count} machine{'s' * (count != 1)} in {format_seconds(check['seconds'])}: {unfit or 'all are sound'}"
 
 
 def _start_text(status: "RunStatus") -> str:

@@ -44,6 +44,7 @@ class RunStatus:
     start_times: the newest `start_times` event: its seconds by phase (resilience/start_times.py) and total_seconds.
     restart_seconds: the total of each restart that was measured. stragglers: the newest `straggler` event of each rank
     that is slow.
+    fleet_check: the newest `fleet_check` event: the machines as they were measured, and which are unfit.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
     """
 
@@ -85,6 +86,7 @@ class RunStatus:
     start_times: dict | None = None
     restart_seconds: tuple[float, ...] = ()
     stragglers: tuple[dict, ...] = ()
+    fleet_check: dict | None = None
 
 
 def read_status(root: Path, now: float | None = None) -> RunStatus:
@@ -143,6 +145,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         metrics=log.metrics,
         start_times=_without_kind(last.get(events.START_TIMES)),
         restart_seconds=tuple(log.restart_seconds),
+        fleet_check=_without_kind(last.get(events.FLEET_CHECK)),
         stragglers=tuple(_without_kind(log.slow[rank]) or {} for rank in sorted(log.slow)),
     )
 

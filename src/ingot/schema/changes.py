@@ -39,7 +39,7 @@ _TABLE = {
         "launch": "max_restarts restart_window_seconds timeout_seconds lease_seconds stop_after grace "
         "watchdog_seconds watchdog_other_seconds straggler_factor restart nodes node_seconds node_wait_seconds "
         "data_seconds on_bad_health health_file failures_per_node_day min_ranks shrink_seconds grow_seconds "
-        "on_oom",
+        "on_oom check_every check_seconds",
         "cost": "usd_per_hour",
         "plugins": "modules folder",  # the identity of their code is compared
     },

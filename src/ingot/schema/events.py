@@ -8,7 +8,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  resumed checkpoint, or 0), config_sha256, data_fingerprint
   rank_started   rank, pid, host, attempt
   start_times    attempt, seconds {phase: seconds, null if not measured}, total_seconds (of all that were); phases:
-                 detect, kill, wait (null: the first start), schedule, import, groups, build, load, warm_up
+                 detect, kill, wait (null: the first start), check (null: of no machines), schedule, import, groups,
+                 build, load, warm_up
                  (resilience/start_times.py)                         one per attempt that wrote two log lines, or ended
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
@@ -55,8 +56,12 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  loss of a leader, and its fault, are written by the next one
   health         node, device, report (its kind), code (of an XID, or 0), count, words, verdict ("warn"; "drain": the
                  run saves and goes on without the machine; "discard": it saves nothing before)   (machine/health)
+  fleet_check    seconds, fleet [{node, rates {check: per second}, wrong {check: number of wrong results},
+                 clock (seconds ahead)} ..], links [{first, second, round, rate} ..], unfit [{node, check, words} ..]
+                                                                      machines were checked (trainer/fleet/rounds.py)
   restart        attempt, of (in launch.restart_window_seconds), wait_seconds, kept (how many ranks keep their
-                 processes)                                           the supervisor starts the job again
+                 processes), step and signature (of the failure, for the next leader)
+                                                                      the supervisor starts the job again
   planned_restart  reason, step (that was saved), kept (as above)     the same, although nothing had failed
   layout         nodes, of_nodes, ranks, overrides [KEY=VALUE ..] (settings that differ from the run file; []: none),
                  reason ("nodes": some are missing; "memory": a rank ran out of it; "": as in the run file again)
@@ -100,6 +105,7 @@ SAMPLE = "sample"
 FAULT = "fault"
 NODE = "node"
 HEALTH = "health"
+FLEET_CHECK = "fleet_check"
 RESTART = "restart"
 PLANNED_RESTART = "planned_restart"
 LAYOUT = "layout"

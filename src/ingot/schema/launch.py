@@ -49,6 +49,11 @@ class Launch:
       that machine, and a spare takes its place; after an error of memory that cannot be corrected, it saves nothing
       before. Without other machines it ends. "warn": it is reported.
     health_file: a file on each machine to which its monitor adds reports, a JSON object per line; "": there is none.
+    check_every: before the first start, and after every so many restarts after failures, the machines are checked
+      against each other, spares too (trainer/fleet): an unfit one is treated as `on_bad_health` says. 0: never; 1:
+      after each restart. `ingot doctor --nodes` is the same check as a command.
+    check_seconds: the duration of each measurement of a check, at most 60: computation and memory of each device, and
+      the links of pairs of machines, twice.
     failures_per_node_day: how often a node of the cluster fails, for checkpoint.every = "auto" and the planner; 0: the
       rate of Llama 3's run, in proportion to the devices of a node (theory/failures.py).
     """
@@ -73,6 +78,8 @@ class Launch:
     straggler_factor: Factor = 1.2
     on_bad_health: Literal["drain", "warn"] = "drain"
     health_file: str = ""
+    check_every: Queue = 0
+    check_seconds: Deadline = 2.0
     failures_per_node_day: Factor = 0.0
 
     def problems(self):
@@ -85,6 +92,8 @@ class Launch:
             if not 0 < seconds <= _YEAR and not math.isinf(seconds):
                 yield name, f"{getattr(self, name)!r} is {seconds:,.0f} s, not from 1 to {_YEAR:,} s"
 
+        if self.check_seconds > 60:
+            yield "check_seconds", f"{self.check_seconds:g} is more than 60: the ranks wait for all measurements"
         if self.straggler_factor and not 1 < self.straggler_factor <= 100:
             yield "straggler_factor", f"{self.straggler_factor} is neither 0 nor above 1 and at most 100"
 

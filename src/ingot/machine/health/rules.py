@@ -31,6 +31,7 @@ _VERDICTS = {
     "link_lost": HealthVerdict.DRAIN,
     "temperature": HealthVerdict.WARN,
     "machine_check": HealthVerdict.WARN,
+    "unfit": HealthVerdict.DRAIN,
     "silent_source": HealthVerdict.WARN,
 }
 

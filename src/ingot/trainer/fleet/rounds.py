@@ -15,7 +15,8 @@ from ingot.trainer.fleet.judge import Measured, Unfit, best_link, first_pairs, j
 from ingot.trainer.fleet.probe import FAILED
 from ingot.units import format_seconds
 
-ANSWER_SECONDS = 300.0  # for one measurement, imports included
+ANSWER_SECONDS = 300.0  # for one request, imports included, and for 20 devices the seconds of each
+_DEVICES = 20
 _IMPORT_SECONDS = 3.0  # of the process that measures, as announced
 Rounds = Generator[None, None, "FleetResult"]
 
@@ -84,11 +85,13 @@ def check_rounds(members: Sequence[FleetMember], seconds: float, say: Callable[[
     announce how long a round takes.
     """
     began, unfit = time.monotonic(), list[Unfit]()
+    limit = ANSWER_SECONDS + 2 * _DEVICES * seconds
     estimate = format_seconds(2 * seconds + _IMPORT_SECONDS)
     say(f"computation, memory and disk of {_machines(len(members))}: about {estimate} if they are idle")
-    found = yield from _ask({member.name: (member, {"do": "machine"}) for member in members})
+    found = yield from _ask({member.name: (member, {"do": "machine"}) for member in members}, limit)
     sound = _without_failed(members, found, unfit)
-    clocks = yield from _ask({member.name: (member, {"do": "clock"}) for member in sound if member is not members[0]})
+    others = [member for member in sound if member is not members[0]]
+    clocks = yield from _ask({member.name: (member, {"do": "clock"}) for member in others}, limit)
     measured = [
         from_dict(Measured, {"node": member.name, "clock": _ahead(clocks.get(member.name)), **found[member.name].value})
         for member in sound
@@ -98,7 +101,7 @@ def check_rounds(members: Sequence[FleetMember], seconds: float, say: Callable[[
     pairs = first_pairs(names)
     while pairs and len(rounds) < 2:
         say(f"links of {len(pairs)} pair{'s' * (len(pairs) > 1)}: about {format_seconds(seconds + 1)}")
-        rounds.append((yield from _round(by_name, pairs)))
+        rounds.append((yield from _round(by_name, pairs, limit)))
         pairs = second_pairs(names, rounds[0])
     return FleetResult(
         fleet=tuple(measured),
@@ -124,9 +127,12 @@ class _Answer:
         return str(self.value.get(FAILED, ""))
 
 
-def _ask(asked: Mapping[str, tuple[FleetMember, dict[str, Any]]]) -> Generator[None, None, dict[str, _Answer]]:
-    """Ask machines at the same time. asked: machine and request by name. A machine that does not answer has failed."""
-    began, ends, found = time.time(), time.monotonic() + ANSWER_SECONDS, dict[str, _Answer]()
+def _ask(
+    asked: Mapping[str, tuple[FleetMember, dict[str, Any]]], limit: float
+) -> Generator[None, None, dict[str, _Answer]]:
+    """Ask machines at the same time. asked: machine and request by name. A machine that does not answer within `limit`
+    seconds has failed."""
+    began, ends, found = time.time(), time.monotonic() + limit, dict[str, _Answer]()
     for member, request in asked.values():
         member.ask(request)
     while len(found) < len(asked):
@@ -134,7 +140,7 @@ def _ask(asked: Mapping[str, tuple[FleetMember, dict[str, Any]]]) -> Generator[N
             if name not in found and (value := member.answer()) is not None:
                 found[name] = _Answer(value=value, halfway=(began + time.time()) / 2)
         if time.monotonic() > ends:
-            silent = {FAILED: f"its measurement gave no answer for {ANSWER_SECONDS:.0f} s"}
+            silent = {FAILED: f"its measurement gave no answer for {limit:.0f} s"}
             found |= {name: _Answer(value=silent, halfway=0.0) for name in asked if name not in found}
         if len(found) < len(asked):
             yield
@@ -159,7 +165,7 @@ def _ahead(clock: _Answer | None) -> float:
 
 
 def _round(
-    members: Mapping[str, FleetMember], pairs: Sequence[tuple[str, str]]
+    members: Mapping[str, FleetMember], pairs: Sequence[tuple[str, str]], limit: float
 ) -> Generator[None, None, dict[tuple[str, str], float]]:
     """Measure the links of pairs: at the same time, as ranks use them, but each machine in one at a time."""
     rates: dict[tuple[str, str], float] = {}
@@ -169,7 +175,7 @@ def _round(
             if not busy & set(pair):
                 busy |= set(pair)
                 now.append(pair)
-        opened = yield from _ask({first: (members[first], {"do": "open"}) for first, _ in now})
+        opened = yield from _ask({first: (members[first], {"do": "open"}) for first, _ in now}, limit)
         asked = {}
         for first, second in now:
             if opened[first].failed:
@@ -177,7 +183,7 @@ def _round(
                 continue
             link = {"do": "link", "host": members[first].host, "port": opened[first].value["port"]}
             asked |= {first: (members[first], link | {"rank": 0}), second: (members[second], link | {"rank": 1})}
-        answers = yield from _ask(asked)
+        answers = yield from _ask(asked, limit)
         rates |= {pair: float(answers[pair[0]].value.get("link", 0.0)) for pair in now if pair not in rates}
     return rates
 

@@ -17,6 +17,7 @@ from typing import Any
 from ingot.config import from_dict
 from ingot.errors import NodeUnhealthy
 from ingot.events import EventLog
+from ingot.machine.health.links import read_links
 from ingot.machine.health.report import HealthProvider, HealthReport, HealthVerdict, node_name
 from ingot.machine.health.rules import HealthFinding, HealthRules
 from ingot.machine.health.sources import concerns, open_sources, own_gpus
@@ -40,6 +41,7 @@ class HealthWatch:
         self._sources = open_sources(file) if sources is None else list(sources)
         self._is_own_machine = sources is None
         self._rules = HealthRules()
+        self._links, self._carriers = read_links(), set[str]()
         self._found: queue.SimpleQueue[HealthFinding] = queue.SimpleQueue()
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._read, name="ingot-health", daemon=True)
@@ -50,11 +52,24 @@ class HealthWatch:
         with contextlib.suppress(queue.Empty):
             while True:
                 finding = self._found.get_nowait()
-                # Without other nodes, nothing depends on a link.
-                harmless = self._launch.on_bad_health == "warn" or (
-                    self._launch.nodes == 1 and finding.report.kind.startswith("link")
-                )
+                harmless = self._launch.on_bad_health == "warn" or not self._matters(finding.report)
                 yield replace(finding, verdict=HealthVerdict.WARN) if harmless else finding
+
+    def carries(self, interface: str) -> None:
+        """Take in that this machine reaches others of the run by an interface; "" if it is not known."""
+        self._carriers |= {interface} - {""}
+
+    def _matters(self, report: HealthReport) -> bool:
+        """Return whether the ranks depend on what was reported. Without other nodes, they depend on no link.
+
+        A link that is not known: the site's monitor reports one as lost because it matters to the site. The kernel
+        reports every link, and a run that does lose its own ends in an error or a hang, which restarts; a drained
+        machine without a spare ends the run.
+        """
+        if not report.kind.startswith("link"):
+            return True
+        used = self._links.is_used(report.device, self._carriers) if self._launch.nodes > 1 else False
+        return report.kind == "link_lost" if used is None else used
 
     def close(self) -> None:
         """End the thread. One that waits for a source is left to it."""

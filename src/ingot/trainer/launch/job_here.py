@@ -2,7 +2,7 @@
 
 import os
 import subprocess
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,6 +10,7 @@ from ingot.machine.health.rules import HealthFinding
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
+from ingot.trainer.launch.checking import MachineCheck
 from ingot.trainer.launch.evidence import examine, incident_of, question, waits_for
 from ingot.trainer.launch.health import HealthWatch, Sickness, record_alone, restart_for, unhealthy, write_drained
 from ingot.trainer.launch.layouts import Layouts
@@ -27,7 +28,7 @@ _LOG_CHARACTERS = 1 << 14  # that another machine gets
 
 class JobHere(RunningJob):
     """The ranks of this machine. job: with `processes` of them. layouts: of a job that is on this machine alone.
-    health: of this machine; None: nobody looks."""
+    health: of this machine; None: nobody looks. say: shows the check of the machine."""
 
     def __init__(
         self,
@@ -38,10 +39,13 @@ class JobHere(RunningJob):
         layouts: Layouts | None = None,
         show_output: bool = True,
         health: HealthWatch | None = None,
+        say: Callable[[str], None] = lambda line: None,
     ):
         self._layouts = layouts or Layouts(folder, launch)
-        self._folder, self.job = folder, job
-        self.health, self._sickness = health, Sickness()
+        self._folder, self.job, self._launch, self._say = folder, job, launch, say
+        self.health, self.sickness = health, Sickness()
+        self._check: MachineCheck | None = None
+        self._checked: tuple[int, Ordered] = -1, FIRST  # the attempt that waits for it
         output = None if show_output else subprocess.DEVNULL
         self._local = LocalJob(job, stdout=output, partial=launch.restart == "partial")
         self._watchdog = Watchdog(launch, self._local.heartbeats)
@@ -59,8 +63,10 @@ class JobHere(RunningJob):
         name: str = "",
         share: NodeShare | None = None,
         overrides: Sequence[str] = (),
+        check: bool = False,
     ) -> None:
-        """Start the ranks. name: of their log, by default the next that is free. The rest as for LocalJob.start.
+        """Start the ranks. name: of their log, by default the next that is free. check: the machine is checked before,
+        by `running`; not with other nodes. The rest as for LocalJob.start.
 
         Raises NodeUnhealthy if a fault of this machine ended the attempt before.
         """
@@ -68,6 +74,10 @@ class JobHere(RunningJob):
         if share is None and (fault := self.fault_of_machine()):  # with other nodes, the leader decides
             write_drained(self._folder, fault)
             raise unhealthy(fault, self._folder)
+        if check:
+            self.prepare("check.log")  # meanwhile
+            self._check, self._checked = MachineCheck(self._folder, self._launch, self._say), (attempt, before)
+            return
         if share is None:
             clear_endings(self._folder)
             overrides = self._layouts.begin(None, self.ranks)
@@ -95,17 +105,27 @@ class JobHere(RunningJob):
 
     @property
     def started(self) -> bool:
-        return True
+        return self._check is None
 
     @property
     def ranks(self) -> int:
         return self.job.processes
 
     def running(self) -> bool:
+        if self._check is not None:
+            if self._check.goes_on():
+                return True
+            (attempt, before), check = self._checked, self._check
+            check.conclude(self.sickness, lambda sound: sound > 0)
+            self._check = None
+            self.start(attempt, replace(before, check=check.seconds))
         return self._local.running()
 
     def wait(self, seconds: float) -> None:
-        self._local.wait(seconds)
+        if self._check is not None:
+            self._check.wait(seconds)
+        else:
+            self._local.wait(seconds)
 
     def exit_codes(self) -> Mapping[int, int]:
         return self._local.exit_codes
@@ -143,13 +163,15 @@ class JobHere(RunningJob):
         if self.health:
             for finding in self.health.news():
                 record_alone(self._folder, finding, self.health.say)
-                self._sickness.take(finding)
-        return self._sickness.worst
+                self.sickness.take(finding)
+        return self.sickness.worst
 
     def planned_restart(self) -> PlannedRestart | None:
         return restart_for([self.fault_of_machine()])
 
     def hang(self) -> Hang | None:
+        if self._check is not None:
+            return None
         hang = self._look()
         if hang and hang.suspects:
             blamed = waits_for(hang.beats, question(hang.beats, None))
@@ -197,6 +219,8 @@ class JobHere(RunningJob):
 
     def close(self, *, keep_snapshots: bool = False) -> None:
         try:
+            if self._check is not None:
+                self._check.close()
             self._local.close()
         finally:
             if not keep_snapshots:

@@ -15,17 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from ingot.config import from_dict
-from ingot.errors import IngotError, ResourceError
+from ingot.errors import IngotError
 from ingot.machine.interfaces import interface_of
 from ingot.schema.fallbacks import Fallback
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.launch.checking import MachineCheck
 from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
+from ingot.trainer.launch.handover import EarlierJob, earlier_job
 from ingot.trainer.launch.health import restart_for, unhealthy, write_drained
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.link import Link, own_host
-from ingot.trainer.launch.nodes import Node, Nodes, has_followed
+from ingot.trainer.launch.nodes import Node, Nodes, nodes_missing
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
@@ -62,7 +64,9 @@ class JobOnNodes(RunningJob):
         self._layouts, self._say = layouts, say
         self._layout: Fallback | None = None  # of this attempt, if it is not that of the run file
         self._grows: PlannedRestart | None = None
-        self._trained = has_followed(folder)  # with all nodes, just now
+        self._earlier = earlier_job(folder)
+        self._trained = self._earlier is not None  # with all nodes, just now
+        self._check: MachineCheck | None = None  # that is due before this attempt
         self._nodes = Nodes(folder, launch, terms=terms, facts=facts, say=say, record=record)
         self._codes: dict[int, int] = {}
         self._endings: dict[int, RankEnding] = {}
@@ -88,8 +92,12 @@ class JobOnNodes(RunningJob):
     def ranks(self) -> int:
         return self._here.job.processes * self._size
 
-    def start(self, attempt: int, before: Ordered = FIRST) -> None:
+    def earlier(self) -> EarlierJob | None:
+        return self._earlier
+
+    def start(self, attempt: int, before: Ordered = FIRST, *, check: bool = False) -> None:
         self._before = before
+        self._check = MachineCheck(self._folder, self._launch, self._say) if check else None
         self._attempt, self._started, self._since, self._missing = attempt, False, time.monotonic(), 0
         self._lost = self._grows = None
         self._codes, self._endings, self._ended_at = {}, {}, {}
@@ -112,6 +120,7 @@ class JobOnNodes(RunningJob):
 
     def wait(self, seconds: float) -> None:
         reports = [self._here.reports] if self._started and self._here.running() else []
+        reports += [self._check.fileno()] if self._check and self._check.fileno() >= 0 else []
         self._nodes.wait(seconds, *reports)
 
     def exit_codes(self) -> Mapping[int, int]:
@@ -131,7 +140,7 @@ class JobOnNodes(RunningJob):
                     self._nodes.drop(node, f"gives no sign of life for {node.link.silent():.0f} s")
             self._poll()
         if self._lost is None and not self._started and self._overdue() and not self._smaller():
-            self._lost = self._nodes_missing()
+            self._lost = nodes_missing(self._folder, self._launch, self._missing)
         return replace(self._lost, step=step) if self._lost else None
 
     def signals(self) -> Iterator[tuple[signal.Signals, str]]:
@@ -209,6 +218,8 @@ class JobOnNodes(RunningJob):
 
     def close(self) -> None:
         """End the ranks of this node. Those of other nodes end with `part`, or when they see that this one is gone."""
+        if self._check:
+            self._check.close()
         self._here.close()
 
     def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
@@ -295,6 +306,11 @@ class JobOnNodes(RunningJob):
                     f"nodes     {len(present) + 1} of {self._launch.nodes}; the others join with the same command"
                 )
             return
+        self._missing = 0
+        if self._check:
+            ready = [node for node in present if node.ready or node.attempt >= 0]
+            self._go_on_with(self._check, ready, layout.nodes if layout else self._launch.nodes)
+            return
         self._layout = layout
         overrides = self._layouts.begin(layout, self.ranks)
         if layout:
@@ -303,6 +319,8 @@ class JobOnNodes(RunningJob):
         host, each = own_host(node.link for node in present if node.number), self._here.job.processes
         name, world = next_log(self._folder), self.ranks
         share = NodeShare(first=0, world=world, host=host, port=0, interface=interface_of(host))
+        if self._here.health:
+            self._here.health.carries(share.interface)
         self._here.start(self._attempt, self._before, name, share, overrides)
         self._started = self._trained = True
         for node in present:
@@ -317,6 +335,22 @@ class JobOnNodes(RunningJob):
         members = ", ".join(["0 (this one)", *(f"{node.number} ({node.host})" for node in self._members())])
         self._say(f"nodes     {members}" + (f"; spares: {spares}" if spares else ""))
 
+    def _go_on_with(self, check: MachineCheck, ready: list[Node], size: int) -> None:
+        """Go on with a check of nodes that have imported everything: they measure nothing while they are busy. Raises
+        NodeUnhealthy if the run cannot go on with the sound ones."""
+        is_ready = len(ready) + 1 >= size and (self._attempt > 0 or self._here.prepared())
+        if (not check.has_begun and not is_ready) or check.goes_on(ready):
+            self._since = time.monotonic()  # for one that is lost in it, the wait begins then
+            return
+        self._check, self._before = None, replace(self._before, check=check.seconds)
+        self._trained, self._since = True, time.monotonic()  # all were there: only for a spare is waited now
+        layouts, nodes = self._layouts, self._launch.nodes
+        check.conclude(
+            self._here.sickness,
+            lambda sound: sound >= nodes or layouts.for_nodes(sound) is not None,
+            self._nodes.present(),
+        )
+
     def _give_places(self, present: list[Node]) -> None:
         """Give each place of the job to a node: the one that had it, else the one that has waited longest."""
         for node in present:
@@ -329,21 +363,7 @@ class JobOnNodes(RunningJob):
                 spares.pop(0).number = number
 
     def _overdue(self) -> bool:
-        return time.monotonic() > self._since + self._launch.node_wait_seconds
-
-    def _nodes_missing(self) -> JobIncident:
-        wait, fewest = f"{self._launch.node_wait_seconds:.0f} s", self._launch.min_ranks
-        enough = f", or those for launch.min_ranks = {fewest} ranks" if fewest else ""
-        error = ResourceError(
-            "E-NODES-MISSING",
-            f"{self._missing} of {self._launch.nodes} nodes have not joined within {wait}",
-            rule=f"a run starts, and goes on, when launch.nodes launchers have joined it{enough}",
-            fix=f"run the same command on {self._missing} more nodes that see {self._folder.root}, or lower "
-            "launch.nodes and parallel.* together; launch.node_wait_seconds is how long the leader waits",
-            missing=self._missing,
-            nodes=self._launch.nodes,
-        )
-        return JobIncident(rank=-1, kind="node", cause=error.found, step=0, error=error)
+        return self._missing > 0 and time.monotonic() > self._since + self._launch.node_wait_seconds
 
     # -- questions about a hang --
 

@@ -41,8 +41,9 @@ def leading(
         try:
             with signs_of_life(running.links, launch.node_seconds):
                 yield running
-        except (RunBusyError, NodeUnhealthy):
-            running.part(None)  # another launcher leads, or will
+        except (RunBusyError, NodeUnhealthy) as error:
+            # Another launcher leads, or will; not if too few machines are sound.
+            running.part(None, error if error.code == "E-NODES-UNFIT" else None)
             raise
         except IngotError as error:  # a machine that cannot end its own processes says nothing about the run
             running.part(None, error if error.code != UNKILLABLE else None)

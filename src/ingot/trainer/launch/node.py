@@ -23,6 +23,7 @@ from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.message import read_message
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.interrupts import handlers
+from ingot.trainer.launch.checking import NodeProbe
 from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.health import HealthWatch, finding_values, require_sound
 from ingot.trainer.launch.job_here import JobHere
@@ -68,6 +69,8 @@ def follow(
     with handlers(received.append), signs_of_life(lambda: [link], launch.node_seconds):
         try:
             terms = _accepted(link, launch, received, say)
+            if health:
+                health.carries(interface_of(link.own_host))
             running = JobHere(folder, job_of(terms), launch, health=health)
             running.prepare(f"node-{node_name()}.log")
             result = _Following(link, running, folder, launch, received, say).until_the_end()
@@ -191,9 +194,14 @@ class _Following:
         self._reported: set[int] = set()
         self._sent = 0  # of the signals received
         self._hang: Hang | None = None
+        self._probe = NodeProbe(folder, launch)
         self._result: Mapping[str, Any] | None = None
 
     def until_the_end(self) -> Mapping[str, Any]:
+        with contextlib.closing(self._probe):
+            return self._follow()
+
+    def _follow(self) -> Mapping[str, Any]:
         while self._result is None:
             for message in self._link.read():
                 self._take(message)
@@ -209,6 +217,8 @@ class _Following:
             if self._running.health:
                 for finding in self._running.health.news():
                     self._link.send(health=finding_values(finding))
+            if (measured := self._probe.answer()) is not None:
+                self._link.send(**measured)
             if self._attempt is not None:
                 self._look()
             elif not self._ready and self._running.prepared():
@@ -223,11 +233,16 @@ class _Following:
                 selector.register(self._link, selectors.EVENT_READ)
             if self._attempt is not None:
                 selector.register(self._running.reports, selectors.EVENT_READ)
+            if self._probe.fileno() >= 0:
+                selector.register(self._probe, selectors.EVENT_READ)
             selector.select(_LOOK_SECONDS)
 
     def _take(self, message: dict[str, Any]) -> None:
         if "start" in message:
+            self._probe.close()
             self._start(message["start"])
+        elif "check" in message:
+            self._probe.take(message["check"], message["request"])
         elif "end" in message:
             kept = self._running.end_attempt(message["failed"], keep=message["keep"])
             if self._attempt is not None:

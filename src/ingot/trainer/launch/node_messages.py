@@ -2,10 +2,11 @@
 
 A node: `hello` (host, pid, facts), `ready` (its imports are done), `rank` (code, ago, ending, facts), `done` (an
 attempt; facts), `ended` (an attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states,
-calls, with_stacks), `signal` (its name), `health` (a finding: health.py).
+calls, with_stacks), `signal` (its name), `health` (a finding: health.py), `checked` (a request of a check; answer).
 
 The leader: `accepted` (epoch, until_step) or `refused` (why), `start` (attempt, log, first, world, host, port,
-overrides), `end` (an attempt; failed, keep), `ask` (a question; place), `bye` (result, error).
+overrides), `end` (an attempt; failed, keep), `ask` (a question; place), `check` (a number; request: fleet/measure.py,
+null: the check is over), `bye` (result, error).
 """
 
 import importlib.metadata

@@ -14,8 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ingot.errors import ConfigError, IngotError
-from ingot.events import read_events
+from ingot.errors import ConfigError, IngotError, ResourceError
 from ingot.machine.health.report import node_name
 from ingot.machine.health.rules import HealthFinding
 from ingot.schema import events
@@ -28,6 +27,7 @@ from ingot.trainer.launch.link import LeaderAddress, Link, answer, listen
 from ingot.trainer.launch.node_messages import answers_from, difference, hang_from
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.resilience.heartbeat import Beat
+from ingot.trainer.resilience.incidents import JobIncident
 
 _GOODBYE_SECONDS = 2.0
 _RETRY_SECONDS = 0.1
@@ -38,7 +38,8 @@ class Node:
     """Another node, with `host` as its name. number: its place in the job, None for a spare. attempt: the newest that
     it takes part in. done: its ranks have ended. ready: it has imported what ranks need. ended: the newest attempt of
     which it has no process any more, but those of the ranks `kept`. hang: by its watchdog. facts: about the end of its
-    ranks (JobHere.facts). sickness: of its machine. answered: the number of a question, and what its ranks answered."""
+    ranks (JobHere.facts). sickness: of its machine. answered: the number of a question, and what its ranks answered.
+    checked: the number of a request of a check (checking.py), and what was measured."""
 
     link: Link
     host: str = ""
@@ -53,17 +54,27 @@ class Node:
     facts: dict[str, Any] = field(default_factory=dict)
     sickness: Sickness = field(default_factory=Sickness)
     answered: tuple[int, dict[int, Beat], Answers] | None = None
+    checked: tuple[int, dict[str, Any]] | None = None
 
     @property
     def name(self) -> str:
         return self.host if self.number is None else f"node {self.number} ({self.host})"
 
 
-def has_followed(folder: RunFolder) -> bool:
-    """Return whether this process was a node of an earlier leader of the run, which is lost."""
-    own = node_name(), os.getpid()
-    joined = (event for event in read_events(folder.events, events.NODE) if event["action"] == "joined")
-    return any((event["host"], event["pid"]) == own for event in joined)
+def nodes_missing(folder: RunFolder, launch: Launch, missing: int) -> JobIncident:
+    """Return the incident of `missing` nodes that have not joined, with its error."""
+    wait, fewest = f"{launch.node_wait_seconds:.0f} s", launch.min_ranks
+    enough = f", or those for launch.min_ranks = {fewest} ranks" if fewest else ""
+    error = ResourceError(
+        "E-NODES-MISSING",
+        f"{missing} of {launch.nodes} nodes have not joined within {wait}",
+        rule=f"a run starts, and goes on, when launch.nodes launchers have joined it{enough}",
+        fix=f"run the same command on {missing} more nodes that see {folder.root}, or lower launch.nodes and "
+        "parallel.* together; launch.node_wait_seconds is how long the leader waits",
+        missing=missing,
+        nodes=launch.nodes,
+    )
+    return JobIncident(rank=-1, kind="node", cause=error.found, step=0, error=error)
 
 
 class Nodes:
@@ -203,6 +214,8 @@ class Nodes:
             node.sickness.take(finding)
         elif "answers" in message:
             node.answered = (int(message["answers"]), *answers_from(message))
+        elif "checked" in message:
+            node.checked = int(message["checked"]), dict(message["answer"])
         else:
             return False
         return True

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.handover import EarlierJob
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.resilience.endings import RankEnding
 from ingot.trainer.resilience.incidents import JobIncident
@@ -39,7 +40,7 @@ class RunningJob(ABC):
     @property
     @abstractmethod
     def started(self) -> bool:
-        """True if ranks were started in this attempt, False while machines are missing."""
+        """True if ranks were started in this attempt, False while machines are missing or checked."""
 
     @property
     @abstractmethod
@@ -47,8 +48,9 @@ class RunningJob(ABC):
         """The number of ranks of the job."""
 
     @abstractmethod
-    def start(self, attempt: int, before: Ordered = FIRST) -> None:
-        """Begin an attempt. The last one must have ended; `before` says how long that took."""
+    def start(self, attempt: int, before: Ordered = FIRST, *, check: bool = False) -> None:
+        """Begin an attempt. The last one must have ended; `before` says how long that took. check: the machines are
+        checked before ranks start (checking.py), by `running`, which raises NodeUnhealthy if too few are sound."""
 
     @abstractmethod
     def running(self) -> bool:
@@ -98,6 +100,10 @@ class RunningJob(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all processes of the job, and free the memory of its snapshots. Raises like `end_attempt`."""
+
+    def earlier(self) -> EarlierJob | None:
+        """Return the job that this one goes on with, of a leader that is gone; None if there is none."""
+        return None
 
     def lost_node(self, step: int) -> JobIncident | None:
         """Return the incident of a machine that was lost, or is missing. step: the last one in the log."""

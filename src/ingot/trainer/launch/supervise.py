@@ -76,23 +76,28 @@ class _SupervisedJob:
         self._folder, self._running, self._launch = folder, running, launch
         self._lease, self._stopping, self._say = lease, stopping, say
         self._log, self._seen = EventLog(folder.events), EventLogReader(folder.events)
-        self._restarts, self._attempt = Restarts(launch), 0
+        self._earlier = running.earlier()
+        self._restarts = Restarts(launch, earlier=self._earlier.restarts if self._earlier else ())
+        self._attempt = 0
         self._failed_at = -1  # the step of the last failure
         self._kept: Collection[int] = ()  # ranks that keep their processes in the next attempt
 
     def run(self) -> None:
         """Start attempt after attempt until the job has ended. Raises as `supervise` does."""
         before = FIRST
+        check = self._launch.check_every > 0 and not (self._earlier and self._earlier.is_checked)
         while True:
             self._seen.ended = self._seen.reason = ""  # a rank may have reported its end after another one failed
-            self._running.start(self._attempt, before)
+            self._running.start(self._attempt, before, check=check)
             ended = self._follow()
+            check = check and not self._running.started
             before = self._end_attempt(ended)
             if self._lease is not None:
                 self._lease.require()  # before anything is removed or believed: the folder may be another attempt's
             self._seen.read()
             if ended is None or not self._goes_on_after(ended):
                 break
+            check = check or (isinstance(ended, JobIncident) and self._is_check_due(self._restarts.count))
             self._attempt += 1
         self._record_end()
 
@@ -181,6 +186,7 @@ class _SupervisedJob:
                 detect = seen - at
             # Twice at the same step: what the processes keep may be the cause.
             keep = self._launch.restart == "partial" and ended.step > self._failed_at
+            keep = keep and not self._is_check_due(self._restarts.count + 1)  # ranks that stay keep a device's memory
             self._failed_at = ended.step
             self._kept = self._running.end_attempt([ended.rank] if ended.rank >= 0 else [], keep=keep)
         else:
@@ -189,6 +195,10 @@ class _SupervisedJob:
             self._kept = self._running.end_attempt(keep=keep)
         gone = time.monotonic()
         return Ordered(detect=detect, kill=gone - seen, gone_at=gone)
+
+    def _is_check_due(self, restarts: int) -> bool:
+        """Return whether the machines are checked after so many restarts."""
+        return self._launch.check_every > 0 and restarts % self._launch.check_every == 0
 
     # -- between two attempts --
 
@@ -217,7 +227,8 @@ class _SupervisedJob:
             return False
         self._prepare_restart()
         most, count = self._launch.max_restarts, self._restarts.count
-        self._log.write(events.RESTART, attempt=count, of=most, wait_seconds=wait, kept=len(self._kept))
+        facts = {"wait_seconds": wait, "kept": len(self._kept), "step": incident.step, "signature": incident.signature}
+        self._log.write(events.RESTART, attempt=count, of=most, **facts)
         report(self._say, _fault_line(incident, self._saved_step(), self._restarts.recent, most, wait, self._kept))
         return not self._stopped_while_waiting(wait)
 

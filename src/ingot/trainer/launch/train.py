@@ -90,7 +90,7 @@ def train(
             layouts = open_layouts(folder, config)
             if layouts.adapted:
                 say(f"memory    goes on with {' '.join(layouts.adapted)}   as since a rank ran out of memory")
-            running = JobHere(folder, job, launch, layouts=layouts, show_output=not quiet, health=health)
+            running = JobHere(folder, job, launch, layouts=layouts, show_output=not quiet, health=health, say=say)
             if nodes == 1:
                 return supervise(folder, running, launch, lease=lease, began=began, say=say)
             with leading(folder, running, launch, layouts, terms=terms, facts=own_facts(config), say=say) as on_nodes:

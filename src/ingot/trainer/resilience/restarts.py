@@ -6,7 +6,7 @@ hour.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ingot.errors import RunFailed
@@ -22,15 +22,22 @@ class Restarts:
     """The restarts of one job. count: so far. recent: those within launch.restart_window_seconds, without those in
     which the job took another layout for lack of memory.
 
-    clock: seconds that never jump.
+    clock: seconds that never jump. earlier: the restarts of earlier leaders of the job, each with its age in seconds.
     """
 
-    def __init__(self, launch: Launch, clock: Callable[[], float] = time.monotonic):
+    def __init__(
+        self,
+        launch: Launch,
+        clock: Callable[[], float] = time.monotonic,
+        earlier: Sequence[tuple[float, JobIncident]] = (),
+    ):
         self._launch, self._clock = launch, clock
         self._incidents: list[float] = []  # when each was
         self._adapted = 0
         self._since_progress: list[JobIncident] = []
         self._farthest, self._in_vain = -1, 0
+        for age, incident in earlier:
+            self._take(incident, clock() - age)
 
     @property
     def count(self) -> int:
@@ -50,13 +57,7 @@ class Restarts:
         if incident.adapted:  # there are only so many layouts
             self._adapted += 1
             return 0.0
-        if incident.step > self._farthest:
-            self._since_progress = []
-        before = list(self._since_progress)
-        self._since_progress.append(incident)
-        self._incidents.append(self._clock())
-        self._in_vain = len(before)
-        self._farthest = max(self._farthest, incident.step)
+        before = self._take(incident, self._clock())
         if incident.error:
             raise incident.error
         who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
@@ -95,6 +96,17 @@ class Restarts:
                 max_restarts=most,
             )
         return min(_FIRST_WAIT * 2 ** (self._in_vain - 1), _LONGEST_WAIT) if self._in_vain else 0.0
+
+    def _take(self, incident: JobIncident, at: float) -> list[JobIncident]:
+        """Count an incident. Returns those before it since the job last reached a new step."""
+        if incident.step > self._farthest:
+            self._since_progress = []
+        before = list(self._since_progress)
+        self._since_progress.append(incident)
+        self._incidents.append(at)
+        self._in_vain = len(before)
+        self._farthest = max(self._farthest, incident.step)
+        return before
 
 
 def _shown_in(incident: JobIncident, log: Path) -> str:

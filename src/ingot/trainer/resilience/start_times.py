@@ -12,10 +12,10 @@ import time
 from dataclasses import asdict, dataclass, replace
 
 START_VARIABLE = "INGOT_START"
-# Phases in their order: from the fault until it was seen, then until no rank was left, the back-off, from the order to
-# start until a rank's first instruction, imports, process groups, model and data, the loading of the state, and the
-# extra time of the first steps.
-PHASES = ("detect", "kill", "wait", "schedule", "import", "groups", "build", "load", "warm_up")
+# Phases in their order: from the fault until it was seen, then until no rank was left, the back-off and the wait for
+# machines, the check of machines, from the order to start until a rank's first instruction, imports, process groups,
+# model and data, the loading of the state, and the extra time of the first steps.
+PHASES = ("detect", "kill", "wait", "check", "schedule", "import", "groups", "build", "load", "warm_up")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,7 +23,8 @@ class Ordered:
     """The knowledge of a launcher about an attempt. Times are seconds of time.monotonic().
 
     detect, kill: the seconds of these phases; None at the first start, or if the moment of the fault is not known.
-    gone_at: when the last attempt was gone; None at the first start. ordered_at: when this one was ordered.
+    gone_at: when the last attempt was gone; None at the first start. ordered_at: when this one was ordered. check: the
+    seconds in which machines were checked (launch/checking.py); None if they were not.
     imported: the seconds in which the fork server imported for the ranks.
     """
 
@@ -31,6 +32,7 @@ class Ordered:
     kill: float | None = None
     gone_at: float | None = None
     ordered_at: float | None = None
+    check: float | None = None
     imported: float = 0.0
 
     def after_imports(self, seconds: float) -> "Ordered":
@@ -61,11 +63,13 @@ class StartClock:
         self._is_reported = False
         if given.detect is not None:
             self._seconds["detect"] = given.detect
+        if given.check is not None:
+            self._seconds["check"] = given.check
         if given.kill is not None:
             self._seconds["kill"] = given.kill
         if given.ordered_at is not None:
             if given.gone_at is not None:
-                self._seconds["wait"] = given.ordered_at - given.gone_at
+                self._seconds["wait"] = given.ordered_at - given.gone_at - (given.check or 0.0)
             self._seconds["schedule"] = self._last - given.ordered_at - given.imported
             self._seconds["import"] = given.imported
 

@@ -1,7 +1,6 @@
 """The check of machines against each other: its judgment by hand, and whole checks with machines of this one."""
 
 import itertools
-import json
 import multiprocessing
 import os
 import signal
@@ -12,42 +11,14 @@ from pathlib import Path
 
 import pytest
 from tests.expect import refused
+from tests.fake_machines import GOOD, fake_machines
 
 from ingot.errors import IngotError
 from ingot.trainer.fleet import rounds
 from ingot.trainer.fleet.judge import Measured, first_pairs, judge, judge_links, rate_text, second_pairs
+from ingot.trainer.fleet.probe import Probe
 from ingot.trainer.launch import doctor
 from ingot.trainer.launch.doctor import check_fleet
-
-GOOD = {"matmul": 100.0, "memory": 50.0, "disk": 10.0}
-# A machine by given numbers: SPEEDS has node -> {"rates", "wrong", "link"}. The slower end limits a link.
-PROBE = """
-import json, os, sys, time
-speeds, name, opened = json.loads(sys.argv[1]), os.environ["SLURMD_NODENAME"], 0
-own = speeds[name]
-for line in sys.stdin:
-    request = json.loads(line)
-    if request["do"] in own.get("ends", ()):
-        sys.exit(1)
-    if request["do"] == "machine":
-        answer = {"rates": own["rates"], "wrong": own["wrong"]}
-    elif request["do"] == "clock":
-        answer = {"clock": time.time() + own.get("ahead", 0)}
-    elif request["do"] == "open":
-        opened += 1
-        answer = {"port": f"{name}{opened}"}
-    else:
-        place = os.path.join(sys.argv[2], request["port"])
-        os.makedirs(place, exist_ok=True)
-        here, other = (os.path.join(place, str(rank)) for rank in (request["rank"], 1 - request["rank"]))
-        open(f"{here}.new", "w").write(str(own["link"]))
-        os.rename(f"{here}.new", here)
-        ends = time.monotonic() + 1.0  # with one that is no more, no sum is completed
-        while not os.path.exists(other) and time.monotonic() < ends:
-            time.sleep(0.005)
-        answer = {"link": min(own["link"], float(open(other).read())) if os.path.exists(other) else 0.0}
-    print(json.dumps(answer), flush=True)
-"""
 
 
 def _machine(node: str, clock: float = 0.0, wrong=(), **rates) -> Measured:
@@ -143,13 +114,9 @@ def _fleet(
 @pytest.fixture
 def commands(tmp_path):
     """`commands({"d": {...}})`: the probes of four machines, of which some differ from a sound one."""
-    (tmp_path / "probe.py").write_text(PROBE)
-    (tmp_path / "pair").mkdir()
 
     def make(changes: dict) -> dict[str, list[str]]:
-        speeds = {node: {"rates": GOOD, "wrong": {}, "link": 100.0} | changes.get(node, {}) for node in "abcd"}
-        command = [sys.executable, str(tmp_path / "probe.py"), json.dumps(speeds), str(tmp_path / "pair")]
-        return dict.fromkeys("abcd", command)
+        return dict.fromkeys("abcd", fake_machines(tmp_path / "machines", changes))
 
     return make
 
@@ -164,10 +131,10 @@ def test_all_machines_name_the_bad_ones(commands, tmp_path):
 @pytest.mark.parametrize("leads", [True, False])
 def test_a_machine_whose_measurement_ends_is_unfit_and_the_others_are_measured(commands, tmp_path, leads):
     """The machine that leads, or another one; the clocks of the others are compared all the same."""
-    probes = commands({"c": {"ahead": 60.0}})
-    broken = commands({"ab"[not leads]: {"ends": ["machine"]}})
-    found = _fleet(tmp_path, "abcd", probes | {"ab"[not leads]: broken["a"]}, 4, first="a")
-    unfit = [("ab"[not leads], "measurement"), ("c", "clock")]
+    broken = "a" if leads else "b"
+    probes = commands({"c": {"ahead": 60.0}, broken: {"ends": ["machine"]}})
+    found = _fleet(tmp_path, "abcd", probes, 4, first="a")
+    unfit = [(broken, "measurement"), ("c", "clock")]
     assert found == {node: [unfit, "E-NODES-UNFIT"] for node in "abcd"}
 
 
@@ -179,7 +146,7 @@ def test_a_machine_whose_links_end_its_measurement_is_found_by_its_pairs(command
 
 
 def test_a_measurement_without_an_end_is_given_up(commands, tmp_path, monkeypatch):
-    monkeypatch.setattr(rounds, "ANSWER_SECONDS", 1.5)
+    monkeypatch.setattr(rounds, "ANSWER_SECONDS", -2.0)
     probes = commands({}) | {"b": [sys.executable, "-c", "import time; time.sleep(60)"]}
     assert _fleet(tmp_path, "ab", probes, 2) == {node: [[("b", "measurement")], "E-NODES-UNFIT"] for node in "ab"}
 
@@ -198,8 +165,7 @@ def test_a_measurement_may_take_longer_than_the_patience_with_a_silent_machine(c
     assert _fleet(tmp_path, "ab", probes, 2) == {"a": [[]], "b": [[]]}
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_the_check_with_its_files_and_processes(tmp_path, number):
+def test_a_signal_ends_the_check_with_its_files_and_processes(tmp_path):
     """Also while a machine measures: that process gets no signal but the one which ends it."""
     waits = "import pathlib, sys, time; pathlib.Path(sys.argv[1]).touch(); time.sleep(60)"
     command = [sys.executable, "-c", waits, str(tmp_path / "measures")]
@@ -214,10 +180,22 @@ def test_a_signal_ends_the_check_with_its_files_and_processes(tmp_path, number):
     while not (tmp_path / "measures").exists():
         assert process.poll() is None
         time.sleep(0.01)
-    process.send_signal(number)
-    assert f"ended by {number.name}" in process.communicate(timeout=30)[1] and process.returncode == 130
+    process.send_signal(signal.SIGTERM)
+    assert "ended by SIGTERM" in process.communicate(timeout=30)[1] and process.returncode == 130
     assert {path.name for path in tmp_path.iterdir()} == {"measures", "doctor-lock"}
     assert not [path for path in Path("/proc").glob("[0-9]*/cmdline") if str(tmp_path).encode() in _bytes(path)]
+
+
+def test_a_measurement_outlives_the_signals_of_a_scheduler():
+    """A scheduler signals every process of a job, also that one."""
+    program = (
+        "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), signal.SIGTERM); print({}, flush=True)"
+    )
+    with Probe([sys.executable, "-c", program]) as probe:
+        probe.ask({"do": "machine"})
+        while (found := probe.answer()) is None:
+            probe.wait(1.0)
+    assert found == {}
 
 
 def _bytes(path: Path) -> bytes:

@@ -121,9 +121,9 @@ class Planned(JobHere):
         self._worse, self._late = worse, late
         self._events, self._planned, self._now = folder.events, list(planned), None
 
-    def start(self, attempt, *args):
+    def start(self, attempt, *args, **options):
         self._now, self._steps = None, _steps(self._events)
-        super().start(attempt, *args)
+        super().start(attempt, *args, **options)
 
     def planned_restart(self):
         if self._planned and self._now is None and _steps(self._events) >= self._steps + self.job.processes:

@@ -43,6 +43,13 @@ def test_what_the_launcher_knew_comes_first(clock):
     assert sum(known.values()) == 100.5 - 90.0
 
 
+def test_a_check_of_machines_is_no_wait(clock):
+    found = StartClock(Ordered(kill=2.0, gone_at=93.0, ordered_at=98.0, check=4.5)).report()
+    assert found is not None and (found["wait"], found["check"], found["schedule"]) == (0.5, 4.5, 2.0)
+    first = StartClock(Ordered(ordered_at=98.0, check=4.5)).report()
+    assert first is not None and (first["wait"], first["check"], first["schedule"]) == (None, 4.5, 2.0)
+
+
 def test_a_first_start_detected_killed_and_waited_for_nothing(clock):
     found = StartClock(Ordered(ordered_at=98.0)).report()
     assert found is not None

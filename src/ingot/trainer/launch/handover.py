@@ -1,0 +1,49 @@
+"""The knowledge of a job that its next leader has from the event log, when the leader before is gone. No torch."""
+
+import os
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ingot.events import read_events
+from ingot.machine.health.report import node_name
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.incidents import JobIncident
+
+
+@dataclass(frozen=True, kw_only=True)
+class EarlierJob:
+    """The job so far, under other leaders. restarts: each with its age in seconds, oldest first. is_checked: its
+    machines were checked, or its ranks started, so this is no launch."""
+
+    restarts: tuple[tuple[float, JobIncident], ...]
+    is_checked: bool
+
+
+def earlier_job(folder: RunFolder) -> EarlierJob | None:
+    """Return the job that this process goes on with when it leads; None if it begins one.
+
+    A launcher that had joined a leader goes on with the job of that one. Call it before the event of the new leader.
+    """
+    own, members = (node_name(), os.getpid()), set[tuple[Any, Any]]()
+    restarts, is_checked = list[tuple[float, JobIncident]](), False
+    for event in read_events(folder.events):
+        kind = event.get("kind")
+        if kind == events.NODE and event["action"] in ("leads", "joined"):
+            who = event["host"], event["pid"]
+            if event["action"] == "leads" and who not in members:
+                members, restarts, is_checked = set(), [], False
+            members.add(who)
+        elif kind == events.RESTART:
+            restarts.append((max(time.time() - event["time"], 0.0), _incident(event)))
+        elif kind in (events.RUN_STARTED, events.FLEET_CHECK):
+            is_checked = True
+    return EarlierJob(restarts=tuple(restarts), is_checked=is_checked) if own in members else None
+
+
+def _incident(event: dict[str, Any]) -> JobIncident:
+    """Return what a restart needs to be compared with later ones."""
+    return JobIncident(
+        rank=-1, kind="job", cause="", signature=str(event.get("signature", "")), step=int(event.get("step", -1))
+    )
