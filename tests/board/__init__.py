@@ -5,6 +5,7 @@
 killpoints.c   a library for LD_PRELOAD: kills, losses of power and disk faults at the k-th call, from outside
 bench.py       a tiny project, real runs of it with and without faults; launcher.py: attempts forked in half a second
 ingot.drill    O1 to O8, jobs and the faults that any run can have: `ingot drill` has them for users
+hosts.py       emulated hosts in network namespaces, joined by switch.py, whose links can fail
 row.py         what rows share; rows_*.py: the rows, planted.py: a plug-in with the faults of programs
 table.py       all lines as a table
 docs/reliability.md has the results.

@@ -54,8 +54,11 @@ def main(arguments: list[str]) -> int:
     recorded = [json.loads(text) for file in args.lines for text in file.read_text().splitlines()]
     lines = [line for line in recorded if line["id"] in ids]
     known = {(line["id"], line["seed"]) for line in lines}
+    not_played = {row.id: reason for row in rows if (reason := row.missing())}
+    for name, reason in not_played.items():
+        print(f"{name}: not played: {reason}", file=sys.stderr)
     with Bench() as bench:
-        for row in rows:
+        for row in (row for row in rows if row.id not in not_played):
             for seed in (seed for seed in range(args.seeds) if (row.id, seed) not in known):
                 lines.append(play(bench, row, seed) | own)
                 text = json.dumps(lines[-1])
@@ -67,8 +70,10 @@ def main(arguments: list[str]) -> int:
     red = sorted({line["id"] for line in lines if not line["passed"]})
     more = " or more" if any(line["seed"] >= args.seeds for line in lines) else ""
     seeds = f"{args.seeds} seeds{more} in {minutes:.1f} minutes"
-    summary = f"{len(rows)} rows with {seeds}: {len(red)} red, {len(MISSING)} missing"
-    print(f"\n{table_of(lines)}\n\n{summary}{': ' if red else ''}{', '.join(red)}")
+    names = f" ({', '.join(red)})" if red else ""
+    without = f", {len(not_played)} not played" if not_played else ""
+    summary = f"{len(rows)} rows with {seeds}: {len(red)} red{names}, {len(MISSING)} missing{without}"
+    print(f"\n{table_of(lines)}\n\n{summary}")
     if args.write:
         on, machines, commits = (sorted({line[key] for line in lines}) for key in ("date", "machine", "commit"))
         how = f"`python -m tests.board` on {' and '.join(on)}, {' and '.join(machines)}, commit {' and '.join(commits)}"

@@ -22,11 +22,13 @@ INTERVAL = 4  # steps between checkpoints of the bench's runs
 
 @dataclass(frozen=True)
 class Row:
-    """id: as in the list of all rows. injects: the fault, for people. play: carries it out with a seed."""
+    """id: as in the list of all rows. injects: the fault, for people. play: carries it out with a seed. missing:
+    returns why this machine cannot play it; "" if it can."""
 
     id: str
     injects: str
     play: Callable[[Bench, int, Verdicts], None]
+    missing: Callable[[], str] = str
 
 
 def random_of(row: str, seed: int) -> Random:

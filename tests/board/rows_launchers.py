@@ -52,8 +52,11 @@ class Launchers:
         for _ in range(count):
             before = self._nodes()
             more = (env or {}) | ({"SLURMD_NODENAME": node} if node else {})
-            self.started.append(self._bench.start(self._name, *options((*self._settings, *settings)), env=more))
+            self.started.append(self._start(options((*self._settings, *settings)), more))
             self._wait(lambda before=before: self._nodes() > before)
+
+    def _start(self, words: list[str], env: dict[str, str]) -> subprocess.Popen:
+        return self._bench.start(self._name, *words, env=env)
 
     def _nodes(self) -> int:
         return sum(event["action"] in ("leads", "joined") for event in read_events(self.folder.events, events.NODE))

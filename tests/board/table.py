@@ -5,6 +5,8 @@ from statistics import median
 
 from ingot.drill.oracles import ORACLES
 
+from .row import Row
+
 
 def table_of(lines: Sequence[dict]) -> str:
     """Return the table of all rows: those with lines, one row of the table for all seeds, and those that are missing.
@@ -13,7 +15,7 @@ def table_of(lines: Sequence[dict]) -> str:
     """
     from . import ALL, MISSING
 
-    rows = {row.id: _row(row.id, row.injects, [line for line in lines if line["id"] == row.id]) for row in ALL}
+    rows = {row.id: _row(row, [line for line in lines if line["id"] == row.id]) for row in ALL}
     rows |= {name: [name, what, "missing", f"- | {why}"] for name, (what, why) in MISSING.items()}
     head = [
         "row",
@@ -36,9 +38,11 @@ def table_of(lines: Sequence[dict]) -> str:
     return "\n".join(text)
 
 
-def _row(name: str, injects: str, lines: Sequence[dict]) -> list[str]:
+def _row(row: Row, lines: Sequence[dict]) -> list[str]:
+    name, injects = row.id, row.injects
     if not lines:
-        return [name, injects, "not run", "0", *[""] * (len(ORACLES) + 4)]
+        reason = row.missing()
+        return [name, injects, "not played" if reason else "not run", "0", *[""] * (len(ORACLES) + 3), reason]
     red = [line for line in lines if not line["passed"]]
     found = _numbers(lines) if not red else f"seed {red[0]['seed']}: {' '.join(red[0]['wrong'][0].split())[:200]}"
     result = f"**RED** in {len(red)}" if red else "passes"

@@ -1,6 +1,8 @@
 """The table shows every row, and what was recorded is not played again."""
 
 import json
+import sys
+from dataclasses import replace
 
 import pytest
 
@@ -56,3 +58,16 @@ def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
     assert "2 rows with 2 seeds in 0.1 minutes: 0 red" in capsys.readouterr().out
     assert board.main(["--rows", "RS06,RS03", "--seeds", "1", "--lines", str(recorded)]) == 0
     assert "2 rows with 1 seeds or more in 0.1 minutes: 0 red" in capsys.readouterr().out and len(played) == 4
+
+
+def test_a_row_that_this_machine_cannot_play_is_not_green(monkeypatch, capsys):
+    row = replace(ALL[0], missing=lambda: "needs root")
+    monkeypatch.setattr(board, "ALL", (row,))
+    monkeypatch.setattr(sys.modules[board.__package__], "ALL", (row,))
+    monkeypatch.setattr(board, "play", lambda *_: pytest.fail("it was played"))
+    monkeypatch.setattr(board.killpoints, "missing", lambda: "")
+    assert board.main(["--rows", row.id, "--seeds", "1"]) == 0
+    printed = capsys.readouterr()
+    (line,) = (line for line in printed.out.splitlines() if line.startswith(f"| {row.id} "))
+    assert "not played" in line and "needs root" in line and "passes" not in line
+    assert "0 red" in printed.out and "1 not played" in printed.out and "needs root" in printed.err

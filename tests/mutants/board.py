@@ -64,4 +64,28 @@ MUTANTS: list[Mutant] = [
         after="return self is not ChangeClass.REFUSED",
         tests=("tests/board/test_rows.py::test_a_row[RS29]",),
     ),
+    Mutant(
+        name="cut-off-node-kept",
+        what="a job waits for ever for a node that a network without a sign has cut off",
+        file="trainer/launch/nodes.py",
+        before="elif node.link.silent() > self._launch.node_seconds:",
+        after="elif node.link.silent() > 600:",
+        tests=("tests/board/test_links.py::test_a_case_of_the_row[spare]",),
+    ),
+    Mutant(
+        name="leader-that-returns-leads-on",
+        what="a leader that was frozen trains on, although another one has taken the lease",
+        file="trainer/launch/supervise.py",
+        before="if self._lease is not None and self._lease.lost is not None:\n                raise",
+        after="if False:\n                raise",
+        tests=("tests/board/test_links.py::test_a_case_of_the_row[two-leaders]",),
+    ),
+    Mutant(
+        name="gap-of-a-network-is-a-loss",
+        what="a node counts as lost because TCP waits twice as long as the network was gone",
+        file="trainer/launch/link.py",
+        before="            connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _REPEAT_MS)",
+        after="            pass",
+        tests=("tests/board/test_links.py::test_a_case_of_the_row[gap]",),
+    ),
 ]

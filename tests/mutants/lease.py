@@ -7,6 +7,14 @@ _HELD = "tests/unit/trainer/launch/test_held.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="quicker-launcher-replaced",
+        what="of two launchers that found a third one gone, the slower one takes the run from the quicker one",
+        file="trainer/lease.py",
+        before="if holder.epoch > self._judged.get(place.url, holder.epoch):",
+        after="if False:",
+        tests=(f"{_LEASE}::test_a_launcher_that_began_since_the_wait_keeps_the_run[False]",),
+    ),
+    Mutant(
         name="half-sign-of-life",
         what="what a killed launcher was writing as its sign of life stays in the run folder for ever",
         file="trainer/lease.py",

@@ -55,6 +55,11 @@ class TrainingJob:
         self.temporary.mkdir(exist_ok=True)
         return {"TMPDIR": str(self.temporary), RUN_VARIABLE: str(self.run.root), **(self.variables or {})}
 
+    def command(self) -> list[str]:
+        """Return the command that trains."""
+        program = [sys.executable, "-P", "-m", "ingot.cli.main", "train", str(self.run_file)]
+        return [*program, "--out", str(self.run.root), *self.options]
+
     def start(self, output: IO | int = subprocess.PIPE) -> subprocess.Popen:
         """Start the command. It ends with this process; Ctrl-C in the terminal does not reach it. output: for what it
         prints."""
@@ -67,10 +72,7 @@ class TrainingJob:
                 os._exit(1)  # it died before that took effect
 
         return subprocess.Popen(
-            [
-                *(sys.executable, "-P", "-m", "ingot.cli.main", "train", str(self.run_file)),
-                *("--out", str(self.run.root), *self.options),
-            ],
+            self.command(),
             stdout=output,
             stderr=subprocess.STDOUT,
             text=True,

@@ -66,6 +66,7 @@ class RunLease:
         self._thread: threading.Thread | None = None
         self._begun: set[str] = set()  # the urls of the places that got the record of this attempt
         self._before: dict[str, str] = {}  # their urls -> the holder of the attempt before
+        self._judged: dict[str, int] = {}  # url -> the attempt whose holder `wait` found gone, 0 for none
         self._refusals: dict[str, str] = {}  # url -> why the place refused the record, which was reported
         self._say: Callable[[str], None] = lambda line: None
         self._lost: IngotError | None = None
@@ -84,6 +85,7 @@ class RunLease:
         for place in self._places():
             with self._later(place):
                 holder = newest_epoch(place)
+                self._judged[place.url] = holder.epoch if holder else 0
                 if holder is None or (sign := _sign(place, holder)) == _RELEASED or is_gone(holder.process):
                     continue
                 if self._is_copied(place, holder):
@@ -129,6 +131,8 @@ class RunLease:
             with self._later(place):
                 if holder := newest_epoch(place):
                     newest[place.url] = holder
+                    if holder.epoch > self._judged.get(place.url, holder.epoch):  # it began since `wait`, and lives
+                        raise _busy(place, holder)
         if (before := newest.get(self._here.url)) and is_gone(before.process):
             remove_unfinished(self._folder.root / LEASE)  # it may have been killed while it gave a sign of life
         self.epoch = 1 + max((holder.epoch for holder in newest.values()), default=0)

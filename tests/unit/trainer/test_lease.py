@@ -241,6 +241,21 @@ def test_of_two_launchers_one_takes_the_run(folder):
     assert numbers == [record_name(1)]
 
 
+@pytest.mark.parametrize("in_store", [False, True])
+def test_a_launcher_that_began_since_the_wait_keeps_the_run(folder, in_store):
+    """Two launchers found the same one gone; the slower one had more to prepare."""
+    store = Store() if in_store else None
+    slow = lease_of(folder, store)
+    slow.wait(lambda line: None)
+    with take(folder, store) as quick:
+        if in_store:
+            shutil.rmtree(folder.root / "lease")  # on another disk
+        with refused("E-RUN-BUSY"):
+            slow.take()
+        quick.require()
+        assert slow.epoch == 0
+
+
 def test_a_holder_that_was_replaced_hears_of_it(folder):
     with take(folder, seconds=0.05) as lease:
         lease.require()

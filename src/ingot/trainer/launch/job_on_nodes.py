@@ -220,7 +220,7 @@ class JobOnNodes(RunningJob):
         """End the ranks of this node. Those of other nodes end with `part`, or when they see that this one is gone."""
         if self._check:
             self._check.close()
-        self._here.close()
+        self._here.close(keep_snapshots=True)  # this node may have to lead, or to follow, again
 
     def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
         """See Nodes.part."""
@@ -305,6 +305,11 @@ class JobOnNodes(RunningJob):
                 self._say(
                     f"nodes     {len(present) + 1} of {self._launch.nodes}; the others join with the same command"
                 )
+            alone = time.monotonic() - self._since
+            if self._attempt and not present and alone > self._launch.node_seconds:
+                # It may be cut off, and it has the lock: no other node can find out whether the rest reach each other.
+                # Once: its next lead begins with attempt 0.
+                self._nodes.step_down(alone)
             return
         self._missing = 0
         if self._check:

@@ -10,10 +10,11 @@ import hmac
 import json
 import os
 import secrets
+import selectors
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,9 @@ _SIGNS = 5  # in the time after which the other end counts as lost, at least
 _HANDSHAKE_SECONDS = 5.0
 _MOST_BYTES = 64 << 20  # of one message: the collectives of all ranks of a node
 _MOST_UNSENT = 64 << 20
+_TCP_RTO_MAX_MS = 44  # of linux/tcp.h
+_REPEAT_MS = 1000
+_GIVE_UP_MS = 24 * 3600 * 1000
 LOOPBACK = "127.0.0.1"
 
 
@@ -36,8 +40,8 @@ LOOPBACK = "127.0.0.1"
 class LeaderAddress:
     """The place at which the leader of a run can be reached.
 
-    hosts: its addresses, the likeliest first. place: the machine, as in `identity`, so that a process on the same one
-    uses the loopback address.
+    hosts: its addresses. place: the machine, as in `identity`, so that a process on the same one uses the loopback
+    address.
     """
 
     hosts: tuple[str, ...]
@@ -72,6 +76,12 @@ class Link:
     def __init__(self, connected: socket.socket):
         connected.setblocking(False)
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        # TCP waits twice as long before each repetition: a network that was gone for 8 s would be silent for 13. A
+        # kernel before Linux 6.15 does not know this limit. With it, TCP would give up after 15 repetitions, in 14 s;
+        # when the other end counts as lost is the launcher's decision.
+        with contextlib.suppress(OSError):
+            connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MS)
+            connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _REPEAT_MS)
         self._socket = connected
         self._unread, self._unsent = bytearray(), bytearray()
         self._sending = threading.Lock()
@@ -193,18 +203,38 @@ def signs_of_life(links: Callable[[], Iterable[Link]], patience: float) -> conte
 
 
 def dial(address: LeaderAddress) -> Link | None:
-    """Connect to the leader; None if it cannot be reached, or does not know the key."""
+    """Connect to the leader; None if it cannot be reached within a few seconds, or does not know the key."""
     here = address.place == _place()
-    for host in (*([LOOPBACK] if here else []), *address.hosts):
-        with contextlib.suppress(OSError, ValueError):
-            connected = socket.create_connection((host, address.port), timeout=_HANDSHAKE_SECONDS)
-            try:
-                _introduce(connected, address.key)
-            except BaseException:
-                connected.close()
-                raise
-            return Link(connected)
+    with contextlib.closing(_connected((*([LOOPBACK] if here else []), *address.hosts), address.port)) as reached:
+        for connected in reached:
+            with contextlib.suppress(OSError, ValueError):
+                try:
+                    _introduce(connected, address.key)
+                except BaseException:
+                    connected.close()
+                    raise
+                return Link(connected)
     return None
+
+
+def _connected(hosts: Iterable[str], port: int) -> Generator[socket.socket, None, None]:
+    """Connect to all `hosts` at once, because an address of a network that this machine does not see gives no answer.
+    Returns those that are reached within a few seconds; of several at one time, the first of `hosts` first."""
+    ends = time.monotonic() + _HANDSHAKE_SECONDS
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as left:
+        for number, host in enumerate(hosts):
+            one = left.enter_context(contextlib.closing(socket.socket()))
+            one.setblocking(False)
+            with contextlib.suppress(OSError, ValueError):
+                if one.connect_ex((host, port)) in (0, errno.EINPROGRESS):
+                    selector.register(one, selectors.EVENT_WRITE, number)
+        while selector.get_map() and (ready := selector.select(max(ends - time.monotonic(), 0.0))):
+            for key, _ in sorted(ready, key=lambda found: found[0].data):
+                one = key.fileobj
+                assert isinstance(one, socket.socket)
+                selector.unregister(one)
+                if one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
+                    yield one.dup()
 
 
 def answer(connected: socket.socket, key: str) -> Link | None:
@@ -250,11 +280,9 @@ def _line(connected: socket.socket, ends: float) -> str:
 def listen() -> tuple[socket.socket, LeaderAddress]:
     """Open a socket for the other nodes, on all interfaces. Returns it, and what they need to reach it."""
     listener = socket.create_server(("", 0), backlog=1024)
-    own = [address for address in own_interfaces() if not address.startswith("127.")]
-    names = [socket.gethostname()] if own else []
-    return listener, LeaderAddress(
-        hosts=(*own, *names), port=listener.getsockname()[1], key=secrets.token_hex(32), place=_place()
-    )
+    # No name: all addresses are there, and to look one up takes longer than a silence may, when the network is gone.
+    own = tuple(address for address in own_interfaces() if not address.startswith("127."))
+    return listener, LeaderAddress(hosts=own, port=listener.getsockname()[1], key=secrets.token_hex(32), place=_place())
 
 
 def own_host(links: Iterable[Link]) -> str:

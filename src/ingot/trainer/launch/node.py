@@ -29,6 +29,7 @@ from ingot.trainer.launch.health import HealthWatch, finding_values, require_sou
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import LeaderAddress, Link, dial, signs_of_life
 from ingot.trainer.launch.node_messages import answers_values, hang_values
+from ingot.trainer.launch.nodes import LeaderStepsDown
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.repeated import repeated
 from ingot.trainer.launch.watchdog import Hang
@@ -37,6 +38,7 @@ from ingot.trainer.resilience.lock import is_holder
 
 _LOOK_SECONDS = 0.2
 _DIAL_SECONDS = 0.5
+_STEPPED_DOWN_SECONDS = 10.0  # a call to a leader that is not reached takes five, on which a look at the lock follows
 
 
 class LeaderGone(Exception):
@@ -108,6 +110,8 @@ def lead_or_follow(
                     return lead()
             except RunBusyError as error:
                 busy = error
+                if isinstance(error, LeaderStepsDown):
+                    _wait_for_leader(folder)
             if time.monotonic() > began + launch.node_seconds:  # it led
                 alone_since = time.monotonic()
             if (at_work := _last_work(folder.lock)) != seen:  # the holder of the lock prepares the run
@@ -123,6 +127,13 @@ def lead_or_follow(
             time.sleep(_DIAL_SECONDS)
     finally:
         end_keeper(os.getpid(), folder.root)
+
+
+def _wait_for_leader(folder: RunFolder) -> None:
+    """Leave the others the time in which each of them tries to lead: they may still call the leader that was."""
+    ends = time.monotonic() + _STEPPED_DOWN_SECONDS
+    while not folder.leader.exists() and time.monotonic() < ends:
+        time.sleep(_LOOK_SECONDS)
 
 
 def _working(lock: Path, launch: Launch) -> contextlib.AbstractContextManager[None]:

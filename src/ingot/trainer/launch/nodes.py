@@ -12,9 +12,9 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn
 
-from ingot.errors import ConfigError, IngotError, ResourceError
+from ingot.errors import ConfigError, IngotError, ResourceError, RunBusyError
 from ingot.machine.health.report import node_name
 from ingot.machine.health.rules import HealthFinding
 from ingot.schema import events
@@ -77,6 +77,10 @@ def nodes_missing(folder: RunFolder, launch: Launch, missing: int) -> JobInciden
     return JobIncident(rank=-1, kind="node", cause=error.found, step=0, error=error)
 
 
+class LeaderStepsDown(RunBusyError):
+    """The nodes of a job do not reach its leader any more: another node may lead."""
+
+
 class Nodes:
     """The nodes that have joined. terms, facts: as for JobOnNodes. record: writes an event."""
 
@@ -101,7 +105,7 @@ class Nodes:
         self._bell[0].setblocking(False)
         threading.Thread(target=self._receive, args=(self._address.key,), name="ingot-nodes", daemon=True).start()
         self._address.write(folder.leader)
-        record(events.NODE, host=node_name(), pid=os.getpid(), action="leads", node=0, reason="")
+        self._record_own("leads")
 
     def present(self) -> list[Node]:
         """Return the nodes that can take part, in the order in which they joined."""
@@ -159,6 +163,21 @@ class Nodes:
             for waited in (self._bell[0], *others, *(node.link for node in self._nodes if not node.link.closed)):
                 selector.register(waited, selectors.EVENT_READ)
             selector.select(seconds)
+
+    def step_down(self, seconds: float) -> NoReturn:
+        """End the lead of this node, which has been alone for `seconds`."""
+        why = f"no other node has reached it for {seconds:.0f} s"
+        self._say(f"nodes     this node leads no longer: {why}; another one may lead now")
+        self._record_own("steps_down", why)
+        raise LeaderStepsDown(
+            "E-RUN-BUSY",
+            f"{self._folder.root} waits for its nodes",
+            rule="a leader that no node reaches lets another one lead",
+            fix="none is needed: the node that leads next decides",
+        )
+
+    def _record_own(self, action: str, reason: str = "") -> None:
+        self._record(events.NODE, host=node_name(), pid=os.getpid(), action=action, node=0, reason=reason)
 
     def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
         """Give every node the end of the job: its result, or its error. With neither, they look for another leader."""

@@ -5,6 +5,7 @@ import socket
 import threading
 import time
 from dataclasses import replace
+from ipaddress import ip_address
 
 import pytest
 
@@ -84,6 +85,49 @@ def test_a_leader_that_does_not_know_the_key_is_not_believed():
         thread.start()
         assert dial(address) is None
         thread.join()
+
+
+def test_an_address_that_does_not_answer_keeps_no_node_waiting(monkeypatch):
+    """A leader has addresses in networks that a node does not see: such a call waits until it gives up."""
+    monkeypatch.setattr(module, "_HANDSHAKE_SECONDS", 20.0)
+    with socket.create_server(("127.0.0.2", 0), backlog=0) as silent:
+        port = silent.getsockname()[1]
+        waiting = [socket.create_connection(silent.getsockname())]  # no other one is let in
+        with socket.create_server(("127.0.0.3", port)) as listener:
+            address = LeaderAddress(hosts=("127.0.0.2", "127.0.0.3"), port=port, key="a" * 64, place="elsewhere")
+            threading.Thread(target=lambda: answer(listener.accept()[0], address.key), daemon=True).start()
+            began = time.monotonic()
+            node = dial(address)
+            assert node is not None and node.other_host == "127.0.0.3" and time.monotonic() < began + 10
+            node.close("the test is over")
+        for one in waiting:
+            one.close()
+
+
+def test_the_leader_is_called_by_addresses_only():
+    """A name is looked up, which takes long if the network is gone."""
+    listener, address = listen()
+    listener.close()
+    assert all(ip_address(host) for host in address.hosts)
+
+
+def test_tcp_does_not_wait_long_between_its_repetitions():
+    """A link that is whole again after eight seconds would otherwise be silent for thirteen. Older kernels refuse."""
+
+    class OfAnOlderKernel(socket.socket):
+        asked: tuple = ()
+
+        def setsockopt(self, level, name, value):
+            if (level, name) == (socket.IPPROTO_TCP, 44):  # TCP_RTO_MAX_MS of linux/tcp.h
+                self.asked = value, "ms"
+                raise OSError(92, "Protocol not available")
+            super().setsockopt(level, name, value)
+
+    with OfAnOlderKernel() as connected:
+        Link(connected)
+        assert connected.asked == (1000, "ms")
+        # With that limit, TCP itself would give up after 14 s, however long a node may be silent.
+        assert connected.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) >= 3600 * 1000
 
 
 def test_the_key_is_for_the_user_only_and_a_file_that_is_none_leads_nowhere(tmp_path):

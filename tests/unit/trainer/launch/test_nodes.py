@@ -17,7 +17,7 @@ from ingot.schema import events
 from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
-from ingot.trainer.launch import local
+from ingot.trainer.launch import local, node
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
@@ -177,7 +177,16 @@ class Cluster:
         return [event["reason"] for event in read_events(self.folder.events, events.PLANNED_RESTART)]
 
     def nodes(self, action: str) -> list[dict]:
-        return [event for event in read_events(self.folder.events, events.NODE) if event["action"] == action]
+        return [event for event in self.all_nodes() if event["action"] == action]
+
+    def all_nodes(self) -> list[dict]:
+        return list(read_events(self.folder.events, events.NODE))
+
+    def wait_for(self, action: str, count: int) -> None:
+        ends = time.monotonic() + _LONG
+        while len(self.nodes(action)) < count:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
 
     def attempt(self, number: int, ranks: int = 2) -> dict[int, dict]:
         """Wait for the start of `ranks` ranks in attempt `number`. Returns the event of each."""
@@ -341,6 +350,40 @@ def test_another_node_leads_when_the_leader_is_lost(cluster):
     assert (fault["rank"], fault["failure"], fault["step"], fault["detected_by"]) == (0, "node", 1, "supervisor")
     assert f"node-a (process {cluster.launchers['a'].pid})" in fault["cause"] and 0 <= fault["seconds"] < _LONG
     assert next((event["host"], event["node"]) for event in cluster.nodes("lost")) == ("node-a", 0)
+
+
+def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
+    """The leader has the lock, so no other node can find out whether the rest of them reach each other."""
+    for name in "ab":
+        cluster.start(name, node_seconds=0.5)
+    cluster.attempt(0)
+    cluster.kill("b")
+    cluster.wait_for("steps_down", 1)
+    for name in "cd":
+        cluster.start(name, node_seconds=5.0)
+    cluster.wait_for("leads", 2)
+    cluster.attempt(0)
+    assert [event["host"] for event in cluster.nodes("leads")] == ["node-a", "node-c"]
+    cluster.finish()
+    ended = cluster.ends()
+    assert {code for name, (_, code) in ended.items() if name != "b"} == {0}
+    assert any("leads no longer" in line for line in ended["a"][0])
+
+
+def test_a_leader_that_nobody_replaces_leads_again_and_stays(cluster, monkeypatch):
+    monkeypatch.setattr(node, "_STEPPED_DOWN_SECONDS", 0.3)
+    for name in "ab":
+        cluster.start(name, node_seconds=0.3, node_wait_seconds=2.0)
+    cluster.attempt(0)
+    cluster.kill("b")
+    assert cluster.ends()["a"][1] == "E-NODES-MISSING"
+    assert [event["action"] for event in cluster.all_nodes()] == ["leads", "joined", "lost", "steps_down", "leads"]
+
+
+def test_a_leader_to_which_no_node_has_come_yet_stays(cluster):
+    cluster.start("a", node_seconds=0.1, node_wait_seconds=1.0)
+    assert cluster.ends()["a"][1] == "E-NODES-MISSING"
+    assert [event["action"] for event in cluster.all_nodes()] == ["leads"]
 
 
 def test_a_node_with_another_version_is_refused_and_the_others_go_on(cluster):
