@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -61,16 +61,18 @@ class Launchers:
     def _nodes(self) -> int:
         return sum(event["action"] in ("leads", "joined") for event in read_events(self.folder.events, events.NODE))
 
-    def _wait(self, is_so) -> None:
+    def _wait(self, is_so: Callable[[], bool]) -> bool:
+        """Wait until something is so, for a limited time. Returns whether it is."""
         deadline = time.monotonic() + DEADLINE_SECONDS
-        while not is_so() and time.monotonic() < deadline:
+        while not (found := is_so()) and time.monotonic() < deadline:
             time.sleep(0.02)
+        return found
 
     def wait_for_step(self, step: int) -> None:
         self._bench.wait_for_step(self._name, step, self.started[-1])
 
-    def wait_for_fault(self, count: int) -> None:
-        self._wait(lambda: len(list(read_events(self.folder.events, events.FAULT))) >= count)
+    def wait_for_fault(self, count: int) -> bool:
+        return self._wait(lambda: len(list(read_events(self.folder.events, events.FAULT))) >= count)
 
     def wait_for_start(self, count: int) -> None:
         self._wait(lambda: len(list(read_events(self.folder.events, events.RUN_STARTED))) >= count)

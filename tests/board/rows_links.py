@@ -66,15 +66,16 @@ class _HostLaunchers(Launchers):
         """Return the hosts of the `node` events with this action."""
         return [event["host"] for event in self.found(events.NODE) if event["action"] == action]
 
-    def wait_for_start(self, count: int) -> None:
-        """Wait until the ranks have started training `count` times, and have made steps since."""
+    def wait_for_start(self, count: int) -> bool:
+        """Wait until the ranks have started training `count` times, and have made steps since. Returns whether they
+        have."""
         steps = (events.RUN_STARTED, events.STEP)
 
         def trains() -> bool:
             kinds = [event["kind"] for event in self.found(*steps)]
             return kinds.count(events.RUN_STARTED) >= count and kinds[-3:] == [events.STEP] * 3
 
-        self._wait(trains)
+        return self._wait(trains)
 
 
 @dataclass(frozen=True)
@@ -142,7 +143,7 @@ def _spare(trial: _Trial) -> None:
         nodes.wait_for_step(trial.random.randrange(9, 60))
         injected = time.time()
         hosts.hole(1)
-        nodes.wait_for_start(2)
+        trial.judge("" if nodes.wait_for_start(2) else "nothing trains while the node is cut off")
         hosts.repair(1)
         trial.judge_lost(nodes, injected)
 
@@ -153,7 +154,7 @@ def _unplugged(trial: _Trial) -> None:
         nodes.wait_for_step(trial.random.randrange(9, 60))
         injected = time.time()
         hosts.cut(1)
-        nodes.wait_for_fault(1)
+        trial.judge("" if nodes.wait_for_fault(1) else "the node does not count as lost while it is cut off")
         hosts.repair(1)
         trial.judge_lost(nodes, injected)
 
@@ -177,7 +178,7 @@ def _two_leaders(trial: _Trial) -> None:
         injected = time.time()
         hosts.hole(0)
         os.kill(nodes.started[0].pid, signal.SIGSTOP)
-        nodes.wait_for_start(2)
+        trial.judge("" if nodes.wait_for_start(2) else "nothing trains while the leader is cut off")
         os.kill(nodes.started[0].pid, signal.SIGCONT)
         hosts.repair(0)
         nodes.codes()

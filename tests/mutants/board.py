@@ -75,9 +75,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="leader-that-returns-leads-on",
         what="a leader that was frozen trains on, although another one has taken the lease",
-        file="trainer/launch/supervise.py",
-        before="if self._lease is not None and self._lease.lost is not None:\n                raise",
-        after="if False:\n                raise",
+        file="trainer/lease.py",
+        before="        if newest.epoch >= self.epoch or is_new:",
+        after="        if False:",
         tests=("tests/board/test_links.py::test_a_case_of_the_row[two-leaders]",),
     ),
     Mutant(
