@@ -6,6 +6,7 @@ the traffic between ranks.
 """
 
 import contextlib
+import errno
 import hmac
 import json
 import os
