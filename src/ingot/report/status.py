@@ -104,7 +104,9 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     progress, weights = last.get(events.PROGRESS, {}), last.get(events.WEIGHTS_SAVED, {})
     failed = log.failures.get(FULL) or log.failures.get(WEIGHTS) or {}
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
-    still = _still_seconds(progress, run.watch.log_every, time.time() if now is None else now) if running else None
+    # A run that has ended its steps may still upload what it saved.
+    trains = running and last.get("end", {}).get("kind") not in (events.STOPPED, events.FINISHED)
+    still = _still_seconds(progress, run.watch.log_every, time.time() if now is None else now) if trains else None
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
     return RunStatus(

@@ -156,6 +156,9 @@ def test_a_job_without_progress_shows_since_when_and_no_rate(folder, capsys, mon
         assert main(["status", str(folder.root)]) == 0
     printed = capsys.readouterr().out
     assert "no step for 1 min" in printed and "tok/s" not in printed and "eta" not in printed
+    log.write(events.FINISHED, step=10)
+    with RunLock(folder.lock):  # for its uploads
+        assert read_status(folder.root).still_seconds is None
     assert read_status(folder.root).still_seconds is None  # nothing runs
 
 
