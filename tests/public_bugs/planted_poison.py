@@ -1,5 +1,5 @@
-"""A plug-in that loses rank 1 once, and makes every later attempt fail at its third step: as a state would that was
-damaged where it was kept."""
+"""A plug-in that loses rank 1 once, and spoils the weights of every later attempt in its third step, as a state does
+that was damaged where it was kept."""
 
 import os
 import signal
@@ -7,7 +7,7 @@ from pathlib import Path
 
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 
-LOST_AT, FAILS_AFTER = 13, 3
+LOST_AT, SPOILED_IN = 13, 3
 
 
 class Poison(StepCallback):
@@ -18,10 +18,10 @@ class Poison(StepCallback):
 
     def on_gradients(self, step):
         self.steps += 1
-        if self.is_restart and self.steps >= FAILS_AFTER:
+        if self.is_restart and self.steps == SPOILED_IN:
             for piece in self.run.pieces:
                 if piece.grad is not None:
-                    piece.grad.fill_(float("nan"))
+                    piece.grad.fill_(float("nan"))  # its norm was judged before
         if not self.is_restart and step == LOST_AT and self.run.rank == 1:
             self.lost.touch()
             os.kill(os.getpid(), signal.SIGKILL)

@@ -175,21 +175,16 @@ def test_a_copy_with_a_wrong_bit_loads_trains_and_fails_at_the_same_step_every_t
 
 @pytest.mark.slow
 def test_a_state_that_fails_after_each_restart_ends_the_run_and_is_not_saved(bench: Bench):
-    """A hash does not show what was wrong before it was taken: the second attempt continues from memory, and no
-    gradient from its third step on is a number. It ends the run, with the documents to look at, in place of a loop."""
-    settings = (
-        *planted(bench, "public_bugs/planted_poison.py"),
-        "checkpoint.replicas=1",
-        'checkpoint.mode="async"',
-    )
+    """A hash does not show what was wrong before it was taken. The second attempt continues after step 12, and its
+    weights are no numbers after its third step: the run ends, with the documents to look at, in place of a loop."""
+    settings = (*planted(bench, "public_bugs/planted_poison.py"), "checkpoint.every_steps=12")
     ended = bench.train("poisoned", *options(settings))
     assert ended.code == 93 and "E-LOSS-NOT-FINITE" in ended.output, ended.output
-    log = bench.folder("poisoned").events
-    assert len(list(read_events(log, events.RESTART))) == 1
-    (restored,) = read_events(log, events.SNAPSHOT_RESTORED)
-    newest = max(bench.folder("poisoned").checkpoints.glob("step-*"))
-    tensors = load_file(newest / file_of(0))
-    assert restored["step"] >= 8 and all(t.isfinite().all() for t in tensors.values() if t.is_floating_point())
+    folder = bench.folder("poisoned")
+    assert [event["from_step"] for event in read_events(folder.events, events.RUN_STARTED)] == [0, 12]
+    newest = max(folder.checkpoints.glob("step-*"))
+    assert newest == folder.checkpoint(12)
+    assert all(t.isfinite().all() for t in load_file(newest / file_of(0)).values() if t.is_floating_point())
 
 
 # -- layers --
