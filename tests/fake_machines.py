@@ -7,7 +7,8 @@ from typing import Any
 
 GOOD = {"matmul": 100.0, "memory": 50.0, "disk": 10.0}
 # The file has node -> {"rates", "wrong", "link"} of machines that are not sound. The slower end limits a link.
-# "ends": requests at which the process ends; "waits": a file for which it waits before it measures.
+# "ends": requests at which the process ends; "stalls": at which it hangs, once for all processes; "waits": a file for
+# which it waits before it measures.
 _PROBE = """
 import json, os, pathlib, sys, time
 from ingot.machine.processes import die_with_parent
@@ -19,6 +20,10 @@ for line in sys.stdin:
     request = json.loads(line)
     if request["do"] in own.get("ends", ()):
         sys.exit(1)
+    stalled = root / f"{name}.stalled"
+    if request["do"] in own.get("stalls", ()) and not stalled.exists():
+        stalled.touch()
+        time.sleep(60)
     if request["do"] == "machine":
         (root / f"{name}.asked").touch()
         while "waits" in own and not (root / own["waits"]).exists():

@@ -165,11 +165,11 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="dead-measurement-stays",
-        what="after a measurement that crashed, its machine has no measurement in the second round",
+        what="after a measurement that hung, its machine has no measurement in the second round",
         file="trainer/fleet/probe.py",
-        before="if self._process is None or self._is_asked or self._process.poll() is not None:",
+        before="if self._process is None or self._is_asked:",
         after="if self._process is None:",
-        tests=(f"{_FLEET}::test_a_machine_whose_links_end_its_measurement_is_found_by_its_pairs",),
+        tests=(f"{_FLEET}::test_a_machine_that_hung_with_a_bad_partner_is_measured_again",),
     ),
     Mutant(
         name="median-of-two-clocks",
@@ -249,6 +249,14 @@ MUTANTS: list[Mutant] = [
         file="trainer/launch/job_on_nodes.py",
         before="return self._missing > 0 and time.monotonic()",
         after="return time.monotonic()",
+        tests=(f"{_CHECKING}::test_a_check_begins_again_when_a_machine_is_lost_in_it",),
+    ),
+    Mutant(
+        name="wait-before-the-loss",
+        what="a machine that is lost in a long check has no time to be replaced",
+        file="trainer/launch/job_on_nodes.py",
+        before="                self._since = time.monotonic()  # all were there until now\n",
+        after="                pass\n",
         tests=(f"{_CHECKING}::test_a_check_begins_again_when_a_machine_is_lost_in_it",),
     ),
     Mutant(

@@ -86,9 +86,10 @@ def measure_matmul(device: torch.device, seconds: float) -> tuple[float, int]:
 
 
 def measure_memory(device: torch.device, seconds: float) -> tuple[float, int]:
-    """Return bytes per second of copies for some seconds, and how many bytes did not keep a pattern."""
+    """Return bytes per second of copies for some seconds, and how many words of eight bytes did not keep a pattern."""
     size = _GPU_BYTES if device.type == "cuda" else _CPU_BYTES
     source, copy = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    words = [int.from_bytes(bytes([pattern]) * 8, signed=True) for pattern in _PATTERNS]
     wrong, spent, count = 0, 0.0, 0
     ends = time.monotonic() + seconds  # to fill and compare takes several times as long as a copy
     while count < len(_PATTERNS) or time.monotonic() < ends:
@@ -98,7 +99,7 @@ def measure_memory(device: torch.device, seconds: float) -> tuple[float, int]:
         copy.copy_(source)
         _finish(device)
         spent += time.perf_counter() - began
-        wrong += int((copy != _PATTERNS[count % len(_PATTERNS)]).sum())
+        wrong += int((copy.view(torch.int64) != words[count % len(words)]).sum())
         count += 1
     return 2 * size * count / spent, wrong
 

@@ -45,7 +45,7 @@ class Probe:
 
     def ask(self, request: dict[str, Any]) -> None:
         """Send a request (fleet/measure.py)."""
-        if self._process is None or self._is_asked or self._process.poll() is not None:
+        if self._process is None or self._is_asked:
             self.close()
             self._process = self._start()
         self._is_asked = True

@@ -277,6 +277,8 @@ class JobOnNodes(RunningJob):
         """Take in that a node is gone: a failure of the job if it had ranks that had not ended well."""
         if node.number is None or node.attempt != self._attempt or not self._started:
             self._say(f"nodes     {node.name} has left: {why}")
+            if self._check and self._check.has_begun:
+                self._since = time.monotonic()  # all were there until now
         elif self._lost is None and any(self._codes.get(rank) != 0 for rank in self._ranks_of(node)):
             cause = f"was lost with {node.name}: {why}"
             self._lost = JobIncident(rank=self._ranks_of(node)[0], kind="node", cause=cause, step=0)
@@ -345,16 +347,16 @@ class JobOnNodes(RunningJob):
         NodeUnhealthy if the run cannot go on with the sound ones."""
         is_ready = len(ready) + 1 >= size and (self._attempt > 0 or self._here.prepared())
         if (not check.has_begun and not is_ready) or check.goes_on(ready):
-            self._since = time.monotonic()  # for one that is lost in it, the wait begins then
             return
         self._check, self._before = None, replace(self._before, check=check.seconds)
-        self._trained, self._since = True, time.monotonic()  # all were there: only for a spare is waited now
         layouts, nodes = self._layouts, self._launch.nodes
         check.conclude(
             self._here.sickness,
             lambda sound: sound >= nodes or layouts.for_nodes(sound) is not None,
             self._nodes.present(),
         )
+        if any(node.sickness.worst for node in self._nodes.present()):
+            self._trained, self._since = True, time.monotonic()  # all were there: they wait for no more than a spare
 
     def _give_places(self, present: list[Node]) -> None:
         """Give each place of the job to a node: the one that had it, else the one that has waited longest."""

@@ -145,6 +145,11 @@ def test_a_machine_whose_links_end_its_measurement_is_found_by_its_pairs(command
     assert found == {node: [[("d", "link")], "E-NODES-UNFIT"] for node in "abcd"}
 
 
+def test_a_machine_that_hung_with_a_bad_partner_is_measured_again(commands, tmp_path, monkeypatch):
+    monkeypatch.setattr(rounds, "ANSWER_SECONDS", -2.0)
+    assert _fleet(tmp_path, "abcd", commands({"c": {"stalls": ["link"]}}), 4) == {node: [[]] for node in "abcd"}
+
+
 def test_a_measurement_without_an_end_is_given_up(commands, tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "ANSWER_SECONDS", -2.0)
     probes = commands({}) | {"b": [sys.executable, "-c", "import time; time.sleep(60)"]}
