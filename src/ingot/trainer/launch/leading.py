@@ -67,6 +67,7 @@ def record_lost_leader(folder: RunFolder, record: Callable[..., None], say: Call
     for event in read_events(folder.events, events.NODE, events.PROGRESS, *_ATTEMPTS):
         if event["kind"] == events.NODE:
             leads = event if event["action"] == "leads" else leads
+            begun = begun and event["action"] != "steps_down"  # that leader is there, and had ended its ranks
             continue
         newest = event["time"]
         if event["kind"] == events.PROGRESS:

@@ -109,9 +109,9 @@ class Planned(JobHere):
         super().__init__(folder, job, settings)
         self._planned = planned
 
-    def start(self, attempt, *args):
+    def start(self, attempt, *args, **options):
         self._is_first = attempt == 0
-        super().start(attempt, *args)
+        super().start(attempt, *args, **options)
 
     def planned_restart(self):
         return self._planned if self._is_first and any(read_events(self._folder.events, events.PROGRESS)) else None
