@@ -53,8 +53,11 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
     """Yield the events of `path` in order; if `kinds` are given, only events of these kinds. Torn lines are skipped."""
     if not path.exists():
         return
+    marks = tuple(json.dumps(kind) for kind in kinds)
     with path.open(encoding="utf-8", errors="replace") as file:
         for line in file:
+            if marks and not any(mark in line for mark in marks):  # to parse takes ten times as long
+                continue
             try:
                 event = json.loads(line)
             except json.JSONDecodeError:

@@ -104,7 +104,7 @@ def test_nothing_outlives_a_drill(project, number, code):
 
 
 def test_a_soak_of_random_faults(project):
-    result = drilled(project, "--soak", "20s", "--every", "4s", "--seed", "3", code=0)
+    result = drilled(project, "--soak", "20s", "--every", "2s", "--seed", "3", code=0)
     (line,) = result["rows"]
     assert line["passed"] and line["rounds"] >= 1 and sum(line["faults"].values()) >= 1
     assert 0 < line["useful_share"] < 1

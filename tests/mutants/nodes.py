@@ -317,8 +317,8 @@ MUTANTS: list[Mutant] = [
         name="memory-twice-is-a-bug",
         what="a rank that runs out of memory at the same step with another layout counts as a bug",
         file="trainer/resilience/restarts.py",
-        before="        if incident.adapted:",
-        after="        if False:",
+        before="        if incident.adapted:  # there",
+        after="        if False:  # there",
         tests=("tests/unit/trainer/launch/test_supervise.py::test_a_rank_without_memory_starts_again_with_less",),
     ),
     Mutant(
@@ -368,8 +368,8 @@ MUTANTS: list[Mutant] = [
         name="steps-down-before-anybody-came",
         what="a leader steps down again and again while its nodes are on their way",
         file="trainer/launch/job_on_nodes.py",
-        before="if self._attempt and not present and alone",
-        after="if not present and alone",
+        before="if self._attempt and not present and is_due",
+        after="if not present and is_due",
         tests=(f"{_NODES}::test_a_leader_to_which_no_node_has_come_yet_stays",),
     ),
     Mutant(

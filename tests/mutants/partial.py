@@ -206,8 +206,8 @@ MUTANTS: list[Mutant] = [
         name="late-order-to-leave",
         what="the order to leave aborts the groups of the next attempt",
         file="trainer/resilience/leaving.py",
-        before="    if _leaves:\n        end_waits()",
-        after="    if True:\n        end_waits()",
+        before="        if _leaves:\n            _abort()",
+        after="        if True:\n            _abort()",
         tests=(f"{_LEAVING}::test_the_order_has_no_effect_out_of_training",),
     ),
     Mutant(

@@ -58,10 +58,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   health         node, device, report (its kind), code (of an XID, or 0), count, words, verdict ("warn"; "drain": the
                  run saves and goes on without the machine; "discard": it saves nothing before)   (machine/health)
   fleet_check    seconds, fleet [{node, rates {check: per second}, wrong {check: number of wrong results},
-                 clock (seconds ahead)} ..], links [{first, second, round, rate} ..], unfit [{node, check, words} ..]
+                 clock (seconds ahead)} ..], links [{first, second, round, rate} ..], unfit [{node, check, words,
+                 slow (not wrong)} ..]
                                                                       machines were checked (trainer/fleet/rounds.py)
   restart        attempt, of (in launch.restart_window_seconds), wait_seconds, kept (how many ranks keep their
-                 processes), step and signature (of the failure, for the next leader)
+                 processes), step, signature, adapted (of the failure, for the next leader)
                                                                       the supervisor starts the job again
   planned_restart  reason, step (that was saved), kept (as above)     the same, although nothing had failed
   layout         nodes, of_nodes, ranks, overrides [KEY=VALUE ..] (settings that differ from the run file; []: none),

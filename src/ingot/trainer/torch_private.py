@@ -142,9 +142,11 @@ def abort_communicators() -> int:
                 backends.append(backend)
     if backends:
         backends[0]._group_start()
-        for backend in backends:
-            backend.abort()
-        backends[0]._group_end()
+        try:
+            for backend in backends:
+                backend.abort()
+        finally:  # or all later calls of this thread would be in the group
+            backends[0]._group_end()
     return len(backends)
 
 

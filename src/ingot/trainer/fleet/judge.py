@@ -31,11 +31,12 @@ class Measured:
 
 @dataclass(frozen=True, kw_only=True)
 class Unfit:
-    """A machine that should not train, and why."""
+    """A machine that should not train, and why. slow: it is slower than the others, not wrong."""
 
     node: str
     check: str
     words: str
+    slow: bool = False
 
 
 def judge(fleet: Sequence[Measured]) -> list[Unfit]:
@@ -52,7 +53,9 @@ def judge(fleet: Sequence[Measured]) -> list[Unfit]:
                 continue
             typical = median(values)
             if one.rates[check] < share * typical:
-                found.append(Unfit(node=one.node, check=check, words=_slow(check, one.rates[check], typical)))
+                found.append(
+                    Unfit(node=one.node, check=check, words=_slow(check, one.rates[check], typical), slow=True)
+                )
         # Not the median of the others: with two of them, it is as far from a right one as from a wrong one.
         apart = sorted((one.clock - other.clock for other in others), key=abs)
         if apart and abs(ahead := apart[(len(apart) - 1) // 2]) > CLOCK_SECONDS:
@@ -101,7 +104,7 @@ def judge_links(rounds: Sequence[Mapping[tuple[str, str], float]]) -> list[Unfit
             found.append(Unfit(node=node, check="link", words=NO_LINK))
             continue
         if rate < share * typical:
-            found.append(Unfit(node=node, check="link", words=_slow("link", rate, typical)))
+            found.append(Unfit(node=node, check="link", words=_slow("link", rate, typical), slow=True))
     return found
 
 

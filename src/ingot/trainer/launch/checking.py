@@ -101,12 +101,18 @@ class MachineCheck:
         self._others: list[_OtherMachine] = []
         self._rounds: Rounds | None = None
         self._result: FleetResult | None = None
-        self._beginnings, self._began = 0, 0.0
+        self._beginnings, self._began, self._waits_since = 0, 0.0, 0.0
         self.seconds = 0.0
 
     @property
     def has_begun(self) -> bool:
         return self._rounds is not None
+
+    def waited(self, seconds: float) -> bool:
+        """Return whether so long has passed since the first call, or since a machine was lost: then those that are
+        ready are checked."""
+        self._waits_since = self._waits_since or time.monotonic()
+        return time.monotonic() > self._waits_since + seconds
 
     def goes_on(self, present: Sequence[Node] = ()) -> bool:
         """Begin the check, or go on with it, without waiting. Returns False when it is over.
@@ -118,7 +124,7 @@ class MachineCheck:
             self._began = time.monotonic()
         if lost := [other.name for other in self._others if other.node not in present]:
             self.close()
-            self._others = []
+            self._others, self._waits_since = [], 0.0
             if self._beginnings == _MOST_BEGINNINGS:
                 self._say(f"{', '.join(lost)} left, as others did before; the ranks start without a check")
                 return self._end()
@@ -180,8 +186,11 @@ class MachineCheck:
             self._say(f"{len(hosts)} machine{'s are' if len(hosts) > 1 else ' is'} sound")
 
     def _finding(self, unfit: Unfit, host: str) -> HealthFinding:
-        # ingot needs no clock, and an operator can set one while the run trains.
-        harmless = self._launch.on_bad_health == "warn" or unfit.check == "clock"
+        # ingot needs no clock, and an operator can set one while the run trains. The run folder is on storage that all
+        # machines share and measure at once: a slow one may have come last.
+        harmless = (
+            self._launch.on_bad_health == "warn" or unfit.check == "clock" or (unfit.check == "disk" and unfit.slow)
+        )
         words = f"{unfit.check}: {unfit.words}"
         report = HealthReport(kind="unfit", device=unfit.check, words=unfit.words, node=host)
         return HealthFinding(HealthVerdict.WARN if harmless else HealthVerdict.DRAIN, report, words)

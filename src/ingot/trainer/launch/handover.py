@@ -10,6 +10,10 @@ from ingot.machine.health.report import node_name
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.incidents import JobIncident
+from ingot.trainer.resilience.stop_requests import PLANNED
+
+# Of this process, which began before it joined anything. A container that is started again has the same name and id.
+_STARTED = time.time()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,24 +30,32 @@ def earlier_job(folder: RunFolder) -> EarlierJob | None:
 
     A launcher that had joined a leader goes on with the job of that one. Call it before the event of the new leader.
     """
-    own, members = (node_name(), os.getpid()), set[tuple[Any, Any]]()
+    own, takes_part, members = (node_name(), os.getpid()), False, set[tuple[Any, Any]]()
     restarts, is_checked = list[tuple[float, JobIncident]](), False
     for event in read_events(folder.events):
         kind = event.get("kind")
         if kind == events.NODE and event["action"] in ("leads", "joined"):
             who = event["host"], event["pid"]
             if event["action"] == "leads" and who not in members:
-                members, restarts, is_checked = set(), [], False
+                takes_part, members, restarts, is_checked = False, set(), [], False
             members.add(who)
+            takes_part = takes_part or (who == own and event["time"] >= _STARTED)
+        elif kind == events.FINISHED or (kind == events.STOPPED and event["reason"] not in PLANNED):
+            takes_part, members, restarts, is_checked = False, set(), [], False
         elif kind == events.RESTART:
             restarts.append((max(time.time() - event["time"], 0.0), _incident(event)))
         elif kind in (events.RUN_STARTED, events.FLEET_CHECK):
             is_checked = True
-    return EarlierJob(restarts=tuple(restarts), is_checked=is_checked) if own in members else None
+    return EarlierJob(restarts=tuple(restarts), is_checked=is_checked) if takes_part else None
 
 
 def _incident(event: dict[str, Any]) -> JobIncident:
     """Return what a restart needs to be compared with later ones."""
     return JobIncident(
-        rank=-1, kind="job", cause="", signature=str(event.get("signature", "")), step=int(event.get("step", -1))
+        rank=-1,
+        kind="job",
+        cause="",
+        signature=str(event.get("signature", "")),
+        step=int(event.get("step", -1)),
+        adapted=bool(event.get("adapted")),
     )

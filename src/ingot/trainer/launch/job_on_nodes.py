@@ -163,9 +163,9 @@ class JobOnNodes(RunningJob):
     def hang(self) -> Hang | None:
         if not self._started:
             return None
-        found = [self._here.overdue(), *(node.hang for node in self._members() if not node.done)]
-        hangs = [hang for hang in found if hang]
-        if not hangs:
+        here = [self._here.overdue()] if self._here.beats() else []  # ranks that have all ended wait for nobody
+        found = [*here, *(node.hang for node in self._members() if not node.done)]
+        if not (hangs := [hang for hang in found if hang]):
             return None
         certain = all(hang and not hang.suspects for hang in found)
         latest = max(hangs, key=lambda hang: hang.limit)
@@ -304,11 +304,11 @@ class JobOnNodes(RunningJob):
         if missing > 0 and layout is None:
             if missing != self._missing:
                 self._missing = missing
-                self._say(
-                    f"nodes     {len(present) + 1} of {self._launch.nodes}; the others join with the same command"
-                )
+                there = f"{len(present) + 1} of {self._launch.nodes}"
+                self._say(f"nodes     {there}; the others join with the same command")
             alone = time.monotonic() - self._since
-            if self._attempt and not present and alone > self._launch.node_seconds:
+            is_due = alone > self._launch.node_seconds and self._layouts.for_nodes(1) is None  # else it goes on alone
+            if self._attempt and not present and is_due:
                 # It may be cut off, and it has the lock: no other node can find out whether the rest reach each other.
                 # Once: its next lead begins with attempt 0.
                 self._nodes.step_down(alone)
@@ -346,7 +346,7 @@ class JobOnNodes(RunningJob):
         """Go on with a check of nodes that have imported everything: they measure nothing while they are busy. Raises
         NodeUnhealthy if the run cannot go on with the sound ones."""
         is_ready = len(ready) + 1 >= size and (self._attempt > 0 or self._here.prepared())
-        if (not check.has_begun and not is_ready) or check.goes_on(ready):
+        if not (check.has_begun or is_ready or check.waited(self._launch.node_wait_seconds)) or check.goes_on(ready):
             return
         self._check, self._before = None, replace(self._before, check=check.seconds)
         layouts, nodes = self._layouts, self._launch.nodes

@@ -1,12 +1,14 @@
 """The job of a leader, from its first attempt until it has parted from the other nodes."""
 
 import contextlib
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ingot.errors import EXIT_PREEMPTED, IngotError, NodeUnhealthy, RunBusyError
 from ingot.events import EventLog, read_events
+from ingot.machine.health.report import node_name
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
@@ -42,6 +44,9 @@ def leading(
             with signs_of_life(running.links, launch.node_seconds):
                 yield running
         except (RunBusyError, NodeUnhealthy) as error:
+            if isinstance(error, NodeUnhealthy):
+                own = {"host": node_name(), "pid": os.getpid(), "node": 0}
+                log.write(events.NODE, action="drained", reason=error.found, **own)
             # Another launcher leads, or will; not if too few machines are sound.
             running.part(None, error if error.code == "E-NODES-UNFIT" else None)
             raise
@@ -67,7 +72,8 @@ def record_lost_leader(folder: RunFolder, record: Callable[..., None], say: Call
     for event in read_events(folder.events, events.NODE, events.PROGRESS, *_ATTEMPTS):
         if event["kind"] == events.NODE:
             leads = event if event["action"] == "leads" else leads
-            begun = begun and event["action"] != "steps_down"  # that leader is there, and had ended its ranks
+            own = leads is not None and (event["host"], event["pid"]) == (leads["host"], leads["pid"])
+            begun = begun and not (own and event["action"] in ("steps_down", "drained"))  # it is there, without ranks
             continue
         newest = event["time"]
         if event["kind"] == events.PROGRESS:

@@ -228,6 +228,7 @@ class _SupervisedJob:
         self._prepare_restart()
         most, count = self._launch.max_restarts, self._restarts.count
         facts = {"wait_seconds": wait, "kept": len(self._kept), "step": incident.step, "signature": incident.signature}
+        facts["adapted"] = incident.adapted
         self._log.write(events.RESTART, attempt=count, of=most, **facts)
         report(self._say, _fault_line(incident, self._saved_step(), self._restarts.recent, most, wait, self._kept))
         return not self._stopped_while_waiting(wait)

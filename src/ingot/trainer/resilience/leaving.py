@@ -49,6 +49,7 @@ def with_peers() -> Iterator[None]:
     except Exception as error:
         if isinstance(error, IngotError) or not is_about_a_peer(str(error)):
             raise
+        _leaves = False  # the order to leave must not interrupt this, nor do it again
         end_waits()  # to free the model waits for the device
         raise PeerLost(str(error)) from error
     finally:
@@ -63,18 +64,23 @@ def install_leaving() -> None:
 def obey() -> None:
     """End the waits for a lost peer if this rank is in training. For another thread than the main one, which may wait
     for the device."""
-    if _leaves:
-        end_waits()
+    with _ending:
+        if _leaves:
+            _abort()
 
 
 def end_waits() -> None:
     """End the waits of the device of this rank for a lost peer, and wait until they have ended. Its groups are of no
     use after that, but to be left."""
+    with _ending:
+        _abort()
+
+
+def _abort() -> None:
     if "torch.distributed" in sys.modules:
         from ingot.trainer.torch_private import abort_communicators
 
-        with _ending:
-            abort_communicators()
+        abort_communicators()
 
 
 def _leave(*_: object) -> None:

@@ -13,6 +13,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 
 from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, newest_calls
 from ingot.trainer.resilience.leaving import LEAVE_SIGNAL, install_leaving, obey
@@ -39,10 +40,13 @@ class Reports:
 
     def _answer(self) -> None:
         while signals := os.read(self._asked, 64):
-            if REPORT_SIGNAL in signals:
-                os.write(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n")
-            if LEAVE_SIGNAL in signals:
-                obey()
+            try:
+                if REPORT_SIGNAL in signals:
+                    os.write(self.collectives, json.dumps(as_json(calls_of_this_process())).encode() + b"\n")
+                if LEAVE_SIGNAL in signals:
+                    obey()
+            except Exception:  # the thread has to answer the next signal, too
+                traceback.print_exc()
 
 
 _forgotten = 0  # the time of the newest collective of groups that this process has left [ns]

@@ -37,7 +37,10 @@ class Restarts:
         self._since_progress: list[JobIncident] = []
         self._farthest, self._in_vain = -1, 0
         for age, incident in earlier:
-            self._take(incident, clock() - age)
+            if incident.adapted:
+                self._adapted += 1
+            else:
+                self._take(incident, clock() - age)
 
     @property
     def count(self) -> int:
