@@ -342,6 +342,13 @@ BEGAN = events.RUN_STARTED, {"from_step": 0}
         ([_node("leads", "a"), RESTART, BEGAN, _node("leads", "b"), _node("joined")], 0, False),
         ([_node("leads", "a"), _node("joined"), RESTART, _node("leads", "b"), RESTART], None, None),
         ([RESTART], None, None),
+        # The same command after an end; and in a container that was started again, with the same name and process id.
+        ([_node("joined"), RESTART, (events.FINISHED, {}), _node("leads", "b"), _node("joined")], 0, False),
+        ([_node("joined"), RESTART, (events.STOPPED, {"reason": "SIGTERM"})], None, None),
+        ([_node("joined"), RESTART, (events.STOPPED, {"reason": "restart"})], 1, False),
+        ([(events.NODE, _node("joined")[1] | {"time": 1.0}), RESTART], None, None),
+        # A change of the layout for lack of memory.
+        ([_node("joined"), (events.RESTART, RESTART[1] | {"adapted": True})], 1, False),
     ],
 )
 def test_the_next_leader_knows_the_job_of_the_one_before(tmp_path, lines, restarts, is_checked):
