@@ -211,6 +211,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LEAVING}::test_the_order_has_no_effect_out_of_training",),
     ),
     Mutant(
+        name="error-ends-answers",
+        what="an error while a rank obeys an order ends the thread that answers all later ones",
+        file="trainer/resilience/reports.py",
+        before="            except Exception:  # the thread",
+        after="            except KeyError:  # the thread",
+        tests=(f"{_LEAVING}::test_an_error_does_not_end_the_thread_that_answers",),
+    ),
+    Mutant(
         name="aborts-one-by-one",
         what="communicators are aborted one after the other, and may wait for each other",
         file="trainer/torch_private.py",

@@ -22,7 +22,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    import time
     from dataclasses import asdict
 
     from ingot.drill.state import is_drill
@@ -34,7 +33,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if is_drill(args.run):
         return _say_drill(args.run, terminal)
     status = read_status(args.run)
-    now = time.time()
     parts = [terminal.style(status.name, "bold"), status.state, f"{status.ranks} ranks"]
     if status.layout:
         parts[-1] += f" ({degrees_text(status.layout)})"
@@ -62,27 +60,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         _say_experts(status.experts, terminal)
     if status.metrics:
         terminal.say(f"own    {_metrics_text(status.metrics)}")
-    if status.checkpoint_step is not None and status.checkpoint_time is not None:
-        age = format_seconds(max(now - status.checkpoint_time, 0))
-        terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
-    if status.weights_step is not None and status.weights_time is not None:
-        age = format_seconds(max(now - status.weights_time, 0))
-        terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
-    if status.kept_step is not None:
-        where = f"in the memory of {status.kept_nodes} node{'s' * (status.kept_nodes != 1)}"
-        terminal.say(f"kept   step {status.kept_step:,} {where if status.kept_nodes else 'nowhere in memory'}")
-    if status.stored_step is not None and status.stored_time is not None:
-        terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
-    if status.unstored_reason:
-        terminal.say(f"store  the last upload failed: {status.unstored_reason}")
-    if status.unused_step is not None:
-        follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
-        if (status.stored_step or 0) > (status.checkpoint_step or 0):
-            fetch = f"ingot ckpt fetch {args.run} --step {status.stored_step}"
-            follows = f"training resumes from step {status.stored_step:,}, which the store has ({fetch})"
-        terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
-    if status.failed_step is not None:
-        terminal.say(f"failed the save of step {status.failed_step:,}: {status.failed_reason}")
+    _say_saves(status, args.run, terminal)
     if status.restarts or status.faults:
         causes = ", ".join(dict.fromkeys(status.faults))
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
@@ -101,6 +79,36 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     }
     terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
     return EXIT_OK
+
+
+def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
+    """Print where the newest saves of the run folder `run` are, and which of them are of no use."""
+    import time
+
+    from ingot.units import format_seconds
+
+    now = time.time()
+    if status.checkpoint_step is not None and status.checkpoint_time is not None:
+        age = format_seconds(max(now - status.checkpoint_time, 0))
+        terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
+    if status.weights_step is not None and status.weights_time is not None:
+        age = format_seconds(max(now - status.weights_time, 0))
+        terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
+    if status.kept_step is not None:
+        where = f"in the memory of {status.kept_nodes} node{'s' * (status.kept_nodes != 1)}"
+        terminal.say(f"kept   step {status.kept_step:,} {where if status.kept_nodes else 'nowhere in memory'}")
+    if status.stored_step is not None and status.stored_time is not None:
+        terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
+    if status.unstored_reason:
+        terminal.say(f"store  the last upload failed: {status.unstored_reason}")
+    if status.unused_step is not None:
+        follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
+        if (status.stored_step or 0) > (status.checkpoint_step or 0):
+            fetch = f"ingot ckpt fetch {run} --step {status.stored_step}"
+            follows = f"training resumes from step {status.stored_step:,}, which the store has ({fetch})"
+        terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
+    if status.failed_step is not None:
+        terminal.say(f"failed the save of step {status.failed_step:,}: {status.failed_reason}")
 
 
 def _say_drill(root: "Path", terminal: Terminal) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from ingot.errors import DataError
 from ingot.trainer import torch_private
+from ingot.trainer.resilience import reports
 from ingot.trainer.resilience.leaving import LEAVE_SIGNAL, PeerLost, with_peers
 from ingot.trainer.resilience.reports import Reports
 from ingot.trainer.torch_private import abort_communicators
@@ -132,3 +133,37 @@ def _ordered_too_late(rank, world):
         os.kill(os.getpid(), LEAVE_SIGNAL)
         time.sleep(0.3)
     return done
+
+
+def test_an_error_in_an_abort_does_not_leave_the_group_of_nccl_open(monkeypatch):
+    done: list[str] = []
+
+    def fails():
+        raise RuntimeError("the backend is busy")
+
+    monkeypatch.setattr(torch_private.distributed_c10d, "_world", world_of(Nccl("0", done, fails)))
+    with pytest.raises(RuntimeError, match="busy"):
+        abort_communicators()
+    assert done == ["start", "abort 0", "end"]
+
+
+def test_an_error_does_not_end_the_thread_that_answers(fork_ranks):
+    assert fork_ranks(_ordered_after_an_error, 1) == [2]
+
+
+def _ordered_after_an_error(rank, world):
+    heard: list[int] = []
+
+    def fails():
+        heard.append(1)
+        raise RuntimeError("the backend is busy")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reports, "obey", fails)
+        Reports()
+        for orders in (1, 2):
+            os.kill(os.getpid(), LEAVE_SIGNAL)
+            ends = time.monotonic() + 10
+            while len(heard) < orders and time.monotonic() < ends:
+                time.sleep(0.01)
+    return len(heard)
