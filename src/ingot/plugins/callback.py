@@ -28,13 +28,33 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
+class Finding:
+    """What the guard found in a step. kinds: "loss spike" and others (trainer/guard/step_judge.py).
+
+    loss_sigmas, norm_sigmas: deviations above the median of healthy steps, of the loss and of the logarithm of the
+    gradient norm. norm_factor: the gradient norm in units of its median. All are 0 before there are enough such steps.
+    """
+
+    kinds: tuple[str, ...]
+    loss_sigmas: float
+    norm_sigmas: float
+    norm_factor: float
+
+
+@dataclass(frozen=True)
 class StepNumbers:
-    """The result of a step as numbers, equal on every rank. loss: nats per token, mean over the global batch."""
+    """The result of a step as numbers, equal on every rank. loss: nats per token, mean over the global batch.
+
+    skipped: the step changed no weights. passed: its data were passed by decision, so there is no loss and no gradient:
+    both are NaN. finding: what the guard found; None: nothing.
+    """
 
     step: int
     loss: float
     grad_norm: float
     skipped: bool
+    passed: bool = False
+    finding: Finding | None = None
 
     @property
     def is_finite(self) -> bool:

@@ -4,13 +4,14 @@ A run of 16,384 ranks has millions of blocks, so a layout of blocks that many te
 """
 
 from base64 import b64decode, b64encode
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
 
 from ingot.schema.accepted import AcceptedChanges
+from ingot.schema.guard_record import GuardState
 
 SaveKind = Literal["full", "weights"]
 FULL: SaveKind = "full"
@@ -92,12 +93,21 @@ class TensorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class LedgerSegment:
-    """A file, in the run's ledger folder, of the samples consumed in the steps first_step..last_step (inclusive)."""
+    """A file, in the run's ledger folder, of the samples consumed in the steps first_step..last_step (inclusive).
+
+    untrained: those of the steps that changed no weights, so that their samples are in the file as ~id.
+    """
 
     file: str
     first_step: int
     last_step: int
     sha256: str
+    untrained: tuple[int, ...] = ()
+
+
+def segments_of(values: Iterable[Mapping[str, Any]]) -> tuple[LedgerSegment, ...]:
+    """Return the segments whose JSON is `values`."""
+    return tuple(LedgerSegment(**{**one, "untrained": tuple(one["untrained"])}) for one in values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -130,7 +140,8 @@ class CheckpointManifest:
       ranks. rng: the random states in hex, in checkpoints of version 1. ledger: the samples of all steps from 1 to
       `step`. The hash of the manifest covers this list. accepted: the changes of settings and data that hold for some
       of these steps, oldest first; None in checkpoints of earlier versions of ingot. callbacks: the JSON that each
-      callback recorded (plugins/callback.py), by its name.
+      callback recorded (plugins/callback.py), by its name. guard: the measures of the guard so far, and the skipped
+      steps that it has not decided about.
     """
 
     version: int = 2
@@ -151,6 +162,7 @@ class CheckpointManifest:
     ledger: tuple[LedgerSegment, ...]
     accepted: tuple[AcceptedChanges, ...] | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
+    guard: GuardState = field(default_factory=GuardState)
 
     def chunk(self, name: str, number: int) -> StoredBlock:
         """Return block `number` of tensor `name`, in the order of its layout."""

@@ -26,6 +26,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  (telemetry/progress.py)                             one per log line
   metrics        step, by (name of a callback), values {name: number}  one per log line and callback that has any
   skipped        steps [..] (steps whose updates were vetoed)         one per log line that has any
+  passed         steps [..] (steps whose data were passed)            one per log line that has any
+  finding        step, found [kinds], loss, grad_norm, loss_sigmas, norm_sigmas, norm_factor, skipped
+                 (trainer/guard/step_judge.py)                        one per step in which the guard found something
+  guard          action ("again", "pass", "lower", "accept" or "stop"), first, last (the steps whose updates were
+                 skipped), found [kinds], lr_factor, lr_last          the guard took a measure (schema/guard_record.py)
   rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), write_seconds (until it was verified), path
                                                                       after the checkpoint was verified
@@ -88,6 +93,9 @@ DATA_TROUBLE = "data_trouble"
 EXPERTS = "experts"
 METRICS = "metrics"
 SKIPPED = "skipped"
+PASSED = "passed"
+FINDING = "finding"
+GUARD = "guard"
 ROLLED_BACK = "rolled_back"
 CHECKPOINT = "checkpoint"
 WEIGHTS_SAVED = "weights_saved"

@@ -30,10 +30,12 @@ from ingot.ranges import (
 )
 from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
+from ingot.schema.guard import Guard
 from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
+from ingot.schema.step_ranges import StepRange, parse_step_range
 from ingot.storage import canonical_json, sha256_bytes
 
 
@@ -45,6 +47,8 @@ class Data:
     weights: source -> share of the samples; empty: in proportion to the sizes of the sources.
     mask_documents: attention does not cross document borders.
     prefetch: batches that each rank reads ahead; more batches cover longer pauses of the storage.
+    skip: steps whose batches are passed: "120", or "120-122". They keep their number and their learning rate, but
+      nothing is computed and nothing changes.
     """
 
     tokens: str
@@ -53,8 +57,18 @@ class Data:
     weights: dict[str, Weight] = field(default_factory=dict)
     mask_documents: bool = False
     prefetch: PositiveQueue = 2
+    skip: tuple[str, ...] = ()
+
+    @property
+    def skipped_steps(self) -> list[StepRange]:
+        return [parse_step_range(text) for text in self.skip]
 
     def problems(self):
+        for text in self.skip:
+            try:
+                parse_step_range(text)
+            except ConfigError as error:
+                yield "skip", f"{error.found}; {error.rule}"
         for source, weight in self.weights.items():
             if weight <= 0:
                 yield "weights", f"{source} = {weight}; weights are positive shares"
@@ -277,6 +291,7 @@ class RunConfig:
     schedule: Schedule = field(default_factory=Schedule)
     parallel: Parallel = field(default_factory=Parallel)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+    guard: Guard = field(default_factory=Guard, metadata=LEFT_OUT_AT_DEFAULT)
     evaluate: Evaluate = field(default_factory=Evaluate)
     watch: WatchSettings = field(default_factory=WatchSettings)
     launch: Launch = field(default_factory=Launch)

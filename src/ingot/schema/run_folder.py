@@ -98,6 +98,11 @@ class RunFolder:
         return self.root / "accepted-changes.json"
 
     @property
+    def guard(self) -> Path:
+        """A file with the measures that the guard took (schema/guard_record.py)."""
+        return self.root / "guard.json"
+
+    @property
     def logs(self) -> Path:
         """A folder with the standard error of the launcher and its ranks, one file per attempt."""
         return self.root / "logs"

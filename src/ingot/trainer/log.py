@@ -6,6 +6,7 @@ import platform
 import socket
 import sys
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import Any
@@ -17,6 +18,7 @@ from ingot import __version__
 from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
+from ingot.schema.guard_record import Measure
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import peak_flops
@@ -87,11 +89,9 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
     waited = trainer.waits.seconds - interval.waited_before
     step_seconds = passed.wall / interval.steps
     for result, own in zip(recent, numbers, strict=True):
-        trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
-    if skipped := [own.step for own in numbers if own.skipped]:
-        trainer.log(events.SKIPPED, steps=skipped)
-        s = "s" if len(skipped) > 1 else ""
-        trainer.say(f"skipped   update{s} of step{s} {', '.join(map(str, skipped))}")
+        if not own.passed:
+            trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
+    log_findings(trainer, numbers)
     config, step, steps = trainer.config, recent[-1].step, trainer.config.train.steps
     tokens_per_second = config.tokens_per_step / step_seconds
     mfu = None
@@ -129,6 +129,62 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
     return numbers
+
+
+def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
+    """Write what the guard found in each step, and which steps changed no weights."""
+    for own in numbers:
+        if found := own.finding:
+            trainer.log(
+                events.FINDING,
+                step=own.step,
+                found=list(found.kinds),
+                loss=own.loss,
+                grad_norm=own.grad_norm,
+                loss_sigmas=found.loss_sigmas,
+                norm_sigmas=found.norm_sigmas,
+                norm_factor=found.norm_factor,
+                skipped=own.skipped,
+            )
+            trainer.say(
+                f"finding   step {own.step}: {', '.join(found.kinds)}; loss {own.loss:.4g} ({found.loss_sigmas:+.1f} "
+                f"deviations), gradient norm {own.grad_norm:.4g} ({found.norm_sigmas:+.1f})"
+            )
+    for kind, steps in (
+        (events.SKIPPED, [own.step for own in numbers if own.skipped and not own.passed]),
+        (events.PASSED, [own.step for own in numbers if own.passed]),
+    ):
+        if steps:
+            trainer.log(kind, steps=steps)
+            s = "s" if len(steps) > 1 else ""
+            what = "update" if kind == events.SKIPPED else "batch"
+            trainer.say(f"{kind:8}  {what}{'es' if s and what == 'batch' else s} of step{s} {steps_text(steps)}")
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Return consecutive steps as ranges: "4, 7-9"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def log_measure(log: Callable[..., None], say: Callable[[str], None], measure: Measure) -> None:
+    """Write a measure of the guard, and a line."""
+    log(events.GUARD, **asdict(measure))
+    steps = steps_text(range(measure.first, measure.last + 1))
+    what = {
+        "again": "the run goes back and trains them again",
+        "pass": "the run goes back and passes their data",
+        "lower": f"the run goes back, passes their data and lowers the learning rate to {measure.lr_factor:g} of it up "
+        f"to step {measure.lr_last}",
+        "accept": "it is the new level: the run goes on, and compares with the steps from here on",
+        "stop": "the run stops",
+    }
+    say(f"guard     the updates of steps {steps} were skipped ({', '.join(measure.found)}): {what[measure.action]}")
 
 
 def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:

@@ -12,12 +12,13 @@ from ingot.errors import EXIT_OK, EXIT_PREEMPTED, RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS
+from ingot.schema.guard_record import lr_factor
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import Interval, log_data_trouble, log_evaluation, log_interval, log_samples, log_start_times
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
-from ingot.trainer.resilience.policy import StepResult
+from ingot.trainer.resilience.policy import StepResult, passed_step
 from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, StopRequest
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
@@ -69,7 +70,7 @@ class RunLoop:
     def __init__(self, trainer: RunParts):
         config = trainer.config
         self.trainer, self.steps = trainer, config.train.steps
-        self.learning_rate = learning_rate(self.steps, config.optim.lr, config.schedule)
+        self._schedule = learning_rate(self.steps, config.optim.lr, config.schedule)
         self.done = self.saved = trainer.first_step - 1
         self.line: list[StepNumbers] = []
         self.verdict = Verdict.CONTINUE
@@ -82,8 +83,23 @@ class RunLoop:
         self._interval = Interval.begin(trainer)
         self._roll_backs: Counter[int] = Counter()
 
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step`: that of the schedule, times the factor of the guard's measures."""
+        return self._schedule(step) * lr_factor(self.trainer.policy.state().measures, step)
+
     def next_batch(self) -> Batch | None:
-        """Return the batch of the next step; None after the last step or a stop."""
+        """Return the batch of the next step that is trained; None after the last step or a stop. Steps whose data are
+        passed are completed on the way."""
+        batch = self._next_batch()
+        while batch is not None and batch.passed:
+            self.judge(batch, passed_step(batch.step, self.learning_rate(batch.step), self.trainer.place.device))
+            if self.save_is_due:
+                self.save()
+            self.finish_step()
+            batch = self._next_batch()
+        return batch
+
+    def _next_batch(self) -> Batch | None:
         if self.stopped:
             return None
         self.trainer.heartbeat.enter(Phase.DATA, self.done + 1)
@@ -131,6 +147,9 @@ class RunLoop:
     def _write_line(self, *, saves: bool) -> None:
         self.line = log_interval(self.trainer, self._recent, self._interval, saves=saves)
         self._recent.clear()
+        for numbers in self.line:
+            if numbers.skipped:
+                self.trainer.ledger.mark_untrained(numbers.step)
 
     def _ask_callbacks(self) -> None:
         self.trainer.heartbeat.enter(Phase.CALLBACK, self.done)

@@ -15,6 +15,7 @@ from ingot.trainer.checkpoint.load import FetchInstead
 from ingot.trainer.checkpoint.nodes import FetchFile
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.uploader import Uploader
+from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
@@ -42,8 +43,9 @@ class StepParts:
     program: runs micro-batches through the pipeline's stages (one stage without pipeline parallelism).
     loss_scale: None except in fp16. state: the tensors that a checkpoint holds.
     readers: one global rank per part of the batch, in order; each knows the loss of its part.
-    token_readers: all global ranks that read different tokens. balance: the load balancing of experts, None without
-    experts.
+    token_readers: all global ranks that read different tokens. loss_share: the part of this rank's loss in the loss of
+    the step, 0 on ranks that are no token reader. balance: the load balancing of experts, None without experts.
+    step_judge: judges the step before its update; None in a run with [guard] preset = "off", and where nobody looks.
     """
 
     config: RunConfig
@@ -56,6 +58,8 @@ class StepParts:
     policy: Policy
     readers: list[int]
     token_readers: list[int]
+    loss_share: float
+    step_judge: StepJudge | None
     balance: Balance | None
     callbacks: Callbacks
 

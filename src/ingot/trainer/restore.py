@@ -15,6 +15,7 @@ from ingot.errors import CheckpointError, IngotError
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest
+from ingot.schema.guard_record import passed_steps, read_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
@@ -209,12 +210,14 @@ def _take_up(
     """Bring what depends on the loaded state up to date, and record settings that differ. Collective."""
     parts.model.publish()
     parts.callbacks.restore(restored.callbacks)
+    parts.policy.restore(restored.guard, other_settings=restored.config_sha256 != facts.config_sha256)
     # The order of samples depends on this record: no rank may open the data before it is written.
     from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
 
 
 def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.device, first_step: int) -> Loader:
     """Open the batches of this rank, from `first_step` to the run's last step."""
+    passed = [*config.data.skipped_steps, *passed_steps(read_measures(folder.guard))]
     return Loader(
         data_path(folder, config.data.tokens),
         seq_len=config.train.seq_len,
@@ -231,4 +234,5 @@ def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.
         mask_documents=config.data.mask_documents,
         prefetch=config.data.prefetch,
         read_seconds=config.launch.data_seconds,
+        passed=passed,
     )

@@ -3,17 +3,20 @@
 import gc
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
 from ingot.events import EventLog
 from ingot.hub.config_file import run_of
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.rng import derive
 from ingot.schema import events
+from ingot.schema.guard_record import Measure, read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import check_vocabulary, read_token_manifest
@@ -30,12 +33,16 @@ from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.nodes import open_disks
 from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.checkpoint.state import TrainingState
+from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.export.model_folder import first_weights
 from ingot.trainer.export.saved_weights import saved_weights
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
+from ingot.trainer.guard.ladder import Ladder
+from ingot.trainer.guard.step_judge import STATE as WINDOW
+from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
 from ingot.trainer.loader.ledger import Ledger
-from ingot.trainer.log import devices_in_use, log_start, total_peak
+from ingot.trainer.log import devices_in_use, log_measure, log_start, total_peak
 from ingot.trainer.loop import Ending, train
 from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.environment import ordered_overrides
@@ -60,7 +67,7 @@ from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
 from ingot.trainer.resilience.leaving import with_peers
-from ingot.trainer.resilience.policy import DefaultPolicy, Policy, Unwatched
+from ingot.trainer.resilience.policy import Policy, Unwatched
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
@@ -154,17 +161,19 @@ def build_trainer(
 
     # Until a checkpoint of as many ranks restores its states.
     torch.manual_seed(derive(config.seed, "torch", place.rank))
-    policy = DefaultPolicy(
-        folder,
-        scaled_loss=config.train.precision == "fp16",
-        vocab_size=config.model.vocab_size,
-        from_weights=bool(config.init),
-    )
     open_disks(folder)
     continues = bool(candidate_folders(folder.checkpoints))
     base = folder.config.parent
     clock.end("build")
-    parts = build_parts(config, place.device, base, policy, continues=continues, given=given, clock=clock)
+    parts = build_parts(config, place.device, base, continues=continues, given=given, clock=clock)
+    on_rank_zero = say if place.is_first else _silent
+    parts.policy = DefaultPolicy(
+        folder,
+        scaled_loss=config.train.precision == "fp16",
+        vocab_size=config.model.vocab_size,
+        from_weights=bool(config.init),
+        ladder=_ladder(config, folder, parts.step_judge, partial(log_measure, log, on_rank_zero)),
+    )
     recorded = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
@@ -175,7 +184,6 @@ def build_trainer(
         layout=parts.mesh.layout,
         epoch=from_rank_zero(lambda: epoch),
     )
-    on_rank_zero = say if place.is_first else _silent
     clock.end("build")
     loaded = restore(parts, folder, facts, place, log, on_rank_zero)
     clock.end("load")
@@ -214,6 +222,19 @@ def build_trainer(
     trainer.waits.start()
     clock.end("build")
     return trainer
+
+
+def _ladder(
+    config: RunConfig, folder: RunFolder, judge: StepJudge | None, report: Callable[[Measure], None]
+) -> Ladder | None:
+    """Return the measures of a run whose guard acts, as its record says. Collective when one is recorded."""
+    if judge is None or not config.guard.acts:
+        return None
+
+    def record(measures: Sequence[Measure]) -> None:
+        from_rank_zero(lambda: write_measures(folder.guard, measures))
+
+    return Ladder(config.guard, folder, judge, read_measures(folder.guard), record, report)
 
 
 def _stragglers(config: RunConfig, mesh: Mesh, place: RankInfo) -> StragglerWatch | None:
@@ -281,6 +302,7 @@ def build_parts(
         like = model.shards[0].value
         matrices = Matrices(model.placement(), rules, mesh.ranks("copy"), mesh.group("copy"), like)
     optimizer = build_optimizer(model.shards, rules, settings, base, matrices)
+    judge = StepJudge(config.guard, model.shards[0].value.device) if config.guard.preset != "off" else None
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None
     balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
     if balance and first_value and config.init and not continues:
@@ -290,11 +312,12 @@ def build_parts(
     state = TrainingState(
         model.shards,
         optimizer,
-        extras=loss_scale.state() if loss_scale else {},
-        optional_extras=frozenset(LOSS_SCALE),  # the run may have begun in another precision
+        extras=(loss_scale.state() if loss_scale else {}) | (judge.state() if judge else {}),
+        optional_extras=frozenset((*LOSS_SCALE, *WINDOW)),  # the run may have begun without them
         buffers=balance.shards if balance else (),
         callbacks=callbacks.tensors(),
     )
+    token_readers = mesh.one_per_token_rank(table.rank_of_stage[-1])
     return StepParts(
         config=config,
         mesh=mesh,
@@ -305,10 +328,16 @@ def build_parts(
         state=state,
         policy=policy or Unwatched(),
         readers=mesh.one_per_data_rank(table.rank_of_stage[-1]),
-        token_readers=mesh.one_per_token_rank(table.rank_of_stage[-1]),
+        token_readers=token_readers,
+        loss_share=1 / len(token_readers) if _global_rank() in token_readers else 0.0,
+        step_judge=judge,
         balance=balance,
         callbacks=callbacks,
     )
+
+
+def _global_rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0
 
 
 def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from ingot.errors import IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
+from ingot.schema.guard_record import GuardState
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
@@ -66,6 +67,7 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
         tokens=step * trainer.config.tokens_per_step,
         health=trainer.policy.health(),
         callbacks=trainer.callbacks.records() if kind == FULL else {},
+        guard=trainer.policy.state() if kind == FULL else GuardState(),
     )
     checkpoint = trainer.config.checkpoint
     keep = checkpoint.keep if kind == FULL else checkpoint.weights_keep
@@ -310,8 +312,9 @@ def reload(trainer: RunParts) -> int:
         raise RunFailed(
             "E-ROLLBACK-NO-CHECKPOINT",
             "the policy asked to roll back, but there is no checkpoint yet",
-            rule="a run rolls back to its newest checkpoint",
-            fix="lower checkpoint.every or checkpoint.every_steps, so that the first checkpoint is saved earlier",
+            rule="a run rolls back to its newest checkpoint; what the guard decided is recorded",
+            fix="run the same command: it begins again, with what the guard recorded; lower checkpoint.every or "
+            "checkpoint.every_steps, so that the first checkpoint is saved earlier",
             run=str(trainer.folder.root),
         )
     trainer.loader.close()

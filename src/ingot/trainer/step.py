@@ -9,7 +9,7 @@ from ingot.errors import RunFailed
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import INGOT
 from ingot.trainer.blame import blamed
-from ingot.trainer.optim.gradients import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm_and_loss
 from ingot.trainer.parallel.pipeline import MicroBatches
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import StepResult
@@ -45,18 +45,34 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     """Reduce the gradients of `step`, clip, update unless the policy vetoes, publish, balance experts. Collective."""
     scale = loss_scale(parts)
     parts.model.reduce()
-    grad_norm = gradient_norm(parts.model.shards, scale=scale)
+    grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
     parts.callbacks.gradients(step)
-    veto = parts.policy.veto(loss, grad_norm)
+    overflow = parts.policy.veto(loss, grad_norm)
+    veto, judged = _judge(parts, mean_loss, grad_norm, overflow)
     with _errors_of_rules(parts.config.optim.kind):
         factor = clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale)
         parts.optimizer.step(lr, scale=factor, found_inf=veto)
-    if parts.loss_scale and veto is not None:
-        parts.loss_scale.update(veto)
+    if parts.loss_scale and overflow is not None:
+        parts.loss_scale.update(overflow)
     parts.model.publish()
     parts.callbacks.updated(step)
     experts = parts.balance.step(step, veto) if parts.balance else None
-    return StepResult(step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts)
+    return StepResult(step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts, judged=judged)
+
+
+def _judge(
+    parts: StepParts, loss: Tensor, grad_norm: Tensor, veto: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """Return whether to skip the update, and what the guard finds in the step. veto: the policy's."""
+    judge = parts.step_judge
+    if judge is None:
+        return veto, None
+    judged = judge.judge(loss, grad_norm)
+    found = judged[0] > 0
+    if judge.guard.acts:
+        veto = found if veto is None else found | veto
+    judge.add(loss, grad_norm, found if veto is None else veto)
+    return veto, judged
 
 
 def _errors_of_rules(kind: str) -> AbstractContextManager[None]:

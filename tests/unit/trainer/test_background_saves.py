@@ -13,6 +13,7 @@ import torch
 
 from ingot.errors import IngotError
 from ingot.events import read_events
+from ingot.plugins.callback import Verdict
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
@@ -20,9 +21,9 @@ from ingot.trainer.checkpoint import background, writer
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.checkpoint.part import RankBlocks
+from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save import save
 

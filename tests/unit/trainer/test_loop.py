@@ -12,6 +12,7 @@ from safetensors import safe_open
 from tests.expect import refused
 
 from ingot.events import read_events
+from ingot.plugins.callback import Verdict
 from ingot.schema.checkpoint import Health
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
@@ -19,11 +20,11 @@ from ingot.trainer import loop
 from ingot.trainer.checkpoint.manifest import list_checkpoints, write_manifest
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.state import CPU
+from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.resilience.policy import DefaultPolicy, Verdict
 from ingot.trainer.run import build_trainer
 from ingot.trainer.step import train_step
 from ingot.trainer.telemetry.usage import KINDS

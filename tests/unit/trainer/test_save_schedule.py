@@ -12,10 +12,10 @@ from ingot.schema.run import Checkpoint, Data, RunConfig, Train
 from ingot.theory.failures import daly_interval, job_mttf_seconds
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
+from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience import stop_vote
-from ingot.trainer.resilience.policy import DefaultPolicy
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save_schedule import SOON_SECONDS, SaveSchedule
 

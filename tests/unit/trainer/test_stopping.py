@@ -13,10 +13,10 @@ from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.resilience.policy import DefaultPolicy
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
 from ingot.trainer.run import build_trainer
 

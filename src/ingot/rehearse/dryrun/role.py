@@ -39,6 +39,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import run_from_dict
 from ingot.trainer import run as trainer_run
+from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.fake import own_groups_only
 from ingot.trainer.mesh.mesh import build_mesh
@@ -46,7 +47,7 @@ from ingot.trainer.model import attention
 from ingot.trainer.parallel.ring import AttentionTile, masked_tiles, plain_tiles
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.parts import StepParts
-from ingot.trainer.resilience.policy import DefaultPolicy, Unwatched
+from ingot.trainer.resilience.policy import Unwatched
 from ingot.trainer.step import train_step
 from ingot.trainer.torch_private import fake_store
 

@@ -23,7 +23,7 @@ from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.accepted import DATA
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
-from ingot.trainer.loader.ledger import read_ledger
+from ingot.trainer.loader.ledger import is_untrained, read_ledger
 from ingot.trainer.loader.order import Order, earlier_weights
 from ingot.trainer.loader.reader import Windows
 
@@ -181,7 +181,8 @@ class RunTokens:
         return Order(layout.manifest, train.seq_len, self.config.seed, weights, earlier=earlier)
 
     def consumed(self, documents: Collection[str]) -> Iterator[Use]:
-        """Yield the uses of `documents` (ids) that the ledger of the newest checkpoint records."""
+        """Yield the uses of `documents` (ids) that the ledger of the newest checkpoint records, without those in steps
+        that changed no weights."""
         for steps in self.ranges:
             wanted = self._windows(steps.layout, documents) if steps.layout else {}
             if not wanted:
@@ -189,7 +190,7 @@ class RunTokens:
             windows = np.array(sorted(wanted), np.int64)
             touching = [s for s in self.ledger if s.first_step <= steps.last and s.last_step >= steps.first]
             for step, ids in read_ledger(self.folder.ledger, touching):
-                if steps.first <= step <= steps.last:
+                if steps.first <= step <= steps.last and not is_untrained(ids):
                     for sample in _where(ids, windows):
                         yield from (Use(step, sample, one) for one in wanted[int(ids[sample])])
 

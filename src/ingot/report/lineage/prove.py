@@ -22,7 +22,7 @@ from ingot.trainer.checkpoint.folders import find_checkpoint
 from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest
 from ingot.trainer.checkpoint.resumable import find_resume_point
 from ingot.trainer.loader.epochs import EpochCount
-from ingot.trainer.loader.ledger import compare_step, damaged_segment, read_segment
+from ingot.trainer.loader.ledger import compare_step, damaged_segment, is_untrained, of_step, read_segment
 from ingot.trainer.loader.order import KEY as WEIGHTS
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader
@@ -49,7 +49,8 @@ class Proof:
     stream -> windows of an epoch. counted_steps: the last step in the count; later steps are compared with the order
     only, because seed, seq_len, global_batch or tokens changed, so epochs no longer continue. differences: settings of
     the order that differ between checkpoint and run file. shards: the shard files that were checked. hashed: every byte
-    of them was read. fault: code, found, fix and facts of the first difference, None if there is none.
+    of them was read. untrained: the steps that changed no weights: their updates were skipped or their data
+    passed. fault: code, found, fix and facts of the first difference, None if there is none.
     """
 
     run: str
@@ -66,6 +67,7 @@ class Proof:
     differences: tuple[Change, ...]
     shards: int
     hashed: bool
+    untrained: tuple[int, ...]
     unchecked: tuple[str, ...]
     fault: dict[str, Any] | None
 
@@ -112,6 +114,7 @@ def prove_run(path: Path, *, hashes: bool = False) -> Proof:
         differences=_differences(run.config, manifest.settings, manifest.step),
         shards=shards,
         hashed=hashes and fault is None,
+        untrained=tuple(prover.untrained),
         unchecked=() if fault else (*_lost_steps(folder, manifest.step), *prover.unchecked(hashes)),
         fault=fault,
     )
@@ -123,6 +126,7 @@ class _Prover:
     def __init__(self, run: RunTokens, orders: OrderByStep):
         self.run, self.orders = run, orders
         self.steps = self.samples = self.segments = self.counted = 0
+        self.untrained: list[int] = []
         self.count: EpochCount | None = None
         self._section: OrderSection | None = None
         self._shards: set[int] = set()  # of the present tokens
@@ -136,6 +140,8 @@ class _Prover:
             if len(ids) != section.global_batch and not intact:
                 raise damaged_segment(self.run.folder.ledger, segment)
             compare_step(step, ids, order, section.global_batch)
+            self.untrained += [step] if is_untrained(ids) else []
+            ids = of_step(ids)
             if self.count and self.counted == step - 1 and (section.continues or step > section.first):
                 self.count.add(step, ids, section.weights)
                 self.counted = step

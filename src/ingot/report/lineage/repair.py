@@ -154,7 +154,8 @@ def _computed(segment: LedgerSegment, orders: OrderByStep, ledger: Path) -> byte
     rows = []
     for step in range(segment.first_step, segment.last_step + 1):
         section, order = orders.at(step)
-        rows.append(order.step(step, section.global_batch).astype("<i8"))
+        ids = order.step(step, section.global_batch).astype("<i8")
+        rows.append(~ids if step in segment.untrained else ids)
     data = np.concatenate(rows).tobytes()
     if sha256_bytes(data) != segment.sha256:
         raise DataError(

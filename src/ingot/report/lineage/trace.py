@@ -19,7 +19,7 @@ from ingot.report.lineage.exposure import Exposure, RunTokens, Use, exposure, us
 from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import sha256_file
-from ingot.trainer.loader.ledger import read_ledger
+from ingot.trainer.loader.ledger import is_untrained, of_step, read_ledger
 from ingot.trainer.loader.order import Order
 
 
@@ -31,6 +31,7 @@ class TracedDocument:
     tokens_in_sample: the number of tokens of the part; a sample has seq_len inputs and the last target. file,
     record_id: the crawl file and the record in it.
     in_ledger: True if the ledger of a checkpoint confirms the sample; False if it is computed from the sample order.
+    trained: False if the ledger says that the step changed no weights: its update was skipped or its data were passed.
     """
 
     step: int
@@ -44,6 +45,7 @@ class TracedDocument:
     file: str
     record_id: str
     in_ledger: bool
+    trained: bool = True
 
 
 def trace_step(run: Path, step: int) -> list[TracedDocument]:
@@ -74,7 +76,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
         )
     order = reader.order(layout)
     ids = order.step(step, config.train.global_batch)
-    in_ledger = _check_ledger(reader, step, ids)
+    in_ledger, trained = _check_ledger(reader, step, ids)
     parts = list(_parts(layout, order, ids))
     origin = _origins(reader.tokens, layout, parts)
     return [
@@ -90,6 +92,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
             file=origin[part.document]["file"],
             record_id=origin[part.document]["record_id"],
             in_ledger=in_ledger,
+            trained=trained,
         )
         for part in parts
     ]
@@ -121,14 +124,18 @@ def _parts(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[_Part
             yield _Part(sample, shard, begin, end - begin, bytes(row["id"]).hex())
 
 
-def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> bool:
-    """Check that the ledger has the samples `ids` for `step`; return False if no checkpoint covers the step. Raises
-    DataError if the samples differ."""
+def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> tuple[bool, bool]:
+    """Check that the ledger has the samples `ids` for `step`. Returns whether a checkpoint covers the step, and whether
+    the step was trained. Raises DataError if the samples differ."""
     segment = _segment_of(reader.ledger, step)
     if segment is None:
-        return False
+        return False, True
+    trained = True
     for consumed_step, consumed in read_ledger(reader.folder.ledger, [segment]):
-        if consumed_step == step and not np.array_equal(consumed, ids):
+        if consumed_step != step:
+            continue
+        trained = not is_untrained(consumed)
+        if not np.array_equal(of_step(consumed), ids):
             raise DataError(
                 "E-LEDGER-ORDER",
                 f"step {step}: the ledger has other samples than the order of run.toml",
@@ -136,7 +143,7 @@ def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> bool:
                 fix="restore seed, seq_len, global_batch and weights in run.toml: they were changed after the run",
                 step=step,
             )
-    return True
+    return True, trained
 
 
 def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment | None:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ingot.errors import ResourceError
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import FULL, CheckpointManifest, FileEntry, Health, LedgerSegment, SaveKind, file_of
+from ingot.schema.guard_record import GuardState, guard_state
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free, write_atomic
 from ingot.stores.local import LocalStore
@@ -41,8 +42,15 @@ class CheckpointFacts:
     layout: dict[str, int]
     health: Health = field(default_factory=Health)
     callbacks: dict[str, Any] = field(default_factory=dict)
+    guard: GuardState = field(default_factory=GuardState)
     epoch: int = 0
     kind: SaveKind = FULL
+
+
+def facts_of(values: Mapping[str, Any]) -> CheckpointFacts:
+    """Return the facts whose JSON is `values`."""
+    health, guard = Health(**values["health"]), guard_state(values["guard"])
+    return CheckpointFacts(**dict(values) | {"health": health, "guard": guard})
 
 
 @dataclass(frozen=True)

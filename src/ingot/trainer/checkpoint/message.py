@@ -11,7 +11,8 @@ from typing import Any, TypeVar
 from ingot import errors
 from ingot.errors import IngotError
 from ingot.schema.accepted import AcceptedChanges
-from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, Health, LedgerSegment, TensorEntry
+from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, Health, TensorEntry, segments_of
+from ingot.schema.guard_record import guard_state
 
 T = TypeVar("T")
 _VALUE, _ERROR = b"+", b"-"
@@ -97,7 +98,8 @@ def unpack_manifest(data: bytes) -> CheckpointManifest:
             "cuts": tuple(cuts),
             "tensors": tensors,
             "rng": tuple(values["rng"]),
-            "ledger": tuple(LedgerSegment(**one) for one in values["ledger"]),
+            "ledger": segments_of(values["ledger"]),
+            "guard": guard_state(values["guard"]),
             "accepted": None if values["accepted"] is None else tuple(map(_accepted, values["accepted"])),
         }
     )

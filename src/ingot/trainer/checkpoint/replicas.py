@@ -18,11 +18,11 @@ from typing import Any
 
 from ingot.errors import CheckpointError, IngotError, ResourceError
 from ingot.schema.accepted import read_accepted
-from ingot.schema.checkpoint import CheckpointManifest, FileEntry, Health, LedgerSegment, file_of
+from ingot.schema.checkpoint import CheckpointManifest, FileEntry, LedgerSegment, file_of, segments_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, rank, world
-from ingot.trainer.checkpoint.files import CheckpointFacts, FileContents
+from ingot.trainer.checkpoint.files import CheckpointFacts, FileContents, facts_of
 from ingot.trainer.checkpoint.images import SECONDS, Connection, KeptImage, part_of_image, receive_image
 from ingot.trainer.checkpoint.keeper import Peer, asking, keeper_name, reach_local, reach_peer, start_keeper
 from ingot.trainer.checkpoint.message import RankError, pack_json, unpack_json, unpack_manifest
@@ -290,8 +290,7 @@ def _manifest(
     cuts, tensors = assemble(
         [replace(RankBlocks.from_bytes(one), file=file) for one, file in zip(blocks, files, strict=True)]
     )
-    facts = CheckpointFacts(**about["facts"] | {"health": Health(**about["facts"]["health"])})
-    ledger = tuple(LedgerSegment(**one) for one in about["ledger"])
+    facts, ledger = facts_of(about["facts"]), segments_of(about["ledger"])
     last = folder.ledger / ledger[-1].file
     if not last.exists():  # its save did not come so far
         write_atomic(last, b64decode(about["segment"]))

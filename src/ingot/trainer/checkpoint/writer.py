@@ -22,9 +22,9 @@ from typing import IO, Any
 
 from ingot.errors import ResourceError
 from ingot.machine.processes import die_with_parent, signals_blocked
-from ingot.schema.checkpoint import Health, LedgerSegment
+from ingot.schema.checkpoint import LedgerSegment, segments_of
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents, facts_of
 from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message
 from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.checkpoint.tensor_file import FilePart
@@ -216,9 +216,7 @@ def _answer(folder: RunFolder, request: dict[str, Any], more: list[bytes]) -> by
         size = request["size"]  # 0 on a rank that owns no weights
         image = memoryview(mmap.mmap(request["fd"], size, prot=mmap.PROT_READ) if size else b"")[request["begin"] :]
         return files.write(request["rank"], contents, _cut(image, contents.parts)).to_bytes()
-    values = request["facts"]
-    facts = CheckpointFacts(**values | {"health": Health(**values["health"])})
-    ledger = tuple(LedgerSegment(**one) for one in request["ledger"])
+    facts, ledger = facts_of(request["facts"]), segments_of(request["ledger"])
     segment, *parts = more
     rules = request["keep"], request["keep_every"]
     return str(files.finish(facts, list(map(RankBlocks.from_bytes, parts)), ledger, segment, *rules)).encode()

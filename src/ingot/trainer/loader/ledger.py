@@ -2,7 +2,8 @@
 
 Ranks keep the sample ids of their steps; at a checkpoint these are joined and written as a segment. The checkpoint
 lists the segments with their hashes, so a run that was killed, resumed or moved to another number of ranks can prove
-that no sample was lost or repeated.
+that no sample was lost or repeated. The samples of a step that changed no weights, because its update
+was skipped or its data were passed, are written as ~id.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -42,6 +43,11 @@ class Ledger:
             self._first_step = step
         self._ids.append(np.asarray(sample_ids, np.int64))
 
+    def mark_untrained(self, step: int) -> None:
+        """Mark the samples of a recorded step, which changed no weights: in the ledger they are ~id."""
+        at = step - self._first_step
+        self._ids[at] = np.where(self._ids[at] < 0, self._ids[at], ~self._ids[at])
+
     def segment(self, first_step: int, last_step: int) -> np.ndarray:
         """Return this rank's samples of steps first..last: int64 [steps, n]. Raises DataError if a step is missing."""
         begin, end = first_step - self._first_step, last_step - self._first_step + 1
@@ -67,7 +73,8 @@ def segment_of(first_step: int, last_step: int, ids_by_step: np.ndarray) -> tupl
     """Return the samples of these steps (inclusive) of all ranks, in rank order, as a file of the ledger: its entry and
     its content.
 
-    ids_by_step: int64 [steps, global_batch]. The file has these numbers, little-endian, row by row.
+    ids_by_step: int64 [steps, global_batch], ~id in rows of untrained steps. The file has these numbers, little-endian,
+    row by row.
     """
     if ids_by_step.ndim != 2 or len(ids_by_step) != last_step - first_step + 1:
         raise DataError(
@@ -78,8 +85,25 @@ def segment_of(first_step: int, last_step: int, ids_by_step: np.ndarray) -> tupl
             shape=list(ids_by_step.shape),
         )
     data = np.ascontiguousarray(ids_by_step, "<i8").tobytes()
-    name = segment_file(first_step, last_step)
-    return LedgerSegment(file=name, first_step=first_step, last_step=last_step, sha256=sha256_bytes(data)), data
+    untrained = tuple((first_step + np.flatnonzero((ids_by_step < 0).all(axis=1))).tolist())
+    segment = LedgerSegment(
+        file=segment_file(first_step, last_step),
+        first_step=first_step,
+        last_step=last_step,
+        sha256=sha256_bytes(data),
+        untrained=untrained,
+    )
+    return segment, data
+
+
+def of_step(ids: np.ndarray) -> np.ndarray:
+    """Return the samples of a step, int64 [n], whether or not it was trained: ~id becomes id."""
+    return np.where(ids < 0, ~ids, ids)
+
+
+def is_untrained(ids: np.ndarray) -> bool:
+    """Return whether the ledger says of a step with these entries that it changed no weights."""
+    return bool(len(ids)) and bool((ids < 0).all())
 
 
 def write_segment(folder: Path, first_step: int, last_step: int, ids_by_step: np.ndarray) -> LedgerSegment:
@@ -157,8 +181,12 @@ def prove(ledger: Iterable[tuple[int, np.ndarray]], order: Order, global_batch: 
 
 
 def compare_step(step: int, ids: np.ndarray, order: Order, global_batch: int) -> None:
-    """Compare the samples `ids` that a step consumed with `order`. Raises DataError that names the first difference."""
+    """Compare the samples `ids` that a step consumed with `order`. Raises DataError that names the first difference.
+
+    A step is trained as a whole, or not at all: then all entries are ~id.
+    """
     wanted = order.step(step, global_batch)
+    wanted = ~wanted if is_untrained(ids) else wanted
     if len(ids) != global_batch:
         raise DataError(
             "E-LEDGER-BATCH",

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from ingot.errors import ConfigError, ResourceError
+from ingot.schema.step_ranges import StepRange, among
 from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader, document_numbers
@@ -29,7 +30,7 @@ class Batch:
     inputs, targets: int64 [A, B, T], views of one buffer (not contiguous: use reshape, not view).
     document_ids: int32 [A, B, T], the number of the document within its sequence; None unless documents are masked.
     sample_ids: int64 [A * B], window ids for the ledger. wait_seconds: how long the trainer waited for this batch.
-    troubles: with reading, before it could be read.
+    troubles: with reading, before it could be read. passed: the step's data are passed: the tensors are empty.
     """
 
     step: int
@@ -39,6 +40,7 @@ class Batch:
     document_ids: torch.Tensor | None
     wait_seconds: float
     troubles: tuple[DataTrouble, ...] = ()
+    passed: bool = False
 
 
 @dataclass
@@ -49,6 +51,7 @@ class _Prepared:
     documents: torch.Tensor | None  # [A * B, T]
     ready: "torch.cuda.Event | None"  # recorded after the copy to the device
     troubles: tuple[DataTrouble, ...]
+    passed: bool = False
 
 
 class Loader:
@@ -61,6 +64,7 @@ class Loader:
     prefetch: the number of batches read ahead. earlier: the earlier mixture weights as (last step, weights), oldest
     first (loader/order.py). deadline_seconds: the longest wait for a batch. read_seconds: without a batch for this
     time, another thread reads it, and the next one after twice that; a read that fails is tried again for half of it.
+    passed: steps whose batches are not read: the ids of their samples are known, and their tensors are empty.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Loader:
         prefetch: int = 2,
         deadline_seconds: float = DEADLINE_SECONDS,
         read_seconds: float = 60.0,
+        passed: Sequence[StepRange] = (),
     ):
         if global_batch % (ranks * micro_batch):
             raise ConfigError(
@@ -99,7 +104,7 @@ class Loader:
         self.device = _with_index(torch.device(device))
         self.micro_batch, self.deadline_seconds, self._read_seconds = micro_batch, deadline_seconds, read_seconds
         self._folder, self._seq_len = folder, seq_len
-        self._global_batch, self._mask_documents = global_batch, mask_documents
+        self._global_batch, self._mask_documents, self._passed = global_batch, mask_documents, tuple(passed)
         per_rank = global_batch // ranks
         self._part = slice(rank * per_rank, (rank + 1) * per_rank)
         self.shape = (per_rank, seq_len + 1)
@@ -135,7 +140,7 @@ class Loader:
         return self._batch(prepared, time.perf_counter() - started, replaced)
 
     def _batch(self, prepared: _Prepared, wait_seconds: float, replaced: tuple[DataTrouble, ...]) -> Batch:
-        shape = (-1, self.micro_batch, self.shape[1] - 1)
+        shape = (len(prepared.tokens) // self.micro_batch, self.micro_batch, self.shape[1] - 1)
         documents = prepared.documents
         return Batch(
             step=prepared.step,
@@ -145,6 +150,7 @@ class Loader:
             document_ids=None if documents is None else documents.view(shape),
             wait_seconds=wait_seconds,
             troubles=replaced + prepared.troubles,
+            passed=prepared.passed,
         )
 
     def _get(self) -> "tuple[_Prepared | BaseException, tuple[DataTrouble, ...]]":
@@ -195,6 +201,10 @@ class Loader:
         """Return the window ids of this rank in a step: int64 [A * B]."""
         return self.order.step(step, self._global_batch)[self._part]
 
+    def passes(self, step: int) -> bool:
+        """Return whether the data of `step` are passed."""
+        return among(step, self._passed)
+
     def documents(self, tokens: np.ndarray) -> np.ndarray | None:
         """Return the document numbers of the inputs of windows [A * B, T + 1], if documents are masked."""
         return document_numbers(tokens[:, :-1], self.manifest.eot_id) if self._mask_documents else None
@@ -222,6 +232,11 @@ class _ReadAhead:
             place = _Host(loader.shape) if loader.device.type == "cpu" else _Device(loader.shape, loader.device)
             for step in self._steps:
                 ids = loader.samples(step)
+                if loader.passes(step):
+                    nothing = torch.empty(0, loader.shape[1], dtype=torch.int64, device=loader.device)
+                    if not self._put(_Prepared(step, ids, nothing, None, None, (), passed=True)):
+                        return
+                    continue
                 host = self._reader.read(ids, out=place.buffer())
                 documents = loader.documents(host)
                 if not self._put(_Prepared(step, ids, *place.send(documents), self._reader.retries.take())):

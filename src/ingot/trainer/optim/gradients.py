@@ -16,21 +16,44 @@ def gradient_norm(shards: Sequence[ParameterShard], world: int | None = None, *,
     """Return the Euclidean norm of the whole model's gradient, a scalar on the device, equal on all ranks. Collective.
 
     Each element counts once, on the rank that owns its shard. Squares are float32 (float64 for float64 masters); one
-    all-reduce sums them over the default group. The order of summation is fixed by the layout, and so are the bits.
-    world: the size of the default group; None looks it up; 1 skips the all-reduce. scale: the loss scale by which the
-    gradients are multiplied; the norm is divided by it. A non-finite gradient makes the norm non-finite.
+    all-reduce over the default group sums those of the ranks in float64. The order of summation is fixed by the layout,
+    and so are the bits. world: the size of the default group; None looks it up; 1 skips the all-reduce. scale: the loss
+    scale by which the gradients are multiplied; the norm is divided by it. A non-finite gradient makes the norm
+    non-finite.
+    """
+    return gradient_norm_and_loss(shards, None, 0.0, world, scale=scale)[0]
+
+
+@torch.no_grad()
+def gradient_norm_and_loss(
+    shards: Sequence[ParameterShard],
+    loss: Tensor | None,
+    share: float,
+    world: int | None = None,
+    *,
+    scale: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Return `gradient_norm` and the loss of the step, float64, both equal on all ranks, by one all-reduce. Collective.
+
+    loss: of this rank's tokens. share: by which it counts in the loss of the step; 0 on ranks that read no tokens of
+    their own, whose `loss` does not count, whatever it is.
     """
     dtype, device = _dtype_and_device(shards)
     owned = [p.grad for p in shards if p.owner and p.grad is not None]
     square = torch.zeros((), dtype=dtype, device=device)
     if owned:
         square = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in owned]).square().sum()
+    own = torch.zeros((), dtype=torch.float64, device=device)
+    if loss is not None and share:
+        own = loss.detach().to(device, torch.float64).reshape(()) * share
     if world is None:
         world = dist.get_world_size() if dist.is_initialized() else 1
     if world > 1:
-        dist.all_reduce(square)
+        sums = torch.stack((square.double(), own))
+        dist.all_reduce(sums)
+        square, own = sums[0].to(dtype), sums[1]
     norm = square.sqrt()
-    return norm if scale is None else norm / scale
+    return (norm if scale is None else norm / scale), own
 
 
 def clip_factor(norm: Tensor, max_norm: float, *, scale: Tensor | None = None) -> Tensor | None:

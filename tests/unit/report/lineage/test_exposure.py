@@ -17,7 +17,6 @@ from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.report.lineage.exposure import exposure, runs_on, uses
 from ingot.report.lineage.trace import purges_of, trace_documents, trace_step
 from ingot.schema.arch import Arch
-from ingot.schema.checkpoint import LedgerSegment
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
@@ -52,7 +51,7 @@ def save(run, step, first=1, earlier=()):
     order = Order(manifest, SEQ_LEN, SEED)
     ids = np.stack([order.step(one, BATCH) for one in range(first, step + 1)])
     segment = write_segment(RunFolder(run).ledger, first, step, ids)
-    ledger = (*(LedgerSegment(**one) for one in earlier), segment)
+    ledger = (*segments_of(earlier), segment)
     write_checkpoint(RunFolder(run), step, data_fingerprint=manifest.fingerprint(), ledger=ledger)
 
 

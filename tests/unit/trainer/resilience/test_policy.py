@@ -4,17 +4,10 @@ import pytest
 import torch
 
 from ingot.errors import RunFailed
+from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.resilience.policy import (
-    SKIPS,
-    SKIPS_IN_A_ROW,
-    VETOES_IN_A_ROW,
-    DefaultPolicy,
-    StepNumbers,
-    StepResult,
-    Verdict,
-    read_steps,
-)
+from ingot.trainer.default_policy import SKIPS, SKIPS_IN_A_ROW, VETOES_IN_A_ROW, DefaultPolicy
+from ingot.trainer.resilience.policy import StepResult, read_steps
 
 
 def scalar(value):

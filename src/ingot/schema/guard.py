@@ -1,0 +1,56 @@
+"""The settings of the guard, which judges every step before its update. docs/guard.md has the source of each figure."""
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from ingot.ranges import Factor, Positive, PositiveSteps, Range, Share
+
+MOST_WINDOW = 512  # steps: the tensor in the checkpoint has this size at every setting
+
+Window = Annotated[int, Range(8, MOST_WINDOW)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Guard:
+    """The guard of a run: which steps are spikes, and how training goes on after them.
+
+    preset: "off": only updates whose loss or gradient is not finite are skipped. "watch": spikes are reported. "guard":
+      their updates are skipped, and after several in a row the run goes back, trains the steps again, passes their data
+      and lowers the learning rate, one after the other, until training is calm; a level that stays is accepted at last.
+      "strict": in place of the last two, the run stops for a person.
+    window: the healthy steps with which a step is compared. ready: fewer than these are no basis for a spike.
+    sigmas: the deviations above the median that are a spike, of the loss or of the logarithm of the gradient norm.
+    loss_spread, norm_spread: the smallest deviation, in nats and as a logarithm: a window may be very calm.
+    corruption_factor: a gradient norm this many times the median, with a loss that is no spike, is suspected
+      corruption.
+    in_a_row: so many skipped steps, up to a log line, make the run go back. calm_steps: a new row within these steps of
+      the last one is the same trouble: the next measure is taken.
+    lr_factor, lr_steps: by which factor the learning rate is lowered, and for how many steps.
+    """
+
+    preset: Literal["off", "watch", "guard", "strict"] = "guard"
+    window: Window = 128
+    ready: PositiveSteps = 32
+    sigmas: Positive = 6.0
+    loss_spread: Positive = 0.02
+    norm_spread: Positive = 0.1
+    corruption_factor: Factor = 10.0
+    in_a_row: PositiveSteps = 3
+    calm_steps: PositiveSteps = 128
+    lr_factor: Share = 0.5
+    lr_steps: PositiveSteps = 200
+
+    @property
+    def acts(self) -> bool:
+        """True if updates of spikes are skipped."""
+        return self.preset in ("guard", "strict")
+
+    def problems(self):
+        if self.ready > self.window:
+            yield "ready", f"is {self.ready}, but the window has {self.window} steps (guard.window)"
+        if self.in_a_row < 2:
+            yield "in_a_row", "is 1: a single bad batch needs no return to a checkpoint; use 2 or more"
+        if self.lr_factor == 0:
+            yield "lr_factor", "is 0: nothing would be learned in these steps"
+        if self.corruption_factor <= 1:
+            yield "corruption_factor", f"is {self.corruption_factor:g}, must be above 1"

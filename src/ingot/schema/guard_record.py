@@ -1,0 +1,117 @@
+"""guard.json of a run folder: the measures that the guard took, oldest first. Checkpoints have a copy.
+
+The batches that training passes, and the learning rate, follow from this record and the run file: a run that continues
+takes the same way. No torch.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from ingot.errors import DataError
+from ingot.schema.step_ranges import StepRange
+from ingot.storage import write_json
+
+Action = Literal["again", "pass", "lower", "accept", "stop"]
+AGAIN: Action = "again"
+PASS: Action = "pass"
+LOWER: Action = "lower"
+ACCEPT: Action = "accept"
+STOP: Action = "stop"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Measure:
+    """A measure that was taken because the updates of steps first..last were skipped, one after the other.
+
+    found: the kinds of what was found in them. lr_factor, lr_last: with "lower", the factor of the learning rate from
+    step `first` to `lr_last`.
+    """
+
+    action: Action
+    first: int
+    last: int
+    found: tuple[str, ...]
+    lr_factor: float = 1.0
+    lr_last: int = 0
+
+    @property
+    def passes(self) -> bool:
+        """True if the data of the steps are passed from here on."""
+        return self.action in (PASS, LOWER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GuardState:
+    """The guard in a checkpoint. measures: those taken so far. row: the steps up to the checkpoint whose updates were
+    skipped, one after the other, and no measure was taken yet. row_found: what was found in them.
+    """
+
+    measures: tuple[Measure, ...] = ()
+    row: tuple[int, ...] = ()
+    row_found: tuple[str, ...] = field(default=())
+
+
+def guard_state(values: Mapping[str, Any]) -> GuardState:
+    """Return the GuardState whose JSON is `values`. Raises KeyError, TypeError or ValueError for other values."""
+    return GuardState(
+        measures=tuple(map(_measure, values["measures"])),
+        row=tuple(map(int, values["row"])),
+        row_found=tuple(map(str, values["row_found"])),
+    )
+
+
+def passed_steps(measures: Sequence[Measure]) -> list[StepRange]:
+    """Return the ranges of steps whose data are passed."""
+    return [StepRange(one.first, one.last) for one in measures if one.passes]
+
+
+def lr_factor(measures: Sequence[Measure], step: int) -> float:
+    """Return the factor of the learning rate of `step`: the product of those that hold for it."""
+    factor = 1.0
+    for one in measures:
+        if one.action == LOWER and one.first <= step <= one.lr_last:
+            factor *= one.lr_factor
+    return factor
+
+
+def read_measures(path: Path) -> list[Measure]:
+    """Return the measures of the file `path`; none if there is no such file. Raises DataError if it cannot be read."""
+    try:
+        return [_measure(values) for values in json.loads(path.read_bytes())]
+    except FileNotFoundError:
+        return []
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise DataError(
+            "E-GUARD-READ",
+            f"{path} cannot be read ({error})",
+            rule="this file records which batches the run passes, and where its learning rate is lower",
+            fix="restore the file from a copy of the run folder, or delete it: then the record is that of the newest "
+            "checkpoint",
+            path=str(path),
+        ) from None
+
+
+def _measure(values: Mapping[str, Any]) -> Measure:
+    if values["action"] not in (AGAIN, PASS, LOWER, ACCEPT, STOP):
+        raise ValueError(f"action {values['action']!r}")
+    return Measure(
+        action=values["action"],
+        first=int(values["first"]),
+        last=int(values["last"]),
+        found=tuple(map(str, values["found"])),
+        lr_factor=float(values["lr_factor"]),
+        lr_last=int(values["lr_last"]),
+    )
+
+
+def write_measures(path: Path, measures: Sequence[Measure]) -> None:
+    """Replace the file `path`."""
+    write_json(path, [asdict(one) for one in measures])
+
+
+def with_those_of(measures: Sequence[Measure], saved: Sequence[Measure]) -> list[Measure]:
+    """Return `saved`, the measures of a checkpoint, and after them those of `measures` that it lacks."""
+    return [*saved, *(one for one in measures if one not in saved)]

@@ -1,0 +1,34 @@
+"""Ranges of steps in the run file and in records: "120" or "120-122", inclusive."""
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from ingot.errors import ConfigError
+
+RULE = 'steps are one number, like "120", or the first and the last, like "120-122", counted from 1'
+
+
+@dataclass(frozen=True, order=True)
+class StepRange:
+    """The steps first..last, inclusive."""
+
+    first: int
+    last: int
+
+    def __contains__(self, step: int) -> bool:
+        return self.first <= step <= self.last
+
+
+def parse_step_range(text: str) -> StepRange:
+    """Return the range that `text` names. Raises ConfigError."""
+    found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
+    first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
+    if not 1 <= first <= last:
+        raise ConfigError("E-STEPS", f"{text!r} is no range of steps", rule=RULE, fix='write "120-122"', steps=text)
+    return StepRange(first, last)
+
+
+def among(step: int, ranges: Iterable[StepRange]) -> bool:
+    """Return whether `step` is in one of `ranges`."""
+    return any(step in one for one in ranges)

@@ -1,0 +1,142 @@
+"""The policy of `ingot train`: skip what would harm the weights, go back, and end a run that does not recover."""
+
+import math
+from collections import deque
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ingot.errors import RunFailed
+from ingot.plugins.callback import StepNumbers, Verdict
+from ingot.schema.checkpoint import Health
+from ingot.schema.guard_record import GuardState
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.guard.ladder import Ladder
+from ingot.trainer.resilience.policy import StepResult
+
+SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
+SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several in a row are, the weights are
+EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); training starts close to 1
+VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
+
+
+class DefaultPolicy:
+    """A policy that skips updates whose gradient is not finite, and ends a run that does not recover. With a ladder, it
+    goes back and takes the measures of the guard first.
+
+    The decision to skip is made on the device in every step; results are read at log lines. A run ends after
+    SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG, and if the loss at a log line is EXPLODED times that
+    of a uniform guess. So weights that cannot be used are never saved.
+
+    scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
+    are a failure. vocab_size: of the model; 0 does not judge the size of the loss. from_weights: the run began with the
+    weights of a folder, which may have a large loss: it has to reach EXPLODED times the first one of the attempt, too.
+    ladder: the measures against rows of skipped steps; None: the run ends after SKIPS_IN_A_ROW of them.
+    """
+
+    def __init__(
+        self,
+        folder: RunFolder,
+        *,
+        scaled_loss: bool = False,
+        vocab_size: int = 0,
+        from_weights: bool = False,
+        ladder: Ladder | None = None,
+    ):
+        self.folder, self.scaled_loss, self.ladder = folder, scaled_loss, ladder
+        self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
+        self._from_weights, self._first_loss = from_weights, 0.0  # the first loss of this attempt
+        self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
+        self._vetoes = 0  # skipped steps in a row, up to the last log line
+        self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
+
+    def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        return ~torch.isfinite(grad_norm)
+
+    def health(self) -> Health:
+        if self._last is None:
+            return Health()
+        values = f"loss {self._last.loss:.5g}, gradient norm {self._last.grad_norm:.5g} at step {self._last.step}"
+        return Health(state="healthy", reason=values, by="default policy")
+
+    def state(self) -> GuardState:
+        return self.ladder.state() if self.ladder else GuardState()
+
+    def restore(self, state: GuardState, *, other_settings: bool) -> None:
+        self._recent.clear()
+        self._vetoes, self._last = 0, None
+        if self.ladder:
+            self.ladder.restore(state, other_settings=other_settings)
+
+    def verdict(self, result: StepResult) -> Verdict:
+        self.judge(result.line)
+        if self.ladder is None or not result.line:
+            return Verdict.CONTINUE
+        return self.ladder.verdict()
+
+    def judge(self, line: Sequence[StepNumbers]) -> None:
+        trained = [numbers for numbers in line if not numbers.passed]
+        if self.ladder:
+            self.ladder.look(trained)
+        for numbers in trained:
+            self._judge(numbers)
+        kept = [numbers for numbers in trained if not numbers.skipped]
+        if kept and self._from_weights and self._first_loss == 0.0:
+            self._first_loss = kept[0].loss
+        if kept:
+            self._judge_size(kept[-1])
+
+    def _judge(self, numbers: StepNumbers) -> None:
+        """Raise RunFailed if nothing may be saved after this step."""
+        self._vetoes = self._vetoes + 1 if numbers.skipped else 0
+        self._recent.append(numbers.skipped)
+        values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
+        if self.scaled_loss and self._vetoes >= VETOES_IN_A_ROW:
+            raise RunFailed(
+                "E-LOSS-SCALE",
+                f"{values}: {self._vetoes} steps in a row were skipped",
+                rule="gradients that are not finite at any loss scale are not an fp16 overflow",
+                fix="lower optim.lr, or set train.precision = 'bf16', then run the same command: it continues from the "
+                "last checkpoint",
+                step=numbers.step,
+                skipped=self._vetoes,
+            )
+        many = sum(self._recent)
+        ends = not self.scaled_loss and self.ladder is None
+        lost = ends and (self._vetoes >= SKIPS_IN_A_ROW or many >= SKIPS)
+        if lost or not (numbers.skipped or numbers.is_finite):
+            raise RunFailed(
+                "E-LOSS-NOT-FINITE",
+                values + (f", and {many} of the last {len(self._recent)} steps were skipped" if lost else ""),
+                rule="a step whose gradient is not finite is skipped, but training does not continue after "
+                f"{SKIPS_IN_A_ROW} such steps in a row or {SKIPS} of {SKIPS_AMONG}, or with a loss that is not finite; "
+                "no such weights were saved",
+                fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run the same command: it "
+                f"continues from the last checkpoint. The documents of the step: {self._trace(numbers.step)}",
+                step=numbers.step,
+                loss=numbers.loss,
+                grad_norm=numbers.grad_norm,
+                skipped=self._vetoes,
+            )
+        if not numbers.skipped:
+            self._last = numbers
+
+    def _judge_size(self, numbers: StepNumbers) -> None:
+        """Raise RunFailed if the loss is far above that of a model that knows nothing, and above the first one."""
+        if numbers.loss > max(self.largest_loss, EXPLODED * self._first_loss):
+            raise RunFailed(
+                "E-LOSS-EXPLODED",
+                f"loss {numbers.loss:.4g} at step {numbers.step}",
+                rule=f"a uniform guess has a loss of {self.largest_loss / EXPLODED:.4g}; weights with {EXPLODED:g} "
+                "times that loss are useless, and no such weights were saved",
+                fix="lower optim.lr or raise schedule.warmup_steps, then run the same command: it continues from the "
+                "last checkpoint. In the first steps: check that tokenizer and weights belong together. "
+                f"The documents of the step: {self._trace(numbers.step)}",
+                step=numbers.step,
+                loss=numbers.loss,
+                largest=self.largest_loss,
+            )
+
+    def _trace(self, step: int) -> str:
+        return f"ingot data trace --run {self.folder.root} --step {step}"

@@ -1,0 +1,113 @@
+"""The measures against rows of skipped steps, one after the other: train the steps again, pass their data, lower the
+learning rate, accept the new level; or stop.
+
+A single bad batch costs its own update and no more. Several in a row may come from weights that were harmed before, by
+a fault of the hardware, by data, or by a learning rate that is too high; the measures tell these apart from the
+cheapest on. After `calm_steps` without a new row, the next one is a trouble of its own and begins with the first
+measure. All ranks decide alike, because they read the same numbers; what was decided is recorded before it takes
+effect, so that a run that is killed then takes the same way.
+"""
+
+from collections.abc import Callable, Sequence
+
+from ingot.errors import RunFailed
+from ingot.plugins.callback import StepNumbers, Verdict
+from ingot.schema.guard import Guard
+from ingot.schema.guard_record import ACCEPT, AGAIN, LOWER, PASS, STOP, Action, GuardState, Measure, with_those_of
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.guard.step_judge import NOT_FINITE, StepJudge
+
+MEASURES: dict[str, tuple[Action, ...]] = {"guard": (AGAIN, PASS, LOWER, ACCEPT), "strict": (AGAIN, PASS, STOP)}
+
+
+class Ladder:
+    """The rows of skipped steps of a run, and its measures.
+
+    folder: of the run. measures: those of its record. judge: gets a new window when a level is accepted. record: called
+    on every rank with all measures after each new one, before it takes effect. report: called with each new one.
+    """
+
+    def __init__(
+        self,
+        guard: Guard,
+        folder: RunFolder,
+        judge: StepJudge,
+        measures: Sequence[Measure],
+        record: Callable[[Sequence[Measure]], None],
+        report: Callable[[Measure], None],
+    ):
+        self.guard, self.folder, self.measures = guard, folder, list(measures)
+        self._judge, self._record, self._report = judge, record, report
+        self._row: list[int] = []
+        self._found: set[str] = set()
+
+    def look(self, line: Sequence[StepNumbers]) -> None:
+        """Take in the trained steps of a log line, in order."""
+        for numbers in line:
+            if not (numbers.skipped and numbers.finding):
+                self._row, self._found = [], set()
+                continue
+            self._row.append(numbers.step)
+            self._found.update(numbers.finding.kinds)
+
+    def verdict(self) -> Verdict:
+        """Return how to continue after the steps so far. Raises RunFailed if the last measure was taken before."""
+        if len(self._row) < self.guard.in_a_row:
+            return Verdict.CONTINUE
+        measure = self._next_measure()
+        if measure not in self.measures:
+            self.measures.append(measure)
+            self._record(self.measures)
+            self._report(measure)
+        self._row, self._found = [], set()
+        if measure.action == STOP:
+            raise self._stopped(measure)
+        if measure.action == ACCEPT:
+            self._judge.forget()
+            return Verdict.CONTINUE
+        return Verdict.ROLL_BACK
+
+    def _next_measure(self) -> Measure:
+        first, last, found = self._row[0], self._row[-1], tuple(sorted(self._found))
+        accepted = [one for one in self.measures if one.action == ACCEPT and one.first <= last and first <= one.last]
+        if accepted:  # the run was killed after this decision, and comes by again
+            return accepted[-1]
+        actions = MEASURES[self.guard.preset]
+        taken = self.measures[-1] if self.measures else None
+        again = taken is not None and taken.action in actions and abs(first - taken.last) <= self.guard.calm_steps
+        action = actions[min(actions.index(taken.action) + 1, len(actions) - 1)] if taken and again else actions[0]
+        if action == ACCEPT and self._found <= NOT_FINITE:  # there is no level to accept
+            action = STOP
+        if action != LOWER:
+            return Measure(action=action, first=first, last=last, found=found)
+        until = last + self.guard.lr_steps
+        return Measure(action=LOWER, first=first, last=last, found=found, lr_factor=self.guard.lr_factor, lr_last=until)
+
+    def _stopped(self, measure: Measure) -> RunFailed:
+        steps = f"{measure.first} to {measure.last}"
+        return RunFailed(
+            "E-GUARD-STOPPED",
+            f"the updates of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
+            "back, trained them again and passed their data",
+            rule="the guard takes each measure once before it stops for a person; no weights of these steps were saved",
+            fix="lower optim.lr, or look at the documents of a step with `ingot data trace --run "
+            f"{self.folder.root} --step {measure.first}`; then run the same command: it continues from the last "
+            "checkpoint",
+            step=measure.first,
+            last_step=measure.last,
+            found=list(measure.found),
+        )
+
+    def state(self) -> GuardState:
+        """Return what a checkpoint of the last step keeps."""
+        return GuardState(measures=tuple(self.measures), row=tuple(self._row), row_found=tuple(sorted(self._found)))
+
+    def restore(self, state: GuardState, *, other_settings: bool) -> None:
+        """Go on as after the step whose checkpoint has `state`."""
+        missing = [one for one in state.measures if one not in self.measures]
+        self.measures = with_those_of(self.measures, state.measures)
+        if missing:  # the checkpoint came from elsewhere, without the record of the folder
+            self._record(self.measures)
+        self._row, self._found = list(state.row), set(state.row_found)
+        if other_settings:
+            self._judge.forget()

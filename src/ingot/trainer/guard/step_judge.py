@@ -1,0 +1,109 @@
+"""The judgment of a step before its update, on the device, without waiting for it.
+
+A step is compared with the healthy steps before it: loss and logarithm of the gradient norm, each by its distance from
+their median, in units of 1.4826 times the median absolute deviation, which is the standard deviation of normal values
+(Leys et al. 2013). A mean and a standard deviation would be moved by the spike itself. Sums are float64, and both
+values are equal on all ranks, so all ranks decide alike.
+"""
+
+import math
+
+import torch
+from torch import Tensor
+
+from ingot.plugins.callback import Finding
+from ingot.schema.guard import MOST_WINDOW, Guard
+
+STATE = ("guard_window", "guard_count")
+_NORMAL = 1.4826  # 1 / the 75th percentile of the standard normal distribution
+_LEAST_NORM = 1e-30  # a gradient of zeros has a logarithm, too
+
+# The kinds of findings, as bits of one number.
+LOSS_NOT_FINITE, NORM_NOT_FINITE, LOSS_SPIKE, NORM_SPIKE, CORRUPTION = 1, 2, 4, 8, 16
+KINDS = {
+    LOSS_NOT_FINITE: "loss not finite",
+    NORM_NOT_FINITE: "gradient not finite",
+    LOSS_SPIKE: "loss spike",
+    NORM_SPIKE: "gradient spike",
+    CORRUPTION: "suspected corruption",
+}
+NOT_FINITE = frozenset((KINDS[LOSS_NOT_FINITE], KINDS[NORM_NOT_FINITE]))
+
+
+class StepJudge:
+    """The window of healthy steps on the device, and the judgment by it.
+
+    window: float64 [2, 512], loss and log gradient norm of the last healthy steps, the newest at the end. count: int64,
+    how many of them there are. Both are updated in place, and are the same on every rank.
+    """
+
+    def __init__(self, guard: Guard, device: torch.device | str):
+        self.guard = guard
+        self.window = torch.zeros(2, MOST_WINDOW, dtype=torch.float64, device=device)
+        self.count = torch.zeros((), dtype=torch.int64, device=device)
+        self._spreads = torch.tensor([guard.loss_spread, guard.norm_spread], dtype=torch.float64, device=device)
+        self._places = torch.arange(guard.window, 0, -1, device=device)  # 1 is the newest
+
+    @torch.no_grad()
+    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+        """Return what is found in a step: float64 [4] = (bits of the kinds, deviations of the loss, of the norm, the
+        norm in units of the median). loss, grad_norm: scalars, the same on every rank.
+        """
+        loss, norm = loss.double().reshape(()), grad_norm.double().reshape(())
+        values = _values(loss, norm)
+        recent = self.window[:, -self.guard.window :]
+        held = self.count.clamp(max=self.guard.window)
+        empty = self._places > held
+        middle = ((held - 1).clamp(min=0) // 2).expand(2, 1)
+        median = _at(recent, empty, middle)
+        spread = torch.maximum(_NORMAL * _at((recent - median).abs(), empty, middle), self._spreads[:, None])
+        distance = values - median[:, 0]
+        sigmas, factor = distance / spread[:, 0], distance[1].exp()
+        ready = self.count >= self.guard.ready
+        loss_spike, norm_spike = ready & (sigmas > self.guard.sigmas)
+        corrupted = norm_spike & (factor >= self.guard.corruption_factor) & ~loss_spike
+        finite_loss, finite_norm = loss.isfinite(), norm.isfinite()
+        bits = (
+            ~finite_loss * LOSS_NOT_FINITE
+            + ~finite_norm * NORM_NOT_FINITE
+            + (finite_loss & loss_spike) * LOSS_SPIKE
+            + (finite_norm & norm_spike) * NORM_SPIKE
+            + (finite_loss & finite_norm & corrupted) * CORRUPTION
+        )
+        judged = torch.stack((sigmas[0], sigmas[1], factor))
+        return torch.cat((bits.double().reshape(1), torch.where(ready, judged, 0.0)))
+
+    @torch.no_grad()
+    def add(self, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
+        """Take a step into the window, unless its update was `skipped`."""
+        values = _values(loss.double().reshape(()), grad_norm.double().reshape(()))
+        moved = torch.cat((self.window[:, 1:], values[:, None]), dim=1)
+        self.window.copy_(torch.where(skipped, self.window, moved))
+        self.count.add_(~skipped)
+
+    def forget(self) -> None:
+        """Begin a new window: what was unusual before is the level now."""
+        self.count.zero_()
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the live tensors for a checkpoint, which may be read and written between steps."""
+        return dict(zip(STATE, (self.window, self.count), strict=True))
+
+
+def _values(loss: Tensor, norm: Tensor) -> Tensor:
+    """Return loss and logarithm of the norm, float64 [2]; 0 for those that are not finite."""
+    values = torch.stack((loss, norm.clamp(min=_LEAST_NORM).log()))
+    return torch.where(values.isfinite(), values, 0.0)
+
+
+def _at(values: Tensor, empty: Tensor, place: Tensor) -> Tensor:
+    """Return the value at `place` (int64 [2, 1]) of each row of `values` [2, n] in ascending order, [2, 1]; `empty`
+    [n] are left out."""
+    return torch.where(empty, math.inf, values).sort(dim=1).values.gather(1, place)
+
+
+def finding(judged: tuple[float, ...]) -> Finding | None:
+    """Return what the four numbers of `StepJudge.judge` say; None if nothing was found."""
+    bits, loss_sigmas, norm_sigmas, factor = judged
+    kinds = tuple(name for bit, name in KINDS.items() if int(bits) & bit)
+    return Finding(kinds, loss_sigmas, norm_sigmas, factor) if kinds else None
