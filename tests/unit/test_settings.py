@@ -27,6 +27,7 @@ RECEIVERS = {
     "Arch": {"arch", "model"},
     "Evaluate": {"evaluate", "wanted"},
     "WatchSettings": {"watch"},
+    "Guard": {"guard"},
     "Cluster": {"cluster"},
     "DataRecipe": {"recipe"},
 }

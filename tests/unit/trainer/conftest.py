@@ -10,6 +10,7 @@ from ingot.config import to_dict, to_toml
 from ingot.plugins.callback import CALLBACKS, CallbackPart
 from ingot.plugins.registry import MAIN
 from ingot.schema.arch import Arch
+from ingot.schema.guard import Guard
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Data, Evaluate, Optim, RunConfig, Schedule, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
@@ -127,6 +128,9 @@ def make_run(tmp_path, token_folders):
             },
         }
         for key, value in changes.items():
+            if key == "guard":
+                sections[key] = value
+                continue
             section = next((s for s, fields in KNOWN.items() if key in fields), None)
             assert section, key
             sections[section][key] = value
@@ -144,6 +148,7 @@ def make_run(tmp_path, token_folders):
             checkpoint=Checkpoint(**sections["checkpoint"]),
             watch=WatchSettings(**sections["watch"]),
             evaluate=Evaluate(**sections["evaluate"]),
+            guard=Guard(**sections.get("guard", {})),
         )
         folder = RunFolder(tmp_path / name)
         write_atomic(folder.config, to_toml(config))
@@ -181,5 +186,5 @@ KNOWN = {
     },
     "watch": {"log_every"},
     "evaluate": {"prompts", "max_tokens"},
-    "data": {"tokens", "heldout", "tokenizer", "mask_documents"},
+    "data": {"tokens", "heldout", "tokenizer", "mask_documents", "skip"},
 }

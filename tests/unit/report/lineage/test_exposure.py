@@ -17,6 +17,7 @@ from ingot.data.lineage.purge.request import PurgeRequest
 from ingot.report.lineage.exposure import exposure, runs_on, uses
 from ingot.report.lineage.trace import purges_of, trace_documents, trace_step
 from ingot.schema.arch import Arch
+from ingot.schema.checkpoint import segments_of
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest

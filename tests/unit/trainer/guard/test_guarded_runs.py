@@ -1,0 +1,147 @@
+"""Whole runs with batches that hurt, on forked ranks: what is found, how the run goes on, and the bits it ends with."""
+
+import math
+from dataclasses import replace
+
+from tests.unit.trainer.test_loop import files_of, ledger_proof, run_rank, saved_tensors, step_facts
+
+from ingot.errors import RunFailed
+from ingot.events import read_events
+from ingot.report.lineage.prove import prove_run
+from ingot.schema.guard_record import AGAIN, LOWER, PASS, read_measures
+from ingot.theory.rules import load_run
+from ingot.trainer import loop
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.optim.schedule import learning_rate
+from ingot.trainer.step import train_step
+
+GUARD = {"window": 16, "ready": 8, "loss_spread": 0.2, "norm_spread": 0.5}
+
+
+def shuffled(batch):
+    """The batch with other targets: a loss that no learning explains."""
+    return replace(batch, targets=(batch.targets * 7 + 11) % 300)
+
+
+def train_with(fork_ranks, folder, bad, ranks=2, until_step=None, times=math.inf):
+    """Train `folder`, with batches that hurt in the steps `bad`, the first `times` that they come."""
+
+    def run(rank, world):
+        seen = []
+
+        def step(parts, batch, lr):
+            seen.append(batch.step)
+            hurts = batch.step in bad and seen.count(batch.step) <= times
+            return train_step(parts, shuffled(batch) if hurts else batch, lr)
+
+        loop.train_step = step
+        return run_rank(rank, world, folder, until_step)
+
+    return fork_ranks(run, ranks)
+
+
+def of_kind(folder, kind):
+    return list(read_events(folder.events, kind))
+
+
+def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run):
+    """The bits are those of a run that was told to pass it."""
+    run = {"dp_shard": 2, "steps": 24, "guard": GUARD, "lr": 2e-2}
+    found, told = make_run("found", **run), make_run("told", skip=("17", "21"), **run)
+    train_with(fork_ranks, found, {17, 21})
+    train_with(fork_ranks, told, ())
+    assert [(e["step"], e["found"][0], e["skipped"]) for e in of_kind(found, "finding")] == [
+        (17, "loss spike", True),
+        (21, "loss spike", True),
+    ]
+    assert [e["steps"] for e in of_kind(found, "skipped")] == [[17], [21]]
+    assert [e["steps"] for e in of_kind(told, "passed")] == [[17], [21]]
+    assert saved_tensors(found) == saved_tensors(told)
+    trained = {step: facts for step, facts in step_facts(found).items() if step not in (17, 21)}
+    assert trained == step_facts(told) and not found.guard.exists()
+    for folder in (found, told):
+        ledger = ledger_proof(folder, load_run(folder.config)).ledger
+        assert [step for one in ledger for step in one.untrained] == [17, 21]
+        proof = prove_run(folder.root)
+        assert proof.fault is None and proof.untrained == (17, 21) and proof.steps == 24
+    assert [one.sha256 for one in list_checkpoints(found.checkpoints)[0].manifest.ledger] == [
+        one.sha256 for one in list_checkpoints(told.checkpoints)[0].manifest.ledger
+    ]
+
+
+def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
+    """The run goes back twice: first it trains them again, then it passes them. A kill on the way changes nothing."""
+    run = {"dp_shard": 2, "steps": 30, "guard": GUARD, "lr": 2e-2}
+    bad = {20, 21, 22, 23, 24}
+    found, told = make_run("found", **run), make_run("told", skip=("20-24",), **run)
+    results = train_with(fork_ranks, found, bad)
+    assert [ending for ending, _ in results] == [(30, False)] * 2
+    train_with(fork_ranks, told, ())
+    measures = read_measures(found.guard)
+    assert [(one.action, one.first, one.last) for one in measures] == [(AGAIN, 20, 24), (PASS, 20, 24)]
+    assert [(e["from_step"], e["to_step"]) for e in of_kind(found, "rolled_back")] == [(24, 20)] * 2
+    assert any(line.startswith("guard     the updates of steps 20-24 were skipped") for line in results[0][1])
+    assert saved_tensors(found) == saved_tensors(told)
+    manifest = ledger_proof(found, load_run(found.config))
+    assert manifest.guard.measures == tuple(measures)
+    assert [step for one in manifest.ledger for step in one.untrained] == [20, 21, 22, 23, 24]
+    killed = make_run("killed", **run)
+    train_with(fork_ranks, killed, bad, until_step=21)
+    assert [e["step"] for e in of_kind(killed, "stopped")] == [21] and not killed.guard.exists()
+    train_with(fork_ranks, killed, bad)
+    assert files_of(killed) == files_of(found)
+    assert [(one.action, one.last) for one in read_measures(killed.guard)] == [(AGAIN, 24), (PASS, 24)]
+
+
+def test_steps_that_hurt_once_are_trained_again(fork_ranks, make_run):
+    """A fault that does not come again leaves no trace in the weights."""
+    run = {"steps": 25, "guard": GUARD, "lr": 2e-2}
+    found, calm = make_run("found", **run), make_run("calm", **run)
+    train_with(fork_ranks, found, {16, 17, 18}, ranks=1, times=1)
+    train_with(fork_ranks, calm, (), ranks=1)
+    assert [one.action for one in read_measures(found.guard)] == [AGAIN]
+    assert files_of(found) == files_of(calm)
+
+
+def test_the_learning_rate_is_lowered_for_a_while(fork_ranks, make_run):
+    """More batches hurt after those that were passed."""
+    folder = make_run(steps=30, lr=2e-2, guard=GUARD | {"lr_steps": 3})
+    train_with(fork_ranks, folder, {16, 17, 18, 19, 20, 21}, ranks=1)
+    measures = read_measures(folder.guard)
+    assert [(one.action, one.first, one.last) for one in measures] == [(AGAIN, 16, 18), (PASS, 16, 18), (LOWER, 19, 21)]
+    config = load_run(folder.config)
+    rate = learning_rate(30, config.optim.lr, config.schedule)
+    expected = {step: rate(step) * (0.5 if 19 <= step <= 24 else 1.0) for step in (*range(1, 16), *range(22, 31))}
+    assert {step: facts[2] for step, facts in step_facts(folder).items() if step in expected} == expected
+
+
+def test_the_same_command_passes_batches_that_are_never_finite(fork_ranks, make_run):
+    """Before the first checkpoint there is nothing to go back to: each command records the next measure."""
+    folder = make_run(steps=10, guard=GUARD)
+
+    def run(rank, world):
+        def step(parts, batch, lr):
+            if batch.step in (2, 3, 4, 5):
+                reduce = type(parts.model).reduce
+
+                def reduced():
+                    reduce(parts.model)
+                    parts.model.shards[0].grad.fill_(math.nan)
+
+                parts.model.reduce = reduced
+            else:
+                parts.model.__dict__.pop("reduce", None)
+            return train_step(parts, batch, lr)
+
+        loop.train_step = step
+        codes = []
+        for _ in range(3):
+            try:
+                codes.append(run_rank(rank, world, folder)[0])
+            except RunFailed as error:
+                codes.append(error.code)
+        return codes
+
+    assert fork_ranks(run, 1) == [["E-ROLLBACK-NO-CHECKPOINT", "E-ROLLBACK-NO-CHECKPOINT", (10, False)]]
+    assert [one.action for one in read_measures(folder.guard)] == [AGAIN, PASS]
+    assert all(math.isfinite(loss) for loss, _, _ in step_facts(folder).values())

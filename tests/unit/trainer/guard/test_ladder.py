@@ -1,0 +1,115 @@
+import pytest
+
+from ingot.errors import RunFailed
+from ingot.plugins.callback import Finding, StepNumbers, Verdict
+from ingot.schema.guard import Guard
+from ingot.schema.guard_record import (
+    ACCEPT,
+    AGAIN,
+    LOWER,
+    PASS,
+    STOP,
+    GuardState,
+    Measure,
+    lr_factor,
+    passed_steps,
+    read_measures,
+    write_measures,
+)
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.step_ranges import StepRange
+from ingot.trainer.guard.ladder import Ladder
+
+SPIKE, NAN = "loss spike", "gradient not finite"
+
+
+class Judge:
+    forgotten = 0
+
+    def forget(self):
+        self.forgotten += 1
+
+
+def line(first, pattern, kind=SPIKE):
+    """Steps from `first` on: "x" was skipped, "." not."""
+    finding = Finding((kind,), 9.0, 0.0, 1.0)
+    return [
+        StepNumbers(step, 2.0, 1.0, sign == "x", finding=finding if sign == "x" else None)
+        for step, sign in enumerate(pattern, first)
+    ]
+
+
+def ladder_of(tmp_path, measures=(), **settings):
+    folder, reported = RunFolder(tmp_path), []
+    ladder = Ladder(
+        Guard(**settings), folder, Judge(), measures, lambda all: write_measures(folder.guard, all), reported.append
+    )
+    ladder.reported = reported
+    return ladder
+
+
+def ask(ladder, first, pattern, kind=SPIKE):
+    ladder.look(line(first, pattern, kind))
+    return ladder.verdict()
+
+
+def test_single_skipped_steps_are_no_row(tmp_path):
+    ladder = ladder_of(tmp_path)
+    assert ask(ladder, 1, "x.xx.xxx.") is Verdict.CONTINUE
+    assert ask(ladder, 10, "xx") is Verdict.CONTINUE and ladder.state().row == (10, 11)
+    assert ask(ladder, 12, ".xx") is Verdict.CONTINUE
+    assert not ladder.measures and read_measures(tmp_path / "guard.json") == []
+
+
+def test_measures_are_taken_one_after_the_other(tmp_path):
+    ladder = ladder_of(tmp_path, lr_steps=50)
+    assert ask(ladder, 8, ".xx") is Verdict.CONTINUE
+    assert ask(ladder, 11, "xx") is Verdict.ROLL_BACK  # a row over two lines
+    assert ask(ladder, 9, "xxxx") is Verdict.ROLL_BACK
+    assert ask(ladder, 13, "...xxx") is Verdict.ROLL_BACK
+    assert ask(ladder, 30, "xxxx") is Verdict.CONTINUE and ladder._judge.forgotten == 1
+    found = [(one.action, one.first, one.last) for one in ladder.measures]
+    assert found == [(AGAIN, 9, 12), (PASS, 9, 12), (LOWER, 16, 18), (ACCEPT, 30, 33)]
+    assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
+    assert passed_steps(ladder.measures) == [StepRange(9, 12), StepRange(16, 18)]
+    factors = {step: lr_factor(ladder.measures, step) for step in (15, 16, 68, 69)}
+    assert factors == {15: 1.0, 16: 0.5, 68: 0.5, 69: 1.0}
+
+
+def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):
+    ladder = ladder_of(tmp_path, calm_steps=20)
+    assert ask(ladder, 1, "xxx") is ask(ladder, 1, "xxx") is Verdict.ROLL_BACK
+    assert ask(ladder, 24, "xxx") is Verdict.ROLL_BACK
+    assert [one.action for one in ladder.measures] == [AGAIN, PASS, AGAIN]
+
+
+@pytest.mark.parametrize(("preset", "kind", "before"), [("strict", SPIKE, 2), ("guard", NAN, 3)])
+def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
+    """With "strict" after two measures; and if nothing was finite, there is no level to accept."""
+    ladder = ladder_of(tmp_path, preset=preset)
+    assert [ask(ladder, 5, "xxx", kind) for _ in range(before)] == [Verdict.ROLL_BACK] * before
+    with pytest.raises(RunFailed) as caught:
+        ask(ladder, 5, "xxx", kind)
+    assert caught.value.code == "E-GUARD-STOPPED" and caught.value.facts["last_step"] == 7
+    assert read_measures(tmp_path / "guard.json")[-1].action == STOP
+
+
+def test_a_run_that_was_killed_after_a_decision_takes_the_same_way(tmp_path):
+    first = ladder_of(tmp_path)
+    for _ in range(4):
+        ask(first, 5, "xxx")
+    second = ladder_of(tmp_path, read_measures(tmp_path / "guard.json"))
+    assert ask(second, 5, "xxx") is Verdict.CONTINUE and second._judge.forgotten == 1
+    assert second.measures == first.measures and not second.reported
+
+
+def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
+    old = Measure(action=PASS, first=2, last=4, found=(SPIKE,))
+    new = Measure(action=AGAIN, first=300, last=304, found=(SPIKE,))
+    ladder = ladder_of(tmp_path, [new])
+    ladder.restore(GuardState(measures=(old,), row=(9, 10), row_found=(SPIKE,)), other_settings=False)
+    assert ladder.measures == [old, new] == read_measures(tmp_path / "guard.json")
+    assert ask(ladder, 11, "x") is Verdict.ROLL_BACK and ladder.measures[-1].first == 9
+    assert ladder._judge.forgotten == 0
+    ladder.restore(GuardState(measures=(old, new)), other_settings=True)
+    assert ladder._judge.forgotten == 1 and ladder.state().row == ()
