@@ -68,6 +68,23 @@ def passed_steps(measures: Sequence[Measure]) -> list[StepRange]:
     return [StepRange(one.first, one.last) for one in measures if one.passes]
 
 
+def harmed_since(measures: Sequence[Measure], saved: Sequence[Measure]) -> int:
+    """Return the first step whose weights are in doubt in a checkpoint with the measures `saved`; 0 if there is none.
+
+    measures: those of the run. Before the learning rate was lowered, an update may have harmed the weights.
+    """
+    return min((one.first for one in measures if one.action == LOWER and one not in saved), default=0)
+
+
+def trouble_since(path: Path) -> int:
+    """Return the step before which the run may have to go back, by the record `path`: one before the last row of
+    skipped steps that it trained again. 0: there is none, or the record cannot be read, which the run will report."""
+    try:
+        return max((max(one.first - 1, 1) for one in read_measures(path) if one.action == AGAIN), default=0)
+    except DataError:
+        return 0
+
+
 def lr_factor(measures: Sequence[Measure], step: int) -> float:
     """Return the factor of the learning rate of `step`: the product of those that hold for it."""
     factor = 1.0

@@ -17,6 +17,8 @@ from ingot.errors import IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.schema.guard_record import GuardState
+from ingot.trainer.checkpoint.agree import from_rank_zero
+from ingot.trainer.checkpoint.manifest import mark_suspect
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
@@ -299,6 +301,9 @@ def reload(trainer: RunParts) -> int:
     settle(trainer, wait=True)
     if trainer.background is not None:
         trainer.background.broken = None  # the state that could not be saved is replaced
+    measures = trainer.policy.state().measures
+    if suspect := from_rank_zero(lambda: mark_suspect(trainer.folder.checkpoints, measures)):
+        trainer.say(f"suspect   the checkpoints of steps {', '.join(map(str, sorted(suspect)))}: an older one is used")
     restored = load_newest(
         trainer,
         trainer.folder,

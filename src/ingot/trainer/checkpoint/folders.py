@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
+from ingot.schema.guard_record import trouble_since
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders, listed_names
@@ -54,6 +55,7 @@ def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0) -> None:
         pinned=pinned_steps(folder),
         is_sound=lambda one: one == step or is_finished(folder.checkpoint(one)),
         is_suspect=lambda one: is_suspect(folder.checkpoint(one)),
+        trouble=trouble_since(folder.guard),
     )
     remove_checkpoints(folder, [one for one, reason in reasons.items() if not reason])
 

@@ -12,8 +12,8 @@ work on machines that do not train. Nothing is ever unpickled.
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -23,9 +23,11 @@ from ingot.schema.checkpoint import (
     FULL,
     WEIGHTS,
     CheckpointManifest,
+    Health,
     file_of,
     unpack_crc32,
 )
+from ingot.schema.guard_record import Measure, harmed_since
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.fence import TOO_LATE, Epoch, newest_local_epoch
 from ingot.trainer.checkpoint.places import Places, with_hash
@@ -355,6 +357,19 @@ def _folders(checkpoints: Path) -> tuple[list[Path], list[Path]]:
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
+
+
+def mark_suspect(checkpoints: Path, measures: Sequence[Measure]) -> list[int]:
+    """Mark the checkpoints whose weights are in doubt by `measures`, those of the run. Returns their steps."""
+    marked = []
+    for one in list_checkpoints(checkpoints):
+        manifest = one.manifest
+        since = harmed_since(measures, manifest.guard.measures) if manifest else 0
+        if manifest and 0 < since <= manifest.step and manifest.health.state != SUSPECT:
+            reason = f"the guard found that training was in trouble from step {since} on"
+            write_manifest(one.path, replace(manifest, health=Health(state=SUSPECT, reason=reason, by="guard")))
+            marked.append(manifest.step)
+    return marked
 
 
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:

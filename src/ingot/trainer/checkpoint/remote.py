@@ -17,6 +17,7 @@ from typing import IO
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FULL, WEIGHTS, CheckpointManifest, LedgerSegment, SaveKind
+from ingot.schema.guard_record import trouble_since
 from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
@@ -308,6 +309,7 @@ class RemoteTier(FetchedCheckpoints):
             pinned=self.pins.pinned() | pinned_steps(self._folder),
             is_sound=lambda step: self._is_suspect(step) is not None,
             is_suspect=lambda step: bool(self._is_suspect(step)),
+            trouble=trouble_since(self._folder.guard),
         )
 
     def half_uploads(self) -> dict[int, list[str]]:

@@ -1,9 +1,10 @@
-"""The measures against rows of skipped steps, one after the other: train the steps again, pass their data, lower the
-learning rate, accept the new level; or stop.
+"""The measures against rows of skipped steps, one after the other: train the steps again, pass their data, pass them
+from one step earlier and lower the learning rate, accept the new level; or stop.
 
 A single bad batch costs its own update and no more. Several in a row may come from weights that were harmed before, by
 a fault of the hardware, by data, or by a learning rate that is too high; the measures tell these apart from the
-cheapest on. After `calm_steps` without a new row, the next one is a trouble of its own and begins with the first
+cheapest on. An update that harms the weights shows in the step after it, so the third measure passes the step before
+the trouble, too. After `calm_steps` without a new row, the next one is a trouble of its own and begins with the first
 measure. All ranks decide alike, because they read the same numbers; what was decided is recorded before it takes
 effect, so that a run that is killed then takes the same way.
 """
@@ -80,8 +81,15 @@ class Ladder:
             action = STOP
         if action != LOWER:
             return Measure(action=action, first=first, last=last, found=found)
-        until = last + self.guard.lr_steps
-        return Measure(action=LOWER, first=first, last=last, found=found, lr_factor=self.guard.lr_factor, lr_last=until)
+        began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
+        return Measure(
+            action=LOWER,
+            first=max(began - 1, 1),
+            last=last,
+            found=found,
+            lr_factor=self.guard.lr_factor,
+            lr_last=last + self.guard.lr_steps,
+        )
 
     def _stopped(self, measure: Measure) -> RunFailed:
         steps = f"{measure.first} to {measure.last}"

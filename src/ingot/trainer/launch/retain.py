@@ -10,6 +10,7 @@ from pathlib import Path
 
 from ingot.errors import EXIT_OK, UsageError
 from ingot.schema.checkpoint import FULL, KINDS, SaveKind
+from ingot.schema.guard_record import trouble_since
 from ingot.schema.run import Checkpoint
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
@@ -158,4 +159,5 @@ def _retained_on_disk(folder: RunFolder, rules: Checkpoint) -> dict[int, str]:
         pinned=pins.pinned_steps(folder),
         is_sound=lambda step: not listed[step].damage,
         is_suspect=lambda step: bool(listed[step].suspect),
+        trouble=trouble_since(folder.guard),
     )

@@ -50,7 +50,7 @@ def stored_tier(folder, store=None, **rules):
     return tier
 
 
-def decided(keep=1, keep_every=0, pinned=(), unsound=(), suspect=()):
+def decided(keep=1, keep_every=0, pinned=(), unsound=(), suspect=(), trouble=0):
     reasons = retained(
         range(10, 60, 10),
         keep=keep,
@@ -58,6 +58,7 @@ def decided(keep=1, keep_every=0, pinned=(), unsound=(), suspect=()):
         pinned=set(pinned),
         is_sound=lambda step: step not in unsound,
         is_suspect=lambda step: step in suspect,
+        trouble=trouble,
     )
     return [step for step, reason in reasons.items() if reason]
 
@@ -69,6 +70,8 @@ def test_what_the_rules_keep():
     assert decided(pinned=[10]) == [50, 10]
     assert decided(keep=2, suspect=[50, 40, 30]) == [50, 40, 20, 10]
     assert decided(unsound=[50, 40]) == [50, 40, 30]
+    assert decided(trouble=30) == decided(trouble=21) == [50, 20]
+    assert decided(trouble=30, unsound=[20]) == [50, 10] and decided(trouble=10) == [50]
 
 
 def test_the_newest_sound_checkpoint_always_stays():

@@ -69,11 +69,11 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
     assert ask(ladder, 13, "...xxx") is Verdict.ROLL_BACK
     assert ask(ladder, 30, "xxxx") is Verdict.CONTINUE and ladder._judge.forgotten == 1
     found = [(one.action, one.first, one.last) for one in ladder.measures]
-    assert found == [(AGAIN, 9, 12), (PASS, 9, 12), (LOWER, 16, 18), (ACCEPT, 30, 33)]
+    assert found == [(AGAIN, 9, 12), (PASS, 9, 12), (LOWER, 8, 18), (ACCEPT, 30, 33)]
     assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
-    assert passed_steps(ladder.measures) == [StepRange(9, 12), StepRange(16, 18)]
-    factors = {step: lr_factor(ladder.measures, step) for step in (15, 16, 68, 69)}
-    assert factors == {15: 1.0, 16: 0.5, 68: 0.5, 69: 1.0}
+    assert passed_steps(ladder.measures) == [StepRange(9, 12), StepRange(8, 18)]
+    factors = {step: lr_factor(ladder.measures, step) for step in (7, 8, 68, 69)}
+    assert factors == {7: 1.0, 8: 0.5, 68: 0.5, 69: 1.0}
 
 
 def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):
