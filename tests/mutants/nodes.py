@@ -116,7 +116,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="hang-of-one-node-is-a-hang",
         what="a job hangs as soon as the ranks of one node make no progress",
-        file="trainer/launch/job_on_nodes.py",
+        file="trainer/launch/hangs_on_nodes.py",
         before="certain = all(hang and not hang.suspects for hang in found)",
         after="certain = any(hang and not hang.suspects for hang in found)",
         tests=(f"{_NODES}::test_a_hang_is_one_of_all_nodes_and_each_gives_its_evidence",),
@@ -124,7 +124,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="stopped-rank-of-a-node-unseen",
         what="a stopped rank is no hang while another node makes progress",
-        file="trainer/launch/job_on_nodes.py",
+        file="trainer/launch/hangs_on_nodes.py",
         before="if not certain and time.monotonic() < self._asked_at + latest.limit:",
         after="if not certain:",
         tests=(f"{_NODES}::test_a_stopped_rank_of_one_node_is_a_hang_whatever_the_others_do",),

@@ -6,7 +6,6 @@ launch.nodes wait as spares, with everything imported, and take the place of one
 goes on with fewer nodes if launch.min_ranks permits that, and with more again when they join.
 """
 
-import math
 import signal
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -21,8 +20,8 @@ from ingot.schema.fallbacks import Fallback
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.launch.checking import MachineCheck
-from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
 from ingot.trainer.launch.handover import EarlierJob, earlier_job
+from ingot.trainer.launch.hangs_on_nodes import HangsOnNodes
 from ingot.trainer.launch.health import restart_for, unhealthy, write_drained
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
@@ -32,12 +31,10 @@ from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, r
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings
-from ingot.trainer.resilience.heartbeat import Beat
 from ingot.trainer.resilience.incidents import AttemptEnd, JobIncident, explain
 from ingot.trainer.resilience.start_times import FIRST, Ordered
 
 _POLL_SECONDS = 0.02
-_ANSWER_SECONDS = 6.0  # to a question about a hang, native frames included
 _SUSPECT_SECONDS = 2.5  # without a sign of life: a node that is to blame if ranks elsewhere lost their peers
 
 
@@ -75,7 +72,7 @@ class JobOnNodes(RunningJob):
         self._lost: JobIncident | None = None
         self._signals: list[tuple[signal.Signals, str]] = []
         self._attempt, self._started, self._since, self._missing = 0, False, 0.0, 0
-        self._asked_at, self._questions = -math.inf, 0
+        self._hangs = HangsOnNodes(folder, here, members=self._members, poll=self._poll, wait=self.wait)
         here.prepare("leader.log")
 
     # -- the interface of the supervisor --
@@ -161,26 +158,10 @@ class JobOnNodes(RunningJob):
         return self._grows
 
     def hang(self) -> Hang | None:
-        if not self._started:
-            return None
-        here = [self._here.overdue()] if self._here.beats() else []  # ranks that have all ended wait for nobody
-        found = [*here, *(node.hang for node in self._members() if not node.done)]
-        if not (hangs := [hang for hang in found if hang]):
-            return None
-        certain = all(hang and not hang.suspects for hang in found)
-        latest = max(hangs, key=lambda hang: hang.limit)
-        if not certain and time.monotonic() < self._asked_at + latest.limit:
-            return None
-        self._asked_at = time.monotonic()
-        suspects = frozenset(rank for hang in hangs for rank in hang.suspects or hang.beats)
-        beats, answers = self._ask(None)
-        if not certain and not (waits_for(beats, answers) or {-1}) <= suspects:
-            return None
-        seconds = time.monotonic() - max(beat.since for beat in beats.values())
-        return Hang(beats, seconds, latest.limit, latest.setting)
+        return self._hangs.find() if self._started else None
 
     def examine(self, hang: Hang, step: int) -> JobIncident:
-        return incident_of(hang, *examine(hang, self._folder, lambda _, place: self._ask(place)[1]), step)
+        return self._hangs.examine(hang, step)
 
     def explain(self, step: int) -> JobIncident:
         by_node = {0: self._here.facts()} | {node.number: node.facts for node in self._members() if node.facts}
@@ -371,30 +352,3 @@ class JobOnNodes(RunningJob):
 
     def _overdue(self) -> bool:
         return self._missing > 0 and time.monotonic() > self._since + self._launch.node_wait_seconds
-
-    # -- questions about a hang --
-
-    def _ask(self, place: Path | None) -> tuple[dict[int, Beat], Answers]:
-        """Ask the ranks of all nodes what they do. Returns their heartbeats, with times of this node, and answers."""
-        self._questions += 1
-        members = [node for node in self._members() if not node.done]
-        for node in members:
-            node.link.send(ask=self._questions, place=None if place is None else place.name)
-        beats = self._here.beats()
-        own = question(beats, place)
-        states, calls, stacks = dict(own.states), dict(own.calls), set(own.with_stacks)
-        ends = time.monotonic() + _ANSWER_SECONDS
-        while time.monotonic() < ends and any(self._unanswered(node) for node in members):
-            self._poll()
-            self.wait(_POLL_SECONDS)
-        for node in members:
-            if node.answered and node.answered[0] == self._questions:
-                beats |= node.answered[1]
-                found = node.answered[2]
-                states |= found.states
-                calls |= found.calls
-                stacks |= set(found.with_stacks)
-        return beats, Answers(states, calls, stacks)
-
-    def _unanswered(self, node: Node) -> bool:
-        return not node.link.closed and (node.answered is None or node.answered[0] != self._questions)
