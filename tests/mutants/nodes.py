@@ -6,6 +6,7 @@ _NODES = "tests/unit/trainer/launch/test_nodes.py"
 _EVIDENCE = "tests/unit/trainer/launch/test_evidence.py"
 _LINK = "tests/unit/trainer/launch/test_link.py"
 
+_SUPERVISE = "tests/unit/trainer/launch/test_supervise.py"
 _LAYOUTS = "tests/unit/trainer/launch/test_layouts.py"
 
 MUTANTS: list[Mutant] = [
@@ -376,8 +377,40 @@ MUTANTS: list[Mutant] = [
         name="stepped-down-and-back-at-once",
         what="a leader that stepped down leads again before another node can",
         file="trainer/launch/node.py",
-        before="                    _wait_for_leader(folder)",
+        before="                    _wait_for_leader(folder, signals)",
         after="                    pass",
         tests=(f"{_NODES}::test_a_leader_that_no_node_reaches_lets_another_one_lead",),
+    ),
+    Mutant(
+        name="signal-ends-a-leader-that-waits",
+        what="a stop signal to a leader that has stepped down ends it without an event",
+        file="trainer/launch/leading.py",
+        before="    signals.catch()  # this",
+        after="    # this",
+        tests=(f"{_NODES}::test_a_signal_to_a_leader_that_has_stepped_down_stops_the_run",),
+    ),
+    Mutant(
+        name="signal-before-the-lead-is-forgotten",
+        what="a leader that has stepped down leads again although a signal asked it to stop",
+        file="trainer/launch/supervise.py",
+        before="            while received:\n                stopping",
+        after="            while False:\n                stopping",
+        tests=(f"{_NODES}::test_a_signal_to_a_leader_that_has_stepped_down_stops_the_run",),
+    ),
+    Mutant(
+        name="signal-lost-with-the-run",
+        what="a signal that comes while a leader steps down is forgotten",
+        file="trainer/launch/supervise.py",
+        before="            received[:0] = stopping.own\n",
+        after="            pass\n",
+        tests=(f"{_SUPERVISE}::test_signals_to_a_launcher_that_lost_its_run_are_left_for_what_it_does_next",),
+    ),
+    Mutant(
+        name="signal-waits-for-another-leader",
+        what="a node with a stop signal waits for the end of a job that another one leads",
+        file="trainer/launch/node.py",
+        before="                elif signals.received:\n                    return _stopped(folder)\n",
+        after="",
+        tests=(f"{_NODES}::test_a_signal_to_a_node_that_waits_while_another_one_leads_ends_that_node",),
     ),
 ]

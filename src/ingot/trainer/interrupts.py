@@ -72,6 +72,31 @@ def handlers(act: Callable[[signal.Signals], None], *, ctrl_c: bool = True) -> I
                 signal.signal(number, handler)
 
 
+class PendingSignals:
+    """The stop signals on which nothing has acted yet, of a process that leads, follows and waits by turns.
+
+    A context manager. From `catch` to its end, a signal for which no part of the work has a handler is appended to
+    `received`, and ends nothing: the next part acts on it.
+    """
+
+    def __init__(self) -> None:
+        self.received: list[signal.Signals] = []
+        self._handlers = contextlib.ExitStack()
+        self._catches = False
+
+    def __enter__(self) -> "PendingSignals":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._handlers.close()
+
+    def catch(self) -> None:
+        """Begin to take in signals; a second call has no effect."""
+        if not self._catches:
+            self._catches = True
+            self._handlers.enter_context(handlers(self.received.append))
+
+
 @contextlib.contextmanager
 def signals_ask(folder: RunFolder, launch: Launch, say: Callable[[str], None]) -> Iterator[StopRequests]:
     """Turn stop signals to this process, and launch.stop_after, into a request: for a rank without a supervisor.

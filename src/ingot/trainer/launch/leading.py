@@ -13,6 +13,7 @@ from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.resumable import resume_step
+from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.job_on_nodes import JobOnNodes
 from ingot.trainer.launch.layouts import Layouts
@@ -33,10 +34,12 @@ def leading(
     *,
     terms: Mapping[str, Any],
     facts: Mapping[str, str],
+    signals: PendingSignals,
     say: Callable[[str], None],
 ) -> Iterator[JobOnNodes]:
     """Lead a job: listen for other nodes, and part from them with the error that ends the block, if it is one of the
-    run. Arguments as for JobOnNodes."""
+    run. signals: catches the stop signals to this process from here on. The others as for JobOnNodes."""
+    signals.catch()  # this process may step down, and ranks that trained need an end of their run in the event log
     with contextlib.closing(EventLog(folder.events)) as log:
         record_lost_leader(folder, log.write, say)
         running = JobOnNodes(folder, here, launch, layouts, terms=terms, facts=facts, say=say, record=log.write)

@@ -22,7 +22,7 @@ from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.checkpoint.keeper import end_keeper
 from ingot.trainer.checkpoint.message import read_message
 from ingot.trainer.checkpoint.resumable import resume_step
-from ingot.trainer.interrupts import handlers
+from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch.checking import NodeProbe
 from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.health import HealthWatch, finding_values, require_sound
@@ -55,20 +55,22 @@ def follow(
     facts: Mapping[str, str],
     job_of: Callable[[Mapping[str, Any]], Job],
     *,
+    signals: PendingSignals,
     say: Callable[[str], None],
     health: HealthWatch | None = None,
 ) -> JobResult:
     """Join the leader of the run in `folder`, and do as it asks until it ends the job.
 
     facts: of this node (node_messages.own_facts). job_of: returns the job of this node's ranks for the leader's terms.
-    health: of this machine. Returns the result of the job; that of a stopped one if this node got a stop signal while
-    nobody led. Raises LeaderGone if there is no leader to be reached, the IngotError with which the leader ended the
-    job, ConfigError if it refuses this node.
+    signals: catches the stop signals to this process from here on. health: of this machine. Returns the result of the
+    job; that of a stopped one if this node got a stop signal while nobody led. Raises LeaderGone if there is no leader
+    to be reached, the IngotError with which the leader ended the job, ConfigError if it refuses this node.
     """
     link = _joined(folder, facts)
-    received: list[signal.Signals] = []
+    signals.catch()
+    received = signals.received
     running: JobHere | None = None
-    with handlers(received.append), signs_of_life(lambda: [link], launch.node_seconds):
+    with signs_of_life(lambda: [link], launch.node_seconds):
         try:
             terms = _accepted(link, launch, received, say)
             if health:
@@ -79,8 +81,7 @@ def follow(
         except LeaderGone:
             if not received:
                 raise
-            step = resume_step(folder)
-            result = {"exit_code": EXIT_PREEMPTED, "step": step, "saved_step": step, "restarts": 0, "seconds": 0.0}
+            return _stopped(folder)
         finally:
             if running is not None:
                 running.close(keep_snapshots=True)  # the next leader may need those of this node
@@ -89,13 +90,23 @@ def follow(
     return JobResult(**facts, run=folder.root)
 
 
+def _stopped(folder: RunFolder) -> JobResult:
+    """Return the result of a job that stopped on request, of a node without a leader that could report it."""
+    step = resume_step(folder)
+    return JobResult(exit_code=EXIT_PREEMPTED, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
+
+
 def lead_or_follow(
-    lead: Callable[[], JobResult],
-    follow: Callable[[], JobResult],
+    lead: Callable[[PendingSignals], JobResult],
+    follow: Callable[[PendingSignals], JobResult],
     folder: RunFolder,
     launch: Launch,
+    signals: PendingSignals,
 ) -> JobResult:
     """Train as the leader of the run, or as a node of another one, whichever is possible, until the run ends.
+
+    A stop signal between two leads makes this node lead at once, to stop the run; if another one leads, this node ends
+    alone.
 
     Raises the error of the run, NodeUnhealthy if this machine was drained from it, and RunBusyError if something else
     than a leader of this run has held the folder, or the lease, for launch.node_wait_seconds.
@@ -107,20 +118,22 @@ def lead_or_follow(
             began = time.monotonic()
             try:
                 with _working(folder.lock, launch):
-                    return lead()
+                    return lead(signals)
             except RunBusyError as error:
                 busy = error
                 if isinstance(error, LeaderStepsDown):
-                    _wait_for_leader(folder)
+                    _wait_for_leader(folder, signals)
+                elif signals.received:
+                    return _stopped(folder)
             if time.monotonic() > began + launch.node_seconds:  # it led
                 alone_since = time.monotonic()
             if (at_work := _last_work(folder.lock)) != seen:  # the holder of the lock prepares the run
                 alone_since, seen = time.monotonic(), at_work
             if time.monotonic() > alone_since + launch.node_wait_seconds:
                 raise busy
-            if folder.leader.exists():
+            if folder.leader.exists() and not signals.received:
                 try:
-                    return follow()
+                    return follow(signals)
                 except LeaderGone as gone:
                     if gone.joined:
                         alone_since = time.monotonic()
@@ -129,10 +142,11 @@ def lead_or_follow(
         end_keeper(os.getpid(), folder.root)
 
 
-def _wait_for_leader(folder: RunFolder) -> None:
-    """Leave the others the time in which each of them tries to lead: they may still call the leader that was."""
+def _wait_for_leader(folder: RunFolder, signals: PendingSignals) -> None:
+    """Leave the others the time in which each of them tries to lead: they may still call the leader that was. A stop
+    signal ends the wait."""
     ends = time.monotonic() + _STEPPED_DOWN_SECONDS
-    while not folder.leader.exists() and time.monotonic() < ends:
+    while not folder.leader.exists() and not signals.received and time.monotonic() < ends:
         time.sleep(_LOOK_SECONDS)
 
 

@@ -25,6 +25,7 @@ class Stopping:
         self._most = 0
         self._saved_at = math.inf
         self.request: StopRequest | None = None
+        self.own: list[signal.Signals] = []  # signals to this machine
 
     def signal(self, number: signal.Signals, machine: str = "") -> None:
         """Take in a signal to this or another machine. Within a handler, so nothing is written or printed.
@@ -32,6 +33,8 @@ class Stopping:
         A scheduler, or Ctrl-C in its terminal, signals every machine, which is one request: the machine that got the
         most signals counts.
         """
+        if not machine:
+            self.own.append(number)
         self._counts[machine] = self._counts.get(machine, 0) + 1
         if self._counts[machine] <= self._most:
             return

@@ -4,10 +4,11 @@ Every decision is made in one place, after the dead attempt is gone and its caus
 begin before the cause is known, and wait 30 s for a hung peer.
 """
 
+import signal
 import time
 from collections.abc import Callable, Collection
 
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError, RunBusyError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
@@ -36,13 +37,15 @@ def supervise(
     *,
     lease: RunLease | None = None,
     began: float | None = None,
+    received: list[signal.Signals] | None = None,
     say: Callable[[str], None],
 ) -> JobResult:
     """Run a job to its end, with restarts after failures. The caller holds the run's lock.
 
     running: the job, which has not started yet. launch: the settings of the run. lease: the right to train it; if it is
     lost, the ranks are killed. began: the start of the launcher, in seconds of time.monotonic(), from which
-    launch.stop_after counts over all attempts; None: now.
+    launch.stop_after counts over all attempts; None: now. received: stop signals to this process from before, which are
+    taken; after RunBusyError, all that it got and that nothing acted on.
     The first stop signal, or the end of that time, asks the ranks to save and stop; after launch.grace they are killed,
     and the newest checkpoint counts. A second signal that is Ctrl-C kills them, but not before a checkpoint that is
     being written is complete, and raises KeyboardInterrupt unless they had stopped. Raises RunBusyError if the lease is
@@ -55,7 +58,13 @@ def supervise(
     job = _SupervisedJob(folder, running, launch, lease, stopping, say)
     try:
         with handlers(stopping.signal):
+            while received:
+                stopping.signal(received.pop(0))
             job.run()
+    except RunBusyError:  # the launcher may lead, or follow, again
+        if received is not None:
+            received[:0] = stopping.own
+        raise
     finally:
         job.close()
     return job.result(time.monotonic() - started)

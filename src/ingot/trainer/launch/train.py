@@ -11,6 +11,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
+from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import open_layouts
@@ -75,7 +76,7 @@ def train(
     def job_of(terms: Mapping[str, Any]) -> Job:
         return training_job(folder, config, **terms, quiet=quiet, callbacks=references)
 
-    def lead() -> JobResult:
+    def lead(signals: PendingSignals) -> JobResult:
         with RunLock(folder.lock), open_lease(folder, request.config) as lease:
             if ended := request.prepare(lease, say):
                 return ended
@@ -93,16 +94,17 @@ def train(
             running = JobHere(folder, job, launch, layouts=layouts, show_output=not quiet, health=health, say=say)
             if nodes == 1:
                 return supervise(folder, running, launch, lease=lease, began=began, say=say)
-            with leading(folder, running, launch, layouts, terms=terms, facts=own_facts(config), say=say) as on_nodes:
-                result = supervise(folder, on_nodes, launch, lease=lease, began=began, say=say)
-                on_nodes.part(result.facts())
+            facts, received = own_facts(config), signals.received
+            with leading(folder, running, launch, layouts, terms=terms, facts=facts, signals=signals, say=say) as job:
+                result = supervise(folder, job, launch, lease=lease, began=began, received=received, say=say)
+                job.part(result.facts())
                 return result
 
-    def join() -> JobResult:
-        return follow(folder, config.launch, own_facts(config), job_of, say=say, health=health)
+    def join(signals: PendingSignals) -> JobResult:
+        return follow(folder, config.launch, own_facts(config), job_of, signals=signals, say=say, health=health)
 
-    with contextlib.closing(health) if health else contextlib.nullcontext():
-        return lead() if nodes == 1 else lead_or_follow(lead, join, folder, config.launch)
+    with contextlib.closing(health) if health else contextlib.nullcontext(), PendingSignals() as signals:
+        return lead(signals) if nodes == 1 else lead_or_follow(lead, join, folder, config.launch, signals)
 
 
 def training_job(

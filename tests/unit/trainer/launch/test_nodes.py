@@ -17,6 +17,7 @@ from ingot.schema import events
 from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch import local, node
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
@@ -28,7 +29,7 @@ from ingot.trainer.launch.nodes import Nodes
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.launch.watchdog import state_of
-from ingot.trainer.resilience.lock import RunLock
+from ingot.trainer.resilience.lock import RunLock, is_locked
 from ingot.trainer.resilience.start_times import FIRST
 
 _LONG = 30.0  # seconds that nothing takes here
@@ -143,23 +144,25 @@ class Cluster:
                 module="rank_of_node", arguments=arguments, processes=1, env={"PYTHONPATH": path}, preload=preload
             )
 
-        def lead() -> JobResult:
+        def lead(signals: PendingSignals) -> JobResult:
             terms = {"epoch": 3, "until_step": None}
             with RunLock(folder.lock):
                 if any(read_events(folder.events, events.FINISHED)):
                     return JobResult(exit_code=0, step=2, saved_step=0, restarts=0, seconds=0.0, run=folder.root)
                 here = JobHere(folder, job_of(terms), launch, health=health)
                 layouts = Layouts(folder, launch, FALLBACKS if launch.min_ranks else None)
-                with leading(folder, here, launch, layouts, terms=terms, facts=facts, say=lines.append) as job:
-                    result = supervise(folder, job, launch, say=lines.append)
+                more = {"terms": terms, "facts": facts, "signals": signals, "say": lines.append}
+                with leading(folder, here, launch, layouts, **more) as job:
+                    result = supervise(folder, job, launch, received=signals.received, say=lines.append)
                     job.part(result.facts())
                     return result
 
-        def join() -> JobResult:
-            return follow(folder, launch, facts, job_of, say=lines.append, health=health)
+        def join(signals: PendingSignals) -> JobResult:
+            return follow(folder, launch, facts, job_of, signals=signals, say=lines.append, health=health)
 
         try:
-            result = lead_or_follow(lead, join, folder, launch)
+            with PendingSignals() as signals:
+                result = lead_or_follow(lead, join, folder, launch, signals)
             send.send((lines, result.exit_code))
         except (IngotError, KeyboardInterrupt) as error:
             send.send((lines, getattr(error, "code", "interrupted")))
@@ -368,6 +371,36 @@ def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
     ended = cluster.ends()
     assert {code for name, (_, code) in ended.items() if name != "b"} == {0}
     assert any("leads no longer" in line for line in ended["a"][0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+def test_a_signal_to_a_leader_that_has_stepped_down_stops_the_run(cluster, number):
+    for name in "ab":
+        cluster.start(name, node_seconds=0.3)
+    ranks = cluster.attempt(0)
+    cluster.kill("b")
+    cluster.wait_for("steps_down", 1)
+    cluster.kill("a", number)
+    assert cluster.ends()["a"][1] == 10
+    (stopped,) = read_events(cluster.folder.events, events.STOPPED)
+    assert (stopped["reason"], stopped["saved_step"]) == (number.name, 0)
+    assert {state_of(ranks[0]["pid"]), state_of(ranks[0]["place"]["server"])} <= {"-", "Z"}
+    assert not (
+        cluster.folder.leader.exists() or cluster.folder.stop_request.exists() or is_locked(cluster.folder.lock)
+    )
+
+
+def test_a_signal_to_a_node_that_waits_while_another_one_leads_ends_that_node(cluster, tmp_path):
+    """The others get a signal of their own, from the scheduler or the terminal."""
+
+    def lead(signals):
+        signals.catch()
+        os.kill(os.getpid(), signal.SIGTERM)
+        return RunLock(cluster.folder.lock)
+
+    with RunLock(cluster.folder.lock), PendingSignals() as signals:
+        result = lead_or_follow(lead, pytest.fail, cluster.folder, Launch(node_wait_seconds=0.3), signals)
+    assert result.exit_code == 10 and not list(read_events(cluster.folder.events, events.STOPPED))
 
 
 def test_a_leader_that_nobody_replaces_leads_again_and_stays(cluster, monkeypatch):
@@ -623,8 +656,9 @@ def test_a_start_that_takes_longer_than_a_silence_may_is_no_loss(cluster, monkey
 
 
 def test_a_run_that_something_else_holds_stays_busy(cluster):
-    with RunLock(cluster.folder.lock), pytest.raises(RunBusyError):
-        lead_or_follow(lambda: RunLock(cluster.folder.lock), pytest.fail, cluster.folder, Launch(node_wait_seconds=0.1))
+    folder, launch = cluster.folder, Launch(node_wait_seconds=0.1)
+    with RunLock(folder.lock), pytest.raises(RunBusyError):
+        lead_or_follow(lambda _: RunLock(folder.lock), pytest.fail, folder, launch, PendingSignals())
 
 
 @pytest.mark.parametrize(("code", "saves"), [(79, 1), (48, 0)])

@@ -346,6 +346,21 @@ def test_a_launcher_that_lost_its_run_takes_its_unfinished_saves_away_and_no_oth
     assert other.exists() and not own.exists()
 
 
+def test_signals_to_a_launcher_that_lost_its_run_are_left_for_what_it_does_next(tmp_path):
+    """The launcher may lead, or follow, again."""
+
+    class Lost(JobHere):
+        def start(self, *_, **__):
+            os.kill(os.getpid(), signal.SIGUSR1)
+            raise RunBusyError("E-RUN-BUSY", "taken", rule="one launcher", fix="wait")
+
+    folder, received = RunFolder(tmp_path / "run"), [signal.SIGTERM]
+    job = Lost(folder, Job(module="json.tool", arguments=(), processes=1), Launch())
+    with refused("E-RUN-BUSY"):
+        supervise(folder, job, Launch(), received=received, say=print)
+    assert received == [signal.SIGTERM, signal.SIGUSR1]
+
+
 def test_a_start_has_its_own_time(tmp_path):
     """Heartbeats of the last attempt say nothing about this one."""
     job = Job(module="json.tool", arguments=("--help",), processes=1)
