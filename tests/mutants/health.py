@@ -172,6 +172,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_FLEET}::test_a_machine_that_hung_with_a_bad_partner_is_measured_again",),
     ),
     Mutant(
+        name="measurement-without-a-process-ends-the-run",
+        what="a machine on which no measurement can be started ends its launcher",
+        file="trainer/fleet/probe.py",
+        before="            except OSError as error:  # no process",
+        after="            except InterruptedError as error:  # no process",
+        tests=(f"{_CHECKING}::test_a_machine_whose_measurement_does_not_start_is_unfit",),
+    ),
+    Mutant(
+        name="full-disk-ends-a-check",
+        what="a launcher ends because there is no file for the errors of its measurement",
+        file="trainer/launch/checking.py",
+        before="            with contextlib.suppress(OSError):  # the measurement",
+        after="            with contextlib.suppress(EOFError):  # the measurement",
+        tests=(f"{_CHECKING}::test_a_check_needs_no_log_of_its_measurements",),
+    ),
+    Mutant(
         name="median-of-two-clocks",
         what="with three machines, one wrong clock makes all of them wrong",
         file="trainer/fleet/judge.py",

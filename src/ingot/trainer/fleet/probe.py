@@ -28,14 +28,15 @@ def probe_command(folder: Path, seconds: float) -> list[str]:
 class Probe:
     """The process that runs `command`, from the first request on; a context manager that ends it.
 
-    After a request that it did not answer, the next one goes to a new process. errors: a file for its standard error;
-    None: that of this process.
+    After a request that it did not answer, the next one goes to a new process. One that cannot be started is an answer
+    without measurements. errors: a file for its standard error; None: that of this process.
     """
 
     def __init__(self, command: Sequence[str], errors: IO[bytes] | None = None):
         self._command, self._errors = command, errors
         self._process: subprocess.Popen[bytes] | None = None
         self._is_asked, self._unread = False, b""
+        self._failure = ""  # of the start for the newest request
 
     def __enter__(self) -> "Probe":
         return self
@@ -47,7 +48,11 @@ class Probe:
         """Send a request (fleet/measure.py)."""
         if self._process is None or self._is_asked:
             self.close()
-            self._process = self._start()
+            try:
+                self._process = self._start()
+            except OSError as error:  # no process or memory is left, or no program is there
+                self._failure = f"its measurement did not start: {error}"
+                return
         self._is_asked = True
         assert self._process.stdin is not None
         with contextlib.suppress(BrokenPipeError):  # `answer` sees that the process is gone
@@ -57,6 +62,9 @@ class Probe:
     def answer(self) -> dict[str, Any] | None:
         """Return the answer to the request, None until it is there. One with the field FAILED says in words why there
         are no measurements."""
+        if failure := self._failure:
+            self._failure = ""
+            return {FAILED: failure}
         if not self._is_asked or self._process is None:
             return None
         line, found, rest = self._read().partition(b"\n")
@@ -81,7 +89,7 @@ class Probe:
     def close(self) -> None:
         """End the process."""
         process, self._process = self._process, None
-        self._is_asked, self._unread = False, b""
+        self._is_asked, self._unread, self._failure = False, b"", ""
         if process is not None:
             process.kill()
             with contextlib.suppress(subprocess.TimeoutExpired):

@@ -40,10 +40,11 @@ class NodeProbe:
         self._number = 0
 
     def open(self) -> Probe:
-        """Return the process; its errors go to the folder of the logs."""
+        """Return the process; its errors go to the folder of the logs, or are shown if no file can be made there."""
         if self._probe is None:
-            self._folder.logs.mkdir(parents=True, exist_ok=True)
-            self._log = (self._folder.logs / f"check-{node_name()}.log").open("ab")
+            with contextlib.suppress(OSError):  # the measurement of the disk has the same trouble, and reports it
+                self._folder.logs.mkdir(parents=True, exist_ok=True)
+                self._log = (self._folder.logs / f"check-{node_name()}.log").open("ab")
             self._probe = Probe(probe_command(self._folder.root, self._launch.check_seconds), self._log)
         return self._probe
 
@@ -68,8 +69,9 @@ class NodeProbe:
         """End the process."""
         if self._probe is not None:
             self._probe.close()
-            self._log.close()
-            self._probe = None
+            if self._log is not None:
+                self._log.close()
+            self._probe = self._log = None
 
 
 class _OtherMachine:

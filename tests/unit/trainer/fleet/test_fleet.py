@@ -1,5 +1,6 @@
 """The check of machines against each other: its judgment by hand, and whole checks with machines of this one."""
 
+import errno
 import itertools
 import multiprocessing
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from tests.expect import refused
@@ -16,7 +18,7 @@ from tests.fake_machines import GOOD, fake_machines
 from ingot.errors import IngotError
 from ingot.trainer.fleet import rounds
 from ingot.trainer.fleet.judge import Measured, first_pairs, judge, judge_links, rate_text, second_pairs
-from ingot.trainer.fleet.probe import Probe
+from ingot.trainer.fleet.probe import FAILED, Probe
 from ingot.trainer.launch import doctor
 from ingot.trainer.launch.doctor import check_fleet
 
@@ -197,6 +199,21 @@ def test_a_measurement_outlives_the_signals_of_a_scheduler():
         "import os, signal, sys; sys.stdin.readline(); os.kill(os.getpid(), signal.SIGTERM); print({}, flush=True)"
     )
     with Probe([sys.executable, "-c", program]) as probe:
+        probe.ask({"do": "machine"})
+        while (found := probe.answer()) is None:
+            probe.wait(1.0)
+    assert found == {}
+
+
+def test_a_measurement_for_which_no_process_is_left_has_an_answer(monkeypatch):
+    """The next request goes to a new process."""
+    honest, none_left = subprocess.Popen, OSError(errno.EAGAIN, "Resource temporarily unavailable")
+    answers = [sys.executable, "-c", "input(); print('{}', flush=True)"]
+    with Probe(answers) as probe:
+        monkeypatch.setattr(subprocess, "Popen", Mock(side_effect=none_left))
+        probe.ask({"do": "machine"})
+        assert none_left.strerror in probe.answer()[FAILED] and probe.answer() is None
+        monkeypatch.setattr(subprocess, "Popen", honest)
         probe.ask({"do": "machine"})
         while (found := probe.answer()) is None:
             probe.wait(1.0)

@@ -270,6 +270,31 @@ def test_a_machine_whose_measurement_hangs_is_unfit(cluster, plant, monkeypatch)
     assert _checks(cluster.folder) == [(["node-a"], [("node-b", "measurement")])]
 
 
+@pytest.mark.parametrize(("letter", "sound"), ["ab", "ba"])
+def test_a_machine_whose_measurement_does_not_start_is_unfit(cluster, plant, go, monkeypatch, letter, sound):
+    command, missing = checking.probe_command(Path(), 0.0), [str(cluster.root / "no-python")]
+    monkeypatch.setattr(checking, "probe_command", lambda *_: missing if node_name() == f"node-{letter}" else command)
+    for name in "ab":
+        cluster.start(name, **CHECKED)
+    _wait(lambda: _asked(cluster, sound))
+    cluster.start("c", **CHECKED)
+    go()
+    cluster.attempt(0)
+    cluster.finish()
+    assert _codes(cluster) == {letter: "E-NODE-UNHEALTHY", sound: 0, "c": 0}
+    ((_, unfit),) = _checks(cluster.folder)
+    assert unfit == [(f"node-{letter}", "measurement")]
+    (found,) = read_events(cluster.folder.events, events.HEALTH)
+    assert "did not start" in found["words"] and missing[0] in found["words"]
+
+
+def test_a_check_needs_no_log_of_its_measurements(alone, tmp_path):
+    """The disk of a machine may be full: the measurement finds that."""
+    (tmp_path / "run" / "logs").mkdir(parents=True)
+    (tmp_path / "run" / "logs" / "check-node-a.log").mkdir()
+    assert alone(rates={})["check"] > 0
+
+
 @pytest.fixture
 def alone(tmp_path, plant, go, monkeypatch):
     """`alone(...)`: a job on one machine with these changes, and what its rank got from the launcher in the second
