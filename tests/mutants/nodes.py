@@ -43,6 +43,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LINK}::test_an_address_that_does_not_answer_keeps_no_node_waiting",),
     ),
     Mutant(
+        name="quicker-network",
+        what="the network of the ranks is the one that answered first this time",
+        file="trainer/launch/link.py",
+        before="chooses = min(chooses, time.monotonic() + _CHOICE_SECONDS)",
+        after="chooses = min(chooses, time.monotonic())",
+        tests=(f"{_LINK}::test_of_two_networks_the_first_address_is_used_whichever_answers_first",),
+    ),
+    Mutant(
         name="leader-by-its-name",
         what="a node looks up the name of the leader, which takes long without a network",
         file="trainer/launch/link.py",

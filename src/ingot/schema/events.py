@@ -57,7 +57,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  the run folder; "": none), seconds (since a rank last made progress; null: the rank ended)
                                                                       a rank was lost, or an error ended the attempt
   node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid (of its launcher), node (its
-                 number in the job; null: none yet), reason (of a loss, or why the leader steps down)
+                 number in the job; null: none yet), reason (of a loss, or why the leader steps down),
+                 address, leader_address (of one that joined: the two ends of its connection, whose network the ranks
+                 use; the loopback address on the leader's machine)
                                                                       a machine of a job on several. The
                  loss of a leader, and its fault, are written by the next one
   health         node, device, report (its kind), code (of an XID, or 0), count, words, verdict ("warn"; "drain": the

@@ -9,6 +9,7 @@ import contextlib
 import errno
 import hmac
 import json
+import math
 import os
 import secrets
 import selectors
@@ -29,6 +30,7 @@ from ingot.trainer.launch.repeated import repeated
 _ALIVE_SECONDS = 1.0  # between two signs of life, at most
 _SIGNS = 5  # in the time after which the other end counts as lost, at least
 _HANDSHAKE_SECONDS = 5.0
+_CHOICE_SECONDS = 0.5  # for an address that is preferred to one that answers; networks differ by less
 _MOST_BYTES = 64 << 20  # of one message: the collectives of all ranks of a node
 _MOST_UNSENT = 64 << 20
 _TCP_RTO_MAX_MS = 44  # of linux/tcp.h
@@ -220,8 +222,9 @@ def dial(address: LeaderAddress) -> Link | None:
 
 def _connected(hosts: Iterable[str], port: int) -> Generator[socket.socket, None, None]:
     """Connect to all `hosts` at once, because an address of a network that this machine does not see gives no answer.
-    Returns those that are reached within a few seconds; of several at one time, the first of `hosts` first."""
-    ends = time.monotonic() + _HANDSHAKE_SECONDS
+    Returns those that are reached within a few seconds, in the order of `hosts`: once one is reached, those before it
+    have a short time left. So each node chooses by that order, and not by which network was quicker this time."""
+    ends, reached = time.monotonic() + _HANDSHAKE_SECONDS, dict[int, socket.socket]()
     with selectors.DefaultSelector() as selector, contextlib.ExitStack() as left:
         for number, host in enumerate(hosts):
             one = left.enter_context(contextlib.closing(socket.socket()))
@@ -229,13 +232,22 @@ def _connected(hosts: Iterable[str], port: int) -> Generator[socket.socket, None
             with contextlib.suppress(OSError, ValueError):
                 if one.connect_ex((host, port)) in (0, errno.EINPROGRESS):
                     selector.register(one, selectors.EVENT_WRITE, number)
-        while selector.get_map() and (ready := selector.select(max(ends - time.monotonic(), 0.0))):
-            for key, _ in sorted(ready, key=lambda found: found[0].data):
+        chooses = math.inf  # when a network that has answered is used, although one before it has not
+        while calls := {key.data for key in selector.get_map().values()} | reached.keys():
+            best = min(reached, default=None)
+            if best is not None and (best == min(calls) or time.monotonic() >= chooses):
+                yield reached.pop(best).dup()
+                continue
+            ready = selector.select(max(min(ends, chooses) - time.monotonic(), 0.0))
+            if not ready and best is None:
+                return
+            for key, _ in ready:
                 one = key.fileobj
                 assert isinstance(one, socket.socket)
                 selector.unregister(one)
                 if one.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR) == 0:
-                    yield one.dup()
+                    reached[key.data] = one
+                    chooses = min(chooses, time.monotonic() + _CHOICE_SECONDS)
 
 
 def answer(connected: socket.socket, key: str) -> Link | None:

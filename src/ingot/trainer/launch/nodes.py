@@ -249,7 +249,8 @@ class Nodes:
             return
         node.link.send(accepted=dict(self._terms))
         node.host, node.pid = host, pid
-        self._record(events.NODE, host=host, pid=pid, action="joined", node=None, reason="")
+        way = {"address": node.link.other_host, "leader_address": node.link.own_host}
+        self._record(events.NODE, host=host, pid=pid, action="joined", node=None, reason="", **way)
         spares = len(self._nodes) - (self._launch.nodes - 1)
         if spares > 0:
             self._say(f"nodes     {host} waits as a spare; spares: {spares}")

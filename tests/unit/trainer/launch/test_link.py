@@ -1,6 +1,7 @@
 """Connections between launchers: who may join, what is sent, and what a broken or hostile other end can do."""
 
 import json
+import selectors
 import socket
 import threading
 import time
@@ -102,6 +103,32 @@ def test_an_address_that_does_not_answer_keeps_no_node_waiting(monkeypatch):
             node.close("the test is over")
         for one in waiting:
             one.close()
+
+
+def test_of_two_networks_the_first_address_is_used_whichever_answers_first(monkeypatch):
+    """Ranks use the network of that connection: nodes, and the next start, have to choose the same one."""
+
+    class SecondIsQuicker(selectors.DefaultSelector):
+        looked = False
+
+        def select(self, timeout=None):
+            found = super().select(timeout)
+            while not self.looked and len(found) < 2:
+                found = super().select(timeout)
+            found = [one for one in found if self.looked or one[0].data == 1]
+            self.looked = True
+            return found
+
+    monkeypatch.setattr(module.selectors, "DefaultSelector", SecondIsQuicker)
+    with socket.create_server(("127.0.0.2", 0)) as first:
+        port = first.getsockname()[1]
+        with socket.create_server(("127.0.0.3", port)) as second:
+            address = LeaderAddress(hosts=("127.0.0.2", "127.0.0.3"), port=port, key="a" * 64, place="elsewhere")
+            for one in (first, second):
+                threading.Thread(target=lambda one=one: answer(one.accept()[0], address.key), daemon=True).start()
+            node = dial(address)
+    assert node is not None and node.other_host == "127.0.0.2"
+    node.close("the test is over")
 
 
 def test_the_leader_is_called_by_addresses_only():

@@ -256,6 +256,7 @@ def test_every_node_starts_its_share_and_ends_with_the_result_of_the_leader(clus
     ended = cluster.ends()
     assert {name: code for name, (_, code) in ended.items()} == {"a": 0, "b": 0, "c": 0}
     assert any("1 of 3" in line for line in ended["a"][0])
+    assert {(e["address"], e["leader_address"]) for e in cluster.nodes("joined")} == {("127.0.0.1", "127.0.0.1")}
     assert not cluster.folder.leader.exists() and not cluster.faults()
     assert {path.name for path in cluster.folder.logs.glob("attempt-1*")} == {
         "attempt-1.log",
