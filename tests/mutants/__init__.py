@@ -15,6 +15,7 @@ from . import (
     data,
     disks,
     drill,
+    guard,
     health,
     lease,
     loader,
@@ -68,6 +69,7 @@ AREAS: dict[str, list[Mutant]] = {
         stragglers,
         watchdog,
         nodes,
+        guard,
         health,
     )
 }

@@ -58,8 +58,8 @@ MUTANTS: list[Mutant] = [
         name="loss-scale-not-saved",
         what="a checkpoint lacks the loss scale",
         file="trainer/run.py",
-        before="extras=loss_scale.state() if loss_scale else {}",
-        after="extras={}",
+        before="extras=(loss_scale.state() if loss_scale else {}) |",
+        after="extras=",
         tests=_KEPT,
     ),
     Mutant(
@@ -81,7 +81,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="gradient-veto-left-out",
         what="an update with a gradient that is not finite is made, unless the loss is scaled",
-        file="trainer/resilience/policy.py",
+        file="trainer/default_policy.py",
         before="return ~torch.isfinite(grad_norm)",
         after="return ~torch.isfinite(grad_norm) & self.scaled_loss",
         tests=("tests/unit/trainer/test_loop.py::test_a_batch_whose_gradient_is_not_finite_is_skipped",),

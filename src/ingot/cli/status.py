@@ -70,7 +70,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"check  {_check_text(status.fleet_check)}")
     if status.start_times:
         terminal.say(f"start  {_start_text(status)}")
-    if status.skipped_steps or status.roll_backs:
+    if status.skipped_steps or status.roll_backs or status.guard:
         terminal.say(f"policy {_policy_text(status)}")
     terminal.result(asdict(status))
     follow_up = {
@@ -192,6 +192,8 @@ def _policy_text(status: "RunStatus") -> str:
     if status.roll_backs:
         start, end = status.roll_backs[-1]
         parts.append(f"roll-backs {len(status.roll_backs):,} (last: step {start:,} to {end:,})")
+    if status.guard:
+        parts.append(f"guard: {status.guard}")
     return ", ".join(parts)
 
 

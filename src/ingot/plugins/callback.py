@@ -28,8 +28,8 @@ class Verdict(enum.Enum):
 
 
 @dataclass(frozen=True)
-class Finding:
-    """What the guard found in a step. kinds: "loss spike" and others (trainer/guard/step_judge.py).
+class StepFinding:
+    """The findings of the guard in one step. kinds: "loss spike" and others (trainer/guard/step_judge.py).
 
     loss_sigmas, norm_sigmas: deviations above the median of healthy steps, of the loss and of the logarithm of the
     gradient norm. norm_factor: the gradient norm in units of its median. All are 0 before there are enough such steps.
@@ -54,7 +54,7 @@ class StepNumbers:
     grad_norm: float
     skipped: bool
     passed: bool = False
-    finding: Finding | None = None
+    finding: StepFinding | None = None
 
     @property
     def is_finite(self) -> bool:

@@ -16,6 +16,7 @@ from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
 from ingot.schema import events as kinds
 from ingot.schema.corpus import CorpusManifest
+from ingot.schema.guard_record import measure_of
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -77,9 +78,9 @@ class RunData:
     """The events and artifacts of one run; events are dicts as in schema/events.py.
 
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
-    terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs: the `skipped` and
-    `rolled_back` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events. weights_saves:
-    the `weights_saved` events. hashes: the SHA-256 of each named item.
+    terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures:
+    the `skipped`, `rolled_back`, `passed` and `guard` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped`
+    events. weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
     included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
@@ -108,6 +109,8 @@ class RunData:
     faults: list[FaultRecord] = field(default_factory=list)
     vetoes: list[dict] = field(default_factory=list)
     roll_backs: list[dict] = field(default_factory=list)
+    passed: list[dict] = field(default_factory=list)
+    measures: list[dict] = field(default_factory=list)
     start_times: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
@@ -221,6 +224,8 @@ def read_run_events(data: RunData) -> None:
         kinds.RUN_STARTED: data.starts,
         kinds.SKIPPED: data.vetoes,
         kinds.ROLLED_BACK: data.roll_backs,
+        kinds.PASSED: data.passed,
+        kinds.GUARD: data.measures,
         kinds.START_TIMES: data.start_times,
     }
     started = alive = kind = None
@@ -277,12 +282,22 @@ def _is_readable(event) -> bool:
         return False
     if kind == kinds.EXPERTS and not _has_numbers_by_layer(event):
         return False
-    if kind == kinds.SKIPPED and not _has_steps(event):
+    if kind in (kinds.SKIPPED, kinds.PASSED) and not _has_steps(event):
         return False
     if kind == kinds.METRICS and not has_values(event):
         return False
+    if kind == kinds.GUARD and not _is_measure(event):
+        return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
+
+
+def _is_measure(event: dict) -> bool:
+    try:
+        measure_of(event)
+    except (KeyError, TypeError, ValueError):
+        return False
+    return True
 
 
 def _has_steps(event: dict) -> bool:

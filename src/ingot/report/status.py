@@ -8,6 +8,7 @@ from ingot.events import read_events
 from ingot.report.facts import has_values, no_run_folder
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS
+from ingot.schema.guard_record import described, measure_of
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import MANIFEST
@@ -34,6 +35,7 @@ class RunStatus:
     kept_step, kept_nodes: the newest snapshot in memory, and how many nodes have each part of it, at least.
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
+    guard: the last measure of the guard, in words; "": none.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     still_seconds: the time since the newest step, if the job runs and that time is far longer than usual; else None.
     tokens_per_second and eta_seconds are then None, because those of the newest step are no longer true.
@@ -78,6 +80,7 @@ class RunStatus:
     unstored_reason: str = ""
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
+    guard: str = ""
     log_damage: str = ""
     layout: dict[str, int | str] = field(default_factory=dict)
     fallback: dict | None = None
@@ -139,6 +142,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         faults=tuple(log.faults),
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
+        guard=log.guard,
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
@@ -169,6 +173,7 @@ class _Log:
     faults: list[str] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
+    guard: str = ""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def take(self, event: dict) -> None:
@@ -185,6 +190,8 @@ class _Log:
             self.metrics.setdefault(event["by"], {}).update(event["values"])
         elif kind == events.SKIPPED:
             self.skipped.update(event["steps"])
+        elif kind == events.GUARD:
+            self.guard = described(measure_of(event))
         elif kind == events.ROLLED_BACK:
             self.roll_backs.append((event["from_step"], event["to_step"]))
             self._go_back(event["to_step"])

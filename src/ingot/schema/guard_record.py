@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ingot.errors import DataError
-from ingot.schema.step_ranges import StepRange
+from ingot.schema.step_ranges import StepSpan
 from ingot.storage import write_json
 
 Action = Literal["again", "pass", "lower", "accept", "stop"]
@@ -57,15 +57,29 @@ class GuardState:
 def guard_state(values: Mapping[str, Any]) -> GuardState:
     """Return the GuardState whose JSON is `values`. Raises KeyError, TypeError or ValueError for other values."""
     return GuardState(
-        measures=tuple(map(_measure, values["measures"])),
+        measures=tuple(map(measure_of, values["measures"])),
         row=tuple(map(int, values["row"])),
         row_found=tuple(map(str, values["row_found"])),
     )
 
 
-def passed_steps(measures: Sequence[Measure]) -> list[StepRange]:
+def described(measure: Measure) -> str:
+    """Return a sentence for people about what was found and done."""
+    steps = f"step {measure.first}" if measure.first == measure.last else f"steps {measure.first}-{measure.last}"
+    done = {
+        AGAIN: "the run goes back and trains them again",
+        PASS: "the run goes back and passes their data",
+        LOWER: f"the run goes back, passes their data and has {measure.lr_factor:g} of its learning rate up to step "
+        f"{measure.lr_last}",
+        ACCEPT: "it is the new level, with which later steps are compared",
+        STOP: "the run stops",
+    }
+    return f"{steps}: {', '.join(measure.found)}; {done[measure.action]}"
+
+
+def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:
     """Return the ranges of steps whose data are passed."""
-    return [StepRange(one.first, one.last) for one in measures if one.passes]
+    return [StepSpan(one.first, one.last) for one in measures if one.passes]
 
 
 def harmed_since(measures: Sequence[Measure], saved: Sequence[Measure]) -> int:
@@ -97,7 +111,7 @@ def lr_factor(measures: Sequence[Measure], step: int) -> float:
 def read_measures(path: Path) -> list[Measure]:
     """Return the measures of the file `path`; none if there is no such file. Raises DataError if it cannot be read."""
     try:
-        return [_measure(values) for values in json.loads(path.read_bytes())]
+        return [measure_of(values) for values in json.loads(path.read_bytes())]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -111,7 +125,8 @@ def read_measures(path: Path) -> list[Measure]:
         ) from None
 
 
-def _measure(values: Mapping[str, Any]) -> Measure:
+def measure_of(values: Mapping[str, Any]) -> Measure:
+    """Return the measure whose JSON is `values`. Raises KeyError, TypeError or ValueError for other values."""
     if values["action"] not in (AGAIN, PASS, LOWER, ACCEPT, STOP):
         raise ValueError(f"action {values['action']!r}")
     return Measure(

@@ -35,7 +35,7 @@ from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
-from ingot.schema.step_ranges import StepRange, parse_step_range
+from ingot.schema.step_ranges import StepSpan, parse_step_range
 from ingot.storage import canonical_json, sha256_bytes
 
 
@@ -60,7 +60,7 @@ class Data:
     skip: tuple[str, ...] = ()
 
     @property
-    def skipped_steps(self) -> list[StepRange]:
+    def skipped_steps(self) -> list[StepSpan]:
         return [parse_step_range(text) for text in self.skip]
 
     def problems(self):

@@ -10,7 +10,7 @@ RULE = 'steps are one number, like "120", or the first and the last, like "120-1
 
 
 @dataclass(frozen=True, order=True)
-class StepRange:
+class StepSpan:
     """The steps first..last, inclusive."""
 
     first: int
@@ -20,15 +20,15 @@ class StepRange:
         return self.first <= step <= self.last
 
 
-def parse_step_range(text: str) -> StepRange:
+def parse_step_range(text: str) -> StepSpan:
     """Return the range that `text` names. Raises ConfigError."""
     found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", text)
     first, last = (int(found[1]), int(found[2] or found[1])) if found else (0, 0)
     if not 1 <= first <= last:
         raise ConfigError("E-STEPS", f"{text!r} is no range of steps", rule=RULE, fix='write "120-122"', steps=text)
-    return StepRange(first, last)
+    return StepSpan(first, last)
 
 
-def among(step: int, ranges: Iterable[StepRange]) -> bool:
+def among(step: int, ranges: Iterable[StepSpan]) -> bool:
     """Return whether `step` is in one of `ranges`."""
     return any(step in one for one in ranges)

@@ -18,7 +18,7 @@ from ingot import __version__
 from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
-from ingot.schema.guard_record import Measure
+from ingot.schema.guard_record import Measure, described
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import peak_flops
@@ -175,16 +175,7 @@ def steps_text(steps: Sequence[int]) -> str:
 def log_measure(log: Callable[..., None], say: Callable[[str], None], measure: Measure) -> None:
     """Write a measure of the guard, and a line."""
     log(events.GUARD, **asdict(measure))
-    steps = steps_text(range(measure.first, measure.last + 1))
-    what = {
-        "again": "the run goes back and trains them again",
-        "pass": "the run goes back and passes their data",
-        "lower": f"the run goes back, passes their data and lowers the learning rate to {measure.lr_factor:g} of it up "
-        f"to step {measure.lr_last}",
-        "accept": "it is the new level: the run goes on, and compares with the steps from here on",
-        "stop": "the run stops",
-    }
-    say(f"guard     the updates of steps {steps} were skipped ({', '.join(measure.found)}): {what[measure.action]}")
+    say(f"guard     {described(measure)}")
 
 
 def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:

@@ -223,8 +223,9 @@ def test_broken_weights_are_never_saved(fork_ranks, make_run):
 
 
 def test_a_batch_whose_gradient_is_not_finite_is_skipped(fork_ranks, make_run):
-    """One rank has it, all skip the update; a later attempt that reads the batch again goes on as well."""
-    folder, steps = make_run(dp_shard=2), []
+    """One rank has it, all skip the update; a later attempt that reads the batch again goes on as well. Also where the
+    guard takes no measures."""
+    folder, steps = make_run(dp_shard=2, guard={"preset": "watch"}), []
 
     def train_with_a_bad_batch(rank, ranks, until_step=None):
         def bad_step(run, batch, lr):

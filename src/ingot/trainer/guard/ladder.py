@@ -2,7 +2,7 @@
 from one step earlier and lower the learning rate, accept the new level; or stop.
 
 A single bad batch costs its own update and no more. Several in a row may come from weights that were harmed before, by
-a fault of the hardware, by data, or by a learning rate that is too high; the measures tell these apart from the
+a fault of the hardware, by data, or by a learning rate that is too high; the measures separate these, from the
 cheapest on. An update that harms the weights shows in the step after it, so the third measure passes the step before
 the trouble, too. After `calm_steps` without a new row, the next one is a trouble of its own and begins with the first
 measure. All ranks decide alike, because they read the same numbers; what was decided is recorded before it takes

@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from ingot.plugins.callback import Finding
+from ingot.plugins.callback import StepFinding
 from ingot.schema.guard import MOST_WINDOW, Guard
 
 STATE = ("guard_window", "guard_count")
@@ -102,8 +102,8 @@ def _at(values: Tensor, empty: Tensor, place: Tensor) -> Tensor:
     return torch.where(empty, math.inf, values).sort(dim=1).values.gather(1, place)
 
 
-def finding(judged: tuple[float, ...]) -> Finding | None:
+def finding(judged: tuple[float, ...]) -> StepFinding | None:
     """Return what the four numbers of `StepJudge.judge` say; None if nothing was found."""
     bits, loss_sigmas, norm_sigmas, factor = judged
     kinds = tuple(name for bit, name in KINDS.items() if int(bits) & bit)
-    return Finding(kinds, loss_sigmas, norm_sigmas, factor) if kinds else None
+    return StepFinding(kinds, loss_sigmas, norm_sigmas, factor) if kinds else None

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from ingot.errors import ConfigError, ResourceError
-from ingot.schema.step_ranges import StepRange, among
+from ingot.schema.step_ranges import StepSpan, among
 from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loader.reader import TokenReader, document_numbers
@@ -86,7 +86,7 @@ class Loader:
         prefetch: int = 2,
         deadline_seconds: float = DEADLINE_SECONDS,
         read_seconds: float = 60.0,
-        passed: Sequence[StepRange] = (),
+        passed: Sequence[StepSpan] = (),
     ):
         if global_batch % (ranks * micro_batch):
             raise ConfigError(

@@ -45,27 +45,27 @@ def of_kind(folder, kind):
 
 
 def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run):
-    """The bits are those of a run that was told to pass it."""
+    """The bits are those of a run that was directed to pass it."""
     run = {"dp_shard": 2, "steps": 24, "guard": GUARD, "lr": 2e-2}
-    found, told = make_run("found", **run), make_run("told", skip=("17", "21"), **run)
+    found, ordered = make_run("found", **run), make_run("ordered", skip=("17", "21"), **run)
     train_with(fork_ranks, found, {17, 21})
-    train_with(fork_ranks, told, ())
+    train_with(fork_ranks, ordered, ())
     assert [(e["step"], e["found"][0], e["skipped"]) for e in of_kind(found, "finding")] == [
         (17, "loss spike", True),
         (21, "loss spike", True),
     ]
     assert [e["steps"] for e in of_kind(found, "skipped")] == [[17], [21]]
-    assert [e["steps"] for e in of_kind(told, "passed")] == [[17], [21]]
-    assert saved_tensors(found) == saved_tensors(told)
+    assert [e["steps"] for e in of_kind(ordered, "passed")] == [[17], [21]]
+    assert saved_tensors(found) == saved_tensors(ordered)
     trained = {step: facts for step, facts in step_facts(found).items() if step not in (17, 21)}
-    assert trained == step_facts(told) and not found.guard.exists()
-    for folder in (found, told):
+    assert trained == step_facts(ordered) and not found.guard.exists()
+    for folder in (found, ordered):
         ledger = ledger_proof(folder, load_run(folder.config)).ledger
         assert [step for one in ledger for step in one.untrained] == [17, 21]
         proof = prove_run(folder.root)
         assert proof.fault is None and proof.untrained == (17, 21) and proof.steps == 24
     assert [one.sha256 for one in list_checkpoints(found.checkpoints)[0].manifest.ledger] == [
-        one.sha256 for one in list_checkpoints(told.checkpoints)[0].manifest.ledger
+        one.sha256 for one in list_checkpoints(ordered.checkpoints)[0].manifest.ledger
     ]
 
 
@@ -73,15 +73,15 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
     """The run goes back twice: first it trains them again, then it passes them. A kill on the way changes nothing."""
     run = {"dp_shard": 2, "steps": 30, "guard": GUARD, "lr": 2e-2}
     bad = {20, 21, 22, 23, 24}
-    found, told = make_run("found", **run), make_run("told", skip=("20-24",), **run)
+    found, ordered = make_run("found", **run), make_run("ordered", skip=("20-24",), **run)
     results = train_with(fork_ranks, found, bad)
     assert [ending for ending, _ in results] == [(30, False)] * 2
-    train_with(fork_ranks, told, ())
+    train_with(fork_ranks, ordered, ())
     measures = read_measures(found.guard)
     assert [(one.action, one.first, one.last) for one in measures] == [(AGAIN, 20, 24), (PASS, 20, 24)]
     assert [(e["from_step"], e["to_step"]) for e in of_kind(found, "rolled_back")] == [(24, 20)] * 2
     assert any(line.startswith("guard     the updates of steps 20-24 were skipped") for line in results[0][1])
-    assert saved_tensors(found) == saved_tensors(told)
+    assert saved_tensors(found) == saved_tensors(ordered)
     manifest = ledger_proof(found, load_run(found.config))
     assert manifest.guard.measures == tuple(measures)
     assert [step for one in manifest.ledger for step in one.untrained] == [20, 21, 22, 23, 24]
@@ -105,7 +105,7 @@ def test_steps_that_hurt_once_are_trained_again(fork_ranks, make_run):
 
 def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monkeypatch):
     """A learning rate of fifty times in step 15 shows from step 16 on. Its checkpoint is suspect, and an older one is
-    used: the run ends as one that was told to pass the steps, and to lower its learning rate."""
+    used: the run ends as one that was directed to pass the steps, and to lower its learning rate."""
     run = {"steps": 30, "lr": 2e-2, "guard": GUARD | {"lr_steps": 3}}
     folder = make_run(**run)
     plain = learning_rate(30, 2e-2, load_run(folder.config).schedule)
@@ -116,13 +116,13 @@ def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monke
     last = measures[-1].last
     assert [e["to_step"] for e in of_kind(folder, "rolled_back")] == [15, 15, 10]
     assert "suspect   the checkpoints of steps 15, 20: an older one is used" in lines
-    told = make_run("told", skip=(f"15-{last}",), **run)
+    ordered = make_run("ordered", skip=(f"15-{last}",), **run)
     lowered = lambda step: plain(step) * (0.5 if last < step <= last + 3 else 1)  # noqa: E731
     monkeypatch.setattr(loop, "learning_rate", lambda *_: lowered)
-    train_with(fork_ranks, told, (), ranks=1)
-    assert saved_tensors(folder) == saved_tensors(told)
+    train_with(fork_ranks, ordered, (), ranks=1)
+    assert saved_tensors(folder) == saved_tensors(ordered)
     trained = {step: facts for step, facts in step_facts(folder).items() if not 15 <= step <= last}
-    assert trained == step_facts(told)
+    assert trained == step_facts(ordered)
 
 
 def test_the_same_command_passes_batches_that_are_never_finite(fork_ranks, make_run):

@@ -1,7 +1,7 @@
 import pytest
 
 from ingot.errors import RunFailed
-from ingot.plugins.callback import Finding, StepNumbers, Verdict
+from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
 from ingot.schema.guard import Guard
 from ingot.schema.guard_record import (
     ACCEPT,
@@ -17,7 +17,7 @@ from ingot.schema.guard_record import (
     write_measures,
 )
 from ingot.schema.run_folder import RunFolder
-from ingot.schema.step_ranges import StepRange
+from ingot.schema.step_ranges import StepSpan
 from ingot.trainer.guard.ladder import Ladder
 
 SPIKE, NAN = "loss spike", "gradient not finite"
@@ -32,7 +32,7 @@ class Judge:
 
 def line(first, pattern, kind=SPIKE):
     """Steps from `first` on: "x" was skipped, "." not."""
-    finding = Finding((kind,), 9.0, 0.0, 1.0)
+    finding = StepFinding((kind,), 9.0, 0.0, 1.0)
     return [
         StepNumbers(step, 2.0, 1.0, sign == "x", finding=finding if sign == "x" else None)
         for step, sign in enumerate(pattern, first)
@@ -71,7 +71,7 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
     found = [(one.action, one.first, one.last) for one in ladder.measures]
     assert found == [(AGAIN, 9, 12), (PASS, 9, 12), (LOWER, 8, 18), (ACCEPT, 30, 33)]
     assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
-    assert passed_steps(ladder.measures) == [StepRange(9, 12), StepRange(8, 18)]
+    assert passed_steps(ladder.measures) == [StepSpan(9, 12), StepSpan(8, 18)]
     factors = {step: lr_factor(ladder.measures, step) for step in (7, 8, 68, 69)}
     assert factors == {7: 1.0, 8: 0.5, 68: 0.5, 69: 1.0}
 
@@ -85,7 +85,7 @@ def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):
 
 @pytest.mark.parametrize(("preset", "kind", "before"), [("strict", SPIKE, 2), ("guard", NAN, 3)])
 def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
-    """With "strict" after two measures; and if nothing was finite, there is no level to accept."""
+    """After two measures with "strict"; and if nothing was finite, there is no level to accept."""
     ladder = ladder_of(tmp_path, preset=preset)
     assert [ask(ladder, 5, "xxx", kind) for _ in range(before)] == [Verdict.ROLL_BACK] * before
     with pytest.raises(RunFailed) as caught:

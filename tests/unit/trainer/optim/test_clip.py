@@ -1,7 +1,9 @@
+import math
+
 import pytest
 import torch
 
-from ingot.trainer.optim.gradients import clip_factor, gradient_norm
+from ingot.trainer.optim.gradients import clip_factor, gradient_norm, gradient_norm_and_loss
 
 
 def clip_grad_norm(shards, max_norm, *, scale=None):
@@ -81,3 +83,17 @@ def test_float64_stays_float64(shards):
     made = shards([1.0, 1e-9])
     assert gradient_norm(made).dtype == torch.float64
     assert gradient_norm(made).item() == (1 + 1e-18) ** 0.5
+
+
+def test_norm_and_loss_of_a_step_are_the_same_on_all_ranks(fork_ranks, blocks):
+    """Ranks 0 and 2 read tokens; rank 1 holds another stage, whose loss is no number."""
+
+    def measure(rank, world):
+        block = blocks(torch.float32)[0]
+        block.grad, block.value = torch.full((2,), rank + 1.0), torch.zeros(2)
+        loss = torch.tensor([2.0, math.nan, 5.0][rank])
+        norm, mean = gradient_norm_and_loss([block], loss, 0.0 if rank == 1 else 0.5)
+        return norm.item(), mean.item(), norm.dtype, mean.dtype
+
+    expected = pytest.approx((2 * (1 + 4 + 9)) ** 0.5), 3.5, torch.float32, torch.float64
+    assert fork_ranks(measure, 3) == [expected] * 3
