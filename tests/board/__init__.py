@@ -24,8 +24,6 @@ MISSING: dict[str, tuple[str, str]] = {
     "RS19": ("a wrong bit in a weight of one copy", "needs comparison of copies"),
     "RS20": ("a wrong bit in a gradient", "needs recomputation on another rank"),
     "RS21": ("a wrong bit in an activation or a moment", "needs recomputation on another rank"),
-    "RS22": ("NaN once, NaN always", _ELSEWHERE),
-    "RS23": ("a spike of the loss", "needs a policy for spikes"),
     "RS24": ("no progress", "needs a watch on the loss"),
     "RS25": ("a damaged data shard", f"{_ELSEWHERE}: tests/e2e/test_data_faults.py; no quarantine"),
     "RS31": ("the store or a log sink is killed", _ELSEWHERE),

@@ -1,19 +1,25 @@
 """A plug-in with faults that only the program itself can have: BOARD_FAULT names one, its rank, its step and its place.
 
-`KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. PLACE is a method of
-the callback: on_gradients, on_update, on_line or record.
+`KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. STEP may be a range, as
+12-15. PLACE is a method of the callback: on_gradients, on_update, on_line or record; or before_norm, when the gradients
+are reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled 12-15", replaces the data of steps. The schedule
+"planted" has fifty times its rate in step BOARD_RATE.
 """
 
 import ctypes
 import itertools
+import math
 import os
 import signal
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
+from ingot.plugins.schedule import SCHEDULES, SchedulePart
+from ingot.trainer import step as trainer_step
 
 
 def _sum_over_ranks(elements: int) -> None:
@@ -24,8 +30,25 @@ class Planted(StepCallback):
     def __init__(self, run, options):
         self.rank, self.step = run.rank, 0
         kind, rank, step, self.place, *always = (os.environ.get("BOARD_FAULT") or "none 0 0 nowhere").split()
-        self.kind, self.on_rank, self.at, self.always = kind, int(rank), int(step), bool(always)
+        first, _, last = step.partition("-")
+        self.kind, self.on_rank, self.always = kind, int(rank), bool(always)
+        self.at, self.last, self.pieces = int(first), int(last or first), run.pieces
+        if self.place == "before_norm":
+            self._watch_norm()
         self.done = Path(os.environ["INGOT_DRILL_RUN"] + ".planted")
+
+    def _watch_norm(self):
+        update, norm = trainer_step.update, trainer_step.gradient_norm_and_loss
+
+        def planted_update(parts, step, *more):
+            self.step = step
+            return update(parts, step, *more)
+
+        def planted_norm(*arguments, **keywords):
+            self._plant("before_norm")
+            return norm(*arguments, **keywords)
+
+        trainer_step.update, trainer_step.gradient_norm_and_loss = planted_update, planted_norm
 
     def on_gradients(self, step):
         self.step = step
@@ -42,7 +65,7 @@ class Planted(StepCallback):
         self._plant("record")
 
     def _plant(self, place):
-        if place != self.place or self.step < self.at or (self.step > self.at and place != "record"):
+        if place != self.place or self.step < self.at or (self.step > self.last and place != "record"):
             return
         collective = self.kind in ("shape", "skip", "order")  # both ranks are a part of it
         if (not collective and self.rank != self.on_rank) or (not self.always and self.done.exists()):
@@ -72,6 +95,9 @@ class Planted(StepCallback):
     def abort(self, _):
         os.abort()
 
+    def nan(self, _):
+        self.pieces[0].grad.fill_(math.nan)
+
     def memory(self, _):
         torch.empty(1 << 60, dtype=torch.uint8)
 
@@ -87,4 +113,31 @@ class Planted(StepCallback):
             _sum_over_ranks(elements)
 
 
+def _rate(step, steps, peak, schedule, options):
+    return peak * (50 if step == int(os.environ.get("BOARD_RATE", "0")) else 1)
+
+
+SCHEDULES.register(SchedulePart(name="planted", rate=_rate))
+
+
+def _junk(batch, kind):
+    """Return the batch with tokens that have no rule, or with two tokens in turn."""
+    random = torch.Generator().manual_seed(batch.step)
+    shape = (*batch.inputs.shape[:-1], batch.inputs.shape[-1] + 1)
+    tokens = torch.randint(1, 64, shape, generator=random)
+    if kind == "repeated":
+        tokens = torch.where(torch.arange(shape[-1]) % 2 == 0, tokens[..., :1], tokens[..., 1:2])
+    return replace(batch, inputs=tokens[..., :-1], targets=tokens[..., 1:])
+
+
+def _plant_junk(kind, steps):
+    first, _, last = steps.partition("-")
+    hurt, forward_backward = range(int(first), int(last or first) + 1), trainer_step.forward_backward
+    trainer_step.forward_backward = lambda parts, batch: forward_backward(
+        parts, _junk(batch, kind) if batch.step in hurt else batch
+    )
+
+
+if "BOARD_JUNK" in os.environ:
+    _plant_junk(*os.environ["BOARD_JUNK"].split())
 CALLBACKS.register(CallbackPart(name="planted", make=Planted))

@@ -19,7 +19,7 @@ MUTANTS: list[Mutant] = [
         name="empty-places-judged",
         what="places of the window that are still empty count as steps with loss 0",
         file="trainer/guard/step_judge.py",
-        before="empty = self._places > held",
+        before="empty = self._places > self.count",
         after="empty = self._places < 0",
         tests=(f"{_JUDGE}::test_there_is_no_spike_before_the_window_is_ready", _JUDGE),
     ),

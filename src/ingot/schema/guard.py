@@ -18,7 +18,8 @@ class Guard:
       their updates are skipped, and after several in a row the run goes back, trains the steps again, passes their data
       and lowers the learning rate, one after the other, until training is calm; a level that stays is accepted at last.
       "strict": in place of the last two, the run stops for a person.
-    window: the healthy steps with which a step is compared. ready: fewer than these are no basis for a spike.
+    window: the healthy steps whose noise is the unit. level: the last of them, whose median a step is compared with.
+      ready: fewer healthy steps are no basis for a spike.
     sigmas: the deviations above the median that are a spike, of the loss or of the logarithm of the gradient norm.
     loss_spread, norm_spread: the smallest deviation, in nats and as a logarithm: a window may be very calm.
     corruption_factor: a gradient norm this many times the median, with a loss that is no spike, is suspected
@@ -30,6 +31,7 @@ class Guard:
 
     preset: Literal["off", "watch", "guard", "strict"] = "guard"
     window: Window = 128
+    level: PositiveSteps = 16
     ready: PositiveSteps = 32
     sigmas: Positive = 6.0
     loss_spread: Positive = 0.02

@@ -1,8 +1,9 @@
 """The judgment of a step before its update, on the device, without waiting for it.
 
 A step is compared with the healthy steps before it: loss and logarithm of the gradient norm, each by its distance from
-their median, in units of 1.4826 times the median absolute deviation, which is the standard deviation of normal values
-(Leys et al. 2013). A mean and a standard deviation would be moved by the spike itself. Sums are float64, and both
+the median of the last few. The unit is the noise between two steps: 1.4826 times the median absolute deviation of their
+differences, which is the standard deviation of normal values (Leys et al. 2013), by the square root of two. So neither
+a spike nor a loss that falls fast makes the unit larger, as they would a standard deviation. Sums are float64, and both
 values are equal on all ranks, so all ranks decide alike.
 """
 
@@ -15,7 +16,7 @@ from ingot.plugins.callback import StepFinding
 from ingot.schema.guard import MOST_WINDOW, Guard
 
 STATE = ("guard_window", "guard_count")
-_NORMAL = 1.4826  # 1 / the 75th percentile of the standard normal distribution
+_NOISE = 1.4826 / math.sqrt(2)  # 1.4826: 1 / the 75th percentile of the standard normal distribution
 _LEAST_NORM = 1e-30  # a gradient of zeros has a logarithm, too
 
 # The kinds of findings, as bits of one number.
@@ -52,11 +53,13 @@ class StepJudge:
         loss, norm = loss.double().reshape(()), grad_norm.double().reshape(())
         values = _values(loss, norm)
         recent = self.window[:, -self.guard.window :]
-        held = self.count.clamp(max=self.guard.window)
-        empty = self._places > held
-        middle = ((held - 1).clamp(min=0) // 2).expand(2, 1)
-        median = _at(recent, empty, middle)
-        spread = torch.maximum(_NORMAL * _at((recent - median).abs(), empty, middle), self._spreads[:, None])
+        empty = self._places > self.count
+        level = min(self.guard.level, self.guard.window)
+        median = _median(recent[:, -level:], empty[-level:], self.count.clamp(max=level))
+        changes, unknown = recent.diff(dim=1), empty[:-1]
+        number = (self.count - 1).clamp(min=0, max=self.guard.window - 1)
+        deviation = (changes - _median(changes, unknown, number)).abs()
+        spread = torch.maximum(_NOISE * _median(deviation, unknown, number), self._spreads[:, None])
         distance = values - median[:, 0]
         sigmas, factor = distance / spread[:, 0], distance[1].exp()
         ready = self.count >= self.guard.ready
@@ -96,10 +99,13 @@ def _values(loss: Tensor, norm: Tensor) -> Tensor:
     return torch.where(values.isfinite(), values, 0.0)
 
 
-def _at(values: Tensor, empty: Tensor, place: Tensor) -> Tensor:
-    """Return the value at `place` (int64 [2, 1]) of each row of `values` [2, n] in ascending order, [2, 1]; `empty`
-    [n] are left out."""
-    return torch.where(empty, math.inf, values).sort(dim=1).values.gather(1, place)
+def _median(values: Tensor, empty: Tensor, number: Tensor) -> Tensor:
+    """Return the lower median of each row of `values` [2, n], as [2, 1], without the places that are `empty` [n].
+
+    number: how many are left, int64.
+    """
+    middle = ((number - 1).clamp(min=0) // 2).expand(2, 1)
+    return torch.where(empty, math.inf, values).sort(dim=1).values.gather(1, middle)
 
 
 def finding(judged: tuple[float, ...]) -> StepFinding | None:

@@ -64,11 +64,18 @@ def test_each_kind_is_found_and_leaves_the_window_as_it_was(loss, norm, kinds):
     assert judge.window.isfinite().all()
 
 
-def test_deviations_are_those_of_median_and_median_deviation():
-    judge = StepJudge(Guard(window=9, ready=8, loss_spread=1e-6, norm_spread=1e-6), "cpu")
-    after(judge, [(float(n), math.exp(n)) for n in (90, 1, 2, 3, 4, 5, 6, 7, 8, 9)])  # the first has left the window
-    judged = judge.judge(scalar(15), scalar(math.exp(5)))
-    assert judged.tolist() == [0, pytest.approx(10 / (1.4826 * 2)), 0, pytest.approx(1)]
+def test_the_unit_is_the_noise_between_steps_and_not_how_fast_the_loss_falls():
+    judge = StepJudge(Guard(window=9, level=3, ready=8, loss_spread=1e-6, norm_spread=1e-6), "cpu")
+    # The first step has left the window. Changes are -5 and -3 in turn: their median is -5, deviations are 0 and 2.
+    losses = [900, 100, 95, 92, 87, 84, 79, 76, 71, 68]
+    after(judge, [(float(loss), math.exp(loss / 10)) for loss in losses])
+    judged = judge.judge(scalar(80.0), scalar(math.exp(7.1)))
+    assert judged.tolist() == pytest.approx([4, (80 - 71) / 1e-6, 0, 1], rel=1e-6)
+    other = StepJudge(judge.guard, "cpu")
+    for loss in (0, 1, 3, 6, 10, 15, 21, 28, 36):
+        other.add(scalar(loss), scalar(1.0), torch.tensor(False))
+    # Changes 1 to 8: median 4, deviations 3 2 1 0 1 2 3 4, whose lower median is 2.
+    assert other.judge(scalar(38.0), scalar(1.0))[1] == pytest.approx((38 - 28) / (2 * 1.4826 / math.sqrt(2)))
 
 
 def test_there_is_no_spike_before_the_window_is_ready():

@@ -1,0 +1,105 @@
+"""Rows of numbers that hurt: gradients that are not finite, data that no learning explains, a rate that is too high."""
+
+import shutil
+from pathlib import Path
+
+from ingot.drill.clean import o7
+from ingot.drill.job import END_SECONDS, gone_within, marked_processes
+from ingot.drill.oracles import Verdicts, o1, o2, o3, read_facts, read_trace
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.guard_record import AGAIN, LOWER, PASS, STOP, read_measures
+
+from .bench import Bench, options
+from .row import Row, random_of
+
+_STEPS = 48
+_SETTINGS = (
+    f"train.steps={_STEPS}",
+    "optim.lr=0.01",
+    "guard.window=16",
+    "guard.ready=8",
+    "guard.loss_spread=0.1",
+    "guard.norm_spread=0.3",
+    'schedule.kind="planted"',
+    'plugins.modules=["planted"]',
+    'plugins.folder="lab"',
+    "callbacks.planted={}",
+)
+
+
+def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """A gradient with a NaN once: its update is skipped. In four steps every time: the run goes back, and passes them.
+    From a step on for ever: the run stops after its measures, and its last checkpoint is whole."""
+    random = random_of("RS22", seed)
+    first = random.randrange(20, 36)
+    for last in (first, first + 3):
+        name, steps = f"nan-{first}-{last}-{seed}", f"{first}-{last}"
+        fault = f"nan {random.randrange(2)} {steps} before_norm always"
+        ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+        measures = [(one.action, one.first, one.last) for one in read_measures(bench.folder(name).guard)]
+        rows = [] if first == last else [(AGAIN, first, first + 2), (PASS, first, first + 2)]
+        right = ended.code == 0 and measures == rows
+        verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, measures {measures}")
+        _judge(bench, verdicts, name, fault, steps, {})
+    name, fault = f"nan-always-{seed}", f"nan {random.randrange(2)} {first}-{_STEPS} before_norm always"
+    ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+    measures = [one.action for one in read_measures(bench.folder(name).guard)]
+    right = ended.code == 93 and "E-GUARD-STOPPED" in ended.output and measures == [AGAIN, PASS, LOWER, STOP]
+    verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
+    deep = bench.ingot("ckpt", "verify", str(bench.folder(name).root), "--deep")  # names parameters with NaN
+    verdicts.judge("o2", fault, "" if deep.code == 0 else f"exit code {deep.code}: {deep.output[-300:]}")
+
+
+def rs23(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Shuffled labels, a repeated n-gram, and three steps of junk: found in their step, skipped or passed, and nothing
+    else is found. Fifty times the learning rate in one step: found in the next one, and undone."""
+    random = random_of("RS23", seed)
+    for kind, length in (("shuffled", 1), ("repeated", 1), ("shuffled", 3)):
+        first = random.randrange(18, 40)
+        name, steps = f"{kind}-{first}-{length}-{seed}", range(first, first + length)
+        junk = {"BOARD_JUNK": f"{kind} {first}-{first + length - 1}"}
+        ended = bench.train(name, *_options(bench), env=junk)
+        measures = [one.action for one in read_measures(bench.folder(name).guard)]
+        right = ended.code == 0 and measures == ([] if length == 1 else [AGAIN, PASS])
+        verdicts.judge("o6", name, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
+        found = {event["step"] for event in read_events(bench.folder(name).events, events.FINDING)}
+        verdicts.judge("o6", name, "" if found == set(steps) else f"found in steps {sorted(found)}")
+        _judge(bench, verdicts, name, name, f"{first}-{first + length - 1}", junk)
+    step = random.randrange(18, 36)
+    name = f"rate-{step}-{seed}"
+    ended = bench.train(name, *_options(bench), env={"BOARD_RATE": str(step)})
+    measures = [(one.action, one.first) for one in read_measures(bench.folder(name).guard)]
+    right = ended.code == 0 and measures == [(AGAIN, step + 1), (PASS, step + 1), (LOWER, step)]
+    verdicts.judge("o6", name, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
+    losses = {event["step"]: event["loss"] for event in read_events(bench.folder(name).events, events.STEP)}
+    harmed = not losses[_STEPS] < losses[step]
+    verdicts.judge("o2", name, f"loss {losses[_STEPS]:.2f} at the end, {losses[step]:.2f} before" if harmed else "")
+
+
+def _judge(bench: Bench, verdicts: Verdicts, name: str, where: str, steps: str, env: dict[str, str]) -> None:
+    """Judge that the run ended with the bits of one that was ordered to pass `steps`, and left nothing."""
+    folder, ordered = bench.folder(name), f"ordered-{name}"
+    left = gone_within(END_SECONDS, lambda: marked_processes(folder.root))
+    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
+    bench.train(ordered, *_options(bench, f'data.skip=["{steps}"]'), env=env)
+    ours, reference = read_facts(folder), read_facts(bench.folder(ordered))
+    trained = {step: found for step, found in read_trace(folder).items() if step in reference.trace}
+    verdicts.judge("o1", where, o1(trained, reference.trace))
+    verdicts.judge("o2", where, o2(ours.state, reference.state))
+    verdicts.judge("o3", where, o3(ours.samples, reference.samples))
+    others = [event["step"] for event in read_events(bench.folder(ordered).events, events.FINDING)]
+    verdicts.judge("o6", where, f"the run that was ordered found something in steps {others}" if others else "")
+
+
+def _options(bench: Bench, *settings: str) -> list[str]:
+    lab = bench.root / "lab"
+    lab.mkdir(exist_ok=True)
+    shutil.copyfile(Path(__file__).parent / "planted.py", lab / "planted.py")
+    return options((*_SETTINGS, *settings))
+
+
+ROWS = (
+    Row("RS22", "a gradient that is not finite: once, in several steps, for ever", rs22),
+    Row("RS23", "shuffled labels, a repeated n-gram, fifty times the learning rate", rs23),
+)
