@@ -25,7 +25,7 @@ VERBS = {
     "data": "build, inspect, verify, mix, trace and purge a corpus and its token shards",
     "tokenizer": "train a byte-level BPE tokenizer, or describe a tokenizer",
     "plan": "predict layouts, memory, time, failures and cost of a run; write the run file",
-    "explain": "explain an error code, a slow run, or the formulas of a plan",
+    "explain": "explain an error code, a slow run, a loss that is not finite, or the formulas of a plan",
     "check": "report every problem of a run file at once, with file and line; start nothing",
     "train": "start a run, or continue it with the same command",
     "drill": "break copies of a run on purpose, and show that they recover bit for bit",
@@ -38,7 +38,7 @@ VERBS = {
 }
 # Actions of a verb that also has options itself, so that argparse subcommands do not fit. The module of "plan score" is
 # plan_score.
-_BEGIN_ANEW = ("doctor", "drill")  # verbs that continue nothing when they are given again
+_BEGIN_ANEW = ("doctor", "drill", "explain")  # verbs that continue nothing when they are given again
 _ACTIONS = {"plan score": "compare predictions of the planner with published runs, by family"}
 
 _EXIT_CODES = """exit codes:

@@ -253,6 +253,38 @@ class UncompiledFakeMode(FakeTensorMode):
         return False
 
 
+def changes_its_inputs(operation: Any) -> bool:
+    """Return whether an operator of a dispatch mode writes to one of its arguments, as aten.add_ does.
+
+    Why: afterwards, the values that it read are gone.
+    Checked: 2.13.
+    Fallback: a name that ends with "_", or an argument `out`.
+    """
+    schema = getattr(operation, "_schema", None)
+    return schema is not None and schema.is_mutable
+
+
+def running_node() -> tuple[str, int] | None:
+    """Return (name, sequence number) of the node of autograd whose backward this thread runs; None outside a backward.
+
+    Why: a dispatch mode sees the operations of a backward, not which operation of the forward they belong to.
+    Checked: 2.13.
+    Fallback: None; operations of a backward are then named without their module.
+    """
+    node = torch._C._current_autograd_node()
+    return None if node is None else (node.name(), node._sequence_nr())
+
+
+def next_sequence_number() -> int:
+    """Return the sequence number that the next node of autograd made by this thread will have.
+
+    Why: the nodes of a module are those that were made between the begin and the end of its forward.
+    Checked: 2.13.
+    Fallback: as for `running_node`.
+    """
+    return torch._C._autograd._get_sequence_nr()  # pyright: ignore[reportAttributeAccessIssue]
+
+
 def new_fake_tensor(meta: Tensor, attributes: dict[str, Any]) -> FakeTensor:
     """Return FakeTensor(mode, meta, cpu) without its checks. attributes: copied from a tensor made by the constructor.
 

@@ -70,6 +70,7 @@ REPLACED = (
     ("ingot.trainer.experiments.doremi", "doremi"),
     ("ingot.trainer.experiments.ablation", "ablate"),
     ("ingot.rehearse.dryrun.dry_run", "simulate"),
+    ("ingot.rehearse.replay.replay", "replay"),
     ("ingot.planner.published.fit", "Fit"),
     ("ingot.quickstart.run", "QuickstartRun"),
     ("ingot.drill.drill", "drill"),

@@ -1,0 +1,127 @@
+"""The step at which a run's numbers were not finite, by its event log, and what the log shows before it."""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from ingot.errors import DataMissing
+from ingot.report.facts import RunData, gather, no_run_folder
+from ingot.schema.run import RunConfig
+from ingot.trainer.resilience.lock import is_locked
+
+WINDOW = 10  # steps of the log that are shown before the step
+EXPLODED = 2.0  # in units of the loss of a uniform guess, as in trainer/resilience/policy.py
+STATE_CODE = "E-STATE-NOT-FINITE"
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoggedStep:
+    """A step of the event log. loss and grad_norm may be NaN or infinite."""
+
+    step: int
+    loss: float
+    grad_norm: float
+    lr: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NotFiniteCase:
+    """A run and its step whose numbers are to be explained.
+
+    step: that step. reason: how it was found, as text. logged: the steps of the log up to it, the newest WINDOW of them
+    and it. largest: the logged step before it with the largest loss; None if there is none. guess: the loss of a
+    uniform guess, ln(vocabulary). skipped: the steps whose updates the run skipped, in the attempt of the step.
+    running: a process trains the run now.
+    """
+
+    root: Path
+    run: RunConfig
+    step: int
+    reason: str
+    logged: tuple[LoggedStep, ...]
+    largest: LoggedStep | None
+    guess: float
+    skipped: tuple[int, ...]
+    running: bool
+
+    @property
+    def exploded_before(self) -> bool:
+        """True if an earlier loss was far above that of a uniform guess."""
+        return self.largest is not None and self.largest.loss > EXPLODED * self.guess
+
+
+def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
+    """Return the case of the run folder `root`. step: the step to explain; None: the first of the newest steps in a row
+    whose loss or gradient is not finite, else a step whose state could not be saved, or whose loss exploded.
+
+    Raises UsageError if `root` is not a run folder, DataMissing if no step is given and the log names none.
+    """
+    data = gather(root)
+    if data.run is None:
+        raise no_run_folder(root)
+    logged = _logged(data)
+    guess = math.log(max(data.run.model.vocab_size, 2))
+    found, reason = (step, "named with --step") if step is not None else _find(data, logged, guess)
+    before = [one for one in logged if one.step < found]
+    finite = [one for one in before if math.isfinite(one.loss)]
+    return NotFiniteCase(
+        root=root,
+        run=data.run,
+        step=found,
+        reason=reason,
+        logged=(*before[-WINDOW:], *(one for one in logged if one.step == found)),
+        largest=max(finite, key=lambda one: one.loss, default=None),
+        guess=guess,
+        skipped=tuple(sorted(_skipped(data, found))),
+        running=is_locked(data.folder.lock),
+    )
+
+
+def _logged(data: RunData) -> list[LoggedStep]:
+    return [
+        LoggedStep(step=step, loss=event["loss"], grad_norm=event["grad_norm"], lr=event["lr"])
+        for step, event in sorted(data.steps.items())
+    ]
+
+
+def _find(data: RunData, logged: Iterable[LoggedStep], guess: float) -> tuple[int, str]:
+    bad = [one.step for one in logged if not one.is_finite]
+    if bad:
+        first = _first_in_a_row(bad)
+        own = next(one for one in logged if one.step == first)
+        return first, f"the log has loss {own.loss:.4g} and gradient norm {own.grad_norm:.4g}"
+    unsaved = [event["step"] for event in data.unsaved if event.get("code") == STATE_CODE]
+    if unsaved:
+        return max(unsaved), f"its state could not be saved ({STATE_CODE})"
+    exploded = [one.step for one in logged if one.loss > EXPLODED * guess]
+    if exploded:
+        first = _first_in_a_row(exploded)
+        own = next(one for one in logged if one.step == first)
+        return first, f"the log has a finite loss of {own.loss:.4g}, and a uniform guess has {guess:.4g}"
+    raise DataMissing(
+        "E-NAN-NO-STEP",
+        f"the log of {data.folder.root} has no loss or gradient norm that is not finite, up to step {data.last_step}",
+        rule="steps are found in the log, which has one line every watch.log_every steps",
+        fix=f"name the step: ingot explain nan {data.folder.root} --step N",
+        run=str(data.folder.root),
+        last_step=data.last_step,
+    )
+
+
+def _first_in_a_row(steps: list[int]) -> int:
+    """Return the first of the newest steps that follow each other."""
+    first = steps[-1]
+    while first - 1 in steps:
+        first -= 1
+    return first
+
+
+def _skipped(data: RunData, step: int) -> set[int]:
+    """Return the steps before `step` whose updates were skipped in the attempt that reached it last."""
+    started = max((one["time"] for one in data.starts if one["from_step"] < step), default=0.0)
+    return {own for event in data.vetoes if event["time"] >= started for own in event["steps"] if own < step}
