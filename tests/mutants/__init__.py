@@ -29,6 +29,7 @@ from . import (
     plugin_imports,
     plugins,
     precision,
+    replay,
     replicas,
     saves,
     start_times,
@@ -71,6 +72,7 @@ AREAS: dict[str, list[Mutant]] = {
         nodes,
         guard,
         health,
+        replay,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -38,7 +38,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.errors import require
     from ingot.report.diagnose.not_finite import find_case
-    from ingot.report.diagnose.not_finite_causes import judge
+    from ingot.report.diagnose.not_finite_causes import agreement, judge
 
     case = find_case(args.run, args.step)
     require("torch", "train")
@@ -53,13 +53,19 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.end_progress()
     causes = judge(case, found)
     documents, untraced = _documents(args.run, found)
+    same = agreement(case, found)
     _show_log(case, terminal)
+    if same is not None:
+        difference = (
+            f"differ from the log by up to {same:.1e} of their size" if same else "are those of the log, bit for bit"
+        )
+        terminal.say(f"replayed  the losses and gradient norms before it {difference}")
     _show_first(found, terminal)
     _show_documents(documents, untraced, found, terminal)
     _show_causes(causes, terminal)
     for note in found.notes + found.unused:
         terminal.say(f"note      {note}")
-    terminal.result(_facts(case, found, causes, documents))
+    terminal.result(_facts(case, found, causes, documents) | {"agreement": same})
     terminal.next(*_commands(args.run, found, causes))
 
 

@@ -25,7 +25,7 @@ RECOMPUTED = Parallel(recompute="full")
 
 
 def train_rank(rank, ranks, folder, config, plant):
-    """Train as a rank. plant(shards by name, step) changes masters after a step. Returns the code of an error."""
+    """Train as a rank. plant(run, step) changes masters after a step. Returns the code of an error."""
     import torch
 
     from ingot.trainer.checkpoint import tensor_file
@@ -41,7 +41,7 @@ def train_rank(rank, ranks, folder, config, plant):
     verdict = run.policy.verdict
 
     def planted(result):
-        plant({shard.name: shard for shard in run.model.shards}, result.step)
+        plant(run, result.step)
         run.model.publish()
         return verdict(result)
 
@@ -55,6 +55,11 @@ def train_rank(rank, ranks, folder, config, plant):
     return ""
 
 
+def weight(run, name: str):
+    """Return this rank's master weights of a parameter."""
+    return next(shard.value for shard in run.model.shards if shard.name == name)
+
+
 @pytest.fixture(scope="module")
 def tokens(tmp_path_factory):
     folder = tmp_path_factory.mktemp("nan") / "train"
@@ -66,7 +71,7 @@ def tokens(tmp_path_factory):
 def spoiled(tmp_path, tokens, fork_ranks):
     """spoiled(plant, train={}, ...) -> the folder of a run that was really made, and the code with which it ended."""
 
-    def run(plant=lambda shards, step: None, *, data=tokens, arch=SMALL, sections=None, **train):
+    def run(plant=lambda run, step: None, *, data=tokens, arch=SMALL, sections=None, **train):
         settings = {"steps": 8, "seq_len": 32, "global_batch": 8, "micro_batch": 4, "precision": "fp32"} | train
         config = RunConfig(
             name="planted",
@@ -103,9 +108,9 @@ def contents(folder: RunFolder) -> dict:
 
 
 def test_norm_of_a_zero_vector(spoiled, capsys):
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED:
-            shards["embed.weight"].value[0] = 0.0  # of the end of text, which most samples have
+            weight(run, "embed.weight")[0] = 0.0  # of the end of text, which most samples have
 
     folder, code = spoiled(plant, arch=replace(SMALL, norm_eps=1e-30))
     assert code == "E-LOSS-NOT-FINITE"
@@ -121,10 +126,10 @@ def test_norm_of_a_zero_vector(spoiled, capsys):
 
 
 def test_logits_beyond_fp16_on_two_ranks_of_tensor_parallelism(spoiled, capsys):
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED:
-            shards["norm.weight"].value.mul_(3000)
-            shards["head.weight"].value.mul_(1000)
+            weight(run, "norm.weight").mul_(3000)
+            weight(run, "head.weight").mul_(1000)
 
     folder, _ = spoiled(plant, arch=UNTIED, sections={"parallel": Parallel(tp=2)}, precision="fp16")
     facts = explained(folder, capsys)
@@ -136,9 +141,9 @@ def test_logits_beyond_fp16_on_two_ranks_of_tensor_parallelism(spoiled, capsys):
 
 
 def test_a_checkpoint_with_nan_in_a_tensor(spoiled, capsys):
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED:
-            shards["blocks.1.mlp.up.weight"].value[3, 5] = float("nan")
+            weight(run, "blocks.1.mlp.up.weight")[3, 5] = float("nan")
 
     folder, code = spoiled(plant)
     assert code == "E-LOSS-NOT-FINITE"
@@ -159,9 +164,9 @@ def test_a_learning_rate_that_is_far_too_large(spoiled, capsys):
 
 
 def test_a_fault_of_the_machine_is_not_in_the_replay(spoiled, capsys):
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED + 1:  # no checkpoint follows
-            shards["norm.weight"].value[0] = float("inf")
+            weight(run, "norm.weight")[0] = float("inf")
 
     folder, code = spoiled(plant)
     assert code == "E-LOSS-NOT-FINITE"
@@ -186,9 +191,9 @@ def test_an_exponential_that_overflows(spoiled, capsys):
         def forward(self, x):
             return self.down(self.up(x).exp())
 
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED:
-            shards["blocks.1.mlp.up.weight"].value.mul_(1e3)
+            weight(run, "blocks.1.mlp.up.weight").mul_(1e3)
 
     def make(width, ffn, options):
         return Exponential(width, ffn)
@@ -206,15 +211,27 @@ def test_an_exponential_that_overflows(spoiled, capsys):
 
 
 def test_gradients_whose_squares_overflow(spoiled, capsys):
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED:
-            shards["norm.weight"].value.mul_(1e20)
+            weight(run, "norm.weight").mul_(1e20)
 
     folder, code = spoiled(plant, arch=UNTIED)
     assert code == "E-LOSS-NOT-FINITE"
     facts = explained(folder, capsys)
     assert facts["replay"]["phase"] == "gradient norm" and causes(facts)[0] == "huge gradients"
     assert facts["replay"]["origin"]["operation"] == "aten.linalg_vector_norm"
+
+
+def test_a_loss_scale_that_is_too_large(spoiled, capsys):
+    def plant(run, step):
+        if step == PLANTED:
+            run.loss_scale.scale.fill_(2.0**30)
+
+    folder, code = spoiled(plant, precision="fp16")
+    assert not code  # the run skips the step, and halves the scale
+    facts = explained(folder, capsys)
+    assert facts["replay"]["loss_scale"] == 2.0**30 and facts["replay"]["finite_unscaled"]
+    assert causes(facts)[0] == "loss scale" and facts["replay"]["phase"] == "backward"
 
 
 def test_an_update_that_a_callback_spoils(spoiled, capsys):
@@ -280,14 +297,15 @@ def test_a_token_of_one_batch_names_its_documents(spoiled, tmp_path, capsys):
         if len(rows := np.unique(np.nonzero(batch == token)[0])) == 1 and token not in before
     )
 
-    def plant(shards, step):
+    def plant(run, step):
         if step == PLANTED:
-            shards["embed.weight"].value[token] = 1e6
+            weight(run, "embed.weight")[token] = 1e6
 
     folder, _ = spoiled(plant, data=data, arch=replace(UNTIED, vocab_size=300), precision="fp16")
     facts = explained(folder, capsys)
     replayed = facts["replay"]
     assert (facts["wanted"], replayed["step"], replayed["samples"]) == (6, 6, [sample])
+    assert facts["agreement"] == 0  # step 5, with the bits of the run
     assert token in replayed["own_tokens"] and causes(facts) == ["bad batch", "overflow"]
     assert replayed["origin"]["module"] == "embed" and replayed["origin"]["operation"] == "aten.embedding"
     assert facts["documents"] and {one["sample"] for one in facts["documents"]} == {sample}

@@ -8,11 +8,11 @@ from pathlib import Path
 from ingot.errors import DataMissing
 from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.run import RunConfig
+from ingot.trainer.checkpoint.tensor_file import STATE_NOT_FINITE
 from ingot.trainer.resilience.lock import is_locked
 
 WINDOW = 10  # steps of the log that are shown before the step
 EXPLODED = 2.0  # in units of the loss of a uniform guess, as in trainer/resilience/policy.py
-STATE_CODE = "E-STATE-NOT-FINITE"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,9 +95,9 @@ def _find(data: RunData, logged: Iterable[LoggedStep], guess: float) -> tuple[in
         first = _first_in_a_row(bad)
         own = next(one for one in logged if one.step == first)
         return first, f"the log has loss {own.loss:.4g} and gradient norm {own.grad_norm:.4g}"
-    unsaved = [event["step"] for event in data.unsaved if event.get("code") == STATE_CODE]
+    unsaved = [event["step"] for event in data.unsaved if event.get("code") == STATE_NOT_FINITE]
     if unsaved:
-        return max(unsaved), f"its state could not be saved ({STATE_CODE})"
+        return max(unsaved), f"its state could not be saved ({STATE_NOT_FINITE})"
     exploded = [one.step for one in logged if one.loss > EXPLODED * guess]
     if exploded:
         first = _first_in_a_row(exploded)

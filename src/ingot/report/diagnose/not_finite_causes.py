@@ -248,6 +248,15 @@ _DETECTORS: tuple[Callable[[NotFiniteCase, Replayed], NotFiniteCause], ...] = (
 )
 
 
+def agreement(case: NotFiniteCase, replayed: Replayed) -> float | None:
+    """Return the largest relative difference of a loss or gradient norm between log and replay, over steps that both
+    have with finite numbers; None without such a step. 0 means the same bits."""
+    logged = {one.step: one for one in case.logged if one.is_finite}
+    pairs = [(logged[one.step], one) for one in replayed.steps if one.is_finite and one.step in logged]
+    values = [(a.loss, b.loss) for a, b in pairs] + [(a.grad_norm, b.grad_norm) for a, b in pairs]
+    return max((abs(a - b) / max(abs(a), abs(b), 1e-30) for a, b in values), default=None)
+
+
 def _place(origin: NotFiniteOrigin) -> str:
     return origin.module or "the step, outside of every module"
 

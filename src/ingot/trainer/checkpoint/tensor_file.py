@@ -26,6 +26,7 @@ from ingot.schema.checkpoint import FileEntry
 from ingot.trainer.checkpoint.rules import DTYPES
 from ingot.trainer.checkpoint.verified_file import verified_file
 
+STATE_NOT_FINITE = "E-STATE-NOT-FINITE"
 _CHUNK = 1 << 20  # stays in a processor's cache from one hash to the next
 _HASHING_PARTS = 4  # parts that may wait for their hash: their memory has to stay
 # Floating-point dtypes that NumPy lacks or is slow with -> the exponent bits of an element, as an unsigned integer of
@@ -114,7 +115,7 @@ def _require_finite(part: FilePart, data: memoryview) -> None:
         finite = True
     if not finite:
         raise CheckpointError(
-            "E-STATE-NOT-FINITE",
+            STATE_NOT_FINITE,
             f"tensor {part.key} holds NaN or infinity",
             rule="only finite weights and moments are saved, so that a run can continue from every checkpoint",
             fix="lower optim.lr or raise schedule.warmup_steps, and continue from the last checkpoint",
