@@ -62,7 +62,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
         terminal.say(f"replayed  the losses and gradient norms before it {difference}")
     _show_first(found, terminal)
     _show_documents(documents, untraced, found, terminal)
-    _show_causes(causes, terminal)
+    _show_causes(causes, bool(found.step), terminal)
     for note in found.notes + found.unused:
         terminal.say(f"note      {note}")
     terminal.result(_facts(case, found, causes, documents) | {"agreement": same})
@@ -133,7 +133,7 @@ def _show_documents(documents: "list[TracedDocument]", untraced: str, found: "Re
         terminal.say(f"unknown   the documents of these samples: {untraced}")
 
 
-def _show_causes(causes: "list[NotFiniteCause]", terminal: Terminal) -> None:
+def _show_causes(causes: "list[NotFiniteCause]", shows: bool, terminal: Terminal) -> None:
     terminal.say("causes    the first one found explains those below it")
     for number, cause in enumerate(causes, 1):
         mark = "found" if cause.found else "no"
@@ -142,7 +142,7 @@ def _show_causes(causes: "list[NotFiniteCause]", terminal: Terminal) -> None:
         if cause.found:
             terminal.say(f"     -> {cause.fix}")
     if not any(cause.found for cause in causes):
-        terminal.say("     no usual cause: look at the operation above")
+        terminal.say("     none of the usual causes" if shows else "     nothing to explain: log and replay are finite")
 
 
 def _commands(root: Path, found: "Replayed", causes: "list[NotFiniteCause]") -> list[str]:

@@ -210,9 +210,10 @@ class _Player:
                 return
             own = self.steps[-1] if self.steps else None
             if own is not None and time.monotonic() - shown > _LINE_SECONDS:
-                shown, left = time.monotonic(), max(wanted - own.step, 0)
-                seconds = (shown - began) / len(self.steps) * left
-                self._say(f"replay    step {own.step} of {wanted}  loss {own.loss:.4g}  {seconds:.0f} s left")
+                shown = time.monotonic()
+                seconds = (shown - began) / len(self.steps) * (wanted - own.step)
+                left = f"{seconds:.0f} s left" if own.step < wanted else "beyond it"
+                self._say(f"replay    step {own.step} of {wanted}  loss {own.loss:.4g}  {left}")
             self._progress((batch.step - first - 1) / (wanted - first), f"step {batch.step}")
             if self._ends(batch, wanted):
                 return

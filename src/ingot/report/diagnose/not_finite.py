@@ -35,7 +35,8 @@ class NotFiniteCase:
 
     step: that step. reason: how it was found, as text. logged: the steps of the log up to it, the newest WINDOW of them
     and it. largest: the logged step before it with the largest loss; None if there is none. guess: the loss of a
-    uniform guess, ln(vocabulary). skipped: the steps whose updates the run skipped, in the attempt of the step.
+    uniform guess, ln(vocabulary). healthy: the log has nothing against the step.
+    skipped: the steps whose updates the run skipped, in the attempt of the step.
     running: a process trains the run now.
     """
 
@@ -46,6 +47,7 @@ class NotFiniteCase:
     logged: tuple[LoggedStep, ...]
     largest: LoggedStep | None
     guess: float
+    healthy: bool
     skipped: tuple[int, ...]
     running: bool
 
@@ -77,6 +79,8 @@ def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
         logged=(*before[-WINDOW:], *(one for one in logged if one.step == found)),
         largest=max(finite, key=lambda one: one.loss, default=None),
         guess=guess,
+        healthy=any(one.step == found and one.is_finite and one.loss <= EXPLODED * guess for one in logged)
+        and found not in _unsaved(data),
         skipped=tuple(sorted(_skipped(data, found))),
         running=is_locked(data.folder.lock),
     )
@@ -95,7 +99,7 @@ def _find(data: RunData, logged: Iterable[LoggedStep], guess: float) -> tuple[in
         first = _first_in_a_row(bad)
         own = next(one for one in logged if one.step == first)
         return first, f"the log has loss {own.loss:.4g} and gradient norm {own.grad_norm:.4g}"
-    unsaved = [event["step"] for event in data.unsaved if event.get("code") == STATE_NOT_FINITE]
+    unsaved = _unsaved(data)
     if unsaved:
         return max(unsaved), f"its state could not be saved ({STATE_NOT_FINITE})"
     exploded = [one.step for one in logged if one.loss > EXPLODED * guess]
@@ -111,6 +115,11 @@ def _find(data: RunData, logged: Iterable[LoggedStep], guess: float) -> tuple[in
         run=str(data.folder.root),
         last_step=data.last_step,
     )
+
+
+def _unsaved(data: RunData) -> list[int]:
+    """Return the steps whose state was not finite when it was to be saved."""
+    return [event["step"] for event in data.unsaved if event.get("code") == STATE_NOT_FINITE]
 
 
 def _first_in_a_row(steps: list[int]) -> int:

@@ -27,7 +27,7 @@ class NotFiniteCause:
 def judge(case: NotFiniteCase, replayed: Replayed) -> list[NotFiniteCause]:
     """Return every cause with its evidence: those that were found first, the one that explains the others before them.
 
-    If the replay is finite, the only cause that is found is that it does not depend on the run's files.
+    If the replay is finite, the cause is not in the run's files. A step that is finite in the log, too, has no cause.
     """
     causes = [detect(case, replayed) for detect in _DETECTORS]
     return sorted(causes, key=lambda cause: not cause.found)
@@ -224,10 +224,16 @@ def optimizer_update(case: NotFiniteCase, replayed: Replayed) -> NotFiniteCause:
 def not_reproduced(case: NotFiniteCase, replayed: Replayed) -> NotFiniteCause:
     first, last = (replayed.steps[0].step, replayed.steps[-1].step) if replayed.steps else (0, 0)
     finite = not replayed.step and not _exploded(case, replayed)
-    evidence = f"steps {first} to {last} are finite in one process" if finite else "the replay shows it, too"
+    evidence = "the replay shows it, too"
+    if finite and case.healthy:
+        evidence = f"log and replay are finite: steps {first} to {last}"
+    elif finite:
+        evidence = (
+            f"steps {first} to {last} are finite in one process, so it was a machine, or code that depends on ranks"
+        )
     return NotFiniteCause(
-        name="hardware, or code that depends on the ranks",
-        found=finite,
+        name="hardware or layout",
+        found=finite and not case.healthy,
         evidence=evidence,
         fix="check the machines (ingot doctor --bench on each, ingot doctor DIR --nodes N for all), prove the layout "
         f"(ingot check {case.root} --proof), then continue: ingot train {case.root}",
