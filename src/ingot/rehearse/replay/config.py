@@ -32,7 +32,9 @@ def one_process(run: RunConfig, device: str, say: Callable[[str], None]) -> tupl
         recompute_every=parallel.recompute_every,
     )
     train = replace(run.train, compile="off", device=kind)  # compiled code hides its operations
-    alone = replace(run, parallel=own, train=train, launch=Launch(), checkpoint=replace(run.checkpoint, mode="sync"))
+    checkpoint = replace(run.checkpoint, mode="sync")
+    guard = replace(run.guard, preset="off")  # the skips that the run recorded are repeated
+    alone = replace(run, parallel=own, train=train, launch=Launch(), checkpoint=checkpoint, guard=guard)
     machine = read_machine()
     free, needed = _free_bytes(machine, kind), _needed_bytes(alone, machine, kind)
     if needed > free and own.recompute != "full":

@@ -208,6 +208,8 @@ class _Player:
         for batch in batches:
             if batch.step > wanted + MORE_STEPS:
                 return
+            if batch.passed:
+                continue
             own = self.steps[-1] if self.steps else None
             if own is not None and time.monotonic() - shown > _LINE_SECONDS:
                 shown = time.monotonic()
