@@ -35,7 +35,7 @@ class Planted(StepCallback):
         self.at, self.last, self.pieces = int(first), int(last or first), run.pieces
         if self.place == "before_norm":
             self._watch_norm()
-        self.done = Path(os.environ["INGOT_DRILL_RUN"] + ".planted")
+        self.done = Path(os.environ.get("INGOT_DRILL_RUN", "") + ".planted")  # ingot ckpt verify is no run
 
     def _watch_norm(self):
         update, norm = trainer_step.update, trainer_step.gradient_norm_and_loss

@@ -1,5 +1,6 @@
 """Rows of whole jobs: signals, two launches in one folder, and other numbers of ranks and layouts on resume."""
 
+import contextlib
 import os
 import signal
 import socket
@@ -39,7 +40,8 @@ def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     injected = time.time()
     os.kill(pids[rank], signal.SIGKILL)
     for pid in pids.values():
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):  # the killed one may be gone
+            os.kill(pid, signal.SIGCONT)
     ended = bench.ended(process)
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
     restored = [(e["step"], e["peer_bytes"]) for e in read_events(folder.events, events.SNAPSHOT_RESTORED)]

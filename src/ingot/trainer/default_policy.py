@@ -3,6 +3,7 @@
 import math
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -13,12 +14,15 @@ from ingot.schema.checkpoint import Health
 from ingot.schema.guard_record import GuardState
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.ladder import Ladder
+from ingot.trainer.guard.step_judge import KINDS, NORM_NOT_FINITE
 from ingot.trainer.resilience.policy import StepResult
 
 SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
 SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several in a row are, the weights are
 EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); training starts close to 1
 VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
+
+OVERFLOW = KINDS[NORM_NOT_FINITE]
 
 
 class DefaultPolicy:
@@ -78,7 +82,7 @@ class DefaultPolicy:
     def judge(self, line: Sequence[StepNumbers]) -> None:
         trained = [numbers for numbers in line if not numbers.passed]
         if self.ladder:
-            self.ladder.look(trained)
+            self.ladder.look([_without_overflow(numbers) for numbers in line] if self.scaled_loss else line)
         for numbers in trained:
             self._judge(numbers)
         kept = [numbers for numbers in trained if not numbers.skipped]
@@ -140,3 +144,9 @@ class DefaultPolicy:
 
     def _trace(self, step: int) -> str:
         return f"ingot data trace --run {self.folder.root} --step {step}"
+
+
+def _without_overflow(numbers: StepNumbers) -> StepNumbers:
+    """Return the numbers of a step without a finding that its loss scale explains."""
+    found = numbers.finding
+    return replace(numbers, finding=None) if found and set(found.kinds) == {OVERFLOW} else numbers

@@ -19,6 +19,7 @@ from ingot.rehearse.replay.found import NotFiniteOrigin, Phase, Replayed, Replay
 from ingot.rehearse.replay.watch import FiniteWatch, is_finite, range_of
 from ingot.rng import derive
 from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.guard_record import Measure, lr_factor, read_measures
 from ingot.schema.run import RunConfig, setting_changes
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
@@ -90,7 +91,7 @@ def replay(
         first = checkpoint.step if checkpoint else 0
         say(f"replay    from {f'the checkpoint of step {first}' if first else 'the first weights'} to step {wanted}")
         bad = _bad_state(parts)
-        player = _Player(parts, policy, say, progress, watch_state=not bad)
+        player = _Player(parts, policy, say, progress, read_measures(folder.guard), watch_state=not bad)
         with open_loader(config, folder, parts.mesh, place.device, first + 1) as loader:
             player.play(loader, first, wanted)
         found = Replayed(
@@ -185,6 +186,7 @@ class _Player:
         policy: RecordedSkips,
         say: Callable[[str], None],
         progress: Callable[[float, str], None],
+        measures: Sequence[Measure],
         *,
         watch_state: bool,
     ):
@@ -192,6 +194,7 @@ class _Player:
         self.parts, self.policy, self._say, self._progress = parts, policy, say, progress
         self._watch_state = watch_state  # else it was not finite before
         self._rate = learning_rate(config.train.steps, config.optim.lr, config.schedule)
+        self._measures = measures
         self.steps: list[ReplayedStep] = []
         self.bad_state: tuple[TensorRange, ...] = ()
         self.step = 0
@@ -222,7 +225,7 @@ class _Player:
 
     def _ends(self, batch: Batch, wanted: int) -> bool:
         """Run one step, and return whether something of it is not finite that the run did not go over."""
-        parts, lr = self.parts, self._rate(batch.step)
+        parts, lr = self.parts, self._rate(batch.step) * lr_factor(self._measures, batch.step)
         self.policy.step = batch.step
         scales = [(one, one.clone()) for one in (parts.loss_scale.state().values() if parts.loss_scale else ())]
         sampled = _samples(parts)

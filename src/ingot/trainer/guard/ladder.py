@@ -43,7 +43,7 @@ class Ladder:
         self._found: set[str] = set()
 
     def look(self, line: Sequence[StepNumbers]) -> None:
-        """Take in the trained steps of a log line, in order."""
+        """Take in the steps of a log line, in order. One whose data were passed ends a row."""
         for numbers in line:
             if not (numbers.skipped and numbers.finding):
                 self._row, self._found = [], set()

@@ -31,10 +31,10 @@ class Judge:
 
 
 def line(first, pattern, kind=SPIKE):
-    """Steps from `first` on: "x" was skipped, "." not."""
+    """Steps from `first` on: the update of "x" was skipped, the data of "p" were passed, "." was trained."""
     finding = StepFinding((kind,), 9.0, 0.0, 1.0)
     return [
-        StepNumbers(step, 2.0, 1.0, sign == "x", finding=finding if sign == "x" else None)
+        StepNumbers(step, 2.0, 1.0, sign != ".", passed=sign == "p", finding=finding if sign == "x" else None)
         for step, sign in enumerate(pattern, first)
     ]
 
@@ -55,7 +55,7 @@ def ask(ladder, first, pattern, kind=SPIKE):
 
 def test_single_skipped_steps_are_no_row(tmp_path):
     ladder = ladder_of(tmp_path)
-    assert ask(ladder, 1, "x.xx.xxx.") is Verdict.CONTINUE
+    assert ask(ladder, 1, "x.xxpxxx.") is Verdict.CONTINUE
     assert ask(ladder, 10, "xx") is Verdict.CONTINUE and ladder.state().row == (10, 11)
     assert ask(ladder, 12, ".xx") is Verdict.CONTINUE
     assert not ladder.measures and read_measures(tmp_path / "guard.json") == []

@@ -1,10 +1,11 @@
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ingot.errors import RunFailed
-from ingot.plugins.callback import StepNumbers, Verdict
+from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.default_policy import SKIPS, SKIPS_IN_A_ROW, VETOES_IN_A_ROW, DefaultPolicy
 from ingot.trainer.resilience.policy import StepResult, read_steps
@@ -132,3 +133,14 @@ def test_facts_at_a_line_are_not_read_again():
     """No process group: reading would fail."""
     facts = line((1.0, 2.0), (3.0, 4.0))
     assert facts.read() == StepNumbers(42, 3.0, 4.0, False)
+
+
+def test_an_overflow_of_a_scaled_loss_is_no_matter_for_the_guard(tmp_path):
+    looked = []
+    ladder = SimpleNamespace(look=looked.extend, verdict=lambda: Verdict.CONTINUE)
+    kinds = ("gradient not finite",), ("loss spike",), ("gradient not finite", "loss not finite")
+    steps = [
+        StepNumbers(n, 1.0, math.inf, True, finding=StepFinding(own, 0.0, 0.0, 0.0)) for n, own in enumerate(kinds, 1)
+    ]
+    DefaultPolicy(RunFolder(tmp_path), scaled_loss=True, ladder=ladder).judge(steps)
+    assert [one.finding and one.finding.kinds for one in looked] == [None, *kinds[1:]]
