@@ -12,7 +12,7 @@ import pytest
 from .cases import AXES, CONTEXT, EXPERT_MODELS, EXPERTS, OTHER_MODELS, Case, Form, compose
 from .compare import prove
 
-LAYOUTS, MOST_RANKS = 20, 8
+MOST_RANKS = 8
 MODELS = tuple(Form(name, model=name) for name in OTHER_MODELS)
 FEATURES = AXES | {"context": CONTEXT, "experts": EXPERTS, "model": MODELS}
 
@@ -33,12 +33,14 @@ def draw(seed: int) -> Iterator[Case]:
             yield case
 
 
-@pytest.mark.slow
-def test_layouts_nobody_chose_equal_one_process(ranks):
+@pytest.mark.parametrize(
+    "layouts", [pytest.param(8, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.nightly)]
+)
+def test_layouts_nobody_chose_equal_one_process(ranks, layouts: int):
     seed = int(os.environ.get("INGOT_PROOF_SEED") or random.SystemRandom().randrange(10**6))
     print(f"INGOT_PROOF_SEED={seed}")
     cases = draw(seed)
-    for case in (next(cases) for _ in range(LAYOUTS)):
+    for case in (next(cases) for _ in range(layouts)):
         outcome = prove(ranks, case)
         print(f"{case.ranks:3d} ranks  {outcome.seconds:4.1f} s  {case.name}")
         assert outcome.wrong == {}, f"INGOT_PROOF_SEED={seed}: {case.name}, {case.parallel}"

@@ -31,7 +31,7 @@ def run_of(model: str, global_batch: int, seq_len: int, **changes) -> RunConfig:
     ("run", "cluster"),
     [
         (run_of("llama3-8b", 8, 4096, num_layers=4), load_cluster("4xh100")),
-        (run_of("llama3-8b", 8, 4096, num_layers=4), ETHERNET),
+        pytest.param(run_of("llama3-8b", 8, 4096, num_layers=4), ETHERNET, marks=pytest.mark.nightly),
         (run_of("mixtral-8x7b", 4, 2048, num_layers=3), load_cluster("4xh100")),
         (run_of("llama3-70b", 8, 4096, num_layers=4), load_cluster("2x2xa100-40")),
     ],

@@ -65,13 +65,13 @@ def traces(run: RunConfig, ranks: list[int]) -> dict[int, Tracker]:
     return {rank: trace(run, rank) for rank in ranks}
 
 
-LAYOUTS = [
-    {"dp_shard": 2, "zero": 1},
+LAYOUTS = [  # those of the nightly tests are parts of others, or of REAL
+    pytest.param({"dp_shard": 2, "zero": 1}, marks=pytest.mark.nightly),
     {"dp_shard": 2, "zero": 2, "grads": "bf16"},
-    {"dp_shard": 2, "zero": 3},
+    pytest.param({"dp_shard": 2, "zero": 3}, marks=pytest.mark.nightly),
     {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "recompute": "full"},
     {"tp": 2, "recompute": "selective"},
-    {"pp": 2, "dp_shard": 2},
+    pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.nightly),
     {"pp": 2, "tp": 2, "schedule": "zb_v"},
     {"dp_shard": 2, "pp": 2, "tp": 2, "schedule": "interleaved"},
 ]
