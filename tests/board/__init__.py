@@ -21,7 +21,6 @@ ALL: tuple[Row, ...] = tuple(sorted((row for file in _FILES for row in file.ROWS
 # Rows of the design that nothing here carries out yet, and why. A row never disappears: it moves from here to a file.
 _ELSEWHERE = "not on the board yet"
 MISSING: dict[str, tuple[str, str]] = {
-    "RS19": ("a wrong bit in a weight of one copy", "needs comparison of copies"),
     "RS20": ("a wrong bit in a gradient", "needs recomputation on another rank"),
     "RS21": ("a wrong bit in an activation or a moment", "needs recomputation on another rank"),
     "RS24": ("no progress", "needs a watch on the loss"),

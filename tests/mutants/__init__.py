@@ -17,6 +17,7 @@ from . import (
     drill,
     guard,
     health,
+    integrity,
     lease,
     loader,
     model,
@@ -73,6 +74,7 @@ AREAS: dict[str, list[Mutant]] = {
         guard,
         health,
         replay,
+        integrity,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -1,6 +1,7 @@
 """The oracles: what must hold of a disturbed run, each defined once. No torch.
 
-O1 trace     every logged loss and gradient norm of every step has the bits of the undisturbed run R
+O1 trace     every logged loss and gradient norm of every step has the bits of the undisturbed run R; of a step that a
+             roll-back made void, those of the last time
 O2 state     weights, moments, random states, samples, step and tokens of the last checkpoint hash to the value of R
 O3 ledger    the last checkpoint lists the samples of the steps 1 to the last, each step once, the same as R
 O4 detect    seconds from the fault to the first `fault` event
@@ -38,13 +39,15 @@ Samples = list[tuple[int, bytes]]
 @dataclass(frozen=True)
 class RunFacts:
     """The facts of a run that are compared. trace: step -> the bits of (loss, gradient norm), once per time it was
-    logged. state: SHA-256 of the last checkpoint, with random states and without. samples: (step, ids) by the ledger.
+    logged. void: steps that a roll-back made void, at least once. state: SHA-256 of the last checkpoint, with random
+    states and without. samples: (step, ids) by the ledger.
     """
 
     trace: Trace
     state: str
     state_of_all_layouts: str
     samples: Samples
+    void: frozenset[int] = frozenset()
 
 
 def read_facts(folder: RunFolder) -> RunFacts:
@@ -57,6 +60,7 @@ def read_facts(folder: RunFolder) -> RunFacts:
         state=state_hash(newest, manifest, with_random_states=True),
         state_of_all_layouts=state_hash(newest, manifest, with_random_states=False),
         samples=[(step, ids.tobytes()) for step, ids in read_ledger(folder.ledger, manifest.ledger)],
+        void=read_void(folder),
     )
 
 
@@ -67,6 +71,12 @@ def read_trace(folder: RunFolder) -> Trace:
         bits = struct.pack("<d", event["loss"]), struct.pack("<d", event["grad_norm"])
         trace.setdefault(event["step"], []).append(bits)
     return trace
+
+
+def read_void(folder: RunFolder) -> frozenset[int]:
+    """Return the steps that a run rolled back: their numbers may be those of a damaged state."""
+    pairs = ((e["from_step"], e["to_step"]) for e in read_events(folder.events, events.ROLLED_BACK))
+    return frozenset(step for last, before in pairs for step in range(before + 1, last + 1))
 
 
 def state_hash(path: Path, manifest: CheckpointManifest, *, with_random_states: bool) -> str:
@@ -106,12 +116,14 @@ def _bytes_of_tensors(file: Path) -> dict[str, np.ndarray]:
     return found
 
 
-def o1(ours: Trace, reference: Trace) -> str:
-    """Return the first difference of a trace from that of R; "" without one."""
+def o1(ours: Trace, reference: Trace, void: frozenset[int] = frozenset()) -> str:
+    """Return the first difference of a trace from that of R; "" without one. void: steps that were rolled back, of
+    which the last time counts."""
     if missing := reference.keys() - ours.keys():
         return f"step {min(missing)} was not logged"
     for step in sorted(ours):
-        if different := [bits for bits in ours[step] if bits not in reference.get(step, [])]:
+        times = ours[step][-1:] if step in void else ours[step]
+        if different := [bits for bits in times if bits not in reference.get(step, [])]:
             loss, norm = (struct.unpack("<d", one)[0] for one in different[0])
             return f"step {step}: loss {loss!r} and gradient norm {norm!r} are not those of the undisturbed run"
     return ""

@@ -261,7 +261,7 @@ def judge_recovered(
         verdicts.judge("o2", where, f"no state: {error}")
         return
     trace = _joined(earlier or {}, facts.trace)
-    verdicts.judge("o1", where, o1(trace, reference.trace))
+    verdicts.judge("o1", where, o1(trace, reference.trace, facts.void))
     ours, theirs = facts.state, reference.state
     if all_layouts:
         ours, theirs = facts.state_of_all_layouts, reference.state_of_all_layouts

@@ -31,6 +31,12 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  (trainer/guard/step_judge.py)                        one per step in which the guard found something
   guard          action ("again", "pass", "lower", "accept" or "stop"), first, last (the steps whose updates were
                  skipped), found [kinds], lr_factor, lr_last          the guard took a measure (schema/guard_record.py)
+  state_damaged  step, rank, host, tensor (its name in a checkpoint), element, bit (of it; null: unknown, or more
+                 differ), sign ("own_hash": it changed between two updates; "minority": most copies are equal, and
+                 others; "undecided": two copies differ, and both ranks have such an event)
+                                                                      written by the rank; a rolled_back event follows
+  state_replayed step (of the damage), ranks [..], named (true: all of them are damaged; false: one of them), verdict
+                 ("transient", "persistent", or "other": other ranks were damaged)   the steps were trained again
   rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), write_seconds (until it was verified), path
                                                                       after the checkpoint was verified
@@ -98,6 +104,8 @@ SKIPPED = "skipped"
 PASSED = "passed"
 FINDING = "finding"
 GUARD = "guard"
+STATE_DAMAGED = "state_damaged"
+STATE_REPLAYED = "state_replayed"
 ROLLED_BACK = "rolled_back"
 CHECKPOINT = "checkpoint"
 WEIGHTS_SAVED = "weights_saved"

@@ -1,9 +1,9 @@
-"""The settings of the guard, which judges every step before its update. docs/guard.md has the source of each figure."""
+"""The settings of the guard: each step judged before its update, and damage of the state found (docs/guard.md)."""
 
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ingot.ranges import Factor, Positive, PositiveSteps, Range, Share
+from ingot.ranges import Factor, Positive, PositiveSteps, Range, Share, Steps
 
 MOST_WINDOW = 512  # steps: the tensor in the checkpoint has this size at every setting
 
@@ -27,6 +27,8 @@ class Guard:
     in_a_row: so many skipped steps, up to a log line, make the run go back. calm_steps: a new row within these steps of
       the last one is the same trouble: the next measure is taken.
     lr_factor, lr_steps: by which factor the learning rate is lowered, and for how many steps.
+    hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
+      are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
     """
 
     preset: Literal["off", "watch", "guard", "strict"] = "guard"
@@ -41,6 +43,7 @@ class Guard:
     calm_steps: PositiveSteps = 128
     lr_factor: Share = 0.5
     lr_steps: PositiveSteps = 200
+    hash_every: Steps = 20
 
     @property
     def acts(self) -> bool:

@@ -83,6 +83,11 @@ class RunFolder:
         return self.root / "drained.json"
 
     @property
+    def health_reports(self) -> Path:
+        """A file to which ranks add what they find about their machine, an object per line (machine/health)."""
+        return self.root / "health-reports.jsonl"
+
+    @property
     def upload_lock(self) -> Path:
         """The lock of a command that uploads a checkpoint, or removes what uploads left."""
         return self.root / "upload-lock"

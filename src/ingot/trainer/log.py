@@ -77,14 +77,23 @@ class Interval:
         return sum(self.data)
 
 
-def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval, *, saves: bool) -> list[StepNumbers]:
+def log_interval(
+    trainer: RunParts, recent: list[StepResult], interval: Interval, *, saves: bool
+) -> tuple[list[StepNumbers], bool]:
     """Write a `step` event for each step, one `progress` event, one line, and the load of experts. Collective.
 
-    The host waits for the device here. saves: a checkpoint follows, so the load of every expert is written, too.
-    Returns the numbers of each step, which the policy has not judged yet.
+    The host waits for the device here, and the hashes of the state since the last line are compared. saves: a
+    checkpoint follows, so the state is hashed once more, and the load of every expert is written, too.
+    Returns the numbers of each step, which the policy has not judged yet, and whether the state of some rank is
+    damaged.
     """
-    read_at = time.monotonic()
+    read_at, hashes = time.monotonic(), trainer.hashes
+    if hashes is not None:
+        if saves:
+            hashes.before_save(recent[-1].step)
+        hashes.compare()
     numbers = read_steps(recent)
+    damaged = hashes is not None and hashes.read()
     passed = ThreadTime.now().since(interval.began)
     waited = trainer.waits.seconds - interval.waited_before
     step_seconds = passed.wall / interval.steps
@@ -124,11 +133,11 @@ def log_interval(trainer: RunParts, recent: list[StepResult], interval: Interval
         collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
-    log_waits(trainer, step, interval, waits)
+    any_damaged = log_waits(trainer, step, interval, waits, damaged=damaged)
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
-    return numbers
+    return numbers, any_damaged
 
 
 def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
@@ -186,16 +195,16 @@ def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:
         trainer.say(f"restart   {format_seconds(total)} in all: {phases_text(phases)}")
 
 
-def log_waits(trainer: RunParts, step: int, interval: Interval, waits: Waits) -> None:
+def log_waits(trainer: RunParts, step: int, interval: Interval, waits: Waits, *, damaged: bool) -> bool:
     """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow.
-    Collective: one exchange of a few numbers per rank."""
+    Returns whether some rank is `damaged`. Collective: one exchange of a few numbers per rank."""
     typical = np.median([interval.own, interval.data], axis=1)
-    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical]))
-    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-2], interval.steps))
-    if trainer.stragglers is None:
-        return
-    for found in trainer.stragglers.take(step, interval.steps, rows[:, -2], rows[:, -1]):
-        log_straggler(trainer, step, found)
+    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, [damaged]]))
+    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-3], interval.steps))
+    if trainer.stragglers is not None:
+        for found in trainer.stragglers.take(step, interval.steps, rows[:, -3], rows[:, -2]):
+            log_straggler(trainer, step, found)
+    return bool(rows[:, -1].any())
 
 
 def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:

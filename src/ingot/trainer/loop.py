@@ -8,13 +8,16 @@ import time
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED, RunFailed
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
-from ingot.schema.checkpoint import FULL, WEIGHTS
+from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.guard_record import lr_factor
+from ingot.trainer.damage import judge_replayed, replace_damaged
+from ingot.trainer.integrity.watch import STATE_CHANGED
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import Interval, log_data_trouble, log_evaluation, log_interval, log_samples, log_start_times
+from ingot.trainer.mesh.collectives import any_rank
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
@@ -60,7 +63,7 @@ class RunLoop:
 
     Between two log lines the results of the steps stay on the device, and the host waits for it only if the policy
     does. Any verdict except CONTINUE takes effect at once, after the steps so far are logged. A step is saved only
-    after the policy has judged all steps up to it.
+    after the policy has judged all steps up to it, and the hashes of its state were compared (integrity/watch.py).
 
     done: the last completed step. saved: the step of the newest checkpoint, even if it is still being written. line:
     the numbers of the steps since the previous log line, if the last step wrote one. verdict: the verdict on the last
@@ -75,7 +78,7 @@ class RunLoop:
         self.line: list[StepNumbers] = []
         self.verdict = Verdict.CONTINUE
         self._request = StopRequest(REQUESTED)  # until_step, a callback or the policy may also stop the run
-        self.save_is_due = self._weights_alone = self._evaluation_is_due = False
+        self.save_is_due = self._weights_alone = self._evaluation_is_due = self._is_damaged = False
         self.stopped = trainer.until_step <= self.done < self.steps  # an earlier attempt reached until_step
         self._is_new = True  # no step of this attempt was trained
         self._began = time.monotonic()
@@ -122,6 +125,9 @@ class RunLoop:
         self._evaluation_is_due = step < self.steps and is_due(step, config.evaluate.every_steps)
         if due_save or self._evaluation_is_due or is_due(step, config.watch.log_every):
             self._write_line(saves=bool(due_save))
+        if self._is_damaged:  # the numbers of these steps are of no use, to the policy neither
+            self._go_back()
+            return
         self.verdict = trainer.policy.verdict(replace(result, line=self.line))
         vote = trainer.schedule.vote(trainer.background is not None and trainer.background.is_writing)
         request, due = trainer.stop_vote.after_step(at_line=bool(self.line), due=vote)
@@ -129,9 +135,13 @@ class RunLoop:
         if request is not None and self.verdict is Verdict.CONTINUE:  # otherwise the next vote has it again
             self.verdict, self._request = Verdict.STOP, request
         if self.line:
+            judge_replayed(trainer, step)
             self._ask_callbacks()
         elif self.verdict is not Verdict.CONTINUE:
             self._write_line(saves=self.verdict is Verdict.STOP)
+            if self._is_damaged:
+                self._go_back()
+                return
             self._ask_callbacks()
             if self.verdict is Verdict.STOP:
                 trainer.policy.judge(self.line)
@@ -145,11 +155,16 @@ class RunLoop:
         self._evaluation_is_due = self._evaluation_is_due and not back
 
     def _write_line(self, *, saves: bool) -> None:
-        self.line = log_interval(self.trainer, self._recent, self._interval, saves=saves)
+        self.line, self._is_damaged = log_interval(self.trainer, self._recent, self._interval, saves=saves)
         self._recent.clear()
         for numbers in self.line:
             if numbers.skipped:
                 self.trainer.ledger.mark_untrained(numbers.step)
+
+    def _go_back(self) -> None:
+        """Let the run go back because its state is damaged: a stop has to wait, because nothing damaged is saved."""
+        self._is_damaged, self.stopped = True, False
+        self.verdict, self._evaluation_is_due = Verdict.ROLL_BACK, False
 
     def _ask_callbacks(self) -> None:
         self.trainer.heartbeat.enter(Phase.CALLBACK, self.done)
@@ -166,18 +181,40 @@ class RunLoop:
         """
         self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         if self._weights_alone:
-            save(self.trainer, self.done, WEIGHTS)
+            self._save(WEIGHTS)
         elif self.stopped and not fits(self.trainer, self.done, self._request.deadline):
             self.saved = last_saved(self.trainer)
-        elif save(self.trainer, self.done, last=self.stopped or self.done == self.steps):
+        elif self._save(FULL, last=self.stopped or self.done == self.steps):
             self.saved = self.done
         self.save_is_due = self._weights_alone = False
+
+    def _save(self, kind: SaveKind, *, last: bool = False) -> bool:
+        """Save, and return whether a save was made or began. If the state is damaged, or changed while it was copied,
+        the run goes back, and does not stop yet."""
+        hashes = self.trainer.hashes
+        if hashes is not None and not hashes.hashed_to_save(self.done):  # a program may save at any log line
+            hashes.before_save(self.done)
+            hashes.compare()
+            if any_rank(hashes.read()):
+                self._go_back()
+                return False
+        try:
+            return save(self.trainer, self.done, kind, last=last)
+        except CheckpointError as error:  # the same on every rank
+            if error.code != STATE_CHANGED or hashes is None:
+                raise
+            hashes.compare()
+            hashes.read()
+            self._go_back()
+            return False
 
     def finish_step(self) -> None:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""
         if self.verdict is Verdict.ROLL_BACK:
             self.trainer.heartbeat.enter(Phase.START, self.done)
-            self.done = self.saved = roll_back(self.trainer, self.done, self._roll_backs)
+            back = replace_damaged(self.trainer, self.done) if self._is_damaged else None
+            self.done = self.saved = roll_back(self.trainer, self.done, self._roll_backs) if back is None else back
+            self._is_damaged = False
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
             log_evaluation(self.trainer, self.done)
@@ -190,12 +227,15 @@ class RunLoop:
         """Stop after the last completed step, as on request: it is judged, and saved if it is not."""
         if self._recent:
             self._write_line(saves=True)
-            self._ask_callbacks()
-            self.trainer.policy.judge(self.line)
+            if self._is_damaged:
+                self._go_back()
+            else:
+                self._ask_callbacks()
+                self.trainer.policy.judge(self.line)
         self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         settle(self.trainer, wait=True)
-        if self.verdict is not Verdict.ROLL_BACK and self.done > last_saved(self.trainer):
-            save(self.trainer, self.done, last=True)
+        is_new = self.verdict is not Verdict.ROLL_BACK and self.done > last_saved(self.trainer)
+        if is_new and self._save(FULL, last=True):
             self.saved = self.done
         self.finish_step()
         self.stopped = self.done < self.steps

@@ -17,6 +17,7 @@ from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout
+from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.mesh.mesh import Mesh
@@ -46,6 +47,7 @@ class StepParts:
     token_readers: all global ranks that read different tokens. loss_share: the part of this rank's loss in the loss of
     the step, 0 on ranks that are no token reader. balance: the load balancing of experts, None without experts.
     step_judge: judges the step before its update; None in a run with [guard] preset = "off", and where nobody looks.
+    hashes: those of the state, None outside of a run and with guard.hash_every = 0.
     """
 
     config: RunConfig
@@ -62,6 +64,7 @@ class StepParts:
     step_judge: StepJudge | None
     balance: Balance | None
     callbacks: Callbacks
+    hashes: StateHashes | None = None
 
 
 @dataclass(kw_only=True)

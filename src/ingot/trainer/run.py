@@ -41,6 +41,7 @@ from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.step_judge import STATE as WINDOW
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
+from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_measure, log_start, total_peak
 from ingot.trainer.loop import Ending, train
@@ -188,6 +189,7 @@ def build_trainer(
     loaded = restore(parts, folder, facts, place, log, on_rank_zero)
     clock.end("load")
     first_step = loaded.restored.step + 1 if loaded.restored else 1
+    parts.hashes = _hashes(config, parts)
     trainer = RunParts(
         **vars(parts),
         folder=folder,
@@ -235,6 +237,16 @@ def _ladder(
         from_rank_zero(lambda: write_measures(folder.guard, measures))
 
     return Ladder(config.guard, folder, judge, read_measures(folder.guard), record, report)
+
+
+def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:
+    """Return the hashes of the state, if the run wants them. Collective."""
+    if not config.guard.hash_every:
+        return None
+    in_memory = parts.mesh.parallel.offload != "nvme"
+    return StateHashes(
+        parts.state, parts.model.data.published(), parts.mesh, config.guard.hash_every, moments=in_memory
+    )
 
 
 def _stragglers(config: RunConfig, mesh: Mesh, place: RankInfo) -> StragglerWatch | None:

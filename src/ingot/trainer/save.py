@@ -71,18 +71,26 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
         callbacks=trainer.callbacks.records() if kind == FULL else {},
         guard=trainer.policy.state() if kind == FULL else GuardState(),
     )
+    require_unchanged = trainer.hashes.require_unchanged if trainer.hashes is not None else None
     checkpoint = trainer.config.checkpoint
     keep = checkpoint.keep if kind == FULL else checkpoint.weights_keep
     keep_every = checkpoint.keep_every if kind == FULL else 0
     if background is not None:
-        save = background.start(facts, trainer.state, ledger, samples, keep, keep_every, began)
+        save = background.start(facts, trainer.state, ledger, samples, keep, keep_every, began, require_unchanged)
         if last:
             settle(trainer, wait=True)
             if save.error is not None:
                 raise save.error
         return True
     saved = save_checkpoint(
-        trainer.folder, facts, trainer.state, ledger, keep=keep, keep_every=keep_every, segment=samples
+        trainer.folder,
+        facts,
+        trainer.state,
+        ledger,
+        keep=keep,
+        keep_every=keep_every,
+        segment=samples,
+        require_unchanged=require_unchanged,
     )
     _record(trainer, kind, step, segment, saved.bytes, time.monotonic() - began)
     return True
@@ -316,8 +324,8 @@ def reload(trainer: RunParts) -> int:
     if restored is None:
         raise RunFailed(
             "E-ROLLBACK-NO-CHECKPOINT",
-            "the policy asked to roll back, but there is no checkpoint yet",
-            rule="a run rolls back to its newest checkpoint; what the guard decided is recorded",
+            "the run has to roll back, but there is no checkpoint yet",
+            rule="after rows of skipped steps, or if its state is damaged, a run rolls back to its newest checkpoint",
             fix="run the same command: it begins again, with what the guard recorded; lower checkpoint.every or "
             "checkpoint.every_steps, so that the first checkpoint is saved earlier",
             run=str(trainer.folder.root),
@@ -327,4 +335,6 @@ def reload(trainer: RunParts) -> int:
     trainer.ledger, trainer.segments = Ledger(), list(restored.ledger)
     if trainer.background is not None:
         trainer.background.forget(restored.step)  # a later start must not undo this
+    if trainer.hashes is not None:
+        trainer.hashes.forget()
     return restored.step

@@ -47,6 +47,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     parts.model.reduce()
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
     parts.callbacks.gradients(step)
+    if parts.hashes is not None:
+        parts.hashes.before_update(step)
     overflow = parts.policy.veto(loss, grad_norm)
     veto, judged = _judge(parts, mean_loss, grad_norm, overflow)
     with _errors_of_rules(parts.config.optim.kind):
@@ -55,6 +57,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     if parts.loss_scale and overflow is not None:
         parts.loss_scale.update(overflow)
     parts.model.publish()
+    if parts.hashes is not None:
+        parts.hashes.after_update(step)
     parts.callbacks.updated(step)
     experts = parts.balance.step(step, veto) if parts.balance else None
     return StepResult(step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts, judged=judged)

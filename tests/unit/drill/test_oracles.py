@@ -25,6 +25,10 @@ def test_o1_compares_bits_of_every_time_a_step_was_logged():
     assert "step 2 was not logged" in o1({1: [bits(4.0)]}, R)
     assert "step 3" in o1(R | {3: [bits(2.0)]}, R)
     assert "step 1" in o1({1: [bits(-0.0)]}, {1: [bits(0.0)]})
+    # A step that was rolled back may have had a damaged state, but not the last time.
+    spoiled = {1: [bits(4.0)], 2: [bits(9.0), bits(3.0)]}
+    assert "step 2" in o1(spoiled, R) and o1(spoiled, R, frozenset({2})) == ""
+    assert "step 2" in o1({1: [bits(4.0)], 2: [bits(3.0), bits(9.0)]}, R, frozenset({2}))
 
 
 def test_o2_and_o3_name_the_difference():

@@ -18,6 +18,7 @@ Kind = Literal[
     "link_lost",  # one that does not come back
     "temperature",  # a device slows itself down because it is too hot
     "machine_check",
+    "wrong_state",  # weights or optimizer state of a rank changed without an update, twice in the same steps
     "unfit",  # a check of the machines of a run found wrong results, or a much slower machine than the others
     "silent_source",  # a source of reports does not answer, or writes what cannot be read
 ]

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 from ingot.config import from_dict
@@ -9,6 +10,12 @@ from ingot.errors import ConfigError
 from ingot.machine.health.report import KINDS, HealthReport, node_name
 
 _MOST_BYTES = 1 << 20  # of one call
+
+
+def add_report(path: Path, report: HealthReport) -> None:
+    """Add a report to a file, from which a ReportFile reads it."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(report)) + "\n")
 
 
 class ReportFile:

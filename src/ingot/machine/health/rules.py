@@ -31,6 +31,7 @@ _VERDICTS = {
     "link_lost": HealthVerdict.DRAIN,
     "temperature": HealthVerdict.WARN,
     "machine_check": HealthVerdict.WARN,
+    "wrong_state": HealthVerdict.DISCARD,
     "unfit": HealthVerdict.DRAIN,
     "silent_source": HealthVerdict.WARN,
 }

@@ -16,10 +16,10 @@ from ingot.machine.health.report_file import ReportFile
 _GPU = "GPU "  # devices that are GPUs begin with it
 
 
-def open_sources(file: Path | None) -> list[HealthProvider]:
+def open_sources(*files: Path) -> list[HealthProvider]:
     """Return the sources of this machine: the kernel's log if this user may read it, nvidia-smi if it is installed, and
-    `file`."""
-    sources: list[HealthProvider] = [ReportFile(file)] if file else []
+    `files`."""
+    sources: list[HealthProvider] = [ReportFile(file) for file in files]
     for make in (KernelLog, NvidiaSmi):
         with contextlib.suppress(OSError):
             sources.append(make())

@@ -149,6 +149,7 @@ class BackgroundSaver:
         keep: int,
         keep_every: int,
         began: float,
+        require_unchanged: Callable[[], None] | None = None,
     ) -> SaveInFlight:
         """Copy the state of this rank, and begin to save it as the checkpoint of `facts.step`, or its weights alone if
         that is `facts.kind`. Collective.
@@ -166,6 +167,8 @@ class BackgroundSaver:
             if replicas is not None:
                 header = header_of(contents.parts)  # what is kept in memory is a whole checkpoint file
             size = snapshot.take(tensors, header)
+            if require_unchanged is not None:
+                require_unchanged()
             self._writer.begin(size)
         except (IngotError, OSError, RuntimeError) as error:  # the other ranks have to hear of it
             failure = error

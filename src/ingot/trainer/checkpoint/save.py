@@ -6,6 +6,7 @@ the same bytes while training goes on.
 """
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +40,13 @@ def save_checkpoint(
     keep: int,
     keep_every: int = 0,
     segment: bytes | None = None,
+    require_unchanged: Callable[[], None] | None = None,
 ) -> SavedCheckpoint:
     """Write, verify and publish the checkpoint of step `facts.step`, then remove those that `keep` and
     `keep_every` do not keep. Collective.
 
     facts.kind: with "weights" the weights alone are saved, `ledger` is empty, and `keep` counts saves of weights.
+    require_unchanged: called when this rank's state was read; what it raises, ends the save on every rank.
     segment: on rank 0, the content of the last file of `ledger`, or None if that file exists. Without a process group,
     saves the state of this process. Raises ResourceError (no space) or CheckpointError (a value is not finite, the data
     read back differs from the data written, the owned blocks do not make up the tensors) on every rank. After an error,
@@ -59,7 +62,10 @@ def save_checkpoint(
 
     def write() -> RankBlocks:
         contents, tensors = collected[0]
-        return files.write(rank(), contents, bytes_of(tensors))
+        written = files.write(rank(), contents, bytes_of(tensors))
+        if require_unchanged is not None:
+            require_unchanged()
+        return written
 
     from_all_ranks(collect, files.make_folder)
     saved_bytes = from_all_ranks(

@@ -32,13 +32,24 @@ _CLOSE_SECONDS = 2.0
 
 
 class HealthWatch:
-    """The findings about this machine, by a thread. sources: default: those that it has. It has to be closed."""
+    """The findings about this machine, by a thread. It has to be closed.
 
-    def __init__(self, launch: Launch, say: Callable[[str], None], sources: Sequence[HealthProvider] | None = None):
+    sources: default: those that it has, and `own`, the file of reports of the run's ranks.
+    """
+
+    def __init__(
+        self,
+        launch: Launch,
+        say: Callable[[str], None],
+        sources: Sequence[HealthProvider] | None = None,
+        *,
+        own: Path | None = None,
+    ):
         self.say = say
         self._launch = launch
-        file = Path(launch.health_file) if launch.health_file else None
-        self._sources = open_sources(file) if sources is None else list(sources)
+        site = Path(launch.health_file) if launch.health_file else None
+        files = [file for file in (site, own) if file is not None]
+        self._sources = open_sources(*files) if sources is None else list(sources)
         self._is_own_machine = sources is None
         self._rules = HealthRules()
         self._links, self._carriers = read_links(), set[str]()

@@ -71,7 +71,7 @@ def train(
     here = bool(given) and config.parallel.world_size == 1
     references = [] if here else given.references()
 
-    health = None if here else HealthWatch(config.launch, say)
+    health = None if here else HealthWatch(config.launch, say, own=folder.health_reports)
 
     def job_of(terms: Mapping[str, Any]) -> Job:
         return training_job(folder, config, **terms, quiet=quiet, callbacks=references)

@@ -152,6 +152,10 @@ class Fsdp:
             if shard.grad is not None and factor != 1:
                 shard.grad.mul_(factor)
 
+    def published(self) -> dict[tuple[str, tuple[int, ...]], torch.Tensor]:
+        """Return no parameters: between steps there is no copy of the masters."""
+        return {}
+
     def publish(self) -> None:
         """Free the gradients. Nothing is copied: the shards are the masters, from which the next gather reads."""
         for shard, (_, parameter) in zip(self.shards, self.parameters, strict=True):

@@ -265,6 +265,18 @@ class Zero:
 
     # -- parameters --
 
+    def published(self) -> dict[tuple[str, tuple[int, ...]], Tensor]:
+        """Return (name, offsets in the whole) -> parameter, of those that are copies of masters: in another dtype, or
+        with rows that other ranks own. Between a forward and the next `publish`, all of them are complete."""
+        found = {}
+        for bucket in self.in_order:
+            for slot in bucket.slots:
+                if bucket.ranks > 1 or slot.parameter.dtype != self.master:
+                    first, *others = slot.shard.offsets
+                    own = own_rows(len(slot.parameter), bucket.ranks, self.mesh.index(bucket.view))
+                    found[slot.name, (first - own.start, *others)] = slot.parameter.data
+        return found
+
     @torch.no_grad()
     def publish(self) -> None:
         """Copy the masters to the parameters in the compute dtype. The forward starts the gathers of later units."""

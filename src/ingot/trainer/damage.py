@@ -1,0 +1,112 @@
+"""Damage of a run's state that its hashes found: reported, replaced by the newest checkpoint, and judged once the steps
+since then were trained again."""
+
+import os
+import socket
+import time
+from collections.abc import Sequence
+
+import numpy as np
+
+from ingot.errors import RunFailed
+from ingot.events import read_events
+from ingot.machine.health.report import HealthReport, node_name
+from ingot.machine.health.report_file import add_report
+from ingot.schema import events
+from ingot.schema.checkpoint import FULL
+from ingot.trainer.integrity.verdict import Damage, Replayed, Trust, ended, judge, repeated
+from ingot.trainer.integrity.watch import StateHashes
+from ingot.trainer.mesh.collectives import gather_from
+from ingot.trainer.parts import RunParts
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.save import reload
+
+_DRAIN_SECONDS = 30.0  # that ranks wait for their launcher to end them, so that it can drain the machine
+_SIGNS = {Trust.OWN_HASH: "own_hash", Trust.MINORITY: "minority", Trust.UNDECIDED: "undecided"}
+
+
+def replace_damaged(trainer: RunParts, step: int) -> int:
+    """Report the damage that was found at the log line of `step`, load the newest checkpoint, and return its step.
+    Collective.
+
+    Every checkpoint was saved after a comparison of its own, so the newest one is from before the damage. Raises
+    RunFailed if the same rank was damaged before, in the same steps, and as `reload`.
+    """
+    hashes, ranks = _hashes(trainer), range(trainer.place.world_size)
+    changed = hashes.changed()
+    own = hashes.suspicion()
+    rows = gather_from(ranks, np.array([own.trust, own.step, changed], dtype=np.float64))
+    damage = judge([(Trust(int(trust)), int(at)) for trust, at, _ in rows])
+    if trainer.place.rank in damage.ranks:
+        facts = {"tensor": own.tensor, "element": own.element, "bit": own.bit, "sign": _SIGNS[damage.trust]}
+        host, rank = socket.gethostname(), trainer.place.rank
+        trainer.event_log.write(events.STATE_DAMAGED, step=damage.step, rank=rank, host=host, **facts)
+    trainer.say(f"damaged   the state of {_named(trainer, damage.ranks, damage.is_named)} at step {damage.step}")
+    if (before := hashes.replayed) is not None:
+        replayed = repeated(before, damage, rows[:, 2].astype(bool).tolist())
+        _report(trainer, before, replayed)
+        if replayed.verdict == "persistent":
+            _end(trainer, damage, replayed)
+    back_at = reload(trainer)
+    hashes.replay(damage)
+    trainer.schedule.failed(FULL)  # the save that was due at this line comes soon
+    trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at)
+    s = "s" * (step - back_at != 1)
+    trainer.say(f"rollback  from step {step} to step {back_at}: {step - back_at} step{s} trained again")
+    return back_at
+
+
+def judge_replayed(trainer: RunParts, step: int) -> None:
+    """Report what the steps show that were trained again because of damage, if `step` is the last of them and its log
+    line found no damage. Collective."""
+    hashes = trainer.hashes
+    if hashes is None or (damage := hashes.replayed) is None or step < damage.step:
+        return
+    changed = [False] * trainer.place.world_size
+    if not damage.is_named:
+        own = np.array([hashes.changed()], dtype=np.float64)
+        changed = gather_from(range(trainer.place.world_size), own)[:, 0].astype(bool).tolist()
+    hashes.end_replay()
+    _report(trainer, damage, ended(damage, changed))
+
+
+def _report(trainer: RunParts, damage: Damage, replayed: Replayed) -> None:
+    ranks, verdict = list(replayed.ranks), replayed.verdict
+    trainer.log(events.STATE_REPLAYED, step=damage.step, ranks=ranks, named=replayed.is_named, verdict=verdict)
+    if verdict != "other":
+        who = _named(trainer, replayed.ranks, replayed.is_named)
+        trainer.say(f"damaged   {verdict}: {who}, at step {damage.step}, as the same steps show when trained again")
+
+
+def _end(trainer: RunParts, damage: Damage, replayed: Replayed) -> None:
+    """End the run, or let the launcher go on without the machine of the damaged rank. Raises RunFailed."""
+    ranks, drains = replayed.ranks, trainer.config.launch.on_bad_health == "drain"
+    if replayed.is_named and drains and SUPERVISOR_VARIABLE in os.environ:
+        if trainer.place.rank in ranks:
+            words = f"the state of rank {trainer.place.rank} is damaged again and again"
+            add_report(trainer.folder.health_reports, HealthReport(kind="wrong_state", words=words, node=node_name()))
+        time.sleep(_DRAIN_SECONDS)  # the launcher ends this process
+    who = _named(trainer, ranks, replayed.is_named)
+    raise RunFailed(
+        "E-STATE-DAMAGED",
+        f"weights or optimizer state of {who} changed without an update at step {damage.step}, and again when "
+        "the steps were trained again",
+        rule="between two updates no bit of the state changes, and copies of it are equal; a machine that breaks this "
+        "twice in the same steps has a fault",
+        fix="exclude the machine and run the same command again: it continues from the newest checkpoint, which is "
+        "from before the damage. `ingot doctor` looks for faults of a machine",
+        ranks=list(ranks),
+        step=damage.step,
+    )
+
+
+def _named(trainer: RunParts, ranks: Sequence[int], is_named: bool) -> str:
+    """Return ranks with their hosts, for people."""
+    hosts = {e["rank"]: e["host"] for e in read_events(trainer.folder.events, events.RANK_STARTED)}
+    each = [f"rank {rank} on {hosts.get(rank, 'an unknown host')}" for rank in ranks]
+    return (" and " if is_named else " or ").join(each)
+
+
+def _hashes(trainer: RunParts) -> StateHashes:
+    assert trainer.hashes is not None, "only hashes find damage"
+    return trainer.hashes

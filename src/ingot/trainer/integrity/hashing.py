@@ -1,0 +1,132 @@
+"""Hashes of tensors by their bits, computed on the device of the tensors without waiting for it.
+
+The bits of a tensor are read as integers x_i of at most 32 bits, and its hash is the sum of x_i * m_i modulo 2^64 with
+odd multipliers m_i: a multilinear hash (Carter and Wegman 1981; Lemire and Kaser, arXiv 1202.4961). Sums of integers
+modulo 2^64 have the same bits in any order, so a hash depends neither on the device nor on how it divides the work.
+
+Any change of one element changes the hash: x_i changes by d with 0 < |d| < 2^32, and d * m_i is not a multiple of
+2^64, because m_i is odd. So every flip of one bit is found. The multiplier of element i is a product w_j * v_c of two
+words of a fixed pseudorandom sequence (i = 2^14 c + j). Taking these words as random odd numbers, any other change
+keeps the hash with a probability of at most 65 * 2^(v - 63), v being the lowest changed bit of any element: 2^-56 if a
+bit 0 is among them, 2^-25 in the worst case, where nothing but the highest bits of elements changed.
+"""
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_ROW = 1 << 14  # elements that share a multiplier v
+_AT_ONCE = {"cpu": 8 * _ROW, "cuda": 512 * _ROW}  # elements: the products fit into a cache, or fill a GPU
+_WORDS = {8: torch.int32, 4: torch.int32, 2: torch.int16, 1: torch.int8}  # by the bytes of an element
+
+
+class BitFlip(NamedTuple):
+    """The only difference of two tensors: one bit. element: its index in the flat tensor. bit: 0 is the lowest."""
+
+    element: int
+    bit: int
+
+
+def multipliers(first: int, count: int, stream: int = 0) -> np.ndarray:
+    """Return `count` odd pseudorandom int64 words from number `first` of a sequence: SplitMix64, Steele et al. 2014."""
+    x = np.arange(first + 1, first + count + 1, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x += np.uint64(stream) * np.uint64(0xD1342543DE82EF95)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return ((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)
+
+
+class TensorHasher:
+    """Hashes a fixed list of tensors on the devices where they are.
+
+    tensors: contiguous, of any dtype whose elements have 1, 2, 4 or 8 bytes; the same objects in every call.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]):
+        self.tensors = list(tensors)
+        self.device = next((t.device for t in self.tensors if t.device.type != "cpu"), torch.device("cpu"))
+        self._columns = {device: _on(multipliers(0, _ROW), device) for device in {t.device for t in self.tensors}}
+        rows = max((-(-_words(t) // _ROW) for t in self.tensors), default=0)
+        self._rows = {device: _on(multipliers(0, rows, stream=1), device) for device in self._columns}
+        self._batches = list(_small_batches(self.tensors))
+        inside = {i for batch in self._batches for i in batch}
+        self._large = [i for i in range(len(self.tensors)) if i not in inside]
+        self._segments = [self._segment(batch) for batch in self._batches]
+
+    def _segment(self, batch: list[int]) -> tuple[Tensor, Tensor]:
+        """Return the multiplier of each element of a batch of small tensors, and the index of its tensor."""
+        device, sizes = self.tensors[batch[0]].device, [_words(self.tensors[i]) for i in batch]
+        column, row = self._columns[device], self._rows[device][0]
+        index = torch.repeat_interleave(torch.tensor(batch), torch.tensor(sizes)).to(device)
+        return torch.cat([column[:size] * row for size in sizes]), index
+
+    @torch.no_grad()
+    def hashes(self) -> Tensor:
+        """Return the hash of each tensor, int64 [tensors]. The host does not wait for the device."""
+        by_device = {d: torch.zeros(len(self.tensors), dtype=torch.int64, device=d) for d in self._columns}
+        for i in self._large:
+            tensor = self.tensors[i]
+            by_device[tensor.device][i] = self._large_hash(_bits(tensor), tensor.device)
+        for batch, (multiplier, index) in zip(self._batches, self._segments, strict=True):
+            words = torch.cat([_bits(self.tensors[i]) for i in batch])
+            by_device[words.device].index_add_(0, index, multiplier * words)
+        total = torch.zeros(len(self.tensors), dtype=torch.int64, device=self.device)
+        for found in by_device.values():
+            total += found.to(self.device, non_blocking=True)
+        return total
+
+    def _large_hash(self, words: Tensor, device: torch.device) -> Tensor:
+        column, rows, step = self._columns[device], self._rows[device], _AT_ONCE[device.type]
+        whole, total = words.numel() // _ROW, torch.zeros((), dtype=torch.int64, device=device)
+        product = torch.empty(min(step, whole * _ROW), dtype=torch.int64, device=device)
+        for first in range(0, whole * _ROW, step):
+            part = words[first : min(first + step, whole * _ROW)]
+            own = product[: part.numel()].copy_(part).view(-1, _ROW).mul_(column)
+            total += (own.sum(1) * rows[first // _ROW : first // _ROW + len(own)]).sum()
+        if rest := words.numel() - whole * _ROW:
+            total += (words[-rest:] * column[:rest]).sum() * rows[whole]
+        return total
+
+    def locate(self, index: int, difference: int) -> BitFlip | None:
+        """Return the one bit in which tensor `index` differs if its hash differs by `difference` modulo 2^64; None if
+        more than a bit differs. Reads no tensor, and takes about as long as 64 hashes of it."""
+        tensor = self.tensors[index]
+        bits = 8 * min(tensor.itemsize, 4)
+        found = difference % 2**64
+        for first in range(0, _words(tensor), _ROW):
+            count = min(_ROW, _words(tensor) - first)
+            words = (multipliers(0, count) * multipliers(first // _ROW, 1, stream=1)).view(np.uint64)
+            for bit in range(bits):
+                change = words << np.uint64(bit)
+                for sign in (found, -found % 2**64):
+                    (places,) = np.nonzero(change == np.uint64(sign))
+                    if len(places):
+                        word, per = first + int(places[0]), max(tensor.itemsize // 4, 1)
+                        return BitFlip(word // per, bit + 32 * (word % per))
+        return None
+
+
+def _on(words: np.ndarray, device: torch.device) -> Tensor:
+    return torch.from_numpy(words).to(device)
+
+
+def _words(tensor: Tensor) -> int:
+    return tensor.numel() * max(tensor.itemsize // 4, 1)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Return the bits of a tensor as a flat tensor of integers of at most 32 bits."""
+    return tensor.detach().reshape(-1).view(_WORDS[tensor.itemsize])
+
+
+def _small_batches(tensors: Sequence[Tensor]) -> Iterator[list[int]]:
+    """Yield the indexes of tensors of less than a row, those of one device and size of elements together: an operation
+    for all of them costs as much as one for each."""
+    batches: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if 0 < _words(tensor) < _ROW:
+            batches.setdefault((tensor.device, _WORDS[tensor.itemsize]), []).append(i)
+    yield from batches.values()

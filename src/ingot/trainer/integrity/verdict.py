@@ -1,0 +1,103 @@
+"""The rank whose state changed without an update, and whether it will again: decided from what each rank found."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Literal
+
+
+class Trust(IntEnum):
+    """The sureness that a rank is the damaged one, from none to the highest."""
+
+    NOTHING = 0
+    UNDECIDED = 1  # its copy differs from others, of which no majority is equal
+    MINORITY = 2  # its copy differs from most others, which are equal
+    OWN_HASH = 3  # its own state has another hash than when it was last written
+
+
+@dataclass(frozen=True, kw_only=True)
+class Suspicion:
+    """The finding of a rank about itself. step: of the comparison. tensor: its name in a checkpoint, "" without one.
+
+    element, bit: the only bit that differs, in the tensor of this rank; None if that is not known, or more differ.
+    """
+
+    trust: Trust
+    step: int = 0
+    tensor: str = ""
+    element: int | None = None
+    bit: int | None = None
+
+    def or_worse(self, other: "Suspicion") -> "Suspicion":
+        """Return the surer of two suspicions, the earlier of two that are as sure."""
+        return max(self, other, key=lambda one: (one.trust, -one.step))
+
+
+NOTHING = Suspicion(trust=Trust.NOTHING)
+
+
+@dataclass(frozen=True)
+class Damage:
+    """The damaged ranks, as all ranks found together. step: of the first comparison that differed. ranks: the damaged
+    ones; if `trust` is UNDECIDED, those among which the damaged one is."""
+
+    step: int
+    trust: Trust
+    ranks: tuple[int, ...]
+
+    @property
+    def is_named(self) -> bool:
+        """True if all of `ranks` are damaged."""
+        return self.trust > Trust.UNDECIDED
+
+
+def judge(rows: Sequence[tuple[Trust, int]]) -> Damage:
+    """Return the damage from the trust and step that each rank found about itself, in the order of ranks.
+
+    A damaged rank spoils the gradients of all, but changes no other rank's own hash, and copies stay as different as
+    they were: only the surest suspicions count.
+    """
+    surest = max(trust for trust, _ in rows)
+    assert surest > Trust.NOTHING, "some rank found a difference"
+    ranks = tuple(rank for rank, (trust, _) in enumerate(rows) if trust is surest)
+    return Damage(min(step for trust, step in rows if trust > Trust.NOTHING), surest, ranks)
+
+
+@dataclass(frozen=True)
+class Replayed:
+    """The finding of the steps that were trained again. "persistent": `ranks` are damaged again. "other": others are,
+    so that nothing is known of the first damage. ranks: as in Damage, is_named too."""
+
+    verdict: Literal["transient", "persistent", "other"]
+    ranks: tuple[int, ...]
+    is_named: bool
+
+
+def ended(damage: Damage, changed: Sequence[bool]) -> Replayed:
+    """Return the verdict after the steps were trained again without damage.
+
+    changed: for each rank, whether its hash at the step of the damage is another one now. Of two copies, the damaged
+    one is that which changed. If both did, the damaged one had spoiled the gradients of the other before.
+    """
+    ranks = damage.ranks if damage.is_named else _only(damage.ranks, changed)
+    return Replayed("transient", ranks, damage.is_named or len(ranks) == 1)
+
+
+def repeated(damage: Damage, again: Damage, changed: Sequence[bool]) -> Replayed:
+    """Return the verdict on `damage` when there was damage `again` in the steps that were trained again.
+
+    changed: as for `ended`, if that step was reached. A sound rank has the same hashes each time.
+    """
+    ranks = tuple(sorted(set(damage.ranks) & set(again.ranks)))
+    if not ranks:
+        return Replayed("other", again.ranks, again.is_named)
+    if damage.is_named or again.is_named:
+        return Replayed("persistent", ranks, True)
+    ranks = _only(ranks, changed) if again.step == damage.step else ranks
+    return Replayed("persistent", ranks, len(ranks) == 1)
+
+
+def _only(ranks: tuple[int, ...], changed: Sequence[bool]) -> tuple[int, ...]:
+    """Return the one of `ranks` that changed, or all of them if not exactly one did."""
+    found = tuple(rank for rank in ranks if changed[rank])
+    return found if len(found) == 1 else ranks

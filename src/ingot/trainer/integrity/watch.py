@@ -1,0 +1,239 @@
+"""The watch for bits of a run's state that change without an update, by hashes (hashing.py).
+
+Masters, optimizer state and a loss scale change in updates alone, and copies of them are equal. So a rank hashes them
+after the update of a step and again before the next update: another hash names the rank. And after the update, the
+hashes of all copies are compared: a rank that differs from most others is named; of two copies both are suspects until
+the steps were trained again (verdict.py). The parameters that the forward reads, if they are copies of the masters, and
+the biases of routers are compared before the update, between the ranks that have the same.
+
+Nothing waits for the device: the hashes stay there until a log line, where the host waits anyway.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ingot.errors import CheckpointError
+from ingot.trainer.checkpoint.state import MODEL, OPTIM, TrainingState
+from ingot.trainer.integrity.copies import CopyGroup, Place, copy_groups
+from ingot.trainer.integrity.hashing import TensorHasher
+from ingot.trainer.integrity.verdict import NOTHING, Damage, Suspicion, Trust
+from ingot.trainer.mesh.mesh import Mesh
+
+STATE_CHANGED = "E-STATE-CHANGED"
+_STEP_COUNTS = f"{OPTIM}step"  # of all parameters, as one tensor
+Published = Mapping[tuple[str, tuple[int, ...]], Tensor]
+Point = Literal["before_update", "after_update", "before_save", "after_copy"]
+
+
+class _Hashed:
+    """Tensors that are hashed together, and the ranks that have copies of them."""
+
+    def __init__(self, mesh: Mesh, tensors: Mapping[Place, Tensor], link: torch.device):
+        self.names = [name for name, _, _ in tensors]
+        self.hasher = TensorHasher(list(tensors.values()))
+        self.groups: list[CopyGroup] = copy_groups(mesh, list(tensors), self.hasher.device, link)
+
+
+@dataclass(frozen=True)
+class _Check:
+    """The hashes of some tensors at one point of a step, on the device.
+
+    own: int64 [tensors]. earlier: the same at the point from which on they may not have changed; None: they may have.
+    shared: int64 [groups], the hash of all tensors that a group has copies of.
+    """
+
+    step: int
+    point: Point
+    of: _Hashed
+    own: Tensor
+    earlier: Tensor | None
+    shared: list[Tensor]
+
+    @property
+    def groups(self) -> list[CopyGroup]:
+        """The groups with which the hashes are exchanged. A rank that failed to copy its state has no check of it."""
+        return [] if self.point == "after_copy" else self.of.groups
+
+
+class StateHashes:
+    """The hashes of a rank's state, every `every` steps, and in every step while steps are trained again.
+
+    The constructor is collective over the world. All ranks call the methods at the same points of the same steps.
+    published: (name, offsets) -> the parameters that are copies of masters (parallel/zero.py). moments: hash the state
+    of the optimizer too; False if it is in files. replayed: the damage for which steps are trained again.
+    """
+
+    def __init__(self, state: TrainingState, published: Published, mesh: Mesh, every: int, *, moments: bool = True):
+        link = torch.device(mesh.devices.device_type)
+        self.every = every
+        self.replayed: Damage | None = None
+        self._counts = _step_counts(state) if moments else []
+        self._stacked = torch.stack(self._counts) if self._counts else None
+        self._masters = _Hashed(mesh, _masters(state, self._stacked, moments), link)
+        self._copies = _Hashed(mesh, _copies_of_masters(state, published), link)
+        self._after: tuple[int, Tensor] | None = None
+        self._to_save: tuple[int, Tensor] | None = None
+        self._pending: list[_Check] = []
+        self._compared: list[_Check] = []
+        self._differs: Tensor | None = None
+        self._suspects: list[_Check] = []
+        self._changed: Tensor | None = None
+
+    # -- in each step, without waiting --
+
+    def before_update(self, step: int) -> None:
+        """Hash the state before the update of `step`, if it was hashed after the update of the step before."""
+        if self._after is None or self._after[0] != step - 1:
+            return
+        self._add(step, "before_update", self._masters, self._hashes(), self._after[1])
+        if self._copies.groups:
+            self._add(step, "before_update", self._copies, self._copies.hasher.hashes())
+        self._after = None
+
+    def after_update(self, step: int) -> None:
+        """Hash the state after the update of `step`, if it is due. Call when the masters were published."""
+        self._after = None
+        if step % self.every == 0 or (self.replayed is not None and step <= self.replayed.step):
+            self._after = step, self._hashes()
+            self._add(step, "after_update", self._masters, self._after[1])
+
+    def before_save(self, step: int) -> None:
+        """Hash the state after `step`, which will be saved if `read` finds no difference."""
+        earlier = self._after[1] if self._after is not None and self._after[0] == step else None
+        self._to_save = step, self._hashes()
+        self._add(step, "before_save", self._masters, self._to_save[1], earlier)
+
+    def hashed_to_save(self, step: int) -> bool:
+        """Return whether the state was hashed for a save of `step`."""
+        return self._to_save is not None and self._to_save[0] == step
+
+    def require_unchanged(self) -> None:
+        """Hash the state after it was copied for a save. Raises CheckpointError if it differs from what `before_save`
+        hashed: the copy may be damaged. The host waits for the device, as it did for the copy."""
+        if self._to_save is None:
+            return
+        (step, earlier), self._to_save = self._to_save, None
+        own = self._hashes()
+        self._add(step, "after_copy", self._masters, own, earlier)
+        if not torch.equal(own, earlier):
+            raise CheckpointError(
+                STATE_CHANGED,
+                f"weights or optimizer state of rank {dist.get_rank()} changed while step {step} was copied",
+                rule="what is saved is what was hashed before",
+                fix="none is needed: the run goes back to the checkpoint before",
+                rank=dist.get_rank(),
+                step=step,
+            )
+
+    def _add(self, step: int, point: Point, of: _Hashed, own: Tensor, earlier: Tensor | None = None) -> None:
+        self._pending.append(_Check(step, point, of, own, earlier, [(own * g.weights).sum() for g in of.groups]))
+        for check in self._suspects:
+            if (check.step, check.point, check.of) == (step, point, of):
+                changed = (check.own != own).any()
+                self._changed = changed if self._changed is None else self._changed | changed
+
+    def _hashes(self) -> Tensor:
+        if self._stacked is not None:
+            torch.stack(self._counts, out=self._stacked)
+        return self._masters.hasher.hashes()
+
+    # -- at a log line --
+
+    def compare(self) -> None:
+        """Exchange the hashes since the last call with the ranks that have copies. Collective; does not wait."""
+        flags = [(check.own != check.earlier).any() for check in self._pending if check.earlier is not None]
+        for hashed in (self._masters, self._copies):
+            checks = [check for check in self._pending if check.of is hashed and check.groups]
+            for number, group in enumerate(hashed.groups if checks else ()):
+                rows = group.exchange(torch.stack([check.shared[number] for check in checks]))
+                flags.append((rows != rows[0]).any())
+        device = self._masters.hasher.device
+        self._differs = torch.stack([flag.to(device) for flag in flags]).any() if flags else None
+
+    def read(self) -> bool:
+        """Return whether a comparison found a difference on this rank. The host waits for the device."""
+        differs, self._differs = self._differs, None
+        self._compared, self._pending = self._pending, []
+        return differs is not None and bool(differs)
+
+    # -- after a difference --
+
+    def suspicion(self) -> Suspicion:
+        """Return what the checks that were read last say of this rank. Collective over the world."""
+        worst, self._suspects, self._changed = NOTHING, [], None
+        for check in self._compared:
+            found = NOTHING
+            if check.earlier is not None:
+                for index in torch.nonzero(check.own != check.earlier).flatten().tolist()[:1]:
+                    found = self._about(check, index, int(check.earlier[index]), Trust.OWN_HASH)
+            for group in check.groups:
+                found = found.or_worse(self._among_copies(check, group, group.exchange(check.own[group.indexes])))
+            if found.trust is Trust.UNDECIDED and not self._suspects:
+                self._suspects = [check]
+            worst = worst.or_worse(found)
+        self._compared = []
+        return worst
+
+    def _among_copies(self, check: _Check, group: CopyGroup, rows: Tensor) -> Suspicion:
+        """Return what the hashes of copies say of this rank. rows: int64 [ranks, tensors of the group]."""
+        place = group.ranks.index(dist.get_rank())
+        for column in (rows != rows[0]).any(0).nonzero().flatten().tolist()[:1]:
+            hashes = rows[:, column].tolist()
+            most = max(hashes, key=hashes.count)
+            is_majority = 2 * hashes.count(most) > len(hashes)
+            if is_majority and hashes[place] == most:
+                continue
+            other = most if is_majority else next(one for one in hashes if one != hashes[place])
+            return self._about(check, group.indexes[column], other, Trust.MINORITY if is_majority else Trust.UNDECIDED)
+        return NOTHING
+
+    def _about(self, check: _Check, index: int, right: int, trust: Trust) -> Suspicion:
+        flip = check.of.hasher.locate(index, int(check.own[index]) - right)
+        element, bit = flip or (None, None)
+        return Suspicion(trust=trust, step=check.step, tensor=check.of.names[index], element=element, bit=bit)
+
+    def changed(self) -> bool:
+        """Return whether this rank, as one of several suspects, has another hash now than when it was suspected."""
+        return self._changed is not None and bool(self._changed)
+
+    def replay(self, damage: Damage) -> None:
+        """Take in that the state was replaced, because of `damage`."""
+        self.forget()
+        self.replayed = damage
+
+    def end_replay(self) -> None:
+        """Take in that the steps up to the damage were trained again."""
+        self.replayed, self._suspects, self._changed = None, [], None
+
+    def forget(self) -> None:
+        """Take in that the state was replaced."""
+        self._after, self._to_save, self._pending = None, None, []
+
+
+def _step_counts(state: TrainingState) -> list[Tensor]:
+    return [kinds["step"].reshape(()) for kinds in state.optimizer.moments().values() if "step" in kinds]
+
+
+def _masters(state: TrainingState, step_counts: Tensor | None, moments: bool) -> dict[Place, Tensor]:
+    """Return what changes in updates alone: masters, state of the optimizer, loss scale. By name, offsets and sizes."""
+    alone = replace(state, buffers=(), callbacks={})
+    blocks = alone.blocks(state.optimizer.moments(), first_rank=False) if moments else alone.weights()
+    found = {
+        (block.name, block.offsets, block.sizes): block.tensor
+        for block in blocks
+        if block.tensor.numel() and not block.name.startswith(f"{_STEP_COUNTS}.")
+    }
+    if step_counts is not None:
+        found[_STEP_COUNTS, (), tuple(step_counts.shape)] = step_counts
+    return found
+
+
+def _copies_of_masters(state: TrainingState, published: Published) -> dict[Place, Tensor]:
+    """Return what the forward reads besides masters: published parameters, and buffers of the model."""
+    found = {(f"copy of {MODEL}{name}", place, tuple(p.shape)): p for (name, place), p in published.items()}
+    return found | {(MODEL + b.name, b.offsets, b.sizes): b.value for b in state.buffers}

@@ -1,0 +1,35 @@
+"""The damaged rank, and whether it is damaged again: decided from what ranks found."""
+
+from ingot.trainer.integrity.verdict import NOTHING, Damage, Replayed, Suspicion, Trust, ended, judge, repeated
+
+PAIR = Damage(7, Trust.UNDECIDED, (0, 1))
+NAMED = Damage(7, Trust.OWN_HASH, (1,))
+
+
+def test_only_the_surest_signs_count_and_the_first_step():
+    rows = [(Trust.UNDECIDED, 6), (Trust.OWN_HASH, 7), (Trust.NOTHING, 0), (Trust.MINORITY, 8)]
+    assert judge(rows) == Damage(6, Trust.OWN_HASH, (1,))
+    assert judge([(Trust.UNDECIDED, 7), (Trust.UNDECIDED, 7)]) == PAIR
+    assert judge([(Trust.MINORITY, 7), (Trust.MINORITY, 7), (Trust.NOTHING, 0)]).ranks == (0, 1)
+
+
+def test_of_the_signs_of_a_rank_the_surest_and_then_the_first_counts():
+    late, early = Suspicion(trust=Trust.MINORITY, step=9), Suspicion(trust=Trust.MINORITY, step=8)
+    assert NOTHING.or_worse(late).or_worse(early).or_worse(NOTHING) == early
+    assert early.or_worse(Suspicion(trust=Trust.OWN_HASH, step=9)).step == 9
+
+
+def test_the_replay_names_the_one_of_two_copies_that_changed():
+    assert ended(PAIR, [True, False]) == Replayed("transient", (0,), True)
+    assert ended(PAIR, [True, True]) == Replayed("transient", (0, 1), False)  # the gradients of both were spoiled
+    assert ended(NAMED, [True, True]) == Replayed("transient", (1,), True)
+
+
+def test_damage_is_persistent_if_the_same_rank_is_damaged_again():
+    assert repeated(NAMED, NAMED, [False, False]) == Replayed("persistent", (1,), True)
+    assert repeated(PAIR, Damage(6, Trust.OWN_HASH, (1,)), [False, False]) == Replayed("persistent", (1,), True)
+    assert repeated(NAMED, Damage(6, Trust.OWN_HASH, (0,)), [False, False]) == Replayed("other", (0,), True)
+    # Twice at the same step, and each time other bits of one rank: a sound one has the same.
+    assert repeated(PAIR, PAIR, [True, False]) == Replayed("persistent", (0,), True)
+    assert repeated(PAIR, PAIR, [False, False]) == Replayed("persistent", (0, 1), False)
+    assert repeated(PAIR, Damage(6, Trust.UNDECIDED, (0, 1)), [True, False]) == Replayed("persistent", (0, 1), False)
