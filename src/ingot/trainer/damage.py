@@ -14,7 +14,7 @@ from ingot.machine.health.report import HealthReport, node_name
 from ingot.machine.health.report_file import add_report
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL
-from ingot.trainer.integrity.verdict import Damage, Replayed, Trust, ended, judge, repeated
+from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, judge, repeated
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.parts import RunParts
@@ -70,7 +70,7 @@ def judge_replayed(trainer: RunParts, step: int) -> None:
     _report(trainer, damage, ended(damage, changed))
 
 
-def _report(trainer: RunParts, damage: Damage, replayed: Replayed) -> None:
+def _report(trainer: RunParts, damage: Damage, replayed: ReplayVerdict) -> None:
     ranks, verdict = list(replayed.ranks), replayed.verdict
     trainer.log(events.STATE_REPLAYED, step=damage.step, ranks=ranks, named=replayed.is_named, verdict=verdict)
     if verdict != "other":
@@ -78,7 +78,7 @@ def _report(trainer: RunParts, damage: Damage, replayed: Replayed) -> None:
         trainer.say(f"damaged   {verdict}: {who}, at step {damage.step}, as the same steps show when trained again")
 
 
-def _end(trainer: RunParts, damage: Damage, replayed: Replayed) -> None:
+def _end(trainer: RunParts, damage: Damage, replayed: ReplayVerdict) -> None:
     """End the run, or let the launcher go on without the machine of the damaged rank. Raises RunFailed."""
     ranks, drains = replayed.ranks, trainer.config.launch.on_bad_health == "drain"
     if replayed.is_named and drains and SUPERVISOR_VARIABLE in os.environ:

@@ -64,7 +64,7 @@ def judge(rows: Sequence[tuple[Trust, int]]) -> Damage:
 
 
 @dataclass(frozen=True)
-class Replayed:
+class ReplayVerdict:
     """The finding of the steps that were trained again. "persistent": `ranks` are damaged again. "other": others are,
     so that nothing is known of the first damage. ranks: as in Damage, is_named too."""
 
@@ -73,28 +73,28 @@ class Replayed:
     is_named: bool
 
 
-def ended(damage: Damage, changed: Sequence[bool]) -> Replayed:
+def ended(damage: Damage, changed: Sequence[bool]) -> ReplayVerdict:
     """Return the verdict after the steps were trained again without damage.
 
     changed: for each rank, whether its hash at the step of the damage is another one now. Of two copies, the damaged
     one is that which changed. If both did, the damaged one had spoiled the gradients of the other before.
     """
     ranks = damage.ranks if damage.is_named else _only(damage.ranks, changed)
-    return Replayed("transient", ranks, damage.is_named or len(ranks) == 1)
+    return ReplayVerdict("transient", ranks, damage.is_named or len(ranks) == 1)
 
 
-def repeated(damage: Damage, again: Damage, changed: Sequence[bool]) -> Replayed:
+def repeated(damage: Damage, again: Damage, changed: Sequence[bool]) -> ReplayVerdict:
     """Return the verdict on `damage` when there was damage `again` in the steps that were trained again.
 
     changed: as for `ended`, if that step was reached. A sound rank has the same hashes each time.
     """
     ranks = tuple(sorted(set(damage.ranks) & set(again.ranks)))
     if not ranks:
-        return Replayed("other", again.ranks, again.is_named)
+        return ReplayVerdict("other", again.ranks, again.is_named)
     if damage.is_named or again.is_named:
-        return Replayed("persistent", ranks, True)
+        return ReplayVerdict("persistent", ranks, True)
     ranks = _only(ranks, changed) if again.step == damage.step else ranks
-    return Replayed("persistent", ranks, len(ranks) == 1)
+    return ReplayVerdict("persistent", ranks, len(ranks) == 1)
 
 
 def _only(ranks: tuple[int, ...], changed: Sequence[bool]) -> tuple[int, ...]:

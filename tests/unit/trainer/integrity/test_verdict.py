@@ -1,6 +1,6 @@
 """The damaged rank, and whether it is damaged again: decided from what ranks found."""
 
-from ingot.trainer.integrity.verdict import NOTHING, Damage, Replayed, Suspicion, Trust, ended, judge, repeated
+from ingot.trainer.integrity.verdict import NOTHING, Damage, ReplayVerdict, Suspicion, Trust, ended, judge, repeated
 
 PAIR = Damage(7, Trust.UNDECIDED, (0, 1))
 NAMED = Damage(7, Trust.OWN_HASH, (1,))
@@ -20,16 +20,18 @@ def test_of_the_signs_of_a_rank_the_surest_and_then_the_first_counts():
 
 
 def test_the_replay_names_the_one_of_two_copies_that_changed():
-    assert ended(PAIR, [True, False]) == Replayed("transient", (0,), True)
-    assert ended(PAIR, [True, True]) == Replayed("transient", (0, 1), False)  # the gradients of both were spoiled
-    assert ended(NAMED, [True, True]) == Replayed("transient", (1,), True)
+    assert ended(PAIR, [True, False]) == ReplayVerdict("transient", (0,), True)
+    assert ended(PAIR, [True, True]) == ReplayVerdict("transient", (0, 1), False)  # the gradients of both were spoiled
+    assert ended(NAMED, [True, True]) == ReplayVerdict("transient", (1,), True)
 
 
 def test_damage_is_persistent_if_the_same_rank_is_damaged_again():
-    assert repeated(NAMED, NAMED, [False, False]) == Replayed("persistent", (1,), True)
-    assert repeated(PAIR, Damage(6, Trust.OWN_HASH, (1,)), [False, False]) == Replayed("persistent", (1,), True)
-    assert repeated(NAMED, Damage(6, Trust.OWN_HASH, (0,)), [False, False]) == Replayed("other", (0,), True)
+    assert repeated(NAMED, NAMED, [False, False]) == ReplayVerdict("persistent", (1,), True)
+    assert repeated(PAIR, Damage(6, Trust.OWN_HASH, (1,)), [False, False]) == ReplayVerdict("persistent", (1,), True)
+    assert repeated(NAMED, Damage(6, Trust.OWN_HASH, (0,)), [False, False]) == ReplayVerdict("other", (0,), True)
     # Twice at the same step, and each time other bits of one rank: a sound one has the same.
-    assert repeated(PAIR, PAIR, [True, False]) == Replayed("persistent", (0,), True)
-    assert repeated(PAIR, PAIR, [False, False]) == Replayed("persistent", (0, 1), False)
-    assert repeated(PAIR, Damage(6, Trust.UNDECIDED, (0, 1)), [True, False]) == Replayed("persistent", (0, 1), False)
+    assert repeated(PAIR, PAIR, [True, False]) == ReplayVerdict("persistent", (0,), True)
+    assert repeated(PAIR, PAIR, [False, False]) == ReplayVerdict("persistent", (0, 1), False)
+    assert repeated(PAIR, Damage(6, Trust.UNDECIDED, (0, 1)), [True, False]) == ReplayVerdict(
+        "persistent", (0, 1), False
+    )
