@@ -36,7 +36,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, set[str]], dict[tuple[str, str]
         # the mean of gradients and the norm, and the weights
         {
             ("reduce_scatter", "dp_shard"): {FP32},
-            ("all_reduce", "dp_shard"): {FP32},
+            ("all_reduce", "dp_shard"): {FP64},
             ("all_gather", "dp_shard"): {BF16},
         },
     ),
@@ -45,7 +45,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, set[str]], dict[tuple[str, str]
         WIDE,
         {
             ("reduce_scatter", "dp_shard"): {FP32},
-            ("all_reduce", "dp_shard"): {FP32},
+            ("all_reduce", "dp_shard"): {FP64},
             ("all_gather", "dp_shard"): {BF16},
         },
     ),
@@ -53,7 +53,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, set[str]], dict[tuple[str, str]
         {"tp": 2},
         WIDE,
         # activations; the parts of the loss, partial gradients and the norm
-        {("all_gather", "tp"): {BF16}, ("reduce_scatter", "tp"): {BF16}, ("all_reduce", "tp"): {FP32}},
+        {("all_gather", "tp"): {BF16}, ("reduce_scatter", "tp"): {BF16}, ("all_reduce", "tp"): {FP32, FP64}},
     ),
     "ring": (
         {"cp": 2, "context": "ring"},
@@ -62,7 +62,7 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, set[str]], dict[tuple[str, str]
         {
             ("send", "cp"): {BF16, FP32},
             ("reduce_scatter", "cp"): {FP32},
-            ("all_reduce", "cp"): {FP32},
+            ("all_reduce", "cp"): {FP64},
             ("all_gather", "cp"): {BF16},
         },
     ),
@@ -72,12 +72,12 @@ FORMS: dict[str, tuple[dict[str, Any], dict[str, set[str]], dict[tuple[str, str]
         # rows and their number; gradients, the norm, and what routers counted
         {
             ("all_to_all", "dp_shard"): {BF16, INT64},
-            ("all_reduce", "dp_shard"): {FP32, FP64},
+            ("all_reduce", "dp_shard"): {FP64},
             ("reduce_scatter", "dp_shard"): {FP32},
             ("all_gather", "dp_shard"): {BF16},
         },
     ),
-    "pp": ({"pp": 2}, WIDE, {("send", "pp"): {BF16}, ("all_reduce", "pp"): {FP32}}),
+    "pp": ({"pp": 2}, WIDE, {("send", "pp"): {BF16}, ("all_reduce", "pp"): {FP32, FP64}}),
 }
 
 

@@ -212,8 +212,9 @@ class RunLoop:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""
         if self.verdict is Verdict.ROLL_BACK:
             self.trainer.heartbeat.enter(Phase.START, self.done)
-            back = replace_damaged(self.trainer, self.done) if self._is_damaged else None
-            self.done = self.saved = roll_back(self.trainer, self.done, self._roll_backs) if back is None else back
+            require_progress(self.trainer, self.done, self._roll_backs)
+            go_back = replace_damaged if self._is_damaged else roll_back
+            self.done = self.saved = go_back(self.trainer, self.done)
             self._is_damaged = False
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
@@ -281,21 +282,22 @@ def require_vetoed(numbers: StepNumbers) -> None:
         )
 
 
-def roll_back(trainer: RunParts, step: int, so_far: Counter[int]) -> int:
-    """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective.
-
-    so_far: step -> the number of roll-backs from there. Raises RunFailed after too many roll-backs from `step`.
-    """
+def require_progress(trainer: RunParts, step: int, so_far: Counter[int]) -> None:
+    """Count a roll-back from `step`. Raises RunFailed if there were too many. so_far: step -> their number."""
     so_far[step] += 1
     if so_far[step] > ROLL_BACKS_PER_STEP:
         raise RunFailed(
             "E-ROLLBACK-LIMIT",
-            f"the policy asked {so_far[step]} times to roll back from step {step}",
+            f"the run had to roll back {so_far[step]} times from step {step}",
             rule=f"a run rolls back at most {ROLL_BACKS_PER_STEP} times from the same step",
             fix=f"look at the losses up to this step: ingot report {trainer.folder.root}",
             step=step,
             times=so_far[step],
         )
+
+
+def roll_back(trainer: RunParts, step: int) -> int:
+    """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective."""
     back_at = reload(trainer)
     trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at)
     trainer.say(f"rollback  from step {step} to step {back_at}")

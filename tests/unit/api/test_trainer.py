@@ -257,7 +257,8 @@ def test_the_policy_ends_a_loop_and_saves_nothing(run_file, tmp_path, forked):
         trainer.forward_backward(batch)
         trainer.optimizer_step()
 
-    assert forked(forget, run_file, tmp_path / "run", broken, "E-LOSS-NOT-FINITE")
+    watching = {"overrides": ['guard.preset="watch"']}
+    assert forked(lambda: forget(run_file, tmp_path / "run", broken, "E-LOSS-NOT-FINITE", **watching))
     assert not ingot.Run(tmp_path / "run").checkpoints()
 
 

@@ -13,6 +13,7 @@ from tests.unit.report.diagnose.test_slow_runs import ARCH, write_tokens
 from ingot.cli.main import main
 from ingot.config import to_toml
 from ingot.errors import RunFailed
+from ingot.schema.guard import Guard
 from ingot.schema.run import Checkpoint, Data, Optim, Parallel, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
@@ -80,6 +81,7 @@ def spoiled(tmp_path, tokens, fork_ranks):
             train=Train(**settings),
             **(sections or {}),
             checkpoint=Checkpoint(mode="sync", every_steps=2),
+            guard=Guard(preset="off", hash_every=0),  # what is planted shall stay
             watch=WatchSettings(log_every=1),
         )
         folder = RunFolder(tmp_path / "run")

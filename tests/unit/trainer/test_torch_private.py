@@ -160,7 +160,27 @@ def checks_groups():
         dist.destroy_process_group()
 
 
+def checks_inputs():
+    assert private.changes_its_inputs(torch.ops.aten.add_.Tensor)
+    assert not private.changes_its_inputs(torch.ops.aten.add.Tensor) and not private.changes_its_inputs(len)
+
+
+def checks_nodes():
+    seen = []
+    weight = torch.ones(2, requires_grad=True)
+    number = private.next_sequence_number()
+    product = weight * 3
+    assert private.next_sequence_number() == number + 1 and private.running_node() is None
+    weight.register_hook(lambda grad: seen.append(private.running_node()))
+    product.register_hook(lambda grad: seen.append(private.running_node()))
+    product.sum().backward()
+    assert any(node and node[1] == number for node in seen)
+
+
 CHECKS = {
+    "changes_its_inputs": checks_inputs,
+    "running_node": checks_nodes,
+    "next_sequence_number": checks_nodes,
     "functional_collectives": checks_collectives,
     "recorded_collectives": checks_recorder,
     "ranks_of_groups": checks_recorder,

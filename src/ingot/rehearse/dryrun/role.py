@@ -108,6 +108,8 @@ def trace_rank(
                 offloads = config.parallel.offload != "none"
                 scaled = train.precision == "fp16"
                 policy = Unwatched() if offloads else DefaultPolicy(RunFolder(Path()), scaled_loss=scaled)
+                guard = dataclasses.replace(config.guard, preset="watch") if offloads else config.guard
+                config = dataclasses.replace(config, guard=guard)
                 run = trainer_run.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
             for moment in (FIRST, STEADY):

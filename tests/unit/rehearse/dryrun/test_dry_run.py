@@ -224,9 +224,9 @@ def test_faults_on_one_stage_are_found_and_reported():
     skipped = check_world({**sound, 2: sound[2][:norm] + sound[2][norm + 1 :]}, grid, names).fault
     assert skipped and skipped.kind == "missing" and "(pp 1), which has ended" in skipped.message
 
-    larger = replace(sound[2][norm], elements=2)
+    larger = replace(sound[2][norm], elements=3)
     resized = check_world({**sound, 2: [*sound[2][:norm], larger, *sound[2][norm + 1 :]]}, grid, names).fault
-    assert resized and resized.kind == "mismatch" and "all_reduce of 2 float32" in resized.message
+    assert resized and resized.kind == "mismatch" and "all_reduce of 3 float64" in resized.message
 
     first = list(sound[0])
     steps = [call for call in first if call.elements > 1]  # groups exchange one element when they are made
