@@ -7,10 +7,11 @@ BIN := $(VENV)/bin
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
-# tests/conftest.py sets the number of workers, and keeps the tests of a file on one of them.
+# tests/conftest.py sets the number of workers, and keeps the tests of a file on one of them. DONE=FILE leaves out the
+# tests whose names are lines of FILE.
 PYTEST := $(BIN)/python -m pytest -n auto
 test: $(VENV)/.installed-dev
-	$(PYTEST) -m "not slow and not nightly"
+	$(PYTEST) -m "not slow and not nightly" $(if $(DONE),--except=$(DONE))
 
 # The tests that take seconds each: they compile, start many ranks or kill runs; .ci/run runs them too.
 test-slow: $(VENV)/.installed-dev

@@ -32,7 +32,7 @@ class EventLog:
 
     def write(self, kind: str, **facts) -> None:
         """Append one event. Raises ResourceError if only a part of the event could be written, as on a full disk."""
-        line = json.dumps({"kind": kind, "time": round(time.time(), 3), **facts}, ensure_ascii=False) + "\n"
+        line = json.dumps({"kind": kind, "time": round(time.time(), 6), **facts}, ensure_ascii=False) + "\n"
         data = line.encode()
         if (written := os.write(self._fd, data)) < len(data):
             raise ResourceError(
