@@ -58,8 +58,8 @@ MUTANTS: list[Mutant] = [
         name="loss-scale-not-saved",
         what="a checkpoint lacks the loss scale",
         file="trainer/run.py",
-        before="extras=(loss_scale.state() if loss_scale else {}) |",
-        after="extras=",
+        before="extras=loss_scale.state() if loss_scale else {}",
+        after="extras={}",
         tests=_KEPT,
     ),
     Mutant(

@@ -5,9 +5,7 @@ from typing import Annotated, Literal
 
 from ingot.ranges import Factor, Positive, PositiveSteps, Range, Share, Steps
 
-MOST_WINDOW = 512  # steps: the tensor in the checkpoint has this size at every setting
-
-Window = Annotated[int, Range(8, MOST_WINDOW)]
+Window = Annotated[int, Range(8, 1024)]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -6,7 +6,7 @@ takes the same way. No torch.
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -46,12 +46,15 @@ class Measure:
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
     """The guard in a checkpoint. measures: those taken so far. row: the steps up to the checkpoint whose updates were
-    skipped, one after the other, and no measure was taken yet. row_found: what was found in them.
+    skipped, one after the other, and no measure was taken yet. row_found: what was found in them. losses, norms: of the
+    last healthy steps, the norms as logarithms.
     """
 
     measures: tuple[Measure, ...] = ()
     row: tuple[int, ...] = ()
-    row_found: tuple[str, ...] = field(default=())
+    row_found: tuple[str, ...] = ()
+    losses: tuple[float, ...] = ()
+    norms: tuple[float, ...] = ()
 
 
 def guard_state(values: Mapping[str, Any]) -> GuardState:
@@ -60,6 +63,8 @@ def guard_state(values: Mapping[str, Any]) -> GuardState:
         measures=tuple(map(measure_of, values["measures"])),
         row=tuple(map(int, values["row"])),
         row_found=tuple(map(str, values["row_found"])),
+        losses=tuple(map(float, values["losses"])),
+        norms=tuple(map(float, values["norms"])),
     )
 
 
@@ -71,7 +76,7 @@ def described(measure: Measure) -> str:
         PASS: "the run goes back and passes their data",
         LOWER: f"the run goes back, passes their data and has {measure.lr_factor:g} of its learning rate up to step "
         f"{measure.lr_last}",
-        ACCEPT: "it is the new level, with which later steps are compared",
+        ACCEPT: "the run goes back, and they are the new level",
         STOP: "the run stops",
     }
     return f"{steps}: {', '.join(measure.found)}; {done[measure.action]}"

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.checkpoint import Health
-from ingot.schema.guard_record import GuardState
+from ingot.schema.guard_record import GuardState, Measure
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.step_judge import KINDS, NORM_NOT_FINITE
@@ -67,11 +67,14 @@ class DefaultPolicy:
     def state(self) -> GuardState:
         return self.ladder.state() if self.ladder else GuardState()
 
-    def restore(self, state: GuardState, *, other_settings: bool) -> None:
+    def measures(self) -> Sequence[Measure]:
+        return self.ladder.measures if self.ladder else ()
+
+    def restore(self, state: GuardState, *, new_window: bool) -> None:
         self._recent.clear()
         self._vetoes, self._last = 0, None
         if self.ladder:
-            self.ladder.restore(state, other_settings=other_settings)
+            self.ladder.restore(state, new_window=new_window)
 
     def verdict(self, result: StepResult) -> Verdict:
         self.judge(result.line)
@@ -94,7 +97,7 @@ class DefaultPolicy:
     def _judge(self, numbers: StepNumbers) -> None:
         """Raise RunFailed if nothing may be saved after this step."""
         self._vetoes = self._vetoes + 1 if numbers.skipped else 0
-        self._recent.append(numbers.skipped)
+        self._recent.append(numbers.skipped and not (self.ladder and numbers.is_finite))
         values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
         if self.scaled_loss and self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
@@ -107,8 +110,9 @@ class DefaultPolicy:
                 skipped=self._vetoes,
             )
         many = sum(self._recent)
-        ends = not self.scaled_loss and self.ladder is None
-        lost = ends and (self._vetoes >= SKIPS_IN_A_ROW or many >= SKIPS)
+        in_a_row = self.ladder is None and self._vetoes >= SKIPS_IN_A_ROW
+        among = many >= SKIPS and not (self.ladder and self.ladder.is_due)
+        lost = not self.scaled_loss and (in_a_row or among)
         if lost or not (numbers.skipped or numbers.is_finite):
             raise RunFailed(
                 "E-LOSS-NOT-FINITE",

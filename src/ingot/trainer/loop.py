@@ -26,7 +26,7 @@ from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, 
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
-ROLL_BACKS_PER_STEP = 3
+ROLL_BACKS_PER_STEP = 5  # the guard takes four measures
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class RunLoop:
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of `step`: that of the schedule, times the factor of the guard's measures."""
-        return self._schedule(step) * lr_factor(self.trainer.policy.state().measures, step)
+        return self._schedule(step) * lr_factor(self.trainer.policy.measures(), step)
 
     def next_batch(self) -> Batch | None:
         """Return the batch of the next step that is trained; None after the last step or a stop. Steps whose data are
@@ -108,7 +108,7 @@ class RunLoop:
         self.trainer.heartbeat.enter(Phase.DATA, self.done + 1)
         batch = next(self.trainer.loader, None)
         self.trainer.heartbeat.enter(Phase.COMPILE if self._is_new else Phase.STEP, self.done + 1)
-        self._is_new = False
+        self._is_new = self._is_new and batch is not None and batch.passed
         for trouble in batch.troubles if batch else ():
             log_data_trouble(self.trainer, self.done + 1, trouble)
         return batch
@@ -171,7 +171,8 @@ class RunLoop:
         verdict = self.trainer.callbacks.line(self.line, self.trainer.log)
         if verdict is Verdict.STOP and self._request.reason in PLANNED:
             self._request = StopRequest(REQUESTED)  # the run stops, and does not start again
-        self.verdict = later(self.verdict, verdict)
+        if self.verdict is not Verdict.ROLL_BACK:  # the policy's: what it found may not be saved by a stop
+            self.verdict = later(self.verdict, verdict)
 
     def save(self) -> None:
         """Save the checkpoint of the last completed step, or its weights alone if no more is due. Before the run stops
@@ -207,6 +208,9 @@ class RunLoop:
             hashes.read()
             self._go_back()
             return False
+        finally:
+            if hashes is not None:
+                hashes.end_save()
 
     def finish_step(self) -> None:
         """Do what is due after a step, besides saving: go back, evaluate, begin another interval."""

@@ -210,7 +210,8 @@ def _take_up(
     """Bring what depends on the loaded state up to date, and record settings that differ. Collective."""
     parts.model.publish()
     parts.callbacks.restore(restored.callbacks)
-    parts.policy.restore(restored.guard, other_settings=restored.config_sha256 != facts.config_sha256)
+    same = (restored.config_sha256, restored.data_fingerprint) == (facts.config_sha256, facts.data_fingerprint)
+    parts.policy.restore(restored.guard, new_window=not same)
     # The order of samples depends on this record: no rank may open the data before it is written.
     from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
 

@@ -38,7 +38,6 @@ from ingot.trainer.export.model_folder import first_weights
 from ingot.trainer.export.saved_weights import saved_weights
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.guard.ladder import Ladder
-from ingot.trainer.guard.step_judge import STATE as WINDOW
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
 from ingot.trainer.integrity.watch import StateHashes
@@ -324,8 +323,8 @@ def build_parts(
     state = TrainingState(
         model.shards,
         optimizer,
-        extras=(loss_scale.state() if loss_scale else {}) | (judge.state() if judge else {}),
-        optional_extras=frozenset((*LOSS_SCALE, *WINDOW)),  # the run may have begun without them
+        extras=loss_scale.state() if loss_scale else {},
+        optional_extras=frozenset(LOSS_SCALE),  # the run may have begun in another precision
         buffers=balance.shards if balance else (),
         callbacks=callbacks.tensors(),
     )

@@ -309,7 +309,7 @@ def reload(trainer: RunParts) -> int:
     settle(trainer, wait=True)
     if trainer.background is not None:
         trainer.background.broken = None  # the state that could not be saved is replaced
-    measures = trainer.policy.state().measures
+    measures = list(trainer.policy.measures())
     if suspect := from_rank_zero(lambda: mark_suspect(trainer.folder.checkpoints, measures)):
         trainer.say(f"suspect   the checkpoints of steps {', '.join(map(str, sorted(suspect)))}: an older one is used")
     restored = load_newest(

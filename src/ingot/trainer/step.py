@@ -50,7 +50,7 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     if parts.hashes is not None:
         parts.hashes.before_update(step)
     overflow = parts.policy.veto(loss, grad_norm)
-    veto, judged = _judge(parts, mean_loss, grad_norm, overflow)
+    veto, judged = _judge(parts, step, mean_loss, grad_norm, overflow)
     with _errors_of_rules(parts.config.optim.kind):
         factor = clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale)
         parts.optimizer.step(lr, scale=factor, found_inf=veto)
@@ -65,12 +65,14 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
 
 
 def _judge(
-    parts: StepParts, loss: Tensor, grad_norm: Tensor, veto: Tensor | None
+    parts: StepParts, step: int, loss: Tensor, grad_norm: Tensor, veto: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """Return whether to skip the update, and what the guard finds in the step. veto: the policy's."""
     judge = parts.step_judge
     if judge is None:
         return veto, None
+    if step in judge.begins:
+        judge.forget()
     judged = judge.judge(loss, grad_norm)
     found = judged[0] > 0
     if judge.guard.acts:

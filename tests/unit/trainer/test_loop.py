@@ -331,7 +331,7 @@ def test_rolling_back_from_the_same_step_ends(fork_ranks, make_run):
     def forever(rank, ranks):
         script = {7: Verdict.ROLL_BACK}
         return expect_failure(
-            rank, ranks, folder, "E-ROLLBACK-LIMIT", lambda folder: Scripted(folder, script, times=99), step=7, times=4
+            rank, ranks, folder, "E-ROLLBACK-LIMIT", lambda folder: Scripted(folder, script, times=99), step=7, times=6
         )
 
     assert fork_ranks(forever, 2) == [True, True]

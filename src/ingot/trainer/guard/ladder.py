@@ -18,7 +18,7 @@ from ingot.schema.guard_record import ACCEPT, AGAIN, LOWER, PASS, STOP, Action, 
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.step_judge import NOT_FINITE, StepJudge
 
-MEASURES: dict[str, tuple[Action, ...]] = {"guard": (AGAIN, PASS, LOWER, ACCEPT), "strict": (AGAIN, PASS, STOP)}
+MEASURES: dict[str, tuple[Action, ...]] = {"guard": (AGAIN, PASS, LOWER, ACCEPT, STOP), "strict": (AGAIN, PASS, STOP)}
 
 
 class Ladder:
@@ -41,6 +41,8 @@ class Ladder:
         self._judge, self._record, self._report = judge, record, report
         self._row: list[int] = []
         self._found: set[str] = set()
+        self._due: Measure | None = None
+        self._begin_windows()
 
     def look(self, line: Sequence[StepNumbers]) -> None:
         """Take in the steps of a log line, in order. One whose data were passed ends a row."""
@@ -50,29 +52,32 @@ class Ladder:
                 continue
             self._row.append(numbers.step)
             self._found.update(numbers.finding.kinds)
+            if len(self._row) == self.guard.in_a_row and self._due is None:  # wherever the log line ends
+                self._due = self._next_measure()
 
     def verdict(self) -> Verdict:
         """Return how to continue after the steps so far. Raises RunFailed if the last measure was taken before."""
-        if len(self._row) < self.guard.in_a_row:
+        if (measure := self._due) is None:
             return Verdict.CONTINUE
-        measure = self._next_measure()
-        if measure not in self.measures:
-            self.measures.append(measure)
-            self._record(self.measures)
-            self._report(measure)
-        self._row, self._found = [], set()
+        self.measures.append(measure)
+        self._record(self.measures)
+        self._report(measure)
+        self._row, self._found, self._due = [], set(), None
+        self._begin_windows()
         if measure.action == STOP:
             raise self._stopped(measure)
-        if measure.action == ACCEPT:
-            self._judge.forget()
-            return Verdict.CONTINUE
         return Verdict.ROLL_BACK
+
+    @property
+    def is_due(self) -> bool:
+        """True if `verdict` will take a measure."""
+        return self._due is not None
+
+    def _begin_windows(self) -> None:
+        self._judge.begins = frozenset(one.first for one in self.measures if one.action == ACCEPT)
 
     def _next_measure(self) -> Measure:
         first, last, found = self._row[0], self._row[-1], tuple(sorted(self._found))
-        accepted = [one for one in self.measures if one.action == ACCEPT and one.first <= last and first <= one.last]
-        if accepted:  # the run was killed after this decision, and comes by again
-            return accepted[-1]
         actions = MEASURES[self.guard.preset]
         taken = self.measures[-1] if self.measures else None
         again = taken is not None and taken.action in actions and abs(first - taken.last) <= self.guard.calm_steps
@@ -107,15 +112,21 @@ class Ladder:
         )
 
     def state(self) -> GuardState:
-        """Return what a checkpoint of the last step keeps."""
-        return GuardState(measures=tuple(self.measures), row=tuple(self._row), row_found=tuple(sorted(self._found)))
+        """Return what a checkpoint of the last step keeps. The host waits for the device."""
+        losses, norms = self._judge.values()
+        found = tuple(sorted(self._found))
+        return GuardState(
+            measures=tuple(self.measures), row=tuple(self._row), row_found=found, losses=losses, norms=norms
+        )
 
-    def restore(self, state: GuardState, *, other_settings: bool) -> None:
+    def restore(self, state: GuardState, *, new_window: bool) -> None:
         """Go on as after the step whose checkpoint has `state`."""
         missing = [one for one in state.measures if one not in self.measures]
         self.measures = with_those_of(self.measures, state.measures)
         if missing:  # the checkpoint came from elsewhere, without the record of the folder
             self._record(self.measures)
-        self._row, self._found = list(state.row), set(state.row_found)
-        if other_settings:
+        self._row, self._found, self._due = list(state.row), set(state.row_found), None
+        self._begin_windows()
+        self._judge.restore(state.losses, state.norms)
+        if new_window:
             self._judge.forget()

@@ -8,14 +8,14 @@ values are equal on all ranks, so all ranks decide alike.
 """
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from ingot.plugins.callback import StepFinding
-from ingot.schema.guard import MOST_WINDOW, Guard
+from ingot.schema.guard import Guard
 
-STATE = ("guard_window", "guard_count")
 _NOISE = 1.4826 / math.sqrt(2)  # 1.4826: 1 / the 75th percentile of the standard normal distribution
 _LEAST_NORM = 1e-30  # a gradient of zeros has a logarithm, too
 
@@ -34,13 +34,14 @@ NOT_FINITE = frozenset((KINDS[LOSS_NOT_FINITE], KINDS[NORM_NOT_FINITE]))
 class StepJudge:
     """The window of healthy steps on the device, and the judgment by it.
 
-    window: float64 [2, 512], loss and log gradient norm of the last healthy steps, the newest at the end. count: int64,
-    how many of them there are. Both are updated in place, and are the same on every rank.
+    begins: the steps before which a new window begins, because the guard accepted a new level there.
+    window: float64 [2, guard.window], loss and log gradient norm of the last healthy steps, the newest at the end.
+    count: int64, how many of them there are. Both are updated in place, and are the same on every rank.
     """
 
     def __init__(self, guard: Guard, device: torch.device | str):
-        self.guard = guard
-        self.window = torch.zeros(2, MOST_WINDOW, dtype=torch.float64, device=device)
+        self.guard, self.begins = guard, frozenset[int]()
+        self.window = torch.zeros(2, guard.window, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self._spreads = torch.tensor([guard.loss_spread, guard.norm_spread], dtype=torch.float64, device=device)
         self._places = torch.arange(guard.window, 0, -1, device=device)  # 1 is the newest
@@ -52,7 +53,7 @@ class StepJudge:
         """
         loss, norm = loss.double().reshape(()), grad_norm.double().reshape(())
         values = _values(loss, norm)
-        recent = self.window[:, -self.guard.window :]
+        recent = self.window
         empty = self._places > self.count
         level = min(self.guard.level, self.guard.window)
         median = _median(recent[:, -level:], empty[-level:], self.count.clamp(max=level))
@@ -88,9 +89,19 @@ class StepJudge:
         """Begin a new window: what was unusual before is the level now."""
         self.count.zero_()
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the live tensors for a checkpoint, which may be read and written between steps."""
-        return dict(zip(STATE, (self.window, self.count), strict=True))
+    def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
+        """Return losses and logarithms of the norms in the window, oldest first. The host waits for the device."""
+        held = min(int(self.count), self.guard.window)
+        losses, norms = self.window[:, self.guard.window - held :].tolist()
+        return tuple(losses), tuple(norms)
+
+    def restore(self, losses: Sequence[float], norms: Sequence[float]) -> None:
+        """Take over what `values` returned, also that of another size of the window."""
+        held = min(len(losses), self.guard.window)
+        if held:
+            values = torch.tensor([losses[-held:], norms[-held:]], dtype=torch.float64)
+            self.window[:, self.guard.window - held :].copy_(values)
+        self.count.fill_(held)
 
 
 def _values(loss: Tensor, norm: Tensor) -> Tensor:

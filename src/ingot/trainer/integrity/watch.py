@@ -112,6 +112,10 @@ class StateHashes:
         """Return whether the state was hashed for a save of `step`."""
         return self._to_save is not None and self._to_save[0] == step
 
+    def end_save(self) -> None:
+        """Forget the hash of a save that was made, or failed on some rank."""
+        self._to_save = None
+
     def require_unchanged(self) -> None:
         """Hash the state after it was copied for a save. Raises CheckpointError if it differs from what `before_save`
         hashed: the copy may be damaged. The host waits for the device, as it did for the copy."""

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.checkpoint import Health
-from ingot.schema.guard_record import GuardState
+from ingot.schema.guard_record import GuardState, Measure
 from ingot.trainer.guard.step_judge import finding
 from ingot.trainer.mesh.collectives import mean_over_ranks
 
@@ -115,12 +115,16 @@ class Policy(Protocol):
         ...
 
     def state(self) -> GuardState:
-        """Return what a checkpoint of the last step that had a verdict keeps of the policy."""
+        """Return what a checkpoint of the last step that had a verdict keeps of the policy. May wait for the device."""
         ...
 
-    def restore(self, state: GuardState, *, other_settings: bool) -> None:
-        """Go on as after the step whose checkpoint has `state`. other_settings: the run continues with settings or
-        data that change its numbers, so earlier losses are no measure."""
+    def measures(self) -> Sequence[Measure]:
+        """Return the measures of the guard so far, oldest first."""
+        ...
+
+    def restore(self, state: GuardState, *, new_window: bool) -> None:
+        """Go on as after the step whose checkpoint has `state`. new_window: earlier losses are no measure, as
+        after a change of settings or data."""
         ...
 
 
@@ -142,5 +146,8 @@ class Unwatched:
     def state(self) -> GuardState:
         return GuardState()
 
-    def restore(self, state: GuardState, *, other_settings: bool) -> None:
+    def measures(self) -> Sequence[Measure]:
+        return ()
+
+    def restore(self, state: GuardState, *, new_window: bool) -> None:
         pass

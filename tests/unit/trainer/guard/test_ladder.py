@@ -24,10 +24,16 @@ SPIKE, NAN = "loss spike", "gradient not finite"
 
 
 class Judge:
-    forgotten = 0
+    forgotten, begins, held = 0, frozenset(), ((), ())
 
     def forget(self):
         self.forgotten += 1
+
+    def values(self):
+        return self.held
+
+    def restore(self, losses, norms):
+        self.held = losses, norms
 
 
 def line(first, pattern, kind=SPIKE):
@@ -55,25 +61,29 @@ def ask(ladder, first, pattern, kind=SPIKE):
 
 def test_single_skipped_steps_are_no_row(tmp_path):
     ladder = ladder_of(tmp_path)
-    assert ask(ladder, 1, "x.xxpxxx.") is Verdict.CONTINUE
-    assert ask(ladder, 10, "xx") is Verdict.CONTINUE and ladder.state().row == (10, 11)
+    assert ask(ladder, 1, "x.xxpxx.") is Verdict.CONTINUE
+    assert ask(ladder, 9, ".xx") is Verdict.CONTINUE and ladder.state().row == (10, 11)
     assert ask(ladder, 12, ".xx") is Verdict.CONTINUE
     assert not ladder.measures and read_measures(tmp_path / "guard.json") == []
 
 
 def test_measures_are_taken_one_after_the_other(tmp_path):
+    """A row is its first three steps, wherever log lines end."""
     ladder = ladder_of(tmp_path, lr_steps=50)
     assert ask(ladder, 8, ".xx") is Verdict.CONTINUE
     assert ask(ladder, 11, "xx") is Verdict.ROLL_BACK  # a row over two lines
-    assert ask(ladder, 9, "xxxx") is Verdict.ROLL_BACK
+    assert ask(ladder, 9, "xxxx.") is Verdict.ROLL_BACK  # and one with more steps in its line
     assert ask(ladder, 13, "...xxx") is Verdict.ROLL_BACK
-    assert ask(ladder, 30, "xxxx") is Verdict.CONTINUE and ladder._judge.forgotten == 1
+    assert ask(ladder, 30, "xxxx") is Verdict.ROLL_BACK and ladder._judge.begins == {30}
     found = [(one.action, one.first, one.last) for one in ladder.measures]
-    assert found == [(AGAIN, 9, 12), (PASS, 9, 12), (LOWER, 8, 18), (ACCEPT, 30, 33)]
+    assert found == [(AGAIN, 9, 11), (PASS, 9, 11), (LOWER, 8, 18), (ACCEPT, 30, 32)]
     assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
-    assert passed_steps(ladder.measures) == [StepSpan(9, 12), StepSpan(8, 18)]
+    assert passed_steps(ladder.measures) == [StepSpan(9, 11), StepSpan(8, 18)]
     factors = {step: lr_factor(ladder.measures, step) for step in (7, 8, 68, 69)}
     assert factors == {7: 1.0, 8: 0.5, 68: 0.5, 69: 1.0}
+    assert ladder_of(tmp_path, ladder.measures)._judge.begins == {30}  # also after a kill
+    with pytest.raises(RunFailed):
+        ask(ladder, 70, "xxx")
 
 
 def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):
@@ -94,22 +104,13 @@ def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
     assert read_measures(tmp_path / "guard.json")[-1].action == STOP
 
 
-def test_a_run_that_was_killed_after_a_decision_takes_the_same_way(tmp_path):
-    first = ladder_of(tmp_path)
-    for _ in range(4):
-        ask(first, 5, "xxx")
-    second = ladder_of(tmp_path, read_measures(tmp_path / "guard.json"))
-    assert ask(second, 5, "xxx") is Verdict.CONTINUE and second._judge.forgotten == 1
-    assert second.measures == first.measures and not second.reported
-
-
 def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
     old = Measure(action=PASS, first=2, last=4, found=(SPIKE,))
     new = Measure(action=AGAIN, first=300, last=304, found=(SPIKE,))
     ladder = ladder_of(tmp_path, [new])
-    ladder.restore(GuardState(measures=(old,), row=(9, 10), row_found=(SPIKE,)), other_settings=False)
+    ladder.restore(GuardState(measures=(old,), row=(9, 10), row_found=(SPIKE,)), new_window=False)
     assert ladder.measures == [old, new] == read_measures(tmp_path / "guard.json")
     assert ask(ladder, 11, "x") is Verdict.ROLL_BACK and ladder.measures[-1].first == 9
     assert ladder._judge.forgotten == 0
-    ladder.restore(GuardState(measures=(old, new)), other_settings=True)
+    ladder.restore(GuardState(measures=(old, new)), new_window=True)
     assert ladder._judge.forgotten == 1 and ladder.state().row == ()

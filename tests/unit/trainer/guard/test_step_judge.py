@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from ingot.schema.guard import MOST_WINDOW, Guard
+from ingot.schema.guard import Guard
 from ingot.trainer.guard.step_judge import StepJudge, finding
 
 GUARD = Guard(window=32, ready=16)
@@ -91,14 +91,18 @@ def test_a_very_calm_window_has_the_smallest_deviation():
     assert found.kinds == ("loss spike",) and found.loss_sigmas == pytest.approx(6.1)
 
 
-def test_another_window_reads_the_same_state():
+def test_another_window_takes_over_the_same_values():
     wide = after(StepJudge(Guard(window=64), "cpu"), calm(80))
     narrow = StepJudge(GUARD, "cpu")
-    for name, tensor in wide.state().items():
-        narrow.state()[name].copy_(tensor)
+    narrow.restore(*wide.values())
     own = after(StepJudge(GUARD, "cpu"), calm(80))
     values = scalar(3.0), scalar(3.0)
-    assert torch.equal(narrow.judge(*values), own.judge(*values)) and wide.window.shape == (2, MOST_WINDOW)
+    assert torch.equal(narrow.judge(*values), own.judge(*values)) and narrow.values() == own.values()
+    short = StepJudge(GUARD, "cpu")
+    short.restore(*(each[-5:] for each in own.values()))
+    assert short.values() == tuple(each[-5:] for each in own.values()) and short.count == 5
+    short.restore((), ())
+    assert short.count == 0
 
 
 def test_after_forgetting_a_new_level_is_learned():
