@@ -67,8 +67,8 @@ MUTANTS: list[Mutant] = [
         name="measures-not-recorded",
         what="a measure takes effect without a record",
         file="trainer/guard/ladder.py",
-        before="            self.measures.append(measure)\n            self._record(self.measures)",
-        after="            self.measures.append(measure)",
+        before="        self.measures.append(measure)\n        self._record(self.measures)",
+        after="        self.measures.append(measure)",
         tests=(f"{_LADDER}::test_measures_are_taken_one_after_the_other",),
     ),
     Mutant(

@@ -176,8 +176,9 @@ def test_a_copy_with_a_wrong_bit_loads_trains_and_fails_at_the_same_step_every_t
 @pytest.mark.slow
 def test_a_state_that_fails_after_each_restart_ends_the_run_and_is_not_saved(bench: Bench):
     """A hash does not show what was wrong before it was taken. The second attempt continues after step 12, and its
-    weights are no numbers after its third step: the run ends, with the documents to look at, in place of a loop."""
-    settings = (*planted(bench, "public_bugs/planted_poison.py"), "checkpoint.every_steps=12")
+    weights are no numbers after its third step: the run ends, with the documents to look at, in place of a loop. (The
+    guard would go back.)"""
+    settings = (*planted(bench, "public_bugs/planted_poison.py"), "checkpoint.every_steps=12", 'guard.preset="watch"')
     ended = bench.train("poisoned", *options(settings))
     assert ended.code == 93 and "E-LOSS-NOT-FINITE" in ended.output, ended.output
     folder = bench.folder("poisoned")
