@@ -75,8 +75,8 @@ MUTANTS: list[Mutant] = [
         name="row-not-in-the-checkpoint",
         what="a run that continues has forgotten the skipped steps before its checkpoint",
         file="trainer/guard/ladder.py",
-        before="self._row, self._found = list(state.row), set(state.row_found)",
-        after="self._row, self._found = [], set()",
+        before="self._row, self._found, self._due = list(state.row), set(state.row_found), None",
+        after="self._row, self._found, self._due = [], set(), None",
         tests=(f"{_LADDER}::test_the_record_of_a_checkpoint_completes_that_of_the_folder",),
     ),
     Mutant(
