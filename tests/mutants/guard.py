@@ -91,8 +91,8 @@ MUTANTS: list[Mutant] = [
         name="harmed-checkpoint-used",
         what="the run goes back to a checkpoint of weights that an update had harmed",
         file="schema/guard_record.py",
-        before="return min((one.first for one in measures if one.action == LOWER and one not in saved), default=0)",
-        after="return 0",
+        before="first = min((one.first for one in measures if one not in saved), default=step + 1)",
+        after="first = step + 1",
         tests=(f"{_RUNS}::test_an_update_that_harmed_the_weights_is_undone",),
     ),
     Mutant(

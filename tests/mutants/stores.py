@@ -271,7 +271,7 @@ MUTANTS: list[Mutant] = [
         name="listing-resumes-from-suspect",
         what="ingot ckpt ls names a suspect checkpoint of the store as the one to resume from",
         file="trainer/launch/both_tiers.py",
-        before="(bool(suspicion(one.manifest)), -one.step)",
+        before="(bool(one.suspect), -one.step)",
         after="(False, -one.step)",
         tests=("tests/unit/trainer/launch/test_listing.py",),
     ),

@@ -87,12 +87,13 @@ def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:
     return [StepSpan(one.first, one.last) for one in measures if one.passes]
 
 
-def harmed_since(measures: Sequence[Measure], saved: Sequence[Measure]) -> int:
-    """Return the first step whose weights are in doubt in a checkpoint with the measures `saved`; 0 if there is none.
+def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> str:
+    """Return why the weights of a checkpoint of `step` with the measures `saved` are in doubt; "" if they are not.
 
-    measures: those of the run. Before the learning rate was lowered, an update may have harmed the weights.
+    measures: those of the run. Each goes back to before its first step, so what was saved since then is left behind.
     """
-    return min((one.first for one in measures if one.action == LOWER and one not in saved), default=0)
+    first = min((one.first for one in measures if one not in saved), default=step + 1)
+    return f"the guard found trouble from step {first} on, and went back" if first <= step else ""
 
 
 def trouble_since(path: Path) -> int:

@@ -11,7 +11,7 @@ from torch import Tensor
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.checkpoint import Health
-from ingot.schema.guard_record import GuardState, Measure
+from ingot.schema.guard_record import GuardState, Measure, with_those_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.step_judge import KINDS, NORM_NOT_FINITE
@@ -36,7 +36,8 @@ class DefaultPolicy:
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
     are a failure. vocab_size: of the model; 0 does not judge the size of the loss. from_weights: the run began with the
     weights of a folder, which may have a large loss: it has to reach EXPLODED times the first one of the attempt, too.
-    ladder: the measures against rows of skipped steps; None: the run ends after SKIPS_IN_A_ROW of them.
+    recorded: the measures of the guard so far. ladder: takes more against rows of skipped steps; None: the run ends
+    after SKIPS_IN_A_ROW of them.
     """
 
     def __init__(
@@ -46,8 +47,10 @@ class DefaultPolicy:
         scaled_loss: bool = False,
         vocab_size: int = 0,
         from_weights: bool = False,
+        recorded: Sequence[Measure] = (),
         ladder: Ladder | None = None,
     ):
+        self._recorded = list(recorded)
         self.folder, self.scaled_loss, self.ladder = folder, scaled_loss, ladder
         self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
         self._from_weights, self._first_loss = from_weights, 0.0  # the first loss of this attempt
@@ -65,14 +68,15 @@ class DefaultPolicy:
         return Health(state="healthy", reason=values, by="default policy")
 
     def state(self) -> GuardState:
-        return self.ladder.state() if self.ladder else GuardState()
+        return self.ladder.state() if self.ladder else GuardState(measures=tuple(self._recorded))
 
     def measures(self) -> Sequence[Measure]:
-        return self.ladder.measures if self.ladder else ()
+        return self.ladder.measures if self.ladder else self._recorded
 
     def restore(self, state: GuardState, *, new_window: bool) -> None:
         self._recent.clear()
         self._vetoes, self._last = 0, None
+        self._recorded = with_those_of(self._recorded, state.measures)
         if self.ladder:
             self.ladder.restore(state, new_window=new_window)
 

@@ -3,7 +3,7 @@ the data at the next step."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,14 @@ from ingot.errors import CheckpointError, IngotError
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest
-from ingot.schema.guard_record import passed_steps, read_measures
+from ingot.schema.guard_record import Measure, passed_steps
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
-from ingot.trainer.checkpoint.manifest import SUSPECT, newest_step
+from ingot.trainer.checkpoint.manifest import newest_step, suspicion
 from ingot.trainer.checkpoint.message import RankError
 from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch, sweep_disks
 from ingot.trainer.checkpoint.places import local_rank
@@ -137,7 +137,7 @@ def load_from_memory(
     except (IngotError, OSError, RankError, ValueError) as error:  # the same on every rank
         say(f"WARNING   snapshots in memory are not used: {getattr(error, 'found', error)}")
         return None
-    if memory is None or memory.manifest.health.state == SUSPECT:
+    if memory is None or suspicion(memory.manifest, parts.policy.measures()):
         return None
     try:
         restored = resume_from_memory(
@@ -216,9 +216,19 @@ def _take_up(
     from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
 
 
-def open_loader(config: RunConfig, folder: RunFolder, mesh: Mesh, device: torch.device, first_step: int) -> Loader:
-    """Open the batches of this rank, from `first_step` to the run's last step."""
-    passed = [*config.data.skipped_steps, *passed_steps(read_measures(folder.guard))]
+def open_loader(
+    config: RunConfig,
+    folder: RunFolder,
+    mesh: Mesh,
+    device: torch.device,
+    first_step: int,
+    measures: Sequence[Measure],
+) -> Loader:
+    """Open the batches of this rank, from `first_step` to the run's last step.
+
+    measures: of the guard, which say whose data are passed.
+    """
+    passed = [*config.data.skipped_steps, *passed_steps(measures)]
     return Loader(
         data_path(folder, config.data.tokens),
         seq_len=config.train.seq_len,

@@ -16,7 +16,7 @@ from ingot.hub.config_file import run_of
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.rng import derive
 from ingot.schema import events
-from ingot.schema.guard_record import Measure, read_measures, write_measures
+from ingot.schema.guard_record import Measure, measure_of, read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import check_vocabulary, read_token_manifest
@@ -167,19 +167,22 @@ def build_trainer(
     clock.end("build")
     parts = build_parts(config, place.device, base, continues=continues, given=given, clock=clock)
     on_rank_zero = say if place.is_first else _silent
+    # One read for all ranks: what they pass and go back to follows from it.
+    recorded = [measure_of(one) for one in from_rank_zero(lambda: [vars(one) for one in read_measures(folder.guard)])]
     parts.policy = DefaultPolicy(
         folder,
         scaled_loss=config.train.precision == "fp16",
         vocab_size=config.model.vocab_size,
         from_weights=bool(config.init),
-        ladder=_ladder(config, folder, parts.step_judge, partial(log_measure, log, on_rank_zero)),
+        recorded=recorded,
+        ladder=_ladder(config, folder, parts.step_judge, recorded, partial(log_measure, log, on_rank_zero)),
     )
-    recorded = given.added_to(config)
+    config_of_run = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
-        settings=recorded.settings(),
-        config_sha256=recorded.training_sha256(),
+        settings=config_of_run.settings(),
+        config_sha256=config_of_run.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
         epoch=from_rank_zero(lambda: epoch),
@@ -208,7 +211,7 @@ def build_trainer(
         peak_flops=total_peak(config, place),
         first_step=first_step,
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
-        loader=open_loader(config, folder, parts.mesh, place.device, first_step),
+        loader=open_loader(config, folder, parts.mesh, place.device, first_step, parts.policy.measures()),
         stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
         heartbeat=heartbeat or open_heartbeat(),
@@ -226,16 +229,20 @@ def build_trainer(
 
 
 def _ladder(
-    config: RunConfig, folder: RunFolder, judge: StepJudge | None, report: Callable[[Measure], None]
+    config: RunConfig,
+    folder: RunFolder,
+    judge: StepJudge | None,
+    recorded: Sequence[Measure],
+    report: Callable[[Measure], None],
 ) -> Ladder | None:
-    """Return the measures of a run whose guard acts, as its record says. Collective when one is recorded."""
+    """Return the measures of a run whose guard acts. recorded: those it took so far. Collective when one is taken."""
     if judge is None or not config.guard.acts:
         return None
 
     def record(measures: Sequence[Measure]) -> None:
         from_rank_zero(lambda: write_measures(folder.guard, measures))
 
-    return Ladder(config.guard, folder, judge, read_measures(folder.guard), record, report)
+    return Ladder(config.guard, folder, judge, recorded, record, report)
 
 
 def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:

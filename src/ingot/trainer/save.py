@@ -16,9 +16,6 @@ import torch.distributed as dist
 from ingot.errors import IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
-from ingot.schema.guard_record import GuardState
-from ingot.trainer.checkpoint.agree import from_rank_zero
-from ingot.trainer.checkpoint.manifest import mark_suspect
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
@@ -69,7 +66,7 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
         tokens=step * trainer.config.tokens_per_step,
         health=trainer.policy.health(),
         callbacks=trainer.callbacks.records() if kind == FULL else {},
-        guard=trainer.policy.state() if kind == FULL else GuardState(),
+        guard=trainer.policy.state(),
     )
     require_unchanged = trainer.hashes.require_unchanged if trainer.hashes is not None else None
     checkpoint = trainer.config.checkpoint
@@ -309,9 +306,6 @@ def reload(trainer: RunParts) -> int:
     settle(trainer, wait=True)
     if trainer.background is not None:
         trainer.background.broken = None  # the state that could not be saved is replaced
-    measures = list(trainer.policy.measures())
-    if suspect := from_rank_zero(lambda: mark_suspect(trainer.folder.checkpoints, measures)):
-        trainer.say(f"suspect   the checkpoints of steps {', '.join(map(str, sorted(suspect)))}: an older one is used")
     restored = load_newest(
         trainer,
         trainer.folder,
@@ -331,7 +325,9 @@ def reload(trainer: RunParts) -> int:
             run=str(trainer.folder.root),
         )
     trainer.loader.close()
-    trainer.loader = open_loader(trainer.config, trainer.folder, trainer.mesh, trainer.place.device, restored.step + 1)
+    trainer.loader = open_loader(
+        trainer.config, trainer.folder, trainer.mesh, trainer.place.device, restored.step + 1, trainer.policy.measures()
+    )
     trainer.ledger, trainer.segments = Ledger(), list(restored.ledger)
     if trainer.background is not None:
         trainer.background.forget(restored.step)  # a later start must not undo this

@@ -91,8 +91,10 @@ def replay(
         first = checkpoint.step if checkpoint else 0
         say(f"replay    from {f'the checkpoint of step {first}' if first else 'the first weights'} to step {wanted}")
         bad = _bad_state(parts)
-        player = _Player(parts, policy, say, progress, read_measures(folder.guard), watch_state=not bad)
-        with open_loader(config, folder, parts.mesh, place.device, first + 1) as loader:
+        # Those taken because of the step are from after it was trained.
+        measures = [one for one in read_measures(folder.guard) if not one.first <= wanted <= one.last]
+        player = _Player(parts, policy, say, progress, measures, watch_state=not bad)
+        with open_loader(config, folder, parts.mesh, place.device, first + 1, measures) as loader:
             player.play(loader, first, wanted)
         found = Replayed(
             checkpoint=first,

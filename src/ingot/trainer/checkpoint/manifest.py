@@ -13,21 +13,21 @@ import json
 import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from ingot.config import from_dict, to_dict
-from ingot.errors import CheckpointError, ConfigError, IngotError, require
+from ingot.errors import CheckpointError, ConfigError, DataError, IngotError, require
 from ingot.schema.checkpoint import (
     FULL,
     WEIGHTS,
     CheckpointManifest,
-    Health,
     file_of,
     unpack_crc32,
 )
-from ingot.schema.guard_record import Measure, harmed_since
+from ingot.schema.guard_record import Measure, doubt, guard_state, read_measures
+from ingot.schema.run_folder import RunFolder
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.fence import TOO_LATE, Epoch, newest_local_epoch
 from ingot.trainer.checkpoint.places import Places, with_hash
@@ -45,13 +45,14 @@ class ListedCheckpoint:
     """A folder with the name of a checkpoint.
 
     damage: the reason why it cannot be used, "" if none is known. manifest: None if the manifest or a tensor file is
-    damaged; a checkpoint whose ledger is damaged has a manifest.
+    damaged; a checkpoint whose ledger is damaged has a manifest. measures: of the guard, in the record of the run.
     """
 
     path: Path
     step: int
     manifest: CheckpointManifest | None
     damage: str
+    measures: tuple[Measure, ...] = ()
 
     @property
     def bytes(self) -> int:
@@ -59,9 +60,16 @@ class ListedCheckpoint:
 
     @property
     def suspect(self) -> str:
-        """The reason why the weights were judged suspect; "" if they were not, or the manifest cannot be read."""
-        health = self.manifest.health if self.manifest else None
-        return health.reason or SUSPECT if health and health.state == SUSPECT else ""
+        """The reason why the weights are suspect; "" if they are not, or the manifest cannot be read."""
+        return suspicion(self.manifest, self.measures) if self.manifest else ""
+
+
+def suspicion(manifest: CheckpointManifest, measures: Sequence[Measure]) -> str:
+    """Return why the weights of a checkpoint are suspect, "" if they are not: they were judged so when they were saved,
+    or the guard's `measures`, those of the record of the run, left them behind."""
+    if manifest.health.state == SUSPECT:
+        return manifest.health.reason or SUSPECT
+    return doubt(measures, manifest.step, manifest.guard.measures)
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
@@ -123,10 +131,14 @@ def is_finished(folder: Path) -> bool:
 
 
 def is_suspect(folder: Path) -> bool:
-    """Return whether the weights of checkpoint `folder` were judged suspect. A damaged manifest is not: reading it will
-    name the damage. No hash is computed."""
+    """Return whether the weights of checkpoint `folder` are suspect (`suspicion`). A damaged manifest is not: reading
+    it will name the damage. No hash is computed."""
     try:
-        return _read_key(folder, "health")["state"] == SUSPECT
+        if _read_key(folder, "health")["state"] == SUSPECT:
+            return True
+        if not (measures := measures_beside(folder.parent)):
+            return False
+        return bool(doubt(measures, _step_of(folder), guard_state(_read_key(folder, "guard")).measures))
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return False
 
@@ -355,25 +367,22 @@ def _folders(checkpoints: Path) -> tuple[list[Path], list[Path]]:
     return split
 
 
+def measures_beside(checkpoints: Path) -> tuple[Measure, ...]:
+    """Return the measures in the record of the run that has the folder `checkpoints`; none if that cannot be read,
+    which the run will report."""
+    try:
+        return tuple(read_measures(RunFolder(checkpoints.parent).guard))
+    except DataError:
+        return ()
+
+
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def mark_suspect(checkpoints: Path, measures: Sequence[Measure]) -> list[int]:
-    """Mark the checkpoints whose weights are in doubt by `measures`, those of the run. Returns their steps."""
-    marked = []
-    for one in list_checkpoints(checkpoints):
-        manifest = one.manifest
-        since = harmed_since(measures, manifest.guard.measures) if manifest else 0
-        if manifest and 0 < since <= manifest.step and manifest.health.state != SUSPECT:
-            reason = f"the guard found that training was in trouble from step {since} on"
-            write_manifest(one.path, replace(manifest, health=Health(state=SUSPECT, reason=reason, by="guard")))
-            marked.append(manifest.step)
-    return marked
-
-
 def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
     """List the checkpoints in `checkpoints`, newest first. Reads manifests, but only the sizes of other files."""
+    measures = measures_beside(checkpoints)
     listed, known = [], set()  # checkpoints share their earlier segments: each file is looked at once
     candidates, late = _folders(checkpoints)
     for path in sorted([*candidates, *late], key=_step_of, reverse=True):
@@ -385,5 +394,5 @@ def list_checkpoints(checkpoints: Path) -> list[ListedCheckpoint]:
             known.update(manifest.ledger)
         except IngotError as error:
             damage = damage or error.found.partition(": ")[2] or error.found
-        listed.append(ListedCheckpoint(path, step, manifest, damage))
+        listed.append(ListedCheckpoint(path, step, manifest, damage, measures))
     return listed

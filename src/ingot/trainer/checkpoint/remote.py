@@ -26,7 +26,6 @@ from ingot.trainer.checkpoint.fence import Epoch, lease_lost, newest_epoch, newe
 from ingot.trainer.checkpoint.fetch import FetchedCheckpoints
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
-    SUSPECT,
     read_manifest,
 )
 from ingot.trainer.checkpoint.meter import SILENT, Meter
@@ -125,7 +124,7 @@ class RemoteTier(FetchedCheckpoints):
         except AlreadyStored:  # by another writer; or by the first attempt of a request whose answer was lost
             self._require_same(name, text)
         known.update(new)
-        self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
+        self._remember(manifest)
         return sent
 
     def _send_damaged(self, checkpoint: Path, manifest: CheckpointManifest, jobs: list[_Job]) -> int:

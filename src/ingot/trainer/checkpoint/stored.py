@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 from ingot.errors import CheckpointError
@@ -10,7 +10,7 @@ from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import BlobStore, NotStored, StoredObject, read_object
 from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
-from ingot.trainer.checkpoint.manifest import MANIFEST, SUSPECT, parse_manifest
+from ingot.trainer.checkpoint.manifest import MANIFEST, measures_beside, parse_manifest, suspicion
 from ingot.trainer.checkpoint.places import with_hash
 from ingot.trainer.checkpoint.rules import FOLDER
 
@@ -23,8 +23,8 @@ class StoredCheckpoint:
     """A checkpoint in the listing of a store. stored_at: Unix seconds of its last object, as the store counts.
 
     whole: it has a manifest; otherwise its upload has not ended. late: it was published too late (fence.py). damage:
-    the reason why it cannot be fetched, by its manifest and the listing; "" if there is none. manifest: None if it
-    cannot be read.
+    the reason why it cannot be fetched, by its manifest and the listing; "" if there is none. suspect: the reason why
+    its weights are. manifest: None if it cannot be read.
     """
 
     step: int
@@ -33,6 +33,7 @@ class StoredCheckpoint:
     whole: bool
     late: bool = False
     damage: str = ""
+    suspect: str = ""
     manifest: CheckpointManifest | None = None
 
 
@@ -42,7 +43,7 @@ class StoredCheckpoints:
 
     def __init__(self, folder: RunFolder, store: BlobStore):
         self._folder, self.store = folder, store
-        self._judged: dict[int, tuple[int, bool]] = {}  # step -> epoch of the stored checkpoint, whether it is suspect
+        self._facts: dict[int, CheckpointManifest] = {}  # step -> the manifest, without its tensors and files
 
     @property
     def url(self) -> str:
@@ -87,7 +88,14 @@ class StoredCheckpoints:
             except CheckpointError as error:
                 manifest, damage = None, error.found.partition(": ")[2] or error.found
         return StoredCheckpoint(
-            step=step, bytes=size, stored_at=stored_at, whole=True, late=late, damage=damage, manifest=manifest
+            step=step,
+            bytes=size,
+            stored_at=stored_at,
+            whole=True,
+            late=late,
+            damage=damage,
+            suspect=suspicion(manifest, measures_beside(self._folder.checkpoints)) if manifest else "",
+            manifest=manifest,
         )
 
     def _missing(self, step: int, manifest: CheckpointManifest, names: Mapping[str, int]) -> str:
@@ -137,16 +145,18 @@ class StoredCheckpoints:
         if holder is None or not holder.ignores(step, 1, "", self.kind):  # most are decided without reading a manifest
             return False
         try:
-            return holder.ignores(step, self._judge(step)[0], "", self.kind)
+            return holder.ignores(step, self._facts_of(step).epoch, "", self.kind)
         except CheckpointError:  # damaged: a fetch reports that
             return False
 
-    def _judge(self, step: int) -> tuple[int, bool]:
-        """Return the number of the attempt that saved a stored checkpoint, and whether its weights are suspect."""
-        if step not in self._judged:
-            manifest = self.manifest(step)
-            self._judged[step] = manifest.epoch, manifest.health.state == SUSPECT
-        return self._judged[step]
+    def _facts_of(self, step: int) -> CheckpointManifest:
+        """Return what decides whether a stored checkpoint counts. Raises CheckpointError if its manifest is damaged."""
+        if step not in self._facts:
+            self._remember(self.manifest(step))
+        return self._facts[step]
+
+    def _remember(self, manifest: CheckpointManifest) -> None:
+        self._facts[manifest.step] = replace(manifest, files={}, cuts=(), tensors={}, ledger=())
 
     def _name(self, step: int, file: str) -> str:
         return f"{self._folder.checkpoint(step).relative_to(self._folder.root)}/{file}"
@@ -179,6 +189,6 @@ class StoredCheckpoints:
     def _is_suspect(self, step: int) -> bool | None:
         """Return whether the weights of a stored checkpoint were judged suspect; None if its manifest is damaged."""
         try:
-            return self._judge(step)[1]
+            return bool(suspicion(self._facts_of(step), measures_beside(self._folder.checkpoints)))
         except CheckpointError:
             return None

@@ -52,11 +52,11 @@ class Ladder:
                 continue
             self._row.append(numbers.step)
             self._found.update(numbers.finding.kinds)
-            if len(self._row) == self.guard.in_a_row and self._due is None:  # wherever the log line ends
+            if len(self._row) >= self.guard.in_a_row and self._due is None:  # at once, wherever the log line ends
                 self._due = self._next_measure()
 
     def verdict(self) -> Verdict:
-        """Return how to continue after the steps so far. Raises RunFailed if the last measure was taken before."""
+        """Take the measure that is due, and return how to continue. Raises RunFailed if it is to stop."""
         if (measure := self._due) is None:
             return Verdict.CONTINUE
         self.measures.append(measure)

@@ -108,13 +108,8 @@ def resume_step(local: Iterable[ListedCheckpoint], store: StoreListing, lost: Co
     first = first_usable(one for one in local if one.step not in lost)
     found = [(bool(first.suspect), -first.step)] if first else []
     sound = store.sound_steps(FULL)
-    found += [(bool(suspicion(one.manifest)), -one.step) for one in store.saves[FULL] if one.step in sound]
+    found += [(bool(one.suspect), -one.step) for one in store.saves[FULL] if one.step in sound]
     return -min(found, default=(False, 0))[1]
-
-
-def suspicion(manifest: CheckpointManifest | None) -> str:
-    """Return why the weights of a checkpoint were judged suspect; "" if they were not."""
-    return ListedCheckpoint(Path(), 0, manifest, "").suspect
 
 
 def copy_command(store: StoreListing, run: Path, step: int, kind: SaveKind) -> str:

@@ -19,7 +19,7 @@ from ingot.trainer.checkpoint.folders import no_checkpoint
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.stored import StoredCheckpoint
-from ingot.trainer.launch.both_tiers import list_store, resume_step, suspicion
+from ingot.trainer.launch.both_tiers import list_store, resume_step
 from ingot.trainer.launch.inspect import nothing_found
 
 NOT_ENDED = "its upload has not ended"
@@ -176,7 +176,7 @@ def _save(
         tokens=manifest.tokens if manifest else None,
         layout=dict(manifest.layout) if manifest else None,
         pinned=pinned,
-        suspect=disk.suspect if disk else suspicion(manifest),
+        suspect=disk.suspect if disk else store.suspect if store else "",
         resumes_here=resumes,
         disk=_on_disk(disk, times.get(("disk", kind, step)), absent) if disk else None,
         store=_in_store(store, times.get(("store", kind, step))) if store else None,
