@@ -55,9 +55,9 @@ def sharded_step() -> Callable[[], float]:
 
     import numpy as np
 
+    from ingot.trainer.build import build_parts
     from ingot.trainer.loader.loader import Batch
     from ingot.trainer.mesh.start import start
-    from ingot.trainer.run import build_parts
     from ingot.trainer.step import train_step
 
     place = start("cpu", 120)

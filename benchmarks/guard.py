@@ -31,7 +31,7 @@ from ingot.schema import events
 from ingot.schema.guard import Guard
 from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Schedule, Train
 from ingot.schema.tokens import read_token_manifest
-from ingot.trainer.run import build_parts
+from ingot.trainer.build import build_parts
 from ingot.trainer.step import train_step
 
 

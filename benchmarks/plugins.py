@@ -21,9 +21,9 @@ from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.rehearse.calibrate.calibrate import shapes
 from ingot.rehearse.calibrate.rank import random_batch
 from ingot.theory.params import count_parameters
+from ingot.trainer.build import build_parts
 from ingot.trainer.mesh.start import start
 from ingot.trainer.optim.schedule import learning_rate
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 ROUNDS, CALLS = 20, 2000

@@ -41,12 +41,12 @@ class Rank:
         from ingot.schema.parallel import Parallel
         from ingot.schema.run import Data, RunConfig, Train
         from ingot.schema.run_folder import RunFolder
+        from ingot.trainer.build import build_parts
         from ingot.trainer.checkpoint.background import BackgroundSaver
         from ingot.trainer.checkpoint.files import CheckpointFacts
         from ingot.trainer.loader.ledger import segment_of
         from ingot.trainer.loader.loader import Batch
         from ingot.trainer.mesh.mesh import cpu_group
-        from ingot.trainer.run import build_parts
         from ingot.trainer.step import train_step
 
         preset = load_model(model)

@@ -27,8 +27,8 @@ from ingot.schema.guard import Guard
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.params import count_parameters
+from ingot.trainer.build import build_parts
 from ingot.trainer.integrity.watch import StateHashes
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 RANKS = 2

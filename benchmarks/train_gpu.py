@@ -51,8 +51,8 @@ def ingot_step(run, device) -> Callable[[], Any]:
 
     import numpy as np
 
+    from ingot.trainer.build import build_parts
     from ingot.trainer.loader.loader import Batch
-    from ingot.trainer.run import build_parts
     from ingot.trainer.step import train_step
 
     parts = build_parts(run, device, Path())

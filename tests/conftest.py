@@ -4,6 +4,7 @@ Tests do not depend on the caller's environment: variables that change output, t
 anything is imported that reads them, and the processes that tests start inherit them.
 """
 
+import faulthandler
 import gc
 import multiprocessing
 import os
@@ -11,6 +12,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 import traceback
 from datetime import timedelta
@@ -138,11 +140,12 @@ def test_data() -> Path:
     return Path(folder)
 
 
-def _rank_main(function, rank, world, listener, arguments, pipe):
+def _rank_main(function, rank, world, listener, arguments, pipe, stacks):
     import torch
     import torch.distributed as dist
     from tests.proof.ranks import join
 
+    faulthandler.register(signal.SIGUSR2, file=stacks, all_threads=True)
     torch.set_num_threads(1)
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
     try:
@@ -156,6 +159,19 @@ def _rank_main(function, rank, world, listener, arguments, pipe):
     finally:
         pipe.close()
         os._exit(0)  # no atexit handlers of the parent's pytest
+
+
+def _stacks_of(processes, files) -> str:
+    """The stacks of all threads of the ranks that still run."""
+    for process in processes:
+        if process.is_alive():
+            os.kill(process.pid, signal.SIGUSR2)
+    time.sleep(1)
+    found = []
+    for rank, file in enumerate(files):
+        file.seek(0)
+        found.append(f"rank {rank}:\n{file.read().decode(errors='replace')}")
+    return "\n".join(found)
 
 
 _NEEDED_BY_RANKS = (
@@ -183,11 +199,12 @@ def fork_ranks():
 
     def run(function, world, *arguments, timeout=120):
         context = multiprocessing.get_context("fork")
-        processes, pipes = [], []
+        processes, pipes, stacks = [], [], [tempfile.TemporaryFile() for _ in range(world)]  # noqa: SIM115
         with socket.create_server(("127.0.0.1", 0), backlog=world) as listener:
             for rank in range(world):
                 ours, theirs = context.Pipe(duplex=False)
-                process = context.Process(target=_rank_main, args=(function, rank, world, listener, arguments, theirs))
+                how = function, rank, world, listener, arguments, theirs, stacks[rank]
+                process = context.Process(target=_rank_main, args=how)
                 process.start()
                 theirs.close()
                 processes.append(process)
@@ -197,7 +214,10 @@ def fork_ranks():
         for rank, pipe in enumerate(pipes):
             try:
                 left = max(deadline - time.monotonic(), 0)
-                ok, value = pipe.recv() if pipe.poll(left) else (False, f"no answer within {timeout} s")
+                if pipe.poll(left):
+                    ok, value = pipe.recv()
+                else:
+                    ok, value = False, f"no answer within {timeout} s\n{_stacks_of(processes, stacks)}"
             except EOFError:
                 ok, value = False, "died without a word"
             if not ok:

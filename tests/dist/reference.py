@@ -9,9 +9,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from ingot.trainer.build import build_parts
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.run import build_parts
 
 from .steps import CPU, Kept, batch_of, join, keep, run_of
 

@@ -14,9 +14,9 @@ from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
 from ingot.theory.layout import layout_problems
+from ingot.trainer.build import build_parts
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parts import StepParts
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 ARCH = Arch(vocab_size=48, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, d_ffn=32, qk_norm=True)

@@ -6,9 +6,9 @@ import pytest
 from tests.checkpoints import ledger_of
 
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.load import resume
 from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
-from ingot.trainer.run import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
 

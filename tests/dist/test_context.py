@@ -15,6 +15,7 @@ from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
+from ingot.trainer.build import build_parts
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats
 from ingot.trainer.heldout import Heldout, SourceText
 from ingot.trainer.mesh.mesh import build_mesh
@@ -27,7 +28,6 @@ from ingot.trainer.parallel.apply import compile_blocks
 from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.flash import attend_part
 from ingot.trainer.parallel.recompute import recompute
-from ingot.trainer.run import build_parts
 
 from .steps import CPU, join, keep, mean_losses, run_of, train
 

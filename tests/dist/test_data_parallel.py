@@ -10,7 +10,7 @@ import torch
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
-from ingot.trainer.run import build_parts
+from ingot.trainer.build import build_parts
 from ingot.trainer.step import train_step
 
 # Odd sizes on purpose: rows that 2 and 4 ranks do not divide.

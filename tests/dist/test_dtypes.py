@@ -18,9 +18,9 @@ import torch.nn.functional as F
 from ingot.rehearse.dryrun.mesh_world import Grid
 from ingot.rehearse.dryrun.tracker import Tracker
 from ingot.schema.arch import Moe
+from ingot.trainer.build import build_parts
 from ingot.trainer.mesh.mesh import AXES
 from ingot.trainer.model import attention, routing
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, run_of

@@ -12,8 +12,8 @@ import pytest
 
 from ingot.rehearse.dryrun.tracker import Tracker
 from ingot.schema.arch import Moe
+from ingot.trainer.build import build_parts
 from ingot.trainer.parallel import expert
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of

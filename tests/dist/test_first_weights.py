@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from ingot.schema.arch import Arch
+from ingot.trainer.build import build_parts
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.run import build_parts
 
 from .steps import CPU, join, keep, run_of, same_bits
 

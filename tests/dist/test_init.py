@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
+from ingot.trainer.build import build_parts
 from ingot.trainer.export.model_folder import write_model
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.run import build_parts
 
 from .steps import CPU, batch_of, join, keep, mean_losses, run_of, same_bits, train
 from .test_reference_moe import DEEPSEEK, MIXTRAL

@@ -9,10 +9,10 @@ from tests.checkpoints import ledger_of
 
 from ingot.schema.arch import Moe
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.load import resume
 from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 from ingot.trainer.resilience.policy import Unwatched
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, run_of

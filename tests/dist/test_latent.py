@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from ingot.schema.arch import Mla
+from ingot.trainer.build import build_parts
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.run import build_parts
 
 from . import steps
 from .steps import CPU, batch_of, join, keep, mean_losses, run_of

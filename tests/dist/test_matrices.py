@@ -14,8 +14,8 @@ from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import MAIN
 from ingot.schema.arch import Moe
 from ingot.schema.run import Optim
+from ingot.trainer.build import build_parts
 from ingot.trainer.optim import matrices
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from ingot.rehearse.dryrun.tracker import Tracker
+from ingot.trainer.build import build_parts
 from ingot.trainer.parallel import zero
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, run_of

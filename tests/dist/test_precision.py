@@ -17,8 +17,8 @@ import torch
 
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.schema.run import RunConfig
+from ingot.trainer.build import build_parts
 from ingot.trainer.model.transformer import Transformer
-from ingot.trainer.run import build_parts
 
 from .steps import CPU, batch_of, join, keep, run_of
 

@@ -16,12 +16,12 @@ from ingot.schema.arch import Moe
 from ingot.schema.checkpoint import file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.load import resume
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_checkpoint
 from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 from ingot.trainer.convert import reshard
 from ingot.trainer.convert.reshard import read_layout, reshard_checkpoint
-from ingot.trainer.run import build_parts
 
 from .steps import ARCH, CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
 

@@ -10,7 +10,7 @@ from ingot.schema.arch import Arch, Moe
 from ingot.theory.layout import positions
 from ingot.theory.memory import shares
 from ingot.theory.params import state_per_parameter
-from ingot.trainer.run import build_parts
+from ingot.trainer.build import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import CPU, batch_of, run_of

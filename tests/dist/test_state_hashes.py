@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from ingot.schema.arch import Moe
+from ingot.trainer.build import build_parts
 from ingot.trainer.integrity.watch import StateHashes
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .steps import ARCH, CPU, batch_of, run_of

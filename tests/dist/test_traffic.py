@@ -19,8 +19,8 @@ from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
 from ingot.theory.layout import Position, layout_problems, positions  # noqa: E402
 from ingot.theory.traffic import step_traffic  # noqa: E402
+from ingot.trainer.build import build_parts  # noqa: E402
 from ingot.trainer.mesh.mesh import AXES  # noqa: E402
-from ingot.trainer.run import build_parts  # noqa: E402
 
 # Dims that 2 and 4 ranks divide, so that nothing is padded.
 ARCH = Arch(vocab_size=128, d_model=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=8, d_ffn=64)

@@ -9,10 +9,10 @@ import torch
 from ingot.schema.arch import Arch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
+from ingot.trainer.build import build_parts
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.start import start, stop
 from ingot.trainer.model.generate import cached, generate
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="loss-scale-not-saved",
         what="a checkpoint lacks the loss scale",
-        file="trainer/run.py",
+        file="trainer/build.py",
         before="extras=loss_scale.state() if loss_scale else {}",
         after="extras={}",
         tests=_KEPT,

@@ -207,8 +207,8 @@ MUTANTS: list[Mutant] = [
         name="stored-weights-unfenced",
         what="weights that were published too late in the store count",
         file="trainer/checkpoint/stored.py",
-        before='self._judge(step)[0], "", self.kind)',
-        after='self._judge(step)[0], "")',
+        before='self._facts_of(step).epoch, "", self.kind)',
+        after='self._facts_of(step).epoch, "")',
         tests=("tests/unit/trainer/test_lease.py",),
     ),
     Mutant(

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from unittest.mock import patch
 
 from ingot.plugins.piece import ParameterShard
-from ingot.trainer import run as trainer_run
+from ingot.trainer import build as trainer_build
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.model.loss import Readout, nats_and_slope
 from ingot.trainer.parallel import apply, fsdp, tensor, zero
@@ -137,7 +137,7 @@ def wrong_rows_at_first(stack: ExitStack) -> None:
             name, shape, arch, seed, [0] * len(sizes), sizes
         )
 
-    replaced(stack, trainer_run, "initial_value", make)
+    replaced(stack, trainer_build, "initial_value", make)
 
 
 @fault("ZeRO-3 takes the shard of the next rank for its own", "zero-3", "loss gradient norm parameters")
@@ -287,7 +287,7 @@ def last_micro_batch_dropped(stack: ExitStack) -> None:
 
         return shorter
 
-    replaced(stack, trainer_run, "build_table", make)
+    replaced(stack, trainer_build, "build_table", make)
 
 
 @fault("a W is forgotten", "zb_h1", "gradient norm parameters loss")

@@ -8,8 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from ingot.trainer.build import build_parts
 from ingot.trainer.mesh.mesh import Mesh
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 from .cases import MICRO_BATCH, STEPS, Case

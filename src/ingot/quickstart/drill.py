@@ -33,7 +33,7 @@ class RankKiller(threading.Thread):
     def __init__(self, folder: RunFolder, twin: RunFolder, *, rank: int, after_step: int):
         super().__init__(daemon=True)
         self.folder, self.twin, self.rank, self.after_step = folder, twin, rank, after_step
-        self._since = round(time.time(), 3)  # the log rounds times like this
+        self._since = round(time.time(), 6)  # the log rounds times like this
         self._ended = threading.Event()
 
     def run(self) -> None:

@@ -19,10 +19,10 @@ from ingot.planner.predict.time.links import SECONDS, CollectiveGroup
 from ingot.rehearse.calibrate.calibrate import shapes
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import peak_flops
+from ingot.trainer.build import build_parts
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.collectives import all_sum, any_rank, gather, scatter_sum
 from ingot.trainer.mesh.start import start, stop
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 from ingot.trainer.telemetry.usage import ThreadTime, peak_memory_bytes
 

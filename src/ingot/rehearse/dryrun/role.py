@@ -38,7 +38,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import run_from_dict
-from ingot.trainer import run as trainer_run
+from ingot.trainer import build as trainer_build
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.fake import own_groups_only
@@ -93,9 +93,9 @@ def trace_rank(
             mesh = build_mesh(resolve_parallel(config), "cpu", experts=config.model.is_moe, copy=whole)
         with (
             replaced(dist, "new_group", new_group),
-            replaced(trainer_run, "build_mesh", lambda *_, **__: mesh),
-            replaced(trainer_run, "build_optimizer", within(trainer_run.build_optimizer, _state_kind(config))),
-            replaced(trainer_run, "Callbacks", within(trainer_run.Callbacks, "other", "callbacks")),
+            replaced(trainer_build, "build_mesh", lambda *_, **__: mesh),
+            replaced(trainer_build, "build_optimizer", within(trainer_build.build_optimizer, _state_kind(config))),
+            replaced(trainer_build, "Callbacks", within(trainer_build.Callbacks, "other", "callbacks")),
             dealt_to_experts(config, mesh, loads),
             as_on_cuda() if device == "cuda" else nullcontext(),
             fakes,
@@ -110,7 +110,7 @@ def trace_rank(
                 policy = Unwatched() if offloads else DefaultPolicy(RunFolder(Path()), scaled_loss=scaled)
                 guard = dataclasses.replace(config.guard, preset="watch") if offloads else config.guard
                 config = dataclasses.replace(config, guard=guard)
-                run = trainer_run.build_parts(config, _CPU, Path(), policy, first_values=False)
+                run = trainer_build.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
             for moment in (FIRST, STEADY):
                 began(moment)

@@ -23,11 +23,11 @@ from ingot.plugins.load import last_line
 from ingot.plugins.loss import VocabularyPart
 from ingot.schema.run import RunConfig
 from ingot.theory.rules import run_from_dict
+from ingot.trainer.build import build_parts
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.loss_terms import loss_terms
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import enter_rank, start
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 STEPS = 3

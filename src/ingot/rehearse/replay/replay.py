@@ -24,6 +24,7 @@ from ingot.schema.run import RunConfig, setting_changes
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run, recorded_run
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.load import load_checkpoint
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, verify_tensors
 from ingot.trainer.checkpoint.reader import read_blocks
@@ -38,7 +39,6 @@ from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import Unwatched
 from ingot.trainer.restore import open_loader
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import forward_backward, loss_scale, update
 
 MORE_STEPS = 5  # beyond the step that is looked for: another layout rounds otherwise, and the end may come later

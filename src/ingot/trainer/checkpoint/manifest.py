@@ -66,7 +66,7 @@ class ListedCheckpoint:
 
 def suspicion(manifest: CheckpointManifest, measures: Sequence[Measure]) -> str:
     """Return why the weights of a checkpoint are suspect, "" if they are not: they were judged so when they were saved,
-    or the guard's `measures`, those of the record of the run, left them behind."""
+    or the guard's `measures`, those of the record of the run, went back to before it."""
     if manifest.health.state == SUSPECT:
         return manifest.health.reason or SUSPECT
     return doubt(measures, manifest.step, manifest.guard.measures)

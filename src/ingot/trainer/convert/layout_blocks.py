@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import Optim, RunConfig
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.files import FileContents
 from ingot.trainer.checkpoint.save import file_contents
 from ingot.trainer.checkpoint.state import (
@@ -27,7 +28,6 @@ from ingot.trainer.checkpoint.state import (
     TrainingState,
 )
 from ingot.trainer.mesh.fake import fake_rank
-from ingot.trainer.run import build_parts
 
 _META = torch.device("meta")
 _SOME = 0.1  # of a setting that decides by being more than 0 whether routers have a buffer

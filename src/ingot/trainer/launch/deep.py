@@ -17,6 +17,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.load import load_checkpoint, load_model
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, read_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
@@ -28,7 +29,6 @@ from ingot.trainer.mesh.start import start
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel.apply import COMPUTE
 from ingot.trainer.parts import StepParts
-from ingot.trainer.run import build_parts
 from ingot.units import format_bytes
 
 _CPU = torch.device("cpu")

@@ -126,7 +126,7 @@ def _really_trained(rank, world, run):
     """The same program with real tensors on a real rank: what the tracker saw of its second step."""
     from pathlib import Path
 
-    from ingot.trainer.run import build_parts
+    from ingot.trainer.build import build_parts
     from ingot.trainer.step import train_step
 
     with RealTracker() as tracker:

@@ -10,7 +10,7 @@ from ingot.errors import IngotError
 from ingot.plugins.optimizer import OPTIMIZERS, MatrixRule, OptimizerPart, UpdateRule
 from ingot.plugins.registry import MAIN
 from ingot.schema.run import Optim
-from ingot.trainer.run import build_parts
+from ingot.trainer.build import build_parts
 from ingot.trainer.step import train_step
 
 ODD = Optim(kind="odd", lr=1e-2)

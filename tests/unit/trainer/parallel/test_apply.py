@@ -9,10 +9,10 @@ import torch
 from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
+from ingot.trainer.build import build_parts
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel.apply import compile_blocks, should_compile
-from ingot.trainer.run import build_parts
 from ingot.trainer.step import train_step
 
 ARCH = Arch(vocab_size=20, d_model=16, num_layers=2, num_heads=2, num_kv_heads=1, head_dim=8, d_ffn=24)
