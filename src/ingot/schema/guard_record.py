@@ -90,7 +90,8 @@ def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:
 def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> str:
     """Return why the weights of a checkpoint of `step` with the measures `saved` are in doubt; "" if they are not.
 
-    measures: those of the run. Each goes back to before its first step, so nothing is trained from what was saved since then.
+    measures: those of the run. Each goes back to before its first step, and nothing is trained from what was saved
+    since then.
     """
     first = min((one.first for one in measures if one not in saved), default=step + 1)
     return f"the guard found trouble from step {first} on, and went back" if first <= step else ""
