@@ -12,6 +12,14 @@ _SUPERVISE = "tests/unit/trainer/launch/test_supervise.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="first-step-after-a-restart",
+        what="a hang in the first step after a restart is found after launch.watchdog_other_seconds alone",
+        file="trainer/launch/watchdog.py",
+        before="if phase is Phase.COMPILE and self._first_step:",
+        after="if False:",
+        tests=(f"{_WATCHDOG}::test_the_first_step_after_a_restart_may_take_five_times_the_first_one_before",),
+    ),
+    Mutant(
         name="watchdog-asleep",
         what="the supervisor never looks at heartbeats",
         file="trainer/launch/supervise.py",

@@ -22,10 +22,10 @@ class Launch:
       save that does not fit into the rest of it, by the last one's duration, is not begun. "": the run stops when it
       has saved.
     watchdog_seconds: the shortest time in a step after which a job counts as hung; a step may also take five times the
-      longest so far (trainer/launch/watchdog.py). Ranks of a job that has ended have that long to leave it. 0: there is
-      no watchdog.
-    watchdog_other_seconds: the same for all that is no step: the start, the first step, a wait for data or for a save,
-      an evaluation, the callbacks of a log line.
+      longest so far, and the first one after a restart five times the first one before (trainer/launch/watchdog.py).
+      Ranks of a job that has ended have that long to leave it. 0: there is no watchdog.
+    watchdog_other_seconds: the same for all that is no step: the start, the very first step, a wait for data or for a
+      save, an evaluation, the callbacks of a log line.
     data_seconds: without a batch for this time, another thread of the rank reads it again; a read of a token shard that
       fails is tried again for half of it. After 300 s without a batch the run ends.
     nodes: the number of machines, each with an equal share of the ranks. Every machine gets the same command, and the

@@ -7,7 +7,8 @@ been stopped for as long as a step may take is a hang whatever the others do. Wh
 the others are elsewhere, in a save or a callback, these may wait for those: only their collectives show it.
 
 A step may take FACTOR times as long as the longest one so far (NVIDIA's resiliency extension has the same default), or
-twice as long as a first step, which compiles; but at least launch.watchdog_seconds. Any other phase may take
+twice as long as a first step, which compiles; but at least launch.watchdog_seconds. The first step of a later attempt
+may take FACTOR times as long as those before it. Any other phase, and the very first step, may take
 launch.watchdog_other_seconds: how long it took before says little, because a start may have more to load, a save may
 wait for an earlier one, and the last evaluation also writes samples. A rank that leaves a job whose end is reported has
 nothing to do that could take longer than a step: groups are known to hang when they are destroyed. Time in which the
@@ -59,6 +60,8 @@ class Watchdog:
         """Return how long a rank may be in `phase`, in seconds."""
         if phase is Phase.STEP:
             return max(self._launch.watchdog_seconds, FACTOR * self._step, RECOMPILES * self._first_step)
+        if phase is Phase.COMPILE and self._first_step:
+            return max(self._launch.watchdog_seconds, FACTOR * self._first_step)
         if phase is Phase.LEAVE:
             return self._launch.watchdog_seconds
         return self._launch.watchdog_other_seconds + (UPLOAD_SECONDS if phase is Phase.END else 0.0)
@@ -85,7 +88,7 @@ class Watchdog:
             if not suspects:
                 return None
             last = Phase.STEP
-        own = last in (Phase.STEP, Phase.LEAVE)
+        own = last in (Phase.STEP, Phase.LEAVE) or (last is Phase.COMPILE and self._first_step > 0)
         setting = "launch.watchdog_seconds" if own else "launch.watchdog_other_seconds"
         seconds = now - max(beat.since for beat in beats.values())
         return Hang(beats, seconds, self.limit(last), setting, suspects)
