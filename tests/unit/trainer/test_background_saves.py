@@ -184,11 +184,12 @@ def test_a_rollback_waits_for_the_save_in_flight(fork_ranks, make_run):
 
 
 def test_a_writer_that_hangs_is_replaced(fork_ranks, make_run):
-    """The writer of rank 1 stops before the save of step 4, and does not answer."""
+    """The writer of rank 1 stops before the save of step 4, and does not answer. Rank 0 is patient: its writer may not
+    have started yet, and if it gave up first, rank 1 would not ask."""
 
     def hang(run):
-        writer._PATIENCE_SECONDS = 0.3
         if run.place.rank == 1:
+            writer._PATIENCE_SECONDS = 0.3
             stop_writer(run)
 
     def given_up(run):
