@@ -47,7 +47,7 @@ def work():
               listens=bool(store) and os.path.realpath(f"/proc/self/fd/{store}").find("socket") >= 0)
     heartbeat = open_heartbeat(rank)
     heartbeat.enter(Phase.STEP, step)
-    print("attempt", attempt, "rank", rank, file=sys.stderr, flush=True)
+    os.write(2, f"attempt {attempt} rank {rank}\\n".encode())  # a whole line, not the pieces of print
     while len([e for e in read_events(folder.events, "rank_started") if e["attempt"] == attempt]) < len(attempts[0]):
         time.sleep(0.01)
     peers = [e["pid"] for e in read_events(folder.events, "rank_started") if e["attempt"] == attempt]

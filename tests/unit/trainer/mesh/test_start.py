@@ -125,6 +125,7 @@ def test_several_ranks_need_a_meeting_point(monkeypatch):
 
 def join_again(rank, ranks, listener):
     """Join a job as a rank whose launcher has counted as many restarts as its number. Returns a sum over all ranks."""
+    dist.barrier()  # the other rank may still be connecting
     stop()
     enter_rank(rank, ranks, listener, attempt=rank)
     start("cpu", 10)
