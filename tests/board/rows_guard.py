@@ -8,12 +8,14 @@ from ingot.drill.job import END_SECONDS, gone_within, marked_processes
 from ingot.drill.oracles import Verdicts, o1, o2, o3, read_facts, read_trace
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.guard_record import AGAIN, LOWER, PASS, STOP, read_measures
+from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, passed_steps, read_measures
 
 from .bench import Bench, options
 from .row import Row, random_of
+from .rows_bits import BITS
 
 _STEPS = 48
+FLIPPED = ("callbacks.flipped={}", "guard.hash_every=1")
 _SETTINGS = (
     f"train.steps={_STEPS}",
     "optim.lr=0.01",
@@ -45,7 +47,7 @@ def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     name, fault = f"nan-always-{seed}", f"nan {random.randrange(2)} {first}-{_STEPS} before_norm always"
     ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
     measures = [one.action for one in read_measures(bench.folder(name).guard)]
-    right = ended.code == 93 and "E-GUARD-STOPPED" in ended.output and measures == [AGAIN, PASS, LOWER, STOP]
+    right = ended.code == 93 and "E-GUARD-STOPPED" in ended.output and measures == [AGAIN, PASS, EARLIER, LOWER, STOP]
     verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
     deep = bench.ingot("ckpt", "verify", str(bench.folder(name).root), "--deep")  # names parameters with NaN
     verdicts.judge("o2", fault, "" if deep.code == 0 else f"exit code {deep.code}: {deep.output[-300:]}")
@@ -53,7 +55,7 @@ def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 def rs23(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Shuffled labels, a repeated n-gram, and three steps of junk: found in their step, skipped or passed, and nothing
-    else is found. Fifty times the learning rate in one step: found in the next one, and undone."""
+    else is found. Fifty times the learning rate in one step: found in the next one, and passed with its data."""
     random = random_of("RS23", seed)
     for kind, length in (("shuffled", 1), ("repeated", 1), ("shuffled", 3)):
         first = random.randrange(18, 40)
@@ -69,20 +71,48 @@ def rs23(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     step = random.randrange(18, 36)
     name = f"rate-{step}-{seed}"
     ended = bench.train(name, *_options(bench), env={"BOARD_RATE": str(step)})
-    measures = [(one.action, one.first) for one in read_measures(bench.folder(name).guard)]
-    right = ended.code == 0 and measures == [(AGAIN, step + 1), (PASS, step + 1), (LOWER, step)]
-    verdicts.judge("o6", name, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
-    losses = {event["step"]: event["loss"] for event in read_events(bench.folder(name).events, events.STEP)}
-    harmed = not losses[_STEPS] < losses[step]
-    verdicts.judge("o2", name, f"loss {losses[_STEPS]:.2f} at the end, {losses[step]:.2f} before" if harmed else "")
+    measures = read_measures(bench.folder(name).guard)
+    found = [(one.action, one.first) for one in measures]
+    right = ended.code == 0 and found == [(AGAIN, step + 1), (PASS, step + 1), (EARLIER, step)]
+    verdicts.judge("o6", name, "" if right else f"exit code {ended.code}, {found}: {ended.output[-300:]}")
+    if right:
+        _judge(bench, verdicts, name, name, f"{step}-{measures[-1].last}", {})
 
 
-def _judge(bench: Bench, verdicts: Verdicts, name: str, where: str, steps: str, env: dict[str, str]) -> None:
+def together(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """A poisoned document, fifty times the learning rate in a step, and a flipped bit of a weight, in one run: it ends
+    with the bits of an undisturbed run that was ordered to pass the recorded steps."""
+    random = random_of("RS23 together", seed)
+    junk, rate, flip = random.randrange(18, 22), random.randrange(30, 36), random.randrange(52, 60)
+    planted = {
+        "BOARD_JUNK": f"{random.choice(('repeated', 'shuffled'))} {junk}-{junk + random.randrange(3)}",
+        "BOARD_RATE": str(rate),
+        "BOARD_FLIPS": f"{random.randrange(2)} {flip} {random.choice(BITS)} gradients",
+    }
+    name, flipped = f"together-{seed}", ("train.steps=72", 'plugins.modules=["planted","flipped"]', *FLIPPED)
+    ended = bench.train(name, *_options(bench, *flipped), env=planted)
+    folder, where = bench.folder(name), " ".join(planted.values())
+    damaged = [(event["step"], event["rank"]) for event in read_events(folder.events, events.STATE_DAMAGED)]
+    wanted = [(flip, int(planted["BOARD_FLIPS"].split()[0]))]
+    right = ended.code == 0 and damaged == wanted
+    verdicts.judge("o6", where, "" if right else f"exit code {ended.code}, {damaged}: {ended.output[-300:]}")
+    first, last = map(int, planted["BOARD_JUNK"].split()[1].split("-"))
+    skipped = {step for event in read_events(folder.events, events.SKIPPED) for step in event["steps"]}
+    passed = {step for one in passed_steps(read_measures(folder.guard)) for step in range(one.first, one.last + 1)}
+    missing = {*range(first, last + 1), rate} - skipped - passed
+    verdicts.judge("o6", where, f"steps {sorted(missing)} were trained on" if missing else "")
+    steps = [str(step) for step in sorted(set(range(first, last + 1)) | passed)]
+    _judge(bench, verdicts, name, where, '","'.join(steps), {}, *flipped)
+
+
+def _judge(
+    bench: Bench, verdicts: Verdicts, name: str, where: str, steps: str, env: dict[str, str], *settings: str
+) -> None:
     """Judge that the run ended with the bits of one that was ordered to pass `steps`, and left nothing."""
     folder, ordered = bench.folder(name), f"ordered-{name}"
     left = gone_within(END_SECONDS, lambda: marked_processes(folder.root))
     verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
-    bench.train(ordered, *_options(bench, f'data.skip=["{steps}"]'), env=env)
+    bench.train(ordered, *_options(bench, *settings, f'data.skip=["{steps}"]'), env=env)
     ours, reference = read_facts(folder), read_facts(bench.folder(ordered))
     trained = {step: found for step, found in read_trace(folder).items() if step in reference.trace}
     verdicts.judge("o1", where, o1(trained, reference.trace))
@@ -95,11 +125,13 @@ def _judge(bench: Bench, verdicts: Verdicts, name: str, where: str, steps: str, 
 def _options(bench: Bench, *settings: str) -> list[str]:
     lab = bench.root / "lab"
     lab.mkdir(exist_ok=True)
-    shutil.copyfile(Path(__file__).parent / "planted.py", lab / "planted.py")
+    for plugin in ("planted.py", "flipped.py"):
+        shutil.copyfile(Path(__file__).parent / plugin, lab / plugin)
     return options((*_SETTINGS, *settings))
 
 
 ROWS = (
     Row("RS22", "a gradient that is not finite: once, in several steps, for ever", rs22),
     Row("RS23", "shuffled labels, a repeated n-gram, fifty times the learning rate", rs23),
+    Row("RS23 together", "a poisoned document, a rate that is too high and a flipped bit in one run", together),
 )

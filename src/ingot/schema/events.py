@@ -29,8 +29,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   passed         steps [..] (steps whose data were passed)            one per log line that has any
   finding        step, found [kinds], loss, grad_norm, loss_sigmas, norm_sigmas, norm_factor, skipped
                  (trainer/guard/step_judge.py)                        one per step in which the guard found something
-  guard          action ("again", "pass", "lower", "accept" or "stop"), first, last (the steps whose updates were
-                 skipped), found [kinds], lr_factor, lr_last          the guard took a measure (schema/guard_record.py)
+  guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
+                 were skipped), found [kinds], lr_factor, clip_factor, lr_last
+                 (schema/guard_record.py)                             the guard took a measure
   state_damaged  step, rank, host, tensor (its name in a checkpoint), element, bit (of it; null: unknown, or more
                  differ), sign ("own_hash": it changed between two updates; "minority": most copies are equal, and
                  others; "undecided": two copies differ, and both ranks have such an event)

@@ -13,9 +13,9 @@ class Guard:
     """The guard of a run: which steps are spikes, and how training goes on after them.
 
     preset: "off": only updates whose loss or gradient is not finite are skipped. "watch": spikes are reported. "guard":
-      their updates are skipped, and after several in a row the run goes back, trains the steps again, passes their data
-      and lowers the learning rate, one after the other, until training is calm; a level that stays is accepted at last.
-      "strict": in place of the last two, the run stops for a person.
+      their updates are skipped, and after several in a row the run goes back, trains the steps again, passes their
+      data, passes the step before them too, and lowers the learning rate, one after the other, until training is calm;
+      a level that stays is accepted at last. "strict": in place of the last three, the run stops for a person.
     window: the healthy steps whose noise is the unit. level: the last of them, whose median a step is compared with.
       ready: fewer healthy steps are no basis for a spike.
     sigmas: the deviations above the median that are a spike, of the loss or of the logarithm of the gradient norm.
@@ -24,7 +24,8 @@ class Guard:
       corruption.
     in_a_row: so many skipped steps, up to a log line, make the run go back. calm_steps: a new row within these steps of
       the last one is the same trouble: the next measure is taken.
-    lr_factor, lr_steps: by which factor the learning rate is lowered, and for how many steps.
+    lr_factor, clip_factor, lr_steps: by which factors the learning rate and the limit of the gradient norm
+      (optim.clip_norm) are lowered, and for how many steps.
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
     """
@@ -40,6 +41,7 @@ class Guard:
     in_a_row: PositiveSteps = 3
     calm_steps: PositiveSteps = 128
     lr_factor: Share = 0.5
+    clip_factor: Share = 0.5
     lr_steps: PositiveSteps = 200
     hash_every: Steps = 20
 
@@ -55,5 +57,7 @@ class Guard:
             yield "in_a_row", "is 1: a single bad batch needs no return to a checkpoint; use 2 or more"
         if self.lr_factor == 0:
             yield "lr_factor", "is 0: nothing would be learned in these steps"
+        if self.clip_factor == 0:
+            yield "clip_factor", "is 0, which would clip nothing; 1 keeps the limit"
         if self.corruption_factor <= 1:
             yield "corruption_factor", f"is {self.corruption_factor:g}, must be above 1"

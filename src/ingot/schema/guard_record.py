@@ -5,6 +5,7 @@ takes the same way. No torch.
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -14,9 +15,10 @@ from ingot.errors import DataError
 from ingot.schema.step_ranges import StepSpan
 from ingot.storage import write_json
 
-Action = Literal["again", "pass", "lower", "accept", "stop"]
+Action = Literal["again", "pass", "earlier", "lower", "accept", "stop"]
 AGAIN: Action = "again"
 PASS: Action = "pass"
+EARLIER: Action = "earlier"
 LOWER: Action = "lower"
 ACCEPT: Action = "accept"
 STOP: Action = "stop"
@@ -26,8 +28,9 @@ STOP: Action = "stop"
 class Measure:
     """A measure that was taken because the updates of steps first..last were skipped, one after the other.
 
-    found: the kinds of what was found in them. lr_factor, lr_last: with "lower", the factor of the learning rate from
-    step `first` to `lr_last`.
+    found: the kinds of what was found in them. With "earlier" and "lower", `first` is one step earlier. lr_factor,
+    clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient norm from step
+    `first` to `lr_last`.
     """
 
     action: Action
@@ -35,12 +38,17 @@ class Measure:
     last: int
     found: tuple[str, ...]
     lr_factor: float = 1.0
+    clip_factor: float = 1.0
     lr_last: int = 0
 
     @property
     def passes(self) -> bool:
         """True if the data of the steps are passed from here on."""
-        return self.action in (PASS, LOWER)
+        return self.action in (PASS, EARLIER, LOWER)
+
+    def lowers(self, step: int) -> bool:
+        """True if the factors hold for `step`."""
+        return self.action == LOWER and self.first <= step <= self.lr_last
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,8 +82,9 @@ def described(measure: Measure) -> str:
     done = {
         AGAIN: "the run goes back and trains them again",
         PASS: "the run goes back and passes their data",
-        LOWER: f"the run goes back, passes their data and has {measure.lr_factor:g} of its learning rate up to step "
-        f"{measure.lr_last}",
+        EARLIER: "the run goes back further, and passes their data",
+        LOWER: f"the run goes back, passes their data and has {measure.lr_factor:g} of its learning rate and "
+        f"{measure.clip_factor:g} of its limit of the gradient norm up to step {measure.lr_last}",
         ACCEPT: "the run goes back, and they are the new level",
         STOP: "the run stops",
     }
@@ -108,11 +117,12 @@ def trouble_since(path: Path) -> int:
 
 def lr_factor(measures: Sequence[Measure], step: int) -> float:
     """Return the factor of the learning rate of `step`: the product of those that hold for it."""
-    factor = 1.0
-    for one in measures:
-        if one.action == LOWER and one.first <= step <= one.lr_last:
-            factor *= one.lr_factor
-    return factor
+    return math.prod(one.lr_factor for one in measures if one.lowers(step))
+
+
+def clip_factor(measures: Sequence[Measure], step: int) -> float:
+    """Return the factor of the limit of the gradient norm of `step`: the product of those that hold for it."""
+    return math.prod(one.clip_factor for one in measures if one.lowers(step))
 
 
 def read_measures(path: Path) -> list[Measure]:
@@ -134,7 +144,7 @@ def read_measures(path: Path) -> list[Measure]:
 
 def measure_of(values: Mapping[str, Any]) -> Measure:
     """Return the measure whose JSON is `values`. Raises KeyError, TypeError or ValueError for other values."""
-    if values["action"] not in (AGAIN, PASS, LOWER, ACCEPT, STOP):
+    if values["action"] not in (AGAIN, PASS, EARLIER, LOWER, ACCEPT, STOP):
         raise ValueError(f"action {values['action']!r}")
     return Measure(
         action=values["action"],
@@ -142,6 +152,7 @@ def measure_of(values: Mapping[str, Any]) -> Measure:
         last=int(values["last"]),
         found=tuple(map(str, values["found"])),
         lr_factor=float(values["lr_factor"]),
+        clip_factor=float(values["clip_factor"]),
         lr_last=int(values["lr_last"]),
     )
 

@@ -26,7 +26,7 @@ from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, 
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
 from ingot.trainer.step import train_step
 
-ROLL_BACKS_PER_STEP = 5  # the guard takes four measures
+ROLL_BACKS_PER_STEP = 6  # the guard takes five measures
 
 
 @dataclass(frozen=True)

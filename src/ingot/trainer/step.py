@@ -8,6 +8,7 @@ from torch import Tensor
 from ingot.errors import RunFailed
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import INGOT
+from ingot.schema.guard_record import clip_factor as limit_factor
 from ingot.trainer.blame import blamed
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm_and_loss
 from ingot.trainer.parallel.pipeline import MicroBatches
@@ -52,7 +53,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     overflow = parts.policy.veto(loss, grad_norm)
     veto, judged = _judge(parts, step, mean_loss, grad_norm, overflow)
     with _errors_of_rules(parts.config.optim.kind):
-        factor = clip_factor(grad_norm, parts.config.optim.clip_norm, scale=scale)
+        limit = parts.config.optim.clip_norm * limit_factor(parts.policy.measures(), step)
+        factor = clip_factor(grad_norm, limit, scale=scale)
         parts.optimizer.step(lr, scale=factor, found_inf=veto)
     if parts.loss_scale and overflow is not None:
         parts.loss_scale.update(overflow)

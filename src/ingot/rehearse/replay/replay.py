@@ -48,10 +48,16 @@ _NAMED = 8  # tensors that are looked for in older checkpoints, and token ids th
 
 
 class RecordedSkips(Unwatched):
-    """The policy of a replay: skip the updates that the run skipped, and those whose gradient is not finite."""
+    """The policy of a replay: skip the updates that the run skipped, and those whose gradient is not finite.
 
-    def __init__(self, steps: Iterable[int]):
-        self.steps, self.step = frozenset(steps), 0
+    measures: of the guard, whose factors hold.
+    """
+
+    def __init__(self, steps: Iterable[int], measures: Sequence[Measure] = ()):
+        self.steps, self.step, self._measures = frozenset(steps), 0, measures
+
+    def measures(self) -> Sequence[Measure]:
+        return self._measures
 
     def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
         return ~torch.isfinite(grad_norm) | (self.step in self.steps)
@@ -74,7 +80,9 @@ def replay(
     """
     folder = RunFolder(root)
     config, notes = one_process(load_run(folder.config), device, say)
-    policy = RecordedSkips(skipped)
+    # Those taken because of the step are from after it was trained.
+    measures = [one for one in read_measures(folder.guard) if not one.first <= wanted <= one.last]
+    policy = RecordedSkips(skipped, measures)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own_process({}, alone=True))
         place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
@@ -91,9 +99,7 @@ def replay(
         first = checkpoint.step if checkpoint else 0
         say(f"replay    from {f'the checkpoint of step {first}' if first else 'the first weights'} to step {wanted}")
         bad = _bad_state(parts)
-        # Those taken because of the step are from after it was trained.
-        measures = [one for one in read_measures(folder.guard) if not one.first <= wanted <= one.last]
-        player = _Player(parts, policy, say, progress, measures, watch_state=not bad)
+        player = _Player(parts, policy, say, progress, watch_state=not bad)
         with open_loader(config, folder, parts.mesh, place.device, first + 1, measures) as loader:
             player.play(loader, first, wanted)
         found = Replayed(
@@ -188,7 +194,6 @@ class _Player:
         policy: RecordedSkips,
         say: Callable[[str], None],
         progress: Callable[[float, str], None],
-        measures: Sequence[Measure],
         *,
         watch_state: bool,
     ):
@@ -196,7 +201,6 @@ class _Player:
         self.parts, self.policy, self._say, self._progress = parts, policy, say, progress
         self._watch_state = watch_state  # else it was not finite before
         self._rate = learning_rate(config.train.steps, config.optim.lr, config.schedule)
-        self._measures = measures
         self.steps: list[ReplayedStep] = []
         self.bad_state: tuple[TensorRange, ...] = ()
         self.step = 0
@@ -227,7 +231,7 @@ class _Player:
 
     def _ends(self, batch: Batch, wanted: int) -> bool:
         """Run one step, and return whether something of it is not finite that the run did not go over."""
-        parts, lr = self.parts, self._rate(batch.step) * lr_factor(self._measures, batch.step)
+        parts, lr = self.parts, self._rate(batch.step) * lr_factor(self.policy.measures(), batch.step)
         self.policy.step = batch.step
         scales = [(one, one.clone()) for one in (parts.loss_scale.state().values() if parts.loss_scale else ())]
         sampled = _samples(parts)

@@ -1,24 +1,40 @@
 """The measures against rows of skipped steps, one after the other: train the steps again, pass their data, pass them
-from one step earlier and lower the learning rate, accept the new level; or stop.
+from one step earlier, lower the learning rate as well, accept the new level; or stop.
 
 A single bad batch costs its own update and no more. Several in a row may come from weights that were harmed before, by
 a fault of the hardware, by data, or by a learning rate that is too high; the measures separate these, from the
 cheapest on. An update that harms the weights shows in the step after it, so the third measure passes the step before
-the trouble, too. After `calm_steps` without a new row, the next one is a trouble of its own and begins with the first
-measure. All ranks decide alike, because they read the same numbers; what was decided is recorded before it takes
-effect, so that a run that is killed then takes the same way.
+the trouble, too, and the fourth has a lower learning rate and limit of the gradient norm for some time. After
+`calm_steps` without a new row, the next one is a trouble of its own and begins with the first measure. All ranks decide
+alike, because they read the same numbers; what was decided is recorded before it takes effect, so that a run that is
+killed then takes the same way.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.guard import Guard
-from ingot.schema.guard_record import ACCEPT, AGAIN, LOWER, PASS, STOP, Action, GuardState, Measure, with_those_of
+from ingot.schema.guard_record import (
+    ACCEPT,
+    AGAIN,
+    EARLIER,
+    LOWER,
+    PASS,
+    STOP,
+    Action,
+    GuardState,
+    Measure,
+    with_those_of,
+)
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.step_judge import NOT_FINITE, StepJudge
 
-MEASURES: dict[str, tuple[Action, ...]] = {"guard": (AGAIN, PASS, LOWER, ACCEPT, STOP), "strict": (AGAIN, PASS, STOP)}
+MEASURES: dict[str, tuple[Action, ...]] = {
+    "guard": (AGAIN, PASS, EARLIER, LOWER, ACCEPT, STOP),
+    "strict": (AGAIN, PASS, STOP),
+}
 
 
 class Ladder:
@@ -84,17 +100,15 @@ class Ladder:
         action = actions[min(actions.index(taken.action) + 1, len(actions) - 1)] if taken and again else actions[0]
         if action == ACCEPT and self._found <= NOT_FINITE:  # there is no level to accept
             action = STOP
+        if action in (EARLIER, LOWER):
+            began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
+            first = max(began - 1, 1)
+        measure = Measure(action=action, first=first, last=last, found=found)
         if action != LOWER:
-            return Measure(action=action, first=first, last=last, found=found)
-        began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
-        return Measure(
-            action=LOWER,
-            first=max(began - 1, 1),
-            last=last,
-            found=found,
-            lr_factor=self.guard.lr_factor,
-            lr_last=last + self.guard.lr_steps,
-        )
+            return measure
+        guard = self.guard
+        lr_last = last + guard.lr_steps
+        return replace(measure, lr_factor=guard.lr_factor, clip_factor=guard.clip_factor, lr_last=lr_last)
 
     def _stopped(self, measure: Measure) -> RunFailed:
         steps = f"{measure.first} to {measure.last}"

@@ -8,7 +8,7 @@ from tests.unit.trainer.test_loop import files_of, ledger_proof, run_rank, saved
 from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.report.lineage.prove import prove_run
-from ingot.schema.guard_record import AGAIN, LOWER, PASS, read_measures
+from ingot.schema.guard_record import AGAIN, EARLIER, PASS, read_measures
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer.checkpoint.manifest import list_checkpoints
@@ -105,19 +105,18 @@ def test_steps_that_hurt_once_are_trained_again(fork_ranks, make_run):
 
 def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monkeypatch):
     """A learning rate of fifty times in step 15 shows from step 16 on. Its checkpoint is suspect, and an older one is
-    used: the run ends as one that was directed to pass the steps, and to lower its learning rate."""
-    run = {"steps": 30, "lr": 2e-2, "guard": GUARD | {"lr_steps": 3}}
+    used: the run ends as one that was directed to pass the steps."""
+    run = {"steps": 30, "lr": 2e-2, "guard": GUARD}
     folder = make_run(**run)
     plain = learning_rate(30, 2e-2, load_run(folder.config).schedule)
     monkeypatch.setattr(loop, "learning_rate", lambda *_: lambda step: plain(step) * (50 if step == 15 else 1))
     train_with(fork_ranks, folder, (), ranks=1)
     measures = read_measures(folder.guard)
-    assert [(one.action, one.first) for one in measures] == [(AGAIN, 16), (PASS, 16), (LOWER, 15)]
+    assert [(one.action, one.first) for one in measures] == [(AGAIN, 16), (PASS, 16), (EARLIER, 15)]
     last = measures[-1].last
     assert [e["to_step"] for e in of_kind(folder, "rolled_back")] == [15, 15, 10]
     ordered = make_run("ordered", skip=(f"15-{last}",), **run)
-    lowered = lambda step: plain(step) * (0.5 if last < step <= last + 3 else 1)  # noqa: E731
-    monkeypatch.setattr(loop, "learning_rate", lambda *_: lowered)
+    monkeypatch.setattr(loop, "learning_rate", lambda *_: plain)
     train_with(fork_ranks, ordered, (), ranks=1)
     assert saved_tensors(folder) == saved_tensors(ordered)
     trained = {step: facts for step, facts in step_facts(folder).items() if not 15 <= step <= last}

@@ -6,11 +6,13 @@ from ingot.schema.guard import Guard
 from ingot.schema.guard_record import (
     ACCEPT,
     AGAIN,
+    EARLIER,
     LOWER,
     PASS,
     STOP,
     GuardState,
     Measure,
+    clip_factor,
     lr_factor,
     passed_steps,
     read_measures,
@@ -69,18 +71,19 @@ def test_single_skipped_steps_are_no_row(tmp_path):
 
 def test_measures_are_taken_one_after_the_other(tmp_path):
     """A row is its first three steps, wherever log lines end."""
-    ladder = ladder_of(tmp_path, lr_steps=50)
+    ladder = ladder_of(tmp_path, lr_steps=50, clip_factor=0.25)
     assert ask(ladder, 8, ".xx") is Verdict.CONTINUE
     assert ask(ladder, 11, "xx") is Verdict.ROLL_BACK  # a row over two lines
     assert ask(ladder, 9, "xxxx.") is Verdict.ROLL_BACK  # and one with more steps in its line
     assert ask(ladder, 13, "...xxx") is Verdict.ROLL_BACK
+    assert ask(ladder, 19, "xxx") is Verdict.ROLL_BACK
     assert ask(ladder, 30, "xxxx") is Verdict.ROLL_BACK and ladder._judge.begins == {30}
     found = [(one.action, one.first, one.last) for one in ladder.measures]
-    assert found == [(AGAIN, 9, 11), (PASS, 9, 11), (LOWER, 8, 18), (ACCEPT, 30, 32)]
+    assert found == [(AGAIN, 9, 11), (PASS, 9, 11), (EARLIER, 8, 18), (LOWER, 8, 21), (ACCEPT, 30, 32)]
     assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
-    assert passed_steps(ladder.measures) == [StepSpan(9, 11), StepSpan(8, 18)]
-    factors = {step: lr_factor(ladder.measures, step) for step in (7, 8, 68, 69)}
-    assert factors == {7: 1.0, 8: 0.5, 68: 0.5, 69: 1.0}
+    assert passed_steps(ladder.measures) == [StepSpan(9, 11), StepSpan(8, 18), StepSpan(8, 21)]
+    factors = {step: (lr_factor(ladder.measures, step), clip_factor(ladder.measures, step)) for step in (7, 8, 71, 72)}
+    assert factors == {7: (1, 1), 8: (0.5, 0.25), 71: (0.5, 0.25), 72: (1, 1)}
     assert ladder_of(tmp_path, ladder.measures)._judge.begins == {30}  # also after a kill
     with pytest.raises(RunFailed):
         ask(ladder, 70, "xxx")
@@ -93,7 +96,7 @@ def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):
     assert [one.action for one in ladder.measures] == [AGAIN, PASS, AGAIN]
 
 
-@pytest.mark.parametrize(("preset", "kind", "before"), [("strict", SPIKE, 2), ("guard", NAN, 3)])
+@pytest.mark.parametrize(("preset", "kind", "before"), [("strict", SPIKE, 2), ("guard", NAN, 4)])
 def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
     """After two measures with "strict"; and if nothing was finite, there is no level to accept."""
     ladder = ladder_of(tmp_path, preset=preset)
