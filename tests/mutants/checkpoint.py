@@ -84,7 +84,7 @@ MUTANTS: list[Mutant] = [
         name="prune-counts-suspect",
         what="a checkpoint of doubtful weights counts among those that are kept",
         file="trainer/checkpoint/folders.py",
-        before="is_suspect=lambda one: is_suspect(folder.checkpoint(one)),",
+        before="is_suspect=lambda one: grade_of_doubt(folder.checkpoint(one)) == SUSPECT,",
         after="is_suspect=lambda one: False,",
         tests=(f"{_SAVE}::test_suspect_ones_do_not_count_as_kept",),
     ),

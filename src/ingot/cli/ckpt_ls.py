@@ -64,8 +64,8 @@ def _marks(save: "ListedSave") -> str:
     for place, copy in (("disk", save.disk), ("store", save.store)):
         if copy and (mark := _mark(copy)):
             marks.append(f"{mark} on {place}" if both and place == "disk" else f"{mark} in {place}" if both else mark)
-    if save.suspect:
-        marks.append("suspect")
+    if save.doubt:
+        marks.append("in doubt")
     if save.resumes_here:
         marks.append("resumes here")
     return ", ".join(marks)
@@ -91,8 +91,8 @@ def _details(listing: "Listing") -> list[str]:
                 lines.append(f"{_mark(copy).split()[0].lower():<9} {what}, {place}: {copy.damage}")
             elif copy and copy.absent:
                 lines.append(f"absent    {what}: {copy.absent}")
-        if save.suspect:
-            lines.append(f"suspect   {what}: {save.suspect}")
+        if save.doubt:
+            lines.append(f"in doubt  {what}: {save.doubt}")
     if problem := listing.store_problem:
         lines.append(f"store     not listed: {problem.found}")
         lines += [f"fix       {problem.fix}"] if problem.fix else []

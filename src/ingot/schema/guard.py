@@ -24,6 +24,8 @@ class Guard:
       corruption.
     in_a_row: so many skipped steps, up to a log line, make the run go back. calm_steps: a new row within these steps of
       the last one is the same trouble: the next measure is taken.
+    proven_steps: a checkpoint has to have so many steps of training after it before the trouble, or the run goes back
+      to an older one: what harmed the weights need not show at once. Retention keeps one that has them.
     lr_factor, clip_factor, lr_steps: by which factors the learning rate and the limit of the gradient norm
       (optim.clip_norm) are lowered, and for how many steps.
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
@@ -40,6 +42,7 @@ class Guard:
     corruption_factor: Factor = 10.0
     in_a_row: PositiveSteps = 3
     calm_steps: PositiveSteps = 128
+    proven_steps: Steps = 8
     lr_factor: Share = 0.5
     clip_factor: Share = 0.5
     lr_steps: PositiveSteps = 200

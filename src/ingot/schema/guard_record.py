@@ -28,15 +28,17 @@ STOP: Action = "stop"
 class Measure:
     """A measure that was taken because the updates of steps first..last were skipped, one after the other.
 
-    found: the kinds of what was found in them. With "earlier" and "lower", `first` is one step earlier. lr_factor,
-    clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient norm from step
-    `first` to `lr_last`.
+    found: the kinds of what was found in them. proven_to: the last step that had guard.proven_steps good steps after it
+    when the trouble began: weights of later ones are in doubt. With "earlier" and "lower", `first` is one step earlier.
+    lr_factor, clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient
+    norm from step `first` to `lr_last`.
     """
 
     action: Action
     first: int
     last: int
     found: tuple[str, ...]
+    proven_to: int
     lr_factor: float = 1.0
     clip_factor: float = 1.0
     lr_last: int = 0
@@ -96,23 +98,45 @@ def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:
     return [StepSpan(one.first, one.last) for one in measures if one.passes]
 
 
-def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> str:
-    """Return why the weights of a checkpoint of `step` with the measures `saved` are in doubt; "" if they are not.
+@dataclass(frozen=True)
+class Doubt:
+    """A doubt about the weights of a checkpoint. A run continues from the newest checkpoint with the smallest `grade`:
+    0 (none), UNPROVEN (too few good steps followed before there was trouble) or SUSPECT. reason: for people."""
+
+    grade: int = 0
+    reason: str = ""
+
+
+UNPROVEN, SUSPECT = 1, 2
+NO_DOUBT = Doubt()
+
+
+def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> Doubt:
+    """Return the doubt about the weights of a checkpoint of `step` with the measures `saved`.
 
     measures: those of the run. Each goes back to before its first step, and nothing is trained from what was saved
     since then.
     """
-    first = min((one.first for one in measures if one not in saved), default=step + 1)
-    return f"the guard found trouble from step {first} on, and went back" if first <= step else ""
+    later = [one for one in measures if one not in saved]
+    first = min((one.first for one in later), default=step + 1)
+    if first <= step:
+        return Doubt(SUSPECT, f"the guard found trouble from step {first} on, and went back")
+    if step > min((one.proven_to for one in later), default=step):
+        return Doubt(
+            UNPROVEN, f"only {first - step - 1} steps of training followed before trouble from step {first} on"
+        )
+    return NO_DOUBT
 
 
-def trouble_since(path: Path) -> int:
-    """Return the step before which the run may have to go back, by the record `path`: one before the last row of
-    skipped steps that it trained again. 0: there is none, or the record cannot be read, which the run will report."""
+def back_to(path: Path) -> tuple[int, ...]:
+    """Return up to which steps the run may have to go back, by the record `path`, because of the last row of skipped
+    steps that it trained again: to a proven checkpoint, or, if there is none, to one from before its first step by more
+    than one. Nothing if there is no row, or the record cannot be read, which the run will report."""
     try:
-        return max((max(one.first - 1, 1) for one in read_measures(path) if one.action == AGAIN), default=0)
+        rows = [one for one in read_measures(path) if one.action == AGAIN]
     except DataError:
-        return 0
+        return ()
+    return (rows[-1].proven_to, rows[-1].first - 2) if rows else ()
 
 
 def lr_factor(measures: Sequence[Measure], step: int) -> float:
@@ -151,6 +175,7 @@ def measure_of(values: Mapping[str, Any]) -> Measure:
         first=int(values["first"]),
         last=int(values["last"]),
         found=tuple(map(str, values["found"])),
+        proven_to=int(values["proven_to"]),
         lr_factor=float(values["lr_factor"]),
         clip_factor=float(values["clip_factor"]),
         lr_last=int(values["lr_last"]),

@@ -15,14 +15,14 @@ from ingot.errors import CheckpointError, IngotError
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest
-from ingot.schema.guard_record import Measure, passed_steps
+from ingot.schema.guard_record import SUSPECT, Measure, passed_steps
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.accepted import record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
-from ingot.trainer.checkpoint.manifest import newest_step, suspicion
+from ingot.trainer.checkpoint.manifest import candidate_folders, doubt_about, grade_of_doubt, newest_step
 from ingot.trainer.checkpoint.message import RankError
 from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch, sweep_disks
 from ingot.trainer.checkpoint.places import local_rank
@@ -137,7 +137,10 @@ def load_from_memory(
     except (IngotError, OSError, RankError, ValueError) as error:  # the same on every rank
         say(f"WARNING   snapshots in memory are not used: {getattr(error, 'found', error)}")
         return None
-    if memory is None or suspicion(memory.manifest, parts.policy.measures()):
+    if memory is None:
+        return None
+    grade = doubt_about(memory.manifest, parts.policy.measures()).grade
+    if grade == SUSPECT or (grade and grade > from_rank_zero(partial(_least_doubt, folder))):
         return None
     try:
         restored = resume_from_memory(
@@ -160,6 +163,11 @@ def load_from_memory(
     )
     _take_up(parts, folder, facts, restored, log)
     return restored
+
+
+def _least_doubt(folder: RunFolder) -> int:
+    """Return the smallest grade of doubt of the checkpoints on the disk; SUSPECT if there is none."""
+    return min(map(grade_of_doubt, candidate_folders(folder.checkpoints)), default=SUSPECT)
 
 
 def load_newest(

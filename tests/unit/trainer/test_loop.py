@@ -331,11 +331,11 @@ def test_rolling_back_from_the_same_step_ends(fork_ranks, make_run):
     def forever(rank, ranks):
         script = {7: Verdict.ROLL_BACK}
         return expect_failure(
-            rank, ranks, folder, "E-ROLLBACK-LIMIT", lambda folder: Scripted(folder, script, times=99), step=7, times=6
+            rank, ranks, folder, "E-ROLLBACK-LIMIT", lambda folder: Scripted(folder, script, times=99), step=7, times=7
         )
 
     assert fork_ranks(forever, 2) == [True, True]
-    assert [e["to_step"] for e in read_events(folder.events, "rolled_back")] == [5] * 5
+    assert [e["to_step"] for e in read_events(folder.events, "rolled_back")] == [5] * 6
 
 
 def test_there_is_no_way_back_before_the_first_checkpoint(fork_ranks, make_run):

@@ -10,20 +10,21 @@ from pathlib import Path
 
 from ingot.errors import CheckpointError, IngotError
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment
+from ingot.schema.guard_record import NO_DOUBT
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
 from ingot.stores.store import BlobStore, NotStored, read_object
 from ingot.trainer.checkpoint.fence import adopt
 from ingot.trainer.checkpoint.folders import SAVING, publish
-from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, is_finished, is_suspect, parse_manifest
+from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, grade_of_doubt, is_finished, parse_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.pace import Pace
 from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_run, with_hash
 from ingot.trainer.checkpoint.rules import damaged, wrong_size
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
 
-Order = tuple[bool, int]  # whether suspect, -step: a resume tries the smallest first, on the disk and in the store
+Order = tuple[int, int]  # grade of doubt, -step: a resume tries the smallest first, on the disk and in the store
 OnRefused = Callable[[int, IngotError], object]
 OnManifest = Callable[[CheckpointManifest], object]  # called before anything is fetched; what it raises ends the fetch
 
@@ -39,7 +40,7 @@ class Fetched:
 
 def place_in_order(checkpoint: Path) -> Order:
     """Return the place of a local checkpoint in the order in which a resume tries them."""
-    return is_suspect(checkpoint), -int(checkpoint.name.removeprefix("step-"))
+    return grade_of_doubt(checkpoint), -int(checkpoint.name.removeprefix("step-"))
 
 
 class FetchedCheckpoints(StoredCheckpoints):
@@ -213,19 +214,20 @@ class FetchedCheckpoints(StoredCheckpoints):
 
     def _steps_before(self, limit: Order | None) -> Iterator[int]:
         """Yield the stored steps in the order of a resume, up to `limit`. The manifests of later ones are not read."""
-        suspect = []
+        doubted = []
         for step in self.steps():
-            if limit is not None and (False, -step) >= limit:
+            if limit is not None and (0, -step) >= limit:
                 break
             try:
-                doubted = self._is_suspect(step)
+                doubt = self._doubt(step) or NO_DOUBT
             except NotStored:  # a fetch reports that
-                doubted = False
-            if not doubted:
+                doubt = NO_DOUBT
+            order = (doubt.grade, -step)
+            if not doubt.grade:
                 yield step
-            elif limit is None or (True, -step) < limit:
-                suspect.append(step)
-        yield from suspect
+            elif limit is None or order < limit:
+                doubted.append(order)
+        yield from (-negative for _, negative in sorted(doubted))
 
     def _receive(self, step: int, path: Path, name: str, sha256: str, size: int | None) -> int:
         in_ledger = path.parent == self._folder.ledger

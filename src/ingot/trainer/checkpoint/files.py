@@ -23,6 +23,7 @@ from ingot.trainer.checkpoint.folders import SAVING, prune, publish
 from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.checkpoint.part import Kind, Numbers, RankBlocks, assemble
 from ingot.trainer.checkpoint.places import Places, local_rank, make_folder, with_hash
+from ingot.trainer.checkpoint.rules import proven_steps
 from ingot.trainer.checkpoint.tensor_file import FilePart, write_parts
 
 _LEDGER_BYTES = 16 << 20  # free space for the ledger
@@ -162,7 +163,7 @@ class CheckpointFiles:
 
         self._on_disk(self.temporary, publish_it)
         self.require_newest()  # this process may have been suspended since: then the checkpoints are another's
-        prune(self.folder, self.step, keep, keep_every)
+        prune(self.folder, self.step, keep, keep_every, proven_steps(manifest))
         return sum(file.bytes for file in manifest.files.values())
 
     def require_newest(self) -> None:

@@ -9,10 +9,10 @@ from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
-from ingot.schema.guard_record import trouble_since
+from ingot.schema.guard_record import SUSPECT, back_to
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, is_suspect, late_folders, listed_names
+from ingot.trainer.checkpoint.manifest import candidate_folders, grade_of_doubt, is_finished, late_folders, listed_names
 from ingot.trainer.checkpoint.pins import REMOVED, pinned_steps
 from ingot.trainer.checkpoint.places import sweep, unlisted
 from ingot.trainer.checkpoint.retention import retained
@@ -38,7 +38,7 @@ def publish(temporary: Path, path: Path) -> None:
     fsync_dir(path.parent)
 
 
-def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0) -> None:
+def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0, proven_steps: int = 0) -> None:
     """Remove the checkpoints up to `step`, which was just saved, that the rules of the run do not keep (`retained`).
 
     A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
@@ -54,8 +54,9 @@ def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0) -> None:
         keep_every=keep_every,
         pinned=pinned_steps(folder),
         is_sound=lambda one: one == step or is_finished(folder.checkpoint(one)),
-        is_suspect=lambda one: is_suspect(folder.checkpoint(one)),
-        trouble=trouble_since(folder.guard),
+        is_suspect=lambda one: grade_of_doubt(folder.checkpoint(one)) == SUSPECT,
+        back_to=back_to(folder.guard),
+        proven_steps=proven_steps,
     )
     remove_checkpoints(folder, [one for one, reason in reasons.items() if not reason])
 

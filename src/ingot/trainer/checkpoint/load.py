@@ -18,8 +18,8 @@ from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_al
 from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import (
     candidate_folders,
+    grade_of_doubt,
     is_finished,
-    is_suspect,
     late_folders,
     read_manifest,
     verify_files,
@@ -88,8 +88,8 @@ def resume(
     for name in from_rank_zero(lambda: [path.name for path in late_folders(folder.checkpoints)]):
         path = folder.checkpoints / name
         on_refused(int(name.removeprefix("step-")), path, f"checkpoint {path}: {TOO_LATE}")
-    # Suspect checkpoints come last; the sort keeps the order of others, newest first.
-    names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=is_suspect)])
+    # Those in doubt come last; the sort keeps the order of others, newest first.
+    names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=grade_of_doubt)])
     candidates = [folder.checkpoints / name for name in names]
     refused, causes, fetched = [], [], set[int]()
     waiting = deque(candidates)

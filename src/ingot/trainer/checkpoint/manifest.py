@@ -26,7 +26,7 @@ from ingot.schema.checkpoint import (
     file_of,
     unpack_crc32,
 )
-from ingot.schema.guard_record import Measure, doubt, guard_state, read_measures
+from ingot.schema.guard_record import NO_DOUBT, SUSPECT, Doubt, Measure, doubt, guard_state, read_measures
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.fence import TOO_LATE, Epoch, newest_local_epoch
@@ -37,7 +37,7 @@ from ingot.trainer.checkpoint.segments import check_segment_sizes, verify_segmen
 MANIFEST = "manifest.json"
 VERSION = 2
 T = TypeVar("T")
-SUSPECT = "suspect"  # the state of the health of weights that a policy doubts
+_SUSPECT = "suspect"  # the state of the health of weights that a policy doubts
 
 
 @dataclass(frozen=True)
@@ -59,16 +59,16 @@ class ListedCheckpoint:
         return sum(f.bytes for f in self.manifest.files.values()) if self.manifest else 0
 
     @property
-    def suspect(self) -> str:
-        """The reason why the weights are suspect; "" if they are not, or the manifest cannot be read."""
-        return suspicion(self.manifest, self.measures) if self.manifest else ""
+    def doubt(self) -> Doubt:
+        """The doubt about the weights; none if the manifest cannot be read."""
+        return doubt_about(self.manifest, self.measures) if self.manifest else NO_DOUBT
 
 
-def suspicion(manifest: CheckpointManifest, measures: Sequence[Measure]) -> str:
-    """Return why the weights of a checkpoint are suspect, "" if they are not: they were judged so when they were saved,
-    or the guard's `measures`, those of the record of the run, went back to before it."""
-    if manifest.health.state == SUSPECT:
-        return manifest.health.reason or SUSPECT
+def doubt_about(manifest: CheckpointManifest, measures: Sequence[Measure]) -> Doubt:
+    """Return the doubt about the weights of a checkpoint: they were judged suspect when they were saved, or the guard's
+    `measures`, those of the record of the run, went back to before it."""
+    if manifest.health.state == _SUSPECT:
+        return Doubt(SUSPECT, manifest.health.reason or _SUSPECT)
     return doubt(measures, manifest.step, manifest.guard.measures)
 
 
@@ -130,17 +130,17 @@ def is_finished(folder: Path) -> bool:
         return False
 
 
-def is_suspect(folder: Path) -> bool:
-    """Return whether the weights of checkpoint `folder` are suspect (`suspicion`). A damaged manifest is not: reading
-    it will name the damage. No hash is computed."""
+def grade_of_doubt(folder: Path) -> int:
+    """Return the grade of the doubt about the weights of checkpoint `folder` (`doubt_about`). A damaged manifest has
+    none: reading it will name the damage. No hash is computed."""
     try:
-        if _read_key(folder, "health")["state"] == SUSPECT:
-            return True
+        if _read_key(folder, "health")["state"] == _SUSPECT:
+            return SUSPECT
         if not (measures := measures_beside(folder.parent)):
-            return False
-        return bool(doubt(measures, _step_of(folder), guard_state(_read_key(folder, "guard")).measures))
+            return 0
+        return doubt(measures, _step_of(folder), guard_state(_read_key(folder, "guard")).measures).grade
     except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        return False
+        return 0
 
 
 def listed_names(folder: Path) -> set[str] | None:

@@ -9,7 +9,7 @@ is noticed when the checkpoint comes back: every byte is compared with the hashe
 import contextlib
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import IO
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FULL, WEIGHTS, CheckpointManifest, LedgerSegment, SaveKind
-from ingot.schema.guard_record import trouble_since
+from ingot.schema.guard_record import SUSPECT, back_to
 from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
@@ -32,7 +32,7 @@ from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.pins import StoredPins, pinned_steps
 from ingot.trainer.checkpoint.places import Places, node
 from ingot.trainer.checkpoint.retention import retained
-from ingot.trainer.checkpoint.rules import damaged
+from ingot.trainer.checkpoint.rules import damaged, proven_steps
 
 _CHUNK = 8 << 20
 _Job = tuple[IO[bytes], str, str]  # an open file, the name of its object, its hash
@@ -301,15 +301,24 @@ class RemoteTier(FetchedCheckpoints):
 
         Pinned are the steps that are pinned in the store or in the run folder.
         """
+        steps = self.steps()
         return retained(
-            self.steps(),
+            steps,
             keep=self.remote.keep,
             keep_every=self.remote.keep_every,
             pinned=self.pins.pinned() | pinned_steps(self._folder),
-            is_sound=lambda step: self._is_suspect(step) is not None,
-            is_suspect=lambda step: bool(self._is_suspect(step)),
-            trouble=trouble_since(self._folder.guard),
+            is_sound=lambda step: self._doubt(step) is not None,
+            is_suspect=lambda step: (doubt := self._doubt(step)) is not None and doubt.grade == SUSPECT,
+            back_to=back_to(self._folder.guard),
+            proven_steps=self._proven_steps(steps),
         )
+
+    def _proven_steps(self, steps: Sequence[int]) -> int:
+        """Return guard.proven_steps of the newest checkpoint whose manifest is sound; 0 if it has none."""
+        for step in steps:
+            with contextlib.suppress(CheckpointError, NotStored):
+                return proven_steps(self._facts_of(step))
+        return 0
 
     def half_uploads(self) -> dict[int, list[str]]:
         """Return step -> the objects that an upload left which never ended and was not repeated: of steps older than

@@ -77,8 +77,8 @@ def _written_since(folder: RunFolder, listed: ListedCheckpoint, seconds: float) 
 
 
 def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:
-    """Return the checkpoint that a resume takes first: the newest without damage, suspect ones last."""
-    return next((c for c in sorted(listed, key=lambda c: bool(c.suspect)) if not c.damage), None)
+    """Return the checkpoint that a resume takes first: the newest without damage, those in doubt last."""
+    return next((c for c in sorted(listed, key=lambda c: c.doubt.grade) if not c.damage), None)
 
 
 def find_resume_point(folder: RunFolder) -> ResumePoint:
@@ -93,7 +93,7 @@ def find_resume_point(folder: RunFolder) -> ResumePoint:
     there = next((c for c in listed if c.step == newest), None)
     if there is None:
         return ResumePoint(step, newest, "its folder is missing")
-    return ResumePoint(step, newest, there.damage or f"its weights are suspect ({there.suspect})")
+    return ResumePoint(step, newest, there.damage or f"its weights are in doubt ({there.doubt.reason})")
 
 
 def resume_step(folder: RunFolder) -> int:

@@ -114,6 +114,11 @@ def global_batch(manifest: CheckpointManifest) -> int:
     return _count(manifest, "train.global_batch")
 
 
+def proven_steps(manifest: CheckpointManifest) -> int:
+    """Return the steps that have to follow a checkpoint before its weights count as sound; 0 for weights alone."""
+    return 0 if manifest.kind == WEIGHTS else _count(manifest, "guard.proven_steps")
+
+
 def _count(manifest: CheckpointManifest, key: str) -> int:
     value = manifest.settings.get(key, 0)
     return value if type(value) is int and value > 0 else 0

@@ -7,10 +7,11 @@ from types import MappingProxyType
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment, SaveKind
+from ingot.schema.guard_record import NO_DOUBT, Doubt
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import BlobStore, NotStored, StoredObject, read_object
 from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
-from ingot.trainer.checkpoint.manifest import MANIFEST, measures_beside, parse_manifest, suspicion
+from ingot.trainer.checkpoint.manifest import MANIFEST, doubt_about, measures_beside, parse_manifest
 from ingot.trainer.checkpoint.places import with_hash
 from ingot.trainer.checkpoint.rules import FOLDER
 
@@ -23,8 +24,8 @@ class StoredCheckpoint:
     """A checkpoint in the listing of a store. stored_at: Unix seconds of its last object, as the store counts.
 
     whole: it has a manifest; otherwise its upload has not ended. late: it was published too late (fence.py). damage:
-    the reason why it cannot be fetched, by its manifest and the listing; "" if there is none. suspect: the reason why
-    its weights are. manifest: None if it cannot be read.
+    the reason why it cannot be fetched, by its manifest and the listing; "" if there is none. doubt: about its
+    weights. manifest: None if it cannot be read.
     """
 
     step: int
@@ -33,7 +34,7 @@ class StoredCheckpoint:
     whole: bool
     late: bool = False
     damage: str = ""
-    suspect: str = ""
+    doubt: Doubt = NO_DOUBT
     manifest: CheckpointManifest | None = None
 
 
@@ -94,7 +95,7 @@ class StoredCheckpoints:
             whole=True,
             late=late,
             damage=damage,
-            suspect=suspicion(manifest, measures_beside(self._folder.checkpoints)) if manifest else "",
+            doubt=doubt_about(manifest, measures_beside(self._folder.checkpoints)) if manifest else NO_DOUBT,
             manifest=manifest,
         )
 
@@ -186,9 +187,9 @@ class StoredCheckpoints:
         except NotStored:
             return False
 
-    def _is_suspect(self, step: int) -> bool | None:
-        """Return whether the weights of a stored checkpoint were judged suspect; None if its manifest is damaged."""
+    def _doubt(self, step: int) -> Doubt | None:
+        """Return the doubt about the weights of a stored checkpoint; None if its manifest is damaged."""
         try:
-            return bool(suspicion(self._facts_of(step), measures_beside(self._folder.checkpoints)))
+            return doubt_about(self._facts_of(step), measures_beside(self._folder.checkpoints))
         except CheckpointError:
             return None

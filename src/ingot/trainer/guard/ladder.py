@@ -103,7 +103,8 @@ class Ladder:
         if action in (EARLIER, LOWER):
             began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
             first = max(began - 1, 1)
-        measure = Measure(action=action, first=first, last=last, found=found)
+        proven_to = max(min(first, self._row[0]) - 1 - self.guard.proven_steps, 0)
+        measure = Measure(action=action, first=first, last=last, found=found, proven_to=proven_to)
         if action != LOWER:
             return measure
         guard = self.guard

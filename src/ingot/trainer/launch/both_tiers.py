@@ -101,15 +101,15 @@ def no_store(folder: RunFolder) -> ConfigError:
 
 
 def resume_step(local: Iterable[ListedCheckpoint], store: StoreListing, lost: Collection[int]) -> int:
-    """Return the step from which the next start continues: over both tiers the newest, suspect ones last. 0: none.
+    """Return the step from which the next start continues: over both tiers the newest, those in doubt last. 0: none.
 
     local: the checkpoints on the disk. lost: the steps of those that lack files.
     """
     first = first_usable(one for one in local if one.step not in lost)
-    found = [(bool(first.suspect), -first.step)] if first else []
+    found = [(first.doubt.grade, -first.step)] if first else []
     sound = store.sound_steps(FULL)
-    found += [(bool(one.suspect), -one.step) for one in store.saves[FULL] if one.step in sound]
-    return -min(found, default=(False, 0))[1]
+    found += [(one.doubt.grade, -one.step) for one in store.saves[FULL] if one.step in sound]
+    return -min(found, default=(0, 0))[1]
 
 
 def copy_command(store: StoreListing, run: Path, step: int, kind: SaveKind) -> str:

@@ -160,8 +160,8 @@ def nothing_found(path: Path) -> IngotError:
 def _note(listed: ListedCheckpoint, absent: AbsentFiles | None, *, resumes: bool) -> str:
     if listed.damage or not ledger_beside(listed.path):
         return listed.damage or A_COPY
-    suspect = listed.suspect and f"weights are suspect: {listed.suspect}"
-    parts = (suspect, absent.text if absent else "", RESUMES_HERE if resumes else "")
+    doubt = listed.doubt.reason and f"weights are in doubt: {listed.doubt.reason}"
+    parts = (doubt, absent.text if absent else "", RESUMES_HERE if resumes else "")
     return "  ".join(part for part in parts if part)
 
 

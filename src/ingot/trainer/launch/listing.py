@@ -51,8 +51,8 @@ class TierCopy:
 class ListedSave:
     """A checkpoint, or a save of the weights alone, on the tiers that have it; a tier that lacks it is None.
 
-    tokens, layout: None if no manifest can be read. layout: the degrees of the mesh, by axis. suspect: why the weights
-    are suspect. resumes_here: the next start of the run continues from this checkpoint.
+    tokens, layout: None if no manifest can be read. layout: the degrees of the mesh, by axis. doubt: why the weights
+    are in doubt. resumes_here: the next start of the run continues from this checkpoint.
     """
 
     step: int
@@ -60,7 +60,7 @@ class ListedSave:
     tokens: int | None
     layout: dict[str, int] | None
     pinned: bool
-    suspect: str
+    doubt: str
     resumes_here: bool
     disk: TierCopy | None
     store: TierCopy | None
@@ -176,7 +176,7 @@ def _save(
         tokens=manifest.tokens if manifest else None,
         layout=dict(manifest.layout) if manifest else None,
         pinned=pinned,
-        suspect=disk.suspect if disk else store.suspect if store else "",
+        doubt=next(one.doubt.reason for one in (disk, store) if one),
         resumes_here=resumes,
         disk=_on_disk(disk, times.get(("disk", kind, step)), absent) if disk else None,
         store=_in_store(store, times.get(("store", kind, step))) if store else None,

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from ingot.errors import EXIT_OK, UsageError
 from ingot.schema.checkpoint import FULL, KINDS, SaveKind
-from ingot.schema.guard_record import trouble_since
-from ingot.schema.run import Checkpoint
+from ingot.schema.guard_record import SUSPECT, back_to
+from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.store import StoreUnreachable
 from ingot.theory.rules import recorded_run
@@ -131,7 +131,7 @@ def prune_checkpoints(
         if lease:
             lease.take()
         for folder, tier in runs:
-            local = _retained_on_disk(folder, recorded_run(folder.config).checkpoint)
+            local = _retained_on_disk(folder, recorded_run(folder.config))
             found.append((folder.kind, "disk", local))
             if tier:
                 found.append((folder.kind, tier.url, tier.retained()))
@@ -146,10 +146,10 @@ def prune_checkpoints(
     )
 
 
-def _retained_on_disk(folder: RunFolder, rules: Checkpoint) -> dict[int, str]:
+def _retained_on_disk(folder: RunFolder, run: RunConfig) -> dict[int, str]:
     """Return what the rules decide. Unlike a save, which has just verified its own checkpoint, a command trusts the
     manifests, the sizes of the files, and what the ranks refused."""
-    full = folder.kind == FULL
+    full, rules = folder.kind == FULL, run.checkpoint
     found = judged_checkpoints(folder) if full else list_checkpoints(folder.checkpoints)
     listed = {one.step: one for one in found}
     return retained(
@@ -158,6 +158,7 @@ def _retained_on_disk(folder: RunFolder, rules: Checkpoint) -> dict[int, str]:
         keep_every=rules.keep_every if full else 0,
         pinned=pins.pinned_steps(folder),
         is_sound=lambda step: not listed[step].damage,
-        is_suspect=lambda step: bool(listed[step].suspect),
-        trouble=trouble_since(folder.guard),
+        is_suspect=lambda step: listed[step].doubt.grade == SUSPECT,
+        back_to=back_to(folder.guard),
+        proven_steps=run.guard.proven_steps if full else 0,
     )

@@ -27,8 +27,8 @@ from ingot.schema.checkpoint import FileEntry, file_of
 from ingot.storage import canonical_json, sha256_bytes
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
+    grade_of_doubt,
     is_finished,
-    is_suspect,
     list_checkpoints,
     read_manifest,
     verify_checkpoint,
@@ -123,7 +123,7 @@ def with_noise(data: bytes, draw: random.Random) -> bytes:
 
 def use(path: Path) -> None:
     """Do with a checkpoint what a run, a listing and an export do with it. Raises CheckpointError if it is refused."""
-    assert is_finished(path) in (True, False) and is_suspect(path) in (True, False)
+    assert is_finished(path) in (True, False) and grade_of_doubt(path) in (0, 1, 2)
     list_checkpoints(path.parent)
     manifest = verify_checkpoint(path)
     blocks = [

@@ -383,8 +383,8 @@ def test_the_order_of_a_resume_holds_over_both_tiers(folder, tmp_path):
         assert (fetched and fetched.step) == expected, local
     tier = tier_of(other, store)
     assert tier.fetch_before(None, {10}, print).step == 30
-    assert tier.fetch_before((True, -30), {10}, print) is None
-    assert tier.fetch_before((True, -25), {10}, print).step == 30
+    assert tier.fetch_before((2, -30), {10}, print) is None
+    assert tier.fetch_before((2, -25), {10}, print).step == 30
 
 
 def test_a_stored_checkpoint_that_is_damaged_is_reported_although_a_local_one_serves(folder):

@@ -11,6 +11,7 @@ from tests.expect import refused
 
 from ingot.cli.main import main
 from ingot.schema.checkpoint import WEIGHTS
+from ingot.schema.guard import Guard
 from ingot.schema.launch import Launch
 from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
@@ -50,7 +51,7 @@ def stored_tier(folder, store=None, **rules):
     return tier
 
 
-def decided(keep=1, keep_every=0, pinned=(), unsound=(), suspect=(), trouble=0):
+def decided(keep=1, keep_every=0, pinned=(), unsound=(), suspect=(), back_to=(), proven_steps=0):
     reasons = retained(
         range(10, 60, 10),
         keep=keep,
@@ -58,7 +59,8 @@ def decided(keep=1, keep_every=0, pinned=(), unsound=(), suspect=(), trouble=0):
         pinned=set(pinned),
         is_sound=lambda step: step not in unsound,
         is_suspect=lambda step: step in suspect,
-        trouble=trouble,
+        back_to=back_to,
+        proven_steps=proven_steps,
     )
     return [step for step, reason in reasons.items() if reason]
 
@@ -70,8 +72,11 @@ def test_what_the_rules_keep():
     assert decided(pinned=[10]) == [50, 10]
     assert decided(keep=2, suspect=[50, 40, 30]) == [50, 40, 20, 10]
     assert decided(unsound=[50, 40]) == [50, 40, 30]
-    assert decided(trouble=30) == decided(trouble=21) == [50, 20]
-    assert decided(trouble=30, unsound=[20]) == [50, 10] and decided(trouble=10) == [50]
+    assert decided(back_to=[29]) == decided(back_to=[20]) == [50, 20]
+    assert decided(back_to=[20], unsound=[20]) == [50, 10] and decided(back_to=[9]) == [50]
+    assert decided(proven_steps=10) == [50, 40] and decided(proven_steps=11) == [50, 30]
+    assert decided(proven_steps=10, suspect=[40]) == [50, 30] and decided(proven_steps=50) == [50]
+    assert decided(proven_steps=20, back_to=[15, 45]) == [50, 40, 30, 10]
 
 
 def test_the_newest_sound_checkpoint_always_stays():
@@ -170,7 +175,7 @@ class Silent(MemoryStore):
 def rules(folder, tmp_path, monkeypatch):
     (tmp_path / "s").mkdir()
     remote = RemoteCheckpoints(url=f"file://{tmp_path}/s", keep=2)
-    run = SimpleNamespace(checkpoint=Checkpoint(keep=1, remote=remote), launch=Launch())
+    run = SimpleNamespace(checkpoint=Checkpoint(keep=1, remote=remote), launch=Launch(), guard=Guard(proven_steps=0))
     monkeypatch.setattr(stored, "recorded_run", lambda path: run)
     monkeypatch.setattr(retain, "recorded_run", lambda path: run)
     for step in (10, 20, 30, 40):

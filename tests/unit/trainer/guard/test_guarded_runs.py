@@ -70,7 +70,8 @@ def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run):
 
 
 def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
-    """The run goes back twice: first it trains them again, then it passes them. A kill on the way changes nothing."""
+    """The run goes back twice, to a checkpoint that is proven: first it trains them again, then it passes them. A kill on
+    the way changes nothing."""
     run = {"dp_shard": 2, "steps": 30, "guard": GUARD, "lr": 2e-2}
     bad = {20, 21, 22, 23, 24}
     found, ordered = make_run("found", **run), make_run("ordered", skip=("20-24",), **run)
@@ -79,7 +80,7 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
     train_with(fork_ranks, ordered, ())
     measures = read_measures(found.guard)
     assert [(one.action, one.first, one.last) for one in measures] == [(AGAIN, 20, 22), (PASS, 20, 22)]
-    assert [(e["from_step"], e["to_step"]) for e in of_kind(found, "rolled_back")] == [(24, 15)] * 2
+    assert [(e["from_step"], e["to_step"]) for e in of_kind(found, "rolled_back")] == [(24, 10)] * 2
     assert any(line.startswith("guard     steps 20-22: ") for line in results[0][1])
     assert saved_tensors(found) == saved_tensors(ordered)
     manifest = ledger_proof(found, load_run(found.config))
@@ -105,8 +106,8 @@ def test_steps_that_hurt_once_are_trained_again(fork_ranks, make_run):
 
 def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monkeypatch):
     """A learning rate of fifty times in step 15 shows from step 16 on. Its checkpoint is suspect, and an older one is
-    used: the run ends as one that was directed to pass the steps."""
-    run = {"steps": 30, "lr": 2e-2, "guard": GUARD}
+    used: the run ends as one that was directed to pass the steps. If none is proven, the newest is taken."""
+    run = {"steps": 30, "lr": 2e-2, "guard": GUARD | {"proven_steps": 100}}
     folder = make_run(**run)
     plain = learning_rate(30, 2e-2, load_run(folder.config).schedule)
     monkeypatch.setattr(loop, "learning_rate", lambda *_: lambda step: plain(step) * (50 if step == 15 else 1))

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 
 from ingot.errors import RunFailed
@@ -8,11 +10,15 @@ from ingot.schema.guard_record import (
     AGAIN,
     EARLIER,
     LOWER,
+    NO_DOUBT,
     PASS,
     STOP,
+    SUSPECT,
+    UNPROVEN,
     GuardState,
     Measure,
     clip_factor,
+    doubt,
     lr_factor,
     passed_steps,
     read_measures,
@@ -71,7 +77,7 @@ def test_single_skipped_steps_are_no_row(tmp_path):
 
 def test_measures_are_taken_one_after_the_other(tmp_path):
     """A row is its first three steps, wherever log lines end."""
-    ladder = ladder_of(tmp_path, lr_steps=50, clip_factor=0.25)
+    ladder = ladder_of(tmp_path, lr_steps=50, clip_factor=0.25, proven_steps=2)
     assert ask(ladder, 8, ".xx") is Verdict.CONTINUE
     assert ask(ladder, 11, "xx") is Verdict.ROLL_BACK  # a row over two lines
     assert ask(ladder, 9, "xxxx.") is Verdict.ROLL_BACK  # and one with more steps in its line
@@ -79,6 +85,7 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
     assert ask(ladder, 19, "xxx") is Verdict.ROLL_BACK
     assert ask(ladder, 30, "xxxx") is Verdict.ROLL_BACK and ladder._judge.begins == {30}
     found = [(one.action, one.first, one.last) for one in ladder.measures]
+    assert [one.proven_to for one in ladder.measures] == [6, 6, 5, 5, 27]
     assert found == [(AGAIN, 9, 11), (PASS, 9, 11), (EARLIER, 8, 18), (LOWER, 8, 21), (ACCEPT, 30, 32)]
     assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
     assert passed_steps(ladder.measures) == [StepSpan(9, 11), StepSpan(8, 18), StepSpan(8, 21)]
@@ -87,6 +94,16 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
     assert ladder_of(tmp_path, ladder.measures)._judge.begins == {30}  # also after a kill
     with pytest.raises(RunFailed):
         ask(ladder, 70, "xxx")
+
+
+def test_doubt_about_checkpoints():
+    """From the trouble on, checkpoints are suspect, shortly before it unproven; one that has the measure is neither."""
+    again = Measure(action=AGAIN, first=20, last=22, found=(SPIKE,), proven_to=11)
+    earlier = replace(again, action=EARLIER, first=19, proven_to=10)
+    grades = [doubt([again, earlier], step, [again]).grade for step in (10, 11, 18, 19, 25)]
+    assert grades == [0, UNPROVEN, UNPROVEN, SUSPECT, SUSPECT]
+    assert doubt([again], 12, ()).reason == "only 7 steps of training followed before trouble from step 20 on"
+    assert doubt([again], 30, [again]) == NO_DOUBT
 
 
 def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):
@@ -108,8 +125,8 @@ def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
 
 
 def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
-    old = Measure(action=PASS, first=2, last=4, found=(SPIKE,))
-    new = Measure(action=AGAIN, first=300, last=304, found=(SPIKE,))
+    old = Measure(action=PASS, first=2, last=4, found=(SPIKE,), proven_to=0)
+    new = Measure(action=AGAIN, first=300, last=304, found=(SPIKE,), proven_to=291)
     ladder = ladder_of(tmp_path, [new])
     ladder.restore(GuardState(measures=(old,), row=(9, 10), row_found=(SPIKE,)), new_window=False)
     assert ladder.measures == [old, new] == read_measures(tmp_path / "guard.json")

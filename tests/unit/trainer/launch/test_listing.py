@@ -68,7 +68,7 @@ def test_the_facts_have_stable_names(run, capsys):
     assert facts.keys() == {"checkpoints", "store", "exit_code"}
     first = facts["checkpoints"][0]
     assert first.keys() == {
-        *("step", "kind", "tokens", "layout", "pinned", "suspect", "resumes_here", "disk", "store")
+        *("step", "kind", "tokens", "layout", "pinned", "doubt", "resumes_here", "disk", "store")
     }  # fmt: skip
     assert first["disk"].keys() == {"bytes", "verified_at", "verified_by", "late", "damage", "absent", "lost"}
     assert (first["tokens"], first["layout"], first["store"]["late"]) == (1000, {"dp_shard": 2, "tp": 2}, False)
@@ -170,7 +170,7 @@ def test_a_newer_checkpoint_of_the_store_is_where_training_resumes(run):
     write_manifest(
         run.checkpoint(20), replace(read_manifest(run.checkpoint(20)), health=Health(state="suspect", reason="a spike"))
     )
-    assert by_step(run)[0][20, "full"].suspect == "a spike"
+    assert by_step(run)[0][20, "full"].doubt == "a spike"
     write_checkpoint(run, 40, health=Health(state="suspect", reason="a spike"))
     push_checkpoint(run.root, 40)
     shutil.rmtree(run.checkpoint(40))
