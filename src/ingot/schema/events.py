@@ -29,6 +29,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   passed         steps [..] (steps whose data were passed)            one per log line that has any
   finding        step, found [kinds], loss, grad_norm, loss_sigmas, norm_sigmas, norm_factor, skipped
                  (trainer/guard/step_judge.py)                        one per step in which the guard found something
+  sanity         step, loss (of a fixed batch of held-out text, nats per token), suspect
+                                                                      before a full save, guard.sanity_every
   guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
                  were skipped), found [kinds], lr_factor, clip_factor, lr_last
                  (schema/guard_record.py)                             the guard took a measure
@@ -105,6 +107,7 @@ SKIPPED = "skipped"
 PASSED = "passed"
 FINDING = "finding"
 GUARD = "guard"
+SANITY = "sanity"
 STATE_DAMAGED = "state_damaged"
 STATE_REPLAYED = "state_replayed"
 ROLLED_BACK = "rolled_back"

@@ -30,6 +30,8 @@ class Guard:
       (optim.clip_norm) are lowered, and for how many steps.
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
+    sanity_every: before a full save this many steps after the last one, a fixed batch of held-out text is scored; 0:
+      never. sanity_rise: if its loss rose by more than this, in nats per token, the checkpoint is suspect.
     """
 
     preset: Literal["off", "watch", "guard", "strict"] = "guard"
@@ -47,6 +49,8 @@ class Guard:
     clip_factor: Share = 0.5
     lr_steps: PositiveSteps = 200
     hash_every: Steps = 20
+    sanity_every: Steps = 100
+    sanity_rise: Positive = 0.3
 
     @property
     def acts(self) -> bool:

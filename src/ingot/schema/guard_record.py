@@ -54,10 +54,21 @@ class Measure:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SanityState:
+    """The fixed batch of held-out text (trainer/guard/sanity.py). step, loss: of the last checkpoint without doubt;
+    None: there is none, or its loss was not finite. doubted: how many checkpoints since then are suspect.
+    """
+
+    step: int = 0
+    loss: float | None = None
+    doubted: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
 class GuardState:
     """The guard in a checkpoint. measures: those taken so far. row: the steps up to the checkpoint whose updates were
     skipped, one after the other, and no measure was taken yet. row_found: what was found in them. losses, norms: of the
-    last healthy steps, the norms as logarithms.
+    last healthy steps, the norms as logarithms. sanity: of held-out text.
     """
 
     measures: tuple[Measure, ...] = ()
@@ -65,6 +76,7 @@ class GuardState:
     row_found: tuple[str, ...] = ()
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
+    sanity: SanityState = SanityState()
 
 
 def guard_state(values: Mapping[str, Any]) -> GuardState:
@@ -75,6 +87,7 @@ def guard_state(values: Mapping[str, Any]) -> GuardState:
         row_found=tuple(map(str, values["row_found"])),
         losses=tuple(map(float, values["losses"])),
         norms=tuple(map(float, values["norms"])),
+        sanity=SanityState(**values["sanity"]),
     )
 
 

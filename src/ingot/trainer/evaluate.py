@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ingot.schema.arch import Arch
 from ingot.tokenizer.encoder import Encoder
+from ingot.trainer.guard.sanity import SANITY_ROWS
 from ingot.trainer.heldout import Heldout
 from ingot.trainer.loader.reader import document_numbers
 from ingot.trainer.mesh.collectives import gather_from
@@ -70,12 +71,8 @@ def evaluate(
     part: the part of the text that this rank scores. readers: the rank that scores each part, in order.
     """
     cut = heldout.rows
-    rows, parts = len(cut.source), len(readers or [0])
-    # Every rank runs the same number of forwards, because a sharded model gathers its weights in each forward.
-    per_rank = -(-rows // parts)
-    own = np.arange(part * per_rank, (part + 1) * per_rank).clip(max=rows - 1)
-    nats = score_rows(nats_of, heldout, own, micro_batch, device)
-    everyone = gather_from(readers, nats).reshape(-1)[:rows] if readers else nats
+    rows = len(cut.source)
+    everyone = _nats_of_rows(nats_of, heldout, np.arange(rows), micro_batch, device, part, readers)
     base = (heldout.unigram[cut.targets] * cut.counted).sum(axis=1)
     tokens = cut.counted.sum(axis=1)
 
@@ -92,6 +89,40 @@ def evaluate(
     by_source = {t.source: score(cut.source == i, t.text_bytes) for i, t in enumerate(heldout.texts)}
     whole = score(np.ones(rows, bool), sum(t.text_bytes for t in heldout.texts))
     return Evaluation(whole, by_source)
+
+
+def sanity_loss(trainer: RunParts) -> float:
+    """Return the loss of a fixed batch of held-out text, in nats per token, the same on all ranks. Collective."""
+    heldout = trainer.heldout
+    assert heldout is not None
+    rows = np.unique(np.linspace(0, len(heldout.rows.source) - 1, SANITY_ROWS).astype(int))
+    nats = _nats_of_rows(
+        run_nats(trainer),
+        heldout,
+        rows,
+        trainer.config.train.micro_batch,
+        trainer.place.device,
+        trainer.mesh.data_rank,
+        trainer.readers,
+    )
+    return float(nats.sum()) / int(heldout.rows.counted[rows].sum())
+
+
+def _nats_of_rows(
+    nats_of: Nats,
+    heldout: Heldout,
+    rows: np.ndarray,
+    micro_batch: int,
+    device: torch.device,
+    part: int,
+    readers: Sequence[int] | None,
+) -> np.ndarray:
+    """Return the sum of nats of each of `rows`, divided among the `readers` (`evaluate`): float64 [len(rows)]."""
+    # Every rank runs the same number of forwards, because a sharded model gathers its weights in each forward.
+    per_rank = -(-len(rows) // len(readers or [0]))
+    own = rows[np.arange(part * per_rank, (part + 1) * per_rank).clip(max=len(rows) - 1)]
+    nats = score_rows(nats_of, heldout, own, micro_batch, device)
+    return gather_from(readers, nats).reshape(-1)[: len(rows)] if readers else nats
 
 
 def score_rows(nats_of: Nats, heldout: Heldout, rows: np.ndarray, micro_batch: int, device: torch.device) -> np.ndarray:

@@ -24,7 +24,7 @@ from ingot.schema.run import RunConfig
 from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
-from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts
+from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts, sanity_loss
 from ingot.trainer.loader.retry import DataTrouble
 from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
@@ -272,6 +272,18 @@ def log_evaluation(trainer: RunParts, step: int) -> None:
     seconds = round(time.monotonic() - began, 6)
     trainer.log(events.EVALUATION, step=step, **found.facts(), seconds=seconds)
     trainer.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
+
+
+def log_sanity(trainer: RunParts, step: int) -> None:
+    """Judge the weights by a fixed batch of held-out text, if that is due before `step` is saved. Collective."""
+    sanity = trainer.sanity
+    if sanity is None or not sanity.due(step):
+        return
+    loss = sanity_loss(trainer)
+    warning = sanity.judge(step, loss)
+    trainer.log(events.SANITY, step=step, loss=loss, suspect=bool(sanity.reason))
+    if warning:
+        trainer.say(f"WARNING   {warning}")
 
 
 def log_samples(trainer: RunParts, step: int) -> None:

@@ -16,7 +16,15 @@ from ingot.schema.guard_record import lr_factor
 from ingot.trainer.damage import judge_replayed, replace_damaged
 from ingot.trainer.integrity.watch import STATE_CHANGED
 from ingot.trainer.loader.loader import Batch
-from ingot.trainer.log import Interval, log_data_trouble, log_evaluation, log_interval, log_samples, log_start_times
+from ingot.trainer.log import (
+    Interval,
+    log_data_trouble,
+    log_evaluation,
+    log_interval,
+    log_samples,
+    log_sanity,
+    log_start_times,
+)
 from ingot.trainer.mesh.collectives import any_rank
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
@@ -199,6 +207,10 @@ class RunLoop:
             if any_rank(hashes.read()):
                 self._go_back()
                 return False
+        if kind == FULL:
+            self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
+            log_sanity(self.trainer, self.done)
+            self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         try:
             return save(self.trainer, self.done, kind, last=last)
         except CheckpointError as error:  # the same on every rank

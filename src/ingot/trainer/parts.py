@@ -15,6 +15,7 @@ from ingot.trainer.checkpoint.load import FetchInstead
 from ingot.trainer.checkpoint.nodes import FetchFile
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.uploader import Uploader
+from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout
 from ingot.trainer.integrity.watch import StateHashes
@@ -85,6 +86,7 @@ class RunParts(StepParts):
     heartbeat: where this rank is, for the supervisor's watchdog. clock: the time of the start by phase.
     left_out: how many saves of this process were left out because an earlier one was being written; left_out_shown:
     those of them that a line has shown.
+    sanity: judges weights by held-out text before they are saved; None: nobody does.
     waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
@@ -101,6 +103,7 @@ class RunParts(StepParts):
     fetch_file: FetchFile | None
     heldout: Heldout | None
     encoder: Encoder | None
+    sanity: SanityJudge | None
     cost: CostMeter
     tokens_per_byte: float
     flops_per_token: float

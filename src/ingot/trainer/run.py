@@ -12,7 +12,8 @@ import torch
 from ingot.events import EventLog
 from ingot.rng import derive
 from ingot.schema import events
-from ingot.schema.guard_record import measure_of, read_measures, write_measures
+from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.guard_record import SanityState, measure_of, read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import check_vocabulary, read_token_manifest
@@ -29,8 +30,9 @@ from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.guard.ladder import Ladder
+from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
-from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
+from ingot.trainer.heldout import Heldout, check_prompts, data_path, open_encoder, open_heldout
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_measure, log_start, total_peak
@@ -157,6 +159,7 @@ def build_trainer(
     clock.end("load")
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     parts.hashes = _hashes(config, parts)
+    heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     trainer = RunParts(
         **vars(parts),
         folder=folder,
@@ -168,8 +171,9 @@ def build_trainer(
         uploader=loaded.uploader,
         fetch_instead=loaded.fetch_instead,
         fetch_file=loaded.fetch_file,
-        heldout=open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens),
+        heldout=heldout,
         encoder=encoder,
+        sanity=_sanity(config, heldout, loaded.restored),
         cost=CostMeter(config.cost.usd_per_hour, devices_in_use(place), folder.events),
         tokens_per_byte=manifest.tokens / max(manifest.text_bytes, 1),
         flops_per_token=train_flops_per_token(config.model, config.train.seq_len),
@@ -215,6 +219,13 @@ def _policy(
         recorded=measures,
         ladder=ladder,
     )
+
+
+def _sanity(config: RunConfig, heldout: Heldout | None, restored: CheckpointManifest | None) -> SanityJudge | None:
+    """Return the judge of weights by held-out text, if the run has such text and wants it."""
+    if heldout is None or not config.guard.sanity_every:
+        return None
+    return SanityJudge(config.guard, restored.guard.sanity if restored else SanityState())
 
 
 def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:

@@ -59,14 +59,15 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
     if kind == FULL:
         segment, samples = next_segment(trainer, step)
         ledger = (*trainer.segments, segment)
+    sanity = trainer.sanity if kind == FULL else None
     facts = replace(
         trainer.checkpoint_facts,
         kind=kind,
         step=step,
         tokens=step * trainer.config.tokens_per_step,
-        health=trainer.policy.health(),
+        health=trainer.policy.health() if sanity is None else sanity.health(trainer.policy.health()),
         callbacks=trainer.callbacks.records() if kind == FULL else {},
-        guard=trainer.policy.state(),
+        guard=trainer.policy.state() if sanity is None else replace(trainer.policy.state(), sanity=sanity.state),
     )
     require_unchanged = trainer.hashes.require_unchanged if trainer.hashes is not None else None
     checkpoint = trainer.config.checkpoint
@@ -333,4 +334,6 @@ def reload(trainer: RunParts) -> int:
         trainer.background.forget(restored.step)  # a later start must not undo this
     if trainer.hashes is not None:
         trainer.hashes.forget()
+    if trainer.sanity is not None:
+        trainer.sanity.restore(restored.guard.sanity)
     return restored.step

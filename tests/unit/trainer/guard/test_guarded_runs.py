@@ -70,8 +70,8 @@ def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run):
 
 
 def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
-    """The run goes back twice, to a checkpoint that is proven: first it trains them again, then it passes them. A kill on
-    the way changes nothing."""
+    """The run goes back twice, to a proven checkpoint: first it trains them again, then it passes them. A kill on the
+    way changes nothing."""
     run = {"dp_shard": 2, "steps": 30, "guard": GUARD, "lr": 2e-2}
     bad = {20, 21, 22, 23, 24}
     found, ordered = make_run("found", **run), make_run("ordered", skip=("20-24",), **run)

@@ -1,0 +1,72 @@
+"""The fixed batch of held-out text: which checkpoints it doubts, and that a run does not continue from these."""
+
+import math
+
+import pytest
+from tests.unit.trainer.test_loop import run_rank
+
+from ingot.events import read_events
+from ingot.schema.checkpoint import Health
+from ingot.schema.guard import Guard
+from ingot.schema.guard_record import SanityState
+from ingot.theory.rules import load_run
+from ingot.trainer import loop
+from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.guard.sanity import SanityJudge
+from ingot.trainer.optim.schedule import learning_rate
+
+
+def judged(*losses, every=10):
+    """The doubts of saves every 10 steps, as the letter of each: "." none, "s" suspect; and the warnings."""
+    judge, marks, warnings = SanityJudge(Guard(sanity_every=every), SanityState()), "", []
+    for step, loss in enumerate(losses, 1):
+        warnings.append(judge.judge(10 * step, loss))
+        marks += "s" if judge.health(Health(state="healthy")).state == "suspect" else "."
+    return marks, warnings
+
+
+def test_a_loss_that_rose_makes_checkpoints_suspect_until_it_is_the_level():
+    marks, warnings = judged(4.0, 3.0, 3.29, 3.6, 3.9, 3.3)
+    assert marks == "...ss." and warnings[3].endswith(
+        "is 3.6 at step 40, and was 3.29 at step 30: the checkpoint is suspect"
+    )
+    marks, warnings = judged(3.0, 5.0, 5.0, 5.1, 5.3)
+    assert marks == ".ss.." and warnings[3] == "the loss of held-out text is 5.1 at step 40: this is the level now"
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+def test_a_batch_that_is_bad_itself_judges_nothing(bad):
+    marks, warnings = judged(bad, bad, 3.0, 3.1)
+    assert marks == "...." and "cannot show" in warnings[0] and "cannot show" in warnings[1] and not warnings[2]
+    assert judged(3.0, bad, bad, bad, bad, 3.0, 3.5)[0] == ".ss...s"
+
+
+def test_when_the_batch_is_scored():
+    judge = SanityJudge(Guard(sanity_every=100), SanityState())
+    assert not judge.due(99) and judge.due(100)
+    judge.judge(100, 3.0)
+    assert not judge.due(199) and judge.due(200)
+    judge.judge(200, 4.0)
+    assert judge.due(201)  # in doubt, at each save
+    judge.restore(SanityState(step=100, loss=3.0))
+    assert not judge.due(150) and judge.health(Health()) == Health()
+
+
+def test_a_run_does_not_continue_from_weights_that_lost_what_they_had_learned(fork_ranks, make_run, monkeypatch):
+    """Fifty times the learning rate in step 13, which no guard looks at: the checkpoint of step 15 is suspect."""
+    run = {"steps": 20, "lr": 2e-2, "guard": {"preset": "off", "sanity_every": 5}}
+    folder, one = make_run("two", dp_shard=2, **run), make_run("one", **run)
+    plain = learning_rate(20, 2e-2, load_run(folder.config).schedule)
+    monkeypatch.setattr(loop, "learning_rate", lambda *_: lambda step: plain(step) * (50 if step == 13 else 1))
+    for each, ranks in ((folder, 2), (one, 1)):
+        results = fork_ranks(lambda rank, world, each=each: run_rank(rank, world, each, 15), ranks)
+        assert any("the checkpoint is suspect" in line for line in results[0][1])
+        newest, older = list_checkpoints(each.checkpoints)[:2]
+        assert newest.step == 15 and "held-out text" in newest.doubt.reason and not older.doubt.grade
+        assert newest.manifest.guard.sanity.doubted == 1 and newest.manifest.guard.sanity.step == 10
+    losses = [[e["loss"] for e in read_events(each.events, "sanity")] for each in (folder, one)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 3
+    monkeypatch.setattr(loop, "learning_rate", lambda *_: plain)
+    fork_ranks(lambda rank, world: run_rank(rank, world, folder), 2)
+    assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 10]
+    assert [e["suspect"] for e in read_events(folder.events, "sanity")] == [False, False, True, False, False]
