@@ -3,14 +3,16 @@
 import math
 from dataclasses import replace
 
+import pytest
 from tests.unit.trainer.test_loop import files_of, ledger_proof, run_rank, saved_tensors, step_facts
 
 from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.report.lineage.prove import prove_run
-from ingot.schema.guard_record import AGAIN, EARLIER, PASS, read_measures
+from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, Measure, read_measures, write_measures
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
+from ingot.trainer import step as trainer_step
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.step import train_step
@@ -122,6 +124,26 @@ def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monke
     assert saved_tensors(folder) == saved_tensors(ordered)
     trained = {step: facts for step, facts in step_facts(folder).items() if not 15 <= step <= last}
     assert trained == step_facts(ordered)
+
+
+def test_lower_rates_come_with_a_lower_limit(fork_ranks, make_run):
+    """From the record of the folder, in the steps that it names."""
+    folder = make_run(steps=8, guard=GUARD, clip_norm=0.2, lr=1e-2)
+    lower = Measure(
+        action=LOWER, first=3, last=4, found=("loss spike",), proven_to=0, lr_factor=0.5, clip_factor=0.25, lr_last=6
+    )
+    write_measures(folder.guard, [lower])
+
+    def run(rank, world):
+        limits, clip = [], trainer_step.clip_factor
+        trainer_step.clip_factor = lambda norm, limit, **more: limits.append(limit) or clip(norm, limit, **more)
+        run_rank(rank, world, folder)
+        return limits
+
+    assert fork_ranks(run, 1) == [pytest.approx([0.2, 0.2, 0.05, 0.05, 0.2, 0.2])]
+    rates, plain = step_facts(folder), learning_rate(8, 1e-2, load_run(folder.config).schedule)
+    factors = {step: facts[2] / plain(step) for step, facts in rates.items()}
+    assert factors == pytest.approx({1: 1, 2: 1, 5: 0.5, 6: 0.5, 7: 1, 8: 1})
 
 
 def test_the_same_command_passes_batches_that_are_never_finite(fork_ranks, make_run):

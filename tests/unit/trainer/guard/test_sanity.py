@@ -66,7 +66,8 @@ def test_a_run_does_not_continue_from_weights_that_lost_what_they_had_learned(fo
         assert newest.manifest.guard.sanity.doubted == 1 and newest.manifest.guard.sanity.step == 10
     losses = [[e["loss"] for e in read_events(each.events, "sanity")] for each in (folder, one)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-4) and len(losses[0]) == 3
+    fork_ranks(lambda rank, world: run_rank(rank, world, folder, 15), 2)
     monkeypatch.setattr(loop, "learning_rate", lambda *_: plain)
     fork_ranks(lambda rank, world: run_rank(rank, world, folder), 2)
-    assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 10]
-    assert [e["suspect"] for e in read_events(folder.events, "sanity")] == [False, False, True, False, False]
+    assert [e["from_step"] for e in read_events(folder.events, "run_started")] == [0, 10, 10]
+    assert [e["suspect"] for e in read_events(folder.events, "sanity")] == [False, False, True, True, False, False]

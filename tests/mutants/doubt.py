@@ -1,0 +1,75 @@
+"""Faults in what the guard goes back to: proven checkpoints, the order of measures, and held-out text before saves."""
+
+from .mutant import Mutant
+
+_LADDER = "tests/unit/trainer/guard/test_ladder.py"
+_RUNS = "tests/unit/trainer/guard/test_guarded_runs.py"
+_SANITY = "tests/unit/trainer/guard/test_sanity.py"
+_RETENTION = "tests/unit/trainer/checkpoint/test_retention.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="unproven-without-doubt",
+        what="a checkpoint shortly before the trouble counts as sound",
+        file="schema/guard_record.py",
+        before="if step > min((one.proven_to for one in later), default=step):",
+        after="if False:",
+        tests=(f"{_LADDER}::test_doubt_about_checkpoints", f"{_RUNS}::test_a_row_of_batches_that_hurt_is_passed"),
+    ),
+    Mutant(
+        name="proven-checkpoint-removed",
+        what="retention keeps no checkpoint that is proven",
+        file="trainer/checkpoint/retention.py",
+        before='    wanted[proven] = f"the newest with {proven_steps} steps after it"\n',
+        after="",
+        tests=(f"{_RETENTION}::test_what_the_rules_keep",),
+    ),
+    Mutant(
+        name="one-bound-of-retention",
+        what="retention keeps no checkpoint for a run that has none proven before the trouble",
+        file="schema/guard_record.py",
+        before="return (rows[-1].proven_to, rows[-1].first - 2) if rows else ()",
+        after="return (rows[-1].proven_to,) if rows else ()",
+        tests=(f"{_RUNS}::test_an_update_that_harmed_the_weights_is_undone",),
+    ),
+    Mutant(
+        name="no-earlier-step",
+        what="the step before the trouble is not passed",
+        file="trainer/guard/ladder.py",
+        before="            first = max(began - 1, 1)\n",
+        after="            first = began\n",
+        tests=(f"{_RUNS}::test_an_update_that_harmed_the_weights_is_undone",),
+    ),
+    Mutant(
+        name="clip-limit-stays",
+        what="the limit of the gradient norm stays when the learning rate is lowered",
+        file="trainer/step.py",
+        before="limit = parts.config.optim.clip_norm * limit_factor(parts.policy.measures(), step)",
+        after="limit = parts.config.optim.clip_norm",
+        tests=(f"{_RUNS}::test_lower_rates_come_with_a_lower_limit",),
+    ),
+    Mutant(
+        name="sanity-not-marked",
+        what="a checkpoint whose held-out loss rose is saved as healthy",
+        file="trainer/save.py",
+        before="health=trainer.policy.health() if sanity is None else sanity.health(trainer.policy.health()),",
+        after="health=trainer.policy.health(),",
+        tests=(f"{_SANITY}::test_a_run_does_not_continue_from_weights_that_lost_what_they_had_learned",),
+    ),
+    Mutant(
+        name="sanity-state-lost",
+        what="a run that continues has no loss to compare with",
+        file="trainer/run.py",
+        before="SanityJudge(config.guard, restored.guard.sanity if restored else SanityState())",
+        after="SanityJudge(config.guard, SanityState())",
+        tests=(_SANITY,),
+    ),
+    Mutant(
+        name="sanity-follows-the-rise",
+        what="the loss of a suspect checkpoint becomes the one to compare with",
+        file="trainer/guard/sanity.py",
+        before="self.state = replace(self.state, doubted=self.state.doubted + 1)",
+        after="self.state = SanityState(step=step, loss=loss, doubted=self.state.doubted + 1)",
+        tests=(f"{_SANITY}::test_a_loss_that_rose_makes_checkpoints_suspect_until_it_is_the_level",),
+    ),
+]
