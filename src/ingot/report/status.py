@@ -192,6 +192,9 @@ class _Log:
             self.skipped.update(event["steps"])
         elif kind == events.GUARD:
             self.guard = described(measure_of(event))
+        elif kind == events.GUARD_ASKED:
+            clock = time.strftime("%H:%M:%S", time.localtime(event["until"]))
+            self.guard = f"waits until {clock} for an answer about steps {event['first']}-{event['last']} (ingot guard)"
         elif kind == events.ROLLED_BACK:
             self.roll_backs.append((event["from_step"], event["to_step"]))
             self._go_back(event["to_step"])

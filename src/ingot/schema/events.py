@@ -34,6 +34,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
                  were skipped), found [kinds], lr_factor, clip_factor, lr_last
                  (schema/guard_record.py)                             the guard took a measure
+  guard_asked    first, last, found [kinds], until (Unix seconds)     the run waits for a person (guard_answer.py)
   state_damaged  step, rank, host, tensor (its name in a checkpoint), element, bit (of it; null: unknown, or more
                  differ), sign ("own_hash": it changed between two updates; "minority": most copies are equal, and
                  others; "undecided": two copies differ, and both ranks have such an event)
@@ -107,6 +108,7 @@ SKIPPED = "skipped"
 PASSED = "passed"
 FINDING = "finding"
 GUARD = "guard"
+GUARD_ASKED = "guard_asked"
 SANITY = "sanity"
 STATE_DAMAGED = "state_damaged"
 STATE_REPLAYED = "state_replayed"

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ingot.ranges import Factor, Positive, PositiveSteps, Range, Share, Steps
+from ingot.ranges import Factor, Positive, PositiveSteps, Range, Seconds, Share, Steps
 
 Window = Annotated[int, Range(8, 1024)]
 
@@ -28,6 +28,7 @@ class Guard:
       to an older one: what harmed the weights need not show at once. Retention keeps one that has them.
     lr_factor, clip_factor, lr_steps: by which factors the learning rate and the limit of the gradient norm
       (optim.clip_norm) are lowered, and for how many steps.
+    ask_seconds: before the run stops for a person, it waits so long for an answer (`ingot guard RUN --take MEASURE`).
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
     sanity_every: before a full save this many steps after the last one, a fixed batch of held-out text is scored; 0:
@@ -48,6 +49,7 @@ class Guard:
     lr_factor: Share = 0.5
     clip_factor: Share = 0.5
     lr_steps: PositiveSteps = 200
+    ask_seconds: Seconds = 0.0
     hash_every: Steps = 20
     sanity_every: Steps = 100
     sanity_rise: Positive = 0.3

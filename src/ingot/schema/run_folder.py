@@ -108,6 +108,15 @@ class RunFolder:
         return self.root / "guard.json"
 
     @property
+    def guard_question(self) -> Path:
+        """A file that exists while the run waits for a person to choose a measure (schema/guard_answer.py)."""
+        return self.root / "guard-question.json"
+
+    @property
+    def guard_answer(self) -> Path:
+        return self.root / "guard-answer.json"
+
+    @property
     def logs(self) -> Path:
         """A folder with the standard error of the launcher and its ranks, one file per attempt."""
         return self.root / "logs"

@@ -13,7 +13,8 @@ from ingot.events import EventLog
 from ingot.rng import derive
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.guard_record import SanityState, measure_of, read_measures, write_measures
+from ingot.schema.guard_answer import take_answer
+from ingot.schema.guard_record import STOP, Action, SanityState, measure_of, read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import check_vocabulary, read_token_manifest
@@ -42,6 +43,7 @@ from ingot.trainer.mesh.mesh import Mesh, cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts, StepParts
+from ingot.trainer.question import ask_person
 from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
 from ingot.trainer.resilience.leaving import with_peers
 from ingot.trainer.resilience.start_times import StartClock
@@ -143,7 +145,7 @@ def build_trainer(
     clock.end("build")
     parts = build_parts(config, place.device, base, continues=continues, given=given, clock=clock)
     on_rank_zero = say if place.is_first else _silent
-    parts.policy = _policy(config, folder, parts.step_judge, log, on_rank_zero)
+    parts.policy = policy = _policy(config, folder, parts.step_judge, log, on_rank_zero)
     recorded = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
@@ -191,6 +193,8 @@ def build_trainer(
         log=log,
         say=on_rank_zero,
     )
+    if policy.ladder is not None and config.guard.ask_seconds:
+        policy.ladder.ask = partial(ask_person, trainer)
     log_start(trainer)
     trainer.waits.start()
     clock.end("build")
@@ -211,12 +215,16 @@ def _policy(
     if judge is not None and config.guard.acts:
         record = lambda taken: from_rank_zero(lambda: write_measures(folder.guard, taken))  # noqa: E731
         ladder = Ladder(config.guard, folder, judge, measures, record, partial(log_measure, log, say))
+        if measures and measures[-1].action == STOP:
+            answer: Action | None = from_rank_zero(lambda: take_answer(folder, measures[-1]))
+            if answer not in (None, STOP):
+                ladder.answer(answer)
     return DefaultPolicy(
         folder,
         scaled_loss=config.train.precision == "fp16",
         vocab_size=config.model.vocab_size,
         from_weights=bool(config.init),
-        recorded=measures,
+        recorded=ladder.measures if ladder else measures,
         ladder=ladder,
     )
 

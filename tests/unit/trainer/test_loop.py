@@ -30,7 +30,7 @@ from ingot.trainer.step import train_step
 from ingot.trainer.telemetry.usage import KINDS
 
 
-def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
+def run_rank(rank, ranks, folder, until_step=None, make_policy=None, say=lambda line: None):
     """Train as run.py does, without the environment of a rank. Returns (ending, lines)."""
     config = load_run(folder.config)
     place = RankInfo(
@@ -42,7 +42,7 @@ def run_rank(rank, ranks, folder, until_step=None, make_policy=None):
         device=torch.device("cpu"),
     )
     lines = []
-    run = build_trainer(config, folder, place, until_step=until_step, say=lines.append)
+    run = build_trainer(config, folder, place, until_step=until_step, say=lambda line: (lines.append(line), say(line)))
     if make_policy is not None:
         run.policy = make_policy(folder)
     try:

@@ -41,7 +41,8 @@ class Ladder:
     """The rows of skipped steps of a run, and its measures.
 
     folder: of the run. measures: those of its record. judge: gets a new window when a level is accepted. record: called
-    on every rank with all measures after each new one, before it takes effect. report: called with each new one.
+    on every rank with all measures after each new one, before it takes effect. report: called with each new one. ask:
+    asks a person for the measure in place of one that stops the run, or returns None if the run is to stop otherwise.
     """
 
     def __init__(
@@ -55,6 +56,7 @@ class Ladder:
     ):
         self.guard, self.folder, self.measures = guard, folder, list(measures)
         self._judge, self._record, self._report = judge, record, report
+        self.ask: Callable[[Measure], Action | None] | None = None
         self._row: list[int] = []
         self._found: set[str] = set()
         self._due: Measure | None = None
@@ -75,14 +77,26 @@ class Ladder:
         """Take the measure that is due, and return how to continue. Raises RunFailed if it is to stop."""
         if (measure := self._due) is None:
             return Verdict.CONTINUE
+        if measure.action == STOP and self.ask is not None:
+            if (action := self.ask(measure)) is None:
+                return Verdict.CONTINUE
+            measure = self._measure(action, measure.first, measure.last, measure.found)
+        self._take(measure)
+        if measure.action == STOP:
+            raise self._stopped(measure)
+        return Verdict.ROLL_BACK
+
+    def answer(self, action: Action) -> None:
+        """Take the measure that a person chose in place of the last one, which stopped the run."""
+        question = self.measures[-1]
+        self._take(self._measure(action, question.first, question.last, question.found))
+
+    def _take(self, measure: Measure) -> None:
         self.measures.append(measure)
         self._record(self.measures)
         self._report(measure)
         self._row, self._found, self._due = [], set(), None
         self._begin_windows()
-        if measure.action == STOP:
-            raise self._stopped(measure)
-        return Verdict.ROLL_BACK
 
     @property
     def is_due(self) -> bool:
@@ -100,10 +114,15 @@ class Ladder:
         action = actions[min(actions.index(taken.action) + 1, len(actions) - 1)] if taken and again else actions[0]
         if action == ACCEPT and self._found <= NOT_FINITE:  # there is no level to accept
             action = STOP
+        return self._measure(action, first, last, found)
+
+    def _measure(self, action: Action, first: int, last: int, found: tuple[str, ...]) -> Measure:
+        """Return a measure against the row of skipped steps first..last."""
+        proven_to = max(first - 1 - self.guard.proven_steps, 0)
         if action in (EARLIER, LOWER):
             began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
             first = max(began - 1, 1)
-        proven_to = max(min(first, self._row[0]) - 1 - self.guard.proven_steps, 0)
+            proven_to = max(min(proven_to, first - 1 - self.guard.proven_steps), 0)
         measure = Measure(action=action, first=first, last=last, found=found, proven_to=proven_to)
         if action != LOWER:
             return measure
@@ -118,9 +137,9 @@ class Ladder:
             f"the updates of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
             "back, trained them again and passed their data",
             rule="the guard takes each measure once before it stops for a person; no weights of these steps were saved",
-            fix="lower optim.lr, or look at the documents of a step with `ingot data trace --run "
-            f"{self.folder.root} --step {measure.first}`; then run the same command: it continues from the last "
-            "checkpoint",
+            fix=f"choose the next measure: ingot guard {self.folder.root} --take lower (or pass, earlier, accept); or "
+            "lower optim.lr. The documents of a step: ingot data trace --run "
+            f"{self.folder.root} --step {measure.first}. Then run the same command: it continues from a checkpoint",
             step=measure.first,
             last_step=measure.last,
             found=list(measure.found),

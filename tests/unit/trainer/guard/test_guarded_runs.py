@@ -6,10 +6,11 @@ from dataclasses import replace
 import pytest
 from tests.unit.trainer.test_loop import files_of, ledger_proof, run_rank, saved_tensors, step_facts
 
+from ingot.cli.main import main
 from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.report.lineage.prove import prove_run
-from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, Measure, read_measures, write_measures
+from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, Measure, read_measures, write_measures
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer import step as trainer_step
@@ -124,6 +125,47 @@ def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monke
     assert saved_tensors(folder) == saved_tensors(ordered)
     trained = {step: facts for step, facts in step_facts(folder).items() if not 15 <= step <= last}
     assert trained == step_facts(ordered)
+
+
+def test_a_person_chooses_the_measure(fork_ranks, make_run, capsys):
+    """While the run waits, which takes it at once; or after it has stopped: then the next start takes it."""
+    run = {"dp_shard": 2, "steps": 28, "lr": 2e-2}
+    waits, stops = (
+        make_run(name, guard=GUARD | {"preset": "strict", "ask_seconds": seconds}, **run)
+        for name, seconds in (("waits", 60.0), ("stops", 0.1))
+    )
+    bad, ordered = range(18, 24), make_run("ordered", skip=("18-23",), guard=GUARD, **run)
+
+    def train(folder, answers):
+        def rank_of(rank, world):
+            def say(line):
+                if rank == 0 and answers and "Waiting until" in line:
+                    assert main(["guard", str(folder.root), "--take", "pass"]) == 0
+
+            hurting = lambda parts, batch, lr: train_step(  # noqa: E731
+                parts, shuffled(batch) if batch.step in bad else batch, lr
+            )
+            loop.train_step = hurting
+            try:
+                return run_rank(rank, world, folder, say=say)[0]
+            except RunFailed as error:
+                return error.code
+
+        return fork_ranks(rank_of, 2)
+
+    assert train(waits, answers=True) == [(28, False)] * 2
+    assert train(stops, answers=False) == ["E-GUARD-STOPPED"] * 2
+    assert main(["guard", str(stops.root)]) == 0 and "--take lower" in capsys.readouterr().out
+    assert main(["guard", str(stops.root), "--take", "pass"]) == 0
+    assert train(stops, answers=False) == [(28, False)] * 2
+    train_with(fork_ranks, ordered, ())
+    actions = [[one.action for one in read_measures(folder.guard)] for folder in (waits, stops)]
+    assert actions == [[AGAIN, PASS, PASS], [AGAIN, PASS, STOP, PASS]]
+    assert saved_tensors(waits) == saved_tensors(stops) == saved_tensors(ordered)
+    assert not waits.guard_answer.exists() and not waits.guard_question.exists()
+    capsys.readouterr()
+    assert main(["guard", str(waits.root), "--take", "lower"]) == 2
+    assert "E-GUARD-NO-QUESTION" in capsys.readouterr().err
 
 
 def test_lower_rates_come_with_a_lower_limit(fork_ranks, make_run):

@@ -124,6 +124,26 @@ def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
     assert read_measures(tmp_path / "guard.json")[-1].action == STOP
 
 
+def test_a_person_chooses_the_measure_in_place_of_a_stop(tmp_path):
+    """Before the run stops, or after it: then the next start takes it. Nobody answers if it is to stop otherwise."""
+    answers, asked = [None, LOWER, STOP], []
+    ladder = ladder_of(tmp_path, preset="strict", proven_steps=1)
+    ladder.ask = lambda measure: asked.append(measure) or answers.pop(0)
+    assert ask(ladder, 5, "xxx") is ask(ladder, 5, "xxx") is Verdict.ROLL_BACK
+    assert ask(ladder, 5, "xxx") is Verdict.CONTINUE and len(ladder.measures) == 2
+    assert ask(ladder, 8, "x") is Verdict.ROLL_BACK
+    assert (ladder.measures[-1].action, ladder.measures[-1].first, ladder.measures[-1].proven_to) == (LOWER, 4, 2)
+    for _ in range(2):  # after what a person chose, the measures begin anew
+        assert ask(ladder, 9, "xxx") is Verdict.ROLL_BACK
+    with pytest.raises(RunFailed):
+        ask(ladder, 9, "xxx")
+    assert [one.action for one in asked] == [STOP] * 3 and asked[-1].first == 9
+    again = ladder_of(tmp_path, read_measures(tmp_path / "guard.json"), preset="strict")
+    again.answer(ACCEPT)
+    assert [one.action for one in read_measures(tmp_path / "guard.json")][-2:] == [STOP, ACCEPT]
+    assert again._judge.begins == {9}
+
+
 def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
     old = Measure(action=PASS, first=2, last=4, found=(SPIKE,), proven_to=0)
     new = Measure(action=AGAIN, first=300, last=304, found=(SPIKE,), proven_to=291)

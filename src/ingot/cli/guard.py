@@ -1,0 +1,69 @@
+"""`ingot guard RUN`: show what the guard of a run did, and answer its question."""
+
+import argparse
+import time
+
+from ingot.cli.arguments import path
+from ingot.cli.terminal import Terminal
+
+_MEASURES = ("pass", "earlier", "lower", "accept", "stop")  # as in schema/guard_answer.py
+
+EXAMPLES = ("ingot guard runs/demo", "ingot guard runs/demo --take lower")
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=path, metavar="RUN", help="run folder; the run may wait for the answer")
+    parser.add_argument(
+        "--take",
+        choices=_MEASURES,
+        help="answer the guard's question: pass the data of the steps, also that of one step earlier, lower the "
+        "learning rate as well, accept the new level, or stop",
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> int:
+    from dataclasses import asdict
+
+    from ingot.errors import EXIT_OK, UsageError
+    from ingot.report.facts import no_run_folder
+    from ingot.schema.guard_answer import open_question, write_answer
+    from ingot.schema.guard_record import described, read_measures
+    from ingot.schema.run_folder import RunFolder
+    from ingot.trainer.resilience.lock import is_locked
+
+    folder = RunFolder(args.run)
+    if not folder.config.is_file():
+        raise no_run_folder(args.run)
+    measures, asked = read_measures(folder.guard), open_question(folder)
+    question, until = asked or (None, None)
+    for one in measures:
+        terminal.say(f"{one.action:9} {described(one)}")
+    if args.take and question is None:
+        raise UsageError(
+            "E-GUARD-NO-QUESTION",
+            f"--take {args.take}: the guard of {args.run} asks nothing",
+            rule="it asks after its last measure, while a run waits (guard.ask_seconds) or when it has stopped",
+            fix=f"see what it did: ingot guard {args.run}; to pass data by decision, set data.skip in the run file",
+            run=str(args.run),
+        )
+    if args.take and question is not None:
+        write_answer(folder, question, args.take)
+        steps = f"steps {question.first}-{question.last}"
+        terminal.say(f"answered  {steps}: {args.take}" + (" at once" if until else " at the next start"))
+    elif question is None:
+        terminal.say("the guard asks nothing" if measures else "the guard took no measure")
+    elif until is not None:
+        clock = time.strftime("%H:%M:%S", time.localtime(until))
+        terminal.say(f"waits     until {clock} for an answer about the steps {question.first}-{question.last}")
+    terminal.result(
+        {
+            "measures": [asdict(one) for one in measures],
+            "question": None if question is None else asdict(question) | {"until": until},
+            "answer": args.take,
+        }
+    )
+    if question is not None and not args.take:
+        terminal.next(f"ingot guard {args.run} --take lower")
+    else:
+        terminal.next(f"ingot status {args.run}" if is_locked(folder.lock) else f"ingot train {args.run}")
+    return EXIT_OK

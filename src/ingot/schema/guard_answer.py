@@ -1,0 +1,49 @@
+"""guard-question.json and guard-answer.json of a run folder: the guard asks a person which measure to take, and is
+answered. A question is there while a run waits; after a stop, the last measure of the record is one, too. No torch.
+"""
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ingot.schema.guard_record import ACCEPT, EARLIER, LOWER, PASS, STOP, Action, Measure, measure_of, read_measures
+from ingot.schema.run_folder import RunFolder
+from ingot.storage import write_json
+
+ANSWERS: tuple[Action, ...] = (PASS, EARLIER, LOWER, ACCEPT, STOP)
+
+
+def write_question(path: Path, measure: Measure, until: float) -> None:
+    """Ask for a measure in place of `measure`, which stops the run. until: the end of the wait, Unix seconds."""
+    write_json(path, {"measure": asdict(measure), "until": until})
+
+
+def open_question(folder: RunFolder) -> tuple[Measure, float | None] | None:
+    """Return the measure that an answer would replace, and until when the run waits, in Unix seconds: None if it has
+    stopped. None in all if there is no question. Raises DataError if the record cannot be read."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        asked = json.loads(folder.guard_question.read_bytes())
+        return measure_of(asked["measure"]), float(asked["until"])
+    measures = read_measures(folder.guard)
+    return (measures[-1], None) if measures and measures[-1].action == STOP else None
+
+
+def write_answer(folder: RunFolder, question: Measure, action: Action) -> None:
+    """Answer `question`. The run takes the measure at once if it waits, or when it starts again."""
+    write_json(folder.guard_answer, {"first": question.first, "last": question.last, "action": action})
+
+
+def take_answer(folder: RunFolder, question: Measure) -> Action | None:
+    """Return the answer to `question`, and remove it; None if there is none. One to another question is removed."""
+    try:
+        found: Mapping[str, Any] = json.loads(folder.guard_answer.read_bytes())
+        right = (found["first"], found["last"]) == (question.first, question.last) and found["action"] in ANSWERS
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, KeyError, TypeError):
+        found, right = {}, False
+    folder.guard_answer.unlink(missing_ok=True)
+    return found["action"] if right else None
