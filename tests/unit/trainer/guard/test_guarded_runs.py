@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from tests.unit.trainer.test_loop import files_of, ledger_proof, run_rank, saved_tensors, step_facts
+from tests.unit.trainer.test_mixture_change import accept
 
 from ingot.cli.main import main
 from ingot.errors import RunFailed
@@ -95,6 +96,30 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
     train_with(fork_ranks, killed, bad)
     assert files_of(killed) == files_of(found)
     assert [(one.action, one.last) for one in read_measures(killed.guard)] == [(AGAIN, 22), (PASS, 22)]
+
+
+def test_a_kill_before_the_run_has_gone_back_changes_nothing(fork_ranks, make_run, monkeypatch):
+    """Each measure is recorded, and then the run dies: the next start goes back in its place. A preset that takes no
+    measures keeps those of before."""
+    run = {"steps": 30, "guard": GUARD, "lr": 2e-2}
+    bad, folder, ordered = {20, 21, 22}, make_run("killed", **run), make_run("ordered", skip=("20-22",), **run)
+
+    def killed(trainer, step):
+        raise SystemExit(9)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "roll_back", killed)
+        for taken in ([AGAIN], [AGAIN, PASS]):
+            with pytest.raises(pytest.fail.Exception):
+                train_with(fork_ranks, folder, bad, ranks=1)
+            assert [one.action for one in read_measures(folder.guard)] == taken
+    for preset, until in (("off", 25), ("guard", None)):
+        config = load_run(folder.config)
+        accept(folder, replace(config, guard=replace(config.guard, preset=preset)), "guard.preset")
+        train_with(fork_ranks, folder, bad, ranks=1, until_step=until)
+    train_with(fork_ranks, ordered, (), ranks=1)
+    assert [e["from_step"] for e in of_kind(folder, "run_started")][:3] == [0, 10, 10]
+    assert saved_tensors(folder) == saved_tensors(ordered)
 
 
 def test_steps_that_hurt_once_are_trained_again(fork_ranks, make_run):
