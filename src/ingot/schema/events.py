@@ -37,7 +37,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   guard_asked    first, last, found [kinds], until (Unix seconds)     the run waits for a person (guard_answer.py)
   state_damaged  step, rank, host, tensor (its name in a checkpoint), element, bit (of it; null: unknown, or more
                  differ), sign ("own_hash": it changed between two updates; "minority": most copies are equal, and
-                 others; "undecided": two copies differ, and both ranks have such an event)
+                 others; "undecided": two copies differ, and both ranks have such an event; "recomputed": ranks computed
+                 different gradients of the same tokens; "recomputed_alone": this one explains all differences)
                                                                       written by the rank; a rolled_back event follows
   state_replayed step (of the damage), ranks [..], named (true: all of them are damaged; false: one of them), verdict
                  ("transient", "persistent", or "other": other ranks were damaged)   the steps were trained again

@@ -33,6 +33,8 @@ class Guard:
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
     sanity_every: before a full save this many steps after the last one, a fixed batch of held-out text is scored; 0:
       never. sanity_rise: if its loss rose by more than this, in nats per token, the checkpoint is suspect.
+    recompute_every: in one of so many steps, each rank computes the gradients of another data rank too, and their
+      hashes are compared; 0: never. Needs hash_every, and kernels that always add in the same order.
     """
 
     preset: Literal["off", "watch", "guard", "strict"] = "guard"
@@ -53,6 +55,7 @@ class Guard:
     hash_every: Steps = 20
     sanity_every: Steps = 100
     sanity_rise: Positive = 0.3
+    recompute_every: Steps = 0
 
     @property
     def acts(self) -> bool:
@@ -68,5 +71,7 @@ class Guard:
             yield "lr_factor", "is 0: nothing would be learned in these steps"
         if self.clip_factor == 0:
             yield "clip_factor", "is 0, which would clip nothing; 1 keeps the limit"
+        if self.recompute_every and not self.hash_every:
+            yield "recompute_every", f"is {self.recompute_every}, but hash_every is 0: the hashes are compared together"
         if self.corruption_factor <= 1:
             yield "corruption_factor", f"is {self.corruption_factor:g}, must be above 1"

@@ -1,5 +1,6 @@
 """The split of a run over processes: the degrees of the mesh, and the settings of each form of parallelism."""
 
+import math
 from dataclasses import dataclass
 from typing import Literal
 
@@ -116,6 +117,14 @@ class Parallel:
     def expert_ranks(self) -> int:
         """The number of ranks that hold the same experts within one copy of the model, and divide their state."""
         return self.dp_shard * self.cp * self.tp // self.ep
+
+    @property
+    def expert_parts(self) -> int:
+        """The number of parts of the batch after which groups of experts repeat: 1 without experts.
+
+        The ep ranks of a group are neighbors in dp_shard x cp x tp, so a group may cover several data ranks.
+        """
+        return self.ep // math.gcd(self.ep, self.cp * self.tp)
 
     @property
     def ring(self) -> int:

@@ -1,5 +1,5 @@
-"""Damage of a run's state that its hashes found: reported, replaced by the newest checkpoint, and judged once the steps
-since then were trained again."""
+"""Damage of a run's state or gradients that hashes found: reported, undone by the newest checkpoint, and judged once
+the steps since then were trained again."""
 
 import os
 import socket
@@ -22,7 +22,13 @@ from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.save import reload
 
 _DRAIN_SECONDS = 30.0  # that ranks wait for their launcher to end them, so that it can drain the machine
-_SIGNS = {Trust.OWN_HASH: "own_hash", Trust.MINORITY: "minority", Trust.UNDECIDED: "undecided"}
+_SIGNS = {
+    Trust.OWN_HASH: "own_hash",
+    Trust.MINORITY: "minority",
+    Trust.RECOMPUTED_ALONE: "recomputed_alone",
+    Trust.UNDECIDED: "undecided",
+    Trust.RECOMPUTED: "recomputed",
+}
 
 
 def replace_damaged(trainer: RunParts, step: int) -> int:
@@ -41,7 +47,8 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
         facts = {"tensor": own.tensor, "element": own.element, "bit": own.bit, "sign": _SIGNS[damage.trust]}
         host, rank = socket.gethostname(), trainer.place.rank
         trainer.event_log.write(events.STATE_DAMAGED, step=damage.step, rank=rank, host=host, **facts)
-    trainer.say(f"damaged   the state of {_named(trainer, damage.ranks, damage.is_named)} at step {damage.step}")
+    what = "gradients" if damage.of_gradients else "state"
+    trainer.say(f"damaged   the {what} of {_named(trainer, damage.ranks, damage.is_named)} at step {damage.step}")
     if (before := hashes.replayed) is not None:
         replayed = repeated(before, damage, rows[:, 2].astype(bool).tolist())
         _report(trainer, before, replayed)
@@ -83,10 +90,13 @@ def _end(trainer: RunParts, damage: Damage, replayed: ReplayVerdict) -> None:
     ranks, drains = replayed.ranks, trainer.config.launch.on_bad_health == "drain"
     if replayed.is_named and drains and SUPERVISOR_VARIABLE in os.environ:
         if trainer.place.rank in ranks:
-            words = f"the state of rank {trainer.place.rank} is damaged again and again"
+            what = "gradients" if damage.of_gradients else "state"
+            words = f"rank {trainer.place.rank}: damage of its {what}, again and again"
             add_report(trainer.folder.health_reports, HealthReport(kind="wrong_state", words=words, node=node_name()))
         time.sleep(_DRAIN_SECONDS)  # the launcher ends this process
     who = _named(trainer, ranks, replayed.is_named)
+    if damage.of_gradients:
+        raise _wrong_gradients(damage, replayed, who)
     raise RunFailed(
         "E-STATE-DAMAGED",
         f"weights or optimizer state of {who} changed without an update at step {damage.step}, and again when "
@@ -96,6 +106,20 @@ def _end(trainer: RunParts, damage: Damage, replayed: ReplayVerdict) -> None:
         fix="exclude the machine and run the same command again: it continues from the newest checkpoint, which is "
         "from before the damage. `ingot doctor` looks for faults of a machine",
         ranks=list(ranks),
+        step=damage.step,
+    )
+
+
+def _wrong_gradients(damage: Damage, replayed: ReplayVerdict, who: str) -> RunFailed:
+    return RunFailed(
+        "E-GRADIENTS-DAMAGED",
+        f"{who} computed other gradients of step {damage.step} than another rank, and again when the steps were "
+        "trained again",
+        rule="ranks compute the same bits from the same weights and tokens (guard.recompute_every); a machine that "
+        "computes others twice in the same steps has a fault",
+        fix="exclude the machine and run the same command again: it continues from the newest checkpoint. "
+        "`ingot doctor` looks for faults of a machine",
+        ranks=list(replayed.ranks),
         step=damage.step,
     )
 

@@ -18,6 +18,7 @@ from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout
+from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.loader.loader import Loader
@@ -48,7 +49,8 @@ class StepParts:
     token_readers: all global ranks that read different tokens. loss_share: the part of this rank's loss in the loss of
     the step, 0 on ranks that are no token reader. balance: the load balancing of experts, None without experts.
     step_judge: judges the step before its update; None in a run with [guard] preset = "off", and where nobody looks.
-    hashes: those of the state, None outside of a run and with guard.hash_every = 0.
+    hashes: those of the state, None outside of a run and with guard.hash_every = 0. gradients: those that two ranks
+    compute, None outside of a run and with guard.recompute_every = 0.
     """
 
     config: RunConfig
@@ -66,6 +68,7 @@ class StepParts:
     balance: Balance | None
     callbacks: Callbacks
     hashes: StateHashes | None = None
+    gradients: RecomputedGradients | None = None
 
 
 @dataclass(kw_only=True)

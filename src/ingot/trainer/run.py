@@ -34,6 +34,7 @@ from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout, check_prompts, data_path, open_encoder, open_heldout
+from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_measure, log_start, total_peak
@@ -160,7 +161,6 @@ def build_trainer(
     loaded = restore(parts, folder, facts, place, log, on_rank_zero)
     clock.end("load")
     first_step = loaded.restored.step + 1 if loaded.restored else 1
-    parts.hashes = _hashes(config, parts)
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     trainer = RunParts(
         **vars(parts),
@@ -195,6 +195,8 @@ def build_trainer(
     )
     if policy.ladder is not None and config.guard.ask_seconds:
         policy.ladder.ask = partial(ask_person, trainer)
+    trainer.gradients = _gradients(config, trainer)
+    trainer.hashes = _hashes(config, trainer)
     log_start(trainer)
     trainer.waits.start()
     clock.end("build")
@@ -242,7 +244,30 @@ def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:
         return None
     in_memory = parts.mesh.parallel.offload != "nvme"
     return StateHashes(
-        parts.state, parts.model.data.published(), parts.mesh, config.guard.hash_every, moments=in_memory
+        parts.state,
+        parts.model.data.published(),
+        parts.mesh,
+        config.guard.hash_every,
+        moments=in_memory,
+        gradients=parts.gradients,
+    )
+
+
+def _gradients(config: RunConfig, trainer: RunParts) -> RecomputedGradients | None:
+    """Return the gradients that two ranks compute, if the run wants them. Collective."""
+    if not config.guard.recompute_every:
+        return None
+    if trainer.place.device.type == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+    return RecomputedGradients(
+        trainer.program,
+        trainer.model.data,
+        trainer.mesh,
+        every=config.guard.recompute_every,
+        seed=config.seed,
+        read=lambda step, part: trainer.loader.part_of(step, part),  # a run that goes back has another loader
+        device=trainer.place.device,
     )
 
 

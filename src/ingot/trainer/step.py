@@ -27,6 +27,8 @@ def forward_backward(parts: StepParts, batch: MicroBatches) -> Tensor:
     Each rank that reads tokens divides its loss by its own number of tokens, and gradients are averaged over these
     ranks (data x cp). All have equally many tokens, so this is the gradient of the mean over the global batch.
     """
+    if (gradients := parts.gradients) is not None:
+        gradients.recompute(batch.step, loss_scale(parts))
     return parts.program.train(batch, loss_scale(parts))
 
 
@@ -46,6 +48,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     """Reduce the gradients of `step`, clip, update unless the policy vetoes, publish, balance experts. Collective."""
     scale = loss_scale(parts)
     parts.model.reduce()
+    if parts.gradients is not None:
+        parts.gradients.reduced(step)
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
     parts.callbacks.gradients(step)
     if parts.hashes is not None:

@@ -181,6 +181,17 @@ def gather_before_backward(fsdp_module: Any, output: Any) -> Any:
     return fsdp_module._get_fsdp_state()._register_pre_backward_hook(output)
 
 
+def drop_partial_sums(fsdp_module: Any) -> None:
+    """Drop the sums of a step's gradients that `fsdp_module` keeps for an exchange with the copies of the model.
+
+    Why: gradients that are only read are reduced neither within a copy nor over copies.
+    Checked: 2.13.
+    Fallback: exchange them, with set_requires_all_reduce(True), and drop the result.
+    """
+    for group in fsdp_module._get_fsdp_state()._fsdp_param_groups:
+        group._partial_reduce_output = None
+
+
 # -- the compiler -----------------------------------------------------------------------------------------------------
 
 

@@ -29,6 +29,7 @@ def layout_rules(run: RunConfig) -> Problems:
     yield from _pipeline_rules(run)
     yield from _canonical_rules(run.parallel)
     yield from _offload_rules(run.parallel)
+    yield from _recomputation_rules(run)
     if run.parallel.world_size % run.launch.nodes:
         ranks = run.parallel.world_size
         yield (
@@ -39,6 +40,18 @@ def layout_rules(run: RunConfig) -> Problems:
         yield from _fewest_rules(run)
     if run.parallel.grads == "bf16" and run.train.precision in ("fp32", "fp64"):
         yield "parallel.grads", f'"bf16" is coarser than train.precision = {run.train.precision!r}; use "fp32"'
+
+
+def _recomputation_rules(run: RunConfig) -> Problems:
+    every, parallel = run.guard.recompute_every, run.parallel
+    if not every or parallel.data_ranks > parallel.expert_parts:
+        return
+    key, needs = "guard.recompute_every", "needs a second rank that can compute the same part of the batch"
+    if parallel.data_ranks == 1:
+        yield key, f"{every} {needs}, and there is one data rank; set parallel.dp_replicate to 2 or more, or remove it"
+    else:
+        found = f"the {parallel.data_ranks} data ranks are one group of experts (ep = {parallel.ep})"
+        yield key, f"{every} {needs}, and {found}; halve parallel.ep, double the data ranks, or remove it"
 
 
 def _fewest_rules(run: RunConfig) -> Problems:

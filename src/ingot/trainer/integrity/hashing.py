@@ -69,7 +69,9 @@ class TensorHasher:
         by_device = {d: torch.zeros(len(self.tensors), dtype=torch.int64, device=d) for d in self._columns}
         for i in self._large:
             tensor = self.tensors[i]
-            by_device[tensor.device][i] = self._large_hash(_bits(tensor), tensor.device)
+            by_device[tensor.device][i] = _sum_of_products(
+                _bits(tensor), self._columns[tensor.device], self._rows[tensor.device]
+            )
         for batch, (multiplier, index) in zip(self._batches, self._segments, strict=True):
             words = torch.cat([_bits(self.tensors[i]) for i in batch])
             by_device[words.device].index_add_(0, index, multiplier * words)
@@ -78,35 +80,56 @@ class TensorHasher:
             total += found.to(self.device, non_blocking=True)
         return total
 
-    def _large_hash(self, words: Tensor, device: torch.device) -> Tensor:
-        column, rows, step = self._columns[device], self._rows[device], _AT_ONCE[device.type]
-        whole, total = words.numel() // _ROW, torch.zeros((), dtype=torch.int64, device=device)
-        product = torch.empty(min(step, whole * _ROW), dtype=torch.int64, device=device)
-        for first in range(0, whole * _ROW, step):
-            part = words[first : min(first + step, whole * _ROW)]
-            own = product[: part.numel()].copy_(part).view(-1, _ROW).mul_(column)
-            total += (own.sum(1) * rows[first // _ROW : first // _ROW + len(own)]).sum()
-        if rest := words.numel() - whole * _ROW:
-            total += (words[-rest:] * column[:rest]).sum() * rows[whole]
-        return total
-
     def locate(self, index: int, difference: int) -> BitFlip | None:
-        """Return the one bit in which tensor `index` differs if its hash differs by `difference` modulo 2^64; None if
-        more than a bit differs. Reads no tensor, and takes about as long as 64 hashes of it."""
-        tensor = self.tensors[index]
-        bits = 8 * min(tensor.itemsize, 4)
-        found = difference % 2**64
-        for first in range(0, _words(tensor), _ROW):
-            count = min(_ROW, _words(tensor) - first)
-            words = (multipliers(0, count) * multipliers(first // _ROW, 1, stream=1)).view(np.uint64)
-            for bit in range(bits):
-                change = words << np.uint64(bit)
-                for sign in (found, -found % 2**64):
-                    (places,) = np.nonzero(change == np.uint64(sign))
-                    if len(places):
-                        word, per = first + int(places[0]), max(tensor.itemsize // 4, 1)
-                        return BitFlip(word // per, bit + 32 * (word % per))
-        return None
+        """Return the one bit in which tensor `index` differs, as `locate` does."""
+        return locate(self.tensors[index].numel(), self.tensors[index].itemsize, difference)
+
+
+class BufferHasher:
+    """Hashes tensors that are not known before, one by one, as TensorHasher does. device: of all of them."""
+
+    def __init__(self, device: torch.device):
+        self._device, self._column = device, _on(multipliers(0, _ROW), device)
+        self._rows = _on(multipliers(0, 1, stream=1), device)
+
+    @torch.no_grad()
+    def hash(self, tensor: Tensor) -> Tensor:
+        """Return the hash of a contiguous tensor, an int64 scalar on its device. The host does not wait for it."""
+        words = _bits(tensor)
+        if (rows := -(-words.numel() // _ROW)) > len(self._rows):
+            self._rows = _on(multipliers(0, rows, stream=1), self._device)
+        return _sum_of_products(words, self._column, self._rows)
+
+
+def locate(elements: int, itemsize: int, difference: int) -> BitFlip | None:
+    """Return the one bit in which a tensor differs if its hash differs by `difference` modulo 2^64; None if more than a
+    bit differs. Reads no tensor, and takes about as long as 64 hashes of it."""
+    bits, count_all, found = 8 * min(itemsize, 4), elements * max(itemsize // 4, 1), difference % 2**64
+    for first in range(0, count_all, _ROW):
+        count = min(_ROW, count_all - first)
+        words = (multipliers(0, count) * multipliers(first // _ROW, 1, stream=1)).view(np.uint64)
+        for bit in range(bits):
+            change = words << np.uint64(bit)
+            for sign in (found, -found % 2**64):
+                (places,) = np.nonzero(change == np.uint64(sign))
+                if len(places):
+                    word, per = first + int(places[0]), max(itemsize // 4, 1)
+                    return BitFlip(word // per, bit + 32 * (word % per))
+    return None
+
+
+def _sum_of_products(words: Tensor, column: Tensor, rows: Tensor) -> Tensor:
+    """Return the hash of flat integers. column, rows: the multipliers within a row, and of rows."""
+    step, whole = _AT_ONCE[words.device.type], words.numel() // _ROW
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    product = torch.empty(min(step, whole * _ROW), dtype=torch.int64, device=words.device)
+    for first in range(0, whole * _ROW, step):
+        part = words[first : min(first + step, whole * _ROW)]
+        own = product[: part.numel()].copy_(part).view(-1, _ROW).mul_(column)
+        total += (own.sum(1) * rows[first // _ROW : first // _ROW + len(own)]).sum()
+    if rest := words.numel() - whole * _ROW:
+        total += (words[-rest:] * column[:rest]).sum() * rows[whole]
+    return total
 
 
 def _on(words: np.ndarray, device: torch.device) -> Tensor:

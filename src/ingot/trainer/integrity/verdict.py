@@ -1,6 +1,7 @@
-"""The rank whose state changed without an update, and whether it will again: decided from what each rank found."""
+"""The rank whose state or gradients are damaged, and whether they will be again: decided from what each rank found."""
 
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Literal
@@ -10,9 +11,11 @@ class Trust(IntEnum):
     """The sureness that a rank is the damaged one, from none to the highest."""
 
     NOTHING = 0
-    UNDECIDED = 1  # its copy differs from others, of which no majority is equal
-    MINORITY = 2  # its copy differs from most others, which are equal
-    OWN_HASH = 3  # its own state has another hash than when it was last written
+    RECOMPUTED = 1  # one of the ranks that computed the same gradients, which differ; a damaged weight has this effect
+    UNDECIDED = 2  # its copy differs from others, of which no majority is equal
+    RECOMPUTED_ALONE = 3  # gradients that it computed differ, and it is the only rank that explains all differences
+    MINORITY = 4  # its copy differs from most others, which are equal
+    OWN_HASH = 5  # its own state has another hash than when it was last written
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,6 +53,11 @@ class Damage:
         """True if all of `ranks` are damaged."""
         return self.trust > Trust.UNDECIDED
 
+    @property
+    def of_gradients(self) -> bool:
+        """True if gradients are damaged, and nothing is known of the state."""
+        return self.trust in (Trust.RECOMPUTED, Trust.RECOMPUTED_ALONE)
+
 
 def judge(rows: Sequence[tuple[Trust, int]]) -> Damage:
     """Return the damage from the trust and step that each rank found about itself, in the order of ranks.
@@ -80,7 +88,7 @@ def ended(damage: Damage, changed: Sequence[bool]) -> ReplayVerdict:
     one is that which changed. If both did, the damaged one had spoiled the gradients of the other before.
     """
     ranks = damage.ranks if damage.is_named else _only(damage.ranks, changed)
-    return ReplayVerdict("transient", ranks, damage.is_named or len(ranks) == 1)
+    return ReplayVerdict("transient", ranks, damage.is_named or ranks != damage.ranks)
 
 
 def repeated(damage: Damage, again: Damage, changed: Sequence[bool]) -> ReplayVerdict:
@@ -93,11 +101,35 @@ def repeated(damage: Damage, again: Damage, changed: Sequence[bool]) -> ReplayVe
         return ReplayVerdict("other", again.ranks, again.is_named)
     if damage.is_named or again.is_named:
         return ReplayVerdict("persistent", ranks, True)
-    ranks = _only(ranks, changed) if again.step == damage.step else ranks
-    return ReplayVerdict("persistent", ranks, len(ranks) == 1)
+    left = _only(ranks, changed) if again.step == damage.step else ranks
+    return ReplayVerdict("persistent", left, len(left) == 1 or left != ranks)
 
 
 def _only(ranks: tuple[int, ...], changed: Sequence[bool]) -> tuple[int, ...]:
-    """Return the one of `ranks` that changed, or all of them if not exactly one did."""
-    found = tuple(rank for rank in ranks if changed[rank])
-    return found if len(found) == 1 else ranks
+    """Return those of `ranks` that changed, or all of them if none did. Ranks of one copy of the model change together,
+    because a wrong activation of one of them reaches the others."""
+    return tuple(rank for rank in ranks if changed[rank]) or ranks
+
+
+def doubted(opinions: Mapping[int, int]) -> frozenset[int]:
+    """Return the ranks whose hash of the same gradients is not that of most: all of them if there is no majority.
+
+    opinions: rank -> its hash.
+    """
+    ((most, count), *others) = Counter(opinions.values()).most_common()
+    if not others:
+        return frozenset()
+    has_majority = 2 * count > len(opinions)
+    return frozenset(rank for rank, found in opinions.items() if not has_majority or found != most)
+
+
+def explained(doubts: Sequence[frozenset[int]]) -> tuple[frozenset[int], bool]:
+    """Return the ranks that explain several differences, and whether they are all damaged, or one of them is.
+
+    doubts: for each difference the ranks of which at least one is damaged; at least one difference. A rank that is
+    doubted alone is damaged. Without such a rank, one that is doubted in every one of several differences is.
+    """
+    if alone := frozenset[int]().union(*(ranks for ranks in doubts if len(ranks) == 1)):
+        return alone, True
+    common = frozenset.intersection(*doubts)
+    return (common, len(common) == 1) if common else (frozenset[int]().union(*doubts), False)

@@ -21,6 +21,7 @@ from ingot.errors import CheckpointError
 from ingot.trainer.checkpoint.state import MODEL, OPTIM, TrainingState
 from ingot.trainer.integrity.copies import CopyGroup, Place, copy_groups
 from ingot.trainer.integrity.hashing import TensorHasher
+from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.integrity.verdict import NOTHING, Damage, Suspicion, Trust
 from ingot.trainer.mesh.mesh import Mesh
 
@@ -65,12 +66,22 @@ class StateHashes:
 
     The constructor is collective over the world. All ranks call the methods at the same points of the same steps.
     published: (name, offsets) -> the parameters that are copies of masters (parallel/zero.py). moments: hash the state
-    of the optimizer too; False if it is in files. replayed: the damage for which steps are trained again.
+    of the optimizer too; False if it is in files. gradients: compared at the same points, if the run recomputes them.
+    replayed: the damage for which steps are trained again.
     """
 
-    def __init__(self, state: TrainingState, published: Published, mesh: Mesh, every: int, *, moments: bool = True):
+    def __init__(
+        self,
+        state: TrainingState,
+        published: Published,
+        mesh: Mesh,
+        every: int,
+        *,
+        moments: bool = True,
+        gradients: RecomputedGradients | None = None,
+    ):
         link = torch.device(mesh.devices.device_type)
-        self.every = every
+        self.every, self.gradients = every, gradients
         self.replayed: Damage | None = None
         self._counts = _step_counts(state) if moments else []
         self._stacked = torch.stack(self._counts) if self._counts else None
@@ -157,12 +168,16 @@ class StateHashes:
                 rows = group.exchange(torch.stack([check.shared[number] for check in checks]))
                 flags.append((rows != rows[0]).any())
         device = self._masters.hasher.device
+        if self.gradients is not None:
+            flags += self.gradients.compare()
         self._differs = torch.stack([flag.to(device) for flag in flags]).any() if flags else None
 
     def read(self) -> bool:
         """Return whether a comparison found a difference on this rank. The host waits for the device."""
         differs, self._differs = self._differs, None
         self._compared, self._pending = self._pending, []
+        if self.gradients is not None:
+            self.gradients.read()
         return differs is not None and bool(differs)
 
     # -- after a difference --
@@ -181,7 +196,7 @@ class StateHashes:
                 self._suspects = [check]
             worst = worst.or_worse(found)
         self._compared = []
-        return worst
+        return worst if self.gradients is None else worst.or_worse(self.gradients.suspicion())
 
     def _among_copies(self, check: _Check, group: CopyGroup, rows: Tensor) -> Suspicion:
         """Return what the hashes of copies say of this rank. rows: int64 [ranks, tensors of the group]."""
@@ -203,20 +218,27 @@ class StateHashes:
 
     def changed(self) -> bool:
         """Return whether this rank, as one of several suspects, has another hash now than when it was suspected."""
-        return self._changed is not None and bool(self._changed)
+        own = self._changed is not None and bool(self._changed)
+        return own or (self.gradients is not None and self.gradients.changed())
 
     def replay(self, damage: Damage) -> None:
         """Take in that the state was replaced, because of `damage`."""
         self.forget()
         self.replayed = damage
+        if self.gradients is not None:
+            self.gradients.replayed = damage
 
     def end_replay(self) -> None:
         """Take in that the steps up to the damage were trained again."""
         self.replayed, self._suspects, self._changed = None, [], None
+        if self.gradients is not None:
+            self.gradients.replayed = None
 
     def forget(self) -> None:
         """Take in that the state was replaced."""
         self._after, self._to_save, self._pending = None, None, []
+        if self.gradients is not None:
+            self.gradients.forget()
 
 
 def _step_counts(state: TrainingState) -> list[Tensor]:

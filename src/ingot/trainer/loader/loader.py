@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 
 import numpy as np
@@ -100,7 +101,8 @@ class Loader:
             )
         self.manifest = read_token_manifest(folder)
         mixes = [(step * global_batch, own) for step, own in earlier]
-        self.order = Order(self.manifest, seq_len, seed, weights, earlier=mixes)
+        self._new_order = partial(Order, self.manifest, seq_len, seed, weights, earlier=mixes)
+        self.order = self._new_order()
         self.device = _with_index(torch.device(device))
         self.micro_batch, self.deadline_seconds, self._read_seconds = micro_batch, deadline_seconds, read_seconds
         self._folder, self._seq_len = folder, seq_len
@@ -200,6 +202,22 @@ class Loader:
     def samples(self, step: int) -> np.ndarray:
         """Return the window ids of this rank in a step: int64 [A * B]."""
         return self.order.step(step, self._global_batch)[self._part]
+
+    @cached_property
+    def _of_parts(self) -> tuple[Order, TokenReader]:
+        """An order and a reader of this thread: the loader's own are those of its thread."""
+        retries = Retries(self._read_seconds / 2)
+        return self._new_order(), TokenReader(self._folder, self._seq_len, manifest=self.manifest, retries=retries)
+
+    def part_of(self, step: int, rank: int) -> Batch:
+        """Read the part of the batch of `step` that belongs to rank `rank`, in this thread. Raises DataError."""
+        per_rank = self.shape[0]
+        order, reader = self._of_parts
+        ids = order.step(step, self._global_batch)[rank * per_rank : (rank + 1) * per_rank]
+        host = reader.read(ids)
+        documents = self.documents(host)
+        numbers = None if documents is None else torch.from_numpy(documents).to(self.device)
+        return self._batch(_Prepared(step, ids, torch.from_numpy(host).to(self.device), numbers, None, ()), 0.0, ())
 
     def passes(self, step: int) -> bool:
         """Return whether the data of `step` are passed."""

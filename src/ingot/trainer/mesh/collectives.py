@@ -114,6 +114,11 @@ def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.W
     return _started(_gather_into(whole.view(-1), own.view(-1), group=group, async_op=True))
 
 
+def scatter_into(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
+    """Reduce `whole` over the ranks and write this rank's part of the result into `own`."""
+    _scatter_into(own, whole, group=group, op=op)
+
+
 def start_scatter_sum(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `own` with this rank's part of the sum of `whole` over ranks."""
     return _started(_scatter_into(own.view(-1), whole.view(-1), group=group, async_op=True))

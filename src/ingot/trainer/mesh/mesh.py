@@ -88,6 +88,17 @@ class Mesh:
         """Return the groups of global ranks that have the same pipeline stages and the same part of the sequences."""
         return self.devices.mesh.permute(0, 3, 1, 2, 4).flatten(2).flatten(0, 1).tolist()
 
+    def data_line(self) -> tuple[list[int], dist.ProcessGroup]:
+        """Return the global ranks that differ from this rank in their part of the batch alone, by data rank, and their
+        group. Collective over the world if dp_replicate and dp_shard are both larger than 1."""
+        for axis, other in (("dp_shard", "dp_replicate"), ("dp_replicate", "dp_shard")):
+            if self.size(other) == 1:
+                return self.ranks(axis), self.group(axis)
+        lines = self.devices.mesh.permute(0, 3, 4, 1, 2).flatten(3).flatten(0, 2).tolist()
+        group = dist.group.WORLD if len(lines) == 1 else own_group(lines, self.timeout, "mesh_data")
+        assert group is not None  # every rank is in a line
+        return next(line for line in lines if dist.get_rank() in line), group
+
     def one_per_token_rank(self, stage_rank: int) -> list[int]:
         """Return the global ranks at pipeline position `stage_rank` with tp index 0, ordered by data rank, then cp."""
         return self.devices.mesh[stage_rank, :, :, :, 0].flatten().tolist()

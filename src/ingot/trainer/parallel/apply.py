@@ -140,7 +140,7 @@ def parallelize(
     if settings.zero == 3:
         from ingot.trainer.parallel import fsdp
 
-        data = fsdp.Fsdp(every, every_cut, mesh)
+        data = fsdp.Fsdp(every, every_cut, mesh, micro_batches)
     else:
         assert settings.zero != "auto"
         data = Zero(every, every_cut, mesh, zero=settings.zero, master=master, grads=grads, micro_batches=micro_batches)

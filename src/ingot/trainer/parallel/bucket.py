@@ -90,6 +90,18 @@ class Bucket:
             )
         self.state = state
 
+    def drop(self) -> None:
+        """Forget gradients that are not reduced. A buffer in `whole` is used again."""
+        self.state = BucketState.EMPTY
+        for slot in self.slots:
+            slot.fresh = True
+
+    def place_of(self, element: int) -> tuple[str, int]:
+        """Return the parameter of an element of `whole`, as a flat tensor, and the element's index in it."""
+        rank, column = divmod(element, self.elements)
+        slot = next(slot for slot in self.slots if slot.start <= column < slot.start + slot.length)
+        return slot.name, rank * slot.length + column - slot.start
+
 
 def clear_missing(bucket: Bucket) -> None:
     """Zero the columns of parameters that got no gradient; a reused buffer has old values in them."""

@@ -47,18 +47,18 @@ class ReductionTree:
         return self.parts > 1 and self.done[stage] % self.micro_batches == 0
 
     @torch.no_grad()
-    def reduce(self, buffers: dict[nn.Module, list[Tensor]]) -> None:
-        """Replace the contents of `buffers` by the sums over all parts of all copies of the model."""
+    def sum_parts(self, buffers: dict[nn.Module, list[Tensor]]) -> None:
+        """Replace the contents of `buffers` by the sums over the parts that this rank read."""
         for stage, whole in buffers.items():
             if self.parts > 1:
                 ((_, total),) = self.sums.pop(stage)
                 for buffer, value in zip(whole, total, strict=True):
                     buffer.copy_(value)
-            for buffer in whole:
-                self._sum_over_copies(buffer)
         self.done.clear()
 
-    def _sum_over_copies(self, buffer: Tensor) -> None:
+    @torch.no_grad()
+    def sum_over_copies(self, buffer: Tensor) -> None:
+        """Replace the contents of `buffer`, the sum of this rank's parts, by the sum over all copies of the model."""
         ranks, index, distance = self.mesh.ranks("dp_replicate"), self.mesh.index("dp_replicate"), 1
         other = torch.empty_like(buffer)
         while distance < len(ranks):

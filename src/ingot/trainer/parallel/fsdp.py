@@ -11,15 +11,18 @@ sent.
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from ingot.plugins.piece import ParameterShard
+from ingot.trainer.mesh.collectives import scatter_into
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.tensor import TensorCut
 from ingot.trainer.parallel.units import ShardingUnit, cut_units, is_owner, own_rows
-from ingot.trainer.torch_private import gather_before_backward
+from ingot.trainer.parallel.unreduced import GradientReader
+from ingot.trainer.torch_private import drop_partial_sums, gather_before_backward
 
 
 def shard_stage(
@@ -98,6 +101,39 @@ def _set_prefetch(module: nn.Module, *, forward: list[nn.Module], backward: list
     module.set_modules_to_backward_prefetch(backward or [module])  # type: ignore[arg-type]
 
 
+class _Reduction:
+    """The reduce-scatter of an FSDP2 unit's gradients, after a reader has seen them.
+
+    FSDP2 allocates a buffer, copies the gradients of a backward into it, allocates a second one for the result, on the
+    stream of the exchange, and reduces the first into the second; if there is one rank, it only copies.
+    """
+
+    def __init__(self, number: int, reader: GradientReader):
+        self._number, self._reader = number, reader
+        self._whole: Tensor | None = None
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self._whole is None:
+            self._whole = torch.empty(*size, dtype=dtype, device=device)
+            return self._whole
+        whole, self._whole = self._whole, None
+        self._reader.take(self._number, whole)
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: dist.ReduceOp.RedOpType,
+        async_op: bool = False,
+    ) -> None:
+        if self._reader.apart:
+            output_tensor.zero_()
+        else:
+            scatter_into(output_tensor, input_tensor, group, op)
+
+
 class Fsdp:
     """Data parallelism by FSDP2.
 
@@ -105,8 +141,11 @@ class Fsdp:
     each of `shards`.
     """
 
-    def __init__(self, stages: list[nn.Module], cuts: dict[str, TensorCut], mesh: Mesh):
+    def __init__(self, stages: list[nn.Module], cuts: dict[str, TensorCut], mesh: Mesh, micro_batches: int):
         self.stages, self.hooks = stages, []  # FSDP2 owns its hooks
+        self.units = [m for stage in stages for m in stage.modules() if isinstance(m, FSDPModule)]
+        self.buffers_read = (micro_batches, len(self.units))
+        self._reader: GradientReader | None = None
         settings = mesh.parallel
         self.copied, self.on_host = settings.dp_replicate > 1, settings.offload_parameters
         # FSDP2 takes the mean over the ranks that share a parameter; `reduce` turns it into the mean over token ranks.
@@ -129,6 +168,23 @@ class Fsdp:
             owner=is_owner(cut, parameter, mesh),
         )
 
+    def show_gradients(self, reader: GradientReader) -> None:
+        """Show this rank's gradients to `reader` from now on, before they are reduced."""
+        for number, unit in enumerate(self.units):
+            unit.set_custom_reduce_scatter(_Reduction(number, reader))  # pyright: ignore[reportArgumentType]
+        self._reader = reader
+
+    def name_of(self, number: int, element: int) -> tuple[str, int | None]:
+        """Return the first parameter of unit `number`: FSDP2 mixes those of a unit in its buffer."""
+        own = set(self.units[number].parameters())
+        return next(name for name, parameter in self.parameters if parameter in own), None
+
+    def drop_gradients(self) -> None:
+        """End a step whose gradients are only read: drop what is left of them."""
+        for unit in self.units:
+            drop_partial_sums(unit)
+        self.publish()
+
     def before_backward(self, stage: nn.Module, last: bool) -> None:
         """Choose whether this backward sums gradients over the copies of the model.
 
@@ -138,7 +194,8 @@ class Fsdp:
         """
         if self.copied:
             assert isinstance(stage, FSDPModule)
-            stage.set_requires_all_reduce(last or self.on_host)
+            reduces = self._reader is None or not self._reader.apart
+            stage.set_requires_all_reduce((last or self.on_host) and reduces)
 
     def after_backward(self, stage: nn.Module, last: bool) -> None:
         """Do nothing: the hooks of FSDP2 have already reduced the gradients."""

@@ -61,12 +61,13 @@ class MicroBatches(Protocol):
 class _StepState:
     """The tensors of one optimizer step by (stage, micro-batch); each entry is removed at its use.
 
-    weight: the factor of one token's nats in the minimized loss, a scalar; None for a model without experts. begun: the
-    input and output of each forward. left: deferred weight gradients. hidden, gradients: tensors for the rank's next
-    stage.
+    data_rank: whose part of the batch it is. weight: the factor of one token's nats in the minimized loss, a scalar;
+    None for a model without experts. begun: the input and output of each forward. left: deferred weight gradients.
+    hidden, gradients: tensors for the rank's next stage.
     """
 
     batch: MicroBatches
+    data_rank: int
     scale: Tensor | None
     loss: Tensor
     weight: Tensor | None = None
@@ -118,12 +119,13 @@ class PipelineExecutor:
         self._last_end = {action.stage: action for action in self.row if action.kind in "BW"}
         self._execute = {"F": self._forward, "B": self._backward, "I": self._backward, "W": self._weights}
 
-    def train(self, batch: MicroBatches, scale: Tensor | None = None) -> Tensor:
+    def train(self, batch: MicroBatches, scale: Tensor | None = None, data_rank: int | None = None) -> Tensor:
         """Run the forward and backward of all micro-batches of one optimizer step of this data rank.
 
         The loss of a micro-batch is the sum of its nats divided by this rank's tokens in the step. scale: the loss
-        scale (fp16). Returns the sum of the unscaled losses, float64 and detached, on the rank of the last stage, and
-        zero on other ranks. Raises ConfigError if the table has a different number of micro-batches.
+        scale (fp16). data_rank: the rank that the batch belongs to; None: this one. Returns the sum of the unscaled
+        losses, float64 and detached, on the rank of the last stage, and zero on other ranks. Raises ConfigError if the
+        table has a different number of micro-batches.
         """
         micro_batches = len(batch.inputs)
         if micro_batches != self.table.micro_batches:
@@ -137,7 +139,8 @@ class PipelineExecutor:
             )
         shape = self._hidden_shape(batch.inputs[0])
         # In float64 a sum of float32 losses is exact, so it does not depend on the order of the additions.
-        step = _StepState(batch, scale, torch.zeros((), dtype=torch.float64, device=self.device))
+        part = self.data_rank if data_rank is None else data_rank
+        step = _StepState(batch, part, scale, torch.zeros((), dtype=torch.float64, device=self.device))
         if self.router_loss is not None:
             step.weight = torch.full_like(step.loss, 1 / self._own_tokens(batch)) * (1 if scale is None else scale)
         self.channels.start()
@@ -263,7 +266,7 @@ class PipelineExecutor:
             return {}
         micro_batches, rows, _ = step.batch.inputs.shape
         own = micro_batches * rows
-        first = (step.batch.step * self.data_ranks + self.data_rank) * own + micro_batch * rows
+        first = (step.batch.step * self.data_ranks + step.data_rank) * own + micro_batch * rows
         assert step.weight is not None
         return {"router_loss": self.router_loss(torch.arange(first, first + rows, device=self.device), step.weight)}
 

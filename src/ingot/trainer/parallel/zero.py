@@ -27,6 +27,7 @@ from ingot.trainer.parallel.bucket import Bucket, BucketSlot, BucketState, Reduc
 from ingot.trainer.parallel.canonical import ReductionTree
 from ingot.trainer.parallel.tensor import TensorCut
 from ingot.trainer.parallel.units import ShardingUnit, cut_units, is_owner, own_rows
+from ingot.trainer.parallel.unreduced import GradientReader
 
 
 @dataclass(frozen=True)
@@ -75,6 +76,9 @@ class Zero:
             units = cut_units(stage, settings.unit_blocks, cuts)
             self.buckets[stage] = [bucket for unit in units for bucket in self._buckets(stage, unit, cuts)]
         self.tree = ReductionTree(mesh, micro_batches) if settings.reduce == "canonical" else None
+        self._reader: GradientReader | None = None
+        each = any(bucket.reduction is Reduction.SCATTER_EACH for bucket in self.in_order)
+        self.buffers_read = (micro_batches if each else 1, len(self.in_order))
 
     # -- layout --
 
@@ -185,11 +189,11 @@ class Zero:
             case Reduction.SUM_COPIES:
                 if last:
                     clear_missing(bucket)
-                    if bucket.state is BucketState.FILLING:
+                    if bucket.state is BucketState.FILLING and self._is_reduced(bucket):
                         self._sum_copies(bucket, bucket.whole)
             case Reduction.SCATTER_LAST | Reduction.SCATTER_EACH:
                 if bucket.state is BucketState.FILLING:
-                    if last or bucket.reduction is Reduction.SCATTER_EACH:
+                    if (last or bucket.reduction is Reduction.SCATTER_EACH) and self._is_reduced(bucket):
                         self._scatter(bucket, last)
                 elif last:
                     # Backward in two halves: the last gradients arrived early and were reduced with those of an earlier
@@ -197,6 +201,36 @@ class Zero:
                     self._finish_scatter()
                     if bucket.state is BucketState.SCATTERED:
                         self._sum_copies(bucket, bucket.own)
+
+    def _is_reduced(self, bucket: Bucket) -> bool:
+        """Show a bucket's gradients to the reader, and return whether to reduce them. If not, they are dropped."""
+        if self._reader is None:
+            return True
+        assert bucket.whole is not None
+        self._reader.take(self.in_order.index(bucket), bucket.whole)
+        if self._reader.apart:
+            bucket.drop()
+            bucket.whole = bucket.whole if bucket.reduction in (Reduction.SUM_COPIES, Reduction.TREE) else None
+        return not self._reader.apart
+
+    def show_gradients(self, reader: GradientReader) -> None:
+        """Show this rank's gradients to `reader` from now on, before they are reduced."""
+        self._reader = reader
+
+    def name_of(self, number: int, element: int) -> tuple[str, int | None]:
+        """Return the parameter of an element of buffer `number`, and the element's index in this rank's part of it."""
+        return self.in_order[number].place_of(element)
+
+    @torch.no_grad()
+    def drop_gradients(self) -> None:
+        """End a step whose gradients are only read: drop what is left of them. Starts no exchange."""
+        if self.tree is not None:
+            self._sum_parts(self.tree)
+
+    def _sum_parts(self, tree: ReductionTree) -> list[Bucket]:
+        """Sum the parts that this rank read, and return the buckets whose sums are to be reduced."""
+        tree.sum_parts({s: [b.whole for b in bs if b.whole is not None] for s, bs in self.buckets.items()})
+        return [bucket for bucket in self.in_order if bucket.whole is not None and self._is_reduced(bucket)]
 
     def _sum_copies(self, bucket: Bucket, gradients: Tensor | None) -> None:
         """Start to sum `gradients` over the copies of the model, if there are several."""
@@ -237,8 +271,9 @@ class Zero:
             work.wait()
         self._summing.clear()
         if self.tree is not None:
-            self.tree.reduce({s: [b.whole for b in bs if b.whole is not None] for s, bs in self.buckets.items()})
-            for bucket in self.in_order:
+            for bucket in self._sum_parts(self.tree):
+                assert bucket.whole is not None
+                self.tree.sum_over_copies(bucket.whole)
                 self._sum_within_copy(bucket)
         for bucket in self.in_order:
             bucket.move(BucketState.REDUCED)

@@ -1,6 +1,17 @@
 """The damaged rank, and whether it is damaged again: decided from what ranks found."""
 
-from ingot.trainer.integrity.verdict import NOTHING, Damage, ReplayVerdict, Suspicion, Trust, ended, judge, repeated
+from ingot.trainer.integrity.verdict import (
+    NOTHING,
+    Damage,
+    ReplayVerdict,
+    Suspicion,
+    Trust,
+    doubted,
+    ended,
+    explained,
+    judge,
+    repeated,
+)
 
 PAIR = Damage(7, Trust.UNDECIDED, (0, 1))
 NAMED = Damage(7, Trust.OWN_HASH, (1,))
@@ -35,3 +46,28 @@ def test_damage_is_persistent_if_the_same_rank_is_damaged_again():
     assert repeated(PAIR, Damage(6, Trust.UNDECIDED, (0, 1)), [True, False]) == ReplayVerdict(
         "persistent", (0, 1), False
     )
+
+
+def test_of_four_ranks_those_two_that_changed_are_named():
+    """A wrong activation of a rank reaches the other ranks of its copy of the model."""
+    four = Damage(7, Trust.RECOMPUTED, (0, 1, 2, 3))
+    assert ended(four, [False, False, True, True]) == ReplayVerdict("transient", (2, 3), True)
+    assert ended(four, [True] * 4) == ReplayVerdict("transient", (0, 1, 2, 3), False)
+    assert repeated(four, four, [False, True, False, False]) == ReplayVerdict("persistent", (1,), True)
+
+
+def test_of_ranks_that_computed_the_same_the_minority_is_doubted():
+    assert doubted({0: 5, 1: 5}) == doubted({0: 5, 1: 5, 2: 5}) == frozenset()
+    assert doubted({0: 5, 1: 6}) == {0, 1}
+    assert doubted({0: 5, 1: 6, 2: 5}) == {1}
+    assert doubted({0: 5, 1: 6, 2: 7}) == {0, 1, 2}
+
+
+def test_one_rank_that_explains_all_differences_is_damaged():
+    pair, other, alone = frozenset({0, 1}), frozenset({1, 2}), frozenset({2})
+    assert explained([pair]) == explained([pair, pair]) == (pair, False)
+    assert explained([pair, other]) == ({1}, True)
+    assert explained([pair, frozenset({2, 3})]) == ({0, 1, 2, 3}, False)
+    assert explained([pair, alone]) == ({2}, True)
+    assert not Damage(7, Trust.RECOMPUTED, (0, 1)).is_named and Damage(7, Trust.RECOMPUTED_ALONE, (0,)).is_named
+    assert not Damage(7, Trust.UNDECIDED, (0, 1)).of_gradients
