@@ -6,7 +6,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Moe
+from ingot.schema.guard import Guard
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.theory.rules import run_problems
@@ -23,7 +24,12 @@ def problems(arch: Arch = ARCH, **settings) -> dict[str, list[str]]:
     """Return the problems by key. settings: of Parallel or Train."""
     of_train = {name: settings.pop(name) for name in list(settings) if hasattr(TRAIN, name)}
     run = RunConfig(
-        name="x", model=arch, data=Data(tokens=""), train=replace(TRAIN, **of_train), parallel=Parallel(**settings)
+        name="x",
+        model=arch,
+        data=Data(tokens=""),
+        train=replace(TRAIN, **of_train),
+        guard=settings.pop("guard", Guard()),
+        parallel=Parallel(**settings),
     )
     found: dict[str, list[str]] = {}
     for key, message in [*((f"parallel.{n}", m) for n, m in run.parallel.problems()), *run_problems(run)]:
@@ -88,6 +94,17 @@ CASES = [
 def test_an_illegal_layout_is_refused_with_the_way_out(settings, key, way_out):
     found = problems(**settings)
     assert any(way_out in message for message in found.get(key, [])), found
+
+
+def test_gradients_are_recomputed_by_another_group_of_experts():
+    experts = replace(ARCH, moe=Moe(num_experts=4, top_k=2, d_expert=64))
+    key, two = "guard.recompute_every", Guard(recompute_every=8)
+    assert "there is one data rank" in problems(guard=two)[key][0]
+    assert "one group of experts (ep = 4)" in problems(experts, guard=two, dp_shard=4, ep=4)[key][0]
+    assert "one group of experts" in problems(experts, guard=two, dp_shard=2, tp=2, ep=4)[key][0]
+    for legal in ({"dp_shard": 2}, {"dp_shard": 4, "ep": 2}, {"dp_replicate": 2, "dp_shard": 2, "tp": 2, "ep": 4}):
+        assert key not in problems(experts, guard=two, **legal)
+    assert "hash_every is 0" in dict(Guard(recompute_every=8, hash_every=0).problems())["recompute_every"]
 
 
 def test_all_of_them_come_at_once():
