@@ -8,6 +8,14 @@ _DAMAGE = "tests/unit/trainer/integrity/test_damage.py"
 _LAYOUTS = "tests/dist/test_state_hashes.py"
 _EVERY_BIT = f"{_DAMAGE}::test_every_bit_names_its_rank_at_once_and_the_run_keeps_its_bits"
 _COPIES = f"{_DAMAGE}::test_of_two_copies_the_one_that_the_replay_changes_is_named"
+_RECOMPUTE = "tests/unit/trainer/integrity/test_recompute.py"
+_FLIPS = (
+    f"{_RECOMPUTE}::test_every_flip_before_the_reduction_is_found_and_the_run_keeps_the_bits_of_one_that_recomputes_"
+    "nothing"
+)
+_TWICE = (
+    "tests/dist/test_recomputed_gradients.py::test_nothing_differs_without_a_fault_no_bit_changes_and_flips_are_found"
+)
 _SAVED = f"{_DAMAGE}::test_nothing_damaged_is_saved"
 
 MUTANTS: list[Mutant] = [
@@ -116,5 +124,117 @@ MUTANTS: list[Mutant] = [
         before="if trust is surest)",
         after="if trust > Trust.NOTHING)",
         tests=(_VERDICT,),
+    ),
+    Mutant(
+        name="gradients-not-read",
+        what="gradients are reduced, and nobody has seen them before",
+        file="trainer/parallel/zero.py",
+        before="        if self._reader is None:\n            return True\n",
+        after="        if True:\n            return True\n",
+        tests=(f"{_FLIPS}[0]",),
+    ),
+    Mutant(
+        name="gradients-of-shards-not-read",
+        what="gradients of ZeRO-3 are reduced, and nobody has seen them before",
+        file="trainer/parallel/fsdp.py",
+        before="        self._reader.take(self._number, whole)\n",
+        after="",
+        tests=(f"{_FLIPS}[3]",),
+    ),
+    Mutant(
+        name="recomputed-gradients-reduced",
+        what="gradients of ZeRO-3 that are only compared are reduced over copies of the model",
+        file="trainer/parallel/fsdp.py",
+        before="            drop_partial_sums(unit)\n",
+        after="            pass\n",
+        tests=(f"{_TWICE}[copies of whole shards]",),
+    ),
+    Mutant(
+        name="recomputed-gradients-kept",
+        what="gradients that are only compared are added to those of the step",
+        file="trainer/parallel/bucket.py",
+        before="            slot.fresh = True\n\n    def place_of",
+        after="            pass\n\n    def place_of",
+        tests=(f"{_TWICE}[copies]",),
+    ),
+    Mutant(
+        name="recomputed-noise-of-another-rank",
+        what="experts are chosen with the noise of the rank that computes, not of the one that the batch belongs to",
+        file="trainer/parallel/pipeline.py",
+        before="self.data_ranks + step.data_rank) * own",
+        after="self.data_ranks + self.data_rank) * own",
+        tests=(f"{_TWICE}[experts]",),
+    ),
+    Mutant(
+        name="recomputed-within-a-group-of-experts",
+        what="ranks of one group of experts compute parts of the batch of each other",
+        file="schema/parallel.py",
+        before="return self.ep // math.gcd(self.ep, self.cp * self.tp)",
+        after="return 1",
+        tests=(f"{_TWICE}[experts]",),
+    ),
+    Mutant(
+        name="recomputed-counts-kept",
+        what="the load of experts counts tokens of other ranks",
+        file="trainer/integrity/recompute.py",
+        before="        router.seen = None\n",
+        after="        pass\n",
+        tests=(f"{_TWICE}[experts]",),
+    ),
+    Mutant(
+        name="recomputed-terms-kept",
+        what="the means of loss terms count tokens of other ranks",
+        file="trainer/integrity/recompute.py",
+        before="        term.sums = own\n",
+        after="        pass\n",
+        tests=(f"{_RECOMPUTE}::test_counts_of_routers_sums_of_loss_terms_and_random_states_stay",),
+    ),
+    Mutant(
+        name="recomputed-not-compared",
+        what="the hashes of gradients are not compared",
+        file="trainer/integrity/recompute.py",
+        before="* self._shift) != rows[:, at, 0]).any())",
+        after="* self._shift) != rows[:, at, 0]).all())",
+        tests=(f"{_FLIPS}[0]",),
+    ),
+    Mutant(
+        name="recomputed-in-the-same-place",
+        what="of each block of steps, the same one is computed twice",
+        file="trainer/integrity/recompute.py",
+        before='return place == derive(seed, "recompute", block) % every',
+        after="return place == 0",
+        tests=(f"{_RECOMPUTE}::test_each_block_of_steps_has_one_chosen_step",),
+    ),
+    Mutant(
+        name="replay-not-recomputed",
+        what="steps that are trained again are computed twice only if they were chosen",
+        file="trainer/integrity/recompute.py",
+        before="return is_replayed or is_chosen",
+        after="return is_chosen",
+        tests=(f"{_RECOMPUTE}::test_only_chosen_steps_are_computed_twice_until_there_is_damage",),
+    ),
+    Mutant(
+        name="no-third-opinion",
+        what="steps that are trained again are not computed by a third rank",
+        file="trainer/integrity/recompute.py",
+        before="opinions = min(2 if self.replayed is not None else 1, groups - 1)",
+        after="opinions = 1",
+        tests=(f"{_RECOMPUTE}::test_of_three_ranks_the_one_that_is_damaged_again_is_named",),
+    ),
+    Mutant(
+        name="first-gradients-forgotten",
+        what="of two ranks nobody is named, because the gradients of the first time are forgotten",
+        file="trainer/integrity/recompute.py",
+        before="return frozenset(changed) or ranks",
+        after="return ranks",
+        tests=(f"{_RECOMPUTE}::test_of_two_ranks_the_one_that_computes_otherwise_than_the_first_time_is_named",),
+    ),
+    Mutant(
+        name="varying-gradients-blamed",
+        what="a machine is blamed for kernels whose results vary",
+        file="trainer/integrity/recompute.py",
+        before="            if (rows[:, -1] != rows[:, 0]).all():\n",
+        after="            if False:\n",
+        tests=(f"{_RECOMPUTE}::test_kernels_that_find_other_bits_each_time_are_no_fault_of_a_machine",),
     ),
 ]

@@ -99,6 +99,10 @@ def checks_gather():
         assert isinstance(module, FSDPModule)
         output = torch.ones(2, requires_grad=True) * 2
         assert private.gather_before_backward(module, output).shape == output.shape
+        (group,) = module._get_fsdp_state()._fsdp_param_groups
+        group._partial_reduce_output = output
+        private.drop_partial_sums(module)
+        assert group._partial_reduce_output is None
     finally:
         dist.destroy_process_group()
 
@@ -191,6 +195,7 @@ CHECKS = {
     "storage_key": checks_key,
     "WideBuffers": checks_buffers,
     "gather_before_backward": checks_gather,
+    "drop_partial_sums": checks_gather,
     "compiler_is_loaded": checks_compiler,
     "allocate": checks_allocate,
     "overlap_products_with_collectives": checks_overlap,

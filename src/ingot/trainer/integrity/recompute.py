@@ -119,7 +119,7 @@ class RecomputedGradients:
         self._open = self._entries = None
         if not self.is_due(step):
             return
-        with _unnoticed(self._program.stages, self._device):
+        with unnoticed(self._program.stages, self._device):
             again = None if self._is_proven else self._apart(step, self._own, scale)
             others = [self._apart(step, part, scale) for part in self._parts()]
         self._open, self._is_proven = (step, others, again), True
@@ -286,7 +286,7 @@ def is_chosen(seed: int, step: int, every: int) -> bool:
 
 
 @contextlib.contextmanager
-def _unnoticed(stages: Mapping[int, nn.Module], device: torch.device) -> Iterator[None]:
+def unnoticed(stages: Mapping[int, nn.Module], device: torch.device) -> Iterator[None]:
     """Keep from the run what a forward and a backward change besides gradients: counts of routers, sums of loss terms,
     and the states of random generators."""
     modules = [module for stage in stages.values() for module in stage.modules()]

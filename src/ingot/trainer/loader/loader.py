@@ -116,9 +116,11 @@ class Loader:
         self._worker = self._started_worker()
 
     def _started_worker(self) -> "_ReadAhead":
+        return _ReadAhead(self, self._reader(), range(self._next_step, self._steps.stop), self._prefetch)
+
+    def _reader(self) -> TokenReader:
         retries = Retries(self._read_seconds / 2)
-        reader = TokenReader(self._folder, self._seq_len, manifest=self.manifest, retries=retries)
-        return _ReadAhead(self, reader, range(self._next_step, self._steps.stop), self._prefetch)
+        return TokenReader(self._folder, self._seq_len, manifest=self.manifest, retries=retries)
 
     def __iter__(self) -> "Loader":
         return self
@@ -206,8 +208,7 @@ class Loader:
     @cached_property
     def _of_parts(self) -> tuple[Order, TokenReader]:
         """An order and a reader of this thread: the loader's own are those of its thread."""
-        retries = Retries(self._read_seconds / 2)
-        return self._new_order(), TokenReader(self._folder, self._seq_len, manifest=self.manifest, retries=retries)
+        return self._new_order(), self._reader()
 
     def part_of(self, step: int, rank: int) -> Batch:
         """Read the part of the batch of `step` that belongs to rank `rank`, in this thread. Raises DataError."""

@@ -1,6 +1,7 @@
 """Gradients and activations with a wrong bit, in whole runs that recompute them on another rank."""
 
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
-from ingot.trainer.integrity.recompute import is_chosen
+from ingot.trainer.integrity.recompute import is_chosen, unnoticed
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.run import build_trainer
@@ -21,13 +22,14 @@ BITS = (3, 12, 22, 30)
 
 @dataclass(frozen=True)
 class Flip:
-    """A bit that flips on a rank in a step, the first time or `always`: of a gradient before it is reduced, or of an
-    activation. other: another element each time."""
+    """A bit that flips on a rank in a step, the `visit`-th time that it is trained or `always`: of a gradient before it
+    is reduced, or of an activation. other: another element each time."""
 
     step: int
     rank: int
     bit: int
     kind: str = "gradient"
+    visit: int = 1
     always: bool = False
     other: bool = False
 
@@ -42,7 +44,7 @@ def plant(run, plan):
             if (flip.step, flip.rank, flip.kind) != (step[0], rank, kind) or gradients.apart:
                 continue
             visits[flip, step[1]] = visits.get((flip, step[1]), 0) + 1
-            if visits[flip, step[1]] == 1 and (flip.always or step[1] == 1):
+            if visits[flip, step[1]] == 1 and (flip.always or step[1] == flip.visit):
                 yield flip
 
     def planted_recompute(number, scale):
@@ -160,6 +162,16 @@ def test_each_block_of_steps_has_one_chosen_step():
     assert all(is_chosen(11, step, 1) for step in range(1, 20))
 
 
+def test_counts_of_routers_sums_of_loss_terms_and_random_states_stay():
+    stage, sums = torch.nn.Linear(2, 2), torch.ones(2)
+    stage.seen, stage.terms, random = None, [SimpleNamespace(sums=sums)], torch.get_rng_state()
+    with unnoticed({0: stage}, torch.device("cpu")):
+        assert stage.terms[0].sums is None
+        stage.seen, stage.terms[0].sums = torch.rand(2), torch.rand(2)
+    assert stage.seen is None and stage.terms[0].sums is sums
+    assert torch.equal(torch.get_rng_state(), random)
+
+
 def test_of_three_ranks_the_one_that_is_damaged_again_is_named(trained):
     ending = "E-GRADIENTS-DAMAGED", {"ranks": [1], "step": 5}
     folder = trained("flips", 3, [Flip(5, 1, 22, always=True)], *THREE, ending=ending)
@@ -174,6 +186,12 @@ def test_of_two_ranks_the_one_whose_gradients_change_is_named(trained, other):
     ending = "E-GRADIENTS-DAMAGED", {"ranks": ranks, "step": 5}
     folder = trained("flips", 2, [Flip(5, 1, 22, always=True, other=other)], *TWO, ending=ending)
     assert verdicts(folder) == [("persistent", ranks, other)]
+
+
+def test_of_two_ranks_the_one_that_computes_otherwise_than_the_first_time_is_named(trained):
+    flips, ending = [Flip(5, 1, 22), Flip(4, 1, 3, visit=2)], ("E-GRADIENTS-DAMAGED", {"ranks": [1], "step": 4})
+    folder = trained("flips", 2, flips, *TWO, ending=ending)
+    assert found(folder)[0] == (4, 1, 3, "recomputed_alone") and verdicts(folder) == [("persistent", [1], True)]
 
 
 def test_kernels_that_find_other_bits_each_time_are_no_fault_of_a_machine(trained):
