@@ -1,7 +1,8 @@
 """The cost of judging each step (trainer/guard), and its false verdicts on healthy runs.
 
 Cost: the CPU seconds of a judgment, relative to those of the step in which it is made, on one process; medians of
-steps in which both are measured.
+steps in which both are measured. The alerts are played on a log line of ten steps, and the range of the gradient is
+measured in each of these steps; both are counted by the step, as often as a run with the defaults does them.
 
 False verdicts: runs of a small model on real tokens, one per seed, with [guard] preset = "watch", which reports all
 that it finds and changes nothing; then one with a warm-up of a tenth of its steps, whose data change in the middle from
@@ -19,6 +20,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from record import record
@@ -27,11 +29,14 @@ from ingot import train
 from ingot.config import to_toml
 from ingot.events import read_events
 from ingot.planner.request.presets import load_model
+from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.guard import Guard
 from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Schedule, Train
 from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.build import build_parts
+from ingot.trainer.guard.alerts import AlertWatch
+from ingot.trainer.guard.gradient_range import GradientRange
 from ingot.trainer.step import train_step
 
 
@@ -67,7 +72,11 @@ def cost(rounds: int = 60) -> dict[str, float]:
     parts = build_parts(run, torch.device("cpu"), Path())
     judge = parts.step_judge
     assert judge is not None
-    seconds: dict[str, list[float]] = {"step": [], "judgment": []}
+    measured = GradientRange(
+        parts.model.shards, tiny.arch.num_layers, torch.bfloat16, 1, tied=tiny.arch.tied_embeddings
+    )
+    watch = AlertWatch(run, parts.model.shards, measured, None, lambda *_, **__: None, is_first=True)
+    seconds: dict[str, list[float]] = {"step": [], "judgment": [], "alerts": [], "range": []}
     for step in range(1, rounds + 1):
         ids = torch.randint(0, tiny.arch.vocab_size, (1, settings.global_batch, settings.seq_len + 1))
         batch = SimpleNamespace(step=step, inputs=ids[..., :-1], targets=ids[..., 1:], document_ids=None)
@@ -79,9 +88,21 @@ def cost(rounds: int = 60) -> dict[str, float]:
         if step > 5:  # the first steps allocate
             seconds["step"].append(between - began)
             seconds["judgment"].append(time.process_time() - between)
+        first, loss, norm = 10 * step, float(result.loss), float(result.grad_norm)
+        line = [StepNumbers(first + i, loss, norm, skipped=False) for i in range(10)]
+        for shard in parts.model.shards:
+            shard.grad = torch.ones_like(shard.value)
+        began = time.process_time()
+        measured.look(step)
+        between = time.process_time()
+        watch.line(line, 1e-4, np.array([watch.unchanged(line, 1e-4)]))
+        if step > 5:
+            seconds["range"].append((between - began) / run.guard.precision_every)
+            seconds["alerts"].append((time.process_time() - between) / len(line))
     dist.destroy_process_group()
     medians = {part: statistics.median(each) for part, each in seconds.items()}
-    return medians | {"percent": round(100 * medians["judgment"] / medians["step"], 3)}
+    rest = sum(medians[part] for part in ("judgment", "alerts", "range"))
+    return medians | {"percent": round(100 * rest / medians["step"], 3)}
 
 
 def run_of(tokens: Path, steps: int, seed: int, *, warmup: int = 50) -> RunConfig:
@@ -114,8 +135,9 @@ def findings(run: RunConfig, *, change: bool = False) -> list[dict]:
             train(file, out, accept=["data.weights"])
         else:
             train(file, out)
-        keys = ("step", "found", "loss", "loss_sigmas", "norm_sigmas")
-        return [{key: event[key] for key in keys} for event in read_events(out / "events.jsonl", events.FINDING)]
+        keys = ("step", "found", "loss", "loss_sigmas", "norm_sigmas", "alert", "value", "limit")
+        found = read_events(out / "events.jsonl", events.FINDING, events.ALERT)
+        return [{key: event[key] for key in keys if key in event} for event in found]
 
 
 if __name__ == "__main__":

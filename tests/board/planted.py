@@ -3,7 +3,7 @@
 `KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. STEP may be a range, as
 12-15. PLACE is a method of the callback: on_gradients, on_update, on_line or record; or before_norm, when the gradients
 are reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled 12-15", replaces the data of steps. The schedule
-"planted" has fifty times its rate in step BOARD_RATE.
+"planted" has fifty times its rate in step BOARD_RATE, and none from step BOARD_STILL on.
 """
 
 import ctypes
@@ -67,7 +67,7 @@ class Planted(StepCallback):
     def _plant(self, place):
         if place != self.place or self.step < self.at or (self.step > self.last and place != "record"):
             return
-        collective = self.kind in ("shape", "skip", "order")  # both ranks are a part of it
+        collective = self.kind in ("shape", "skip", "order", "zero")  # both ranks are a part of it
         if (not collective and self.rank != self.on_rank) or (not self.always and self.done.exists()):
             return
         if self.rank == self.on_rank:
@@ -98,6 +98,10 @@ class Planted(StepCallback):
     def nan(self, _):
         self.pieces[0].grad.fill_(math.nan)
 
+    def zero(self, _):
+        for piece in self.pieces:
+            piece.grad.zero_()
+
     def memory(self, _):
         torch.empty(1 << 60, dtype=torch.uint8)
 
@@ -114,6 +118,8 @@ class Planted(StepCallback):
 
 
 def _rate(step, steps, peak, schedule, options):
+    if step >= int(os.environ.get("BOARD_STILL") or steps + 1):
+        return 0.0
     return peak * (50 if step == int(os.environ.get("BOARD_RATE", "0")) else 1)
 
 

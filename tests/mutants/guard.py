@@ -5,6 +5,8 @@ from .mutant import Mutant
 _JUDGE = "tests/unit/trainer/guard/test_step_judge.py"
 _LADDER = "tests/unit/trainer/guard/test_ladder.py"
 _RUNS = "tests/unit/trainer/guard/test_guarded_runs.py"
+_TRENDS = "tests/unit/trainer/guard/test_trends.py"
+_ALERTS = "tests/unit/trainer/guard/test_alerts.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -110,5 +112,117 @@ MUTANTS: list[Mutant] = [
         before="return among(step, self._passed)",
         after="return False",
         tests=(f"{_RUNS}::test_a_batch_that_hurts_costs_its_update_alone",),
+    ),
+    Mutant(
+        name="plateau-by-ratio-alone",
+        what="a loss that falls by less than one percent in a window is a plateau",
+        file="trainer/guard/trends.py",
+        before="falls = now.second < guard.plateau_ratio * now.first or now.fall > guard.plateau_sigmas * now.error",
+        after="falls = now.second < guard.plateau_ratio * now.first",
+        tests=(f"{_TRENDS}::test_a_healthy_run_has_no_alert_even_late",),
+    ),
+    Mutant(
+        name="plateau-of-noise",
+        what="a window that is too short to show a fall is a plateau",
+        file="trainer/guard/trends.py",
+        before="if falls or expected < 2 * guard.plateau_sigmas * now.error:",
+        after="if falls:",
+        tests=(f"{_TRENDS}::test_a_noisy_window_shows_no_plateau",),
+    ),
+    Mutant(
+        name="curve-lost-at-a-restart",
+        what="a run that continues has forgotten its losses, and finds no plateau for as many steps",
+        file="trainer/guard/trends.py",
+        before="                self._curve.add(at, loss)",
+        after="                pass",
+        tests=(f"{_TRENDS}::test_a_plateau_is_found_after_a_restart_and_a_way_back",),
+    ),
+    Mutant(
+        name="uniform-guess-unseen",
+        what="a loss that stays at that of a uniform guess is no alert",
+        file="trainer/guard/trends.py",
+        before="self._guess = math.log(vocab_size) if vocab_size > 1 else math.inf",
+        after="self._guess = math.inf",
+        tests=(f"{_TRENDS}::test_a_run_that_never_learned_stays_at_a_uniform_guess",),
+    ),
+    Mutant(
+        name="loss-ratio-to-itself",
+        what="a loss is compared with a mean that it is a part of, and steps are judged before there is a mean",
+        file="trainer/guard/trends.py",
+        before="ratio = numbers.loss / fmean(self._losses) if len(self._losses) >= self.guard.ready else 0.0",
+        after="ratio = numbers.loss / fmean([*self._losses, numbers.loss])",
+        tests=(f"{_TRENDS}::test_ratio_rules",),
+    ),
+    Mutant(
+        name="explosion-of-a-usual-norm",
+        what="a run whose norm is always above the limit has an alert without end",
+        file="trainer/guard/trends.py",
+        before="limit = max(self._norm_limit, self.guard.norm_ratio * typical)",
+        after="limit = self._norm_limit",
+        tests=(f"{_TRENDS}::test_ratio_rules",),
+    ),
+    Mutant(
+        name="dead-model-unseen",
+        what="a gradient of zeros is no alert",
+        file="trainer/guard/trends.py",
+        before="if norm == 0 or norm < self.guard.dead_ratio * typical:",
+        after="if norm < self.guard.dead_ratio * typical:",
+        tests=(f"{_TRENDS}::test_a_model_that_was_dead_from_its_start",),
+    ),
+    Mutant(
+        name="scale-found-in-the-first-steps",
+        what="the fall of the loss scale in the first steps, which look for it, is an alert",
+        file="trainer/guard/trends.py",
+        before="if scale is None or self._seen < guard.ready:",
+        after="if scale is None:",
+        tests=(f"{_TRENDS}::test_a_loss_scale_that_collapses",),
+    ),
+    Mutant(
+        name="skipped-updates-are-still",
+        what="steps whose updates were skipped count as updates that changed nothing",
+        file="trainer/guard/weights.py",
+        before="[numbers.step for numbers in line if not numbers.skipped]",
+        after="[numbers.step for numbers in line]",
+        tests=(f"{_ALERTS}::test_updates_that_change_no_weights_are_counted",),
+    ),
+    Mutant(
+        name="end-of-a-schedule-is-still",
+        what="updates that are too small for float32, at the end of a schedule, count as updates that changed nothing",
+        file="trainer/guard/alerts.py",
+        before="line if lr == 0 or lr >= _SMALL * self._peak else ()",
+        after="line",
+        tests=(f"{_ALERTS}::test_ranks_whose_weights_do_not_change_are_named",),
+    ),
+    Mutant(
+        name="range-of-one-rank",
+        what="the range of the gradient is that of the rows of rank 0",
+        file="trainer/guard/gradient_range.py",
+        before="return table if world == 1 else gather_from(range(world), table).sum(0)",
+        after="return table if world == 1 else gather_from(range(world), table)[0]",
+        tests=(f"{_ALERTS}::test_the_range_of_a_run_is_the_same_on_any_layout",),
+    ),
+    Mutant(
+        name="rows-of-the-vocabulary-underflow",
+        what="tokens that the batch lacks count as an underflow of the embedding",
+        file="trainer/guard/gradient_range.py",
+        before='if shard.owner and (tied or shard.name != "embed.weight")]',
+        after="if shard.owner]",
+        tests=(f"{_ALERTS}::test_the_range_of_the_gradient_by_layer",),
+    ),
+    Mutant(
+        name="overflow-is-an-alert",
+        what="an overflow that the loss scale follows is an alert",
+        file="trainer/guard/alerts.py",
+        before="            if step in finite:",
+        after="            if True:",
+        tests=(f"{_ALERTS}::test_layers_out_of_range_are_named_the_worst_first",),
+    ),
+    Mutant(
+        name="alert-at-every-line",
+        what="what lasts is reported at every log line",
+        file="trainer/guard/alerts.py",
+        before="return [alert for alert in found if self._is_new(alert)]",
+        after="return found",
+        tests=(f"{_ALERTS}::test_layers_out_of_range_are_named_the_worst_first",),
     ),
 ]

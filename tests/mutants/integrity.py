@@ -63,8 +63,8 @@ MUTANTS: list[Mutant] = [
         name="damage-of-others-ignored",
         what="a rank does not hear of the damage of another",
         file="trainer/log.py",
-        before="return bool(rows[:, -1].any())",
-        after="return damaged",
+        before="return bool(rows[:, -3].any()), rows[:, -2:]",
+        after="return damaged, rows[:, -2:]",
         tests=(f"{_EVERY_BIT}[shards alone]",),
     ),
     Mutant(

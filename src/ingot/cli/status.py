@@ -72,6 +72,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"start  {_start_text(status)}")
     if status.skipped_steps or status.roll_backs or status.guard:
         terminal.say(f"policy {_policy_text(status)}")
+    for alert in status.alerts:
+        terminal.say(f"alert  {alert}")
     terminal.result(asdict(status))
     follow_up = {
         "running": f"ingot status {args.run}",

@@ -5,7 +5,7 @@ kind requires are counted in `unreadable_events` and not used.
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -15,6 +15,7 @@ from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
 from ingot.schema import events as kinds
+from ingot.schema.alert import alert_of
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.guard_record import measure_of
 from ingot.schema.plan import Plan
@@ -78,9 +79,9 @@ class RunData:
     """The events and artifacts of one run; events are dicts as in schema/events.py.
 
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
-    terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures:
-    the `skipped`, `rolled_back`, `passed` and `guard` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped`
-    events. weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item.
+    terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
+    alerts: the `skipped`, `rolled_back`, `passed`, `guard` and `alert` events. unsaved: the `checkpoint_failed` and
+    `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item.
     active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
     included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
@@ -111,6 +112,7 @@ class RunData:
     roll_backs: list[dict] = field(default_factory=list)
     passed: list[dict] = field(default_factory=list)
     measures: list[dict] = field(default_factory=list)
+    alerts: list[dict] = field(default_factory=list)
     start_times: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
@@ -226,6 +228,7 @@ def read_run_events(data: RunData) -> None:
         kinds.ROLLED_BACK: data.roll_backs,
         kinds.PASSED: data.passed,
         kinds.GUARD: data.measures,
+        kinds.ALERT: data.alerts,
         kinds.START_TIMES: data.start_times,
     }
     started = alive = kind = None
@@ -286,15 +289,18 @@ def _is_readable(event) -> bool:
         return False
     if kind == kinds.METRICS and not has_values(event):
         return False
-    if kind == kinds.GUARD and not _is_measure(event):
+    if kind in _MADE_BY and not _can_be_made(_MADE_BY[kind], event):
         return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
 
 
-def _is_measure(event: dict) -> bool:
+_MADE_BY = {kinds.GUARD: measure_of, kinds.ALERT: alert_of}
+
+
+def _can_be_made(make: Callable[[dict], object], event: dict) -> bool:
     try:
-        measure_of(event)
+        make(event)
     except (KeyError, TypeError, ValueError):
         return False
     return True

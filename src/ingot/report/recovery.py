@@ -6,6 +6,8 @@ from ingot.report.facts import RunData, is_finite
 from ingot.report.faults import FaultRecord
 from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
 from ingot.report.sections import plural
+from ingot.schema.alert import alert_of
+from ingot.schema.alert import described as alert_text
 from ingot.schema.guard_record import described, measure_of
 from ingot.trainer.resilience.start_times import PHASES
 from ingot.units import format_seconds
@@ -63,7 +65,7 @@ def _start_cells(event: dict) -> tuple[str, ...]:
 
 
 def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:
-    """Return (time, step, text) of skipped updates, passed data, measures and roll-backs, in order of time."""
+    """Return (time, step, text) of skipped updates, passed data, measures, alerts and roll-backs, by time."""
     found = []
     for event in data.vetoes:
         steps = event["steps"]
@@ -75,6 +77,8 @@ def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:
         found.append((event["time"], f"{steps[0]:,}", text))
     for event in data.measures:
         found.append((event["time"], f"{event['last']:,}", f"guard: {described(measure_of(event))}"))
+    for event in data.alerts:
+        found.append((event["time"], f"{event['step']:,}", f"alert: {alert_text(alert_of(event))}"))
     for event in data.roll_backs:
         back, again = event["to_step"], event["from_step"] - event["to_step"]
         text = f"rolled back to the checkpoint of step {back:,}; {again:,} {plural(again, 'step')} trained again"

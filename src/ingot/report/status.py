@@ -7,6 +7,8 @@ from pathlib import Path
 from ingot.events import read_events
 from ingot.report.facts import has_values, no_run_folder
 from ingot.schema import events
+from ingot.schema.alert import alert_of
+from ingot.schema.alert import described as alert_text
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.guard_record import described, measure_of
 from ingot.schema.run_folder import RunFolder
@@ -35,7 +37,7 @@ class RunStatus:
     kept_step, kept_nodes: the newest snapshot in memory, and how many nodes have each part of it, at least.
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
-    guard: the last measure of the guard, in words; "": none.
+    guard: the last measure of the guard, in words; "": none. alerts: the last of each kind, in words, the newest last.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     still_seconds: the time since the newest step, if the job runs and that time is far longer than usual; else None.
     tokens_per_second and eta_seconds are then None, because those of the newest step are no longer true.
@@ -81,6 +83,7 @@ class RunStatus:
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
     guard: str = ""
+    alerts: tuple[str, ...] = ()
     log_damage: str = ""
     layout: dict[str, int | str] = field(default_factory=dict)
     fallback: dict | None = None
@@ -143,6 +146,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
         guard=log.guard,
+        alerts=tuple(log.alerts.values()),
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
@@ -174,6 +178,7 @@ class _Log:
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
+    alerts: dict[str, str] = field(default_factory=dict)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def take(self, event: dict) -> None:
@@ -195,6 +200,10 @@ class _Log:
         elif kind == events.GUARD_ASKED:
             clock = time.strftime("%H:%M:%S", time.localtime(event["until"]))
             self.guard = f"waits until {clock} for an answer about steps {event['first']}-{event['last']} (ingot guard)"
+        elif kind == events.ALERT:
+            alert = alert_of(event)
+            self.alerts.pop(alert.alert, None)
+            self.alerts[alert.alert] = alert_text(alert)
         elif kind == events.ROLLED_BACK:
             self.roll_backs.append((event["from_step"], event["to_step"]))
             self._go_back(event["to_step"])

@@ -35,6 +35,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  were skipped), found [kinds], lr_factor, clip_factor, lr_last
                  (schema/guard_record.py)                             the guard took a measure
   guard_asked    first, last, found [kinds], until (Unix seconds)     the run waits for a person (guard_answer.py)
+  alert          alert (its kind), step, since (the first step that shows it), value, limit, places [ranks or layers],
+                 cause ("": not known)                                what many steps show (trainer/guard/alerts.py)
+  gradient_range step, loss_scale (null: none), layers [names]; by layer, as shares of the elements: underflow (0 or
+                 subnormal in the training precision) and saturation (near its largest number)
+                                                                      every guard.precision_every, in fp16 and bf16
   state_damaged  step, rank, host, tensor (its name in a checkpoint), element, bit (of it; null: unknown, or more
                  differ), sign ("own_hash": it changed between two updates; "minority": most copies are equal, and
                  others; "undecided": two copies differ, and both ranks have such an event; "recomputed": ranks computed
@@ -111,6 +116,8 @@ FINDING = "finding"
 GUARD = "guard"
 GUARD_ASKED = "guard_asked"
 SANITY = "sanity"
+ALERT = "alert"
+GRADIENT_RANGE = "gradient_range"
 STATE_DAMAGED = "state_damaged"
 STATE_REPLAYED = "state_replayed"
 ROLLED_BACK = "rolled_back"

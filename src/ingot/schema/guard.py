@@ -35,6 +35,21 @@ class Guard:
       never. sanity_rise: if its loss rose by more than this, in nats per token, the checkpoint is suspect.
     recompute_every: in one of so many steps, each rank computes the gradients of another data rank too, and their
       hashes are compared; 0: never. Needs hash_every, and kernels that always add in the same order.
+
+    The rest are alerts (trainer/guard/alerts.py), which are reported and change nothing; none with preset "off".
+
+    loss_ratio, loss_ratio_window: a loss this many times the mean of so many steps before; 0: no such alert.
+    norm_ratio: a gradient norm this many times both optim.clip_norm and its median; 0: no such alert.
+    plateau_window: the fewest steps of a plateau, and an alert of a kind comes once in so many; 0: plateaus are not
+      looked for. plateau_ratio: a plateau has this part of the loss before and more, in its later half; and a loss of
+      this part of a uniform guess is none. plateau_sigmas: a fall of fewer standard errors is none.
+    still_steps: so many updates without a change of the weights, or gradients that vanished, are an alert.
+    dead_ratio: a gradient norm below this part of its median has vanished.
+    scale_floor: the smallest loss scale of fp16 without an alert. scale_halvings, scale_window: so many halvings within
+      so many steps are one.
+    precision_every: every so many steps of a run in fp16 or bf16, the range of the gradient is measured by layer; 0:
+      never. underflow_share, saturation_share: the shares of a layer that are too small, or nearly too large, for the
+      training precision.
     """
 
     preset: Literal["off", "watch", "guard", "strict"] = "guard"
@@ -56,6 +71,25 @@ class Guard:
     sanity_every: Steps = 100
     sanity_rise: Positive = 0.3
     recompute_every: Steps = 0
+    loss_ratio: Factor = 2.0
+    loss_ratio_window: Window = 100
+    norm_ratio: Factor = 3.0
+    plateau_window: Steps = 1000
+    plateau_ratio: Share = 0.99
+    plateau_sigmas: Positive = 2.5
+    still_steps: PositiveSteps = 10
+    dead_ratio: Share = 0.001
+    scale_floor: Positive = 1.0
+    scale_halvings: PositiveSteps = 6
+    scale_window: PositiveSteps = 1000
+    precision_every: Steps = 100
+    underflow_share: Share = 0.5
+    saturation_share: Share = 0.01
+
+    @property
+    def watches(self) -> bool:
+        """True if steps are judged, and alerts are looked for."""
+        return self.preset != "off"
 
     @property
     def acts(self) -> bool:
@@ -75,3 +109,7 @@ class Guard:
             yield "recompute_every", f"is {self.recompute_every}, but hash_every is 0: the hashes are compared together"
         if self.corruption_factor <= 1:
             yield "corruption_factor", f"is {self.corruption_factor:g}, must be above 1"
+        if 0 < self.loss_ratio <= 1:
+            yield "loss_ratio", f"is {self.loss_ratio:g}, must be above 1; or 0: no such alert"
+        if 0 < self.plateau_window < 8:
+            yield "plateau_window", f"is {self.plateau_window}, must be 8 or more; or 0: no such alert"

@@ -18,6 +18,7 @@ from ingot import __version__
 from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
+from ingot.schema.alert import described as alert_text
 from ingot.schema.guard_record import Measure, described
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
@@ -133,10 +134,15 @@ def log_interval(
         collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
-    any_damaged = log_waits(trainer, step, interval, waits, damaged=damaged)
+    still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
+    any_damaged, unchanged = log_waits(trainer, step, interval, waits, damaged=damaged, unchanged=still)
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
+    if trainer.alerts is not None:
+        for alert in trainer.alerts.line(numbers, recent[-1].lr, unchanged, damaged=any_damaged):
+            trainer.log(events.ALERT, **asdict(alert))
+            trainer.say(f"alert     {alert_text(alert)}")
     return numbers, any_damaged
 
 
@@ -195,16 +201,19 @@ def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:
         trainer.say(f"restart   {format_seconds(total)} in all: {phases_text(phases)}")
 
 
-def log_waits(trainer: RunParts, step: int, interval: Interval, waits: Waits, *, damaged: bool) -> bool:
+def log_waits(
+    trainer: RunParts, step: int, interval: Interval, waits: Waits, *, damaged: bool, unchanged: tuple[int, int]
+) -> tuple[bool, np.ndarray]:
     """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow.
-    Returns whether some rank is `damaged`. Collective: one exchange of a few numbers per rank."""
+    Returns whether some rank is `damaged`, and `unchanged` of all ranks. Collective: one exchange of a few numbers per
+    rank."""
     typical = np.median([interval.own, interval.data], axis=1)
-    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, [damaged]]))
-    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-3], interval.steps))
+    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, [damaged], unchanged]))
+    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-5], interval.steps))
     if trainer.stragglers is not None:
-        for found in trainer.stragglers.take(step, interval.steps, rows[:, -3], rows[:, -2]):
+        for found in trainer.stragglers.take(step, interval.steps, rows[:, -5], rows[:, -4]):
             log_straggler(trainer, step, found)
-    return bool(rows[:, -1].any())
+    return bool(rows[:, -3].any()), rows[:, -2:]
 
 
 def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:

@@ -15,6 +15,8 @@ from ingot.trainer.checkpoint.load import FetchInstead
 from ingot.trainer.checkpoint.nodes import FetchFile
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.checkpoint.uploader import Uploader
+from ingot.trainer.guard.alerts import AlertWatch
+from ingot.trainer.guard.gradient_range import GradientRange
 from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout
@@ -51,6 +53,7 @@ class StepParts:
     step_judge: judges the step before its update; None in a run with [guard] preset = "off", and where nobody looks.
     hashes: those of the state, None outside of a run and with guard.hash_every = 0. gradients: those that two ranks
     compute, None outside of a run and with guard.recompute_every = 0.
+    gradient_range: that of each layer, None outside of a run, and where nothing is measured.
     """
 
     config: RunConfig
@@ -69,6 +72,7 @@ class StepParts:
     callbacks: Callbacks
     hashes: StateHashes | None = None
     gradients: RecomputedGradients | None = None
+    gradient_range: GradientRange | None = None
 
 
 @dataclass(kw_only=True)
@@ -90,7 +94,8 @@ class RunParts(StepParts):
     left_out: how many saves of this process were left out because an earlier one was being written; left_out_shown:
     those of them that a line has shown.
     sanity: judges weights by held-out text before they are saved; None: nobody does.
-    waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
+    waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off. alerts: of
+    the guard; None with [guard] preset = "off".
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -119,6 +124,7 @@ class RunParts(StepParts):
     clock: StartClock
     waits: WaitClock
     stragglers: StragglerWatch | None
+    alerts: AlertWatch | None
     event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]

@@ -30,6 +30,8 @@ from ingot.trainer.checkpoint.nodes import open_disks
 from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
+from ingot.trainer.guard.alerts import LOW_PRECISION, AlertWatch
+from ingot.trainer.guard.gradient_range import GradientRange
 from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
@@ -162,6 +164,7 @@ def build_trainer(
     clock.end("load")
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
+    parts.gradient_range = _gradient_range(config, parts)
     trainer = RunParts(
         **vars(parts),
         folder=folder,
@@ -189,6 +192,7 @@ def build_trainer(
         clock=clock,
         waits=WaitClock(),
         stragglers=_stragglers(config, parts.mesh, place),
+        alerts=_alerts(config, folder, parts, first_step, log, is_first=place.is_first),
         event_log=event_log,
         log=log,
         say=on_rank_zero,
@@ -269,6 +273,33 @@ def _gradients(config: RunConfig, trainer: RunParts) -> RecomputedGradients | No
         read=lambda step, part: trainer.loader.part_of(step, part),  # a run that goes back has another loader
         device=trainer.place.device,
     )
+
+
+def _gradient_range(config: RunConfig, parts: StepParts) -> GradientRange | None:
+    """Return the measurement of the gradient's range, if the run wants it and its precision has a narrow one."""
+    dtype = LOW_PRECISION.get(config.train.precision)
+    if dtype is None or not config.guard.watches or not config.guard.precision_every:
+        return None
+    model = config.model
+    every, tied = config.guard.precision_every, model.tied_embeddings
+    return GradientRange(parts.model.shards, model.num_layers, dtype, every, tied=tied)
+
+
+def _alerts(
+    config: RunConfig,
+    folder: RunFolder,
+    parts: StepParts,
+    first_step: int,
+    log: Callable[..., None],
+    *,
+    is_first: bool,
+) -> AlertWatch | None:
+    if not config.guard.watches:
+        return None
+    scale = parts.loss_scale and parts.loss_scale.scale.item
+    alerts = AlertWatch(config, parts.model.shards, parts.gradient_range, scale, log, is_first=is_first)
+    alerts.take_up(folder.events, first_step - 1)
+    return alerts
 
 
 def _stragglers(config: RunConfig, mesh: Mesh, place: RankInfo) -> StragglerWatch | None:

@@ -51,6 +51,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     if parts.gradients is not None:
         parts.gradients.reduced(step)
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
+    if parts.gradient_range is not None:
+        parts.gradient_range.look(step)
     parts.callbacks.gradients(step)
     if parts.hashes is not None:
         parts.hashes.before_update(step)

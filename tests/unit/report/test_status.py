@@ -3,7 +3,7 @@
 import json
 import shutil
 import time
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from tests.checkpoints import write_checkpoint
@@ -15,6 +15,7 @@ from ingot.events import EventLog, read_events
 from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status, sparkline
 from ingot.schema import events
+from ingot.schema.alert import LOSS_RATIO, UNCHANGED, Alert
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.lock import RunLock
@@ -330,6 +331,19 @@ def test_skipped_updates_and_roll_backs_are_counted_and_shown(folder, capsys):
     assert main(["status", str(folder.root)]) == 0
     line = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("policy"))
     assert line == "policy updates skipped 5 (steps .., 6, 7, 8), roll-backs 1 (last: step 7 to 4)" and len(line) < 80
+
+
+def test_the_last_alert_of_each_kind_is_shown(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    still = Alert(alert=UNCHANGED, step=40, since=21, value=20, limit=10, places=("rank 1",), cause="")
+    for alert in (still, replace(still, alert=LOSS_RATIO, value=2.5, limit=2, places=()), replace(still, step=90)):
+        log.write(events.ALERT, **asdict(alert))
+    assert main(["status", str(folder.root)]) == 0
+    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("alert")] == [
+        "alert  step 40: the loss is 2.50 times the mean of the steps before (limit 2)",
+        "alert  step 90: 20 updates since step 21 changed no weights: rank 1",
+    ]
 
 
 def test_the_newest_checkpoint_in_the_store_is_shown_and_why_an_upload_failed(folder, capsys):

@@ -346,11 +346,15 @@ def test_skipped_updates_and_roll_backs_are_in_the_report_in_order(logs, tmp_pat
         {"kind": "skipped", "time": clock, "steps": "none"},
     ]
     rolled = {"kind": "rolled_back", "time": clock + 1, "from_step": 31, "to_step": 20}
+    alert = {"alert": "uniform guess", "step": 35, "since": 5, "value": 1.01, "limit": 0.99, "places": [], "cause": ""}
+    vetoes.append({"kind": "alert", "time": clock + 2} | alert)
+    vetoes.append({"kind": "alert", "time": clock + 2} | alert | {"alert": "mood"})
     run = logs.write_events(tmp_path / "run", [logs.started(logs.START, 0, 0), *body, *vetoes, rolled])
     text = " ".join(" ".join(parse(write_report(run).html.read_text()).text).split())
     facts = (
         "skipped the updates of steps 21, 22", "31 rolled back to the checkpoint of step 20; 11 steps trained again",
-        "steps 1, 2, 3, 4, 5, 6, 7, 8 and 3 more", "1 events could not be read",
+        "alert: step 35: since step 5, the loss is 1.010 times that of a uniform guess (limit 0.99)",
+        "steps 1, 2, 3, 4, 5, 6, 7, 8 and 3 more", "2 events could not be read",
     )  # fmt: skip
     places = [text.index(fact) for fact in facts]
     assert places == sorted(places)
