@@ -34,6 +34,7 @@ from . import (
     replay,
     replicas,
     saves,
+    spike,
     start_times,
     stopping,
     stores,
@@ -77,6 +78,7 @@ AREAS: dict[str, list[Mutant]] = {
         health,
         replay,
         integrity,
+        spike,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -17,6 +17,7 @@ from ingot.planner.run.feasibility import Feasibility, feasibility
 from ingot.planner.show.explain import timeline_lines
 from ingot.planner.show.fallbacks import fallback_notes
 from ingot.schema.cluster import Cluster
+from ingot.schema.quarantine import listed_in, read_quarantine
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import FOLDER_NAME_RULE, RunFolder, is_folder_name
 from ingot.theory.layout import require_layout
@@ -152,6 +153,7 @@ def examine(
     if config:
         findings += [*_name_problems(path, overrides, config)] if names_folder else []
         findings += _init_problems(path, overrides, config)
+        findings += _quarantine_problems(path, overrides, config)
     about = dict(notes(config, found)) | dict(fallback_notes(plan_fallbacks(config, found))) if config else {}
     lines = timeline_lines(config, found, timeline, width) if config and timeline is not None else []
     return CheckResult(
@@ -203,6 +205,25 @@ def _init_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) ->
     except ConfigError as error:
         where = _place(path, overrides, "init")
         yield Finding("error", where, error.found, error.fix, missing_here=not folder.is_dir())
+
+
+def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding for a quarantine list that cannot be read, or with documents that are in the tokens."""
+    where = _place(path, overrides, "data.quarantine") if config.data.quarantine else ""
+    tokens = (path.parent / config.data.tokens).resolve()
+    for name in config.data.quarantine:
+        listed = (path.parent / name).resolve()
+        try:
+            read_quarantine(listed)
+        except IngotError as error:
+            yield Finding("error", where, error.found, error.fix, missing_here=not listed.exists())
+            continue
+        count = 0
+        with contextlib.suppress(IngotError, OSError):  # the check of the tokens names what is missing of them
+            count = listed_in(tokens, [listed]).get(listed, 0)
+        if count:
+            fix = f"ingot data purge {tokens.parent.parent} --quarantine {listed}"
+            yield Finding("warning", where, f"the tokens have {count:,} documents of the list {name}", fix)
 
 
 def _place(path: Path, overrides: tuple[str, ...], key: str) -> str:

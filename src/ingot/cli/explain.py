@@ -2,7 +2,7 @@
 
 import argparse
 
-from ingot.cli import explain_nan
+from ingot.cli import explain_nan, explain_spike
 from ingot.cli.arguments import count, path
 from ingot.cli.options import add_budget, add_cluster, add_layout, add_overrides, pins_of
 from ingot.cli.terminal import Terminal
@@ -13,6 +13,7 @@ EXAMPLES = (
     "ingot explain E-",
     "ingot explain slow runs/demo",
     "ingot explain nan runs/demo",
+    "ingot explain spike runs/demo",
     "ingot explain mem run.toml",
     "ingot explain comms --model llama3-8b --tokens 1.5T --cluster 128x8xh100",
     "ingot explain bubble --model llama3-8b --tokens 1.5T --cluster 8xh100 --pp 4 --schedule zb_h1",
@@ -38,6 +39,7 @@ _LAYOUT_OF = {
 TOPICS = {
     "slow": "why a run is slow: measured and planned step time, causes, each with its milliseconds per step, remedies",
     "nan": "why a run's loss or gradient was not finite: a replay from the checkpoint before finds the first operation",
+    "spike": "which documents of the steps with a spike are unusual, compared with those of healthy steps",
     **_PLAN_TOPICS,
     "code": "an error code: meaning, usual causes and fix (also: ingot explain E-CODE); E- lists all codes",
     "topics": "list the topics (also: ingot explain)",
@@ -59,6 +61,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parsers["slow"].add_argument("run", type=path, metavar="RUN", help="run folder; the run may still be training")
     add_cluster(parsers["slow"], "compare with this cluster", "the cluster of the run's plan")
     explain_nan.configure(parsers["nan"])
+    explain_spike.configure(parsers["spike"])
     for topic in _PLAN_TOPICS:
         _configure_plan_topic(parsers[topic])
     for topic, names in _LAYOUT_OF.items():
@@ -89,6 +92,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         _explain_slow(args, terminal)
     elif args.topic == "nan":
         explain_nan.run(args, terminal)
+    elif args.topic == "spike":
+        explain_spike.run(args, terminal)
     else:
         _explain_plan(args, terminal)
     return EXIT_OK

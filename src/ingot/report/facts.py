@@ -45,6 +45,7 @@ _NUMBERS = {
     kinds.FINISHED: ("step", "tokens"),
     kinds.SETTING_CHANGED: ("step",),
     kinds.ROLLED_BACK: ("from_step", "to_step"),
+    kinds.FINDING: ("step",),
 }
 _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
@@ -80,10 +81,11 @@ class RunData:
 
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
-    alerts: the `skipped`, `rolled_back`, `passed`, `guard` and `alert` events. unsaved: the `checkpoint_failed` and
-    `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item.
-    active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
-    included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
+    findings, alerts: the `skipped`, `rolled_back`, `passed`, `guard`, `finding` and `alert` events. unsaved: the
+    `checkpoint_failed` and `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256
+    of each named item. active_seconds: the time from the start of each attempt to its last event, summed; pauses
+    between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not resume
+    from it.
     """
 
     folder: RunFolder
@@ -113,6 +115,7 @@ class RunData:
     passed: list[dict] = field(default_factory=list)
     measures: list[dict] = field(default_factory=list)
     alerts: list[dict] = field(default_factory=list)
+    findings: list[dict] = field(default_factory=list)
     start_times: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
@@ -229,6 +232,7 @@ def read_run_events(data: RunData) -> None:
         kinds.PASSED: data.passed,
         kinds.GUARD: data.measures,
         kinds.ALERT: data.alerts,
+        kinds.FINDING: data.findings,
         kinds.START_TIMES: data.start_times,
     }
     started = alive = kind = None
@@ -291,6 +295,8 @@ def _is_readable(event) -> bool:
         return False
     if kind in _MADE_BY and not _can_be_made(_MADE_BY[kind], event):
         return False
+    if kind == kinds.FINDING and not _has_kinds(event):
+        return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
 
@@ -304,6 +310,13 @@ def _can_be_made(make: Callable[[dict], object], event: dict) -> bool:
     except (KeyError, TypeError, ValueError):
         return False
     return True
+
+
+def _has_kinds(event: dict) -> bool:
+    found = event.get("found")
+    names = ("loss", "grad_norm", "loss_sigmas", "norm_sigmas")
+    texts = isinstance(found, list) and bool(found) and all(isinstance(one, str) for one in found)
+    return texts and all(is_number(event.get(name)) for name in names)
 
 
 def _has_steps(event: dict) -> bool:

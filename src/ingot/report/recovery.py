@@ -13,12 +13,13 @@ from ingot.trainer.resilience.start_times import PHASES
 from ingot.units import format_seconds
 
 _SHOWN_STARTS = 20
+_SHOWN_FINDINGS = 20
 _SHOWN_STEPS = 8  # of the steps that one event names
 
 
 def recovery_section(data: RunData) -> Section | None:
-    """Return the section on faults, recoveries, skipped updates and roll-backs, and on the undisturbed twin if there is
-    one."""
+    """Return the section on faults, recoveries, findings, skipped updates and roll-backs, and on the undisturbed twin
+    if there is one."""
     blocks: list[Block] = []
     for fault in data.faults[:20]:
         blocks.append(Text(_describe_fault(fault)))
@@ -35,6 +36,8 @@ def recovery_section(data: RunData) -> Section | None:
         blocks.append(
             TableBlock(("Time", "Step", "What the policy did"), incidents, right=(1,), caption="By the policy")
         )
+    if data.findings:
+        blocks += _findings(data)
     if data.twin:
         twin = data.twin
         verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
@@ -55,6 +58,21 @@ def recovery_section(data: RunData) -> Section | None:
             )
         )
     return Section("recovery", "Faults and recovery", blocks) if blocks else None
+
+
+def _findings(data: RunData) -> list[Block]:
+    """Return the table of what the guard found, and the command that explains it."""
+    shown = sorted(data.findings, key=lambda e: (max(e["loss_sigmas"], e["norm_sigmas"]), e["step"]))[-_SHOWN_FINDINGS:]
+    rows = [
+        (f"{e['step']:,}", ", ".join(e["found"]), f"{e['loss']:.4g}", f"{e['loss_sigmas']:+.1f}",
+         f"{e['grad_norm']:.4g}", f"{e['norm_sigmas']:+.1f}")
+        for e in sorted(shown, key=lambda e: e["step"])
+    ]  # fmt: skip
+    heads = ("Step", "The guard found", "Loss", "Deviations", "Gradient norm", "Deviations")
+    more = f", the {len(rows)} largest" if len(rows) < len(data.findings) else ""
+    caption = f"{len(data.findings)} {plural(len(data.findings), 'finding')}{more}"
+    text = f"The documents of these steps that are unlike those of healthy ones: ingot explain spike {data.folder.root}"
+    return [TableBlock(heads, rows, right=(0, 2, 3, 4, 5), caption=caption, folded=len(rows) > 6), Text(text)]
 
 
 def _start_cells(event: dict) -> tuple[str, ...]:

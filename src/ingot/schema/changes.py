@@ -30,7 +30,8 @@ class ChangeClass(enum.StrEnum):
 _TABLE = {
     ChangeClass.SAME_BITS: {
         "": "name",
-        "data": "tokens heldout tokenizer prefetch",  # the token stream is compared by its fingerprint, not by its path
+        # The token stream is compared by its fingerprint, not by its path.
+        "data": "tokens heldout tokenizer prefetch quarantine",
         "parallel": "prefetch reshard offload_folder",
         "checkpoint": "mode every every_steps keep keep_every weights_every weights_keep replicas disks",
         "checkpoint.remote": "url keep keep_every bytes_per_second",
@@ -41,8 +42,8 @@ _TABLE = {
         "data_seconds on_bad_health health_file failures_per_node_day min_ranks shrink_seconds grow_seconds "
         "on_oom check_every check_seconds",
         "guard": "ask_seconds hash_every sanity_every sanity_rise loss_ratio loss_ratio_window norm_ratio "
-        "plateau_window plateau_ratio plateau_sigmas still_steps dead_ratio scale_floor scale_halvings scale_window precision_every underflow_share "
-        "saturation_share",
+        "plateau_window plateau_ratio plateau_sigmas still_steps dead_ratio scale_floor "
+        "scale_halvings scale_window precision_every underflow_share saturation_share",
         "cost": "usd_per_hour",
         "plugins": "modules folder",  # the identity of their code is compared
     },

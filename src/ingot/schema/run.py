@@ -49,6 +49,8 @@ class Data:
     prefetch: batches that each rank reads ahead; more batches cover longer pauses of the storage.
     skip: steps whose batches are passed: "120", or "120-122". They keep their number and their learning rate, but
       nothing is computed and nothing changes.
+    quarantine: lists of documents that the tokens should not have (schema/quarantine.py); `ingot check` and each start
+      warn of those that they have.
     """
 
     tokens: str
@@ -58,6 +60,7 @@ class Data:
     mask_documents: bool = False
     prefetch: PositiveQueue = 2
     skip: tuple[str, ...] = ()
+    quarantine: tuple[str, ...] = ()
 
     @property
     def skipped_steps(self) -> list[StepSpan]:

@@ -125,7 +125,8 @@ class DefaultPolicy:
                 f"{SKIPS_IN_A_ROW} such steps in a row or {SKIPS} of {SKIPS_AMONG}, or with a loss that is not finite; "
                 "no such weights were saved",
                 fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run the same command: it "
-                f"continues from the last checkpoint. The documents of the step: {self._trace(numbers.step)}",
+                f"continues from the last checkpoint. The cause: ingot explain nan {self.folder.root} --step "
+                f"{numbers.step}. Unusual documents of the step: {self._documents(numbers.step)}",
                 step=numbers.step,
                 loss=numbers.loss,
                 grad_norm=numbers.grad_norm,
@@ -144,14 +145,14 @@ class DefaultPolicy:
                 "times that loss are useless, and no such weights were saved",
                 fix="lower optim.lr or raise schedule.warmup_steps, then run the same command: it continues from the "
                 "last checkpoint. In the first steps: check that tokenizer and weights belong together. "
-                f"The documents of the step: {self._trace(numbers.step)}",
+                f"Unusual documents of the step: {self._documents(numbers.step)}",
                 step=numbers.step,
                 loss=numbers.loss,
                 largest=self.largest_loss,
             )
 
-    def _trace(self, step: int) -> str:
-        return f"ingot data trace --run {self.folder.root} --step {step}"
+    def _documents(self, step: int) -> str:
+        return f"ingot explain spike {self.folder.root} --step {step}"
 
 
 def _without_overflow(numbers: StepNumbers) -> StepNumbers:

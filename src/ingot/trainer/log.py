@@ -22,6 +22,7 @@ from ingot.schema.alert import described as alert_text
 from ingot.schema.guard_record import Measure, described
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
 from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
@@ -165,6 +166,8 @@ def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
                 f"finding   step {own.step}: {', '.join(found.kinds)}; loss {own.loss:.4g} ({found.loss_sigmas:+.1f} "
                 f"deviations), gradient norm {own.grad_norm:.4g} ({found.norm_sigmas:+.1f})"
             )
+    if found := [own for own in numbers if own.finding]:
+        trainer.say(f"          why: {explanation(trainer.folder, found[0])}")
     for kind, steps in (
         (events.SKIPPED, [own.step for own in numbers if own.skipped and not own.passed]),
         (events.PASSED, [own.step for own in numbers if own.passed]),
@@ -174,6 +177,11 @@ def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
             s = "s" if len(steps) > 1 else ""
             what = "update" if kind == events.SKIPPED else "batch"
             trainer.say(f"{kind:8}  {what}{'es' if s and what == 'batch' else s} of step{s} {steps_text(steps)}")
+
+
+def explanation(folder: RunFolder, own: StepNumbers) -> str:
+    """Return the command that explains a step with a finding."""
+    return f"ingot explain {'spike' if own.is_finite else 'nan'} {folder.root} --step {own.step}"
 
 
 def steps_text(steps: Sequence[int]) -> str:

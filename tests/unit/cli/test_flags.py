@@ -189,6 +189,8 @@ def project(tmp_path_factory) -> Path:
     ):
         code, shown, errors = invoke(line, folder)
         assert code == 0, shown + errors
+    listed = json.loads(invoke("data inspect data --json", folder)[1])["examples"][0]["id"]
+    write_lines(folder / "list.jsonl", [{"document": listed, "reason": "by_hand", "date": "2026-11-28"}])
     shutil.copytree(folder / "data/corpus", folder / "other-corpus")
     corpus = folder / "other-corpus/corpus.json"
     corpus.write_text(corpus.read_text().replace("url.duplicate", "url.again").replace("word_count", "words"))

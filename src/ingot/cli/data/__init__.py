@@ -27,6 +27,7 @@ EXAMPLES = (
     "ingot data trace --run runs/demo --step 100",
     "ingot data trace --data data --url https://example.org/page",
     "ingot data purge data --domain example.org --runs runs/*",
+    "ingot data purge data --quarantine quarantine.jsonl",
 )
 # Action -> (module, help text), in the order of use.
 ACTIONS = {

@@ -21,6 +21,9 @@ def configure_purge(parser: argparse.ArgumentParser) -> None:
         default="",
         help="documents whose text (if dropped: excerpt), URL or recorded value matches",
     )
+    wanted.add_argument(
+        "--quarantine", type=place, metavar="LIST", help="the documents of this quarantine list (ingot explain spike)"
+    )
     parser.add_argument(
         "--copies", action="store_true", help="also purge records that were dropped as copies of purged documents"
     )
@@ -42,10 +45,18 @@ def run_purge(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.data.lineage.purge.request import PurgeRequest
     from ingot.errors import DataMissing
     from ingot.report.lineage.exposure import exposure, runs_on
+    from ingot.schema.quarantine import documents_of
 
     data = Path(args.folder)
     runs = runs_on(data, [Path(one) for one in args.runs])
-    request = PurgeRequest(url=args.url, domain=args.domain, doc=args.doc, pattern=args.pattern, copies=args.copies)
+    request = PurgeRequest(
+        url=args.url,
+        domain=args.domain,
+        doc=args.doc,
+        pattern=args.pattern,
+        quarantine=documents_of(Path(args.quarantine)) if args.quarantine else frozenset(),
+        copies=args.copies,
+    )
     outcome = purge(
         data,
         request,

@@ -19,8 +19,11 @@ def configure_trace(parser: argparse.ArgumentParser) -> None:
     wanted.add_argument(
         "--url", metavar="URL", help="the page with this URL, in any equivalent form, and pages below it"
     )
+    wanted.add_argument(
+        "--quarantine", type=place, metavar="LIST", help="the documents of this quarantine list (ingot explain spike)"
+    )
     parser.add_argument(
-        "--run", type=place, metavar="DIR", help="run folder; with --doc or --url: list its steps with the page"
+        "--run", type=place, metavar="DIR", help="run folder; without --step: list its steps with the page"
     )
     parser.add_argument(
         "--data",
@@ -61,6 +64,7 @@ def _step(args: argparse.Namespace, terminal: Terminal) -> None:
 def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
     from ingot.report.lineage.exposure import data_of
     from ingot.report.lineage.trace import purges_of, trace_documents
+    from ingot.schema.quarantine import documents_of
 
     if not (args.data or args.run):
         raise UsageError(
@@ -71,9 +75,10 @@ def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
         )
     training = Path(args.run) if args.run else None
     data = Path(args.data) if args.data else data_of(Path(args.run))
-    wanted = {"doc": args.doc or "", "url": args.url or ""}
-    histories = trace_documents(data, **wanted, run=training, limit=args.count)
-    purges = purges_of(data, **wanted)
+    listed = documents_of(Path(args.quarantine)) if args.quarantine else frozenset[str]()
+    doc, url = args.doc or "", args.url or ""
+    histories = trace_documents(data, doc=doc, url=url, listed=listed, run=training, limit=args.count)
+    purges = purges_of(data, doc=doc, url=url, listed=listed)
     for history in histories:
         _print_history(history, terminal)
     for record in purges:
@@ -85,10 +90,10 @@ def _documents(args: argparse.Namespace, terminal: Terminal) -> None:
     if not histories and not purges:
         raise DataMissing(
             "E-RECORD-NOT-FOUND",
-            f"{data} has no record of {args.doc or args.url}",
+            f"{data} has no record of {args.doc or args.url or f'the documents of {args.quarantine}'}",
             rule="lineage has every record of the crawl, kept or dropped",
             fix="search for the site with --url http://HOST/, or name another folder with --data",
-            wanted=args.doc or args.url,
+            wanted=args.doc or args.url or args.quarantine,
         )
 
 

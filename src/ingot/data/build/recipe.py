@@ -28,6 +28,7 @@ from ingot.data.filters.blocklist import BlocklistRules
 from ingot.data.filters.junk import JunkRules
 from ingot.data.filters.language import LanguageRules
 from ingot.data.filters.quality import PRESETS, QualityRules
+from ingot.data.filters.quarantine import QuarantineRules, quarantined_names
 from ingot.data.filters.toxicity import ToxicityRules
 from ingot.data.pii import PiiRules
 from ingot.data.sources.bounded import Limits
@@ -50,7 +51,8 @@ class DataRecipe:
 
     preset: name of the quality preset; it gives the values of [quality] that the recipe file does not set. remote:
     rules for fetching inputs, which have no effect on the documents. source: source name -> values that differ for its
-    documents (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ. plugins: modules
+    documents (code needs other rules than prose); only the sections in `OF_ONE_SOURCE` can differ. quarantine: lists of
+    documents to leave out. plugins: modules
     that register parts; filter, format, extractor, pii_kind, mixture: name of such a part -> its settings (parts.py).
     """
 
@@ -69,6 +71,7 @@ class DataRecipe:
     dedup: DedupRules = field(default_factory=DedupRules)
     substrings: SubstringRules = field(default_factory=SubstringRules)
     source: dict[str, dict[str, Any]] = field(default_factory=dict)
+    quarantine: QuarantineRules = field(default_factory=QuarantineRules, metadata=LEFT_OUT_AT_DEFAULT)
     plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
     filter: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
     format: dict[str, dict[str, Any]] = field(default_factory=dict, metadata=LEFT_OUT_AT_DEFAULT)
@@ -171,7 +174,7 @@ def fingerprint(recipe: DataRecipe) -> dict[str, Any]:
     """Return everything that decides the effect of a recipe: its values, the hashes of the files it names, and the
     order of the filters of plug-ins if it switches any on.
     """
-    values = recipe_values(replace(recipe, plugins=Plugins(), mixture={}))
+    values = recipe_values(replace(recipe, plugins=Plugins(), mixture={}, quarantine=QuarantineRules()))
     del values["remote"]
     owns = {name: recipe_of(recipe, name) for name in ("", *recipe.source)}
     order = {name: filters for name, own in owns.items() if (filters := list(parts.filters_on(own)))}
@@ -194,14 +197,21 @@ def recipe_values(recipe: DataRecipe) -> dict[str, Any]:
 def _files(recipe: DataRecipe) -> dict[str, Any]:
     bad_words = recipe.quality.c4.bad_words if recipe.quality.c4.enabled else ""
     of_plugins = parts.files_of_filters(recipe.filter)
-    return ({"plugins": of_plugins} if of_plugins else {}) | {
-        "bad_words": sha256_file(Path(bad_words)) if bad_words else "",
-        "blocklist": blocklist.fingerprint(recipe.blocklist) if recipe.blocklist.enabled else {},
-        "classifier": classify.fingerprint(recipe.classifier) if recipe.classifier.enabled else {},
-        "toxicity": toxicity.fingerprint(recipe.toxicity) if recipe.toxicity.enabled else "",
-        "language": language.fingerprint(recipe.language) if recipe.language.enabled else "",
-        "decontamination": decontaminate.fingerprint(recipe.decontamination) if recipe.decontamination.enabled else {},
-    }
+    listed = quarantined_names(recipe.quarantine).sha256 if recipe.quarantine.files else ""
+    return (
+        ({"plugins": of_plugins} if of_plugins else {})
+        | ({"quarantine": listed} if listed else {})
+        | {
+            "bad_words": sha256_file(Path(bad_words)) if bad_words else "",
+            "blocklist": blocklist.fingerprint(recipe.blocklist) if recipe.blocklist.enabled else {},
+            "classifier": classify.fingerprint(recipe.classifier) if recipe.classifier.enabled else {},
+            "toxicity": toxicity.fingerprint(recipe.toxicity) if recipe.toxicity.enabled else "",
+            "language": language.fingerprint(recipe.language) if recipe.language.enabled else "",
+            "decontamination": decontaminate.fingerprint(recipe.decontamination)
+            if recipe.decontamination.enabled
+            else {},
+        }
+    )
 
 
 _DEFAULT = DataRecipe()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.recipe import DataRecipe, recipe_of
+from ingot.data.filters.quarantine import Quarantined
 from ingot.data.lineage.purge.history import Purged, PurgedList
 from ingot.data.parts import in_order, is_on
 from ingot.errors import ConfigError
@@ -85,6 +86,7 @@ CONTAMINATED = PerDocument(
     "contaminated",
     lambda s: resolve("ingot.data.build.own_filters:make_contaminated")(s.recipe, s.evaluation_sets),
 )
+QUARANTINE = PerDocument(Quarantined.name, lambda s: Quarantined(s.recipe.quarantine))
 # A document that is dropped before URL does not count as the first page with its URL.
 STAGES: tuple[PerCorpus | PerDocument, ...] = (
     READ,
@@ -108,7 +110,8 @@ STAGES: tuple[PerCorpus | PerDocument, ...] = (
 
 
 def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
-    """Return STAGES with the filters of plug-ins that the recipe switches on, for all sources or for some.
+    """Return STAGES with QUARANTINE if the recipe has lists, and with the filters of plug-ins that the recipe switches
+    on, for all sources or for some.
 
     Filters with the same place run in the order of their modules in [plugins] modules, those of one module in the order
     in which it registers them. Raises ConfigError for a filter that is
@@ -127,6 +130,8 @@ def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
                 name=name,
             )
     rows: list[PerCorpus | PerDocument] = list(STAGES)
+    if recipe.quarantine.files:  # it reads texts as they were extracted
+        rows.insert(rows.index(PURGED) + 1, QUARANTINE)
     last: dict[str, str] = {}  # stage -> the last filter so far that follows it
     for part in in_order(named, recipe.plugins.modules):
         after, names = part.after, [row.name for row in rows]

@@ -116,6 +116,12 @@ def injection(text: str, data: bytes, signs: list[bytes]) -> float:
     return max(score, 3.0) if density >= _SHORT_DENSITY else score
 
 
+def first_order(text: str) -> str:
+    """Return the first phrase in `text` that gives orders to language models, in small letters; "" if there is none."""
+    around = near(text.encode("utf-8", "surrogatepass").lower(), _NEEDLES, _BEFORE, _AFTER)
+    return next((match[0] for _, pattern in _KINDS if (match := pattern.search(around))), "")
+
+
 def _weight(text: str, match: re.Match) -> float:
     """Return the weight of `match`: lower if it is quoted, with a quotation mark in the 40 characters before it in its
     line."""

@@ -75,7 +75,7 @@ _DISTINCT = 12  # least number of different characters in encoded data; rows of 
 _CONTINUATION = bytes(range(0x80, 0xC0)).decode("latin-1") + bytes(
     byte for byte in range(0x80, 0xA0) if byte not in (0x81, 0x8D, 0x8F, 0x90, 0x9D)
 ).decode("cp1252")
-_MOJIBAKE = re.compile(
+MOJIBAKE = re.compile(
     rf"[\u00c2-\u00c5\u00ce\u00cf][{_CONTINUATION}]|\u00e2[\u0080-\u0082\u20ac][{_CONTINUATION}]"
     rf"|\u00f0[\u009f\u0178][{_CONTINUATION}]{{2}}|(?:[\u00d0\u00d1][{_CONTINUATION}]){{2,}}"
     rf"|(?:[\u00e0\u00e3-\u00e9][{_CONTINUATION}]{{2}}){{2,}}|\u00ef\u00bf\u00bd|\ufffd"
@@ -131,7 +131,7 @@ def mojibake(text: str, data: bytes, signs: list[bytes]) -> float:
     seen = _REPLACEMENT in signs or (b"\xc3" in data and _LATIN.search(data))
     if not seen and not (_ER in signs and _CYRILLIC.search(data)):
         return 0.0
-    return sum(match.end() - match.start() for match in _MOJIBAKE.finditer(text)) / len(text)
+    return sum(match.end() - match.start() for match in MOJIBAKE.finditer(text)) / len(text)
 
 
 def mixed_script(text: str, data: bytes, signs: list[bytes]) -> float:

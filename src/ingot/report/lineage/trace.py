@@ -3,7 +3,7 @@
 Both use lineage files. For folders of older versions, which lack lineage, a step is traced by reading the whole corpus.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -76,9 +76,9 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
         )
     order = reader.order(layout)
     ids = order.step(step, config.train.global_batch)
-    in_ledger, trained = _check_ledger(reader, step, ids)
-    parts = list(_parts(layout, order, ids))
-    origin = _origins(reader.tokens, layout, parts)
+    in_ledger, trained = check_ledger(reader, step, ids)
+    parts = list(parts_of(layout, order, ids))
+    origin = origins_of(reader.tokens, layout, parts)
     return [
         TracedDocument(
             step=step,
@@ -99,7 +99,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
 
 
 @dataclass(frozen=True)
-class _Part:
+class DocumentPart:
     """The tokens [start, start + tokens) of a shard, which belong to one document and one sample."""
 
     sample: int
@@ -109,7 +109,8 @@ class _Part:
     document: str
 
 
-def _parts(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[_Part]:
+def parts_of(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[DocumentPart]:
+    """Yield the parts of documents in the samples `ids` (window ids), sample by sample, in the order of tokens."""
     indexes: dict[int, np.ndarray] = {}
     for sample, (number, start) in enumerate(zip(*map(np.ndarray.tolist, order.locate(ids)), strict=True)):
         shard = layout.manifest.shards[number]
@@ -121,10 +122,10 @@ def _parts(layout: TokenLayout, order: Order, ids: np.ndarray) -> Iterator[_Part
         for row in index[first:last]:
             begin = max(int(row["start"]), start)
             end = min(int(row["start"]) + int(row["tokens"]), stop)
-            yield _Part(sample, shard, begin, end - begin, bytes(row["id"]).hex())
+            yield DocumentPart(sample, shard, begin, end - begin, bytes(row["id"]).hex())
 
 
-def _check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> tuple[bool, bool]:
+def check_ledger(reader: RunTokens, step: int, ids: np.ndarray) -> tuple[bool, bool]:
     """Check that the ledger has the samples `ids` for `step`. Returns whether a checkpoint covers the step, and whether
     the step was trained. Raises DataError if the samples differ."""
     segment = _segment_of(reader.ledger, step)
@@ -150,7 +151,7 @@ def _segment_of(segments: tuple[LedgerSegment, ...], step: int) -> LedgerSegment
     return next((s for s in segments if s.first_step <= step <= s.last_step), None)
 
 
-def _origins(tokens: Path, layout: TokenLayout, parts: list[_Part]) -> dict[str, dict]:
+def origins_of(tokens: Path, layout: TokenLayout, parts: list[DocumentPart]) -> dict[str, dict]:
     """Return url, file and record_id for the id of each document, from the lineage files next to the shards."""
     wanted = {part.document for part in parts} - {PURGED}
     nothing = {PURGED: {"url": "(purged)", "file": "", "record_id": ""}}
@@ -236,14 +237,20 @@ class RecordHistory:
 
 
 def trace_documents(
-    data: Path, *, doc: str = "", url: str = "", run: Path | None = None, limit: int = 20
+    data: Path,
+    *,
+    doc: str = "",
+    url: str = "",
+    listed: Collection[str] = (),
+    run: Path | None = None,
+    limit: int = 20,
 ) -> list[RecordHistory]:
-    """Return the histories of at most `limit` records: the record with the id `doc`, or those of the page `url` and
-    the pages below it.
+    """Return the histories of at most `limit` records: the record with the id `doc`, those of the page `url` and the
+    pages below it, or those with the ids `listed`.
 
     data: a folder of `data build --out`. Raises UsageError for an invalid id or URL, DataError if there is no lineage.
     """
-    rows = find(data, doc=doc, url=url, under=bool(url), limit=limit)
+    rows = rows_of(data, listed)[:limit] if listed else find(data, doc=doc, url=url, under=bool(url), limit=limit)
     by_id = {place.id: place for place in locate_documents(data, {row["id"] for row in rows if not row["rule"]})}
     histories = []
     for row in rows:
@@ -253,12 +260,14 @@ def trace_documents(
     return histories
 
 
-def purges_of(data: Path, *, doc: str = "", url: str = "") -> list[dict[str, Any]]:
-    """Return the records in purges.jsonl of the purges that removed the document `doc`, or a document with the URL
-    `url`; oldest first."""
+def purges_of(data: Path, *, doc: str = "", url: str = "", listed: Collection[str] = ()) -> list[dict[str, Any]]:
+    """Return the records in purges.jsonl of the purges that removed the document `doc`, a document with the URL `url`,
+    or one of those `listed`; oldest first."""
     wanted = redacted_hash(canonical_url(url)) if url else ""
     found = []
     for record in read_purges(data):
-        if any((doc and one["id"].startswith(doc)) or (wanted and one["url"] == wanted) for one in record["documents"]):
-            found.append(record)
+        for one in record["documents"]:
+            if (doc and one["id"].startswith(doc)) or (wanted and one["url"] == wanted) or one["id"] in listed:
+                found.append(record)
+                break
     return found

@@ -137,13 +137,17 @@ class Ladder:
             f"the updates of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
             "back, trained them again and passed their data",
             rule="the guard takes each measure once before it stops for a person; no weights of these steps were saved",
-            fix=f"choose the next measure: ingot guard {self.folder.root} --take lower (or pass, earlier, accept); or "
-            "lower optim.lr. The documents of a step: ingot data trace --run "
-            f"{self.folder.root} --step {measure.first}. Then run the same command: it continues from a checkpoint",
+            fix=f"look for the cause: {self._explanation(measure)}. Then choose the next measure, as in `ingot guard "
+            f"{self.folder.root} --take lower` (or pass, earlier, accept), or lower optim.lr, and run the same "
+            "command: it continues from a checkpoint",
             step=measure.first,
             last_step=measure.last,
             found=list(measure.found),
         )
+
+    def _explanation(self, measure: Measure) -> str:
+        topic = "nan" if NOT_FINITE & {*measure.found} else "spike"
+        return f"ingot explain {topic} {self.folder.root} --step {measure.first}"
 
     def state(self) -> GuardState:
         """Return what a checkpoint of the last step keeps. The host waits for the device."""

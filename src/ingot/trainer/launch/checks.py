@@ -16,6 +16,7 @@ from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.accepted import read_accepted, write_accepted
 from ingot.schema.changes import CLASSES, ChangeClass, SettingChange
 from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.quarantine import listed_in
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
@@ -221,6 +222,7 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
     tokens = _checked_tokens(folder, config, "data.tokens", config.data.tokens)
     if config.data.heldout:
         _checked_tokens(folder, config, "data.heldout", config.data.heldout)
+    _check_quarantined(folder, config, say)
     _check_devices(config, say)
     _check_disk(folder, config)
     return tokens
@@ -235,6 +237,17 @@ def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) 
         error.facts["key"] = key
         raise
     return manifest
+
+
+def _check_quarantined(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> None:
+    """Report documents of the quarantine lists that are in the training tokens."""
+    tokens = (folder.root / config.data.tokens).resolve()
+    lists = [(folder.root / path).resolve() for path in config.data.quarantine]
+    for path, count in listed_in(tokens, lists).items():
+        say(
+            f"warning: the tokens have {count:,} documents of {path}; remove them: ingot data purge "
+            f"{tokens.parent.parent} --quarantine {path}"
+        )
 
 
 def _check_devices(config: RunConfig, say: Callable[[str], None]) -> None:

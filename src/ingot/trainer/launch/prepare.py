@@ -225,7 +225,13 @@ def with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
         return os.path.relpath((base / value).resolve(), root.resolve())
 
     data = config.data
-    data = replace(data, tokens=moved(data.tokens), heldout=moved(data.heldout), tokenizer=moved(data.tokenizer))
+    data = replace(
+        data,
+        tokens=moved(data.tokens),
+        heldout=moved(data.heldout),
+        tokenizer=moved(data.tokenizer),
+        quarantine=tuple(map(moved, data.quarantine)),
+    )
     parallel = replace(config.parallel, offload_folder=moved(config.parallel.offload_folder))
     own = config.plugins
     plugins = replace(own, folder=moved(own.folder)) if own.modules else own

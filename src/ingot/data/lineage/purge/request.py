@@ -12,28 +12,32 @@ from ingot.data.sources.url import canonical_url
 from ingot.errors import UsageError
 from ingot.storage import sha256_bytes
 
+_KINDS = ("url", "domain", "doc", "pattern", "quarantine")
+
 
 @dataclass(frozen=True, kw_only=True)
 class PurgeRequest:
-    """A request with exactly one of url, domain, doc and pattern.
+    """A request with exactly one of url, domain, doc, pattern and quarantine.
 
     url: any spelling of a URL. domain: a host, with its subdomains. doc: a document id. pattern: a regular expression
     for Python's `re.search`, applied to kept texts, the excerpts of dropped documents, URLs, and the values that rules
-    recorded. copies: also purge the records that were dropped as copies of a purged document.
+    recorded. quarantine: the documents (ids) of a quarantine list. copies: also purge the records that were dropped as
+    copies of a purged document.
     """
 
     url: str = ""
     domain: str = ""
     doc: str = ""
     pattern: str = ""
+    quarantine: frozenset[str] = frozenset()
     copies: bool = False
 
     def problems(self) -> Iterator[tuple[str, str]]:
-        given = [name for name in ("url", "domain", "doc", "pattern") if getattr(self, name)]
+        given = [name for name in _KINDS if getattr(self, name)]
         if len(given) != 1:
             yield (
                 "request",
-                f"exactly one of url, domain, doc and pattern is given, not {' and '.join(given) or 'none'}",
+                f"exactly one of {', '.join(_KINDS)} is given, not {' and '.join(given) or 'none'}",
             )
         if self.doc and not re.fullmatch("[0-9a-f]{32}", self.doc):
             yield "doc", f"{self.doc!r} is not a whole document id of 32 hex digits (ingot data trace shows it)"
@@ -48,17 +52,20 @@ class PurgeRequest:
 
     @property
     def kind(self) -> str:
-        return next(name for name in ("url", "domain", "doc", "pattern") if getattr(self, name))
+        return next(name for name in _KINDS if getattr(self, name))
 
     @property
     def sha256(self) -> str:
         """The SHA-256 of the request, which is recorded instead of the request."""
-        return sha256_bytes(f"{self.kind} {getattr(self, self.kind)}".encode("utf-8", "surrogatepass"))
+        wanted = " ".join(sorted(self.quarantine)) or getattr(self, self.kind)
+        return sha256_bytes(f"{self.kind} {wanted}".encode("utf-8", "surrogatepass"))
 
     def matcher(self) -> Callable[[dict], bool]:
         """Return a function that checks whether the request matches a row of a corpus part, kept or dropped."""
         if self.doc:
             return lambda row: row["id"] == self.doc
+        if self.quarantine:
+            return lambda row: row["id"] in self.quarantine
         if self.url:
             wanted = canonical_url(self.url)
             return lambda row: canonical_url(row["url"]) == wanted
@@ -117,12 +124,14 @@ def find_targets(data: Path, request: PurgeRequest, progress: Callable[[float, s
         raise UsageError(
             "E-PURGE-REQUEST",
             f"--{name}: {message}" if name != "request" else message,
-            rule="a purge has one of --url, --domain, --doc and --pattern",
+            rule="a purge has one of --url, --domain, --doc, --pattern and --quarantine",
             fix="correct the command: ingot data purge --help",
             option=name,
         )
     if request.pattern:
         rows = rows_of(data, {row["id"] for row in matching(data / "corpus", request.matcher(), progress)})
+    elif request.quarantine:
+        rows = rows_of(data, request.quarantine)
     else:
         rows = find(data, doc=request.doc, url=request.url, domain=request.domain)
     records = {row["id"]: _target(row) for row in rows if not is_redacted(row)}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tests.expect import refused
 from tests.unit.data.dedup.search import find_duplicates
+from tests.unit.data.lineage.purge.conftest import crawl
 
 from ingot.data.build.corpus import load_corpus, read_documents, read_jsonl, verify_corpus
 from ingot.data.build.duplicates import index_corpus
@@ -60,6 +61,10 @@ def gone(request_matches, records):
         ),
         (PurgeRequest(domain="b.example"), lambda r: ".b.example/" in r["url"] or "/b.example/" in r["url"]),
         (PurgeRequest(pattern=r"number (7|8|9)\."), lambda r: r["record_id"] in "789"),
+        (
+            PurgeRequest(quarantine=frozenset(record["id"] for record in crawl()[3:9])),
+            lambda r: r["record_id"] in list("345678"),
+        ),
         (PurgeRequest(pattern="mirror.example"), lambda r: "mirror.example" in r["url"]),
         (PurgeRequest(pattern=r"number 0\.", copies=True), None),
     ],

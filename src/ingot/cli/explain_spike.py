@@ -1,0 +1,172 @@
+"""`ingot explain spike RUN`: the documents of the steps in which the guard found trouble, and what is unusual."""
+
+import argparse
+import math
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ingot.cli.arguments import MOST_STEPS, count, path
+from ingot.cli.terminal import Terminal, printable
+
+if TYPE_CHECKING:
+    from ingot.report.diagnose.spike import BatchDocument, SpikeBatch, SpikeReport
+    from ingot.schema.quarantine import QuarantineEntry
+
+_SUSPECTS, _REASONS, _OTHERS, _SAMPLES = 10, 4, 3, 6  # shown
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "run", type=path, metavar="RUN", help="run folder, which is only read; it may still be training"
+    )
+    parser.add_argument(
+        "--step",
+        type=count("step", 1, MOST_STEPS),
+        metavar="N",
+        help="the step to explain (default: those in which the guard found trouble, the worst first)",
+    )
+    parser.add_argument(
+        "--quarantine",
+        type=path,
+        metavar="LIST",
+        help="add the documents with something unusual to this list, which builds and purges read",
+    )
+
+
+def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.report.diagnose.spike import explain_spike
+    from ingot.schema.quarantine import read_quarantine
+
+    if args.quarantine and args.quarantine.exists():
+        read_quarantine(args.quarantine)  # a damaged list is reported before the work
+    found = explain_spike(args.run, args.step, terminal.progress)
+    terminal.end_progress()
+    state = "is running" if found.running else "is not running"
+    terminal.say(f"{terminal.style(found.name, 'bold')}   {state}")
+    terminal.say(
+        f"compared  with {found.healthy_documents:,} documents of {found.healthy_steps:,} healthy steps of this run"
+    )
+    for batch in found.batches:
+        _show_batch(batch, terminal)
+    _show_repeated(found, terminal)
+    if found.more:
+        steps = ", ".join(map(str, found.more[:_SAMPLES])) + (", ..." if len(found.more) > _SAMPLES else "")
+        terminal.say(f"more      {len(found.more):,} steps with less trouble: {steps}; --step explains one")
+    for sentence in found.unknown:
+        terminal.say(f"unknown   {sentence}")
+    added = _quarantine(found, args.quarantine, terminal) if args.quarantine else []
+    terminal.result(_facts(found, added))
+    terminal.next(*_commands(args, found))
+
+
+def _show_repeated(found: "SpikeReport", terminal: Terminal) -> None:
+    """Show the documents that are suspects of more than one step."""
+    often = Counter(document.id for batch in found.batches for document in batch.suspects)
+    for one, steps in often.most_common(_OTHERS):
+        if steps > 1:
+            terminal.say(f"\nagain     {one[:12]} is a suspect of {steps} of these {len(found.batches)} steps")
+
+
+def _quarantine(found: "SpikeReport", path: Path, terminal: Terminal) -> "list[QuarantineEntry]":
+    from ingot.report.lineage.quarantine import entries_for
+    from ingot.schema.quarantine import add_to_quarantine
+
+    entries = entries_for(found)
+    added = add_to_quarantine(path, entries) if entries else []
+    known = f"; it had {len(entries) - len(added):,} of the suspects" if len(added) < len(entries) else ""
+    terminal.say(f"list      {len(added):,} documents were added to {path}{known}")
+    return added
+
+
+def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
+    step = batch.step
+    values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
+    if step.loss_sigmas or step.norm_sigmas:
+        values = f"loss {step.loss:.4g} ({step.loss_sigmas:+.1f} deviations), "
+        values += f"gradient norm {step.grad_norm:.4g} ({step.norm_sigmas:+.1f})"
+    skipped = "; its update was skipped" if step.skipped else ""
+    what = ", ".join(step.found) or "the log has nothing against it"
+    terminal.say(f"\n{terminal.style(f'step {step.step}', 'bold')}: {what}; {values}{skipped}")
+    for text in batch.changes or ("nothing in the data changed at this step",):
+        terminal.say(f"changes   {text}")
+    if len(batch.sources) > 1:
+        shares = (f"{printable(name)} {own:.0%} ({usual:.0%})" for name, (own, usual) in batch.sources.items())
+        terminal.say(f"sources   tokens of the step, and of healthy ones in brackets: {', '.join(shares)}")
+    suspects = batch.suspects
+    if not suspects:
+        terminal.say(
+            f"suspects  none: the {len(batch.documents):,} documents are like those of healthy steps. The cause may be "
+            "the learning rate, weights that were harmed before, or the hardware"
+        )
+    else:
+        terminal.say(f"suspects  {len(suspects):,} of {len(batch.documents):,} documents, the most unusual first")
+    for number, document in enumerate(suspects[:_SUSPECTS], 1):
+        _show_document(number, document, terminal)
+    if len(suspects) > _SUSPECTS:
+        terminal.say(f"          and {len(suspects) - _SUSPECTS:,} more, with --json")
+    for document in batch.documents[: 0 if suspects else _OTHERS]:
+        nearest = document.signs[0].words if document.signs else "too short to compare"
+        terminal.say(f"nearest   {document.id[:12]}  {printable(document.url or document.source)}: {nearest}")
+
+
+def _show_document(number: int, document: "BatchDocument", terminal: Terminal) -> None:
+    place = f"{document.record_id} in {document.file}, " if document.file else ""
+    samples = ", ".join(map(str, document.samples[:_SAMPLES])) + (", .." if len(document.samples) > _SAMPLES else "")
+    terminal.say(f"{number:>3}. {terminal.style(document.id[:12], 'bold')}  {printable(document.url)}")
+    terminal.say(f"     {printable(place)}source {document.source}: {document.tokens:,} tokens in sample {samples}")
+    excerpts: list[str] = []
+    for sign in document.reasons[:_REASONS]:
+        terminal.say(f"     {sign.kind.name}: {sign.words}")
+        if sign.excerpt and sign.excerpt not in excerpts:
+            excerpts.append(sign.excerpt)
+    for excerpt in excerpts:
+        terminal.say(f"       {printable(excerpt)!r}")
+
+
+def _commands(args: argparse.Namespace, found: "SpikeReport") -> list[str]:
+    from ingot.report.lineage.exposure import data_of
+
+    commands = []
+    if any(batch.suspects for batch in found.batches):
+        if args.quarantine:
+            commands.append(f"ingot data purge {data_of(args.run)} --quarantine {args.quarantine}")
+            commands.append(f"ingot data build .. --set 'quarantine.files=[\"{args.quarantine}\"]'")
+        else:
+            step = f" --step {args.step}" if args.step else ""
+            commands.append(f"ingot explain spike {args.run}{step} --quarantine quarantine.jsonl")
+    if any("not finite" in kind for batch in found.batches for kind in batch.step.found):
+        commands.append(f"ingot explain nan {args.run}")
+    return [*commands, f"ingot ckpt ls {args.run}"]
+
+
+def _facts(found: "SpikeReport", added: "list[QuarantineEntry]") -> dict[str, Any]:
+    return {
+        "run": found.name,
+        "running": found.running,
+        "healthy_steps": found.healthy_steps,
+        "healthy_documents": found.healthy_documents,
+        "more": list(found.more),
+        "unknown": list(found.unknown),
+        "steps": [_batch_facts(batch) for batch in found.batches],
+        "quarantined": [vars(entry) for entry in added],
+    }
+
+
+def _batch_facts(batch: "SpikeBatch") -> dict[str, Any]:
+    step = {
+        name: None if isinstance(one, float) and not math.isfinite(one) else one
+        for name, one in vars(batch.step).items()
+    }
+    return step | {
+        "changes": list(batch.changes),
+        "sources": {name: {"step": own, "healthy": usual} for name, (own, usual) in batch.sources.items()},
+        "documents": [_document_facts(document) for document in batch.documents],
+    }
+
+
+def _document_facts(document: "BatchDocument") -> dict[str, Any]:
+    signs = [
+        vars(sign) | {"kind": sign.kind.name, "unusual": sign.unusual, "words": sign.words} for sign in document.signs
+    ]
+    return vars(document) | {"ratio": document.ratio, "suspect": bool(document.reasons), "signs": signs}
