@@ -21,6 +21,7 @@ _SETTINGS = (
     "optim.lr=0.01",
     "guard.window=16",
     "guard.ready=8",
+    "guard.settle_steps=0",
     "guard.loss_spread=0.1",
     "guard.norm_spread=0.3",
     'schedule.kind="planted"',

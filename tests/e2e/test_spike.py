@@ -48,6 +48,7 @@ every_steps = 35
 log_every = 10
 
 [guard]
+settle_steps = 0
 ready = 16
 window = 32
 """

@@ -18,6 +18,7 @@ class Guard:
       a level that stays is accepted at last. "strict": in place of the last three, the run stops for a person.
     window: the healthy steps whose noise is the unit. level: the last of them, whose median a step is compared with.
       ready: fewer healthy steps are no basis for a spike.
+    settle_steps: after the warm-up of the learning rate, so many steps are not judged by their size.
     sigmas: the deviations above the median that are a spike, of the loss or of the logarithm of the gradient norm.
     loss_spread, norm_spread: the smallest deviation, in nats and as a logarithm: a window may be very calm.
     corruption_factor: a gradient norm this many times the median, with a loss that is no spike, is suspected
@@ -56,6 +57,7 @@ class Guard:
     window: Window = 128
     level: PositiveSteps = 16
     ready: PositiveSteps = 32
+    settle_steps: Steps = 128
     sigmas: Positive = 6.0
     loss_spread: Positive = 0.02
     norm_spread: Positive = 0.1

@@ -81,7 +81,7 @@ def _judge(
         return veto, None
     if step in judge.begins:
         judge.forget()
-    judged = judge.judge(loss, grad_norm)
+    judged = judge.judge(loss, grad_norm, settled=step > judge.settled_after)
     found = judged[0] > 0
     if judge.guard.acts:
         veto = found if veto is None else found | veto

@@ -34,22 +34,24 @@ NOT_FINITE = frozenset((KINDS[LOSS_NOT_FINITE], KINDS[NORM_NOT_FINITE]))
 class StepJudge:
     """The window of healthy steps on the device, and the judgment by it.
 
-    begins: the steps before which a new window begins, because the guard accepted a new level there.
+    settled_after: up to this step, sizes are not judged: in and after the warm-up of the learning rate, losses fall and
+    norms rise by several of their deviations in healthy runs, too. begins: the steps before which a new window begins,
+    because the guard accepted a new level there.
     window: float64 [2, guard.window], loss and log gradient norm of the last healthy steps, the newest at the end.
     count: int64, how many of them there are. Both are updated in place, and are the same on every rank.
     """
 
-    def __init__(self, guard: Guard, device: torch.device | str):
-        self.guard, self.begins = guard, frozenset[int]()
+    def __init__(self, guard: Guard, device: torch.device | str, settled_after: int = 0):
+        self.guard, self.settled_after, self.begins = guard, settled_after, frozenset[int]()
         self.window = torch.zeros(2, guard.window, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
         self._spreads = torch.tensor([guard.loss_spread, guard.norm_spread], dtype=torch.float64, device=device)
         self._places = torch.arange(guard.window, 0, -1, device=device)  # 1 is the newest
 
     @torch.no_grad()
-    def judge(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
+    def judge(self, loss: Tensor, grad_norm: Tensor, *, settled: bool = True) -> Tensor:
         """Return what is found in a step: float64 [4] = (bits of the kinds, deviations of the loss, of the norm, the
-        norm in units of the median). loss, grad_norm: scalars, the same on every rank.
+        norm in units of the median). loss, grad_norm: scalars, the same on every rank. settled: sizes are judged.
         """
         loss, norm = loss.double().reshape(()), grad_norm.double().reshape(())
         values = _values(loss, norm)
@@ -63,7 +65,7 @@ class StepJudge:
         spread = torch.maximum(_NOISE * _median(deviation, unknown, number), self._spreads[:, None])
         distance = values - median[:, 0]
         sigmas, factor = distance / spread[:, 0], distance[1].exp()
-        ready = self.count >= self.guard.ready
+        ready = (self.count >= self.guard.ready) & settled
         loss_spike, norm_spike = ready & (sigmas > self.guard.sigmas)
         corrupted = norm_spike & (factor >= self.guard.corruption_factor) & ~loss_spike
         finite_loss, finite_norm = loss.isfinite(), norm.isfinite()

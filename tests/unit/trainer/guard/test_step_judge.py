@@ -82,6 +82,9 @@ def test_there_is_no_spike_before_the_window_is_ready():
     judge = after(StepJudge(GUARD, "cpu"), calm(15))
     assert take(judge, 9.0, 9.0) is None
     assert take(judge, math.nan, 1.0).kinds == ("loss not finite",)
+    judge = after(judge, calm(15))
+    assert [judge.judge(scalar(9.0), scalar(9.0), settled=settled)[0] > 0 for settled in (False, True)] == [False, True]
+    assert judge.judge(scalar(9.0), scalar(math.inf), settled=False)[0] > 0
 
 
 def test_a_very_calm_window_has_the_smallest_deviation():
