@@ -3,6 +3,7 @@
 import base64
 import gzip
 import json
+import math
 import random
 import shutil
 from collections import Counter
@@ -15,9 +16,12 @@ from tests.unit.data.conftest import english
 from ingot.cli.main import main
 from ingot.config import to_dict, to_toml
 from ingot.data.build.shards import build_shards
+from ingot.plugins.callback import StepFinding, StepNumbers
 from ingot.report.diagnose.spike import explain_spike
+from ingot.report.facts import gather
 from ingot.report.lineage.exposure import RunTokens, uses
 from ingot.report.lineage.trace import parts_of
+from ingot.report.recovery import recovery_section
 from ingot.schema.accepted import AcceptedChanges, write_accepted
 from ingot.schema.arch import Arch
 from ingot.schema.corpus import CorpusManifest, CorpusPart, document_id
@@ -149,6 +153,18 @@ def test_without_a_step_the_worst_findings_are_explained(run):
     assert found.batches[0].step.skipped and found.batches[0].step.found == ("loss spike",)
 
 
+def test_a_report_and_a_line_of_the_log_name_the_command(run):
+    section = recovery_section(gather(run))
+    assert section and f"ingot explain spike {run}" in str(section.blocks[-1])
+    pytest.importorskip("torch")
+    from ingot.trainer.log import explanation
+
+    finding = StepFinding(("loss spike",), 9.0, 1.0, 2.0)
+    bad = StepNumbers(step=7, loss=8.0, grad_norm=1.0, skipped=True, finding=finding)
+    assert explanation(RunFolder(run), bad) == f"ingot explain spike {run} --step 7"
+    assert explanation(RunFolder(run), replace(bad, loss=math.nan)) == f"ingot explain nan {run} --step 7"
+
+
 def test_without_lineage_and_without_a_tokenizer_what_is_left_is_compared(run):
     step = planted_uses(run)["repeated_text"][0]
     (run.parent / "data/tokens/tokenizer.json").unlink()
@@ -236,11 +252,11 @@ def test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens(run, tmp_pat
     out = " ".join(capsys.readouterr().out.split())
     assert "the tokens have 1 documents of the list ../list.jsonl" in out and purge in out
     assert "of the list ../clean.jsonl" not in out
-    config, found = recorded_run(RunFolder(run).config), []
+    config, lines = recorded_run(RunFolder(run).config), []
     named = replace(config, data=replace(config.data, quarantine=("../list.jsonl", "../clean.jsonl")))
-    preflight(RunFolder(run), named, found.append)
-    assert [purge in text for text in found] == [True]
+    preflight(RunFolder(run), named, lines.append)
+    assert [purge in text for text in lines] == [True]
     moved = with_paths_from(named, run, tmp_path / "elsewhere/below")
     assert moved.data.quarantine == ("../../list.jsonl", "../../clean.jsonl")
     with refused("E-QUARANTINE-MISSING"):
-        preflight(RunFolder(run), replace(config, data=replace(config.data, quarantine=("none",))), found.append)
+        preflight(RunFolder(run), replace(config, data=replace(config.data, quarantine=("none",))), lines.append)
