@@ -121,7 +121,7 @@ def test_the_run_stops_for_a_person(tmp_path, preset, kind, before):
     with pytest.raises(RunFailed) as caught:
         ask(ladder, 5, "xxx", kind)
     assert caught.value.code == "E-GUARD-STOPPED" and caught.value.facts["last_step"] == 7
-    assert f"ingot explain {'nan' if kind == NAN else 'spike'} {tmp_path} --step 5;" in caught.value.fix
+    assert f"ingot explain {'nan' if kind == NAN else 'spike'} {tmp_path} --step 5." in caught.value.fix
     assert read_measures(tmp_path / "guard.json")[-1].action == STOP
 
 
