@@ -21,7 +21,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest
 from ingot.storage import sha256_bytes, write_json
 
-VOCAB, EOT = 64, 0
+VOCAB, EOT, BLOCK_BYTES = 64, 0, 4096
 WRITER = b"ingot.trainer.checkpoint.writer"
 RUN_FILE = """name = "tiny"
 seed = 7
@@ -59,27 +59,13 @@ log_every = 2
 """
 
 
-def write_tokens(folder: Path, tokens: int = 60_000) -> None:
-    """A token folder with one shard of a random walk over the vocabulary, in documents of 100 tokens."""
+def write_tokens(folder: Path, tokens: int = 60_000, shards: int = 1) -> None:
+    """A token folder with shards of a random walk over the vocabulary, in documents of 100 tokens."""
     folder.mkdir(parents=True)
     steps = np.random.default_rng(3).integers(-2, 3, tokens)
     ids = (1 + np.cumsum(steps) % (VOCAB - 1)).astype("<u2")
     ids[99::100] = EOT
-    index = np.zeros(tokens // 100, DOCUMENT_DTYPE)
-    index["start"], index["tokens"] = np.arange(len(index)) * 100, 100
-    data, block = ids.tobytes(), 4096
-    digests = b"".join(hashlib.sha256(data[i : i + block]).digest() for i in range(0, len(data), block))
-    for suffix, content in (("tokens", data), ("blocks", digests), ("documents", index.tobytes())):
-        (folder / f"walk.{suffix}").write_bytes(content)
-    shard = Shard(
-        name="walk",
-        source="walk",
-        tokens=tokens,
-        documents=len(index),
-        text_bytes=tokens,
-        blocks_sha256=sha256_bytes(digests),
-        documents_sha256=sha256_bytes(index.tobytes()),
-    )
+    names = ["walk"] if shards == 1 else [f"walk-{number}" for number in range(shards)]
     manifest = TokenManifest(
         dtype="uint16",
         vocab_size=VOCAB,
@@ -87,11 +73,30 @@ def write_tokens(folder: Path, tokens: int = 60_000) -> None:
         tokenizer_sha256="0" * 64,
         corpus_sha256="0" * 64,
         split="train",
-        block_bytes=block,
+        block_bytes=BLOCK_BYTES,
         seed=0,
-        shards=(shard,),
+        shards=tuple(_write_shard(folder, name, own) for name, own in zip(names, np.split(ids, shards), strict=True)),
     )
     write_json(folder / "manifest.json", to_dict(manifest))
+
+
+def _write_shard(folder: Path, name: str, ids: np.ndarray) -> Shard:
+    index = np.zeros(len(ids) // 100, DOCUMENT_DTYPE)
+    index["start"], index["tokens"] = np.arange(len(index)) * 100, 100
+    data = ids.tobytes()
+    blocks = range(0, len(data), BLOCK_BYTES)
+    digests = b"".join(hashlib.sha256(data[at : at + BLOCK_BYTES]).digest() for at in blocks)
+    for suffix, content in (("tokens", data), ("blocks", digests), ("documents", index.tobytes())):
+        (folder / f"{name}.{suffix}").write_bytes(content)
+    return Shard(
+        name=name,
+        source="walk",
+        tokens=len(ids),
+        documents=len(index),
+        text_bytes=len(ids),
+        blocks_sha256=sha256_bytes(digests),
+        documents_sha256=sha256_bytes(index.tobytes()),
+    )
 
 
 @dataclass

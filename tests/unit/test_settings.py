@@ -28,6 +28,7 @@ RECEIVERS = {
     "Evaluate": {"evaluate", "wanted"},
     "WatchSettings": {"watch"},
     "Guard": {"guard"},
+    "LoadFilter": {"rules"},
     "Cluster": {"cluster"},
     "DataRecipe": {"recipe"},
 }

@@ -185,6 +185,9 @@ def _prove(args: argparse.Namespace, terminal: Terminal) -> int:
         what, windows = name or "all sources", proof.windows[name]
         full = f"each of its {windows:,} windows once in every full epoch, none twice" if epochs >= 1 else "none twice"
         terminal.say(f"epochs    {what} {epochs:.3f}: {full} (counted, steps 1 to {proof.counted_steps})")
+    if proof.replaced:
+        what = "samples were of windows in quarantine, and others of their source took their places"
+        terminal.say(f"replaced  {proof.replaced:,} {what}, as recorded")
     for change in proof.changes:
         terminal.say(f"changed   step {change.step}: {change.key} {change.before} -> {change.after}")
     for change in proof.differences:

@@ -1,6 +1,7 @@
 """`ingot status RUN`: show the state of a run."""
 
 import argparse
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import path
@@ -74,6 +75,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"policy {_policy_text(status)}")
     for alert in status.alerts:
         terminal.say(f"alert  {alert}")
+    if status.quarantined:
+        terminal.say(f"data   {_quarantine_text(status.quarantined)}")
     terminal.result(asdict(status))
     follow_up = {
         "running": f"ingot status {args.run}",
@@ -197,6 +200,14 @@ def _policy_text(status: "RunStatus") -> str:
     if status.guard:
         parts.append(f"guard: {status.guard}")
     return ", ".join(parts)
+
+
+def _quarantine_text(quarantined: Sequence[dict]) -> str:
+    last, windows = quarantined[-1], sum(one["windows"] for one in quarantined)
+    return (
+        f"{windows:,} windows in quarantine (last: {last['windows']:,} of shard {last['shard']} from step "
+        f"{last['step']:,} on, {last['code']}): others of their source are in their place"
+    )
 
 
 def _say_experts(experts: dict, terminal: Terminal) -> None:

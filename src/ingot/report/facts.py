@@ -81,7 +81,8 @@ class RunData:
 
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
-    findings, alerts: the `skipped`, `rolled_back`, `passed`, `guard`, `finding` and `alert` events. unsaved: the
+    findings, alerts: the `skipped`, `rolled_back`, `passed`, `guard`, `finding` and `alert` events. quarantined: the
+    events of that name. unsaved: the
     `checkpoint_failed` and `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256
     of each named item. active_seconds: the time from the start of each attempt to its last event, summed; pauses
     between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not resume
@@ -116,6 +117,7 @@ class RunData:
     measures: list[dict] = field(default_factory=list)
     alerts: list[dict] = field(default_factory=list)
     findings: list[dict] = field(default_factory=list)
+    quarantined: list[dict] = field(default_factory=list)
     start_times: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
@@ -233,6 +235,7 @@ def read_run_events(data: RunData) -> None:
         kinds.GUARD: data.measures,
         kinds.ALERT: data.alerts,
         kinds.FINDING: data.findings,
+        kinds.QUARANTINED: data.quarantined,
         kinds.START_TIMES: data.start_times,
     }
     started = alive = kind = None
@@ -296,6 +299,8 @@ def _is_readable(event) -> bool:
     if kind in _MADE_BY and not _can_be_made(_MADE_BY[kind], event):
         return False
     if kind == kinds.FINDING and not _has_kinds(event):
+        return False
+    if kind == kinds.QUARANTINED and not (step and isinstance(event.get("windows"), int) and "found" in event):
         return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
     return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))

@@ -83,7 +83,8 @@ def _start_cells(event: dict) -> tuple[str, ...]:
 
 
 def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:
-    """Return (time, step, text) of skipped updates, passed data, measures, alerts and roll-backs, by time."""
+    """Return (time, step, text) of skipped updates, passed data, measures, alerts, data left out and roll-backs, by
+    time."""
     found = []
     for event in data.vetoes:
         steps = event["steps"]
@@ -97,6 +98,10 @@ def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:
         found.append((event["time"], f"{event['last']:,}", f"guard: {described(measure_of(event))}"))
     for event in data.alerts:
         found.append((event["time"], f"{event['step']:,}", f"alert: {alert_text(alert_of(event))}"))
+    for event in data.quarantined:
+        windows = event["windows"]
+        text = f"left out {windows:,} {plural(windows, 'window')} of the data: {event['found']}"
+        found.append((event["time"], f"{event['step']:,}", text))
     for event in data.roll_backs:
         back, again = event["to_step"], event["from_step"] - event["to_step"]
         text = f"rolled back to the checkpoint of step {back:,}; {again:,} {plural(again, 'step')} trained again"

@@ -38,6 +38,7 @@ class RunStatus:
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     guard: the last measure of the guard, in words; "": none. alerts: the last of each kind, in words, the newest last.
+    quarantined: what the run leaves out of its tokens: the `quarantined` events, oldest first.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
     still_seconds: the time since the newest step, if the job runs and that time is far longer than usual; else None.
     tokens_per_second and eta_seconds are then None, because those of the newest step are no longer true.
@@ -84,6 +85,7 @@ class RunStatus:
     roll_backs: tuple[tuple[int, int], ...] = ()
     guard: str = ""
     alerts: tuple[str, ...] = ()
+    quarantined: tuple[dict, ...] = ()
     log_damage: str = ""
     layout: dict[str, int | str] = field(default_factory=dict)
     fallback: dict | None = None
@@ -147,6 +149,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         roll_backs=tuple(log.roll_backs),
         guard=log.guard,
         alerts=tuple(log.alerts.values()),
+        quarantined=tuple(_without_kind(event) or {} for event in log.quarantined),
         losses=tuple(losses[step] for step in sorted(losses)),
         log_damage=_log_damage(folder) if unlogged else "",
         layout=last.get(events.RUN_STARTED, {}).get("layout", {}),
@@ -179,6 +182,7 @@ class _Log:
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
     alerts: dict[str, str] = field(default_factory=dict)
+    quarantined: list[dict] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def take(self, event: dict) -> None:
@@ -195,6 +199,8 @@ class _Log:
             self.metrics.setdefault(event["by"], {}).update(event["values"])
         elif kind == events.SKIPPED:
             self.skipped.update(event["steps"])
+        elif kind == events.QUARANTINED:
+            self.quarantined.append(event)
         elif kind == events.GUARD:
             self.guard = described(measure_of(event))
         elif kind == events.GUARD_ASKED:

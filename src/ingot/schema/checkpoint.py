@@ -12,6 +12,7 @@ import numpy as np
 
 from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.guard_record import GuardState
+from ingot.schema.quarantine_record import Quarantined
 
 SaveKind = Literal["full", "weights"]
 FULL: SaveKind = "full"
@@ -141,7 +142,8 @@ class CheckpointManifest:
       `step`. The hash of the manifest covers this list. accepted: the changes of settings and data that hold for some
       of these steps, oldest first; None in checkpoints of earlier versions of ingot. callbacks: the JSON that each
       callback recorded (plugins/callback.py), by its name. guard: the measures of the guard so far, and the skipped
-      steps that it has not decided about.
+      steps that it has not decided about. quarantine: the tokens that training left out so far, which is part of the
+      order of samples.
     """
 
     version: int = 2
@@ -163,6 +165,7 @@ class CheckpointManifest:
     accepted: tuple[AcceptedChanges, ...] | None = None
     callbacks: dict[str, Any] = field(default_factory=dict)
     guard: GuardState = field(default_factory=GuardState)
+    quarantine: tuple[Quarantined, ...] = ()
 
     def chunk(self, name: str, number: int) -> StoredBlock:
         """Return block `number` of tensor `name`, in the order of its layout."""

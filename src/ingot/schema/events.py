@@ -21,6 +21,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   straggler      step, rank, host, phase ("data" or "compute"), factor (of its peers' time), since (step), seconds
                  (more per step than they), ended (true: slow no more)   when a rank becomes slow, changes, or recovers
   data_trouble   rank, step, path, reason, tries, seconds             token shards that could not be read at first
+  quarantined    step, shard, begin, end (the tokens of it that are left out from this step on), windows (that they
+                 touch), code, found (in words), rank, host           damaged data with data.on_damage = "quarantine"
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
@@ -108,6 +110,7 @@ PROGRESS = "progress"
 WAITS = "waits"
 STRAGGLER = "straggler"
 DATA_TROUBLE = "data_trouble"
+QUARANTINED = "quarantined"
 EXPERTS = "experts"
 METRICS = "metrics"
 SKIPPED = "skipped"

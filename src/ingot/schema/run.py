@@ -32,6 +32,7 @@ from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
 from ingot.schema.guard import Guard
 from ingot.schema.launch import Launch
+from ingot.schema.load_filter import LoadFilter
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
@@ -51,6 +52,10 @@ class Data:
       nothing is computed and nothing changes.
     quarantine: lists of documents that the tokens should not have (schema/quarantine.py); `ingot check` and each start
       warn of those that they have.
+    on_damage: what follows if a token shard is damaged, missing or of another build: "stop", or "quarantine": its
+      damaged windows are replaced by others of the same source, on all ranks, from the step on that would use them.
+    max_quarantined: the largest share of the windows of a source that may be in quarantine; beyond it the run stops.
+    filter: the windows that are not used because of their content.
     """
 
     tokens: str
@@ -61,6 +66,9 @@ class Data:
     prefetch: PositiveQueue = 2
     skip: tuple[str, ...] = ()
     quarantine: tuple[str, ...] = ()
+    on_damage: Literal["stop", "quarantine"] = "stop"
+    max_quarantined: Share = 0.01
+    filter: LoadFilter = field(default_factory=LoadFilter, metadata=LEFT_OUT_AT_DEFAULT)
 
     @property
     def skipped_steps(self) -> list[StepSpan]:
@@ -305,6 +313,11 @@ class RunConfig:
 
     def problems(self):
         """Yield the broken rules between sections; the rules of layouts are in theory/rules."""
+        if self.data.filter.max_repeated < 1 and self.data.filter.ngram >= self.train.seq_len:
+            found = f"{self.data.filter.ngram} is not below train.seq_len = {self.train.seq_len}"
+            yield "data.filter.ngram", f"{found}; a window has to have several n-grams"
+        if self.data.filter.max_broken < 1 and not self.data.tokenizer:
+            yield "data.filter.max_broken", "needs data.tokenizer, to read windows as text"
         if self.train.seq_len > self.model.max_seq_len:
             yield "train.seq_len", f"{self.train.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}"
         if self.model.sliding_window >= self.model.max_seq_len:

@@ -117,6 +117,11 @@ class RunFolder:
         return self.root / "guard-answer.json"
 
     @property
+    def quarantine(self) -> Path:
+        """A file with the tokens that training leaves out (schema/quarantine_record.py)."""
+        return self.root / "quarantine.json"
+
+    @property
     def logs(self) -> Path:
         """A folder with the standard error of the launcher and its ranks, one file per attempt."""
         return self.root / "logs"

@@ -11,7 +11,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import Shard, TokenManifest, read_token_manifest
 from ingot.tokenizer.encoder import Encoder, load_encoder
-from ingot.trainer.loader.reader import TokenReader
+from ingot.trainer.loader.reader import TokenReader, of_damage
 
 # Enough to count every frequent token. In a larger corpus, only the starts of evenly spaced shards are counted; of few
 # shards, because reading the first token of a shard requires the hash of a whole block.
@@ -135,14 +135,23 @@ def cut_rows(texts: Sequence[SourceText], seq_len: int, eot_id: int) -> HeldoutR
     return HeldoutRows(np.concatenate(inputs), all_targets, all_targets != eot_id, np.concatenate(source))
 
 
-def unigram_nats(folder: Path, manifest: TokenManifest) -> np.ndarray:
-    """Return -log p for every token id, where p is its smoothed frequency in training tokens: float64 [vocab_size]."""
+def unigram_nats(folder: Path, manifest: TokenManifest, *, pass_damaged: bool = False) -> np.ndarray:
+    """Return -log p for every token id, where p is its smoothed frequency in training tokens: float64 [vocab_size].
+
+    pass_damaged: do not count shards whose beginning is damaged, instead of raising DataError.
+    """
     shards = manifest.shards[:: -(-len(manifest.shards) // UNIGRAM_SHARDS) or 1]
     share = max(UNIGRAM_TOKENS // max(len(shards), 1), 2)
     counts = np.ones(manifest.vocab_size, np.int64)
     for shard in shards:
-        if shard.tokens >= 2:
+        if shard.tokens < 2:
+            continue
+        try:
             counts += np.bincount(first_tokens(folder, manifest, shard, share), minlength=manifest.vocab_size)
+        except DataError as error:
+            if not pass_damaged:
+                raise
+            of_damage(error)
     return np.log(counts.sum()) - np.log(counts)
 
 
@@ -187,7 +196,7 @@ def open_heldout(
         )
     return Heldout.prepare(
         read_heldout(tokens, manifest, max_tokens, encoder),
-        unigram_nats(train_path, train),
+        unigram_nats(train_path, train, pass_damaged=config.data.on_damage == "quarantine"),
         seq_len=config.train.seq_len,
         eot_id=manifest.eot_id,
         mask_documents=config.data.mask_documents,

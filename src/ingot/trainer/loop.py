@@ -14,6 +14,7 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.guard_record import lr_factor
 from ingot.trainer.damage import judge_replayed, replace_damaged
+from ingot.trainer.damaged_data import next_batch
 from ingot.trainer.integrity.watch import STATE_CHANGED
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import (
@@ -114,7 +115,7 @@ class RunLoop:
         if self.stopped:
             return None
         self.trainer.heartbeat.enter(Phase.DATA, self.done + 1)
-        batch = next(self.trainer.loader, None)
+        batch = next_batch(self.trainer)
         self.trainer.heartbeat.enter(Phase.COMPILE if self._is_new else Phase.STEP, self.done + 1)
         self._is_new = self._is_new and batch is not None and batch.passed
         for trouble in batch.troubles if batch else ():

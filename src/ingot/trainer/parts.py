@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from ingot.events import EventLog
 from ingot.schema.checkpoint import LedgerSegment
+from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.tokenizer.encoder import Encoder
@@ -83,7 +84,7 @@ class RunParts(StepParts):
     rank 0 of a run with a remote tier. fetch_instead: fetches a checkpoint in place of a damaged one, on rank 0
     (tiers.py). fetch_file: fetches a file of one to a disk of this node; None without a store or without
     checkpoint.disks.
-    segments: the ledger segments that checkpoints hold so far.
+    segments: the ledger segments that checkpoints hold so far. quarantine: the tokens that the run leaves out.
     tokens_per_byte: tokens per UTF-8 byte of the training text.
     flops_per_token: forward and backward, with causal attention (theory/flops.py). peak_flops: the published peak of
     all devices together, FLOP/s; None if unknown.
@@ -104,6 +105,7 @@ class RunParts(StepParts):
     loader: Loader
     ledger: Ledger
     segments: list[LedgerSegment]
+    quarantine: tuple[Quarantined, ...]
     checkpoint_facts: CheckpointFacts
     background: BackgroundSaver | None
     uploader: Uploader | None

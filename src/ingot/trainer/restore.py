@@ -16,8 +16,10 @@ from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest
 from ingot.schema.guard_record import SUSPECT, Measure, passed_steps
+from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.checkpoint.accepted import record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
@@ -33,6 +35,7 @@ from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.heldout import data_path
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
+from ingot.trainer.loader.window_filter import WindowFilter
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import RankInfo, uses_store_of_torchrun
@@ -231,10 +234,13 @@ def open_loader(
     device: torch.device,
     first_step: int,
     measures: Sequence[Measure],
+    quarantine: Sequence[Quarantined],
+    encoder: Encoder | None,
 ) -> Loader:
     """Open the batches of this rank, from `first_step` to the run's last step.
 
-    measures: of the guard, which say whose data are passed.
+    measures: of the guard, which say whose data are passed. quarantine: the tokens that are left out.
+    encoder: reads windows as text, for data.filter.
     """
     passed = [*config.data.skipped_steps, *passed_steps(measures)]
     return Loader(
@@ -254,4 +260,9 @@ def open_loader(
         prefetch=config.data.prefetch,
         read_seconds=config.launch.data_seconds,
         passed=passed,
+        quarantine=quarantine,
+        finds_damage=config.data.on_damage == "quarantine",
+        window_filter=WindowFilter(config.data.filter, encoder and encoder.decode)
+        if config.data.filter.is_on
+        else None,
     )

@@ -28,6 +28,7 @@ from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.nodes import open_disks
 from ingot.trainer.checkpoint.replicas import Replicas
+from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.guard.alerts import LOW_PRECISION, AlertWatch
@@ -165,12 +166,14 @@ def build_trainer(
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     parts.gradient_range = _gradient_range(config, parts)
+    quarantine = recorded_quarantine(folder, loaded.restored)
     trainer = RunParts(
         **vars(parts),
         folder=folder,
         place=place,
         ledger=Ledger(),
         segments=list(loaded.restored.ledger) if loaded.restored else [],
+        quarantine=quarantine,
         checkpoint_facts=facts,
         background=_background(config, folder, place, loaded.replicas),
         uploader=loaded.uploader,
@@ -185,7 +188,9 @@ def build_trainer(
         peak_flops=total_peak(config, place),
         first_step=first_step,
         until_step=config.train.steps if until_step is None else min(until_step, config.train.steps),
-        loader=open_loader(config, folder, parts.mesh, place.device, first_step, parts.policy.measures()),
+        loader=open_loader(
+            config, folder, parts.mesh, place.device, first_step, parts.policy.measures(), quarantine, encoder
+        ),
         stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
         heartbeat=heartbeat or open_heartbeat(),

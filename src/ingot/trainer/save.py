@@ -19,6 +19,7 @@ from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
+from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.mesh.collectives import largest_of_ranks
 from ingot.trainer.parts import RunParts
@@ -68,6 +69,7 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
         health=trainer.policy.health() if sanity is None else sanity.health(trainer.policy.health()),
         callbacks=trainer.callbacks.records() if kind == FULL else {},
         guard=trainer.policy.state() if sanity is None else replace(trainer.policy.state(), sanity=sanity.state),
+        quarantine=trainer.quarantine,
     )
     require_unchanged = trainer.hashes.require_unchanged if trainer.hashes is not None else None
     checkpoint = trainer.config.checkpoint
@@ -326,8 +328,16 @@ def reload(trainer: RunParts) -> int:
             run=str(trainer.folder.root),
         )
     trainer.loader.close()
+    trainer.quarantine = recorded_quarantine(trainer.folder, restored)
     trainer.loader = open_loader(
-        trainer.config, trainer.folder, trainer.mesh, trainer.place.device, restored.step + 1, trainer.policy.measures()
+        trainer.config,
+        trainer.folder,
+        trainer.mesh,
+        trainer.place.device,
+        restored.step + 1,
+        trainer.policy.measures(),
+        trainer.quarantine,
+        trainer.encoder,
     )
     trainer.ledger, trainer.segments = Ledger(), list(restored.ledger)
     if trainer.background is not None:

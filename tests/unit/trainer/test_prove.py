@@ -15,6 +15,7 @@ from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.checkpoint import file_of
+from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.tokens import MANIFEST, read_token_manifest
 from ingot.storage import sha256_bytes, write_atomic, write_json
 from ingot.theory.rules import load_run
@@ -23,7 +24,7 @@ from ingot.trainer.checkpoint.places import Places, name_run, with_hash
 from ingot.trainer.checkpoint.resumable import ResumePoint, find_resume_point
 from ingot.trainer.loader import order as order_module
 from ingot.trainer.loader.ledger import write_segment
-from ingot.trainer.loader.order import Order
+from ingot.trainer.loader.order import Order, quarantine_from
 from ingot.trainer.resilience.lock import RunLock
 
 STEPS, EVERY, BATCH = 24, 8, 64
@@ -92,6 +93,24 @@ def rewrite(folder, number, change, *, sealed=False):
     if sealed:
         ledger[number] = dataclasses.replace(ledger[number], sha256=sha256_bytes(data))
         write_manifest(path, dataclasses.replace(manifest, ledger=tuple(ledger)))
+
+
+def test_windows_in_quarantine_are_proven_with_those_in_their_place(run, capsys):
+    """Every window of an epoch is counted once, although others were trained in the place of some, also twice."""
+    shard = tokens_of(run).shards[0]
+    left_out = Quarantined(
+        step=5, shard=shard.name, blocks_sha256=shard.blocks_sha256, begin=0, end=2048, code="E-SHARD-HASH"
+    )
+    config = load_run(run.config)
+    quarantine = quarantine_from([left_out], BATCH)
+    order = Order(tokens_of(run), config.train.seq_len, config.seed, config.data.weights, quarantine=quarantine)
+    record(run, lambda step: order)
+    assert proven(run, capsys)["fault"]["code"] == "E-LEDGER-SAMPLE"  # nothing is recorded
+    manifest = read_manifest(run.checkpoint(STEPS))
+    write_manifest(run.checkpoint(STEPS), dataclasses.replace(manifest, quarantine=(left_out,)))
+    proof = proven(run, capsys)
+    assert proof["fault"] is None and proof["replaced"] > BATCH and proof["counted_steps"] == STEPS
+    assert any("quarantine" in one for one in proof["unchecked"])
 
 
 def one_id(ids):
@@ -171,7 +190,7 @@ def test_shards_are_checked_as_far_as_asked(run, capsys):
     (tokens / "stone.tokens").write_bytes(content[:-2])
     assert proven(run, capsys)["fault"]["code"] == "E-SHARD-SIZE"
     (tokens / "stone.tokens").unlink()
-    assert proven(run, capsys)["fault"]["code"] == "E-SHARD-READ"
+    assert proven(run, capsys)["fault"]["code"] == "E-SHARD-MISSING"
 
 
 def test_an_order_that_repeats_is_found_by_the_count(run, capsys, monkeypatch):

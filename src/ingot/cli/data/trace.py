@@ -56,6 +56,8 @@ def _step(args: argparse.Namespace, terminal: Terminal) -> None:
     documents = trace_step(Path(args.run), args.step)
     rows = [(d.sample, d.tokens_in_sample, d.source, d.document_id[:12], printable(d.url)) for d in documents]
     terminal.table(rows, ("sample", "tokens", "source", "document", "url"), right=(0, 1))
+    if replaced := sorted({d.sample for d in documents if d.replaced}):
+        terminal.say(f"in the place of windows in quarantine: the samples {', '.join(map(str, replaced))}")
     if documents and not documents[0].in_ledger:
         terminal.say(f"no checkpoint covers step {args.step} yet: these are the documents that it will use")
     terminal.result({"step": args.step, "documents": [vars(d) for d in documents]})

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.recipe import DataRecipe, recipe_of
-from ingot.data.filters.quarantine import Quarantined
+from ingot.data.filters.quarantine import QuarantineStage
 from ingot.data.lineage.purge.history import Purged, PurgedList
 from ingot.data.parts import in_order, is_on
 from ingot.errors import ConfigError
@@ -86,7 +86,7 @@ CONTAMINATED = PerDocument(
     "contaminated",
     lambda s: resolve("ingot.data.build.own_filters:make_contaminated")(s.recipe, s.evaluation_sets),
 )
-QUARANTINE = PerDocument(Quarantined.name, lambda s: Quarantined(s.recipe.quarantine))
+QUARANTINE = PerDocument(QuarantineStage.name, lambda s: QuarantineStage(s.recipe.quarantine))
 # A document that is dropped before URL does not count as the first page with its URL.
 STAGES: tuple[PerCorpus | PerDocument, ...] = (
     READ,

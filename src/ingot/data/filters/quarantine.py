@@ -54,7 +54,7 @@ def quarantined_names(rules: QuarantineRules) -> QuarantinedNames:
     return _read(rules.files, stamps)
 
 
-class Quarantined:
+class QuarantineStage:
     """Stage with a rule for each reason of the lists: quarantine.mojibake, quarantine.repeated_text, and so on."""
 
     name = "quarantine"

@@ -7,6 +7,7 @@ from ingot.errors import ResourceError
 from ingot.machine.facts import Machine, read_machine, this_cluster
 from ingot.planner.predict.memory.peak_memory import memory_bill
 from ingot.schema.launch import Launch
+from ingot.schema.load_filter import LoadFilter
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import resolve_parallel
@@ -34,7 +35,8 @@ def one_process(run: RunConfig, device: str, say: Callable[[str], None]) -> tupl
     train = replace(run.train, compile="off", device=kind)  # compiled code hides its operations
     checkpoint = replace(run.checkpoint, mode="sync")
     guard = replace(run.guard, preset="off")  # the skips that the run recorded are repeated
-    alone = replace(run, parallel=own, train=train, launch=Launch(), checkpoint=checkpoint, guard=guard)
+    data = replace(run.data, filter=LoadFilter())  # what it found is recorded
+    alone = replace(run, data=data, parallel=own, train=train, launch=Launch(), checkpoint=checkpoint, guard=guard)
     machine = read_machine()
     free, needed = _free_bytes(machine, kind), _needed_bytes(alone, machine, kind)
     if needed > free and own.recompute != "full":

@@ -20,6 +20,7 @@ from ingot.rehearse.replay.watch import FiniteWatch, is_finite, range_of
 from ingot.rng import derive
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.guard_record import Measure, lr_factor, read_measures
+from ingot.schema.quarantine_record import continued, read_quarantine
 from ingot.schema.run import RunConfig, setting_changes
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
@@ -100,7 +101,10 @@ def replay(
         say(f"replay    from {f'the checkpoint of step {first}' if first else 'the first weights'} to step {wanted}")
         bad = _bad_state(parts)
         player = _Player(parts, policy, say, progress, watch_state=not bad)
-        with open_loader(config, folder, parts.mesh, place.device, first + 1, measures) as loader:
+        left_out = read_quarantine(folder.quarantine)
+        if manifest is not None:
+            left_out = continued(left_out, manifest.quarantine, manifest.step)
+        with open_loader(config, folder, parts.mesh, place.device, first + 1, measures, left_out, None) as loader:
             player.play(loader, first, wanted)
         found = Replayed(
             checkpoint=first,

@@ -18,13 +18,14 @@ from ingot.errors import ConfigError
 from ingot.report.facts import no_run_folder
 from ingot.schema.accepted import AcceptedChanges, records_for
 from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.quarantine_record import continued, read_quarantine
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.accepted import DATA
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.loader.ledger import is_untrained, read_ledger
-from ingot.trainer.loader.order import Order, earlier_weights
+from ingot.trainer.loader.order import Order, earlier_weights, quarantine_from
 from ingot.trainer.loader.reader import Windows
 
 _CHUNK_SAMPLES = 1 << 18
@@ -147,6 +148,8 @@ class RunTokens:
         newest = manifest or next((c.manifest for c in self.checkpoints if c.manifest), None)
         self.ledger = newest.ledger if newest else ()
         self.trained_steps = newest.step if newest else 0
+        recorded = read_quarantine(self.folder.quarantine)
+        self.quarantine = continued(recorded, newest.quarantine, newest.step) if newest else recorded
         accepted = newest and newest.accepted
         self.records = records_for(accepted, self.trained_steps, self.folder.accepted)
         self.ranges = self._ranges(newest.data_fingerprint) if newest else []
@@ -178,7 +181,8 @@ class RunTokens:
         """Return the sample order of the run on the token stream of `layout`, with all mixtures that the run had."""
         train, weights = self.config.train, self.config.data.weights
         earlier = [(last * train.global_batch, own) for last, own in earlier_weights(self.records, weights)]
-        return Order(layout.manifest, train.seq_len, self.config.seed, weights, earlier=earlier)
+        left_out = quarantine_from(self.quarantine, train.global_batch)
+        return Order(layout.manifest, train.seq_len, self.config.seed, weights, earlier=earlier, quarantine=left_out)
 
     def consumed(self, documents: Collection[str]) -> Iterator[Use]:
         """Yield the uses of `documents` (ids) that the ledger of the newest checkpoint records, without those in steps

@@ -6,14 +6,16 @@ from dataclasses import dataclass, replace
 from ingot.data.lineage.purge.history import TokenLayout
 from ingot.errors import DataError
 from ingot.report.lineage.exposure import RunTokens
+from ingot.schema.quarantine_record import Quarantined
 from ingot.trainer.loader.order import KEY as WEIGHTS
-from ingot.trainer.loader.order import Order, earlier_values
+from ingot.trainer.loader.order import Order, earlier_values, quarantine_from
 
 
 @dataclass(frozen=True)
 class OrderSection:
     """Steps first..last, which all have the same settings of the order. earlier: the mixtures before, as (last step,
-    weights). layout: None if the tokens are no longer known. continues: epochs continue from the section before."""
+    weights). layout: None if the tokens are no longer known. quarantine: the tokens that the run leaves out.
+    continues: epochs continue from the section before."""
 
     first: int
     last: int
@@ -23,6 +25,7 @@ class OrderSection:
     weights: Mapping[str, float]
     earlier: Sequence[tuple[int, Mapping[str, float]]]
     layout: TokenLayout | None
+    quarantine: Sequence[Quarantined]
     continues: bool
 
     def order(self) -> Order:
@@ -37,7 +40,8 @@ class OrderSection:
                 last_step=self.last,
             )
         mixes = [(last * self.global_batch, own) for last, own in self.earlier]
-        return Order(self.layout.manifest, self.seq_len, self.seed, self.weights, earlier=mixes)
+        left_out = quarantine_from(self.quarantine, self.global_batch)
+        return Order(self.layout.manifest, self.seq_len, self.seed, self.weights, earlier=mixes, quarantine=left_out)
 
 
 def order_sections(run: RunTokens, last_step: int) -> list[OrderSection]:
@@ -64,6 +68,7 @@ def order_sections(run: RunTokens, last_step: int) -> list[OrderSection]:
             own[WEIGHTS],
             [(end, weights) for end, weights in history[WEIGHTS][:-1] if end < first],
             run.layout_at(first),
+            run.quarantine,
             continues=first == 1,
         )
         if found and identity_of(found[-1]) == identity_of(section):

@@ -10,6 +10,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from ingot.errors import EXIT_OK, CheckpointError, IngotError
 from ingot.events import read_events
 from ingot.report.lineage.exposure import RunTokens
@@ -49,8 +51,9 @@ class Proof:
     stream -> windows of an epoch. counted_steps: the last step in the count; later steps are compared with the order
     only, because seed, seq_len, global_batch or tokens changed, so epochs no longer continue. differences: settings of
     the order that differ between checkpoint and run file. shards: the shard files that were checked. hashed: every byte
-    of them was read. untrained: the steps that changed no weights: their updates were skipped or their data
-    passed. fault: code, found, fix and facts of the first difference, None if there is none.
+    of them was read. replaced: the number of samples whose windows were in quarantine, so that others
+    took their places. untrained: the steps that changed no weights: their updates were skipped or their data passed.
+    fault: code, found, fix and facts of the first difference, None if there is none.
     """
 
     run: str
@@ -67,6 +70,7 @@ class Proof:
     differences: tuple[Change, ...]
     shards: int
     hashed: bool
+    replaced: int
     untrained: tuple[int, ...]
     unchecked: tuple[str, ...]
     fault: dict[str, Any] | None
@@ -114,6 +118,7 @@ def prove_run(path: Path, *, hashes: bool = False) -> Proof:
         differences=_differences(run.config, manifest.settings, manifest.step),
         shards=shards,
         hashed=hashes and fault is None,
+        replaced=prover.replaced,
         untrained=tuple(prover.untrained),
         unchecked=() if fault else (*_lost_steps(folder, manifest.step), *prover.unchecked(hashes)),
         fault=fault,
@@ -127,10 +132,12 @@ class _Prover:
         self.run, self.orders = run, orders
         self.steps = self.samples = self.segments = self.counted = 0
         self.untrained: list[int] = []
+        self.replaced = 0
         self.count: EpochCount | None = None
         self._section: OrderSection | None = None
         self._shards: set[int] = set()  # of the present tokens
         self._gone: list[OrderSection] = []  # sections whose tokens have been purged since
+        self._left_out = {one.shard for one in run.quarantine}
 
     def segment(self, segment: LedgerSegment) -> None:
         """Compare all steps of a segment. Raises DataError at the first difference."""
@@ -141,9 +148,12 @@ class _Prover:
                 raise damaged_segment(self.run.folder.ledger, segment)
             compare_step(step, ids, order, section.global_batch)
             self.untrained += [step] if is_untrained(ids) else []
+            whole, replaced = order.replaced(step, section.global_batch)
+            self.replaced += int(replaced.sum())
             ids = of_step(ids)
             if self.count and self.counted == step - 1 and (section.continues or step > section.first):
-                self.count.add(step, ids, section.weights)
+                # An epoch has each window once: one that is left out counts, and not the one in its place.
+                self.count.add(step, np.where(replaced, whole, ids), section.weights)
                 self.counted = step
             if section.layout and section.layout.current:
                 self._shards.update(order.locate(ids)[0].tolist())
@@ -165,15 +175,19 @@ class _Prover:
     def check_shards(self, hashes: bool) -> int:
         """Check the shard files of all samples on the present tokens. Returns their number. Raises DataError."""
         reader = TokenReader(self.run.tokens, self.orders.sections[-1].seq_len, manifest=self.run.manifest)
-        for number in sorted(self._shards):
+        checked = [
+            number for number in sorted(self._shards) if self.run.manifest.shards[number].name not in self._left_out
+        ]
+        for number in checked:
             reader.check_shard(number, blocks=hashes)
-        return len(self._shards)
+        return len(checked)
 
     def unchecked(self, hashes: bool) -> list[str]:
         """Return what the proof does not cover, as phrases for people."""
         found = ["the tensors of the checkpoint (ingot ckpt verify)"]
         if not hashes:
             found.append("the bytes of the shards (--hashes)")
+        found += [f"shard {name}, which is in quarantine" for name in sorted(self._left_out)]
         found += [f"the shards of steps {s.first} to {s.last}, purged since" for s in self._gone]
         if self.counted < self.steps:
             found.append(f"whether steps {self.counted + 1} to {self.steps} repeat earlier samples (see the changes)")

@@ -32,6 +32,7 @@ class TracedDocument:
     record_id: the crawl file and the record in it.
     in_ledger: True if the ledger of a checkpoint confirms the sample; False if it is computed from the sample order.
     trained: False if the ledger says that the step changed no weights: its update was skipped or its data were passed.
+    replaced: the sample is in the place of one that is in quarantine, because its tokens are damaged.
     """
 
     step: int
@@ -46,6 +47,7 @@ class TracedDocument:
     record_id: str
     in_ledger: bool
     trained: bool = True
+    replaced: bool = False
 
 
 def trace_step(run: Path, step: int) -> list[TracedDocument]:
@@ -79,6 +81,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
     in_ledger, trained = check_ledger(reader, step, ids)
     parts = list(parts_of(layout, order, ids))
     origin = origins_of(reader.tokens, layout, parts)
+    replaced = order.replaced(step, config.train.global_batch)[1]
     return [
         TracedDocument(
             step=step,
@@ -93,6 +96,7 @@ def trace_step(run: Path, step: int) -> list[TracedDocument]:
             record_id=origin[part.document]["record_id"],
             in_ledger=in_ledger,
             trained=trained,
+            replaced=bool(replaced[part.sample]),
         )
         for part in parts
     ]

@@ -15,6 +15,7 @@ from ingot.errors import ResourceError
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import FULL, CheckpointManifest, FileEntry, Health, LedgerSegment, SaveKind, file_of
 from ingot.schema.guard_record import GuardState, guard_state
+from ingot.schema.quarantine_record import Quarantined, quarantined_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free, write_atomic
 from ingot.stores.local import LocalStore
@@ -44,6 +45,7 @@ class CheckpointFacts:
     health: Health = field(default_factory=Health)
     callbacks: dict[str, Any] = field(default_factory=dict)
     guard: GuardState = field(default_factory=GuardState)
+    quarantine: tuple[Quarantined, ...] = ()
     epoch: int = 0
     kind: SaveKind = FULL
 
@@ -51,7 +53,8 @@ class CheckpointFacts:
 def facts_of(values: Mapping[str, Any]) -> CheckpointFacts:
     """Return the facts whose JSON is `values`."""
     health, guard = Health(**values["health"]), guard_state(values["guard"])
-    return CheckpointFacts(**dict(values) | {"health": health, "guard": guard})
+    quarantine = tuple(map(quarantined_of, values["quarantine"]))
+    return CheckpointFacts(**dict(values) | {"health": health, "guard": guard, "quarantine": quarantine})
 
 
 @dataclass(frozen=True)

@@ -13,6 +13,7 @@ from ingot.errors import IngotError
 from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.checkpoint import BlockLayout, CheckpointManifest, FileEntry, Health, TensorEntry, segments_of
 from ingot.schema.guard_record import guard_state
+from ingot.schema.quarantine_record import quarantined_of
 
 T = TypeVar("T")
 _VALUE, _ERROR = b"+", b"-"
@@ -100,6 +101,7 @@ def unpack_manifest(data: bytes) -> CheckpointManifest:
             "rng": tuple(values["rng"]),
             "ledger": segments_of(values["ledger"]),
             "guard": guard_state(values["guard"]),
+            "quarantine": tuple(map(quarantined_of, values["quarantine"])),
             "accepted": None if values["accepted"] is None else tuple(map(_accepted, values["accepted"])),
         }
     )

@@ -4,20 +4,23 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 import torch
 
-from ingot.errors import ConfigError, ResourceError
+from ingot.errors import ConfigError, DataError, ResourceError
+from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.step_ranges import StepSpan, among
 from ingot.schema.tokens import read_token_manifest
-from ingot.trainer.loader.order import Order
-from ingot.trainer.loader.reader import TokenReader, document_numbers
+from ingot.trainer.loader.order import Order, quarantine_from
+from ingot.trainer.loader.reader import DamagedTokens, TokenReader, document_numbers, of_damage
 from ingot.trainer.loader.retry import DataTrouble, Retries
+from ingot.trainer.loader.transport import DeviceTransport, HostTransport
+from ingot.trainer.loader.window_filter import WindowFilter
 
 _POLL_SECONDS = 0.1  # how often the thread checks for a request to stop
 _CLOSE_SECONDS = 10.0
@@ -55,6 +58,18 @@ class _Prepared:
     passed: bool = False
 
 
+@dataclass(frozen=True)
+class _Damaged:
+    """A batch that may not be used. found: all damage of the shard in which it was found, or what the filter found in
+    the batch."""
+
+    found: Sequence[DamagedTokens]
+    error: DataError
+
+
+_Read = _Prepared | _Damaged | BaseException
+
+
 class Loader:
     """The batches of the steps first_step..last_step (inclusive, counted from 1), as an iterator.
 
@@ -66,6 +81,12 @@ class Loader:
     first (loader/order.py). deadline_seconds: the longest wait for a batch. read_seconds: without a batch for this
     time, another thread reads it, and the next one after twice that; a read that fails is tried again for half of it.
     passed: steps whose batches are not read: the ids of their samples are known, and their tensors are empty.
+    quarantine: the tokens that are left out (loader/quarantine.py). finds_damage: damaged data end the batches until
+    they are in quarantine, as `read_until` and `damage` report; otherwise next() raises. window_filter: its findings
+    end the batches in the same way.
+
+    next_step: of the next batch. agreed: the last step whose batches all ranks can read, as they agreed
+    (trainer/damaged_data.py).
     """
 
     def __init__(
@@ -88,6 +109,9 @@ class Loader:
         deadline_seconds: float = DEADLINE_SECONDS,
         read_seconds: float = 60.0,
         passed: Sequence[StepSpan] = (),
+        quarantine: Sequence[Quarantined] = (),
+        finds_damage: bool = False,
+        window_filter: WindowFilter | None = None,
     ):
         if global_batch % (ranks * micro_batch):
             raise ConfigError(
@@ -101,8 +125,10 @@ class Loader:
             )
         self.manifest = read_token_manifest(folder)
         mixes = [(step * global_batch, own) for step, own in earlier]
-        self._new_order = partial(Order, self.manifest, seq_len, seed, weights, earlier=mixes)
-        self.order = self._new_order()
+        self.order_with: Callable[[Sequence[Quarantined]], Order] = lambda records: Order(
+            self.manifest, seq_len, seed, weights, earlier=mixes, quarantine=quarantine_from(records, global_batch)
+        )
+        self._records, self.order = quarantine, self.order_with(quarantine)
         self.device = _with_index(torch.device(device))
         self.micro_batch, self.deadline_seconds, self._read_seconds = micro_batch, deadline_seconds, read_seconds
         self._folder, self._seq_len = folder, seq_len
@@ -111,12 +137,15 @@ class Loader:
         self._part = slice(rank * per_rank, (rank + 1) * per_rank)
         self.shape = (per_rank, seq_len + 1)
         self._steps = range(first_step, last_step + 1)
-        self._next_step = first_step
+        self.next_step, self.agreed = first_step, first_step - 1
+        self.finds_damage, self.window_filter = finds_damage, window_filter
         self._prefetch, self._is_closed = prefetch, False
+        self._looked_at: tuple[_Read, tuple[DataTrouble, ...]] | None = None
+        self._waited = 0.0
         self._worker = self._started_worker()
 
     def _started_worker(self) -> "_ReadAhead":
-        return _ReadAhead(self, self._reader(), range(self._next_step, self._steps.stop), self._prefetch)
+        return _ReadAhead(self, self._reader(), range(self.next_step, self._steps.stop), self._prefetch)
 
     def _reader(self) -> TokenReader:
         retries = Retries(self._read_seconds / 2)
@@ -127,21 +156,60 @@ class Loader:
 
     def __next__(self) -> Batch:
         """Return the next step's batch. Raises errors of its thread, and ResourceError after `deadline_seconds`."""
-        if self._next_step not in self._steps:
+        if self.is_at_end:
             raise StopIteration
-        started = time.perf_counter()
-        prepared, replaced = self._get()
-        if isinstance(prepared, BaseException):
-            self._next_step = self._steps.stop
-            raise prepared
-        self._next_step += 1
+        prepared, replaced = self._look()
+        if not isinstance(prepared, _Prepared):
+            self.next_step = self._steps.stop
+            raise prepared.error if isinstance(prepared, _Damaged) else prepared
+        self.next_step, self._looked_at = self.next_step + 1, None
         if prepared.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(prepared.ready)
             for tensor in (prepared.tokens, prepared.documents):
                 if tensor is not None:
                     tensor.record_stream(stream)  # allocated on the side stream, freed after this stream has used it
-        return self._batch(prepared, time.perf_counter() - started, replaced)
+        waited, self._waited = self._waited, 0.0
+        return self._batch(prepared, waited, replaced)
+
+    @property
+    def leaves_out(self) -> bool:
+        """True if what this rank finds in its data has to be left out on all ranks."""
+        return self.finds_damage or self.window_filter is not None
+
+    @property
+    def is_at_end(self) -> bool:
+        """True after the last batch."""
+        return self.next_step not in self._steps
+
+    def read_until(self) -> int:
+        """Wait for the next batch, and return the last step up to which batches were read; the step before the next one
+        if that cannot be read because data are damaged. Raises other errors of the thread."""
+        read, _ = self._look()
+        if isinstance(read, BaseException):
+            raise read
+        return self.next_step - 1 if isinstance(read, _Damaged) else self._worker.last_read
+
+    def damage(self) -> Sequence[DamagedTokens]:
+        """Return the damage because of which the next batch cannot be read; none if it can."""
+        read, _ = self._look()
+        return read.found if isinstance(read, _Damaged) else ()
+
+    def leave_out(self, records: Sequence[Quarantined]) -> None:
+        """Read again from the next step on, without the tokens of all `records`."""
+        self._worker.stop.set()
+        self._worker.thread.join(_CLOSE_SECONDS)  # one that hangs in the kernel ends later, and asks for no more steps
+        self._looked_at, self._records, self.order = None, records, self.order_with(records)
+        self.__dict__.pop("_of_parts", None)
+        self._worker = self._started_worker()
+
+    def _look(self) -> tuple[_Read, tuple[DataTrouble, ...]]:
+        """Return what the thread has read for the next step, without taking it away."""
+        if self._looked_at is None:
+            began = time.perf_counter()
+            self._looked_at = self._get()
+            self._waited += time.perf_counter() - began
+        return self._looked_at
 
     def _batch(self, prepared: _Prepared, wait_seconds: float, replaced: tuple[DataTrouble, ...]) -> Batch:
         shape = (len(prepared.tokens) // self.micro_batch, self.micro_batch, self.shape[1] - 1)
@@ -157,7 +225,7 @@ class Loader:
             passed=prepared.passed,
         )
 
-    def _get(self) -> "tuple[_Prepared | BaseException, tuple[DataTrouble, ...]]":
+    def _get(self) -> tuple[_Read, tuple[DataTrouble, ...]]:
         """Wait for what the thread has read. Returns it, and that threads were replaced."""
         if self._is_closed:
             raise ResourceError(
@@ -178,10 +246,10 @@ class Loader:
             if time.monotonic() >= ends:
                 raise ResourceError(
                     "E-LOADER-TIMEOUT",
-                    f"no batch for step {self._next_step} was read within {self.deadline_seconds:.0f} s",
+                    f"no batch for step {self.next_step} was read within {self.deadline_seconds:.0f} s",
                     rule="reading a batch usually takes milliseconds; the disk or mount of the token folder hangs",
                     fix=f"check the storage of {self._folder}, then run the same command again: the run continues",
-                    step=self._next_step,
+                    step=self.next_step,
                     seconds=self.deadline_seconds,
                 )
             self._worker.stop.set()  # one that hangs in the kernel stays there
@@ -208,7 +276,7 @@ class Loader:
     @cached_property
     def _of_parts(self) -> tuple[Order, TokenReader]:
         """An order and a reader of this thread: the loader's own are those of its thread."""
-        return self._new_order(), self._reader()
+        return self.order_with(self._records), self._reader()
 
     def part_of(self, step: int, rank: int) -> Batch:
         """Read the part of the batch of `step` that belongs to rank `rank`, in this thread. Raises DataError."""
@@ -236,11 +304,15 @@ class Loader:
 
 
 class _ReadAhead:
-    """A thread that reads the batches of `steps` for a loader into `queue`, some ahead, until `stop` is set."""
+    """A thread that reads the batches of `steps` for a loader into `queue`, some ahead, until `stop` is set.
+
+    last_read: the last step that it has read. It ends with the first batch that cannot be read.
+    """
 
     def __init__(self, loader: Loader, reader: TokenReader, steps: range, ahead: int):
         self._loader, self._reader, self._steps = loader, reader, steps
-        self.queue: queue.Queue[_Prepared | BaseException] = queue.Queue(ahead)
+        self.queue: queue.Queue[_Read] = queue.Queue(ahead)
+        self.last_read = steps.start - 1
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._prepare_all, name="ingot-loader", daemon=True)
         self.thread.start()
@@ -248,7 +320,11 @@ class _ReadAhead:
     def _prepare_all(self) -> None:
         loader = self._loader
         try:
-            place = _Host(loader.shape) if loader.device.type == "cpu" else _Device(loader.shape, loader.device)
+            place = (
+                HostTransport(loader.shape)
+                if loader.device.type == "cpu"
+                else DeviceTransport(loader.shape, loader.device)
+            )
             for step in self._steps:
                 ids = loader.samples(step)
                 if loader.passes(step):
@@ -256,15 +332,29 @@ class _ReadAhead:
                     if not self._put(_Prepared(step, ids, nothing, None, None, (), passed=True)):
                         return
                     continue
-                host = self._reader.read(ids, out=place.buffer())
+                try:
+                    host = self._reader.read(ids, out=place.buffer())
+                except DataError as error:
+                    self._put(self._damaged(error) if loader.finds_damage else error)
+                    return
+                if loader.window_filter and (found := loader.window_filter.findings(self._reader, ids, host)):
+                    self._put(_Damaged(found, found[0].error))
+                    return
                 documents = loader.documents(host)
                 if not self._put(_Prepared(step, ids, *place.send(documents), self._reader.retries.take())):
                     return
         except BaseException as error:  # the trainer raises every error of the thread
             self._put(error)
 
-    def _put(self, item: "_Prepared | BaseException") -> bool:
+    def _damaged(self, error: DataError) -> _Damaged:
+        named = of_damage(error).facts["shard"]
+        number = next(i for i, shard in enumerate(self._reader.manifest.shards) if shard.name == named)
+        return _Damaged(self._reader.survey(number), error)
+
+    def _put(self, item: _Read) -> bool:
         """Put `item` into the queue. Returns False if the thread has to end before there is room."""
+        if isinstance(item, _Prepared):
+            self.last_read = item.step
         while not self.stop.is_set():
             try:
                 self.queue.put(item, timeout=_POLL_SECONDS)
@@ -277,43 +367,3 @@ class _ReadAhead:
 def _with_index(device: torch.device) -> torch.device:
     """Return `device` with the index of the current GPU, because each thread has a current device of its own."""
     return torch.device("cuda", torch.cuda.current_device()) if device == torch.device("cuda") else device
-
-
-class _Host:
-    """The transport of batches to a CPU: they stay where they were read, without a copy."""
-
-    def __init__(self, shape: tuple[int, int]):
-        self.shape = shape
-
-    def buffer(self) -> np.ndarray:
-        self.tokens = np.empty(self.shape, np.int64)
-        return self.tokens
-
-    def send(self, documents: np.ndarray | None):
-        return torch.from_numpy(self.tokens), None if documents is None else torch.from_numpy(documents), None
-
-
-class _Device:
-    """The transport of batches to a GPU: two alternating pinned buffers, and copies on a separate CUDA stream."""
-
-    def __init__(self, shape: tuple[int, int], device: torch.device):
-        torch.cuda.set_device(device)  # for this thread; otherwise pinning would open the first GPU on every rank
-        self.device, self.stream = device, torch.cuda.Stream(device)
-        self.buffers = [torch.empty(shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
-        self.copied: list[torch.cuda.Event | None] = [None, None]
-        self.turn = 0
-
-    def buffer(self) -> np.ndarray:
-        self.turn = 1 - self.turn
-        if (event := self.copied[self.turn]) is not None:
-            event.synchronize()  # the copy out of this buffer, two batches ago
-        return self.buffers[self.turn].numpy()
-
-    def send(self, documents: np.ndarray | None):
-        with torch.cuda.stream(self.stream):
-            tokens = self.buffers[self.turn].to(self.device, non_blocking=True)
-            numbers = None if documents is None else torch.from_numpy(documents).to(self.device)
-            event = torch.cuda.Event()
-            event.record(self.stream)
-        self.copied[self.turn] = event
-        return tokens, numbers, event

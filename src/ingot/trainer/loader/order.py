@@ -21,7 +21,9 @@ import numpy as np
 from ingot.errors import ConfigError, DataError
 from ingot.rng import derive
 from ingot.schema.accepted import AcceptedChanges
+from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.tokens import TokenManifest
+from ingot.trainer.loader.quarantine import QuarantinedWindows
 from ingot.trainer.loader.reader import Windows
 
 # -- shuffle --
@@ -137,7 +139,8 @@ class Order:
     weights: source -> share of the samples; other sources are not used. earlier: the earlier weights, oldest first, as
     (the run's number of samples when these weights ended, weights). A change between weights and no weights changes the
     streams, so an epoch starts again. Sources of earlier weights that the tokens lack are ignored: then the tokens of
-    the run changed, too.
+    the run changed, too. quarantine: what is left out, as (the first sample that it holds for, the record); other
+    windows are in its place (loader/quarantine.py).
     Raises DataError if no shard is long enough for a window, ConfigError if the weights do not fit the sources.
     """
 
@@ -149,9 +152,11 @@ class Order:
         weights: Mapping[str, float] | None = None,
         *,
         earlier: Sequence[tuple[int, Mapping[str, float]]] = (),
+        quarantine: Sequence[tuple[int, Quarantined]] = (),
     ):
         self.manifest, self.windows = manifest, Windows(manifest, seq_len)
         key = derive(seed, "order", manifest.fingerprint(), seq_len)
+        self.quarantine = QuarantinedWindows(manifest, self.windows, key, quarantine)
         self._cycle_key = derive(key, "cycle")
         self._cycle_at, self._cycle_labels = (-1, -1), np.empty(0, np.int64)
         self._streams: dict[str, _SourceWindows] = {}
@@ -173,6 +178,17 @@ class Order:
 
     def samples(self, first: int, count: int) -> np.ndarray:
         """Return the window ids, int64 [count], of the run's samples first..first+count-1, counted from 0."""
+        return self.quarantine.apply(first, self._whole(first, count))
+
+    def replaced(self, step: int, global_batch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Return the windows of `step` as they were without a quarantine, and which of them are replaced: int64 and
+        bool, [global_batch]."""
+        first = (step - 1) * global_batch
+        ids = self._whole(first, global_batch)
+        return ids, self.quarantine.replaced(first, ids)
+
+    def _whole(self, first: int, count: int) -> np.ndarray:
+        """Return the windows of the samples first..first+count-1, without a quarantine."""
         out = np.empty(count, np.int64)
         done = 0
         while done < count:
@@ -335,6 +351,11 @@ def _quotas(names: list[str], weights: Mapping[str, float], manifest: TokenManif
             share=float(weights[name] / values.sum()),
         )
     return quotas
+
+
+def quarantine_from(records: Sequence[Quarantined], global_batch: int) -> list[tuple[int, Quarantined]]:
+    """Return `records` with the first sample that each holds for."""
+    return [((one.step - 1) * global_batch, one) for one in records]
 
 
 def earlier_weights(records: Sequence[AcceptedChanges], weights: Weights) -> list[tuple[int, dict[str, float]]]:

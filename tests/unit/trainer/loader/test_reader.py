@@ -43,7 +43,7 @@ def test_opening_reads_nothing_but_the_manifest(token_folder):
         if path.name != "manifest.json":
             path.unlink()
     reader = TokenReader(folder, 64)
-    with refused("E-SHARD-READ"):
+    with refused("E-SHARD-MISSING"):
         reader.read(np.array([0]))
 
 
@@ -51,8 +51,8 @@ def test_a_block_is_checked_once_also_when_its_shard_was_closed_between(token_fo
     folder, _ = token_folder([("web", 5000), ("web", 5000)])
     reader = TokenReader(folder, 64, open_shards=1)
     checked = []
-    honest = TokenReader._verify
-    monkeypatch.setattr(TokenReader, "_verify", lambda self, *a: (checked.append(a[::2]), honest(self, *a)))
+    honest = TokenReader._check
+    monkeypatch.setattr(TokenReader, "_check", lambda self, *a: (checked.append(a[::2]), honest(self, *a)))
     for _ in range(2):
         reader.read(np.arange(reader.windows.count))
     assert len(checked) == len(set(checked)) == 2 * 3  # blocks of 2048 tokens

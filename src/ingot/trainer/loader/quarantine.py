@@ -1,0 +1,118 @@
+"""The windows that training leaves out, because their tokens are damaged, and the windows that take their places.
+
+A window is replaced by another one of its source, which a function of the run's seed and the number of the sample
+chooses: so the mixture stays as it is, and the order is a function of seed, token manifest and record
+(schema/quarantine_record.py), on any number of ranks. No torch.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import count
+
+import numpy as np
+
+from ingot.errors import DataError
+from ingot.rng import derive
+from ingot.schema.quarantine_record import Quarantined
+from ingot.schema.tokens import TokenManifest
+from ingot.trainer.loader.reader import Windows
+
+
+def touched(windows: Windows, shard: int, begin: int, end: int) -> range:
+    """Return the ids of the windows of a shard, by its index in the manifest, that have a token of begin..end-1.
+
+    A window has seq_len inputs and the last target, so the token at a border belongs to two windows.
+    """
+    length, here = windows.seq_len, int(windows.counts[shard])
+    first, last = max(-(-begin // length) - 1, 0), min((end - 1) // length, here - 1)
+    before = int(windows.ends[shard]) - here
+    return range(before + first, before + max(last + 1, first))
+
+
+@dataclass(frozen=True)
+class _Span:
+    """The windows first..last-1, which samples from `sample` on do not use."""
+
+    first: int
+    last: int
+    sample: int
+
+
+class QuarantinedWindows:
+    """The windows that records leave out, for the samples of a run. Memory is O(shards + records).
+
+    key: of the order of samples. records: (the first sample that a record holds for, the record). Those of shards that
+    the manifest lacks have no effect: the tokens of the run changed. Raises DataError if a source has no window left.
+    """
+
+    def __init__(self, manifest: TokenManifest, windows: Windows, key: int, records: Sequence[tuple[int, Quarantined]]):
+        self._manifest, self._windows, self._key = manifest, windows, derive(key, "replacement")
+        index = {(shard.name, shard.blocks_sha256): number for number, shard in enumerate(manifest.shards)}
+        self._spans: list[_Span] = []
+        for sample, one in records:
+            number = index.get((one.shard, one.blocks_sha256))
+            if number is not None and (own := touched(windows, number, one.begin, one.end)):
+                self._spans.append(_Span(own.start, own.stop, sample))
+        self._shard_of_source: dict[str, np.ndarray] = {}
+        for source, (out, among) in self.shares().items():
+            if out == among:
+                raise DataError(
+                    "E-QUARANTINE-LIMIT",
+                    f"all {among:,} windows of source {source!r} are in quarantine",
+                    rule="a window is replaced by another one of its source, so one has to be left",
+                    fix="copy the damaged shards again from their origin, and delete quarantine.json of the run folder "
+                    "if there is no checkpoint yet; ingot data verify DIR finds all damage",
+                    source=source,
+                    windows=among,
+                )
+
+    def __bool__(self) -> bool:
+        return bool(self._spans)
+
+    def shares(self) -> dict[str, tuple[int, int]]:
+        """Return, for each source with windows in quarantine, their number and that of all its windows."""
+        found: dict[str, int] = {}
+        end = 0
+        for span in sorted(self._spans, key=lambda one: one.first):
+            source = self._source(span.first)
+            found[source] = found.get(source, 0) + max(span.last - max(span.first, end), 0)
+            end = max(end, span.last)
+        return {source: (out, int(self._of_source(source)[-1])) for source, out in found.items()}
+
+    def replaced(self, first: int, ids: np.ndarray) -> np.ndarray:
+        """Return whether each of the windows `ids`, those of the samples from `first` on, is left out: bool, [n]."""
+        samples, out = np.arange(first, first + len(ids)), np.zeros(len(ids), bool)
+        for span in self._spans:
+            out |= (ids >= span.first) & (ids < span.last) & (samples >= span.sample)
+        return out
+
+    def apply(self, first: int, ids: np.ndarray) -> np.ndarray:
+        """Return `ids`, the windows of the samples from `first` on, with others in the places of those left out."""
+        if not self._spans or not (places := np.flatnonzero(self.replaced(first, ids))).size:
+            return ids
+        ids = ids.copy()
+        for at in places.tolist():
+            ids[at] = self._replacement(first + at, int(ids[at]))
+        return ids
+
+    def _replacement(self, sample: int, window: int) -> int:
+        """Return the window in the place of `window`: the first of a row of random windows of its source that is not
+        left out."""
+        ends = self._of_source(self._source(window))
+        for attempt in count():
+            number = derive(self._key, sample, attempt) % int(ends[-1])
+            shard = int(np.searchsorted(ends, number, side="right"))
+            found = number - int(ends[shard]) + int(self._windows.ends[shard])
+            if not any(one.first <= found < one.last and sample >= one.sample for one in self._spans):
+                return found
+        raise AssertionError("count() has no end")
+
+    def _source(self, window: int) -> str:
+        return self._manifest.shards[int(np.searchsorted(self._windows.ends, window, side="right"))].source
+
+    def _of_source(self, source: str) -> np.ndarray:
+        """Return the running sum of the windows of a source over the shards, int64."""
+        if source not in self._shard_of_source:
+            own = [shard.source == source for shard in self._manifest.shards]
+            self._shard_of_source[source] = np.cumsum(np.where(own, self._windows.counts, 0))
+        return self._shard_of_source[source]
