@@ -65,6 +65,32 @@ MUTANTS: list[Mutant] = [
         tests=(_SANITY,),
     ),
     Mutant(
+        name="sanity-of-saves-left-out",
+        what="held-out text is scored for a save that is left out, and what it shows is lost",
+        file="trainer/loop.py",
+        before="if kind == FULL and settle(self.trainer, wait=last):",
+        after="if kind == FULL:",
+        tests=(
+            "tests/unit/trainer/test_background_saves.py::test_a_save_that_is_due_while_another_is_written_is_left_out",
+        ),
+    ),
+    Mutant(
+        name="proven-by-a-suspect-one",
+        what="a suspect checkpoint that is left from before a way back makes older ones count as proven",
+        file="trainer/checkpoint/retention.py",
+        before="newest = next((one for one in ordered if not is_suspect(one) and is_sound(one)), 0)",
+        after="newest = ordered[0]",
+        tests=(f"{_RETENTION}::test_what_the_rules_keep",),
+    ),
+    Mutant(
+        name="answer-to-a-run-that-went-on",
+        what="a run that went on after a stop takes a measure against it later",
+        file="trainer/checkpoint/resumable.py",
+        before="return any(one.manifest and measure in one.manifest.guard.measures for one in listed)",
+        after="return False",
+        tests=(f"{_RUNS}::test_a_person_chooses_the_measure",),
+    ),
+    Mutant(
         name="sanity-follows-the-rise",
         what="the loss of a suspect checkpoint becomes the one to compare with",
         file="trainer/guard/sanity.py",

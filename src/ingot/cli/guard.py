@@ -26,16 +26,20 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
     from ingot.errors import EXIT_OK, UsageError
     from ingot.report.facts import no_run_folder
-    from ingot.schema.guard_answer import open_question, write_answer
+    from ingot.schema.guard_answer import question_of_stopped, question_of_waiting, write_answer
     from ingot.schema.guard_record import described, read_measures
     from ingot.schema.run_folder import RunFolder
+    from ingot.trainer.checkpoint.resumable import went_on_after
     from ingot.trainer.resilience.lock import is_locked
 
     folder = RunFolder(args.run)
     if not folder.config.is_file():
         raise no_run_folder(args.run)
-    measures, asked = read_measures(folder.guard), open_question(folder)
-    question, until = asked or (None, None)
+    measures, alive = read_measures(folder.guard), is_locked(folder.lock)
+    question, until = question_of_waiting(folder) or (None, 0.0)
+    if until < time.time():  # a wait that was killed leaves its question
+        until, question = None, None if alive else question_of_stopped(measures)
+        question = None if question and went_on_after(folder, question) else question
     for one in measures:
         terminal.say(f"{one.action:9} {described(one)}")
     if args.take and question is None:
@@ -65,5 +69,5 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if question is not None and not args.take:
         terminal.next(f"ingot guard {args.run} --take lower")
     else:
-        terminal.next(f"ingot status {args.run}" if is_locked(folder.lock) else f"ingot train {args.run}")
+        terminal.next(f"ingot status {args.run}" if alive else f"ingot train {args.run}")
     return EXIT_OK

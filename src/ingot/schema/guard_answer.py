@@ -3,13 +3,13 @@ answered. A question is there while a run waits; after a stop, the last measure 
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from ingot.schema.guard_record import ACCEPT, EARLIER, LOWER, PASS, STOP, Action, Measure, measure_of, read_measures
+from ingot.schema.guard_record import ACCEPT, EARLIER, LOWER, PASS, STOP, Action, Measure, measure_of
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
 
@@ -21,14 +21,19 @@ def write_question(path: Path, measure: Measure, until: float) -> None:
     write_json(path, {"measure": asdict(measure), "until": until})
 
 
-def open_question(folder: RunFolder) -> tuple[Measure, float | None] | None:
-    """Return the measure that an answer would replace, and until when the run waits, in Unix seconds: None if it has
-    stopped. None in all if there is no question. Raises DataError if the record cannot be read."""
+def question_of_waiting(folder: RunFolder) -> tuple[Measure, float] | None:
+    """Return the measure that an answer would replace, and until when the run waits for it, in Unix seconds. None if it
+    does not wait."""
     with suppress(OSError, ValueError, KeyError, TypeError):
         asked = json.loads(folder.guard_question.read_bytes())
         return measure_of(asked["measure"]), float(asked["until"])
-    measures = read_measures(folder.guard)
-    return (measures[-1], None) if measures and measures[-1].action == STOP else None
+    return None
+
+
+def question_of_stopped(measures: Sequence[Measure]) -> Measure | None:
+    """Return the last of the measures of a run if it stopped the run. It is a question as long as no checkpoint was
+    saved after it (trainer/checkpoint/resumable.py)."""
+    return measures[-1] if measures and measures[-1].action == STOP else None
 
 
 def write_answer(folder: RunFolder, question: Measure, action: Action) -> None:

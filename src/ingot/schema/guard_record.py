@@ -38,7 +38,7 @@ class Measure:
     first: int
     last: int
     found: tuple[str, ...]
-    proven_to: int
+    proven_to: int = 0
     lr_factor: float = 1.0
     clip_factor: float = 1.0
     lr_last: int = 0
@@ -87,7 +87,7 @@ def guard_state(values: Mapping[str, Any]) -> GuardState:
         row_found=tuple(map(str, values["row_found"])),
         losses=tuple(map(float, values["losses"])),
         norms=tuple(map(float, values["norms"])),
-        sanity=SanityState(**values["sanity"]),
+        sanity=SanityState(**values.get("sanity", {})),
     )
 
 
@@ -188,9 +188,9 @@ def measure_of(values: Mapping[str, Any]) -> Measure:
         first=int(values["first"]),
         last=int(values["last"]),
         found=tuple(map(str, values["found"])),
-        proven_to=int(values["proven_to"]),
+        proven_to=int(values.get("proven_to", max(int(values["first"]) - 1, 0))),  # of before there was such a step
         lr_factor=float(values["lr_factor"]),
-        clip_factor=float(values["clip_factor"]),
+        clip_factor=float(values.get("clip_factor", 1.0)),
         lr_last=int(values["lr_last"]),
     )
 

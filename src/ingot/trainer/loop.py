@@ -208,7 +208,7 @@ class RunLoop:
             if any_rank(hashes.read()):
                 self._go_back()
                 return False
-        if kind == FULL:
+        if kind == FULL and settle(self.trainer, wait=last):  # otherwise nothing is saved
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
             log_sanity(self.trainer, self.done)
             self.trainer.heartbeat.enter(Phase.SAVE, self.done)

@@ -143,7 +143,8 @@ def load_from_memory(
     if memory is None:
         return None
     grade = doubt_about(memory.manifest, parts.policy.measures()).grade
-    if grade == SUSPECT or (grade and grade > from_rank_zero(partial(_least_doubt, folder))):
+    in_store = bool(parts.config.checkpoint.remote.url)  # which may have one without doubt
+    if grade and (grade == SUSPECT or in_store or grade > from_rank_zero(partial(_least_doubt, folder))):
         return None
     try:
         restored = resume_from_memory(

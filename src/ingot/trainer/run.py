@@ -3,7 +3,7 @@
 import gc
 import os
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
@@ -13,8 +13,8 @@ from ingot.events import EventLog
 from ingot.rng import derive
 from ingot.schema import events
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.guard_answer import take_answer
-from ingot.schema.guard_record import STOP, Action, SanityState, measure_of, read_measures, write_measures
+from ingot.schema.guard_answer import question_of_stopped, take_answer
+from ingot.schema.guard_record import STOP, Action, Measure, SanityState, measure_of, read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import check_vocabulary, read_token_manifest
@@ -28,6 +28,7 @@ from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.nodes import open_disks
 from ingot.trainer.checkpoint.replicas import Replicas
+from ingot.trainer.checkpoint.resumable import went_on_after
 from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
@@ -226,10 +227,9 @@ def _policy(
     if judge is not None and config.guard.acts:
         record = lambda taken: from_rank_zero(lambda: write_measures(folder.guard, taken))  # noqa: E731
         ladder = Ladder(config.guard, folder, judge, measures, record, partial(log_measure, log, say))
-        if measures and measures[-1].action == STOP:
-            answer: Action | None = from_rank_zero(lambda: take_answer(folder, measures[-1]))
-            if answer not in (None, STOP):
-                ladder.answer(answer)
+        answer: Action | None = from_rank_zero(lambda: _answer(folder, measures))
+        if answer is not None:
+            ladder.answer(answer)
     return DefaultPolicy(
         folder,
         scaled_loss=config.train.precision == "fp16",
@@ -238,6 +238,16 @@ def _policy(
         recorded=ladder.measures if ladder else measures,
         ladder=ladder,
     )
+
+
+def _answer(folder: RunFolder, measures: Sequence[Measure]) -> Action | None:
+    """Return the measure that a person chose after the guard had stopped the run; None if nobody did, or if the run
+    went on without. A wait that was killed is over."""
+    folder.guard_question.unlink(missing_ok=True)
+    if (question := question_of_stopped(measures)) is None:
+        return None
+    answer = take_answer(folder, question)
+    return None if answer == STOP or went_on_after(folder, question) else answer
 
 
 def _sanity(config: RunConfig, heldout: Heldout | None, restored: CheckpointManifest | None) -> SanityJudge | None:

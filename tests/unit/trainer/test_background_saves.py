@@ -133,8 +133,8 @@ def test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers
 
 
 def test_a_save_that_is_due_while_another_is_written_is_left_out(fork_ranks, make_run):
-    """The first one has a line; the line of the next save counts the others."""
-    folder = make_run(dp_shard=2, steps=12, every_steps=3, mode="async")
+    """The first one has a line; the line of the next save counts the others. Held-out text is scored for saves alone."""
+    folder = make_run(dp_shard=2, steps=12, every_steps=3, mode="async", guard={"sanity_every": 1})
 
     def run_and_read(rank, ranks):
         lines = []
@@ -148,6 +148,7 @@ def test_a_save_that_is_due_while_another_is_written_is_left_out(fork_ranks, mak
     assert counts == [("3", "1 save left out"), ("12", "")]
     skipped = [(e["step"], e["in_flight"]) for e in read_events(folder.events, events.CHECKPOINT_SKIPPED)]
     assert skipped == [(6, 3), (9, 3)]
+    assert [e["step"] for e in read_events(folder.events, events.SANITY)] == [3, 12]
     assert of_kind(folder, events.CHECKPOINT) == [(3, None), (12, None)]
     ledger_proof(folder, load_run(folder.config))
 

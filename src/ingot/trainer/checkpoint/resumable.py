@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.guard_record import Measure
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.checkpoint.places import Places
@@ -74,6 +75,12 @@ def _written_since(folder: RunFolder, listed: ListedCheckpoint, seconds: float) 
     if listed.manifest and (places := Places(listed.path)).striped:
         files += filter(None, (places.find(name, one.sha256) for name, one in listed.manifest.files.items()))
     return any(file.stat().st_ctime > seconds for file in files if file.exists())
+
+
+def went_on_after(folder: RunFolder, measure: Measure) -> bool:
+    """Return whether the run saved a checkpoint after this measure of its guard."""
+    listed = list_checkpoints(folder.checkpoints)
+    return any(one.manifest and measure in one.manifest.guard.measures for one in listed)
 
 
 def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:

@@ -25,7 +25,8 @@ def retained(
     """
     kept = {False: 0, True: 0}  # whether suspect -> number
     ordered = sorted(steps, reverse=True)
-    proven = ordered[0] - proven_steps if ordered and proven_steps else 0
+    newest = next((one for one in ordered if not is_suspect(one) and is_sound(one)), 0) if proven_steps else 0
+    proven = newest - proven_steps
     wanted = {last: f"the newest up to step {last}: the guard found trouble after it" for last in back_to}
     wanted[proven] = f"the newest with {proven_steps} steps after it"
     reasons: dict[int, str] = {}

@@ -118,11 +118,11 @@ class Ladder:
 
     def _measure(self, action: Action, first: int, last: int, found: tuple[str, ...]) -> Measure:
         """Return a measure against the row of skipped steps first..last."""
-        proven_to = max(first - 1 - self.guard.proven_steps, 0)
+        proven_to = max(first - 2 - self.guard.proven_steps, 0)  # for all measures, the step before counts as trouble
         if action in (EARLIER, LOWER):
             began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
             first = max(began - 1, 1)
-            proven_to = max(min(proven_to, first - 1 - self.guard.proven_steps), 0)
+            proven_to = max(min(proven_to, began - 2 - self.guard.proven_steps), 0)
         measure = Measure(action=action, first=first, last=last, found=found, proven_to=proven_to)
         if action != LOWER:
             return measure

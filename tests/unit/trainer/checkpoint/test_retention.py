@@ -76,6 +76,7 @@ def test_what_the_rules_keep():
     assert decided(back_to=[20], unsound=[20]) == [50, 10] and decided(back_to=[9]) == [50]
     assert decided(proven_steps=10) == [50, 40] and decided(proven_steps=11) == [50, 30]
     assert decided(proven_steps=10, suspect=[40]) == [50, 30] and decided(proven_steps=50) == [50]
+    assert decided(proven_steps=8, suspect=[40, 50]) == [50, 30, 20]
     assert decided(proven_steps=20, back_to=[15, 45]) == [50, 40, 30, 10]
 
 
