@@ -133,7 +133,7 @@ def test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers
 
 
 def test_a_save_that_is_due_while_another_is_written_is_left_out(fork_ranks, make_run):
-    """The first one has a line; the line of the next save counts the others. Held-out text is scored for saves alone."""
+    """The first one has a line; that of the next save counts the others. Held-out text is scored for saves alone."""
     folder = make_run(dp_shard=2, steps=12, every_steps=3, mode="async", guard={"sanity_every": 1})
 
     def run_and_read(rank, ranks):
