@@ -33,6 +33,9 @@ class Catch:
 
     def verdict(self, facts): ...
 
+    def measures(self):
+        return ()
+
 
 def trained(rank, ranks, precision, sequences, micro_batch, forms, repeated=False, steps=STEPS):
     """(losses, norms, first gradients and last values of this rank's pieces, in the dtype they are kept in)."""

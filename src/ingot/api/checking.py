@@ -223,7 +223,7 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
             count = listed_in(tokens, [listed]).get(listed, 0)
         if count:
             fix = f"ingot data purge {tokens.parent.parent} --quarantine {listed}"
-            yield Finding("warning", where, f"the tokens have {count:,} documents of the list {name}", fix)
+            yield Finding("warning", where, f"documents of the list {name} in the tokens: {count:,}", fix)
 
 
 def _place(path: Path, overrides: tuple[str, ...], key: str) -> str:

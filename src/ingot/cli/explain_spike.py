@@ -43,7 +43,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     found = explain_spike(args.run, args.step, terminal.progress)
     terminal.end_progress()
     state = "is running" if found.running else "is not running"
-    terminal.say(f"{terminal.style(found.name, 'bold')}   {state}")
+    terminal.say(f"{terminal.style(printable(found.name), 'bold')}   {state}")
     terminal.say(
         f"compared  with {found.healthy_documents:,} documents of {found.healthy_steps:,} healthy steps of this run"
     )
@@ -75,26 +75,29 @@ def _quarantine(found: "SpikeReport", path: Path, terminal: Terminal) -> "list[Q
     entries = entries_for(found)
     added = add_to_quarantine(path, entries) if entries else []
     known = f"; it had {len(entries) - len(added):,} of the suspects" if len(added) < len(entries) else ""
-    terminal.say(f"list      {len(added):,} documents were added to {path}{known}")
+    documents = "document was" if len(added) == 1 else "documents were"
+    terminal.say(f"list      {len(added):,} {documents} added to {path}{known}")
     return added
 
 
 def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
     step = batch.step
     values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
-    if step.loss_sigmas or step.norm_sigmas:
+    if (step.loss_sigmas or step.norm_sigmas) and math.isfinite(step.loss) and math.isfinite(step.grad_norm):
         values = f"loss {step.loss:.4g} ({step.loss_sigmas:+.1f} deviations), "
         values += f"gradient norm {step.grad_norm:.4g} ({step.norm_sigmas:+.1f})"
     skipped = "; its update was skipped" if step.skipped else ""
     what = ", ".join(step.found) or "the log has nothing against it"
-    terminal.say(f"\n{terminal.style(f'step {step.step}', 'bold')}: {what}; {values}{skipped}")
+    terminal.say(f"\n{terminal.style(f'step {step.step}', 'bold')}: {printable(what)}; {values}{skipped}")
     for text in batch.changes or ("nothing in the data changed at this step",):
-        terminal.say(f"changes   {text}")
+        terminal.say(f"changes   {printable(text)}")
     if len(batch.sources) > 1:
         shares = (f"{printable(name)} {own:.0%} ({usual:.0%})" for name, (own, usual) in batch.sources.items())
         terminal.say(f"sources   tokens of the step, and of healthy ones in brackets: {', '.join(shares)}")
     suspects = batch.suspects
-    if not suspects:
+    if not any(document.signs for document in batch.documents):
+        terminal.say(f"suspects  unknown: the {len(batch.documents):,} documents could not be compared")
+    elif not suspects:
         terminal.say(
             f"suspects  none: the {len(batch.documents):,} documents are like those of healthy steps. The cause may be "
             "the learning rate, weights that were harmed before, or the hardware"
@@ -114,7 +117,9 @@ def _show_document(number: int, document: "BatchDocument", terminal: Terminal) -
     place = f"{document.record_id} in {document.file}, " if document.file else ""
     samples = ", ".join(map(str, document.samples[:_SAMPLES])) + (", .." if len(document.samples) > _SAMPLES else "")
     terminal.say(f"{number:>3}. {terminal.style(document.id[:12], 'bold')}  {printable(document.url)}")
-    terminal.say(f"     {printable(place)}source {document.source}: {document.tokens:,} tokens in sample {samples}")
+    terminal.say(
+        f"     {printable(place)}source {printable(document.source)}: {document.tokens:,} tokens in sample {samples}"
+    )
     excerpts: list[str] = []
     for sign in document.reasons[:_REASONS]:
         terminal.say(f"     {sign.kind.name}: {sign.words}")

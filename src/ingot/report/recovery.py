@@ -1,5 +1,6 @@
 """The section of a report on faults and recoveries, and on what the policy of the training loop did."""
 
+import math
 import time
 
 from ingot.report.facts import RunData, is_finite
@@ -60,9 +61,14 @@ def recovery_section(data: RunData) -> Section | None:
     return Section("recovery", "Faults and recovery", blocks) if blocks else None
 
 
+def _size(finding: dict) -> tuple[float, int]:
+    infinite = any("not finite" in kind for kind in finding["found"])  # its deviations have no meaning
+    return math.inf if infinite else max(finding["loss_sigmas"], finding["norm_sigmas"]), finding["step"]
+
+
 def _findings(data: RunData) -> list[Block]:
     """Return the table of what the guard found, and the command that explains it."""
-    shown = sorted(data.findings, key=lambda e: (max(e["loss_sigmas"], e["norm_sigmas"]), e["step"]))[-_SHOWN_FINDINGS:]
+    shown = sorted(data.findings, key=_size)[-_SHOWN_FINDINGS:]
     rows = [
         (f"{e['step']:,}", ", ".join(e["found"]), f"{e['loss']:.4g}", f"{e['loss_sigmas']:+.1f}",
          f"{e['grad_norm']:.4g}", f"{e['norm_sigmas']:+.1f}")

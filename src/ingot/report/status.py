@@ -147,7 +147,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         faults=tuple(log.faults),
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
-        guard=log.guard,
+        guard=log.asked or log.guard,
         alerts=tuple(log.alerts.values()),
         quarantined=tuple(_without_kind(event) or {} for event in log.quarantined),
         losses=tuple(losses[step] for step in sorted(losses)),
@@ -181,6 +181,7 @@ class _Log:
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
+    asked: str = ""
     alerts: dict[str, str] = field(default_factory=dict)
     quarantined: list[dict] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -202,10 +203,10 @@ class _Log:
         elif kind == events.QUARANTINED:
             self.quarantined.append(event)
         elif kind == events.GUARD:
-            self.guard = described(measure_of(event))
-        elif kind == events.GUARD_ASKED:
+            self.guard, self.asked = described(measure_of(event)), ""
+        elif kind == events.GUARD_ASKED and isinstance(event.get("until"), int | float):
             clock = time.strftime("%H:%M:%S", time.localtime(event["until"]))
-            self.guard = f"waits until {clock} for an answer about steps {event['first']}-{event['last']} (ingot guard)"
+            self.asked = f"waits until {clock} for an answer about steps {event['first']}-{event['last']} (ingot guard)"
         elif kind == events.ALERT:
             alert = alert_of(event)
             self.alerts.pop(alert.alert, None)
@@ -227,6 +228,7 @@ class _Log:
         else:
             self._take_save(kind, event)
         if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
+            self.asked = ""
             self.last["end"] = event
 
     def _take_save(self, kind: str, event: dict) -> None:

@@ -72,7 +72,7 @@ def read_quarantine(path: Path) -> tuple[QuarantineEntry, ...]:
             fix="correct the path, or write the list: ingot explain spike RUN --quarantine LIST.jsonl",
             path=str(path),
         ) from None
-    return tuple(_entry(path, number, line) for number, line in enumerate(lines, 1))
+    return tuple(_entry(path, number, line) for number, line in enumerate(lines, 1) if line.strip())
 
 
 def documents_of(path: Path) -> frozenset[str]:

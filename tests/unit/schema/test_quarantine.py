@@ -29,7 +29,6 @@ def test_each_document_is_listed_once_in_the_order_of_its_coming(tmp_path):
     [
         "{",
         "[]",
-        "",
         json.dumps({"document": "1" * 32, "reason": "mojibake"}),
         json.dumps(asdict(TWO) | {"more": 1}),
         json.dumps(asdict(TWO) | {"document": "1" * 31 + "G"}),

@@ -83,6 +83,8 @@ def run_inspect(args: argparse.Namespace, terminal: Terminal) -> None:
     if found.setting:
         value = value_of(found.setting)
         setting = f"{found.setting}={value}" if value else f"{found.setting}.enabled=false"
+        if found.setting == "quarantine":  # a list is what is used or not
+            setting = "quarantine.files=[]"
         note = "choose the value; use another --out" if value else "use another --out"
         terminal.next(f"ingot data build ... --set '{setting}'   ({note})")
     elif not args.dropped_by and (rules := [rule for rule, _ in found.rules if rule != REMOVED]):

@@ -34,6 +34,7 @@ from ingot.trainer.resilience.lock import is_locked
 MOST_STEPS = 8  # explained without --step, the worst ones
 _HEALTHY_STEPS, _HEALTHY_WINDOWS, _HEALTHY_TOKENS = 256, 2048, 4 << 20
 _FEWEST_STEPS = 8  # if fewer healthy steps were trained, steps to come are taken, too
+_FEWEST = 16  # healthy documents to compare with
 _CUT = 3  # bytes of a character that a window may cut off at either end, each of which is decoded as U+FFFD
 
 Progress = Callable[[float, str], None]
@@ -319,8 +320,8 @@ class _Batches:
             if number % 64 == 0:
                 self._report(0.5 * number / max(len(parts) - len(first), 1), "healthy documents")
             signs.append(self._signs(part, usual))
-        few = f"only {len(signs)} healthy documents are left to compare with" if len(signs) < 16 else ""
-        return _Healthy(parts=parts, steps=left, usual=usual, signs=HealthySigns(signs), few=few)
+        few = f"only {len(signs)} healthy documents are left, too few to compare with" if len(signs) < _FEWEST else ""
+        return _Healthy(parts=parts, steps=left, usual=usual, signs=HealthySigns([] if few else signs), few=few)
 
     def _read(self, part: DocumentPart) -> np.ndarray:
         """Return the tokens of a part without the end-of-text token. Raises DataError if they are damaged."""

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import time
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -120,7 +121,8 @@ def test_a_loader_that_sleeps(trained):
             began.append(time.monotonic())
             if rank == 1 and len(began) > 6:
                 # By then reads are a step apart, on this machine under its load; the log leaves the first steps out.
-                time.sleep(min(max(0.05, 5 * (began[6] - began[5])), 3.0))
+                apart = max(after - before for before, after in pairwise(began[3:7]))
+                time.sleep(min(max(0.05, 5 * apart), 3.0))
             return read(self, ids, out=out)
 
         TokenReader.read = slow_read

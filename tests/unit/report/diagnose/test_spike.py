@@ -250,7 +250,7 @@ def test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens(run, tmp_pat
     purge = f"ingot data purge {tmp_path / 'data'} --quarantine {listed}"
     assert main(["check", str(run), "--set", 'data.quarantine=["../list.jsonl", "../clean.jsonl"]']) in (0, 2)
     out = " ".join(capsys.readouterr().out.split())
-    assert "the tokens have 1 documents of the list ../list.jsonl" in out and purge in out
+    assert "documents of the list ../list.jsonl in the tokens: 1" in out and purge in out
     assert "of the list ../clean.jsonl" not in out
     config, lines = recorded_run(RunFolder(run).config), []
     named = replace(config, data=replace(config.data, quarantine=("../list.jsonl", "../clean.jsonl")))
