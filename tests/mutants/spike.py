@@ -136,6 +136,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_BUILD}::test_a_corpus_depends_on_what_its_lists_leave_out_alone",),
     ),
     Mutant(
+        name="list-changed-unseen",
+        what="a list that changes during a build gives another corpus under the same identity",
+        file="data/build/process_input.py",
+        before="    if found != expected:\n",
+        after="    if found != found:\n",
+        tests=(f"{_BUILD}::test_a_list_that_grows_during_a_build_ends_it",),
+    ),
+    Mutant(
         name="path-in-the-identity",
         what="a list that was moved makes another corpus",
         file="data/build/recipe.py",

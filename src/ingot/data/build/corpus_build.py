@@ -34,6 +34,7 @@ from ingot.data.build.process_input import (
 from ingot.data.build.recipe import DataRecipe, fingerprint, recipe_of
 from ingot.data.build.stages import SUBSTRINGS, StageSettings, funnel, most_dropped, what_ran
 from ingot.data.dedup.index import INDEX
+from ingot.data.filters.quarantine import QuarantineRules
 from ingot.data.lineage.purge.history import LIST, PurgedList
 from ingot.data.parts import filters_on
 from ingot.data.sources.input import Input, identity
@@ -323,8 +324,8 @@ class _Build:
         self, evaluation_sets: Task[EvaluationSetsIndex] | None, decides: dict[str, Any]
     ) -> list[Task[InputResult]]:
         listed = PurgedList.load(self.purged).sha256 if self.purged else ""
-        # Neither rules for fetching nor weights affect the corpus; the code of plug-ins is in `libraries`.
-        recipe = replace(self.recipe, remote=RemoteRules(), plugins=Plugins(), mixture={})
+        # Neither rules for fetching, weights nor the paths of lists affect the corpus; the code of plug-ins is in `libraries`.
+        recipe = replace(self.recipe, remote=RemoteRules(), plugins=Plugins(), mixture={}, quarantine=QuarantineRules())
         return [
             process_input.task(
                 ProcessInput(
@@ -342,6 +343,7 @@ class _Build:
                     remote=self.recipe.remote,
                     purged=self.purged,
                     plugins=self.recipe.plugins,
+                    quarantine=self.recipe.quarantine,
                     filters=filters_on(recipe_of(self.recipe, one.source)),
                 ),
                 one.name,

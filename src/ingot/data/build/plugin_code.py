@@ -11,6 +11,7 @@ from typing import Any
 from ingot.data.build.custom_filter import checked_stage
 from ingot.data.build.own_filters import make_extract, make_pii
 from ingot.data.build.recipe import DataRecipe, recipe_of, recipe_values
+from ingot.data.filters.quarantine import QuarantineRules
 from ingot.data.parts import check_modules, code_of_parts, is_on, module_of, settings_of
 from ingot.data.sources.input import Input, format_by_input
 from ingot.plugins.filters import FILTERS
@@ -50,7 +51,8 @@ def written_recipe(recipe: DataRecipe, inputs: Sequence[Input]) -> dict[str, Any
     code = used_code(recipe, inputs)
     modules = tuple(name for name in recipe.plugins.modules if name in code)
     plugins = Plugins(modules=modules, code={name: code[name] for name in modules})
-    return recipe_values(replace(recipe, remote=recipe.remote.without_secrets(), plugins=plugins, mixture={}))
+    remote = recipe.remote.without_secrets()
+    return recipe_values(replace(recipe, remote=remote, plugins=plugins, mixture={}, quarantine=QuarantineRules()))
 
 
 def import_plugins(recipe: DataRecipe) -> DataRecipe:

@@ -40,6 +40,7 @@ from ingot.data.decontaminate import DecontaminationRules, build_index
 from ingot.data.dedup.arrays import ArrayWriter
 from ingot.data.dedup.equal import text_hash
 from ingot.data.dedup.minhash import signature_of
+from ingot.data.filters.quarantine import QuarantineRules, quarantined_names
 from ingot.data.sources.input import BadInput, Input, forget, read
 from ingot.data.sources.remote import RemoteRules, without_secrets
 from ingot.data.sources.url import UrlDuplicates, canonical_url
@@ -100,6 +101,7 @@ class ProcessInput:
     or "". evaluation_sets: the index of evaluation sets, None if the recipe names none. location: path or URL of the
     input. stamp: see `stamp`. cache: the folder of fetched inputs. remote: rules for fetching. purged: the data folder
     with the purge list, None if there is no list. plugins: the plug-ins to import first, with an absolute folder.
+    quarantine: the paths of the lists; the hash of what they leave out is in recipe_files.
     filters: the filters of plug-ins that are switched on for the input's source, in their order.
     """
 
@@ -117,6 +119,7 @@ class ProcessInput:
     remote: Annotated[RemoteRules, PLACE]
     purged: Annotated[Path | None, PLACE]
     plugins: Annotated[Plugins, PLACE]
+    quarantine: Annotated[QuarantineRules, PLACE]
     filters: tuple[str, ...] = field(default_factory=tuple, metadata=LEFT_OUT_AT_DEFAULT)
 
 
@@ -136,10 +139,11 @@ def process_input(specification: ProcessInput, attempt: Attempt) -> InputResult:
     """
     _import_plugins(specification)
     index = specification.evaluation_sets
-    recipe = replace(specification.recipe, plugins=specification.plugins)  # their order is that of filters
+    recipe = replace(specification.recipe, plugins=specification.plugins, quarantine=specification.quarantine)
     settings = StageSettings(recipe, index.folder if index else None, specification.purged)
     settings = settings.of_source(specification.input.source)
     recipe, stages = settings.recipe, document_stages(settings)
+    _check_lists(specification)
     clock, seen, counts = _StageClock(), UrlDuplicates(), Counter()
     with _OutputFiles(attempt.out, recipe.dedup.permutations) as output:
         for document, drop in _InputReader(specification, recipe, attempt).records(counts):
@@ -173,6 +177,22 @@ def _import_plugins(specification: ProcessInput) -> None:
                 found=code,
                 expected=specification.libraries[name],
             )
+
+
+def _check_lists(specification: ProcessInput) -> None:
+    """Raise DataError if the quarantine lists leave out something else than when the build began."""
+    files, expected = specification.quarantine.files, specification.recipe_files[""].get("quarantine", "")
+    found = quarantined_names(specification.quarantine).sha256 if files else ""
+    if found != expected:
+        raise DataError(
+            "E-QUARANTINE-CHANGED",
+            f"a quarantine list has changed since the build began ({', '.join(files)})",
+            rule="quarantine lists must not change during a build, and are the same on every machine",
+            fix="run the same command again: the inputs are read again with the lists as they are now",
+            files=list(files),
+            found=found,
+            expected=expected,
+        )
 
 
 @dataclass

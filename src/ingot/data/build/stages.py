@@ -137,7 +137,8 @@ def stages_of(recipe: DataRecipe) -> tuple[PerCorpus | PerDocument, ...]:
         after, names = part.after, [row.name for row in rows]
         while after not in names:  # a filter that is not switched on
             after = FILTERS[after].after
-        after = PURGED.name if after == "extract" else after  # purged documents are found by the text as extracted
+        if after in ("extract", PURGED.name):  # purged and listed documents are found by the text as extracted
+            after = QUARANTINE.name if QUARANTINE in rows else PURGED.name
         row = PerDocument(part.name, functools.partial(_of_plugin, part))
         rows.insert(names.index(last.get(after, after)) + 1, row)
         last[after] = part.name

@@ -8,6 +8,7 @@ from tests.expect import refused
 from tests.unit.data.conftest import english, write_crawl
 
 from ingot.cli.main import main
+from ingot.data.build import corpus_build
 from ingot.data.build.corpus import load_corpus, read_documents, read_dropped
 from ingot.data.build.prepare import prepare
 from ingot.data.build.recipe import fingerprint, load_recipe
@@ -71,6 +72,31 @@ def test_a_corpus_depends_on_what_its_lists_leave_out_alone(built, tmp_path):
         build(crawl, tmp_path / "again", recipe_with(quarantine))
     shutil.rmtree(tmp_path / "again/tokens")
     assert sum(build(crawl, tmp_path / "again", recipe_with(quarantine)).corpus.funnel[4].dropped.values()) == 2
+
+
+def test_the_path_of_a_list_is_not_in_the_records_of_a_build(built, tmp_path):
+    crawl, _, quarantine = built
+    shutil.copy(quarantine, tmp_path / "moved.jsonl")
+    (tmp_path / "less.jsonl").write_text(quarantine.read_text().splitlines()[0] + "\n")
+    one, two, less = (
+        build(crawl, tmp_path / name, recipe_with(tmp_path / f"{name}.jsonl")) for name in ("list", "moved", "less")
+    )
+    assert one.corpus.recipe == two.corpus.recipe and one.corpus.config_sha256 == two.corpus.config_sha256
+    assert one.corpus.config_sha256 != less.corpus.config_sha256
+
+
+def test_a_list_that_grows_during_a_build_ends_it(built, tmp_path, monkeypatch):
+    crawl, _, quarantine = built
+
+    def grown(recipe):
+        decides = fingerprint(recipe)
+        more = QuarantineEntry(document="a" * 32, reason="entropy", date="2026-11-28")
+        add_to_quarantine(quarantine, [more])
+        return decides
+
+    monkeypatch.setattr(corpus_build, "fingerprint", grown)
+    with refused("E-QUARANTINE-CHANGED"):
+        build(crawl, tmp_path / "again", recipe_with(quarantine))
 
 
 def test_a_recipe_without_lists_is_the_one_from_before_there_were_any():
