@@ -90,7 +90,7 @@ def build_corpus(
         begun, runner = any(work.iterdir()), runner or Inline()
         store = open_store(work / "store")
         try:
-            identity, stored = corpus_identity(inputs, recipe, against, store, runner, report)
+            identity, stored, decides = corpus_identity(inputs, recipe, against, store, runner, report)
             if finished := find_corpus(out, identity):
                 return _not_empty(finished, out)
             _check_out(out, replace)
@@ -99,7 +99,9 @@ def build_corpus(
             if not begun:
                 shutil.rmtree(work)
             raise
-        manifest = _Build(inputs, recipe, identity, list_folder, against, store, runner, report).run(work / "corpus")
+        manifest = _Build(inputs, recipe, identity, list_folder, against, store, runner, report).run(
+            work / "corpus", decides
+        )
         _publish(work / "corpus", out, work)
     report(1.0, "corpus written")
     return _not_empty(manifest, out)
@@ -112,8 +114,9 @@ def corpus_identity(
     store: Store,
     runner: Runner,
     report: ReportProgress,
-) -> tuple[CorpusIdentity, int]:
-    """Hash each input in a task. Return the identity of the corpus, and the total bytes of inputs whose size is known.
+) -> tuple[CorpusIdentity, int, dict[str, Any]]:
+    """Hash each input in a task. Return the identity of the corpus, the total bytes of inputs whose size is known,
+    and the fingerprint of the recipe, which is taken once: a second one could be of other files.
 
     A continued build hashes local inputs again only if size or time changed, and requests the versions of remote ones.
     """
@@ -126,7 +129,8 @@ def corpus_identity(
         if one.is_remote and store.finished(task) and "common_crawl" not in store.result(task):
             store.forget(task)
     found = run_all(tasks, store, runner, lambda status: report(0.0, f"hashing: {describe(status)}"))
-    decides = fingerprint(recipe) | ({"against": sha256_file(against / INDEX)} if against else {})
+    recipe_facts = fingerprint(recipe)
+    decides = recipe_facts | ({"against": sha256_file(against / INDEX)} if against else {})
     decides |= {"plugins": code} if (code := used_code(recipe, inputs)) else {}
     pairs = zip(inputs, found, strict=True)
     identity = CorpusIdentity(
@@ -134,7 +138,7 @@ def corpus_identity(
         sources={one.name: one.source for one in inputs},
         config_sha256=sha256_bytes(canonical_json(decides).encode()),
     )
-    return identity, sum(max(version["bytes"], 0) for version in found)  # -1 where a server does not say
+    return identity, sum(max(version["bytes"], 0) for version in found), recipe_facts  # -1: unknown
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,9 +258,8 @@ class _Build:
     runner: Runner
     report: ReportProgress
 
-    def run(self, folder: Path) -> CorpusManifest:
+    def run(self, folder: Path, decides: dict[str, Any]) -> CorpusManifest:
         """Write the corpus into `folder`, the manifest last."""
-        decides = fingerprint(self.recipe)  # computed once, because it hashes word lists and models
         evaluation_sets = self._index_evaluation_sets(decides)
         processed = self._process_tasks(evaluation_sets, decides)
         results = self._run(processed, "reading", 0.0, _PROCESS_SHARE)
