@@ -327,7 +327,7 @@ class _Build:
         self, evaluation_sets: Task[EvaluationSetsIndex] | None, decides: dict[str, Any]
     ) -> list[Task[InputResult]]:
         listed = PurgedList.load(self.purged).sha256 if self.purged else ""
-        # Neither rules for fetching, weights nor the paths of lists affect the corpus; the code of plug-ins is in `libraries`.
+        # None of these affects the corpus, and the code of plug-ins is in `libraries`.
         recipe = replace(self.recipe, remote=RemoteRules(), plugins=Plugins(), mixture={}, quarantine=QuarantineRules())
         return [
             process_input.task(
