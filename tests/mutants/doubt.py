@@ -59,7 +59,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="sanity-state-lost",
         what="a run that continues has no loss to compare with",
-        file="trainer/run.py",
+        file="trainer/guards.py",
         before="SanityJudge(config.guard, restored.guard.sanity if restored else SanityState())",
         after="SanityJudge(config.guard, SanityState())",
         tests=(_SANITY,),
