@@ -69,5 +69,5 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if question is not None and not args.take:
         terminal.next(f"ingot guard {args.run} --take lower")
     else:
-        terminal.next(f"ingot status {args.run}" if alive else f"ingot train {args.run}")
+        terminal.next(f"ingot train {args.run}" if args.take and not alive else f"ingot status {args.run}")
     return EXIT_OK

@@ -28,7 +28,7 @@ from ingot.errors import RunFailed
 from ingot.rng import derive
 from ingot.trainer.integrity.hashing import BufferHasher, locate, multipliers
 from ingot.trainer.integrity.verdict import NOTHING, Damage, Suspicion, Trust, doubted, explained
-from ingot.trainer.mesh.collectives import start_gather
+from ingot.trainer.mesh.collectives import largest_of_ranks, start_gather
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.pipeline import MicroBatches, PipelineExecutor
 from ingot.trainer.parallel.unreduced import GradientReader
@@ -104,6 +104,7 @@ class RecomputedGradients:
         self._totals: dict[int, list[int]] = {}
         self._earlier: dict[int, list[int]] = {}
         self._is_proven = False
+        self._varying = 0  # a step in which no rank of this line computed the same bits twice
         data.show_gradients(self)
 
     # -- in each step, without waiting --
@@ -189,7 +190,7 @@ class RecomputedGradients:
         return [*flags, (rows[..., -1] != rows[..., 0]).any()]
 
     def read(self) -> None:
-        """Take in that the host has waited for the device. Raises RunFailed if no rank computes the same bits twice."""
+        """Take in that the host has waited for the device."""
         if self._rows is None:
             return
         each = self._rows.cpu().numpy().swapaxes(0, 1)
@@ -197,7 +198,7 @@ class RecomputedGradients:
         self._pending, self._rows = [], None
         for check, rows in self._compared:
             if (rows[:, -1] != rows[:, 0]).all():
-                raise _not_repeatable(check.step)
+                self._varying = self._varying or check.step
             self._totals[check.step] = rows[self._own, : check.opinions + 1].tolist()
         for step in list(self._totals)[:-_REMEMBERED]:
             del self._totals[step]
@@ -205,7 +206,10 @@ class RecomputedGradients:
     # -- after a difference --
 
     def suspicion(self) -> Suspicion:
-        """Return what the checks that were read last say of this rank."""
+        """Return what the checks that were read last say of this rank. Raises RunFailed, on all ranks, if no rank of a
+        line computes the same bits twice. Collective over the world."""
+        if step := int(largest_of_ranks(self._varying)[0]):
+            raise _not_repeatable(step)
         doubts, first, first_part = [], None, 0
         for check, rows in self._compared:
             for part, found in self._doubts(check, rows):

@@ -2,9 +2,11 @@ from dataclasses import replace
 
 import pytest
 
+from ingot.cli.guard import _MEASURES
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
 from ingot.schema.guard import Guard
+from ingot.schema.guard_answer import ANSWERS
 from ingot.schema.guard_record import (
     ACCEPT,
     AGAIN,
@@ -143,6 +145,10 @@ def test_a_person_chooses_the_measure_in_place_of_a_stop(tmp_path):
     again.answer(ACCEPT)
     assert [one.action for one in read_measures(tmp_path / "guard.json")][-2:] == [STOP, ACCEPT]
     assert again._judge.begins == {9}
+
+
+def test_the_command_offers_what_an_answer_may_be():
+    assert _MEASURES == ANSWERS
 
 
 def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
