@@ -68,8 +68,8 @@ MUTANTS: list[Mutant] = [
         name="sanity-of-saves-left-out",
         what="held-out text is scored for a save that is left out, and what it shows is lost",
         file="trainer/loop.py",
-        before="if kind == FULL and settle(self.trainer, wait=last):",
-        after="if kind == FULL:",
+        before="sanity.due(self.done) and settle(self.trainer, wait=last):",
+        after="sanity.due(self.done):",
         tests=(
             "tests/unit/trainer/test_background_saves.py::test_a_save_that_is_due_while_another_is_written_is_left_out",
         ),

@@ -30,6 +30,16 @@ def count(option: str, least: int = 0, most: int = MOST) -> Callable[[str], int]
     return read
 
 
+def add_run_and_step(parser: argparse.ArgumentParser, default: str) -> None:
+    """Add the arguments of a command that explains a step of a run. default: which step, without the option."""
+    parser.add_argument(
+        "run", type=path, metavar="RUN", help="run folder, which is only read; it may still be training"
+    )
+    parser.add_argument(
+        "--step", type=count("step", 1, MOST_STEPS), metavar="N", help=f"the step to explain (default: {default})"
+    )
+
+
 def fraction(option: str, least: float, most: float) -> Callable[[str], float]:
     """Return the type of an option that takes a number from `least` to `most`. option: as in `count`."""
 

@@ -5,7 +5,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingot.cli.arguments import MOST_STEPS, count, path
+from ingot.cli.arguments import add_run_and_step
 from ingot.cli.terminal import Terminal, printable
 
 if TYPE_CHECKING:
@@ -18,15 +18,7 @@ _SHOWN = 8  # documents and tensors
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=path, metavar="RUN", help="run folder, which is only read; it may still be training"
-    )
-    parser.add_argument(
-        "--step",
-        type=count("step", 1, MOST_STEPS),
-        metavar="N",
-        help="the step to explain (default: the newest in the log whose loss or gradient is not finite)",
-    )
+    add_run_and_step(parser, "the newest in the log whose loss or gradient is not finite")
     parser.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),

@@ -6,7 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ingot.cli.arguments import MOST_STEPS, count, path
+from ingot.cli.arguments import add_run_and_step, path
 from ingot.cli.terminal import Terminal, printable
 
 if TYPE_CHECKING:
@@ -17,15 +17,7 @@ _SUSPECTS, _REASONS, _OTHERS, _SAMPLES = 10, 4, 3, 6  # shown
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run", type=path, metavar="RUN", help="run folder, which is only read; it may still be training"
-    )
-    parser.add_argument(
-        "--step",
-        type=count("step", 1, MOST_STEPS),
-        metavar="N",
-        help="the step to explain (default: those in which the guard found trouble, the worst first)",
-    )
+    add_run_and_step(parser, "those in which the guard found trouble, the worst first")
     parser.add_argument(
         "--quarantine",
         type=path,

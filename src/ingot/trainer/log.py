@@ -27,6 +27,7 @@ from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts, sanity_loss
+from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.loader.retry import DataTrouble
 from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
@@ -291,11 +292,8 @@ def log_evaluation(trainer: RunParts, step: int) -> None:
     trainer.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
 
 
-def log_sanity(trainer: RunParts, step: int) -> None:
-    """Judge the weights by a fixed batch of held-out text, if that is due before `step` is saved. Collective."""
-    sanity = trainer.sanity
-    if sanity is None or not sanity.due(step):
-        return
+def log_sanity(trainer: RunParts, sanity: SanityJudge, step: int) -> None:
+    """Judge the weights by a fixed batch of held-out text before `step` is saved, and report it. Collective."""
     loss = sanity_loss(trainer)
     warning = sanity.judge(step, loss)
     trainer.log(events.SANITY, step=step, loss=loss, suspect=bool(sanity.reason))

@@ -208,9 +208,10 @@ class RunLoop:
             if any_rank(hashes.read()):
                 self._go_back()
                 return False
-        if kind == FULL and settle(self.trainer, wait=last):  # otherwise nothing is saved
+        sanity = self.trainer.sanity if kind == FULL else None
+        if sanity is not None and sanity.due(self.done) and settle(self.trainer, wait=last):  # else nothing is saved
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
-            log_sanity(self.trainer, self.done)
+            log_sanity(self.trainer, sanity, self.done)
             self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         try:
             return save(self.trainer, self.done, kind, last=last)
