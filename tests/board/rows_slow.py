@@ -1,26 +1,25 @@
-"""The row of slow ranks: nothing fails and nothing recovers, but the rank has to be named."""
+"""Rows of slow ranks: nothing fails, but the rank has to be named, and its machine leaves where the user wants that."""
 
 import shutil
 from pathlib import Path
 
 from ingot.drill.oracles import Verdicts
+from ingot.errors import NodeUnhealthy
 from ingot.events import read_events
 from ingot.schema import events
 
 from .bench import Bench, options
-from .row import Row, random_of
+from .row import Row, judge_recovered, random_of
+from .rows_launchers import SETTINGS, Launchers
 
 SLOW_STEP, WITHIN = 10, 10
 TRIALS = 4  # per seed: twenty with five seeds
 HEALTHY_STEPS = 400  # per seed: 2,000 with five seeds
 _WORK_SECONDS = 0.15  # of a step; the model of the bench adds a few milliseconds, or more on a busy machine
-_SETTINGS = (
-    "parallel.dp_shard=4",
-    "checkpoint.every_steps=0",
-    'plugins.modules=["slowed"]',
-    'plugins.folder="lab"',
-    "callbacks.slowed={}",
-)
+_SLOWED = ('plugins.modules=["slowed"]', 'plugins.folder="lab"', "callbacks.slowed={}")
+_SETTINGS = ("parallel.dp_shard=4", "checkpoint.every_steps=0", *_SLOWED)
+_DRAINS = (*SETTINGS, *_SLOWED, "launch.straggler_seconds=1", "launch.node_seconds=15")
+_NODE_SECONDS = 0.06  # of a step of a node; 120 steps, of which the slow node does about 80
 
 
 def rs35(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -43,9 +42,7 @@ def _stragglers(
     bench: Bench, name: str, steps: int, seconds: float, jitter: float, seed: int, rank: int, kind: str
 ) -> tuple[list[dict], str]:
     """Train with slowed.py. Returns the events of slow ranks, and what went wrong otherwise."""
-    lab = bench.root / "lab"
-    lab.mkdir(exist_ok=True)
-    shutil.copyfile(Path(__file__).parent / "slowed.py", lab / "slowed.py")
+    _write_plugin(bench)
     slow = f"{seconds} {jitter} {seed} {rank} {SLOW_STEP} {kind}"
     ended = bench.train(name, *options((*_SETTINGS, f"train.steps={steps}")), env={"BOARD_SLOW": slow})
     found = list(read_events(bench.folder(name).events, events.STRAGGLER))
@@ -53,4 +50,45 @@ def _stragglers(
     return found, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}"
 
 
-ROWS = (Row("RS35", "a slow rank", rs35),)
+def _write_plugin(bench: Bench) -> None:
+    lab = bench.root / "lab"
+    lab.mkdir(exist_ok=True)
+    shutil.copyfile(Path(__file__).parent / "slowed.py", lab / "slowed.py")
+
+
+def rs35_drain(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """One of two nodes, with a spare, takes twice as long from step 10 on, the leader's with odd seeds: with
+    launch.on_straggler = "drain" it is drained once, otherwise nothing leaves."""
+    _write_plugin(bench)
+    slow = 1 - seed % 2
+    for policy in ("drain", "report"):
+        name, where = f"slow-{policy}-{seed}", f"{policy}, node {slow}"
+        with Launchers(bench, name, (*_DRAINS, f"launch.on_straggler={policy}")) as nodes:
+            for number, letter in enumerate("abc"):
+                rank = slow if number == slow else -1
+                env = {"BOARD_SLOW": f"{_NODE_SECONDS} 0.05 {seed} {rank} {SLOW_STEP} compute"}
+                nodes.start(1, node=f"node-{letter}", env=env)
+            codes = [bench.ended(one).code for one in nodes.started]
+            drained = ["ab"[slow]] if policy == "drain" else []
+            expected = [NodeUnhealthy.exit_code if letter in drained else 0 for letter in "abc"]
+            verdicts.judge("o6", where, "" if codes == expected else f"exit codes {codes} instead of {expected}")
+            verdicts.judge("o6", where, _wrong_drains(nodes, slow, [f"node-{letter}" for letter in drained]))
+        judge_recovered(bench, verdicts, name, where, bench.reference(*SETTINGS[:1]))
+
+
+def _wrong_drains(nodes: Launchers, slow: int, drained: list[str]) -> str:
+    """Return what is wrong with the events of a run whose node `slow` was slow; "" if nothing."""
+    named = {(e["rank"], e["phase"]) for e in read_events(nodes.folder.events, events.STRAGGLER) if not e["ended"]}
+    left = [(e["node"], e["verdict"]) for e in read_events(nodes.folder.events, events.HEALTH)]
+    restarts = [e["reason"] for e in read_events(nodes.folder.events, events.PLANNED_RESTART)]
+    faults = [e["failure"] for e in read_events(nodes.folder.events, events.FAULT)]
+    right = left == [(node, "drain") for node in drained] and len(restarts) == len(drained) and not faults
+    if right and named == {(slow, "compute")}:
+        return ""
+    return f"slow ranks {named}, findings {left}, restarts {restarts}, faults {faults}"
+
+
+ROWS = (
+    Row("RS35", "a slow rank", rs35),
+    Row("RS35 drain", "a slow node, which leaves or is only reported", rs35_drain),
+)

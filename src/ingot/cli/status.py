@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 
 _SHOWN_STEPS = 3
 _SHOWN_METRICS = 6
+_SHOWN_DRAINED = 4
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
@@ -67,6 +68,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
     for slow in status.stragglers:
         terminal.say(f"slow   {_slow_text(slow)}")
+    for drained in status.drained[-_SHOWN_DRAINED:]:
+        terminal.say(f"drained {drained['node']}: {drained['words']}")
     if status.fleet_check:
         terminal.say(f"check  {_check_text(status.fleet_check)}")
     if status.start_times:
@@ -161,6 +164,7 @@ def _slow_text(slow: dict) -> str:
     return (
         f"rank {slow['rank']} on {slow['host']} takes {slow['factor']:.1f} times as long as its peers since step "
         f"{slow['since']:,} ({slow['phase']}): all wait {format_seconds(slow['seconds'])} of a step for it"
+        + ("; long enough to drain its machine" if slow.get("slowdown") else "")
     )
 
 

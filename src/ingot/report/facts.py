@@ -82,7 +82,7 @@ class RunData:
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
     findings, alerts: the `skipped`, `rolled_back`, `passed`, `guard`, `finding` and `alert` events. quarantined: the
-    events of that name. unsaved: the
+    events of that name. health: the `health` events. unsaved: the
     `checkpoint_failed` and `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256
     of each named item. active_seconds: the time from the start of each attempt to its last event, summed; pauses
     between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not resume
@@ -119,6 +119,7 @@ class RunData:
     findings: list[dict] = field(default_factory=list)
     quarantined: list[dict] = field(default_factory=list)
     start_times: list[dict] = field(default_factory=list)
+    health: list[dict] = field(default_factory=list)
     exported: dict | None = None
     finished: dict | None = None
     stopped: dict | None = None
@@ -237,6 +238,7 @@ def read_run_events(data: RunData) -> None:
         kinds.FINDING: data.findings,
         kinds.QUARANTINED: data.quarantined,
         kinds.START_TIMES: data.start_times,
+        kinds.HEALTH: data.health,
     }
     started = alive = kind = None
     for event in _readable_events(data.folder.events, data):

@@ -14,13 +14,14 @@ from ingot.trainer.resilience.start_times import PHASES
 from ingot.units import format_seconds
 
 _SHOWN_STARTS = 20
+_SHOWN_DRAINED = 20
 _SHOWN_FINDINGS = 20
 _SHOWN_STEPS = 8  # of the steps that one event names
 
 
 def recovery_section(data: RunData) -> Section | None:
-    """Return the section on faults, recoveries, findings, skipped updates and roll-backs, and on the undisturbed twin
-    if there is one."""
+    """Return the section on faults, recoveries, drained machines, findings, skipped updates and roll-backs, and on the
+    undisturbed twin if there is one."""
     blocks: list[Block] = []
     for fault in data.faults[:20]:
         blocks.append(Text(_describe_fault(fault)))
@@ -33,6 +34,9 @@ def recovery_section(data: RunData) -> Section | None:
         blocks.append(
             TableBlock(heads, rows, right=tuple(range(1, len(heads))), caption="Seconds of each start by phase")
         )
+    drained = [event for event in data.health if event.get("verdict") in ("drain", "discard")]
+    if rows := [(_clock(e["time"]), str(e.get("node")), str(e.get("words"))) for e in drained[-_SHOWN_DRAINED:]]:
+        blocks.append(TableBlock(("Time", "Machine", "Why it left the run"), rows, caption="Drained machines"))
     if incidents := _policy_rows(data):
         blocks.append(
             TableBlock(("Time", "Step", "What the policy did"), incidents, right=(1,), caption="By the policy")

@@ -48,7 +48,7 @@ class RunStatus:
     layer; telemetry/progress.py), without the load of every expert.
     start_times: the newest `start_times` event: its seconds by phase (resilience/start_times.py) and total_seconds.
     restart_seconds: the total of each restart that was measured. stragglers: the newest `straggler` event of each rank
-    that is slow.
+    that is slow. drained: the `health` events after which a machine left the run, or was to leave it, oldest first.
     fleet_check: the newest `fleet_check` event: the machines as they were measured, and which are unfit.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
     """
@@ -94,6 +94,7 @@ class RunStatus:
     start_times: dict | None = None
     restart_seconds: tuple[float, ...] = ()
     stragglers: tuple[dict, ...] = ()
+    drained: tuple[dict, ...] = ()
     fleet_check: dict | None = None
 
 
@@ -160,6 +161,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         restart_seconds=tuple(log.restart_seconds),
         fleet_check=_without_kind(last.get(events.FLEET_CHECK)),
         stragglers=tuple(_without_kind(log.slow[rank]) or {} for rank in sorted(log.slow)),
+        drained=tuple(_without_kind(event) or {} for event in log.drained),
     )
 
 
@@ -177,6 +179,7 @@ class _Log:
     restarts: int = 0
     restart_seconds: list[float] = field(default_factory=list)
     slow: dict[int, dict] = field(default_factory=dict)
+    drained: list[dict] = field(default_factory=list)
     faults: list[str] = field(default_factory=list)
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
@@ -220,6 +223,8 @@ class _Log:
             self.slow.pop(event["rank"], None)
             if not event["ended"]:
                 self.slow[event["rank"]] = event
+        elif kind == events.HEALTH and event.get("verdict") in ("drain", "discard"):
+            self.drained.append(event)
         elif kind == events.START_TIMES:
             if event["seconds"].get("kill") is not None:
                 self.restart_seconds.append(event["total_seconds"])

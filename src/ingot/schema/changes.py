@@ -38,7 +38,8 @@ _TABLE = {
         "evaluate": "every_steps max_tokens prompts sample_tokens",
         "watch": "log_every",
         "launch": "max_restarts restart_window_seconds timeout_seconds lease_seconds stop_after grace "
-        "watchdog_seconds watchdog_other_seconds straggler_factor restart nodes node_seconds node_wait_seconds "
+        "watchdog_seconds watchdog_other_seconds straggler_factor on_straggler straggler_seconds restart nodes "
+        "node_seconds node_wait_seconds "
         "data_seconds on_bad_health health_file failures_per_node_day min_ranks shrink_seconds grow_seconds "
         "on_oom check_every check_seconds",
         "guard": "ask_seconds hash_every sanity_every sanity_rise loss_ratio loss_ratio_window norm_ratio "

@@ -19,7 +19,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  computing, queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank
                  with the most (telemetry/usage.py)                  one per log line
   straggler      step, rank, host, phase ("data" or "compute"), factor (of its peers' time), since (step), seconds
-                 (more per step than they), ended (true: slow no more)   when a rank becomes slow, changes, or recovers
+                 (more per step than they), ended (true: slow no more), slowdown (null; once the rank was slow for
+                 launch.straggler_seconds: the factor by which steps are longer because of it)
+                                                   when a rank becomes slow, changes, stays slow for long, or recovers
   data_trouble   rank, step, path, reason, tries, seconds             token shards that could not be read at first
   quarantined    step, shard, begin, end (the tokens of it that are left out from this step on), windows (that they
                  touch), code, found (in words), rank, host           damaged data with data.on_damage = "quarantine"

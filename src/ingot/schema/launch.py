@@ -45,6 +45,12 @@ class Launch:
     straggler_factor: a rank that needs longer for its own work than its peers by more than this factor, and for many
       steps, is reported as slow (trainer/telemetry/stragglers.py). Ranks of equal machines differ by a few percent. 0:
       slow ranks are not looked for.
+    on_straggler: what follows for the machine of a rank that stays slow in its computation. "report": nothing. "drain":
+      the run saves and goes on without it, if a spare can take its place, or if it is faster with fewer machines
+      (`min_ranks`); otherwise it stays. A rank that waits for its data never costs a machine.
+    straggler_seconds: how long the other ranks have waited for such a rank, in total and without a break, before its
+      machine leaves: about as long as a drain takes, with its save and start. Then a drain at most doubles what the
+      slow rank has cost already, and what passes within minutes costs no machine.
     on_bad_health: what a machine's report of a fault means (machine/health). "drain": the run saves, goes on without
       that machine, and a spare takes its place; after an error of memory that cannot be corrected, it saves nothing
       before. Without other machines it ends. "warn": it is reported.
@@ -76,6 +82,8 @@ class Launch:
     grow_seconds: Deadline = 600.0
     on_oom: Literal["stop", "adapt"] = "stop"
     straggler_factor: Factor = 1.2
+    on_straggler: Literal["report", "drain"] = "report"
+    straggler_seconds: Deadline = 300.0
     on_bad_health: Literal["drain", "warn"] = "drain"
     health_file: str = ""
     check_every: Queue = 0
@@ -96,6 +104,16 @@ class Launch:
             yield "check_seconds", f"{self.check_seconds:g} is more than 60: the ranks wait for all measurements"
         if self.straggler_factor and not 1 < self.straggler_factor <= 100:
             yield "straggler_factor", f"{self.straggler_factor} is neither 0 nor above 1 and at most 100"
+        if self.on_straggler == "drain" and not self.straggler_factor:
+            yield (
+                "on_straggler",
+                '"drain" needs a launch.straggler_factor above 1: with 0, slow ranks are not looked for',
+            )
+        if self.on_straggler == "drain" and self.on_bad_health == "warn":
+            yield (
+                "on_straggler",
+                '"drain" needs launch.on_bad_health = "drain": with "warn", drained machines join again',
+            )
 
     @property
     def stop_after_limit(self) -> float:

@@ -137,7 +137,9 @@ def log_interval(
         reading=interval.began.wall + passed.wall - read_at,
     )
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
-    any_damaged, unchanged = log_waits(trainer, step, interval, waits, damaged=damaged, unchanged=still)
+    any_damaged, unchanged = log_waits(
+        trainer, step, interval, waits, step_seconds=step_seconds, damaged=damaged, unchanged=still
+    )
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
@@ -211,16 +213,26 @@ def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:
 
 
 def log_waits(
-    trainer: RunParts, step: int, interval: Interval, waits: Waits, *, damaged: bool, unchanged: tuple[int, int]
+    trainer: RunParts,
+    step: int,
+    interval: Interval,
+    waits: Waits,
+    *,
+    step_seconds: float,
+    damaged: bool,
+    unchanged: tuple[int, int],
 ) -> tuple[bool, np.ndarray]:
-    """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow.
-    Returns whether some rank is `damaged`, and `unchanged` of all ranks. Collective: one exchange of a few numbers per
-    rank."""
+    """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow, or
+    whose machine may be drained now. Returns whether some rank is `damaged`, and `unchanged` of all ranks. Collective:
+    one exchange of a few numbers per rank."""
     typical = np.median([interval.own, interval.data], axis=1)
     rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, [damaged], unchanged]))
     trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-5], interval.steps))
     if trainer.stragglers is not None:
-        for found in trainer.stragglers.take(step, interval.steps, rows[:, -5], rows[:, -4]):
+        news = trainer.stragglers.take(step, interval.steps, rows[:, -5], rows[:, -4])
+        if trainer.slow_machines is not None:
+            news = trainer.slow_machines.take(interval.steps, step_seconds, trainer.stragglers.named(), news)
+        for found in news:
             log_straggler(trainer, step, found)
     return bool(rows[:, -3].any()), rows[:, -2:]
 
@@ -229,14 +241,16 @@ def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:
     """Write the `straggler` event of a rank that is slow, or is slow no more, and a line."""
     hosts = {e["rank"]: e["host"] for e in read_events(trainer.folder.events, events.RANK_STARTED)}
     host = str(hosts.get(found.rank, ""))
-    seconds, factor = round(found.seconds, 6), round(found.factor, 3)
-    trainer.log(events.STRAGGLER, step=step, host=host, **vars(found) | {"seconds": seconds, "factor": factor})
+    rounded = {"seconds": round(found.seconds, 6), "factor": round(found.factor, 3)}
+    rounded["slowdown"] = found.slowdown and round(found.slowdown, 3)
+    trainer.log(events.STRAGGLER, step=step, host=host, **vars(found) | rounded)
     if found.ended:
         trainer.say(f"straggler rank {found.rank} on {host} is as fast as its peers again")
     else:
         trainer.say(
             f"straggler rank {found.rank} on {host} takes {found.factor:.1f} times as long as its peers since step "
             f"{found.since} ({found.phase}): all wait {format_seconds(found.seconds)} of a step for it"
+            + ("; long enough to drain its machine" if found.slowdown else "")
         )
 
 

@@ -38,6 +38,7 @@ from ingot.trainer.resilience.policy import Policy
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save_schedule import SaveSchedule
+from ingot.trainer.telemetry.slow_machines import SlowMachines
 from ingot.trainer.telemetry.stragglers import StragglerWatch
 from ingot.trainer.telemetry.usage import CostMeter
 
@@ -95,8 +96,9 @@ class RunParts(StepParts):
     left_out: how many saves of this process were left out because an earlier one was being written; left_out_shown:
     those of them that a line has shown.
     sanity: judges weights by held-out text before they are saved; None: nobody does.
-    waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off. alerts: of
-    the guard; None with [guard] preset = "off".
+    waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
+    slow_machines: decides for which of them the machine may be drained; None if none may. alerts: of the guard; None
+    with [guard] preset = "off".
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -126,6 +128,7 @@ class RunParts(StepParts):
     clock: StartClock
     waits: WaitClock
     stragglers: StragglerWatch | None
+    slow_machines: SlowMachines | None
     alerts: AlertWatch | None
     event_log: EventLog
     log: Callable[..., None]

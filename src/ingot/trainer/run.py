@@ -32,7 +32,7 @@ from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
 from ingot.trainer.loop import Ending, train
 from ingot.trainer.mesh.environment import ordered_overrides
-from ingot.trainer.mesh.mesh import Mesh, cpu_group
+from ingot.trainer.mesh.mesh import cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts
@@ -43,7 +43,7 @@ from ingot.trainer.resilience.stop_requests import StopRequests
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.restore import open_loader, restore
 from ingot.trainer.save_schedule import SaveSchedule
-from ingot.trainer.telemetry.stragglers import StragglerWatch
+from ingot.trainer.slow_ranks import slow_machines, straggler_watch
 from ingot.trainer.telemetry.usage import CostMeter
 
 # A rank whose writer is slower than this fails the save on all ranks. Writes of terabytes to a slow disk take minutes.
@@ -155,6 +155,7 @@ def build_trainer(
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     parts.gradient_range = range_of_gradients(config, parts)
     quarantine = recorded_quarantine(folder, loaded.restored)
+    stragglers = straggler_watch(config, parts.mesh, place, on_rank_zero)
     trainer = RunParts(
         **vars(parts),
         folder=folder,
@@ -184,7 +185,8 @@ def build_trainer(
         heartbeat=heartbeat or open_heartbeat(),
         clock=clock,
         waits=WaitClock(),
-        stragglers=_stragglers(config, parts.mesh, place),
+        stragglers=stragglers,
+        slow_machines=stragglers and slow_machines(config, parts.mesh, place, on_rank_zero),
         alerts=alert_watch(config, folder, parts, first_step, log, is_first=place.is_first),
         event_log=event_log,
         log=log,
@@ -195,14 +197,6 @@ def build_trainer(
     trainer.waits.start()
     clock.end("build")
     return trainer
-
-
-def _stragglers(config: RunConfig, mesh: Mesh, place: RankInfo) -> StragglerWatch | None:
-    """Return the watch for slow ranks, on rank 0, if the run wants it and hosts can measure how long ranks wait."""
-    factor = config.launch.straggler_factor
-    if not factor or not place.is_first or place.device.type != "cpu":
-        return None
-    return StragglerWatch(mesh.equal_work(), factor)
 
 
 def _background(

@@ -20,6 +20,7 @@ Kind = Literal[
     "machine_check",
     "wrong_state",  # weights or optimizer state of a rank changed without an update, twice in the same steps
     "unfit",  # a check of the machines of a run found wrong results, or a much slower machine than the others
+    "slow",  # a rank on it was slower than its peers for long (launch.on_straggler)
     "silent_source",  # a source of reports does not answer, or writes what cannot be read
 ]
 KINDS: tuple[str, ...] = get_args(Kind)

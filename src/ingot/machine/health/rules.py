@@ -33,6 +33,7 @@ _VERDICTS = {
     "machine_check": HealthVerdict.WARN,
     "wrong_state": HealthVerdict.DISCARD,
     "unfit": HealthVerdict.DRAIN,
+    "slow": HealthVerdict.DRAIN,
     "silent_source": HealthVerdict.WARN,
 }
 

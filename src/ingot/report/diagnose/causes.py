@@ -65,8 +65,8 @@ def straggler(case: Case) -> Iterator[Cause]:
     Ranks that are slow because of their data are in `data_stall`. Of ranks that were only timed, pipelines are left
     out, because their ranks have different work.
     """
-    if slow := {event.get("rank"): event for event in read_events(case.data.folder.events, kinds.STRAGGLER)}:
-        yield from (_slow_rank(event) for event in slow.values() if _works_longer(event))
+    if slow := _slow_ranks(case):
+        yield from (_slow_rank(event, case) for event in slow.values() if _works_longer(event))
         return
     computing = case.measured.waits.get("computing")
     if computing is None or not case.on_cpu or case.run.parallel.pp > 1:
@@ -81,20 +81,39 @@ def straggler(case: Case) -> Iterator[Cause]:
     yield Cause(name="straggler", seconds=late, source="measured", evidence=evidence, remedies=(remedy,))
 
 
+def _slow_ranks(case: Case) -> dict[int | None, dict]:
+    """Return the newest event of each rank that was slow; with "drained" if its machine left the run for it."""
+    slow: dict[int | None, dict] = {}
+    for event in read_events(case.data.folder.events, kinds.STRAGGLER, kinds.HEALTH):
+        if event["kind"] == kinds.STRAGGLER:
+            slow[event.get("rank")] = event
+        elif event.get("report") == "slow" and event.get("verdict") == "drain":
+            for one in slow.values():
+                if f"rank {one.get('rank')}" == event.get("device") or one.get("host") == event.get("node"):
+                    one["drained"] = True
+    return slow
+
+
 def _works_longer(event: dict) -> bool:
     """Check whether the newest event of a rank shows that it is slow in its own work."""
     readable = all(is_finite(event.get(name)) for name in ("rank", "factor", "since", "seconds"))
     return readable and event.get("phase") == "compute" and not event.get("ended", True)
 
 
-def _slow_rank(event: dict) -> Cause:
+def _slow_rank(event: dict, case: Case) -> Cause:
+    launch = case.run.launch
     host, seconds = event.get("host"), event["seconds"]
     evidence = (
         f"rank {event['rank']} on {host} takes {event['factor']:.1f} times as long as its peers since step "
         f"{event['since']:,}, and all wait for it"
     )
-    text = f"look at {host}: clock, thermal limit, memory, other load"
-    remedy = Remedy(text=text, settings={}, seconds=seconds, reason="its time above that of its peers")
+    text, settings = f"look at {host}: clock, thermal limit, memory, other load", {}
+    if event.get("drained"):
+        evidence, text = f"{evidence}, until its machine left the run", "nothing is left to do: its machine was drained"
+    elif launch.nodes > 1 and launch.on_straggler == "report":
+        settings = {"launch.on_straggler": "drain"}
+        text += ', or launch.on_straggler = "drain" with a spare machine'
+    remedy = Remedy(text=text, settings=settings, seconds=seconds, reason="its time above that of its peers")
     return Cause(name="straggler", seconds=seconds, source="measured", evidence=evidence, remedies=(remedy,))
 
 

@@ -156,7 +156,7 @@ def _error(node: str, words: str, folder: RunFolder) -> NodeUnhealthy:
         f"{node} is drained: {words}",
         rule="a machine with such a fault takes no further part in a run (docs/design/health.md)",
         fix=f"repair or reset it, and remove its line from {folder.drained}; or train on it all the same with "
-        "--set launch.on_bad_health=warn",
+        '--set launch.on_bad_health=warn, and launch.on_straggler=report if it is "drain"',
         node=node,
         reason=words,
     )

@@ -16,6 +16,7 @@ from ingot.trainer.launch.health import HealthWatch, Sickness, record_alone, res
 from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.local import LocalJob
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
+from ingot.trainer.launch.slow_nodes import NONE_SLOW, SlowRank
 from ingot.trainer.launch.watchdog import Hang, Watchdog
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings, read_endings
@@ -166,7 +167,7 @@ class JobHere(RunningJob):
                 self.sickness.take(finding)
         return self.sickness.worst
 
-    def planned_restart(self) -> PlannedRestart | None:
+    def planned_restart(self, slow: Mapping[int, SlowRank] = NONE_SLOW) -> PlannedRestart | None:
         return restart_for([self.fault_of_machine()])
 
     def hang(self) -> Hang | None:

@@ -15,6 +15,8 @@ from typing import Any
 
 from ingot.config import from_dict
 from ingot.errors import IngotError
+from ingot.machine.health.report import node_name
+from ingot.machine.health.rules import HealthFinding
 from ingot.machine.interfaces import interface_of
 from ingot.schema.fallbacks import Fallback
 from ingot.schema.launch import Launch
@@ -22,12 +24,13 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.launch.checking import MachineCheck
 from ingot.trainer.launch.handover import EarlierJob, earlier_job
 from ingot.trainer.launch.hangs_on_nodes import HangsOnNodes
-from ingot.trainer.launch.health import restart_for, unhealthy, write_drained
+from ingot.trainer.launch.health import record_finding, restart_for, unhealthy, write_drained
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.link import Link, own_host
 from ingot.trainer.launch.nodes import Node, Nodes, nodes_missing
 from ingot.trainer.launch.running import PlannedRestart, RunningJob, next_log, ranks_of
+from ingot.trainer.launch.slow_nodes import NONE_SLOW, SlowNodes, SlowRank
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.endings import RankEnding, clear_endings
@@ -58,7 +61,8 @@ class JobOnNodes(RunningJob):
         record: Callable[..., None],
     ):
         self._folder, self._here, self._launch = folder, here, launch
-        self._layouts, self._say = layouts, say
+        self._layouts, self._say, self._record = layouts, say, record
+        self._slow_nodes = SlowNodes(folder, here.job.processes)
         self._layout: Fallback | None = None  # of this attempt, if it is not that of the run file
         self._grows: PlannedRestart | None = None
         self._earlier = earlier_job(folder)
@@ -144,18 +148,49 @@ class JobOnNodes(RunningJob):
         while self._signals:
             yield self._signals.pop(0)
 
-    def planned_restart(self) -> PlannedRestart | None:
+    def planned_restart(self, slow: Mapping[int, SlowRank] = NONE_SLOW) -> PlannedRestart | None:
         if not self._started:
             return None
         faults = [self._here.fault_of_machine(), *(node.sickness.worst for node in self._members())]
-        if (restart := restart_for(faults)) is not None:
-            return restart
         # The others train on while a node imports what its ranks need.
         there = 1 + sum(node.ready or node.number is not None for node in self._nodes.present())
+        if not any(faults):
+            faults = [self._drain_slow(slow.values(), there - 1)]
+        if (restart := restart_for(faults)) is not None:
+            return restart
         if self._grows is None and self._layouts.can_grow(self._size, there):
             self._layouts.grow()
             self._grows = PlannedRestart(f"{there} nodes are there, and the run is trained on {self._size}")
         return self._grows
+
+    def _drain_slow(self, ranks: Collection[SlowRank], others: int) -> HealthFinding | None:
+        """Return the fault of the first slow node that leaves for it; None if none does. others: the number
+        of nodes that are ready without it."""
+        if others < self._size <= len(self._nodes.present()):
+            return None  # a spare is still importing what its ranks need
+        for slow in ranks:
+            number = slow.rank // self._here.job.processes
+            node = next((node for node in self._members() if node.number == number), None)
+            if number and node is None:
+                continue  # it is lost
+            host, sickness = (node.host, node.sickness) if node else (node_name(), self._here.sickness)
+            if found := self._slow_nodes.judge(slow, host, self._why_it_stays(slow, others)):
+                record_finding(found, self._record, self._say)
+                sickness.take(found)
+                if sickness.worst:
+                    return sickness.worst
+        return None
+
+    def _why_it_stays(self, slow: SlowRank, others: int) -> str:
+        """Return why the job does not gain by going on without the node of a slow rank; "" if it does."""
+        if others >= self._size:
+            return ""
+        fewer = self._layouts.for_nodes(others)
+        if fewer is None:
+            return "no spare can take its place, and launch.min_ranks permits no fewer ranks"
+        if slow.slowdown * fewer.ranks <= self.ranks:
+            return f"no spare can take its place, and {fewer.ranks} ranks are not faster than {self.ranks} with it"
+        return ""
 
     def hang(self) -> Hang | None:
         return self._hangs.find() if self._started else None

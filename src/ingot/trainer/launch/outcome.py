@@ -1,11 +1,12 @@
 """The state of a job as its event log shows it, and its result. No torch."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.errors import EXIT_OK
 from ingot.schema import events
+from ingot.trainer.launch.slow_nodes import SlowRank
 
 
 @dataclass
@@ -14,7 +15,7 @@ class EventLogReader:
 
     step: the last step logged. saved: the step of the newest checkpoint that was verified,
     on loading or after saving; None before the first, 0 if the run starts at step 0. ended: "finished", "stopped" or
-    "". reason: of a stop.
+    "". reason: of a stop. slow: the ranks of this attempt that are slow for long enough to drain their machines.
     """
 
     path: Path
@@ -22,6 +23,7 @@ class EventLogReader:
     saved: int | None = None
     ended: str = ""
     reason: str = ""
+    slow: dict[int, SlowRank] = field(default_factory=dict)
     _position: int = -1
 
     def __post_init__(self):
@@ -46,10 +48,15 @@ class EventLogReader:
         kind = event.get("kind")
         if kind == events.RUN_STARTED:
             self.step = self.saved = event["from_step"]
+            self.slow.clear()
         elif kind == events.PROGRESS:
             self.step = event["step"]
         elif kind == events.CHECKPOINT:
             self.saved = event["step"]
+        elif kind == events.STRAGGLER:
+            self.slow.pop(event["rank"], None)
+            if (slow := SlowRank.of(event)) is not None:
+                self.slow[slow.rank] = slow
         elif kind in (events.FINISHED, events.STOPPED):
             self.ended, self.step, self.reason = kind, event["step"], event.get("reason", "")
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.handover import EarlierJob
+from ingot.trainer.launch.slow_nodes import NONE_SLOW, SlowRank
 from ingot.trainer.launch.watchdog import Hang
 from ingot.trainer.resilience.endings import RankEnding
 from ingot.trainer.resilience.incidents import JobIncident
@@ -109,9 +110,10 @@ class RunningJob(ABC):
         """Return the incident of a machine that was lost, or is missing. step: the last one in the log."""
         return None
 
-    def planned_restart(self) -> PlannedRestart | None:
+    def planned_restart(self, slow: Mapping[int, SlowRank] = NONE_SLOW) -> PlannedRestart | None:
         """Return why the ranks of this attempt have to start again although they work; None if they have not to. Once
-        it has returned a restart, it does until the attempt ends."""
+        it has returned a restart, it does until the attempt ends. slow: the ranks that were slow for long enough to
+        drain their machines."""
         return None
 
     def signals(self) -> Iterator[tuple[signal.Signals, str]]:

@@ -97,6 +97,7 @@ class _SupervisedJob:
         check = self._launch.check_every > 0 and not (self._earlier and self._earlier.is_checked)
         while True:
             self._seen.ended = self._seen.reason = ""  # a rank may have reported its end after another one failed
+            self._seen.slow.clear()  # or its machine was replaced
             self._running.start(self._attempt, before, check=check)
             ended = self._follow()
             check = check and not self._running.started
@@ -149,7 +150,7 @@ class _SupervisedJob:
                 stopping.signal(number, machine)
             if stopping.is_over(is_ending=bool(seen.ended)) or (stopping.request and not running.started):
                 return None
-            if not seen.ended and (wanted := running.planned_restart()):
+            if not seen.ended and (wanted := running.planned_restart(seen.slow)):
                 if not wanted.save:  # it may be wrong, also where a save was asked for
                     report(self._say, f"{_now()} {wanted.reason}; starting again from what was saved before")
                     return wanted

@@ -34,7 +34,8 @@ _CHANGED = 0.5  # a factor that differs by this share from the reported one is r
 @dataclass(frozen=True, kw_only=True)
 class Straggler:
     """A slow rank. factor: its own time, divided by the median of its peers. phase: the part that is longer. since: the
-    first slow step. seconds: how much longer its own time of a step is. ended: it is slow no more."""
+    first slow step. seconds: how much longer its own time of a step is. ended: it is slow no more. slowdown: the factor
+    by which steps are longer because of it, once its machine may be drained for it (slow_machines.py); None before."""
 
     rank: int
     factor: float
@@ -42,6 +43,7 @@ class Straggler:
     since: int
     seconds: float
     ended: bool = False
+    slowdown: float | None = None
 
 
 @dataclass
@@ -149,6 +151,11 @@ class StragglerWatch:
             suspect.named = now
             return now
         return None
+
+    def named(self) -> list[Straggler]:
+        """Return each rank that was reported and is slower than tolerated in the newest steps, as it is in them."""
+        found = [suspect.describe(rank) for rank, suspect in self._suspects.items() if suspect.named]
+        return [one for one in found if math.log(one.factor) > self._tolerated]
 
     def _threshold(self) -> float:
         """Return the sum above which a rank is slow: LEAST_SUM, or more if times differ much from line to line.

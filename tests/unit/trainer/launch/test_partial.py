@@ -113,7 +113,7 @@ class Planned(JobHere):
         self._is_first = attempt == 0
         super().start(attempt, *args, **options)
 
-    def planned_restart(self):
+    def planned_restart(self, slow):
         return self._planned if self._is_first and any(read_events(self._folder.events, events.PROGRESS)) else None
 
 

@@ -125,7 +125,7 @@ class Planned(JobHere):
         self._now, self._steps = None, _steps(self._events)
         super().start(attempt, *args, **options)
 
-    def planned_restart(self):
+    def planned_restart(self, slow):
         if self._planned and self._now is None and _steps(self._events) >= self._steps + self.job.processes:
             self._now = self._planned.pop(0)
             return self._now
