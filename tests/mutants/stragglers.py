@@ -5,6 +5,9 @@ from .mutant import Mutant
 _WATCH = "tests/unit/trainer/telemetry/test_stragglers.py"
 _RUNS = "tests/unit/trainer/test_stragglers.py"
 _WAITING = "tests/unit/trainer/mesh/test_waiting.py"
+_MACHINES = "tests/unit/trainer/telemetry/test_slow_machines.py"
+_NODES = "tests/unit/trainer/launch/test_slow_nodes.py"
+_WHY_NOT = "tests/unit/trainer/test_slow_ranks.py"
 _STATUS = "tests/unit/report/test_status.py"
 
 MUTANTS: list[Mutant] = [
@@ -127,5 +130,111 @@ MUTANTS: list[Mutant] = [
         before='and not event.get("ended", True)',
         after="",
         tests=("tests/unit/report/diagnose/test_slow.py::test_ranks_that_the_run_found_to_be_slow_are_the_stragglers",),
+    ),
+    Mutant(
+        name="slow-node-stays",
+        what="launch.on_straggler has no effect",
+        file="trainer/launch/job_on_nodes.py",
+        before="faults = [self._drain_slow(slow.values(), there - 1)]",
+        after="faults = []",
+        tests=(f"{_NODES}::test_a_slow_node_is_drained_and_a_spare_takes_its_place_once",),
+    ),
+    Mutant(
+        name="data-drains",
+        what="a rank that waits for its data costs its machine the place",
+        file="trainer/telemetry/slow_machines.py",
+        before='for one in named if one.phase == "compute"}',
+        after="for one in named}",
+        tests=(f"{_MACHINES}::test_a_wait_for_data_costs_no_machine",),
+    ),
+    Mutant(
+        name="report-drains",
+        what="the evidence of a report is enough to drain a machine: launch.straggler_seconds has no effect",
+        file="trainer/telemetry/slow_machines.py",
+        before="and count.waited >= self._seconds",
+        after="",
+        tests=(f"{_MACHINES}::test_what_passes_costs_no_machine",),
+    ),
+    Mutant(
+        name="breaks-do-not-count",
+        what="the waits for a rank that is slow now and then add up until its machine is drained",
+        file="trainer/telemetry/slow_machines.py",
+        before="self._counts = {rank: self._counts.get(rank) or _Count(one.since) for rank, one in slow.items()}",
+        after="self._counts |= {rank: _Count(one.since) for rank, one in slow.items() if rank not in self._counts}\n"
+        '        slow = {rank: slow.get(rank, Straggler(rank=rank, factor=1.0, phase="compute", since=0, seconds=0.0)) '
+        "for rank in self._counts}",
+        tests=(f"{_MACHINES}::test_what_passes_costs_no_machine",),
+    ),
+    Mutant(
+        name="slow-fleet-is-drained",
+        what="half of the machines are slower than the others, and lose their places",
+        file="trainer/telemetry/slow_machines.py",
+        before="if machines > 1 and 2 * machines >= self._machines:",
+        after="if machines < 0:",
+        tests=(f"{_MACHINES}::test_a_fleet_that_is_slow_together_keeps_its_machines",),
+    ),
+    Mutant(
+        name="drained-after-few-steps",
+        what="a rank is drained with the evidence of a few steps",
+        file="trainer/telemetry/slow_machines.py",
+        before="count.steps >= LEAST_STEPS and ",
+        after="",
+        tests=(f"{_MACHINES}::test_a_short_wait_needs_some_steps_all_the_same",),
+    ),
+    Mutant(
+        name="wrong-node-is-drained",
+        what="a rank of the leader is slow, and the machine of another node leaves",
+        file="trainer/launch/job_on_nodes.py",
+        before="if node.number == number), None)",
+        after="if node.number), None)",
+        tests=(f"{_NODES}::test_the_slow_machine_of_the_leader_is_drained_and_another_one_leads",),
+    ),
+    Mutant(
+        name="spare-after-spare",
+        what="a rank with more work than others costs one machine after the other its place",
+        file="trainer/launch/slow_nodes.py",
+        before="if not hindrance and self._was_replaced(place):",
+        after="if hindrance is None:",
+        tests=(f"{_NODES}::test_a_slow_node_is_drained_and_a_spare_takes_its_place_once",),
+    ),
+    Mutant(
+        name="slow-before-the-restart",
+        what="the machine that takes the place of a slow one is judged by the evidence against that one",
+        file="trainer/launch/supervise.py",
+        before="            self._seen.slow.clear()  # or its machine was replaced\n",
+        after="",
+        tests=(f"{_NODES}::test_a_slow_node_is_drained_and_a_spare_takes_its_place_once",),
+    ),
+    Mutant(
+        name="fewer-at-any-price",
+        what="a slow machine is drained although the run is slower without it",
+        file="trainer/launch/job_on_nodes.py",
+        before="if slow.slowdown * fewer.ranks <= self.ranks:",
+        after="if slow.slowdown <= 0:",
+        tests=(f"{_NODES}::test_a_run_goes_on_with_fewer_nodes_if_that_is_faster",),
+    ),
+    Mutant(
+        name="recovered-node-is-drained",
+        what="a node that is as fast as the others again leaves when a spare joins",
+        file="trainer/launch/outcome.py",
+        before='            self.slow.pop(event["rank"], None)\n',
+        after="",
+        tests=(f"{_NODES}::test_a_node_that_recovered_stays_when_a_spare_joins",),
+    ),
+    Mutant(
+        name="machine-alone",
+        what="a run on one machine that is to drain it shows nothing, and does nothing",
+        file="trainer/slow_ranks.py",
+        before="if config.launch.nodes == 1:",
+        after="if config.launch.nodes == 0:",
+        tests=(f"{_WHY_NOT}::test_ranks_are_named_where_no_machine_can_be_drained",),
+    ),
+    Mutant(
+        name="slow-gpus-in-silence",
+        what="a run on GPUs names no slow rank, and shows nothing about that",
+        file="trainer/slow_ranks.py",
+        before="        if place.world_size > 1:\n",
+        after="        if place.world_size < 1:\n",
+        tests=(f"{_WHY_NOT}::test_ranks_on_gpus_are_not_named",),
     ),
 ]

@@ -106,6 +106,14 @@ def test_slow_ranks_until_they_recover_or_start_again(folder, capsys):
     assert main(["status", str(folder.root)]) == 0
     line = "slow   rank 1 on node-7 takes 2.0 times as long as its peers since step 10 (data): all wait 250.0 ms"
     assert line in capsys.readouterr().out
+    log.write(events.STRAGGLER, step=50, rank=1, **facts | {"phase": "compute", "slowdown": 1.7})
+    health = {"device": "rank 1", "report": "slow", "code": 0, "count": 1}
+    log.write(events.HEALTH, node="node-8", verdict="warn", words="hot", **health)
+    log.write(events.HEALTH, node="node-7", verdict="drain", words="rank 1 is slow", **health)
+    assert main(["status", str(folder.root)]) == 0
+    shown = capsys.readouterr().out
+    assert "long enough to drain its machine" in shown and "drained node-7: rank 1 is slow" in shown
+    assert "node-8" not in shown
     log.write(events.RUN_STARTED, from_step=16)
     assert read_status(folder.root).stragglers == ()
 

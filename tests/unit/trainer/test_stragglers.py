@@ -12,10 +12,17 @@ import pytest
 from ingot.events import read_events
 from ingot.plugins.callback import StepCallback
 from ingot.schema import events
+from ingot.trainer import slow_ranks
 from ingot.trainer.loader.loader import Loader
+from ingot.trainer.telemetry import slow_machines
 
 from .test_loop import run_rank
 
+DRAINS = {
+    'on_straggler = "report"': 'on_straggler = "drain"',
+    "straggler_seconds = 300.0": "straggler_seconds = 0.2",
+    "\nnodes = 1\n": "\nnodes = 4\n",
+}
 WORK_SECONDS = 0.04  # of each rank and step, beyond a few milliseconds of the model
 
 
@@ -37,10 +44,14 @@ def train(fork_ranks, make_run, register):
     after every step, or after `log_every` ones."""
     register(Working)
 
-    def run(*, slow=range(0), slow_data=False, steps=24, log_every=1, factor=1.2):
+    def run(*, slow=range(0), slow_data=False, steps=24, log_every=1, factor=1.2, drains=False):
         Working.slow = slow
         folder = make_run(dp_shard=4, steps=steps, log_every=log_every, every_steps=0)
         text = folder.config.read_text().replace("straggler_factor = 1.2", f"straggler_factor = {factor}")
+        if drains:
+            for before, after in DRAINS.items():
+                assert text.count(before) == 1
+                text = text.replace(before, after)
         folder.config.write_text(f"{text}\n[callbacks.probe]\n")
 
         def rank_of_run(rank, ranks):
@@ -71,6 +82,16 @@ def test_a_rank_that_computes_longer_is_named(train):
     # The others wait for it in collectives.
     waits = [e["collectives"] for e in read_events(folder.events, events.WAITS) if e["step"] > 10]
     assert median(e["most"] for e in waits) > WORK_SECONDS * 0.8
+
+
+def test_a_rank_that_stays_slow_may_cost_its_machine_the_place(train, monkeypatch):
+    monkeypatch.setattr(slow_machines, "LEAST_STEPS", 15)
+    monkeypatch.setattr(slow_ranks, "SUPERVISOR_VARIABLE", "PATH")  # as if a launcher watched these ranks
+    found, lines, _ = train(slow=range(8, 61), steps=60, drains=True)
+    assert found[0]["slowdown"] is None and found[0]["phase"] == "compute"
+    long = [event for event in found if event["slowdown"] is not None]
+    assert 1.1 < long[0]["slowdown"] < 2.6 and long[0]["step"] >= found[0]["step"] + 14
+    assert [line for line in lines if line.endswith("long enough to drain its machine")]
 
 
 def test_a_wait_for_the_slow_rank_is_no_work(train):

@@ -16,8 +16,8 @@ LEAST_STEPS = 60
 
 @dataclass
 class _Count:
-    """What a slow rank has cost without a break. waited: the seconds that others waited for it; passed: those of all
-    steps since then."""
+    """The costs of a slow rank, without a break. since: its first slow step. steps: their number; passed:
+    their seconds; waited: those of them that others waited for it. settled: it was reported."""
 
     since: int
     steps: int = 0

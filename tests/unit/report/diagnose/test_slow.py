@@ -20,6 +20,7 @@ from ingot.report.diagnose.slow import explain_slow
 from ingot.report.facts import gather
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
+from ingot.schema.launch import Launch
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Data, Evaluate, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
@@ -185,6 +186,20 @@ def test_ranks_that_the_run_found_to_be_slow_are_the_stragglers(logged):
     causes = explain_slow(logged([started(START), *lines(computing=0.05), *found])).causes
     (cause,) = [cause for cause in causes if cause.name == "straggler"]
     assert cause.seconds == 0.04 and "rank 3 on node-7 takes 2.0 times" in cause.evidence
+    assert not cause.remedies[0].settings  # of one machine
+
+
+def test_a_slow_machine_can_be_drained_or_was(logged):
+    slow = {"kind": "straggler", "time": START, "step": 20, "host": "node-7", "factor": 2.0, "since": 11}
+    slow |= {"rank": 3, "phase": "compute", "seconds": 0.04, "ended": False}
+    left = {"kind": "health", "time": START, "node": "node-7", "device": "rank 3", "report": "slow", "verdict": "drain"}
+    run, found = run_config(parallel=Parallel(dp_replicate=2), launch=Launch(nodes=2)), []
+    for more in ([], [left | {"verdict": "warn"}], [left], [left, slow | {"host": "node-9"}]):
+        causes = explain_slow(logged([started(START), *lines(computing=0.05), slow, *more], run)).causes
+        (cause,) = [cause for cause in causes if cause.name == "straggler"]
+        found.append(("left the run" in cause.evidence, cause.remedies[0].settings))
+    drain = {"launch.on_straggler": "drain"}
+    assert found == [(False, drain), (False, drain), (True, {}), (False, drain)]
 
 
 def test_stops_between_steps_are_counted_per_step(logged):

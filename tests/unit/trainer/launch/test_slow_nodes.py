@@ -48,6 +48,7 @@ def test_a_slow_node_is_drained_and_a_spare_takes_its_place_once(cluster):
     report(cluster, 1)
     after = cluster.attempt(1)
     assert [before[rank]["pid"] == after[rank]["pid"] for rank in (0, 1)] == [False, False]
+    assert health(cluster, 1) == [("node-b", "drain")]
     report(cluster, 1)  # the spare is slow, too
     assert health(cluster, 2) == [("node-b", "drain"), ("node-c", "warn")]
     cluster.finish()
