@@ -7,6 +7,7 @@ _RUNS = "tests/unit/trainer/test_stragglers.py"
 _WAITING = "tests/unit/trainer/mesh/test_waiting.py"
 _MACHINES = "tests/unit/trainer/telemetry/test_slow_machines.py"
 _NODES = "tests/unit/trainer/launch/test_slow_nodes.py"
+_READER = "tests/unit/trainer/launch/test_event_log_reader.py"
 _WHY_NOT = "tests/unit/trainer/test_slow_ranks.py"
 _STATUS = "tests/unit/report/test_status.py"
 
@@ -219,7 +220,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/launch/outcome.py",
         before='            self.slow.pop(event["rank"], None)\n',
         after="",
-        tests=(f"{_NODES}::test_a_node_that_recovered_stays_when_a_spare_joins",),
+        tests=(f"{_READER}::test_knows_the_ranks_that_are_slow_for_long",),
     ),
     Mutant(
         name="machine-alone",

@@ -241,8 +241,8 @@ def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:
     """Write the `straggler` event of a rank that is slow, or is slow no more, and a line."""
     hosts = {e["rank"]: e["host"] for e in read_events(trainer.folder.events, events.RANK_STARTED)}
     host = str(hosts.get(found.rank, ""))
-    rounded = {"seconds": round(found.seconds, 6), "factor": round(found.factor, 3)}
-    rounded["slowdown"] = found.slowdown and round(found.slowdown, 3)
+    slowdown = found.slowdown and round(found.slowdown, 3)
+    rounded = {"seconds": round(found.seconds, 6), "factor": round(found.factor, 3), "slowdown": slowdown}
     trainer.log(events.STRAGGLER, step=step, host=host, **vars(found) | rounded)
     if found.ended:
         trainer.say(f"straggler rank {found.rank} on {host} is as fast as its peers again")

@@ -33,7 +33,7 @@ _VERDICTS = {
     "machine_check": HealthVerdict.WARN,
     "wrong_state": HealthVerdict.DISCARD,
     "unfit": HealthVerdict.DRAIN,
-    "slow": HealthVerdict.DRAIN,
+    "slow": HealthVerdict.WARN,  # of the monitor; the leader of a job drains what is slow for its ranks
     "silent_source": HealthVerdict.WARN,
 }
 

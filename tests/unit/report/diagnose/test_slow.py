@@ -18,6 +18,7 @@ from ingot.report.diagnose.evidence import (
 )
 from ingot.report.diagnose.slow import explain_slow
 from ingot.report.facts import gather
+from ingot.report.recovery import recovery_section
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.launch import Launch
@@ -200,6 +201,10 @@ def test_a_slow_machine_can_be_drained_or_was(logged):
         found.append(("left the run" in cause.evidence, cause.remedies[0].settings))
     drain = {"launch.on_straggler": "drain"}
     assert found == [(False, drain), (False, drain), (True, {}), (False, drain)]
+    for verdict in ("warn", "drain"):
+        more = left | {"words": "rank 3 takes 2.0 times as long", "verdict": verdict}
+        section = repr(recovery_section(gather(logged([started(START), *lines(), more], run))))
+        assert ("Drained machines" in section and "rank 3 takes" in section) == (verdict == "drain")
 
 
 def test_stops_between_steps_are_counted_per_step(logged):

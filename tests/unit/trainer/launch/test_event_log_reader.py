@@ -44,3 +44,22 @@ def test_knows_the_checkpoint_that_was_verified_last(tmp_path):
     log.write("checkpoint", step=170)
     watch.read()
     assert watch.saved == 170
+
+
+def test_knows_the_ranks_that_are_slow_for_long(tmp_path):
+    path = tmp_path / "events.jsonl"
+    log, watch = EventLog(path), EventLogReader(path)
+    slow = {"step": 90, "factor": 2.0, "since": 7, "ended": False, "slowdown": None}
+
+    def ranks(rank, **changes):
+        log.write("straggler", **slow | {"rank": rank} | changes)
+        watch.read()
+        return sorted(watch.slow)
+
+    log.write("run_started", from_step=0)
+    assert ranks(1) == [] and ranks(1, slowdown=1.5) == [1] and ranks(2, slowdown=1.5) == [1, 2]
+    assert ranks(1, ended=True, slowdown=1.5) == [2]  # slow no more
+    assert ranks(2) == [] and ranks(3, slowdown=1.5) == [3]  # slow, but it waits for its data now
+    log.write("run_started", from_step=40)
+    watch.read()
+    assert watch.slow == {}

@@ -81,20 +81,6 @@ def test_a_slow_node_that_nothing_can_replace_stays_until_a_spare_joins(cluster)
     assert codes(cluster) == {"a": 0, "b": "E-NODE-UNHEALTHY", "c": 0}
 
 
-def test_a_node_that_recovered_stays_when_a_spare_joins(cluster):
-    for name in "ab":
-        cluster.start(name)
-    cluster.attempt(0)
-    report(cluster, 1)
-    health(cluster, 1)
-    report(cluster, 1, ended=True)
-    time.sleep(0.3)
-    cluster.start("c")
-    time.sleep(0.5)
-    cluster.finish()
-    assert set(codes(cluster).values()) == {0} and not cluster.planned()
-
-
 @pytest.mark.parametrize(("slowdown", "leaves"), [(2.5, True), (1.9, False)])
 def test_a_run_goes_on_with_fewer_nodes_if_that_is_faster(cluster, slowdown, leaves):
     """One rank alone takes twice as long as two."""
