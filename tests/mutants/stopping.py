@@ -111,8 +111,8 @@ MUTANTS: list[Mutant] = [
         name="planned-restart-of-a-finished-run",
         what="a run that waits for its last uploads is asked to start again",
         file="trainer/launch/supervise.py",
-        before="if not seen.ended and (wanted := running.planned_restart(seen.slow)):",
-        after="if wanted := running.planned_restart(seen.slow):",
+        before="if not seen.ended and (wanted := running.planned_restart(slow)):",
+        after="if wanted := running.planned_restart(slow):",
         tests=(f"{_SUPERVISOR}::test_a_run_that_has_finished_is_not_started_again",),
     ),
     Mutant(

@@ -207,6 +207,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_NODES}::test_a_slow_node_is_drained_and_a_spare_takes_its_place_once",),
     ),
     Mutant(
+        name="drain-of-a-run-that-stops",
+        what="a run that was asked to stop drains a slow machine on its way",
+        file="trainer/launch/supervise.py",
+        before="            slow = NONE_SLOW if stopping.request else seen.slow\n",
+        after="            slow = seen.slow or NONE_SLOW\n",
+        tests=(f"{_NODES}::test_a_run_that_stops_drains_no_slow_node",),
+    ),
+    Mutant(
         name="fewer-at-any-price",
         what="a slow machine is drained although the run is slower without it",
         file="trainer/launch/job_on_nodes.py",

@@ -19,6 +19,7 @@ from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.interrupts import handlers
 from ingot.trainer.launch.outcome import EventLogReader, JobResult
 from ingot.trainer.launch.running import PlannedRestart, RunningJob
+from ingot.trainer.launch.slow_nodes import NONE_SLOW
 from ingot.trainer.launch.stopping import Stopping, report
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.incidents import JobIncident
@@ -150,7 +151,8 @@ class _SupervisedJob:
                 stopping.signal(number, machine)
             if stopping.is_over(is_ending=bool(seen.ended)) or (stopping.request and not running.started):
                 return None
-            if not seen.ended and (wanted := running.planned_restart(seen.slow)):
+            slow = NONE_SLOW if stopping.request else seen.slow
+            if not seen.ended and (wanted := running.planned_restart(slow)):
                 if not wanted.save:  # it may be wrong, also where a save was asked for
                     report(self._say, f"{_now()} {wanted.reason}; starting again from what was saved before")
                     return wanted

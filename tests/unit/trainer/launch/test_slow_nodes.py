@@ -2,6 +2,8 @@
 
 import contextlib
 import json
+import os
+import signal
 import time
 
 import pytest
@@ -94,6 +96,25 @@ def test_a_run_goes_on_with_fewer_nodes_if_that_is_faster(cluster, slowdown, lea
     cluster.finish()
     assert codes(cluster)["b"] == ("E-NODE-UNHEALTHY" if leaves else 0)
     assert len(cluster.planned()) == leaves
+
+
+def test_a_run_that_stops_drains_no_slow_node(cluster):
+    for name in "abc":
+        cluster.start(name, watchdog_seconds=_LONG)
+    pids = [event["pid"] for event in cluster.attempt(0).values()]
+    report(cluster, 1, slowdown=None)  # rank 0 has begun
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)  # its save takes long
+    cluster.kill("a", signal.SIGTERM)
+    ends = time.monotonic() + _LONG
+    while not cluster.folder.stop_request.exists():
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+    report(cluster, 1)
+    time.sleep(0.6)  # three looks of the leader
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    assert codes(cluster) == {"a": 10, "b": 10, "c": 10} and not health(cluster, 0)
 
 
 def test_a_place_counts_as_slow_by_its_work_for_a_day(cluster):
