@@ -7,6 +7,7 @@ _LADDER = "tests/unit/trainer/guard/test_ladder.py"
 _RUNS = "tests/unit/trainer/guard/test_guarded_runs.py"
 _TRENDS = "tests/unit/trainer/guard/test_trends.py"
 _ALERTS = "tests/unit/trainer/guard/test_alerts.py"
+_WAITS = "tests/unit/trainer/guard/test_no_host_wait.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -16,6 +17,14 @@ MUTANTS: list[Mutant] = [
         before="self.window.copy_(torch.where(skipped, self.window, moved))",
         after="self.window.copy_(moved)",
         tests=(f"{_JUDGE}::test_each_kind_is_found_and_leaves_the_window_as_it_was",),
+    ),
+    Mutant(
+        name="guard-reads-on-the-host",
+        what="the judgment of a step waits for the device",
+        file="trainer/guard/step_judge.py",
+        before="finite_loss, finite_norm = loss.isfinite(), norm.isfinite()",
+        after="finite_loss, finite_norm = torch.tensor(math.isfinite(loss.item())), norm.isfinite()",
+        tests=(f"{_WAITS}::test_nothing_in_a_step_reads_values_on_the_host[fp32]",),
     ),
     Mutant(
         name="empty-places-judged",

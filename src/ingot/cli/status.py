@@ -30,6 +30,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK
     from ingot.planner.show.layout import degrees_text
     from ingot.report.status import read_status, sparkline
+    from ingot.schema.events import ALERT
     from ingot.units import format_count, format_seconds
 
     if is_drill(args.run):
@@ -74,10 +75,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"check  {_check_text(status.fleet_check)}")
     if status.start_times:
         terminal.say(f"start  {_start_text(status)}")
-    if status.skipped_steps or status.roll_backs or status.guard:
+    if status.skipped_steps or status.roll_backs or status.guard or status.damaged_ranks:
         terminal.say(f"policy {_policy_text(status)}")
     for alert in status.alerts:
         terminal.say(f"alert  {alert}")
+    if status.happened and status.happened["kind"] != ALERT:  # alerts have lines of their own
+        terminal.say(f"last   step {status.happened['step']:,}: {status.happened['text']}")
     if status.quarantined:
         terminal.say(f"data   {_quarantine_text(status.quarantined)}")
     terminal.result(asdict(status))
@@ -201,6 +204,9 @@ def _policy_text(status: "RunStatus") -> str:
     if status.roll_backs:
         start, end = status.roll_backs[-1]
         parts.append(f"roll-backs {len(status.roll_backs):,} (last: step {start:,} to {end:,})")
+    if status.damaged_ranks:
+        ranks = ", ".join(map(str, status.damaged_ranks))
+        parts.append(f"damage found (rank{'s' * (len(status.damaged_ranks) > 1)} {ranks})")
     if status.guard:
         parts.append(f"guard: {status.guard}")
     return ", ".join(parts)

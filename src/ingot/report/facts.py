@@ -5,7 +5,7 @@ kind requires are counted in `unreadable_events` and not used.
 """
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeGuard
@@ -14,10 +14,9 @@ from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
+from ingot.report.timeline import KINDS, entry_of
 from ingot.schema import events as kinds
-from ingot.schema.alert import alert_of
 from ingot.schema.corpus import CorpusManifest
-from ingot.schema.guard_record import measure_of
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -46,10 +45,13 @@ _NUMBERS = {
     kinds.SETTING_CHANGED: ("step",),
     kinds.ROLLED_BACK: ("from_step", "to_step"),
     kinds.FINDING: ("step",),
+    kinds.SANITY: ("step",),
+    kinds.GRADIENT_RANGE: ("step",),
 }
 _PERHAPS_NOT_FINITE = {
     kinds.STEP: ("loss", "grad_norm", "lr"),
     kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
+    kinds.SANITY: ("loss",),
 }
 # Lists of an `experts` event with one value per layer, and such lists that may be null.
 _BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")
@@ -81,12 +83,12 @@ class RunData:
 
     steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
-    findings, alerts: the `skipped`, `rolled_back`, `passed`, `guard`, `finding` and `alert` events. quarantined: the
-    events of that name. health: the `health` events. unsaved: the
-    `checkpoint_failed` and `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256
-    of each named item. active_seconds: the time from the start of each attempt to its last event, summed; pauses
-    between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not resume
-    from it.
+    findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
+    have an entry in it (timeline.py), in the order of the log. sanity: the `sanity` events. ranges: the last
+    `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events.
+    weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item. active_seconds: the time from the
+    start of each attempt to its last event, summed; pauses between attempts are not included. unused: what is wrong
+    with the newest checkpoint, if training would not resume from it.
     """
 
     folder: RunFolder
@@ -115,9 +117,10 @@ class RunData:
     roll_backs: list[dict] = field(default_factory=list)
     passed: list[dict] = field(default_factory=list)
     measures: list[dict] = field(default_factory=list)
-    alerts: list[dict] = field(default_factory=list)
     findings: list[dict] = field(default_factory=list)
-    quarantined: list[dict] = field(default_factory=list)
+    timeline: list[dict] = field(default_factory=list)
+    sanity: list[dict] = field(default_factory=list)
+    ranges: dict[int, dict] = field(default_factory=dict)
     start_times: list[dict] = field(default_factory=list)
     health: list[dict] = field(default_factory=list)
     exported: dict | None = None
@@ -234,9 +237,8 @@ def read_run_events(data: RunData) -> None:
         kinds.ROLLED_BACK: data.roll_backs,
         kinds.PASSED: data.passed,
         kinds.GUARD: data.measures,
-        kinds.ALERT: data.alerts,
         kinds.FINDING: data.findings,
-        kinds.QUARANTINED: data.quarantined,
+        kinds.SANITY: data.sanity,
         kinds.START_TIMES: data.start_times,
         kinds.HEALTH: data.health,
     }
@@ -244,6 +246,8 @@ def read_run_events(data: RunData) -> None:
     for event in _readable_events(data.folder.events, data):
         kind = event["kind"]
         faults.see(event)
+        if kind in KINDS:
+            data.timeline.append(event)
         if kind in lists:
             lists[kind].append(event)
         elif kind == kinds.STEP:
@@ -254,6 +258,8 @@ def read_run_events(data: RunData) -> None:
             data.waits[event["step"]] = event
         elif kind == kinds.EXPERTS:
             data.experts[event["step"]] = event
+        elif kind == kinds.GRADIENT_RANGE:
+            data.ranges[event["step"]] = event
         elif kind == kinds.METRICS:
             for name, value in event["values"].items():
                 data.metrics.setdefault((event["by"], name), {})[event["step"]] = value
@@ -298,23 +304,19 @@ def _is_readable(event) -> bool:
         return False
     if kind == kinds.METRICS and not has_values(event):
         return False
-    if kind in _MADE_BY and not _can_be_made(_MADE_BY[kind], event):
-        return False
     if kind == kinds.FINDING and not _has_kinds(event):
         return False
-    if kind == kinds.QUARANTINED and not (step and isinstance(event.get("windows"), int) and "found" in event):
+    if kind == kinds.GRADIENT_RANGE and not _has_shares_by_layer(event):
         return False
     finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
-    return finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
+    finite = finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
+    return finite and (kind not in KINDS or _has_text(event))
 
 
-_MADE_BY = {kinds.GUARD: measure_of, kinds.ALERT: alert_of}
-
-
-def _can_be_made(make: Callable[[dict], object], event: dict) -> bool:
+def _has_text(event: dict) -> bool:
     try:
-        make(event)
-    except (KeyError, TypeError, ValueError):
+        entry_of(event)
+    except (AttributeError, KeyError, TypeError, ValueError):
         return False
     return True
 
@@ -347,6 +349,13 @@ def _has_numbers_by_layer(event: dict) -> bool:
     if len(columns) < len(names) or len({len(column) for column in columns}) > 1:
         return False
     return all(is_finite(value) or value != value for column in columns for value in column)
+
+
+def _has_shares_by_layer(event: dict) -> bool:
+    columns = [event.get(name) for name in ("layers", "underflow", "saturation")]
+    if not all(isinstance(column, list) for column in columns) or len({len(column or ()) for column in columns}) > 1:
+        return False
+    return all(is_number(share) for column in columns[1:] for share in column or ())
 
 
 def is_number(value) -> TypeGuard[float]:

@@ -1,27 +1,28 @@
-"""The section of a report on faults and recoveries, and on what the policy of the training loop did."""
+"""The section of a report on faults and recoveries, and on what the guards of the run found and did."""
 
-import math
 import time
+from collections.abc import Sequence
 
 from ingot.report.facts import RunData, is_finite
 from ingot.report.faults import FaultRecord
+from ingot.report.lineage.order_sections import windows_of
 from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
 from ingot.report.sections import plural
-from ingot.schema.alert import alert_of
-from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import described, measure_of
+from ingot.report.timeline import size_of, timeline
+from ingot.schema import events as kinds
 from ingot.trainer.resilience.start_times import PHASES
-from ingot.units import format_seconds
+from ingot.units import format_count, format_seconds
 
 _SHOWN_STARTS = 20
 _SHOWN_DRAINED = 20
 _SHOWN_FINDINGS = 20
-_SHOWN_STEPS = 8  # of the steps that one event names
+_SHOWN_PASSED = 20  # steps whose data were passed
+_SHOWN_WINDOWS = 8  # of a step
 
 
 def recovery_section(data: RunData) -> Section | None:
-    """Return the section on faults, recoveries, drained machines, findings, skipped updates and roll-backs, and on the
-    undisturbed twin if there is one."""
+    """Return the section on faults, recoveries, drained machines, what the guards found and did, and on the undisturbed
+    twin if there is one."""
     blocks: list[Block] = []
     for fault in data.faults[:20]:
         blocks.append(Text(_describe_fault(fault)))
@@ -37,12 +38,10 @@ def recovery_section(data: RunData) -> Section | None:
     drained = [event for event in data.health if event.get("verdict") in ("drain", "discard")]
     if rows := [(_clock(e["time"]), str(e.get("node")), str(e.get("words"))) for e in drained[-_SHOWN_DRAINED:]]:
         blocks.append(TableBlock(("Time", "Machine", "Why it left the run"), rows, caption="Drained machines"))
-    if incidents := _policy_rows(data):
-        blocks.append(
-            TableBlock(("Time", "Step", "What the policy did"), incidents, right=(1,), caption="By the policy")
-        )
+    blocks += _timeline(data)
     if data.findings:
         blocks += _findings(data)
+    blocks += _passed_windows(data) + _sanity(data) + _ranges(data)
     if data.twin:
         twin = data.twin
         verdict = "equal, bit for bit" if twin.equal else f"different by up to {twin.max_difference:.3g}"
@@ -65,14 +64,9 @@ def recovery_section(data: RunData) -> Section | None:
     return Section("recovery", "Faults and recovery", blocks) if blocks else None
 
 
-def _size(finding: dict) -> tuple[float, int]:
-    infinite = any("not finite" in kind for kind in finding["found"])  # its deviations have no meaning
-    return math.inf if infinite else max(finding["loss_sigmas"], finding["norm_sigmas"]), finding["step"]
-
-
 def _findings(data: RunData) -> list[Block]:
     """Return the table of what the guard found, and the command that explains it."""
-    shown = sorted(data.findings, key=_size)[-_SHOWN_FINDINGS:]
+    shown = sorted(data.findings, key=size_of)[-_SHOWN_FINDINGS:]
     rows = [
         (f"{e['step']:,}", ", ".join(e["found"]), f"{e['loss']:.4g}", f"{e['loss_sigmas']:+.1f}",
          f"{e['grad_norm']:.4g}", f"{e['norm_sigmas']:+.1f}")
@@ -92,36 +86,77 @@ def _start_cells(event: dict) -> tuple[str, ...]:
     return (f"{event['total_seconds']:.2f}", *(f"{s:.2f}" if is_finite(s) else "" for s in each))
 
 
-def _policy_rows(data: RunData) -> list[tuple[str, str, str]]:
-    """Return (time, step, text) of skipped updates, passed data, measures, alerts, data left out and roll-backs, by
-    time."""
-    found = []
-    for event in data.vetoes:
-        steps = event["steps"]
-        text = f"skipped the {plural(len(steps), 'update')} of {plural(len(steps), 'step')} {_steps_text(steps)}"
-        found.append((event["time"], f"{steps[0]:,}", text))
-    for event in data.passed:
-        steps = event["steps"]
-        text = f"passed the data of {plural(len(steps), 'step')} {_steps_text(steps)}"
-        found.append((event["time"], f"{steps[0]:,}", text))
-    for event in data.measures:
-        found.append((event["time"], f"{event['last']:,}", f"guard: {described(measure_of(event))}"))
-    for event in data.alerts:
-        found.append((event["time"], f"{event['step']:,}", f"alert: {alert_text(alert_of(event))}"))
-    for event in data.quarantined:
-        windows = event["windows"]
-        text = f"left out {windows:,} {plural(windows, 'window')} of the data: {event['found']}"
-        found.append((event["time"], f"{event['step']:,}", text))
-    for event in data.roll_backs:
-        back, again = event["to_step"], event["from_step"] - event["to_step"]
-        text = f"rolled back to the checkpoint of step {back:,}; {again:,} {plural(again, 'step')} trained again"
-        found.append((event["time"], f"{event['from_step']:,}", text))
-    return [(_clock(moment), step, text) for moment, step, text in sorted(found)]
+def _timeline(data: RunData) -> list[Block]:
+    """Return the table of what the guards found and what followed, in order."""
+    rows = []
+    back = iter(data.roll_backs)
+    for entry in timeline(data.timeline):
+        more = _lost(data, next(back)) if entry.kind == kinds.ROLLED_BACK else ""
+        rows.append((_clock(entry.time), f"{entry.step:,}", entry.text + more))
+    caption = "What was found and done, in order"
+    return [TableBlock(("Time", "Step", "What happened"), rows, right=(1,), caption=caption)] if rows else []
 
 
-def _steps_text(steps: list[int]) -> str:
-    shown = ", ".join(f"{step:,}" for step in steps[:_SHOWN_STEPS])
-    return shown + (f" and {len(steps) - _SHOWN_STEPS:,} more" if len(steps) > _SHOWN_STEPS else "")
+def _lost(data: RunData, event: dict) -> str:
+    """Return what a roll-back cost, and the loss before it and after it, as far as they are known."""
+    back, step = event["to_step"], event["from_step"]
+    text = f"; {format_count((step - back) * data.run.tokens_per_step)} tokens" if data.run else ""
+    passed = {own for one in data.passed for own in one["steps"]}
+    after = next((own for own in range(step, data.last_step + 1) if own in data.steps and own not in passed), None)
+    if back in data.steps and after is not None:
+        losses = data.steps[back]["loss"], data.steps[after]["loss"]
+        text += f"; the loss was {losses[0]:.4g} at step {back:,}, and is {losses[1]:.4g} at step {after:,}"
+    return text
+
+
+def _passed_windows(data: RunData) -> list[Block]:
+    """Return the table of the windows of data that were passed, by step."""
+    steps = sorted({step for event in data.passed for step in event["steps"]})
+    if not steps or data.run is None:
+        return []
+    found = windows_of(data.folder.root, steps[:_SHOWN_PASSED])
+    rows = [(f"{step:,}", f"{len(own)}", _windows_text(own)) for step, own in found.items()]
+    if not rows:
+        return []
+    more = f", the first {len(rows)}" if len(rows) < len(steps) else ""
+    caption = f"Data that were passed: {len(steps)} {plural(len(steps), 'step')}{more}"
+    heads = ("Step", "Windows", "Tokens of each shard")
+    text = f"The documents of a step: ingot data trace --run {data.folder.root} --step N"
+    return [TableBlock(heads, rows, right=(0, 1), caption=caption, folded=len(rows) > 6), Text(text)]
+
+
+def _windows_text(windows: Sequence[tuple[str, int, int]]) -> str:
+    """Return windows as text. windows: (shard, first token, token after the last)."""
+    by_shard: dict[str, list[str]] = {}
+    for shard, begin, end in windows[:_SHOWN_WINDOWS]:
+        by_shard.setdefault(shard, []).append(f"{begin:,}-{end - 1:,}")
+    more = f" and {len(windows) - _SHOWN_WINDOWS:,} more" if len(windows) > _SHOWN_WINDOWS else ""
+    return "; ".join(f"{shard} {', '.join(spans)}" for shard, spans in by_shard.items()) + more
+
+
+def _sanity(data: RunData) -> list[Block]:
+    """Return the table of the losses of held-out text before saves."""
+    if not data.sanity:
+        return []
+    rows = [(f"{e['step']:,}", f"{e['loss']:.4f}", "suspect" if e.get("suspect") else "") for e in data.sanity]
+    caption = f"Held-out text before saves: {len(rows)} {plural(len(rows), 'checkpoint')}"
+    heads = ("Step", "Loss", "Checkpoint")
+    return [TableBlock(heads, rows[-_SHOWN_FINDINGS:], right=(0, 1), caption=caption, folded=True)]
+
+
+def _ranges(data: RunData) -> list[Block]:
+    """Return the table of the range of the gradient by layer, as it was measured last."""
+    if not data.ranges:
+        return []
+    step = max(data.ranges)
+    event = data.ranges[step]
+    columns = event["layers"], event["underflow"], event["saturation"]
+    rows = [(str(layer), f"{under:.2%}", f"{over:.2%}") for layer, under, over in zip(*columns, strict=True)]
+    heads = ("Layer", "0 or subnormal", "Near the largest number")
+    scale = event.get("loss_scale")
+    caption = f"Range of the gradient in the training precision at step {step:,}"
+    caption += f", loss scale {scale:g}" if is_finite(scale) else ""
+    return [TableBlock(heads, rows, right=(1, 2), caption=caption, folded=True)]
 
 
 def _clock(moment: float) -> str:

@@ -1,11 +1,13 @@
 """The state of a run, read from its event log and its lock, while the run may be training. Nothing is written."""
 
 import time
-from dataclasses import dataclass, field
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ingot.events import read_events
 from ingot.report.facts import has_values, no_run_folder
+from ingot.report.timeline import KINDS, TimelineEntry, entry_of
 from ingot.schema import events
 from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
@@ -37,6 +39,8 @@ class RunStatus:
     kept_step, kept_nodes: the newest snapshot in memory, and how many nodes have each part of it, at least.
     stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
+    happened: the newest entry of the timeline (timeline.py): what the guards of the run found or did last.
+    damaged_ranks: the ranks whose state or gradients were found damaged, and those among which a damaged one is.
     guard: the last measure of the guard, in words; "": none. alerts: the last of each kind, in words, the newest last.
     quarantined: what the run leaves out of its tokens: the `quarantined` events, oldest first.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
@@ -84,6 +88,8 @@ class RunStatus:
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
     guard: str = ""
+    happened: dict | None = None
+    damaged_ranks: tuple[int, ...] = ()
     alerts: tuple[str, ...] = ()
     quarantined: tuple[dict, ...] = ()
     log_damage: str = ""
@@ -149,6 +155,8 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
         guard=log.asked or log.guard,
+        happened=asdict(log.happened) if log.happened else None,
+        damaged_ranks=tuple(sorted(log.damaged)),
         alerts=tuple(log.alerts.values()),
         quarantined=tuple(_without_kind(event) or {} for event in log.quarantined),
         losses=tuple(losses[step] for step in sorted(losses)),
@@ -185,6 +193,8 @@ class _Log:
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
     asked: str = ""
+    happened: TimelineEntry | None = None
+    damaged: set[int] = field(default_factory=set)
     alerts: dict[str, str] = field(default_factory=dict)
     quarantined: list[dict] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -194,6 +204,10 @@ class _Log:
         kind = event.get("kind", "")
         self.latest = event.get("time", self.latest)
         self.last[kind] = event
+        if kind in KINDS:
+            with suppress(AttributeError, KeyError, TypeError, ValueError):  # of a version that wrote other fields
+                self.happened = entry_of(event) or self.happened
+                self.damaged |= {event["rank"]} if kind == events.STATE_DAMAGED else set()
         if kind == events.STEP:
             self.losses[event["step"]] = event["loss"]
         elif kind == events.RUN_STARTED:

@@ -31,7 +31,7 @@ _TABLE = {
     ChangeClass.SAME_BITS: {
         "": "name",
         # The token stream is compared by its fingerprint, not by its path.
-        "data": "tokens heldout tokenizer prefetch quarantine on_damage max_quarantined",
+        "data": "tokens heldout tokenizer prefetch on_damage max_quarantined",
         "parallel": "prefetch reshard offload_folder",
         "checkpoint": "mode every every_steps keep keep_every weights_every weights_keep replicas disks",
         "checkpoint.remote": "url keep keep_every bytes_per_second",
@@ -56,7 +56,7 @@ _TABLE = {
     },
     ChangeClass.OTHER_NUMBERS: {
         "": "seed init callbacks loss",
-        "data": "weights mask_documents skip",
+        "data": "weights mask_documents skip quarantine",
         "data.filter": "ngram max_repeated max_broken",
         "train": "steps seq_len global_batch precision tf32",
         "optim": "lr beta1 beta2 eps weight_decay clip_norm options",

@@ -25,6 +25,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   data_trouble   rank, step, path, reason, tries, seconds             token shards that could not be read at first
   quarantined    step, shard, begin, end (the tokens of it that are left out from this step on), windows (that they
                  touch), code, found (in words), rank, host           damaged data with data.on_damage = "quarantine"
+  listed         step, path (of a quarantine list), documents (of it in the tokens), windows (that have a token of them,
+                 and are left out from this step on)                 one per list with documents that are new to the run
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
@@ -51,7 +53,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                                                                       written by the rank; a rolled_back event follows
   state_replayed step (of the damage), ranks [..], named (true: all of them are damaged; false: one of them), verdict
                  ("transient", "persistent", or "other": other ranks were damaged)   the steps were trained again
-  rolled_back    from_step, to_step                                   training continues from the checkpoint of to_step
+  rolled_back    from_step, to_step, why (this checkpoint, in words), passed_over [{step, reason} ..] (newer ones)
+                                                                      training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), write_seconds (until it was verified), path
                                                                       after the checkpoint was verified
   checkpoint_skipped  step, what ("full", or "weights" alone), in_flight (step)   an earlier save was being written
@@ -113,6 +116,7 @@ WAITS = "waits"
 STRAGGLER = "straggler"
 DATA_TROUBLE = "data_trouble"
 QUARANTINED = "quarantined"
+LISTED = "listed"
 EXPERTS = "experts"
 METRICS = "metrics"
 SKIPPED = "skipped"

@@ -1,4 +1,4 @@
-"""The quarantine list: documents that later builds leave out, and `ingot data purge --quarantine` removes.
+"""The quarantine list: documents that later builds and runs leave out, and `ingot data purge --quarantine` removes.
 
 A text file with one JSON object per line, the fields of QuarantineEntry. Lines may be removed by hand. No torch.
 """
@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 from ingot.errors import DataError, DataMissing
-from ingot.schema.tokens import DOCUMENT_DTYPE, read_token_manifest
+from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, read_token_manifest
 from ingot.storage import exclusive, write_atomic
 
 _ID = re.compile("[0-9a-f]{32}")
@@ -89,21 +89,37 @@ def documents_of(path: Path) -> frozenset[str]:
     )
 
 
-def listed_in(tokens: Path, lists: Sequence[Path]) -> dict[Path, int]:
-    """Return list -> how many of its documents are in a token folder, without those that have none.
+@dataclass(frozen=True)
+class ListedDocument:
+    """The tokens begin..end-1 of a shard, which are a document of a quarantine list. path: of the list."""
+
+    shard: Shard
+    begin: int
+    end: int
+    document: str
+    path: Path
+
+
+def listed_in(tokens: Path, lists: Sequence[Path]) -> list[ListedDocument]:
+    """Return the documents of a token folder that are on `lists`, in the order of the tokens; one that is on several
+    lists is of the first.
 
     Reads the document index of every shard, 28 bytes for each document. Raises the errors of `read_quarantine` and of
-    `read_token_manifest`.
+    `read_token_manifest`, and OSError.
     """
     import numpy as np
 
-    wanted = {path: [bytes.fromhex(entry.document) for entry in read_quarantine(path)] for path in lists}
-    found = dict.fromkeys(lists, 0)
-    for shard in read_token_manifest(tokens).shards if any(wanted.values()) else ():
+    by_id: dict[bytes, Path] = {}
+    for path in lists:
+        for entry in read_quarantine(path):
+            by_id.setdefault(bytes.fromhex(entry.document), path)
+    wanted, found = np.array(list(by_id), "S16"), list[ListedDocument]()
+    for shard in read_token_manifest(tokens).shards if by_id else ():
         index = np.fromfile(tokens / f"{shard.name}.documents", DOCUMENT_DTYPE)
-        for path, ids in wanted.items():
-            found[path] += int(np.isin(index["id"].view("S16"), np.array(ids, "S16")).sum())
-    return {path: count for path, count in found.items() if count}
+        for row in index[np.isin(index["id"].view("S16"), wanted)]:
+            begin, document = int(row["start"]), bytes(row["id"])
+            found.append(ListedDocument(shard, begin, begin + int(row["tokens"]), document.hex(), by_id[document]))
+    return found
 
 
 def _entry(path: Path, number: int, line: bytes) -> QuarantineEntry:

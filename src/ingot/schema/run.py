@@ -50,8 +50,8 @@ class Data:
     prefetch: batches that each rank reads ahead; more batches cover longer pauses of the storage.
     skip: steps whose batches are passed: "120", or "120-122". They keep their number and their learning rate, but
       nothing is computed and nothing changes.
-    quarantine: lists of documents that the tokens should not have (schema/quarantine.py); `ingot check` and each start
-      warn of those that they have.
+    quarantine: lists of documents (schema/quarantine.py) that are not trained on: windows with a token of them are
+      replaced by others of the same source, from the start on that reads the list.
     on_damage: what follows if a token shard is damaged, missing or of another build: "stop", or "quarantine": its
       damaged windows are replaced by others of the same source, on all ranks, from the step on that would use them.
     max_quarantined: the largest share of the windows of a source that may be in quarantine; beyond it the run stops.

@@ -1,7 +1,7 @@
 """Ranges of steps in the run file and in records: "120" or "120-122", inclusive."""
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from ingot.errors import ConfigError
@@ -32,3 +32,14 @@ def parse_step_range(text: str) -> StepSpan:
 def among(step: int, ranges: Iterable[StepSpan]) -> bool:
     """Return whether `step` is in one of `ranges`."""
     return any(step in one for one in ranges)
+
+
+def steps_text(steps: Sequence[int]) -> str:
+    """Return consecutive steps as ranges: "4, 7-9"."""
+    runs: list[list[int]] = []
+    for step in steps:
+        if runs and step == runs[-1][-1] + 1:
+            runs[-1].append(step)
+        else:
+            runs.append([step])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

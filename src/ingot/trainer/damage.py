@@ -19,7 +19,7 @@ from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
-from ingot.trainer.save import reload
+from ingot.trainer.save import reload, report_roll_back
 
 _DRAIN_SECONDS = 30.0  # that ranks wait for their launcher to end them, so that it can drain the machine
 _SIGNS = {
@@ -57,9 +57,7 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
     back_at = reload(trainer)
     hashes.replay(damage)
     trainer.schedule.failed(FULL)  # the save that was due at this line comes soon
-    trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at)
-    s = "s" * (step - back_at != 1)
-    trainer.say(f"rollback  from step {step} to step {back_at}: {step - back_at} step{s} trained again")
+    report_roll_back(trainer, step, back_at, "its state was compared when it was saved")
     return back_at
 
 

@@ -25,7 +25,7 @@ from ingot.schema.quarantine_record import (
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero
 from ingot.trainer.loader.loader import Batch, Loader
-from ingot.trainer.loader.quarantine import touched
+from ingot.trainer.loader.quarantine import require_few, touched
 from ingot.trainer.loader.reader import DAMAGE, DamagedTokens
 from ingot.trainer.mesh.collectives import largest_of_ranks
 from ingot.trainer.parts import RunParts
@@ -117,25 +117,11 @@ def _record(trainer: RunParts, found: Sequence[dict[str, Any]]) -> list[dict[str
             step=loader.next_step,
         )
     records = (*trainer.quarantine, *new)
-    _require_few(trainer, records, reports)
+    left_out = loader.order_with(records).quarantine
+    fix = "copy the damaged shards again from their origin (ingot data verify DIR finds all damage)"
+    require_few(left_out, trainer.config.data.max_quarantined, reports[0]["found"], fix)
     write_quarantine(trainer.folder.quarantine, records)
     return reports
-
-
-def _require_few(trainer: RunParts, records: Sequence[Quarantined], reports: Sequence[dict[str, Any]]) -> None:
-    most = trainer.config.data.max_quarantined
-    for source, (out, among) in trainer.loader.order_with(records).quarantine.shares().items():
-        if out > most * among:
-            raise DataError(
-                "E-QUARANTINE-LIMIT",
-                f"{out:,} of the {among:,} windows of source {source!r} would be in quarantine. {reports[0]['found']}",
-                rule=f"at most data.max_quarantined = {most:g} of the windows of a source are replaced by others of it",
-                fix="copy the damaged shards again from their origin (ingot data verify DIR finds all damage), or "
-                "raise data.max_quarantined; then run the same command again: it continues",
-                source=source,
-                windows=out,
-                of=among,
-            )
 
 
 def _log(trainer: RunParts, report: dict[str, Any]) -> None:

@@ -23,6 +23,7 @@ from ingot.schema.guard_record import Measure, described
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.schema.step_ranges import steps_text
 from ingot.theory.devices import peak_flops
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
@@ -185,17 +186,6 @@ def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
 def explanation(folder: RunFolder, own: StepNumbers) -> str:
     """Return the command that explains a step with a finding."""
     return f"ingot explain {'spike' if own.is_finite else 'nan'} {folder.root} --step {own.step}"
-
-
-def steps_text(steps: Sequence[int]) -> str:
-    """Return consecutive steps as ranges: "4, 7-9"."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
 
 
 def log_measure(log: Callable[..., None], say: Callable[[str], None], measure: Measure) -> None:

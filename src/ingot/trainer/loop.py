@@ -32,7 +32,7 @@ from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult, passed_step
 from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, StopRequest
-from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, save, settle
+from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, report_roll_back, save, settle
 from ingot.trainer.step import train_step
 
 ROLL_BACKS_PER_STEP = 6  # the guard takes five measures
@@ -317,6 +317,5 @@ def require_progress(trainer: RunParts, step: int, so_far: Counter[int]) -> None
 def roll_back(trainer: RunParts, step: int) -> int:
     """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective."""
     back_at = reload(trainer)
-    trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at)
-    trainer.say(f"rollback  from step {step} to step {back_at}")
+    report_roll_back(trainer, step, back_at)
     return back_at

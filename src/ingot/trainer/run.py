@@ -28,6 +28,7 @@ from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.guards import alert_watch, open_guards, policy_of, range_of_gradients, sanity_judge
 from ingot.trainer.heldout import check_prompts, data_path, open_encoder, open_heldout
+from ingot.trainer.listed_data import leave_out_listed
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
 from ingot.trainer.loop import Ending, train
@@ -138,12 +139,12 @@ def build_trainer(
     parts = build_parts(config, place.device, base, continues=continues, given=given, clock=clock)
     on_rank_zero = say if place.is_first else _silent
     parts.policy = policy = policy_of(config, folder, parts.step_judge, log, on_rank_zero)
-    recorded = given.added_to(config)
+    whole = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
-        settings=recorded.settings(),
-        config_sha256=recorded.training_sha256(),
+        settings=whole.settings(),
+        config_sha256=whole.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
         epoch=from_rank_zero(lambda: epoch),
@@ -154,7 +155,8 @@ def build_trainer(
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     parts.gradient_range = range_of_gradients(config, parts)
-    quarantine = recorded_quarantine(folder, loaded.restored)
+    recorded = recorded_quarantine(folder, loaded.restored)
+    quarantine = leave_out_listed(config, folder, recorded, first_step, log, on_rank_zero)
     stragglers = straggler_watch(config, parts.mesh, place, on_rank_zero)
     trainer = RunParts(
         **vars(parts),

@@ -17,6 +17,7 @@ from ingot.errors import IngotError, RunFailed
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.trainer.checkpoint.replicas import Copied
+from ingot.trainer.checkpoint.resumable import roll_back_choice
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
 from ingot.trainer.damaged_data import recorded_quarantine
@@ -347,3 +348,19 @@ def reload(trainer: RunParts) -> int:
     if trainer.sanity is not None:
         trainer.sanity.restore(restored.guard.sanity)
     return restored.step
+
+
+def report_roll_back(trainer: RunParts, step: int, back_at: int, sound: str = "") -> None:
+    """Report that the run went back from `step` to the checkpoint of `back_at`, and why to that one.
+
+    sound: as for `roll_back_choice`.
+    """
+    if not trainer.place.is_first:  # the choice is read from the folder, and only rank 0 reports
+        return
+    choice = roll_back_choice(trainer.folder, back_at, sound)
+    passed_over = [{"step": at, "reason": reason} for at, reason in choice.passed_over]
+    trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at, why=choice.why, passed_over=passed_over)
+    s = "s" * (step - back_at != 1)
+    trainer.say(f"rollback  from step {step} to step {back_at}: {step - back_at} step{s} trained again")
+    others = "".join(f"; not step {at}: {reason}" for at, reason in choice.passed_over)
+    trainer.say(f"          why step {back_at}: {choice.why}{others}")

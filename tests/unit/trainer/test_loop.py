@@ -313,9 +313,11 @@ def test_rolling_back_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run)
 
     results = fork_ranks(roll_back, 2)
     assert [ending for ending, _ in results] == [(12, False)] * 2
-    assert [line for line in results[0][1] if line.startswith("rollback")] == [
-        "rollback  from step 7 to step 5",
-        "rollback  from step 12 to step 10",
+    assert [line for line in results[0][1] if line.startswith(("rollback", "          why"))] == [
+        "rollback  from step 7 to step 5: 2 steps trained again",
+        "          why step 5: it is the newest, and in no doubt",
+        "rollback  from step 12 to step 10: 2 steps trained again",
+        "          why step 10: it is the newest, and in no doubt",
     ]
     jumps = [(e["from_step"], e["to_step"]) for e in read_events(broken.events, "rolled_back")]
     assert jumps == [(7, 5), (12, 10)]

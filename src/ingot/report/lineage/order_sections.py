@@ -1,10 +1,12 @@
 """The order of samples of a run, step by step: divided wherever a setting of the order changed on the way."""
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 from ingot.data.lineage.purge.history import TokenLayout
-from ingot.errors import DataError
+from ingot.errors import DataError, IngotError
 from ingot.report.lineage.exposure import RunTokens
 from ingot.schema.quarantine_record import Quarantined
 from ingot.trainer.loader.order import KEY as WEIGHTS
@@ -97,3 +99,21 @@ class OrderByStep:
             section = next(s for s in self.sections if step <= s.last)
             self._at = section, section.order()
         return self._at
+
+
+def windows_of(root: Path, steps: Sequence[int]) -> dict[int, list[tuple[str, int, int]]]:
+    """Return, for each of `steps` of the run folder `root`, its windows in the order of the batch: (shard, first token,
+    token after the last). Steps whose tokens are no longer there are left out."""
+    try:
+        run = RunTokens(root)
+    except IngotError:
+        return {}
+    orders, found = OrderByStep(run, run.config.train.steps), {}
+    for step in steps:
+        with suppress(DataError, StopIteration):
+            section, order = orders.at(step)
+            shards, starts = order.locate(order.step(step, section.global_batch))
+            names = [order.manifest.shards[number].name for number in shards.tolist()]
+            spans = [(start, start + section.seq_len + 1) for start in starts.tolist()]
+            found[step] = [(name, *span) for name, span in zip(names, spans, strict=True)]
+    return found

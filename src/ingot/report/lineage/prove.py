@@ -27,7 +27,7 @@ from ingot.trainer.loader.epochs import EpochCount
 from ingot.trainer.loader.ledger import compare_step, damaged_segment, is_untrained, of_step, read_segment
 from ingot.trainer.loader.order import KEY as WEIGHTS
 from ingot.trainer.loader.order import Order
-from ingot.trainer.loader.reader import TokenReader
+from ingot.trainer.loader.reader import DAMAGE, TokenReader
 
 TOKENS = "data.tokens"
 
@@ -137,7 +137,7 @@ class _Prover:
         self._section: OrderSection | None = None
         self._shards: set[int] = set()  # of the present tokens
         self._gone: list[OrderSection] = []  # sections whose tokens have been purged since
-        self._left_out = {one.shard for one in run.quarantine}
+        self._left_out = {one.shard for one in run.quarantine if one.code in DAMAGE}
 
     def segment(self, segment: LedgerSegment) -> None:
         """Compare all steps of a segment. Raises DataError at the first difference."""

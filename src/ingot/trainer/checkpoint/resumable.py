@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.guard_record import Measure
+from ingot.schema.guard_record import NO_DOUBT, Measure
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
 from ingot.trainer.checkpoint.places import Places
@@ -86,6 +86,30 @@ def went_on_after(folder: RunFolder, measure: Measure) -> bool:
 def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:
     """Return the checkpoint that a resume takes first: the newest without damage, those in doubt last."""
     return next((c for c in sorted(listed, key=lambda c: c.doubt.grade) if not c.damage), None)
+
+
+@dataclass(frozen=True)
+class RollBackChoice:
+    """Why a run went back to a checkpoint. why: as the rest of a sentence, "it is the newest". passed_over: newer
+    checkpoints, the newest first, as (step, reason why it did not go back to them)."""
+
+    why: str
+    passed_over: tuple[tuple[int, str], ...]
+
+
+def roll_back_choice(folder: RunFolder, step: int, sound: str = "") -> RollBackChoice:
+    """Return why the run went back to the checkpoint of `step`, which it has just loaded.
+
+    sound: why the weights of a checkpoint without doubt are sound, as the rest of a sentence; "": nothing more is known.
+    """
+    listed = judged_checkpoints(folder)
+    newer = [one for one in listed if one.step > step]
+    passed_over = tuple((one.step, one.damage or one.doubt.reason or "it was damaged when it was read") for one in newer)
+    doubt = next((one.doubt for one in listed if one.step == step), NO_DOUBT)
+    if doubt.grade:
+        return RollBackChoice(f"none is in less doubt: {doubt.reason}", passed_over)
+    why = "it is the newest without doubt" if newer else "it is the newest, and in no doubt"
+    return RollBackChoice(why + (f"; {sound}" if sound else ""), passed_over)
 
 
 def find_resume_point(folder: RunFolder) -> ResumePoint:

@@ -16,7 +16,6 @@ from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.accepted import read_accepted, write_accepted
 from ingot.schema.changes import CLASSES, ChangeClass, SettingChange
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.quarantine import listed_in
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
@@ -32,6 +31,7 @@ from ingot.trainer.checkpoint.places import own_disks, require_disks
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
 from ingot.trainer.lease import RunLease
+from ingot.trainer.listed_data import listed_windows
 from ingot.trainer.mesh.environment import environment_number
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
@@ -240,13 +240,13 @@ def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) 
 
 
 def _check_quarantined(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Report documents of the quarantine lists that are in the training tokens."""
-    tokens = (folder.root / config.data.tokens).resolve()
-    lists = [(folder.root / path).resolve() for path in config.data.quarantine]
-    for path, count in listed_in(tokens, lists).items():
+    """Report documents of the quarantine lists that are in the training tokens. Raises DataError if the run would have
+    to leave out too many windows because of them."""
+    purge = f"ingot data purge {(folder.root / config.data.tokens).resolve().parent.parent} --quarantine"
+    for path, (documents, windows) in listed_windows(config, folder).items():
         say(
-            f"warning: the tokens have {count:,} documents of {path}; remove them: ingot data purge "
-            f"{tokens.parent.parent} --quarantine {path}"
+            f"warning: the tokens have {documents:,} documents of {path}: the run leaves out {windows:,} windows; to "
+            f"remove them from the tokens: {purge} {path}"
         )
 
 

@@ -1,4 +1,4 @@
-"""The windows that training leaves out, because their tokens are damaged, and the windows that take their places.
+"""The windows that training leaves out, because their tokens are damaged or listed, and the windows in their places.
 
 A window is replaced by another one of its source, which a function of the run's seed and the number of the sample
 chooses: so the mixture stays as it is, and the order is a function of seed, token manifest and record
@@ -30,12 +30,28 @@ def touched(windows: Windows, shard: int, begin: int, end: int) -> range:
 
 
 @dataclass(frozen=True)
-class _Span:
-    """The windows first..last-1, which samples from `sample` on do not use."""
+class _Spans:
+    """Windows that samples from `sample` on do not use: firsts[i]..lasts[i]-1, sorted, without overlap; int64."""
 
-    first: int
-    last: int
     sample: int
+    firsts: np.ndarray
+    lasts: np.ndarray
+
+    @classmethod
+    def of(cls, sample: int, spans: Sequence[range]) -> "_Spans":
+        """Return `spans`, each of one shard, without their overlaps."""
+        merged: list[range] = []
+        for span in sorted(spans, key=lambda one: one.start):
+            if merged and span.start < merged[-1].stop:
+                merged[-1] = range(merged[-1].start, max(merged[-1].stop, span.stop))
+            else:
+                merged.append(span)
+        return cls(sample, np.array([one.start for one in merged]), np.array([one.stop for one in merged]))
+
+    def have(self, ids: np.ndarray) -> np.ndarray:
+        """Return whether each of the windows `ids` is one of them: bool, [n]."""
+        at = np.searchsorted(self.firsts, ids, side="right") - 1
+        return (at >= 0) & (ids < self.lasts[at])
 
 
 class QuarantinedWindows:
@@ -48,11 +64,12 @@ class QuarantinedWindows:
     def __init__(self, manifest: TokenManifest, windows: Windows, key: int, records: Sequence[tuple[int, Quarantined]]):
         self._manifest, self._windows, self._key = manifest, windows, derive(key, "replacement")
         index = {(shard.name, shard.blocks_sha256): number for number, shard in enumerate(manifest.shards)}
-        self._spans: list[_Span] = []
+        by_sample: dict[int, list[range]] = {}
         for sample, one in records:
             number = index.get((one.shard, one.blocks_sha256))
             if number is not None and (own := touched(windows, number, one.begin, one.end)):
-                self._spans.append(_Span(own.start, own.stop, sample))
+                by_sample.setdefault(sample, []).append(own)
+        self._spans = [_Spans.of(sample, own) for sample, own in by_sample.items()]
         self._shard_of_source: dict[str, np.ndarray] = {}
         for source, (out, among) in self.shares().items():
             if out == among:
@@ -72,18 +89,17 @@ class QuarantinedWindows:
     def shares(self) -> dict[str, tuple[int, int]]:
         """Return, for each source with windows in quarantine, their number and that of all its windows."""
         found: dict[str, int] = {}
-        end = 0
-        for span in sorted(self._spans, key=lambda one: one.first):
-            source = self._source(span.first)
-            found[source] = found.get(source, 0) + max(span.last - max(span.first, end), 0)
-            end = max(end, span.last)
+        every = _Spans.of(0, [range(*span) for one in self._spans for span in zip(one.firsts, one.lasts, strict=True)])
+        for first, last in zip(every.firsts.tolist(), every.lasts.tolist(), strict=True):
+            source = self._source(first)
+            found[source] = found.get(source, 0) + last - first
         return {source: (out, int(self._of_source(source)[-1])) for source, out in found.items()}
 
     def replaced(self, first: int, ids: np.ndarray) -> np.ndarray:
         """Return whether each of the windows `ids`, those of the samples from `first` on, is left out: bool, [n]."""
         samples, out = np.arange(first, first + len(ids)), np.zeros(len(ids), bool)
-        for span in self._spans:
-            out |= (ids >= span.first) & (ids < span.last) & (samples >= span.sample)
+        for spans in self._spans:
+            out |= spans.have(ids) & (samples >= spans.sample)
         return out
 
     def apply(self, first: int, ids: np.ndarray) -> np.ndarray:
@@ -103,7 +119,7 @@ class QuarantinedWindows:
             number = derive(self._key, sample, attempt) % int(ends[-1])
             shard = int(np.searchsorted(ends, number, side="right"))
             found = number - int(ends[shard]) + int(self._windows.ends[shard])
-            if not any(one.first <= found < one.last and sample >= one.sample for one in self._spans):
+            if not self.replaced(sample, np.array([found]))[0]:
                 return found
         raise AssertionError("count() has no end")
 
@@ -116,3 +132,18 @@ class QuarantinedWindows:
             own = [shard.source == source for shard in self._manifest.shards]
             self._shard_of_source[source] = np.cumsum(np.where(own, self._windows.counts, 0))
         return self._shard_of_source[source]
+
+
+def require_few(left_out: QuarantinedWindows, most: float, found: str, fix: str) -> None:
+    """Raise DataError if more than the share `most` of the windows of a source is left out. found: the last cause."""
+    for source, (out, among) in left_out.shares().items():
+        if out > most * among:
+            raise DataError(
+                "E-QUARANTINE-LIMIT",
+                f"{out:,} of the {among:,} windows of source {source!r} would be in quarantine. {found}",
+                rule=f"at most data.max_quarantined = {most:g} of the windows of a source are replaced by others of it",
+                fix=f"{fix}, or raise data.max_quarantined; then run the same command again: it continues",
+                source=source,
+                windows=out,
+                of=among,
+            )

@@ -10,12 +10,16 @@ from tests.unit.trainer.test_mixture_change import accept
 from ingot.cli.main import main
 from ingot.errors import RunFailed
 from ingot.events import read_events
+from ingot.report.lineage.exposure import RunTokens
+from ingot.report.lineage.order_sections import windows_of
 from ingot.report.lineage.prove import prove_run
 from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, Measure, read_measures, write_measures
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer import step as trainer_step
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.loader.ledger import of_step, read_ledger
+from ingot.trainer.loader.reader import Windows
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.step import train_step
 
@@ -86,10 +90,18 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
     assert [(one.action, one.first, one.last) for one in measures] == [(AGAIN, 20, 22), (PASS, 20, 22)]
     assert [(e["from_step"], e["to_step"]) for e in of_kind(found, "rolled_back")] == [(24, 10)] * 2
     assert any(line.startswith("guard     steps 20-22: ") for line in results[0][1])
+    assert [[one["step"] for one in e["passed_over"]] for e in of_kind(found, "rolled_back")] == [[20, 15]] * 2
+    assert all("without doubt" in e["why"] for e in of_kind(found, "rolled_back"))
     assert saved_tensors(found) == saved_tensors(ordered)
     manifest = ledger_proof(found, load_run(found.config))
     assert manifest.guard.measures == tuple(measures)
     assert [step for one in manifest.ledger for step in one.untrained] == [20, 21, 22, 23, 24]
+    consumed = {step: of_step(ids) for step, ids in read_ledger(found.ledger, manifest.ledger)}
+    windows = Windows(RunTokens(found.root).manifest, 16)
+    passed = windows_of(found.root, [20, 22])
+    assert {step: [begin for _, begin, _ in own] for step, own in passed.items()} == {
+        step: windows.locate(consumed[step])[1].tolist() for step in (20, 22)
+    }
     killed = make_run("killed", **run)
     train_with(fork_ranks, killed, bad, until_step=21)
     assert [e["step"] for e in of_kind(killed, "stopped")] == [21] and not killed.guard.exists()

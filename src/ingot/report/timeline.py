@@ -1,0 +1,174 @@
+"""The timeline of a run in words: what its guards found, what was decided, and where training went on.
+
+Found are bad steps, damage of the state, damaged data and weights in doubt; decided are measures, skipped updates,
+passed data and roll-backs. Events of other kinds are not in it.
+"""
+
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ingot.schema import events as kinds
+from ingot.schema.alert import alert_of
+from ingot.schema.alert import described as alert_text
+from ingot.schema.guard_record import described, measure_of
+from ingot.schema.step_ranges import steps_text
+
+_SHOWN_RANGES = 8  # of the steps that one entry names
+_SIGNS = {
+    "own_hash": "its state changed between two updates",
+    "minority": "its copy differs from most others, which are equal",
+    "undecided": "its copy differs from another one: one of the ranks with such an entry is damaged",
+    "recomputed": "it computed other gradients of the same tokens than another rank: one of the ranks with such an "
+    "entry is damaged",
+    "recomputed_alone": "it computed other gradients of the same tokens than other ranks, which agree",
+}
+_VERDICTS = {
+    "transient": "the same steps show no damage when trained again, so it was transient",
+    "persistent": "the same steps were damaged again, so the fault persists",
+    "other": "other ranks were damaged when the steps were trained again, so nothing is known of the first damage",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class TimelineEntry:
+    """Something that a guard found, or that was decided because of it. time: Unix seconds. step: where it was found or
+    decided. kind: of its event. text: a sentence for people, without the step."""
+
+    time: float
+    step: int
+    kind: str
+    text: str
+
+
+def entry_of(event: Mapping[str, Any]) -> TimelineEntry | None:
+    """Return the entry of an event; None if it has none. Raises KeyError, TypeError or ValueError if the event lacks
+    what its kind has."""
+    if (describe := _TEXTS.get(event["kind"])) is None or (text := describe(event)) is None:
+        return None
+    steps = event.get("steps")
+    step = steps[0] if steps else event[_STEP_OF.get(event["kind"], "step")]
+    return TimelineEntry(time=float(event["time"]), step=int(step), kind=event["kind"], text=text)
+
+
+def timeline(events: Iterable[Mapping[str, Any]]) -> Iterator[TimelineEntry]:
+    """Yield the entries of the events of a log, in order. Findings of steps one after the other are one entry, with the skipped updates of these steps."""
+    row: list[Mapping[str, Any]] = []
+    for event in events:
+        kind = event["kind"]
+        if kind == kinds.FINDING and (not row or event["step"] == row[-1]["step"] + 1):
+            row.append(event)
+            continue
+        found = {one["step"] for one in row}
+        if row:
+            yield _of_findings(row)
+        row = [event] if kind == kinds.FINDING else []
+        if kind == kinds.SKIPPED:
+            left = [step for step in event["steps"] if step not in found]
+            event = {**event, "steps": left}
+            if not left:
+                continue
+        if not row and (entry := entry_of(event)):
+            yield entry
+    if row:
+        yield _of_findings(row)
+
+
+def _of_findings(row: Sequence[Mapping[str, Any]]) -> TimelineEntry:
+    worst = max(row, key=size_of)
+    own = entry_of({**worst, "skipped": False})
+    assert own is not None
+    skipped = [one["step"] for one in row if one.get("skipped")]
+    text = own.text
+    if len(row) > 1:
+        found = ", ".join(dict.fromkeys(kind for one in row for kind in one["found"]))
+        text = f"found {found} in {_steps([one['step'] for one in row])}; the largest in step {worst['step']:,}: " + (
+            own.text.partition("; ")[2]
+        )
+    if skipped:
+        text += f"; skipped {'its update' if len(row) == 1 else 'the updates of ' + _steps(skipped)}"
+    return replace(own, time=float(row[0]["time"]), step=int(row[0]["step"]), text=text)
+
+
+def size_of(finding: Mapping[str, Any]) -> tuple[float, int]:
+    """Return a key that orders `finding` events by the size of the trouble, then by step."""
+    infinite = any("not finite" in kind for kind in finding["found"])  # its deviations have no meaning
+    return math.inf if infinite else max(finding["loss_sigmas"], finding["norm_sigmas"]), finding["step"]
+
+
+def _finding(event: Mapping[str, Any]) -> str:
+    sizes = f" ({event['loss_sigmas']:+.1f} deviations)", f" ({event['norm_sigmas']:+.1f})"
+    if any("not finite" in kind for kind in event["found"]):  # its deviations have no meaning
+        sizes = "", ""
+    text = f"found {', '.join(event['found'])}; loss {event['loss']:.4g}{sizes[0]}"
+    text += f", gradient norm {event['grad_norm']:.4g}{sizes[1]}"
+    return text + ("; skipped its update" if event.get("skipped") else "")
+
+
+def _damaged(event: Mapping[str, Any]) -> str:
+    what = "gradients" if event["sign"].startswith("recomputed") else "state"
+    where = event["tensor"] and f", tensor {event['tensor']}"
+    if event.get("bit") is not None:
+        where += f": bit {event['bit']} of element {event['element']:,} flipped"
+    return f"found damage of the {what} of rank {event['rank']:d} on {event['host']}{where}; {_SIGNS[event['sign']]}"
+
+
+def _replayed(event: Mapping[str, Any]) -> str:
+    ranks = (" and " if event["named"] else " or ").join(f"rank {rank}" for rank in event["ranks"])
+    return f"{_VERDICTS[event['verdict']]}" + (f" ({ranks})" if ranks else "")
+
+
+def _rolled_back(event: Mapping[str, Any]) -> str:
+    back, again = event["to_step"], event["from_step"] - event["to_step"]
+    text = f"rolled back to the checkpoint of step {back:,}; {again:,} {'step' if again == 1 else 'steps'} trained again"
+    return text + (f"; {why_text(event)}" if event.get("why") else "")
+
+
+def why_text(event: Mapping[str, Any]) -> str:
+    """Return why a run went back to the checkpoint of a `rolled_back` event."""
+    others = "".join(f"; not step {one['step']:,}: {one['reason']}" for one in event.get("passed_over", ()))
+    return f"of step {event['to_step']:,} because {event['why']}{others}"
+
+
+def _skipped(event: Mapping[str, Any]) -> str:
+    steps = event["steps"]
+    return f"skipped the {'update' if len(steps) == 1 else 'updates'} of {_steps(steps)}"
+
+
+def _quarantined(event: Mapping[str, Any]) -> str:
+    windows = event["windows"]
+    return f"left out {windows:,} {'window' if windows == 1 else 'windows'} of the data: {event['found']}"
+
+
+def _listed(event: Mapping[str, Any]) -> str:
+    return f"left out {event['windows']:,} windows with {event['documents']:,} documents of {event['path']}"
+
+
+def _sanity(event: Mapping[str, Any]) -> str | None:
+    if not event["suspect"]:
+        return None
+    return f"held-out text has a loss of {event['loss']:.4g}: the checkpoint of this step is suspect"
+
+
+def _steps(steps: Sequence[int]) -> str:
+    ranges = steps_text(steps).split(", ")
+    more = f" and {len(ranges) - _SHOWN_RANGES} more" if len(ranges) > _SHOWN_RANGES else ""
+    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(ranges[:_SHOWN_RANGES])}{more}"
+
+
+_TEXTS = {
+    kinds.FINDING: _finding,
+    kinds.SKIPPED: _skipped,
+    kinds.PASSED: lambda event: f"passed the data of {_steps(event['steps'])}",
+    kinds.GUARD: lambda event: f"guard: {described(measure_of(event))}",
+    kinds.ALERT: lambda event: f"alert: {alert_text(alert_of(event))}",
+    kinds.QUARANTINED: _quarantined,
+    kinds.LISTED: _listed,
+    kinds.SANITY: _sanity,
+    kinds.STATE_DAMAGED: _damaged,
+    kinds.STATE_REPLAYED: _replayed,
+    kinds.ROLLED_BACK: _rolled_back,
+}
+KINDS = frozenset(_TEXTS)
+_STEP_OF = {kinds.GUARD: "last", kinds.ROLLED_BACK: "from_step"}

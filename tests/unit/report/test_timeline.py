@@ -1,0 +1,139 @@
+"""What the guards of a run found and did is told in order, in the report and in one line of `ingot status`."""
+
+import json
+
+import pytest
+
+from ingot.cli.main import main
+from ingot.config import to_toml
+from ingot.report.timeline import KINDS, entry_of, timeline
+from ingot.report.write import write_report
+from ingot.schema.run_folder import RunFolder
+
+NOTHING = {"lr_factor": 1.0, "clip_factor": 1.0, "lr_last": 0, "proven_to": 9}
+WHY = "it is the newest without doubt"
+UNPROVEN = "only 3 steps of training followed before trouble from step 19 on"
+
+
+def finding(clock, step, sigmas, kinds=("loss spike",), skipped=True):
+    return {"kind": "finding", "time": clock, "step": step, "found": list(kinds), "loss": 2 + sigmas / 10,
+            "grad_norm": 1.5, "loss_sigmas": sigmas, "norm_sigmas": 1.0, "norm_factor": 1.5, "skipped": skipped}  # fmt: skip
+
+
+def measure(clock, action, first, last, found=("loss spike",)):
+    return {"kind": "guard", "time": clock, "action": action, "first": first, "last": last, "found": list(found)} | NOTHING
+
+
+def back(clock, step, to, why=WHY, passed_over=()):
+    others = [{"step": at, "reason": reason} for at, reason in passed_over]
+    return {"kind": "rolled_back", "time": clock, "from_step": step, "to_step": to, "why": why, "passed_over": others}
+
+
+def damage(clock, **changes):
+    usual = {"kind": "state_damaged", "time": clock, "step": 55, "rank": 1, "host": "node-b", "sign": "own_hash",
+             "tensor": "model.layers.1.mlp.down.weight", "element": 1234, "bit": 22}  # fmt: skip
+    return usual | changes
+
+
+def troubled(clock):
+    """The events of a run with a bad document in three steps, a rate that was too high once, and a flipped bit."""
+    return [
+        finding(clock, 19, 12.0), finding(clock, 20, 31.5, ("loss spike", "gradient spike")), finding(clock, 21, 9.0),
+        {"kind": "skipped", "time": clock, "steps": [19, 20, 21]},
+        measure(clock + 1, "again", 19, 21),
+        back(clock + 2, 22, 10, passed_over=[(15, UNPROVEN)]),
+        measure(clock + 3, "pass", 19, 21),
+        back(clock + 4, 22, 10, passed_over=[(20, "the guard found trouble from step 19 on, and went back")]),
+        {"kind": "passed", "time": clock + 5, "steps": [19, 20, 21]},
+        {"kind": "sanity", "time": clock + 6, "step": 30, "loss": 2.5, "suspect": False},
+        finding(clock + 7, 34, 7.0), {"kind": "skipped", "time": clock + 7, "steps": [33, 34]},
+        damage(clock + 8), back(clock + 9, 55, 50, "it is the newest, and in no doubt; its state was compared"),
+        {"kind": "state_replayed", "time": clock + 10, "step": 55, "ranks": [1], "named": True, "verdict": "transient"},
+        {"kind": "sanity", "time": clock + 11, "step": 60, "loss": 3.25, "suspect": True},
+    ]  # fmt: skip
+
+
+def text_of(events):
+    return [f"{one.step} {one.text}" for one in timeline(events)]
+
+
+STORY = [
+    "19 found loss spike, gradient spike in steps 19-21; the largest in step 20: loss 5.15 (+31.5 deviations), gradient "
+    "norm 1.5 (+1.0); skipped the updates of steps 19-21",
+    "21 guard: steps 19-21: loss spike; the run goes back and trains them again",
+    f"22 rolled back to the checkpoint of step 10; 12 steps trained again; of step 10 because {WHY}; not step 15: "
+    f"{UNPROVEN}",
+    "21 guard: steps 19-21: loss spike; the run goes back and passes their data",
+    f"22 rolled back to the checkpoint of step 10; 12 steps trained again; of step 10 because {WHY}; not step 20: the "
+    "guard found trouble from step 19 on, and went back",
+    "19 passed the data of steps 19-21",
+    "34 found loss spike; loss 2.7 (+7.0 deviations), gradient norm 1.5 (+1.0); skipped its update",
+    "33 skipped the update of step 33",
+    "55 found damage of the state of rank 1 on node-b, tensor model.layers.1.mlp.down.weight: bit 22 of element 1,234 "
+    "flipped; its state changed between two updates",
+    "55 rolled back to the checkpoint of step 50; 5 steps trained again; of step 50 because it is the newest, and in no "
+    "doubt; its state was compared",
+    "55 the same steps show no damage when trained again, so it was transient (rank 1)",
+    "60 held-out text has a loss of 3.25: the checkpoint of this step is suspect",
+]
+
+
+def test_the_timeline_tells_what_was_found_by_whom_and_what_was_decided():
+    assert text_of(troubled(1.0)) == STORY
+    assert text_of([damage(1.0, element=None, bit=None, sign="undecided", tensor="")]) == [
+        "55 found damage of the state of rank 1 on node-b; its copy differs from another one: one of the ranks with such "
+        "an entry is damaged"
+    ]
+    assert text_of([finding(1.0, 3, 0.0, ("loss not finite",)) | {"loss": float("nan")}]) == [
+        "3 found loss not finite; loss nan, gradient norm 1.5; skipped its update"
+    ]
+    lists = {"kind": "listed", "time": 1.0, "step": 7, "path": "bad.jsonl", "documents": 2, "windows": 5}
+    assert text_of([lists]) == ["7 left out 5 windows with 2 documents of bad.jsonl"]
+    old = {"kind": "rolled_back", "time": 1.0, "from_step": 3, "to_step": 2}  # of a version that wrote no reason
+    assert text_of([old]) == ["3 rolled back to the checkpoint of step 2; 1 step trained again"]
+    assert {event["kind"] for event in (*troubled(1.0), lists)} == KINDS - {"alert", "quarantined"}
+
+
+@pytest.fixture
+def run(logs, tmp_path):
+    """A run folder with these events, after 72 steps. The loss falls by 0.01 in each."""
+    events, clock = [logs.started(logs.START, 0, 0)], logs.START + 100
+    for step in range(1, 73):
+        number = {"step": step, "loss": 4 - step / 100, "grad_norm": 1.0, "lr": 1e-3}
+        events.append({"kind": "step", "time": logs.START + step} | number)
+    ranges = {"layers": ["embedding", "layers.0"], "underflow": [0.0, 0.125], "saturation": [0.0, 0.02]}
+    events.append({"kind": "gradient_range", "time": clock, "step": 72, "loss_scale": 1024.0} | ranges)
+    damaged = [damage(clock, sign="guess"), damage(clock, rank="one"), {"kind": "sanity", "time": clock, "step": 3}]
+    damaged.append({"kind": "gradient_range", "time": clock, "step": 80, "loss_scale": 1.0} | ranges | {"layers": ["a"]})
+    folder = logs.write_events(tmp_path / "run", [*events, *troubled(clock), *damaged[1:], damaged[0]])
+    RunFolder(folder).config.write_text(to_toml(logs.run_config()))
+    return folder
+
+
+def test_the_report_tells_it_in_order_with_what_was_lost(run):
+    markdown = write_report(run).markdown.read_text().replace("\\", "")
+    section = markdown.partition("## Faults and recovery")[2].partition("\n## ")[0]
+    rows = [line.split(" | ")[1:] for line in section.splitlines() if " UTC | " in line]
+    assert [f"{step} {text.rstrip(' |')}".partition(" tokens;")[0] for step, text in rows][:2] == STORY[:2]
+    assert [step for step, _ in rows] == [line.split()[0] for line in STORY]
+    lost = [text for _, text in rows if "rolled back" in text]
+    assert "; 49.2k tokens; the loss was 3.9 at step 10, and is 3.78 at step 22" in lost[0]
+    assert "; 20.5k tokens; the loss was 3.5 at step 50, and is 3.45 at step 55" in lost[2]
+    assert "| 60 | 3.2500 | suspect |" in section and "| 30 | 2.5000 |  |" in section
+    assert "| layers.0 | 12.50% | 2.00% |" in section and "at step 72, loss scale 1024" in section
+    assert "4 events could not be read" in markdown
+
+
+def test_status_shows_the_last_of_it(run, capsys):
+    assert main(["status", str(run)]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "last   step 60: held-out text has a loss of 3.25: the checkpoint of this step is suspect" in lines
+    (policy,) = [line for line in lines if line.startswith("policy")]
+    assert "roll-backs 3 (last: step 55 to 50), damage found (rank 1)" in policy
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["happened"]["step"], found["happened"]["kind"], found["damaged_ranks"]) == (60, "sanity", [1])
+
+
+def test_an_event_that_is_no_part_of_it_has_no_entry():
+    assert entry_of({"kind": "step", "time": 1.0, "step": 3}) is None
