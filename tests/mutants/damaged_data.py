@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _ORDER = "tests/unit/trainer/loader/test_quarantine.py"
 _TESTS = "tests/unit/trainer/test_damaged_data.py"
+_LISTED = "tests/unit/trainer/test_listed_data.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -34,7 +35,7 @@ MUTANTS: list[Mutant] = [
         name="replacement-left-out",
         what="a window in the place of a damaged one may be damaged",
         file="trainer/loader/quarantine.py",
-        before="if not any(one.first <= found < one.last and sample >= one.sample for one in self._spans):",
+        before="if not self.replaced(sample, np.array([found]))[0]:",
         after="if found >= 0:",
         tests=(_ORDER,),
     ),
@@ -42,7 +43,7 @@ MUTANTS: list[Mutant] = [
         name="quarantine-from-the-start",
         what="a quarantine changes the order of steps that were trained before it",
         file="trainer/loader/quarantine.py",
-        before="& (samples >= span.sample)",
+        before=" & (samples >= spans.sample)",
         after="",
         tests=(_ORDER,),
     ),
@@ -89,10 +90,34 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="quarantine-without-limit",
         what="any share of the data may be left out",
-        file="trainer/damaged_data.py",
+        file="trainer/loader/quarantine.py",
         before="if out > most * among:",
         after="if out > among:",
         tests=(f"{_TESTS}::test_too_much_damage_stops_the_run",),
+    ),
+    Mutant(
+        name="listed-documents-trained",
+        what="a run trains on the documents of its quarantine list",
+        file="trainer/run.py",
+        before="quarantine = leave_out_listed(config, folder, recorded, first_step, log, on_rank_zero)",
+        after="quarantine = recorded",
+        tests=(f"{_LISTED}::test_a_run_leaves_out_the_documents_of_its_lists",),
+    ),
+    Mutant(
+        name="list-changes-what-was-trained",
+        what="a list that comes later changes the order of steps that were trained before",
+        file="trainer/listed_data.py",
+        before="(_record(one, first_step) for one in found)",
+        after="(_record(one, 1) for one in found)",
+        tests=(f"{_LISTED}::test_a_list_that_comes_later_holds_for_the_steps_to_come",),
+    ),
+    Mutant(
+        name="proof-without-shards-of-listed-documents",
+        what="the bytes of a shard are not proven because a document of it is on a list",
+        file="report/lineage/prove.py",
+        before=" if one.code in DAMAGE}",
+        after="}",
+        tests=(f"{_LISTED}::test_a_run_leaves_out_the_documents_of_its_lists",),
     ),
     Mutant(
         name="record-of-another-attempt",

@@ -155,8 +155,8 @@ MUTANTS: list[Mutant] = [
         name="start-without-its-lists",
         what="a run starts on documents of its quarantine list without a word",
         file="trainer/launch/checks.py",
-        before="in listed_in(tokens, lists).items():",
-        after="in listed_in(tokens, lists[:0]).items():",
+        before="in listed_windows(config, folder).items():",
+        after="in {}.items():",
         tests=(f"{_SPIKE}::test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens",),
     ),
     Mutant(

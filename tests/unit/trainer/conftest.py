@@ -186,5 +186,15 @@ KNOWN = {
     },
     "watch": {"log_every"},
     "evaluate": {"prompts", "max_tokens"},
-    "data": {"tokens", "heldout", "tokenizer", "mask_documents", "skip", "on_damage", "max_quarantined", "filter"},
+    "data": {
+        "tokens",
+        "heldout",
+        "tokenizer",
+        "mask_documents",
+        "skip",
+        "quarantine",
+        "on_damage",
+        "max_quarantined",
+        "filter",
+    },
 }
