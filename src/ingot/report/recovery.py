@@ -88,19 +88,22 @@ def _start_cells(event: dict) -> tuple[str, ...]:
 
 def _timeline(data: RunData) -> list[Block]:
     """Return the table of what the guards found and what followed, in order."""
-    rows = []
-    back = iter(data.roll_backs)
-    for entry in timeline(data.timeline):
+    rows, back = [], iter(sorted(data.roll_backs, key=_time))
+    for entry in timeline(sorted(data.timeline, key=_time)):  # each rank writes its own events
         more = _lost(data, next(back)) if entry.kind == kinds.ROLLED_BACK else ""
         rows.append((_clock(entry.time), f"{entry.step:,}", entry.text + more))
     caption = "What was found and done, in order"
     return [TableBlock(("Time", "Step", "What happened"), rows, right=(1,), caption=caption)] if rows else []
 
 
+def _time(event: dict) -> float:
+    return event["time"]
+
+
 def _lost(data: RunData, event: dict) -> str:
     """Return what a roll-back cost, and the loss before it and after it, as far as they are known."""
     back, step = event["to_step"], event["from_step"]
-    text = f"; {format_count((step - back) * data.run.tokens_per_step)} tokens" if data.run else ""
+    text = f" ({format_count((step - back) * data.run.tokens_per_step)} tokens)" if data.run else ""
     passed = {own for one in data.passed for own in one["steps"]}
     after = next((own for own in range(step, data.last_step + 1) if own in data.steps and own not in passed), None)
     if back in data.steps and after is not None:

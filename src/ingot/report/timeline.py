@@ -25,9 +25,9 @@ _SIGNS = {
     "recomputed_alone": "it computed other gradients of the same tokens than other ranks, which agree",
 }
 _VERDICTS = {
-    "transient": "the same steps show no damage when trained again, so it was transient",
-    "persistent": "the same steps were damaged again, so the fault persists",
-    "other": "other ranks were damaged when the steps were trained again, so nothing is known of the first damage",
+    "transient": "the damage of {} was transient: the same steps show none when trained again",
+    "persistent": "the damage of {} is persistent: it came again when the same steps were trained again",
+    "other": "{} was damaged when the steps were trained again: nothing is known of the first damage",
 }
 
 
@@ -53,26 +53,42 @@ def entry_of(event: Mapping[str, Any]) -> TimelineEntry | None:
 
 
 def timeline(events: Iterable[Mapping[str, Any]]) -> Iterator[TimelineEntry]:
-    """Yield the entries of the events of a log, in order. Findings of steps one after the other are one entry, with the skipped updates of these steps."""
-    row: list[Mapping[str, Any]] = []
+    """Yield the entries of the events of a log, in order. Findings of steps one after the other are one entry, with
+    the skipped updates of these steps, and so are passed data."""
+    row: list[Mapping[str, Any]] = []  # events that make one entry
     for event in events:
-        kind = event["kind"]
-        if kind == kinds.FINDING and (not row or event["step"] == row[-1]["step"] + 1):
-            row.append(event)
+        if row and _continues(row, event):
+            row += [event] if event["kind"] == row[0]["kind"] else []
             continue
-        found = {one["step"] for one in row}
         if row:
-            yield _of_findings(row)
-        row = [event] if kind == kinds.FINDING else []
-        if kind == kinds.SKIPPED:
-            left = [step for step in event["steps"] if step not in found]
-            event = {**event, "steps": left}
-            if not left:
-                continue
+            yield _of_row(row)
+        if event["kind"] == kinds.SKIPPED and row and row[0]["kind"] == kinds.FINDING:
+            found = {one["step"] for one in row}
+            event = {**event, "steps": [step for step in event["steps"] if step not in found]}
+        row = [event] if event["kind"] in (kinds.FINDING, kinds.PASSED) else []
         if not row and (entry := entry_of(event)):
             yield entry
     if row:
-        yield _of_findings(row)
+        yield _of_row(row)
+
+
+def _continues(row: Sequence[Mapping[str, Any]], event: Mapping[str, Any]) -> bool:
+    """Return whether an event belongs to the same entry as those of `row`."""
+    kind = event["kind"]
+    if row[0]["kind"] == kinds.PASSED:
+        return kind == kinds.PASSED and event["steps"][0] == row[-1]["steps"][-1] + 1
+    if kind == kinds.SKIPPED:
+        return {*event["steps"]} <= {one["step"] for one in row}
+    return kind == kinds.FINDING and event["step"] == row[-1]["step"] + 1
+
+
+def _of_row(row: Sequence[Mapping[str, Any]]) -> TimelineEntry:
+    if row[0]["kind"] == kinds.FINDING:
+        return _of_findings(row)
+    whole = {**row[0], "steps": [step for event in row for step in event["steps"]]}
+    return TimelineEntry(
+        time=float(row[0]["time"]), step=int(whole["steps"][0]), kind=kinds.PASSED, text=_passed(whole)
+    )
 
 
 def _of_findings(row: Sequence[Mapping[str, Any]]) -> TimelineEntry:
@@ -83,7 +99,7 @@ def _of_findings(row: Sequence[Mapping[str, Any]]) -> TimelineEntry:
     text = own.text
     if len(row) > 1:
         found = ", ".join(dict.fromkeys(kind for one in row for kind in one["found"]))
-        text = f"found {found} in {_steps([one['step'] for one in row])}; the largest in step {worst['step']:,}: " + (
+        text = f"the guard found {found} in {_steps([one['step'] for one in row])}; the largest in step {worst['step']:,}: " + (
             own.text.partition("; ")[2]
         )
     if skipped:
@@ -101,34 +117,39 @@ def _finding(event: Mapping[str, Any]) -> str:
     sizes = f" ({event['loss_sigmas']:+.1f} deviations)", f" ({event['norm_sigmas']:+.1f})"
     if any("not finite" in kind for kind in event["found"]):  # its deviations have no meaning
         sizes = "", ""
-    text = f"found {', '.join(event['found'])}; loss {event['loss']:.4g}{sizes[0]}"
+    text = f"the guard found {', '.join(event['found'])}; loss {event['loss']:.4g}{sizes[0]}"
     text += f", gradient norm {event['grad_norm']:.4g}{sizes[1]}"
     return text + ("; skipped its update" if event.get("skipped") else "")
 
 
 def _damaged(event: Mapping[str, Any]) -> str:
     what = "gradients" if event["sign"].startswith("recomputed") else "state"
-    where = event["tensor"] and f", tensor {event['tensor']}"
+    where = event["tensor"] and f": tensor {event['tensor']}"
     if event.get("bit") is not None:
-        where += f": bit {event['bit']} of element {event['element']:,} flipped"
-    return f"found damage of the {what} of rank {event['rank']:d} on {event['host']}{where}; {_SIGNS[event['sign']]}"
+        where += f", bit {event['bit']} of element {event['element']:,} flipped"
+    text = f"the hashes of the {what} found damage of rank {event['rank']:d} on {event['host']}{where}"
+    return f"{text}; {_SIGNS[event['sign']]}"
 
 
 def _replayed(event: Mapping[str, Any]) -> str:
     ranks = (" and " if event["named"] else " or ").join(f"rank {rank}" for rank in event["ranks"])
-    return f"{_VERDICTS[event['verdict']]}" + (f" ({ranks})" if ranks else "")
+    return _VERDICTS[event["verdict"]].format(ranks)
 
 
 def _rolled_back(event: Mapping[str, Any]) -> str:
     back, again = event["to_step"], event["from_step"] - event["to_step"]
-    text = f"rolled back to the checkpoint of step {back:,}; {again:,} {'step' if again == 1 else 'steps'} trained again"
-    return text + (f"; {why_text(event)}" if event.get("why") else "")
+    text = f"rolled back to the checkpoint of step {back:,}"
+    if event.get("why"):
+        reasons: dict[str, list[int]] = {}
+        for one in event.get("passed_over", ()):
+            reasons.setdefault(str(one["reason"]), []).append(int(one["step"]))
+        others = [f"; not {_each(steps)}: {reason}" for reason, steps in reasons.items()]
+        text += f", because {event['why']}{''.join(others)}"
+    return f"{text}; {again:,} {'step' if again == 1 else 'steps'} trained again"
 
 
-def why_text(event: Mapping[str, Any]) -> str:
-    """Return why a run went back to the checkpoint of a `rolled_back` event."""
-    others = "".join(f"; not step {one['step']:,}: {one['reason']}" for one in event.get("passed_over", ()))
-    return f"of step {event['to_step']:,} because {event['why']}{others}"
+def _passed(event: Mapping[str, Any]) -> str:
+    return f"passed the data of {_steps(event['steps'])}"
 
 
 def _skipped(event: Mapping[str, Any]) -> str:
@@ -142,13 +163,21 @@ def _quarantined(event: Mapping[str, Any]) -> str:
 
 
 def _listed(event: Mapping[str, Any]) -> str:
-    return f"left out {event['windows']:,} windows with {event['documents']:,} documents of {event['path']}"
+    documents = event["documents"]
+    return (
+        f"left out {event['windows']:,} windows with {documents:,} {'document' if documents == 1 else 'documents'} of "
+        f"{event['path']}"
+    )
 
 
 def _sanity(event: Mapping[str, Any]) -> str | None:
     if not event["suspect"]:
         return None
     return f"held-out text has a loss of {event['loss']:.4g}: the checkpoint of this step is suspect"
+
+
+def _each(steps: Sequence[int]) -> str:
+    return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(f'{step:,}' for step in steps)}"
 
 
 def _steps(steps: Sequence[int]) -> str:
@@ -160,7 +189,7 @@ def _steps(steps: Sequence[int]) -> str:
 _TEXTS = {
     kinds.FINDING: _finding,
     kinds.SKIPPED: _skipped,
-    kinds.PASSED: lambda event: f"passed the data of {_steps(event['steps'])}",
+    kinds.PASSED: _passed,
     kinds.GUARD: lambda event: f"guard: {described(measure_of(event))}",
     kinds.ALERT: lambda event: f"alert: {alert_text(alert_of(event))}",
     kinds.QUARANTINED: _quarantined,

@@ -107,6 +107,6 @@ def _place(one: Quarantined) -> tuple[str, str, int, int, str]:
 def _require_few(config: RunConfig, windows: QuarantinedWindows, found: Sequence[ListedDocument]) -> None:
     if found:
         lists = " and ".join(dict.fromkeys(str(one.path) for one in found))
-        text = f"{len(found):,} documents of {lists} are in the tokens"
+        text = f"The tokens have {len(found):,} document{'s' * (len(found) != 1)} of {lists}"
         fix = "remove the documents from the tokens: ingot data purge DIR --quarantine LIST"
         require_few(windows, config.data.max_quarantined, text, fix)

@@ -139,12 +139,12 @@ def build_trainer(
     parts = build_parts(config, place.device, base, continues=continues, given=given, clock=clock)
     on_rank_zero = say if place.is_first else _silent
     parts.policy = policy = policy_of(config, folder, parts.step_judge, log, on_rank_zero)
-    whole = given.added_to(config)
+    recorded = given.added_to(config)
     facts = CheckpointFacts(
         step=0,
         tokens=0,
-        settings=whole.settings(),
-        config_sha256=whole.training_sha256(),
+        settings=recorded.settings(),
+        config_sha256=recorded.training_sha256(),
         data_fingerprint=manifest.fingerprint(),
         layout=parts.mesh.layout,
         epoch=from_rank_zero(lambda: epoch),

@@ -12,6 +12,7 @@ from ingot.schema.run_folder import RunFolder
 
 NOTHING = {"lr_factor": 1.0, "clip_factor": 1.0, "lr_last": 0, "proven_to": 9}
 WHY = "it is the newest without doubt"
+SUSPECT = "the guard found trouble from step 19 on, and went back"
 UNPROVEN = "only 3 steps of training followed before trouble from step 19 on"
 
 
@@ -38,13 +39,14 @@ def damage(clock, **changes):
 def troubled(clock):
     """The events of a run with a bad document in three steps, a rate that was too high once, and a flipped bit."""
     return [
-        finding(clock, 19, 12.0), finding(clock, 20, 31.5, ("loss spike", "gradient spike")), finding(clock, 21, 9.0),
-        {"kind": "skipped", "time": clock, "steps": [19, 20, 21]},
+        finding(clock, 19, 12.0), {"kind": "skipped", "time": clock, "steps": [19]},
+        finding(clock, 20, 31.5, ("loss spike", "gradient spike")), finding(clock, 21, 9.0),
+        {"kind": "skipped", "time": clock, "steps": [20, 21]},
         measure(clock + 1, "again", 19, 21),
         back(clock + 2, 22, 10, passed_over=[(15, UNPROVEN)]),
         measure(clock + 3, "pass", 19, 21),
-        back(clock + 4, 22, 10, passed_over=[(20, "the guard found trouble from step 19 on, and went back")]),
-        {"kind": "passed", "time": clock + 5, "steps": [19, 20, 21]},
+        back(clock + 4, 22, 10, passed_over=[(20, SUSPECT), (15, SUSPECT)]),
+        {"kind": "passed", "time": clock + 5, "steps": [19, 20]}, {"kind": "passed", "time": clock + 5, "steps": [21]},
         {"kind": "sanity", "time": clock + 6, "step": 30, "loss": 2.5, "suspect": False},
         finding(clock + 7, 34, 7.0), {"kind": "skipped", "time": clock + 7, "steps": [33, 34]},
         damage(clock + 8), back(clock + 9, 55, 50, "it is the newest, and in no doubt; its state was compared"),
@@ -58,22 +60,20 @@ def text_of(events):
 
 
 STORY = [
-    "19 found loss spike, gradient spike in steps 19-21; the largest in step 20: loss 5.15 (+31.5 deviations), gradient "
-    "norm 1.5 (+1.0); skipped the updates of steps 19-21",
+    "19 the guard found loss spike, gradient spike in steps 19-21; the largest in step 20: loss 5.15 (+31.5 deviations), "
+    "gradient norm 1.5 (+1.0); skipped the updates of steps 19-21",
     "21 guard: steps 19-21: loss spike; the run goes back and trains them again",
-    f"22 rolled back to the checkpoint of step 10; 12 steps trained again; of step 10 because {WHY}; not step 15: "
-    f"{UNPROVEN}",
+    f"22 rolled back to the checkpoint of step 10, because {WHY}; not step 15: {UNPROVEN}; 12 steps trained again",
     "21 guard: steps 19-21: loss spike; the run goes back and passes their data",
-    f"22 rolled back to the checkpoint of step 10; 12 steps trained again; of step 10 because {WHY}; not step 20: the "
-    "guard found trouble from step 19 on, and went back",
+    f"22 rolled back to the checkpoint of step 10, because {WHY}; not steps 20, 15: {SUSPECT}; 12 steps trained again",
     "19 passed the data of steps 19-21",
-    "34 found loss spike; loss 2.7 (+7.0 deviations), gradient norm 1.5 (+1.0); skipped its update",
+    "34 the guard found loss spike; loss 2.7 (+7.0 deviations), gradient norm 1.5 (+1.0); skipped its update",
     "33 skipped the update of step 33",
-    "55 found damage of the state of rank 1 on node-b, tensor model.layers.1.mlp.down.weight: bit 22 of element 1,234 "
-    "flipped; its state changed between two updates",
-    "55 rolled back to the checkpoint of step 50; 5 steps trained again; of step 50 because it is the newest, and in no "
-    "doubt; its state was compared",
-    "55 the same steps show no damage when trained again, so it was transient (rank 1)",
+    "55 the hashes of the state found damage of rank 1 on node-b: tensor model.layers.1.mlp.down.weight, bit 22 of "
+    "element 1,234 flipped; its state changed between two updates",
+    "55 rolled back to the checkpoint of step 50, because it is the newest, and in no doubt; its state was compared; 5 "
+    "steps trained again",
+    "55 the damage of rank 1 was transient: the same steps show none when trained again",
     "60 held-out text has a loss of 3.25: the checkpoint of this step is suspect",
 ]
 
@@ -81,16 +81,18 @@ STORY = [
 def test_the_timeline_tells_what_was_found_by_whom_and_what_was_decided():
     assert text_of(troubled(1.0)) == STORY
     assert text_of([damage(1.0, element=None, bit=None, sign="undecided", tensor="")]) == [
-        "55 found damage of the state of rank 1 on node-b; its copy differs from another one: one of the ranks with such "
-        "an entry is damaged"
+        "55 the hashes of the state found damage of rank 1 on node-b; its copy differs from another one: one of the "
+        "ranks with such an entry is damaged"
     ]
     assert text_of([finding(1.0, 3, 0.0, ("loss not finite",)) | {"loss": float("nan")}]) == [
-        "3 found loss not finite; loss nan, gradient norm 1.5; skipped its update"
+        "3 the guard found loss not finite; loss nan, gradient norm 1.5; skipped its update"
     ]
     lists = {"kind": "listed", "time": 1.0, "step": 7, "path": "bad.jsonl", "documents": 2, "windows": 5}
     assert text_of([lists]) == ["7 left out 5 windows with 2 documents of bad.jsonl"]
     old = {"kind": "rolled_back", "time": 1.0, "from_step": 3, "to_step": 2}  # of a version that wrote no reason
     assert text_of([old]) == ["3 rolled back to the checkpoint of step 2; 1 step trained again"]
+    wrong = damage(1.0, sign="recomputed", tensor="w", bit=None)
+    assert text_of([wrong])[0].startswith("55 the hashes of the gradients found damage of rank 1 on node-b: tensor w; ")
     assert {event["kind"] for event in (*troubled(1.0), lists)} == KINDS - {"alert", "quarantined"}
 
 
@@ -114,11 +116,11 @@ def test_the_report_tells_it_in_order_with_what_was_lost(run):
     markdown = write_report(run).markdown.read_text().replace("\\", "")
     section = markdown.partition("## Faults and recovery")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[1:] for line in section.splitlines() if " UTC | " in line]
-    assert [f"{step} {text.rstrip(' |')}".partition(" tokens;")[0] for step, text in rows][:2] == STORY[:2]
-    assert [step for step, _ in rows] == [line.split()[0] for line in STORY]
+    told = [f"{step} {text.rstrip(' |')}" for step, text in rows]
+    assert [line[: len(wanted)] for line, wanted in zip(told, STORY, strict=True)] == STORY
     lost = [text for _, text in rows if "rolled back" in text]
-    assert "; 49.2k tokens; the loss was 3.9 at step 10, and is 3.78 at step 22" in lost[0]
-    assert "; 20.5k tokens; the loss was 3.5 at step 50, and is 3.45 at step 55" in lost[2]
+    assert "(49.2k tokens); the loss was 3.9 at step 10, and is 3.78 at step 22" in lost[0]
+    assert "(20.5k tokens); the loss was 3.5 at step 50, and is 3.45 at step 55" in lost[2]
     assert "| 60 | 3.2500 | suspect |" in section and "| 30 | 2.5000 |  |" in section
     assert "| layers.0 | 12.50% | 2.00% |" in section and "at step 72, loss scale 1024" in section
     assert "4 events could not be read" in markdown

@@ -245,8 +245,8 @@ def _check_quarantined(folder: RunFolder, config: RunConfig, say: Callable[[str]
     purge = f"ingot data purge {(folder.root / config.data.tokens).resolve().parent.parent} --quarantine"
     for path, (documents, windows) in listed_windows(config, folder).items():
         say(
-            f"warning: the tokens have {documents:,} documents of {path}: the run leaves out {windows:,} windows; to "
-            f"remove them from the tokens: {purge} {path}"
+            f"warning: the tokens have {documents:,} document{'s' * (documents != 1)} of {path}: the run leaves out "
+            f"{windows:,} windows; to remove them from the tokens: {purge} {path}"
         )
 
 

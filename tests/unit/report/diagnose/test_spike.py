@@ -254,8 +254,11 @@ def test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens(run, tmp_pat
     assert "of the list ../clean.jsonl" not in out
     config, lines = recorded_run(RunFolder(run).config), []
     named = replace(config, data=replace(config.data, quarantine=("../list.jsonl", "../clean.jsonl")))
-    preflight(RunFolder(run), named, lines.append)
-    assert [purge in text for text in lines] == [True]
+    with refused("E-QUARANTINE-LIMIT", source="web", windows=10):
+        preflight(RunFolder(run), named, lines.append)
+    few = replace(named, data=replace(named.data, max_quarantined=0.1))
+    preflight(RunFolder(run), few, lines.append)
+    assert ["leaves out 10 windows" in text and purge in text for text in lines] == [True]
     moved = with_paths_from(named, run, tmp_path / "elsewhere/below")
     assert moved.data.quarantine == ("../../list.jsonl", "../../clean.jsonl")
     with refused("E-QUARANTINE-MISSING"):
