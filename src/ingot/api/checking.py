@@ -223,7 +223,12 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
             count = len(listed_in(tokens, [listed]))
         if count:
             fix = f"ingot data purge {tokens.parent.parent} --quarantine {listed}"
-            yield Finding("warning", where, f"documents of the list {name} in the tokens: {count:,}; the run leaves out their windows", fix)
+            yield Finding(
+                "warning",
+                where,
+                f"documents of the list {name} in the tokens: {count:,}; the run leaves out their windows",
+                fix,
+            )
 
 
 def _place(path: Path, overrides: tuple[str, ...], key: str) -> str:

@@ -89,11 +89,14 @@ def _start_cells(event: dict) -> tuple[str, ...]:
 def _timeline(data: RunData) -> list[Block]:
     """Return the table of what the guards found and what followed, in order."""
     rows, back = [], iter(sorted(data.roll_backs, key=_time))
-    for entry in timeline(sorted(data.timeline, key=_time)):  # each rank writes its own events
+    entries = list(timeline(sorted(data.timeline, key=_time)))  # each rank writes its own events
+    one_day = len({time.gmtime(entry.time)[:3] for entry in entries}) < 2
+    for entry in entries:
         more = _lost(data, next(back)) if entry.kind == kinds.ROLLED_BACK else ""
-        rows.append((_clock(entry.time), f"{entry.step:,}", entry.text + more))
+        clock = time.strftime("%H:%M:%S" if one_day else "%Y-%m-%d %H:%M", time.gmtime(entry.time))
+        rows.append((clock, f"{entry.step:,}", entry.text + more))
     caption = "What was found and done, in order"
-    return [TableBlock(("Time", "Step", "What happened"), rows, right=(1,), caption=caption)] if rows else []
+    return [TableBlock(("Time (UTC)", "Step", "What happened"), rows, right=(1,), caption=caption)] if rows else []
 
 
 def _time(event: dict) -> float:

@@ -99,8 +99,9 @@ def _of_findings(row: Sequence[Mapping[str, Any]]) -> TimelineEntry:
     text = own.text
     if len(row) > 1:
         found = ", ".join(dict.fromkeys(kind for one in row for kind in one["found"]))
-        text = f"the guard found {found} in {_steps([one['step'] for one in row])}; the largest in step {worst['step']:,}: " + (
-            own.text.partition("; ")[2]
+        text = (
+            f"the guard found {found} in {_steps([one['step'] for one in row])}; the largest in step {worst['step']:,}: "
+            + (own.text.partition("; ")[2])
         )
     if skipped:
         text += f"; skipped {'its update' if len(row) == 1 else 'the updates of ' + _steps(skipped)}"

@@ -1,6 +1,7 @@
 """What the guards of a run found and did is told in order, in the report and in one line of `ingot status`."""
 
 import json
+import re
 
 import pytest
 
@@ -22,7 +23,14 @@ def finding(clock, step, sigmas, kinds=("loss spike",), skipped=True):
 
 
 def measure(clock, action, first, last, found=("loss spike",)):
-    return {"kind": "guard", "time": clock, "action": action, "first": first, "last": last, "found": list(found)} | NOTHING
+    return {
+        "kind": "guard",
+        "time": clock,
+        "action": action,
+        "first": first,
+        "last": last,
+        "found": list(found),
+    } | NOTHING
 
 
 def back(clock, step, to, why=WHY, passed_over=()):
@@ -106,7 +114,9 @@ def run(logs, tmp_path):
     ranges = {"layers": ["embedding", "layers.0"], "underflow": [0.0, 0.125], "saturation": [0.0, 0.02]}
     events.append({"kind": "gradient_range", "time": clock, "step": 72, "loss_scale": 1024.0} | ranges)
     damaged = [damage(clock, sign="guess"), damage(clock, rank="one"), {"kind": "sanity", "time": clock, "step": 3}]
-    damaged.append({"kind": "gradient_range", "time": clock, "step": 80, "loss_scale": 1.0} | ranges | {"layers": ["a"]})
+    damaged.append(
+        {"kind": "gradient_range", "time": clock, "step": 80, "loss_scale": 1.0} | ranges | {"layers": ["a"]}
+    )
     folder = logs.write_events(tmp_path / "run", [*events, *troubled(clock), *damaged[1:], damaged[0]])
     RunFolder(folder).config.write_text(to_toml(logs.run_config()))
     return folder
@@ -115,7 +125,7 @@ def run(logs, tmp_path):
 def test_the_report_tells_it_in_order_with_what_was_lost(run):
     markdown = write_report(run).markdown.read_text().replace("\\", "")
     section = markdown.partition("## Faults and recovery")[2].partition("\n## ")[0]
-    rows = [line.split(" | ")[1:] for line in section.splitlines() if " UTC | " in line]
+    rows = [line.split(" | ")[1:] for line in section.splitlines() if re.match(r"\| \d\d:\d\d:\d\d \| ", line)]
     told = [f"{step} {text.rstrip(' |')}" for step, text in rows]
     assert [line[: len(wanted)] for line, wanted in zip(told, STORY, strict=True)] == STORY
     lost = [text for _, text in rows if "rolled back" in text]

@@ -104,7 +104,9 @@ def roll_back_choice(folder: RunFolder, step: int, sound: str = "") -> RollBackC
     """
     listed = judged_checkpoints(folder)
     newer = [one for one in listed if one.step > step]
-    passed_over = tuple((one.step, one.damage or one.doubt.reason or "it was damaged when it was read") for one in newer)
+    passed_over = tuple(
+        (one.step, one.damage or one.doubt.reason or "it was damaged when it was read") for one in newer
+    )
     doubt = next((one.doubt for one in listed if one.step == step), NO_DOUBT)
     if doubt.grade:
         return RollBackChoice(f"none is in less doubt: {doubt.reason}", passed_over)
