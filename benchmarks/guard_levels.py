@@ -1,9 +1,10 @@
 """The figures of the guard on the logs of healthy runs: how far apart steps are, by the guard's own judgment.
 
 Each log is played through the judge of steps with other values of `guard.level`, from `guard.settle_steps` after the
-warm-up on. For each: the largest deviations of loss and gradient norm, the steps beyond `guard.sigmas`, and how many of
-them came one after the other. For the default also the noise between two steps, without the smallest deviations: its
-median and the share of steps in which `guard.loss_spread` and `guard.norm_spread` are larger.
+warm-up on. For each: the largest deviations of loss and gradient norm, the steps beyond `guard.sigmas`, how many of
+them came one after the other, and the deviations that one nat more would have been, at least: a level from long ago
+hides a jump of a loss that falls. For the default also the noise between two steps, without the smallest deviations:
+its median and the share of steps in which `guard.loss_spread` and `guard.norm_spread` are larger.
 
     ingot train run.toml --out runs/first
     python benchmarks/guard_levels.py runs/first [runs/second ...]
@@ -47,13 +48,16 @@ def main() -> None:
     record("guard_levels", found, ["torch"])
 
 
-def judged(numbers: list[tuple[float, float]], guard: Guard, settled_after: int) -> list[list[float]]:
-    """Return (kinds, deviations of the loss, of the norm, norm in units of its median) of each settled step."""
+def judged(
+    numbers: list[tuple[float, float]], guard: Guard, settled_after: int, *, jump: float = 0.0
+) -> list[list[float]]:
+    """Return (kinds, deviations of the loss, of the norm, norm in units of its median) of each settled step, had its
+    loss been `jump` nats larger."""
     judge, rows = StepJudge(guard, "cpu", settled_after), []
     for step, one in enumerate(numbers, 1):
         loss, norm = (torch.tensor(value, dtype=torch.float64) for value in one)
-        row = judge.judge(loss, norm, settled=step > settled_after)
-        judge.add(loss, norm, row[0] > 0)
+        row = judge.judge(loss + jump, norm, settled=step > settled_after)
+        judge.add(loss, norm, (row[0] > 0) & (jump == 0))
         if step > settled_after:
             rows.append(row.tolist())
     return rows
@@ -61,7 +65,7 @@ def judged(numbers: list[tuple[float, float]], guard: Guard, settled_after: int)
 
 def played(numbers: list[tuple[float, float]], guard: Guard, settled_after: int) -> dict[str, float]:
     """Return the largest deviations, the number of steps with a finding, and the most of them in a row."""
-    rows = judged(numbers, guard, settled_after)
+    rows, jumps = judged(numbers, guard, settled_after), judged(numbers, guard, settled_after, jump=1.0)
     most = row = 0
     for kinds, *_ in rows:
         row = row + 1 if kinds else 0
@@ -71,6 +75,7 @@ def played(numbers: list[tuple[float, float]], guard: Guard, settled_after: int)
         "norm": round(max(row[2] for row in rows), 1),
         "found": sum(row[0] > 0 for row in rows),
         "in a row": most,
+        "one nat": round(min(row[1] for row in jumps), 1),
     }
 
 

@@ -107,8 +107,8 @@ MUTANTS: list[Mutant] = [
         name="list-changes-what-was-trained",
         what="a list that comes later changes the order of steps that were trained before",
         file="trainer/listed_data.py",
-        before="(_record(one, first_step) for one in found)",
-        after="(_record(one, 1) for one in found)",
+        before="(record_of(one, first_step) for one in found)",
+        after="(record_of(one, 1) for one in found)",
         tests=(f"{_LISTED}::test_a_list_that_comes_later_holds_for_the_steps_to_come",),
     ),
     Mutant(

@@ -99,10 +99,8 @@ def _of_findings(row: Sequence[Mapping[str, Any]]) -> TimelineEntry:
     text = own.text
     if len(row) > 1:
         found = ", ".join(dict.fromkeys(kind for one in row for kind in one["found"]))
-        text = (
-            f"the guard found {found} in {_steps([one['step'] for one in row])}; the largest in step {worst['step']:,}: "
-            + (own.text.partition("; ")[2])
-        )
+        text = f"the guard found {found} in {_steps([one['step'] for one in row])}; the largest in step "
+        text += f"{worst['step']:,}: {own.text.partition('; ')[2]}"
     if skipped:
         text += f"; skipped {'its update' if len(row) == 1 else 'the updates of ' + _steps(skipped)}"
     return replace(own, time=float(row[0]["time"]), step=int(row[0]["step"]), text=text)

@@ -35,7 +35,7 @@ from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, 
 from ingot.trainer.save import finish_uploads, fits, last_saved, reload, report_ended, report_roll_back, save, settle
 from ingot.trainer.step import train_step
 
-ROLL_BACKS_PER_STEP = 6  # the guard takes five measures
+ROLL_BACKS_PER_STEP = 6  # the guard takes five measures; a callback, or damage that comes again, would never end
 
 
 @dataclass(frozen=True)

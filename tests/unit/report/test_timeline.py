@@ -1,4 +1,4 @@
-"""What the guards of a run found and did is told in order, in the report and in one line of `ingot status`."""
+"""The report shows what the guards of a run found and did, in order, and `ingot status` the last of it."""
 
 import json
 import re
@@ -17,9 +17,9 @@ SUSPECT = "the guard found trouble from step 19 on, and went back"
 UNPROVEN = "only 3 steps of training followed before trouble from step 19 on"
 
 
-def finding(clock, step, sigmas, kinds=("loss spike",), skipped=True):
+def finding(clock, step, sigmas, kinds=("loss spike",)):
     return {"kind": "finding", "time": clock, "step": step, "found": list(kinds), "loss": 2 + sigmas / 10,
-            "grad_norm": 1.5, "loss_sigmas": sigmas, "norm_sigmas": 1.0, "norm_factor": 1.5, "skipped": skipped}  # fmt: skip
+            "grad_norm": 1.5, "loss_sigmas": sigmas, "norm_sigmas": 1, "norm_factor": 1.5, "skipped": True}  # fmt: skip
 
 
 def measure(clock, action, first, last, found=("loss spike",)):
@@ -68,8 +68,8 @@ def text_of(events):
 
 
 STORY = [
-    "19 the guard found loss spike, gradient spike in steps 19-21; the largest in step 20: loss 5.15 (+31.5 deviations), "
-    "gradient norm 1.5 (+1.0); skipped the updates of steps 19-21",
+    "19 the guard found loss spike, gradient spike in steps 19-21; the largest in step 20: loss 5.15 (+31.5 deviations)"
+    ", gradient norm 1.5 (+1.0); skipped the updates of steps 19-21",
     "21 guard: steps 19-21: loss spike; the run goes back and trains them again",
     f"22 rolled back to the checkpoint of step 10, because {WHY}; not step 15: {UNPROVEN}; 12 steps trained again",
     "21 guard: steps 19-21: loss spike; the run goes back and passes their data",
@@ -86,7 +86,7 @@ STORY = [
 ]
 
 
-def test_the_timeline_tells_what_was_found_by_whom_and_what_was_decided():
+def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     assert text_of(troubled(1.0)) == STORY
     assert text_of([damage(1.0, element=None, bit=None, sign="undecided", tensor="")]) == [
         "55 the hashes of the state found damage of rank 1 on node-b; its copy differs from another one: one of the "
@@ -122,12 +122,12 @@ def run(logs, tmp_path):
     return folder
 
 
-def test_the_report_tells_it_in_order_with_what_was_lost(run):
+def test_the_report_shows_it_in_order_with_what_was_lost(run):
     markdown = write_report(run).markdown.read_text().replace("\\", "")
     section = markdown.partition("## Faults and recovery")[2].partition("\n## ")[0]
     rows = [line.split(" | ")[1:] for line in section.splitlines() if re.match(r"\| \d\d:\d\d:\d\d \| ", line)]
-    told = [f"{step} {text.rstrip(' |')}" for step, text in rows]
-    assert [line[: len(wanted)] for line, wanted in zip(told, STORY, strict=True)] == STORY
+    shown = [f"{step} {text.rstrip(' |')}" for step, text in rows]
+    assert [line[: len(wanted)] for line, wanted in zip(shown, STORY, strict=True)] == STORY
     lost = [text for _, text in rows if "rolled back" in text]
     assert "(49.2k tokens); the loss was 3.9 at step 10, and is 3.78 at step 22" in lost[0]
     assert "(20.5k tokens); the loss was 3.5 at step 50, and is 3.45 at step 55" in lost[2]

@@ -16,8 +16,8 @@ from ingot.schema.quarantine_record import read_quarantine
 from ingot.schema.tokens import read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.manifest import list_checkpoints
-from ingot.trainer.listed_data import listed_windows
 from ingot.trainer.loader.ledger import read_ledger
+from ingot.trainer.loader.listed import listed_windows
 from ingot.trainer.loader.quarantine import touched
 from ingot.trainer.loader.reader import Windows
 
@@ -62,7 +62,7 @@ def trained(fork_ranks, folder, ranks=2, until_step=None):
 
 
 def test_a_run_leaves_out_the_documents_of_its_lists(fork_ranks, make_run, token_folders, listed):
-    """On two ranks and on one, with a mark in ledger, proof, trace and log. Other windows of the source are in place."""
+    """On two ranks and on one; ledger, proof, trace and log show it. Other windows of the source are in their place."""
     whole, found = make_run("whole", dp_shard=2, **RUN), make_run("found", dp_shard=2, quarantine=(listed,), **RUN)
     alone = make_run("alone", quarantine=(listed,), **RUN)
     for folder, ranks in ((whole, 2), (found, 2), (alone, 1)):

@@ -90,8 +90,8 @@ def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:
 
 @dataclass(frozen=True)
 class RollBackChoice:
-    """Why a run went back to a checkpoint. why: as the rest of a sentence, "it is the newest". passed_over: newer
-    checkpoints, the newest first, as (step, reason why it did not go back to them)."""
+    """The reason why a run went back to a checkpoint. why: as the rest of a sentence, "it is the newest". passed_over:
+    newer checkpoints, the newest first, as (step, reason why it did not go back to them)."""
 
     why: str
     passed_over: tuple[tuple[int, str], ...]
@@ -100,7 +100,7 @@ class RollBackChoice:
 def roll_back_choice(folder: RunFolder, step: int, sound: str = "") -> RollBackChoice:
     """Return why the run went back to the checkpoint of `step`, which it has just loaded.
 
-    sound: why the weights of a checkpoint without doubt are sound, as the rest of a sentence; "": nothing more is known.
+    sound: why the weights of a checkpoint without doubt are sound, as the rest of a sentence; "": nothing is known.
     """
     listed = judged_checkpoints(folder)
     newer = [one for one in listed if one.step > step]

@@ -11,7 +11,7 @@ from ingot.schema.checkpoint import Health
 from ingot.schema.guard import Guard
 from ingot.schema.guard_record import SanityState
 
-SANITY_ROWS = 8  # of the held-out text, evenly apart
+SANITY_ROWS = 8  # of the held-out text, evenly apart: all of it is scored by evaluations, and costs its time
 _DOUBTED_IN_A_ROW = 2  # then it is the new level: the data, or the batch itself, explain it
 
 

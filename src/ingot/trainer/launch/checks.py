@@ -31,7 +31,7 @@ from ingot.trainer.checkpoint.places import own_disks, require_disks
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
 from ingot.trainer.lease import RunLease
-from ingot.trainer.listed_data import listed_windows
+from ingot.trainer.loader.listed import listed_windows
 from ingot.trainer.mesh.environment import environment_number
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed

@@ -87,7 +87,7 @@ def watched_run(rank, ranks, folder) -> dict[int, int]:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_nothing_in_a_step_reads_values_on_the_host(fork_ranks, make_run, precision):
-    """With the guard and the hashes of the state at their defaults; in fp16 with a loss scale."""
+    """The guard and the hashes of the state have their defaults; in fp16 there is a loss scale, too."""
     folder = make_run(dp_shard=2, steps=STEPS, log_every=LINE, every_steps=STEPS, precision=precision)
     for seen in fork_ranks(watched_run, 2, folder):
         assert sorted(seen) == list(range(1, STEPS + 1))
