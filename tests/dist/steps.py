@@ -1,7 +1,7 @@
 """Training steps on a rank by the code that trains, build_parts and train_step, on tokens made up here."""
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.schema.arch import Arch
+from ingot.schema.arch import Arch, Mla
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, Optim, RunConfig, Train
 from ingot.theory.layout import layout_problems
@@ -20,6 +20,13 @@ from ingot.trainer.parts import StepParts
 from ingot.trainer.step import train_step
 
 ARCH = Arch(vocab_size=48, d_model=16, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=4, d_ffn=32, qk_norm=True)
+LATENT = replace(
+    ARCH,
+    qk_norm=False,
+    num_kv_heads=4,
+    head_dim=6,
+    mla=Mla(q_rank=10, kv_rank=6, nope_dim=4, rope_dim=2, v_dim=5),
+)
 CPU = torch.device("cpu")
 
 

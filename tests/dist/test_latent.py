@@ -8,21 +8,12 @@ import numpy as np
 import pytest
 import torch
 
-from ingot.schema.arch import Mla
 from ingot.trainer.build import build_parts
 from ingot.trainer.model.init import initialize
 from ingot.trainer.model.transformer import Transformer
 
-from . import steps
-from .steps import CPU, batch_of, join, keep, mean_losses, run_of
+from .steps import CPU, LATENT, batch_of, join, keep, mean_losses, run_of
 
-ARCH = replace(
-    steps.ARCH,
-    qk_norm=False,
-    num_kv_heads=4,
-    head_dim=6,
-    mla=Mla(q_rank=10, kv_rank=6, nope_dim=4, rope_dim=2, v_dim=5),
-)
 ONE_DATA_RANK = SimpleNamespace(data_rank=0, data_ranks=1)
 TOLERANCE = 1e-12
 LAYOUTS = {
@@ -57,7 +48,7 @@ def computed(rank, world, run, weights):
     ids=["query latent", "query latent, all", "no query latent"],
 )
 def test_layouts_equal_one_process(fork_ranks, q_rank, layouts):
-    arch = replace(ARCH, mla=replace(ARCH.mla, q_rank=q_rank))
+    arch = replace(LATENT, mla=replace(LATENT.mla, q_rank=q_rank))
     model = Transformer(arch).double()
     initialize(model, arch, 1)
     # Spread the weights, so that norms, rotary angles and residuals all matter to the result.

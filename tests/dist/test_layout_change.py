@@ -11,7 +11,7 @@ from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.load import resume
 from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 
-from .steps import ARCH, CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
+from .steps import ARCH, CPU, LATENT, join, keep, mean_losses, run_of, same_bits, state_of, train
 
 STEPS, BATCH = 2, 12  # on each layout; 1, 2, 3 and 4 data ranks divide it
 # 20 rows, and norms of 12 and 3: ranks with fewer rows than others, and with none.
@@ -69,8 +69,12 @@ def without_checkpoints(rank, world, run, steps):
 
 @pytest.mark.parametrize(
     "layouts, arch",
-    [pytest.param(MESHES, ARCH, marks=pytest.mark.nightly), pytest.param(HOMES, UNEVEN, marks=pytest.mark.slow)],
-    ids=["meshes", "homes of state"],
+    [
+        pytest.param(MESHES, ARCH, marks=pytest.mark.nightly),
+        pytest.param(HOMES, UNEVEN, marks=pytest.mark.slow),
+        ([{"dp_shard": 2, "zero": 3}, {"tp": 4}], LATENT),
+    ],
+    ids=["meshes", "homes of state", "latent attention"],
 )
 def test_losses_go_on_on_another_layout(fork_ranks, tmp_path, layouts, arch):
     folder = RunFolder(tmp_path / "run")

@@ -23,7 +23,7 @@ from ingot.trainer.checkpoint.save import CheckpointFacts, save_checkpoint
 from ingot.trainer.convert import reshard
 from ingot.trainer.convert.reshard import read_layout, reshard_checkpoint
 
-from .steps import ARCH, CPU, join, keep, mean_losses, run_of, same_bits, state_of, train
+from .steps import ARCH, CPU, LATENT, join, keep, mean_losses, run_of, same_bits, state_of, train
 
 BATCH = 12
 TIED = replace(ARCH, tied_embeddings=True)
@@ -36,6 +36,7 @@ CASES = {
     "experts, zero 3": (EXPERTS, {"pp": 2, "zero": 1}, {"dp_shard": 4, "ep": 2, "zero": 3}),
     "uneven": (UNEVEN, {"tp": 2, "dp_shard": 2}, {"dp_shard": 3, "zero": 2}),
     "copies, as many ranks": (ARCH, {"dp_replicate": 2, "dp_shard": 2, "zero": 3}, {"tp": 4}),
+    "latent attention": (LATENT, {"dp_shard": 2, "zero": 3}, {"tp": 4}),
     "context": (ARCH, {"cp": 2, "tp": 2}, {"dp_shard": 2, "zero": 2}),
 }
 
