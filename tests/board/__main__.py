@@ -2,7 +2,8 @@
 
 python -m tests.board                              all rows with five seeds
 python -m tests.board --rows RS09,RS10 --seeds 1   some rows, with seed 0
-python -m tests.board --write                      all rows, and the table in docs/reliability.md
+python -m tests.board --write                      all rows, and the tables in docs/reliability.md
+python -m tests.board --rows RS09 --write          some rows, and the tables of their cases there
 python -m tests.board --rows RS09 --json a.jsonl   a part of the rows today, and
 python -m tests.board --lines a.jsonl --write      the rest later: what the file has is not played again
 """
@@ -22,17 +23,18 @@ from ingot.drill.oracles import Verdicts
 from . import ALL, MISSING, killpoints
 from .bench import ROOT, Bench
 from .row import Row
-from .table import table_of
+from .table import CASES, cases_of, table_of
 
 PAGE = ROOT / "docs" / "reliability.md"
-BEGIN, END = "<!-- begin: written by python -m tests.board -->", "<!-- end: written by python -m tests.board -->"
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.board", description="Run the board of reliability.")
     parser.add_argument("--rows", type=lambda text: text.split(","), help="only these rows, as RS09,RS10")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this number, exclusive (default: %(default)s)")
-    parser.add_argument("--write", action="store_true", help=f"write the table of {PAGE.name}; needs all rows")
+    parser.add_argument(
+        "--write", action="store_true", help=f"write the tables of {PAGE.name} whose rows are asked for"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="append the lines of JSON to this file as well")
     parser.add_argument(
         "--lines",
@@ -47,20 +49,19 @@ def main(arguments: list[str]) -> int:
         parser.error(reason)
     if unknown := set(args.rows or ()) - {row.id for row in ALL}:
         parser.error(f"{', '.join(sorted(unknown))}: not a row that runs; those are {', '.join(r.id for r in ALL)}")
-    if args.write and args.rows:
-        parser.error("the page gets the table of all rows: leave out --rows")
     rows = [row for row in ALL if not args.rows or row.id in args.rows]
-    ids, own = {row.id for row in rows}, {"commit": commit(), "date": str(date.today()), "machine": machine()}
+    ids = {row.id for row in rows}
     recorded = [json.loads(text) for file in args.lines for text in file.read_text().splitlines()]
     lines = [line for line in recorded if line["id"] in ids]
     known = {(line["id"], line["seed"]) for line in lines}
     not_played = {row.id: reason for row in rows if (reason := row.missing())}
     for name, reason in not_played.items():
         print(f"{name}: not played: {reason}", file=sys.stderr)
+    about = own()
     with Bench() as bench:
         for row in (row for row in rows if row.id not in not_played):
             for seed in (seed for seed in range(args.seeds) if (row.id, seed) not in known):
-                lines.append(play(bench, row, seed) | own)
+                lines.append(play(bench, row, seed) | about)
                 text = json.dumps(lines[-1])
                 print(text, flush=True)
                 if args.json:  # at once: a run of an hour may be interrupted
@@ -75,9 +76,12 @@ def main(arguments: list[str]) -> int:
     summary = f"{len(rows)} rows with {seeds}: {len(red)} red{names}, {len(MISSING)} missing{without}"
     print(f"\n{table_of(lines)}\n\n{summary}")
     if args.write:
-        on, machines, commits = (sorted({line[key] for line in lines}) for key in ("date", "machine", "commit"))
-        how = f"`python -m tests.board` on {' and '.join(on)}, {' and '.join(machines)}, commit {' and '.join(commits)}"
-        write(f"{how}: {summary}.\n\n{table_of(lines)}")
+        if not args.rows:
+            write(f"{played_on(lines)}: {summary}.\n\n{table_of(lines)}")
+        for name, cases in CASES.items():
+            if found := [line for line in lines if line["id"] in cases.rows and "outcomes" in line]:
+                seeds = f"seeds {', '.join(map(str, sorted({line['seed'] for line in found})))}"
+                write(f"{played_on(found)}: {', '.join(cases.rows)}, {seeds}.\n\n{cases_of(found, cases)}", name)
     return 1 if red else 0
 
 
@@ -91,6 +95,11 @@ def play(bench: Bench, row: Row, seed: int) -> dict:
     return verdicts.as_json(row.id, seed) | {"seconds": round(time.monotonic() - began, 1)}
 
 
+def own() -> dict[str, str]:
+    """Return what each line of this run of the board has in common."""
+    return {"commit": commit(), "date": str(date.today()), "machine": machine()}
+
+
 def machine() -> str:
     """Describe this machine: cores and system."""
     return f"{len(os.sched_getaffinity(0))} cores, {os.uname().sysname} {os.uname().machine}"
@@ -102,11 +111,19 @@ def commit() -> str:
     return found.stdout.strip() or "unknown"
 
 
-def write(text: str) -> None:
-    """Write the text between the markers of the page."""
-    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
-    _, after = rest.split(END)
-    PAGE.write_text(f"{before}{BEGIN}\n{text}\n{END}{after}", encoding="utf-8")
+def played_on(lines: list[dict]) -> str:
+    """Describe when, where and with which commits lines were played."""
+    on, machines, commits = (sorted({line[key] for line in lines}) for key in ("date", "machine", "commit"))
+    return f"`python -m tests.board` on {' and '.join(on)}, {' and '.join(machines)}, commit {' and '.join(commits)}"
+
+
+def write(text: str, name: str = "") -> None:
+    """Write the text between the markers of a table of the page: of all rows, or that of the cases with this name."""
+    what = f"{name}, written by python -m tests.board" if name else "written by python -m tests.board"
+    begin, end = f"<!-- begin: {what} -->", f"<!-- end: {what} -->"
+    before, rest = PAGE.read_text(encoding="utf-8").split(begin)
+    _, after = rest.split(end)
+    PAGE.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -1,11 +1,48 @@
-"""The lines of the board as a table in Markdown."""
+"""The lines of the board as tables in Markdown: all rows, and what came of each case of some rows."""
 
+from collections import Counter
 from collections.abc import Sequence
 from statistics import median
+from typing import NamedTuple
 
-from ingot.drill.oracles import ORACLES
+from ingot.drill.oracles import ORACLES, RED
 
 from .row import Row
+
+
+class Cases(NamedTuple):
+    """A table of the cases of `rows`. down, across: what its rows and its columns are, "fault" and another word."""
+
+    rows: tuple[str, ...]
+    down: str
+    across: str
+
+
+CASES = {
+    "crash points": Cases(("RS09",), "file: call", "fault"),
+    "disk faults": Cases(("RS12",), "fault", "file: call"),
+    "store faults": Cases(("RS13", "RS13 killed", "RS31 store"), "fault", "request"),
+}
+
+
+def cases_of(lines: Sequence[dict], cases: Cases) -> str:
+    """Return the table of the cases that `lines` of the rows `cases.rows` have; lines without cases add none."""
+    cells: dict[tuple[str, str], Counter[str]] = {}
+    for line in (line for line in lines if line["id"] in cases.rows):
+        for fault, place, outcome, count in line.get("outcomes", []):
+            cell = (fault, place) if cases.down == "fault" else (place, fault)
+            cells.setdefault(cell, Counter())[outcome] += count
+    down, across = (sorted({cell[side] for cell in cells}) for side in (0, 1))
+    text = [f"| {cases.down} | {' | '.join(across)} |", "|" + "---|" * (1 + len(across))]
+    for one in down:
+        found = [cells.get((one, other), Counter()) for other in across]
+        text.append(f"| {one} | {' | '.join(_counted(cell) for cell in found)} |")
+    return "\n".join(text)
+
+
+def _counted(outcomes: Counter[str]) -> str:
+    found = [f"{count} × {outcome}" for outcome, count in sorted(outcomes.items())]
+    return ", ".join(f"**{one}**" if one.endswith(RED) else one for one in found)
 
 
 def table_of(lines: Sequence[dict]) -> str:

@@ -10,7 +10,7 @@ from ingot.drill.oracles import Verdicts
 
 from . import ALL, MISSING
 from . import __main__ as board
-from .table import table_of
+from .table import CASES, cases_of, table_of
 
 
 def test_every_row_of_the_design_is_in_the_table():
@@ -36,6 +36,54 @@ def test_a_row_that_asked_nothing_does_not_pass(finding):
     verdicts.judge("o2", "case", finding)
     line = verdicts.as_json("RS09", 0)
     assert (line["passed"], line["o2"], line["o1"]) == (not finding, not finding, None)
+
+
+def _line(row, seed, *cases):
+    verdicts = Verdicts()
+    verdicts.judge("o2", "case", "")
+    for fault, place, outcome, finding in cases:
+        since = verdicts.findings
+        verdicts.judge("o6", place, finding)
+        verdicts.came_of(fault, place, outcome, since)
+    return json.loads(json.dumps(verdicts.as_json(row, seed)))
+
+
+LINES = (
+    _line("RS09", 0, ("kill, sync", "manifest: rename", "step 4", ""), ("power, sync", "samples: write", "step 4", "")),
+    _line(
+        "RS09", 1, ("kill, sync", "manifest: rename", "step 8", ""), ("kill, sync", "manifest: rename", "step 4", "")
+    ),
+    _line("RS09", 2, ("power, sync", "samples: write", "step 4", "torn")),
+    _line("RS09", 3),  # of a row, or of an earlier board, that records no cases
+    _line("RS13", 0, ("503", "PUT manifest", "whole", "")),
+)
+
+
+def test_cases_are_counted_by_place_fault_and_outcome():
+    assert "outcomes" not in LINES[3]
+    assert cases_of(LINES, CASES["crash points"]).splitlines() == [
+        "| file: call | kill, sync | power, sync |",
+        "|---|---|---|",
+        "| manifest: rename | 2 × step 4, 1 × step 8 |  |",
+        "| samples: write |  | **1 × RED**, 1 × step 4 |",
+    ]
+    assert cases_of(LINES, CASES["store faults"]).splitlines()[2:] == ["| 503 | 1 × whole |"]
+
+
+def test_tables_are_written_between_their_marks(tmp_path, monkeypatch):
+    """Tables of cases without the rows that have them, and the table of all rows without all rows, stay."""
+    page, recorded = tmp_path / "page.md", tmp_path / "lines.jsonl"
+    names = ["", *(f"{name}, " for name in CASES)]
+    marks = [f"<!-- begin: {name}written by python -m tests.board -->\nold\n<!-- end: {name}" for name in names]
+    page.write_text("".join(f"{mark}written by python -m tests.board -->\n" for mark in marks))
+    recorded.write_text("".join(json.dumps(line | board.own() | {"seconds": 1.0}) + "\n" for line in LINES))
+    monkeypatch.setattr(board, "PAGE", page)
+    monkeypatch.setattr(board.killpoints, "missing", lambda: "")
+    assert board.main(["--rows", "RS09", "--seeds", "4", "--lines", str(recorded), "--write"]) == 1
+    sections = page.read_text().split("<!-- begin: ")[1:]
+    written = {part.partition("written by")[0]: part.splitlines()[1:-1] for part in sections}
+    assert [name for name in names if written[name] == ["old"]] == ["", "disk faults, ", "store faults, "]
+    assert "RS09, seeds 0, 1, 2" in written["crash points, "][0] and "**1 × RED**" in written["crash points, "][-1]
 
 
 def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):

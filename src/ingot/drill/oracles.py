@@ -31,6 +31,7 @@ from ingot.trainer.checkpoint.places import Places
 from ingot.trainer.loader.ledger import read_ledger
 
 ORACLES = ("o1", "o2", "o3", "o6", "o7", "o8")
+RED = "RED"  # the outcome of a case in which something was wrong
 _RANDOM = "random."  # keys of a rank's random states begin with it
 Trace = dict[int, list[tuple[bytes, bytes]]]
 Samples = list[tuple[int, bytes]]
@@ -189,7 +190,10 @@ def redone(trace: Trace) -> int:
 
 @dataclass
 class Verdicts:
-    """The findings of one row with one seed: oracle -> what it found wrong, in how many cases it was asked."""
+    """The findings of one row with one seed: oracle -> what it found wrong, in how many cases it was asked.
+
+    outcomes: how many cases there were of each (fault, place of the fault, what came of it), for tables of cases.
+    """
 
     asked: Counter = field(default_factory=Counter)
     wrong: dict[str, list[str]] = field(default_factory=dict)
@@ -197,12 +201,23 @@ class Verdicts:
     recover: list[float] = field(default_factory=list)
     redone: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
+    outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+
+    @property
+    def findings(self) -> int:
+        """The number of findings so far."""
+        return sum(map(len, self.wrong.values()))
 
     def judge(self, oracle: str, where: str, finding: str) -> None:
         """Record that `oracle` was asked in the case `where`. finding: what is wrong, "" if nothing."""
         self.asked[oracle] += 1
         if finding:
             self.wrong.setdefault(oracle, []).append(f"{where}: {finding}")
+
+    def came_of(self, fault: str, place: str, outcome: str, since: int) -> None:
+        """Count a case by its fault, by the place of the fault, and by its outcome: that it is red, if anything was
+        found wrong after the first `since` findings."""
+        self.outcomes[fault, place, outcome if self.findings == since else RED] += 1
 
     def time(self, folder: RunFolder, injected: float) -> None:
         """Record O4 and O5 of a fault at `injected` (Unix time), as far as they apply."""
@@ -225,4 +240,5 @@ class Verdicts:
             "numbers": {name: float(f"{value:.4g}") for name, value in self.numbers.items()},
             "wrong": [f"{oracle}: {one}" for oracle, found in self.wrong.items() for one in found],
             "passed": bool(self.asked) and not self.wrong,
+            **({"outcomes": [[*case, count] for case, count in self.outcomes.items()]} if self.outcomes else {}),
         }
