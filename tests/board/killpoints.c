@@ -5,14 +5,16 @@
 
    BOARD_WHO    the process: "rank" or "writer" (of checkpoints), with ":1" only that of rank 1
    BOARD_BELOW  the folders, absolute, separated by colons
-   BOARD_DO     count, power, kill, die, stop (by SIGSTOP), full, flip, slow (at every call), deny (refuse to
+   BOARD_DO     count, power, kill, die, stop (by SIGSTOP), full, fail (with BOARD_ERRNO, BOARD_TIMES calls from
+                the k-th on), flip, slow (at every call), deny (refuse to
                 open for reading); of reads of open files by pread alone: eio (the k-th fails, with BOARD_TIMES as many),
                 stall (it never returns), dieread (SIGKILL)
    BOARD_K      the number of the call, from 1
    BOARD_LOG    a file that gets one line per counted call: name and path
    BOARD_ONCE   if set, without effect in processes that find the file of BOARD_LOG: only the first one has the fault
    BOARD_TOP    for power and kill: all ancestors of this process below this one are killed as well
-   BOARD_TIMES  for eio: how many reads fail; 0: all
+   BOARD_TIMES  for eio, fail: how many fail; 0: all
+   BOARD_ERRNO  for fail: the number of the error
    BOARD_MICRO  for slow: microseconds per call
    BOARD_DENY   for deny: a part of the paths
    BOARD_NOROOM if set, every file system seems to have no free block
@@ -153,6 +155,12 @@ static int counted(const char *call, const char *path) {
   }
   if (!strcmp(what, "die")) kill(getpid(), SIGKILL);
   if (!strcmp(what, "stop")) { done = 1; kill(getpid(), SIGSTOP); }
+  if (!strcmp(what, "fail")) {
+    long times = atol(setting("BOARD_TIMES"));
+    if (times && calls >= k + times) return 0;
+    errno = atoi(setting("BOARD_ERRNO"));
+    return 1;
+  }
   if (!strcmp(what, "full") && takes_room) { done = 1; errno = ENOSPC; return 1; }
   if (!strcmp(what, "flip") && !strcmp(call, "write")) { done = 1; return 2; }
   return 0;
@@ -356,12 +364,18 @@ static int make_at(int folder, const char *name, mode_t mode) {
 int mkdir(const char *name, mode_t mode) { return make_at(AT_FDCWD, name, mode); }
 int mkdirat(int folder, const char *name, mode_t mode) { return make_at(folder, name, mode); }
 
+/* A disk that lasts to fail with EIO has vanished. One that is read-only still has room. */
+static int is_gone(const char *path) {
+  return !strcmp(setting("BOARD_DO"), "fail") && atoi(setting("BOARD_ERRNO")) == EIO && !atol(setting("BOARD_TIMES")) &&
+         is_mine() && calls >= atol(setting("BOARD_K")) && is_below(path);
+}
+
 #define ROOM(name, kind) \
   int name(const char *path, struct kind *out) { \
     int (*real)(const char *, struct kind *) = dlsym(RTLD_NEXT, #name); \
     int failed = real(path, out); \
     if (!failed && *setting("BOARD_NOROOM")) out->f_bavail = out->f_bfree = 0; \
-    return failed; \
+    return is_gone(path) ? (errno = EIO, -1) : failed; \
   }
 ROOM(statvfs, statvfs)
 ROOM(statvfs64, statvfs64)

@@ -45,6 +45,23 @@ def read_calls(log: Path) -> list[tuple[str, str]]:
     return [(name, path) for name, _, path in (line.partition(" ") for line in lines)]
 
 
+def file_of(path: str) -> str:
+    """Return the kind of file that a counted call is about, for people."""
+    folder, name = path.rsplit("/", 2)[1:]
+    if folder.startswith(".removed-") or name.startswith(".removed-"):
+        return "old checkpoint"
+    if "ledger" in (folder, name):
+        return "samples"
+    kinds = {".saving-": "folder of the save", "step-": "checkpoint", "rank-": "tensors"}
+    kind = next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), "folder of checkpoints")
+    return "manifest" if "manifest.json" in name else kind
+
+
+def place_of(call: tuple[str, str]) -> str:
+    """Return a counted call for people: the kind of its file, and its name."""
+    return f"{file_of(call[1])}: {call[0]}"
+
+
 def after_renames(calls: Sequence[tuple[str, str]]) -> list[int]:
     """Return the numbers of the calls right after each rename, and of the last call: what has to be durable by then
     must be on the disk."""

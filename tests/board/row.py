@@ -18,6 +18,7 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoi
 from .bench import Bench
 
 INTERVAL = 4  # steps between checkpoints of the bench's runs
+MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process that writes
 
 
 @dataclass(frozen=True)
@@ -34,6 +35,16 @@ class Row:
 def random_of(row: str, seed: int) -> Random:
     """Return the random numbers of a row and seed."""
     return Random(f"{row} {seed}")
+
+
+def mode_of(mode: str) -> str:
+    """Return the setting of checkpoint.mode."""
+    return f'checkpoint.mode="{mode}"'
+
+
+def drawn_mode(seed: int) -> str:
+    """Return the setting of checkpoint.mode for a seed: the default one for seed 0 and every second seed after it."""
+    return mode_of("sync" if seed % 2 else "async")
 
 
 def judge_recovered(
@@ -60,10 +71,11 @@ def judge_recovered(
 
 
 def drilled(row: str, *settings: str) -> Callable[[Bench, int, Verdicts], None]:
-    """Return how a row is played whose faults `ingot drill` has as well: on the bench's run with these settings."""
+    """Return how a row is played whose faults `ingot drill` has as well: on the bench's run with these settings,
+    which saves in the mode that is drawn."""
 
     def play_row(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-        run, reference = bench.drilled(*settings), bench.reference(*settings)
+        run, reference = bench.drilled(*settings, drawn_mode(seed)), bench.reference(*settings)
         for fault in faults_of(row):
             place = bench.root / f"{fault.id.replace(' ', '-')}-{seed}"
             with trial.Trial(run, place, random_of(fault.id, seed), verdicts, name=fault.id) as one:

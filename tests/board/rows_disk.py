@@ -5,25 +5,23 @@ import re
 import signal
 import time
 from collections.abc import Iterable
+from errno import EIO, EROFS
 from statistics import median
 
 from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
 
 from . import killpoints
 from .bench import Bench
-from .row import INTERVAL, Row, judge_recovered, newest_valid, random_of, resumed_from
+from .row import INTERVAL, MODES, Row, judge_recovered, mode_of, newest_valid, random_of, resumed_from
 
-MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process that writes
 SEEDS = 5  # as many seeds have all crash points together
 SAVED, DURING = 4, 8  # steps of the checkpoint before, and of the save that is disturbed
 _SLOW_STEPS = 80
+TAKES_ROOM = ("create", "write")  # others may fail without an effect, as mkdir of a folder that exists
 PREVIOUS = ("checkpoint.keep=1",)  # the strictest: the checkpoint before goes as soon as the new one is there
-
-
-def mode_of(mode: str) -> str:
-    return f'checkpoint.mode="{mode}"'
 
 
 def calls_of_a_save(bench: Bench, mode: str) -> list[tuple[str, str]]:
@@ -41,7 +39,7 @@ def crash(bench: Bench, verdicts: Verdicts, mode: str, do: str, k: int) -> None:
     """Kill a run at call `k` of a save, with (do = "power") or without ("kill") what a loss of power takes; continue it
     by the same command, and judge."""
     name, settings = f"crash-{mode}-{do}-{k}", (*PREVIOUS, mode_of(mode))
-    calls = calls_of_a_save(bench, mode)
+    calls, since = calls_of_a_save(bench, mode), verdicts.findings
     where = f"{mode} {do} at {k}/{len(calls)} ({calls[k - 1][0]} {calls[k - 1][1].rpartition('/')[2]})"
     folder = bench.copy(bench.base(SAVED, *PREVIOUS), name)
     killed = bench.attempt(name, *settings, until=DURING, env=killpoints.fault(folder, do, k, who=MODES[mode]))
@@ -55,6 +53,7 @@ def crash(bench: Bench, verdicts: Verdicts, mode: str, do: str, k: int) -> None:
     if not torn and (start := resumed_from(folder)) != newest:
         verdicts.judge("o6", where, f"continued from step {start}, the newest checkpoint is of step {newest}")
     judge_recovered(bench, verdicts, name, where, bench.reference(ranks=1))
+    verdicts.came_of(f"{do}, {mode}", killpoints.place_of(calls[k - 1]), f"step {newest}", since)
     bench.drop(name)
 
 
@@ -82,8 +81,8 @@ def crash_of_a_job(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     # In sync mode rank 1 writes only its own file. Calls of the first saves, whichever they belong to.
     k = random.randrange(1, 80 if rank else 180)
     name, where = f"job-{seed}", f"job of 2 ranks: {mode} {do} at call {k} of rank {rank}"
-    folder = bench.folder(name)
-    fault = killpoints.fault(folder, do, k, who=f"{MODES[mode]}:{rank}")
+    folder, since, log = bench.folder(name), verdicts.findings, bench.root / f"{name}.calls"
+    fault = killpoints.fault(folder, do, k, who=f"{MODES[mode]}:{rank}", log=log)
     option = ("--set", mode_of(mode))
     killed, injected = bench.train(name, *option, env=fault), time.time()
     if killed.code != -signal.SIGKILL:
@@ -95,39 +94,58 @@ def crash_of_a_job(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     # Without any checkpoint the run starts at step 0, which is no loss: none was ever saved.
     saves_left_out = len(list(read_events(folder.events, events.CHECKPOINT_SKIPPED)))
     judge_recovered(bench, verdicts, name, where, bench.reference(), faults=2 + saves_left_out)
+    call = killpoints.read_calls(log)[k - 1]
+    verdicts.came_of(f"{do}, 2 ranks", killpoints.place_of(call), f"step {resumed_from(folder)}", since)
+
+
+def _found(folder: RunFolder, *kinds: str) -> list[dict]:
+    return list(read_events(folder.events, *kinds))
 
 
 def rs12(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Let the disk be full at one call of a save, in both modes, and before the start."""
-    random, reference = random_of("RS12", seed), bench.reference(ranks=1)
-    for mode, who in MODES.items():
-        # A call that takes room: a fault at another one would wait for the next that can fail, which may be a mkdir of
-        # a folder that exists, and that has no effect.
-        takes_room = [n for n, (call, _) in enumerate(calls_of_a_save(bench, mode), 1) if call in ("create", "write")]
-        k, name = random.choice(takes_room), f"full-{mode}"
-        where = f"{mode}: full at call {k}"
-        folder = bench.copy(bench.base(SAVED), name)
-        ended = bench.attempt(name, mode_of(mode), env=killpoints.fault(folder, "full", k, who=who))
-        failed = list(read_events(folder.events, events.CHECKPOINT_FAILED))
-        if mode == "async":  # training goes on, and the failed save is reported
-            problem = "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}"
-            codes = [event["code"] for event in failed]
-            verdicts.judge("o6", where, problem or ("" if codes == ["E-CKPT-WRITE"] else f"failed saves: {codes}"))
-            verdicts.judge(
-                "o6", where, "" if failed and str(folder.root) in failed[0]["reason"] else "no path is named"
-            )
-        else:  # the run ends, and the same command continues it
-            named = "E-CKPT-WRITE" in ended.output and str(folder.root) in ended.output
-            verdicts.judge("o6", where, "" if ended.code and named else f"code {ended.code}: {ended.output[-300:]}")
-            newest, torn = newest_valid(folder)
-            verdicts.judge("o6", where, torn or ("" if newest >= SAVED else f"the newest is of step {newest}"))
-            ended = bench.attempt(name, mode_of(mode))
-            verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
-        judge_recovered(bench, verdicts, name, where, reference)
+    """Let calls of a save fail, in both modes: a random one as on a full disk; all from a random one on as on a disk
+    that became read-only, or vanished; and every fifth kind of call, those of this seed, as on a disk with an error.
+    And let the disk be full before the start."""
+    random = random_of("RS12", seed)
+    for mode in MODES:
+        calls = calls_of_a_save(bench, mode)
+        takes_room = [n for n, (call, _) in enumerate(calls, 1) if call in TAKES_ROOM]
+        _fails(bench, verdicts, mode, "ENOSPC once", random.choice(takes_room), do="full")
+        lasts = ("EIO", EIO) if seed % 2 else ("EROFS", EROFS)
+        _fails(bench, verdicts, mode, f"{lasts[0]} from it on", random.choice(takes_room), do="fail", errno=lasts[1])
+        places = [killpoints.place_of(call) for call in calls]
+        for place in sorted(set(places))[seed % SEEDS :: SEEDS]:
+            k = random.choice([n for n, found in enumerate(places, 1) if found == place])
+            _fails(bench, verdicts, mode, "EIO once", k, do="fail", errno=EIO, times=1)
     refused = bench.train("no-room", env={"BOARD_NOROOM": "1"})
     verdicts.judge("o6", "before the start", "" if "E-DISK-SPACE" in refused.output else refused.output[-300:])
     begun = bench.folder("no-room").events.exists()
     verdicts.judge("o6", "before the start", "a run was begun" if begun or not refused.code else "")
+
+
+def _fails(bench: Bench, verdicts: Verdicts, mode: str, fault: str, k: int, **how: str | int) -> None:
+    """Let call `k` of a save fail, and judge: a save that fails is reported by code and path, no checkpoint is lost,
+    and in the background mode training goes on, to the last save, which has to succeed. how: see killpoints.c."""
+    call, since, lasts = calls_of_a_save(bench, mode)[k - 1], verdicts.findings, fault.endswith("on")
+    name, where = f"{fault}-{mode}".replace(" ", "-"), f"{mode}: {fault}, call {k} ({call[0]} {call[1]})"
+    folder, settings = bench.copy(bench.base(SAVED, *PREVIOUS), name), (*PREVIOUS, mode_of(mode))
+    ended = bench.attempt(name, *settings, env=killpoints.fault(folder, k=k, who=MODES[mode], **how))
+    failed = [(one["code"], str(folder.root) in one["reason"]) for one in _found(folder, events.CHECKPOINT_FAILED)]
+    named = set(failed) <= {("E-CKPT-WRITE", True)} and (lasts or len(failed) <= 1)
+    verdicts.judge("o6", where, "" if named else f"failed saves {failed}")
+    outcome = "training went on" if failed else "no save failed"
+    silent = call[0] in TAKES_ROOM and not failed and not ended.code
+    verdicts.judge("o6", where, "it failed without a report" if silent else "")
+    if ended.code:
+        may_end = mode == "sync" or lasts
+        named = may_end and "E-CKPT-WRITE" in ended.output and str(folder.root) in ended.output
+        verdicts.judge("o6", where, "" if named else f"exit code {ended.code}: {ended.output[-300:]}")
+        newest, torn = newest_valid(folder)
+        verdicts.judge("o6", where, torn or ("" if newest >= SAVED else f"the newest is of step {newest}"))
+        outcome, ended = "continued by the command", bench.attempt(name, *settings)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    judge_recovered(bench, verdicts, name, where, bench.reference(ranks=1), faults=6 if lasts else 1)
+    verdicts.came_of(f"{fault}, {mode}", killpoints.place_of(call), outcome, since)
 
 
 def rs14(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -207,7 +225,7 @@ def rs16(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 ROWS = (
     Row("RS09", "SIGKILL or loss of power at every call that changes the disk in a save", rs09),
-    Row("RS12", "ENOSPC at a call of a save; no room before the start", rs12),
+    Row("RS12", "ENOSPC, an error or a read-only disk at a call of a save; no room before the start", rs12),
     Row("RS14", "a save that takes 5 times the interval", rs14),
     Row("RS15", "SIGKILL of the process that writes checkpoints", rs15),
     Row("RS16", "none: how long training waits for a save", rs16),

@@ -15,8 +15,8 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders
 
 from .bench import ONE_RANK, Bench, options
 from .killpoints import fault
-from .row import Row, judge_recovered, random_of, refused_steps, resumed_from
-from .rows_disk import DURING, PREVIOUS, SAVED, calls_of_a_save, mode_of
+from .row import Row, drawn_mode, judge_recovered, mode_of, random_of, refused_steps, resumed_from
+from .rows_disk import DURING, PREVIOUS, SAVED, calls_of_a_save
 
 _LEASE = "launch.lease_seconds=2"
 _LONG = "train.steps=60"
@@ -33,11 +33,12 @@ def _in_a_step(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     random, name = random_of("RS30 zombie", seed), f"zombie-{seed}"
     step = random.randrange(5, 40)
     where = f"suspended near step {step}"
-    process = bench.start(name, *options([_LONG, _LEASE]))
+    settings = options([_LONG, _LEASE, drawn_mode(seed)])
+    process = bench.start(name, *settings)
     bench.wait_for_step(name, step, process)
     time.sleep(random.uniform(0, 0.03))
     suspended = _suspend(bench, name)
-    second = bench.train(name, *options([_LONG, _LEASE]))
+    second = bench.train(name, *settings)
     verdicts.judge("o6", where, "" if second.code == 0 else f"exit code {second.code}: {second.output[-500:]}")
     _go_on(suspended)
     _judge_refused(verdicts, where, bench.ended(process))

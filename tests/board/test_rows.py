@@ -9,8 +9,8 @@ from ingot.drill.oracles import Verdicts
 
 from . import ALL, killpoints
 from .bench import Bench
-from .row import newest_valid, random_of
-from .rows_disk import MODES, calls_of_a_save, crash_points
+from .row import MODES, newest_valid, random_of
+from .rows_disk import calls_of_a_save, crash_points
 
 pytestmark = pytest.mark.slow
 SAMPLED = ("RS12", "RS15", "RS29", "RS30", "RS30 zombie")  # a few seconds each

@@ -41,6 +41,14 @@ MUTANTS: list[Mutant] = [
         tests=(_POWER,),
     ),
     Mutant(
+        name="old-checkpoint-ends-the-save",
+        what="a checkpoint counts as not saved if an old one cannot be removed",
+        file="trainer/checkpoint/files.py",
+        before="        except OSError as error:  # the checkpoint is there, and the next save tries again",
+        after="        except ZeroDivisionError as error:",
+        tests=("tests/board/test_rows.py::test_a_row[RS12]",),
+    ),
+    Mutant(
         name="read-back-of-memory",
         what="only the number of bytes that the disk gives back is compared",
         file="trainer/checkpoint/verified_file.py",

@@ -6,6 +6,7 @@ until everything in it was written and read back.
 
 import os
 import shutil
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +96,8 @@ class CheckpointFiles:
         """Check that the disk has room, and make the temporary folder. Raises ResourceError."""
         needed = _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
         needed += 0 if Places(self.path).own_folder(0) else sum(bytes_by_rank)  # each rank looks at its own disk
-        require_free(self.folder.checkpoints, needed, f"the checkpoint of step {self.step}")
+        purpose, checkpoints = f"the checkpoint of step {self.step}", self.folder.checkpoints
+        self._on_disk(checkpoints, lambda: require_free(checkpoints, needed, purpose))
         self.discard()
         self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
 
@@ -141,7 +143,9 @@ class CheckpointFiles:
 
         parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
         content of the last file of `ledger`, or None if the file exists; a save of the weights alone has no ledger.
-        Returns the bytes of all tensor files. Raises RunBusyError if another attempt has taken over the run.
+        Returns the bytes of all tensor files. Raises RunBusyError if another attempt has taken over the run, and
+        ResourceError if the checkpoint cannot be written. Old checkpoints that cannot be removed stay until the next
+        save.
         """
         self.require_newest()
         if segment is not None and ledger:
@@ -166,7 +170,10 @@ class CheckpointFiles:
 
         self._on_disk(self.temporary, publish_it)
         self.require_newest()  # this process may have been suspended since: then the checkpoints are another's
-        prune(self.folder, self.step, keep, keep_every, proven_steps(manifest))
+        try:
+            prune(self.folder, self.step, keep, keep_every, proven_steps(manifest))
+        except OSError as error:  # the checkpoint is there, and the next save tries again
+            print(f"{self.folder.checkpoints}: old checkpoints were not removed: {error}", file=sys.stderr)
         return sum(file.bytes for file in manifest.files.values())
 
     def require_newest(self) -> None:
