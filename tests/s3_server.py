@@ -11,6 +11,7 @@ import socket
 import struct
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -36,6 +37,8 @@ DEEDS = {
     "other-bytes": "the object is stored with one wrong bit, and its tag is that of the wrong bytes",
     "lost-answer": "the request is executed, but the connection is reset before the answer",
     "stale": "a listing does not show the last `changes` changes",
+    "kill-before": "the server's `kill` is called instead of the request, then the connection is reset",
+    "kill-after": "the request is executed, and the server's `kill` is called before the connection is reset",
     "error-in-200": "the end of a multipart upload is not executed: an error in the body of a 200",
 }
 
@@ -73,7 +76,10 @@ class Stored(NamedTuple):
 
 
 class S3Server:
-    """A server on a free port of this machine, from `with` to its end. calls: what was asked, in order."""
+    """A server on a free port of this machine, from `with` to its end. calls: what was asked, in order.
+
+    kill: whom the faults that kill end, a client or this server itself.
+    """
 
     def __init__(self, *faults: Fault, page: int = 1000):
         self.faults, self.page = list(faults), page
@@ -83,18 +89,41 @@ class S3Server:
         self.failed: list[str] = []
         self.lock = threading.Lock()
         self.history: list[dict[str, Stored]] = [{}]
-        self._http = ThreadingHTTPServer(("127.0.0.1", 0), type("Handler", (_Handler,), {"s3": self}))
-        self._http.daemon_threads, self._http.block_on_close = True, False
+        self.kill: Callable[[], None] = lambda: None
+        self.connections: set[socket.socket] = set()
         self.ended = threading.Event()
+        self._http = self._listening(0)
+
+    def _listening(self, port: int) -> ThreadingHTTPServer:
+        http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"s3": self}))
+        http.daemon_threads, http.block_on_close = True, False
+        return http
+
+    def _serve(self) -> None:
+        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
 
     def __enter__(self) -> "S3Server":
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
+        self._serve()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
         self._http.shutdown()
         self._http.server_close()
+
+    def stop(self) -> None:
+        """End as a server whose process is killed: nothing listens, every connection is reset. Its objects stay, as on
+        a disk."""
+        self._http.shutdown()
+        self._http.server_close()
+        with self.lock:
+            for connection in self.connections:
+                reset(connection)
+
+    def start(self) -> None:
+        """Listen on the same port again, after `stop`."""
+        self._http = self._listening(self._http.server_address[1])
+        self._serve()
 
     @property
     def environment(self) -> dict[str, str]:
@@ -137,6 +166,14 @@ class S3Server:
             return self.history[max(0, len(self.history) - 1 - changes)]
 
 
+def reset(connection: socket.socket) -> None:
+    """Close a connection with a reset."""
+    with contextlib.suppress(OSError):  # it is closed
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        connection.shutdown(socket.SHUT_RD)
+        connection.close()
+
+
 def md5(data: bytes) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
@@ -151,8 +188,12 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def handle(self) -> None:
+        with self.s3.lock:
+            self.s3.connections.add(self.connection)
         with contextlib.suppress(OSError):
             super().handle()
+        with self.s3.lock:
+            self.s3.connections.discard(self.connection)
 
     def do_GET(self) -> None:
         address = urlsplit(self.path)
@@ -174,7 +215,9 @@ class _Handler(BaseHTTPRequestHandler):
         body = self.rfile.read(size // 2 if torn else size)
         if do == "silent":
             self.s3.ended.wait(fault.seconds)
-        if torn or do == "silent":
+        if do == "kill-before":
+            self.s3.kill()
+        if torn or do in ("silent", "kill-before"):
             self._reset()
         elif do == "error-in-200":
             self._answer(200, _error("InternalError"))
@@ -187,7 +230,9 @@ class _Handler(BaseHTTPRequestHandler):
             number, body, headers = getattr(self, f"_{call.partition(' ')[0].lower()}")(key, query, body, fault)
             if do == "wrong-tag" and "ETag" in headers:
                 headers["ETag"] = f'"{md5(b"of another object")}"'
-            if do == "lost-answer":
+            if do == "kill-after":
+                self.s3.kill()
+            if do in ("lost-answer", "kill-after"):
                 self._reset()
             else:
                 self._answer(number, body, headers, half=do == "reset")
@@ -197,9 +242,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _reset(self) -> None:
         """Close the connection with a reset, as a load balancer that gives up on it does."""
         self.close_connection = True
-        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        self.connection.shutdown(socket.SHUT_RD)
-        self.connection.close()
+        reset(self.connection)
 
     def _answer(self, number: int, body: bytes = b"", headers: dict | None = None, *, half: bool = False) -> None:
         self.send_response(number)

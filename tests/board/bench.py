@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,10 +15,11 @@ from pathlib import Path
 from tests.e2e.conftest import RUN_FILE, write_tokens
 
 from ingot.drill.clean import shared_memory
-from ingot.drill.job import DEADLINE_SECONDS, Ended, TrainingJob, ended
+from ingot.drill.job import DEADLINE_SECONDS, Ended, TrainingJob, ended, marked_processes, send
 from ingot.drill.oracles import RunFacts, read_facts
 from ingot.drill.trial import DrilledRun
 from ingot.events import read_events
+from ingot.machine.processes import parent_of
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import load_run
@@ -137,6 +139,13 @@ class Bench:
         answer = json.loads(launcher.stdout.readline())
         return Ended(answer["code"], log.read_text(errors="replace"), time.monotonic() - began)
 
+    def kill_attempt(self, name: str) -> None:
+        """Kill the attempt of the run `name` that is under way, and all processes that it has started."""
+        assert self._launcher is not None
+        pids = (int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal())
+        attempt = [pid for pid in pids if parent_of(pid) == self._launcher.pid]
+        send(signal.SIGKILL, [*marked_processes(self.folder(name).root), *attempt])
+
     def _started_launcher(self) -> subprocess.Popen:
         if self._launcher is None:
             self._launcher = subprocess.Popen(
@@ -178,11 +187,15 @@ class Bench:
             self._references[key] = read_facts(self.folder(name))
         return self._references[key]
 
+    def last_step(self, name: str) -> int:
+        """Return the last step in the event log of the run; 0 without one."""
+        return max((event["step"] for event in read_events(self.folder(name).events, events.STEP)), default=0)
+
     def wait_for_step(self, name: str, step: int, process: subprocess.Popen) -> None:
         """Wait until `step` is in the event log of the run, or the process ends."""
         deadline = time.monotonic() + DEADLINE_SECONDS
         while time.monotonic() < deadline and process.poll() is None:
-            if any(e["step"] >= step for e in read_events(self.folder(name).events, events.STEP)):
+            if self.last_step(name) >= step:
                 return
             time.sleep(0.01)
 

@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
@@ -23,13 +24,13 @@ from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
 from ingot.trainer.checkpoint.fence import LEASE
-from ingot.trainer.checkpoint.manifest import verify_checkpoint
+from ingot.trainer.checkpoint.manifest import MANIFEST, verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier
 
 from .bench import Bench, options
-from .row import INTERVAL, Row, judge_recovered, random_of, resumed_from
+from .row import INTERVAL, Row, drawn_mode, judge_recovered, random_of, resumed_from
 
-_STEP_OF_TENTH = ("train.global_batch=64",)  # a step of about 0.1 s, so that uploads run beside training
+STEP_OF_TENTH = ("train.global_batch=64",)  # a step of about 0.1 s, so that uploads run beside training
 _WAY_OUT, _REFUSED, _REFUSED_CODE = "AWS_ACCESS_KEY_ID", "E-STORE-REFUSED", 3
 _WRITES, _ALL = ("PUT *", "BEGIN *"), ("*",)
 # The faults of RS13, each of them once; the counts are beyond the 4 repetitions of a request.
@@ -37,32 +38,28 @@ _TRANSIENT = (
     Fault(do="503", times=6),
     Fault(do="429", times=2, seconds=1.0),
     Fault(do="500", times=2),
-    Fault(do="reset", call="PUT *"),
+    Fault(do="reset", call="PUT *rank-*"),
     Fault(do="reset", times=2),
     Fault(do="silent", seconds=1.0),
     Fault(do="lost-answer", call="PUT *manifest.json"),
     Fault(do="lost-answer", times=2),
-    Fault(do="wrong-tag", call="PUT *", times=2),
-    Fault(do="other-bytes", call="PUT *"),
-    Fault(do="stale", call="LIST *", times=2, changes=3),
+    Fault(do="wrong-tag", call="PUT *rank-*", times=2),
+    Fault(do="other-bytes", call="PUT *rank-*"),
+    Fault(do="stale", call="LIST *checkpoints*", times=2, changes=3),
 )
+_OF_AN_UPLOAD = ("PUT *rank-*", "PUT *ledger*", "PUT *run.toml", "PUT *manifest.json", "HEAD *ledger*", "*")
 
 
 def _script(random: Random) -> list[Fault]:
-    """Return the transient faults, each from a random one of the requests of the first two or three uploads on.
+    """Return the transient faults, each from a random one of the requests of the first two or three uploads on. Those
+    of any request are drawn for one kind that uploads make, or for all.
 
     The first 14 requests take the lease and list the store: a new run does not begin without an answer.
     """
+    calls = [random.choice(_OF_AN_UPLOAD) if one.call == "*" else one.call for one in _TRANSIENT]
     return [
-        Fault(
-            do=one.do,
-            call=one.call,
-            at=random.randrange(15, 45) if one.call == "*" else random.randrange(1, 4),
-            times=one.times,
-            seconds=one.seconds,
-            changes=one.changes,
-        )
-        for one in _TRANSIENT
+        replace(one, call=call, at=random.randrange(15, 45) if call == "*" else random.randrange(1, 4))
+        for one, call in zip(_TRANSIENT, calls, strict=True)
     ]
 
 
@@ -77,33 +74,55 @@ def _stored_steps(url: str, folder: RunFolder, variables: dict[str, str]) -> lis
         return tier.steps()
 
 
-def _on(url: str) -> list[str]:
-    return options([*_STEP_OF_TENTH, f'checkpoint.remote.url="{url}"'])
+def on_store(url: str, seed: int) -> list[str]:
+    return options([*STEP_OF_TENTH, drawn_mode(seed), f'checkpoint.remote.url="{url}"'])
+
+
+def request_of(call: str) -> str:
+    """Return the kind of a request, for people: its method, and the kind of its object."""
+    method, _, key = call.partition(" ")
+    kinds = {
+        f"/{LEASE}": "lease",
+        f"/{MANIFEST}": "manifest",
+        "/rank-": "tensors",
+        "/ledger": "samples",
+        "/run.toml": "run file",
+        "/checkpoints": "checkpoints",
+        "/weights": "weights",
+    }
+    return f"{method} {next((kind for part, kind in kinds.items() if part in key), 'objects')}"
 
 
 def rs13(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Train beside a store with transient faults, begin where it denies every write or all, and lose the permission
     during a run."""
     url, random, name = f"s3://{BUCKET}/run", random_of("RS13", seed), f"faults-{seed}"
-    bench.reference(*_STEP_OF_TENTH)  # before the runs whose steps are compared with its
+    bench.reference(*STEP_OF_TENTH)  # before the runs whose steps are compared with its
     with S3Server(*_script(random)) as server:
-        ended = bench.train(name, *_on(url), env=server.environment)
+        ended, since = bench.train(name, *on_store(url, seed), env=server.environment), verdicts.findings
         failed, server.faults = server.failed[:], []
         where = f"transient faults ({len(failed)} requests)"
         kinds = {entry.partition(" ")[0] for entry in failed}
         verdicts.judge("o6", where, "" if len(kinds) >= 4 else f"of all faults only {sorted(kinds)} took place")
-        _judge_finished(bench, verdicts, name, where, ended, server)
+        judge_finished(bench, verdicts, name, where, ended, server)
+        _came_of(verdicts, failed, "", since)
         verdicts.numbers |= {
             "requests_failed": float(len(failed)),
             "step_ratio": _step_seconds(bench.folder(name)) / _step_seconds(_reference_folder(bench)),
         }
     for calls in (_WRITES, _ALL):
-        _denied_start(bench, f"denied-{seed}-{len(calls)}", verdicts, calls)
-    _denied_later(bench, f"denied-later-{seed}", verdicts, random)
+        _denied_start(bench, f"denied-{seed}-{len(calls)}", verdicts, calls, seed)
+    _denied_later(bench, f"denied-later-{seed}", verdicts, random, seed)
+
+
+def _came_of(verdicts: Verdicts, failed: list[str], when: str, since: int) -> None:
+    """Count the requests that failed (`S3Server.failed`) as cases: the run ended whole, and so is all in its store."""
+    for do, _, call in (entry.partition(" at ") for entry in failed):
+        verdicts.came_of(do + when, request_of(call), "whole", since)
 
 
 def _reference_folder(bench: Bench) -> RunFolder:
-    return bench.folder("-".join(["reference", "2", *_STEP_OF_TENTH]))
+    return bench.folder("-".join(["reference", "2", *STEP_OF_TENTH]))
 
 
 def _step_seconds(folder: RunFolder) -> float:
@@ -111,11 +130,15 @@ def _step_seconds(folder: RunFolder) -> float:
     return median(later - earlier for earlier, later in itertools.pairwise(times))
 
 
-def _judge_stored(bench: Bench, verdicts: Verdicts, name: str, where: str, url: str, server: S3Server) -> None:
-    """Judge the store after the run `name`: it has the last checkpoint, and every one that it shows is whole."""
+def judge_stored(
+    bench: Bench, verdicts: Verdicts, name: str, where: str, url: str, server: S3Server, last: int | None = None
+) -> None:
+    """Judge the store after the run `name`: it has the checkpoint of step `last`, the last one of the log if that is
+    None, and every one that it shows is whole."""
     folder, empty = bench.folder(name), bench.folder(f"{name}-fetched")
+    bench.drop(empty.root.name)
     empty.checkpoints.mkdir(parents=True)
-    last = max(event["step"] for event in read_events(folder.events, events.STEP))
+    last = bench.last_step(name) if last is None else last
     with _tier(url, empty, server.environment) as tier:
         steps = tier.steps()
         verdicts.judge("o6", where, "" if last in steps else f"step {last} is not among the stored steps {steps}")
@@ -145,24 +168,25 @@ def _has_secret(data: bytes) -> bool:
     return KEY.encode() in data or SECRET.encode() in data
 
 
-def _judge_finished(
+def judge_finished(
     bench: Bench, verdicts: Verdicts, name: str, where: str, ended: Ended, server: S3Server, faults: int = 1
 ) -> None:
     """Judge a run that was disturbed by its store `faults` times: all is as without a fault, also in the store."""
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_STEP_OF_TENTH), faults=faults)
-    _judge_stored(bench, verdicts, name, where, f"s3://{BUCKET}/run", server)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*STEP_OF_TENTH), faults=faults)
+    judge_stored(bench, verdicts, name, where, f"s3://{BUCKET}/run", server)
     _judge_secrets(bench, verdicts, name, where, ended)
 
 
-def _denied_start(bench: Bench, name: str, verdicts: Verdicts, calls: tuple[str, ...]) -> None:
+def _denied_start(bench: Bench, name: str, verdicts: Verdicts, calls: tuple[str, ...], seed: int) -> None:
     """Begin a run whose store answers 403 to `calls`, and give the same command again when it does not any more.
 
     A launcher that cannot write its lease to the store does not know whether another one trains the run.
     """
     where, url = f"403 from the start to {', '.join(calls)}", f"s3://{BUCKET}/run"
+    since = verdicts.findings
     with S3Server(*_denials(calls)) as server:
-        ended = bench.train(name, *_on(url), env=server.environment)
+        ended = bench.train(name, *on_store(url, seed), env=server.environment)
         verdicts.judge("o6", where, "something was stored" if server.objects else "")
         errors = ended.output.count("\n  rule: ")
         clear = errors == 1 and all(part in ended.output for part in (_REFUSED, url, _WAY_OUT))
@@ -171,19 +195,21 @@ def _denied_start(bench: Bench, name: str, verdicts: Verdicts, calls: tuple[str,
         verdicts.judge("o6", where, f"it began to train: {begun[0]}" if begun else "")
         _judge_secrets(bench, verdicts, name, where, ended)
         server.faults = []
-        again = bench.train(name, *_on(url), env=server.environment)
-        _judge_finished(bench, verdicts, name, f"{where}, then permitted", again, server)
+        again = bench.train(name, *on_store(url, seed), env=server.environment)
+        judge_finished(bench, verdicts, name, f"{where}, then permitted", again, server)
+        _came_of(verdicts, server.failed, " from the start", since)
 
 
-def _denied_later(bench: Bench, name: str, verdicts: Verdicts, random: Random) -> None:
+def _denied_later(bench: Bench, name: str, verdicts: Verdicts, random: Random, seed: int) -> None:
     """Take the permission away while a run trains, until some uploads and signs of life were refused, and give it back.
 
     Training goes on, an event names each upload that was refused, and the next one is whole.
     """
     calls, step, uploads = random.choice((_WRITES, _ALL)), random.randrange(1, 5), random.randrange(1, 3)
     where, url = f"403 from step {step} on to {', '.join(calls)}, {uploads} uploads", f"s3://{BUCKET}/run"
+    since = verdicts.findings
     with S3Server() as server:
-        process = bench.start(name, *_on(url), "--set", "launch.lease_seconds=2", env=server.environment)
+        process = bench.start(name, *on_store(url, seed), "--set", "launch.lease_seconds=2", env=server.environment)
         bench.wait_for_step(name, step, process)
         server.faults = _denials(calls)
         while process.poll() is None and not (
@@ -199,7 +225,8 @@ def _denied_later(bench: Bench, name: str, verdicts: Verdicts, random: Random) -
             event["code"] == _REFUSED and _WAY_OUT in event["fix"] and not event["retry_seconds"] for event in reported
         )
         verdicts.judge("o6", where, "" if clear else f"events {reported}")
-        _judge_finished(bench, verdicts, name, where, ended, server)
+        judge_finished(bench, verdicts, name, where, ended, server)
+        _came_of(verdicts, server.failed, " later", since)
 
 
 def _denials(calls: tuple[str, ...]) -> list[Fault]:
@@ -217,14 +244,16 @@ def rs07(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     with S3Server() as server:
         (bench.root / f"stored-{seed}").mkdir()
         for url in (f"file://{bench.root}/stored-{seed}", f"s3://{BUCKET}/run"):
-            lost_node(bench, verdicts, f"lost-{seed}-{url[:2]}", url, random, server.environment)
+            lost_node(bench, verdicts, f"lost-{seed}-{url[:2]}", url, random, server.environment, seed)
 
 
-def lost_node(bench: Bench, verdicts: Verdicts, name: str, url: str, random: Random, variables: dict[str, str]) -> None:
+def lost_node(
+    bench: Bench, verdicts: Verdicts, name: str, url: str, random: Random, variables: dict[str, str], seed: int
+) -> None:
     """Lose the run `name` with its disk, continue it from the store `url`, and judge."""
     step, folder = random.randrange(2 * INTERVAL + 1, 20), bench.folder(name)
     where = f"{url.partition(':')[0]}, near step {step}"
-    process = bench.start(name, *_on(url), env=variables)
+    process = bench.start(name, *on_store(url, seed), env=variables)
     bench.wait_for_step(name, step, process)
     while process.poll() is None and not list(read_events(folder.events, events.CHECKPOINT_STORED)):
         time.sleep(0.01)
@@ -239,7 +268,7 @@ def lost_node(bench: Bench, verdicts: Verdicts, name: str, url: str, random: Ran
     before = read_trace(folder)
     shutil.rmtree(folder.root)
     newest = max(_stored_steps(url, folder, variables), default=0)
-    ended = bench.train(name, *_on(url), env=variables)
+    ended = bench.train(name, *on_store(url, seed), env=variables)
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
     start = resumed_from(folder)
     verdicts.judge("o6", where, "" if start >= newest > 0 else f"from step {start}, the newest stored is {newest}")
@@ -249,7 +278,7 @@ def lost_node(bench: Bench, verdicts: Verdicts, name: str, url: str, random: Ran
     verdicts.recover += [event["time"] - injected for event in itertools.islice(later, 1)]
     # What was trained after the newest stored checkpoint is done again: an upload may be some intervals late.
     late = -(-(max(before) - start) // INTERVAL)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_STEP_OF_TENTH), faults=max(late, 1), earlier=before)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*STEP_OF_TENTH), faults=max(late, 1), earlier=before)
 
 
 ROWS = (

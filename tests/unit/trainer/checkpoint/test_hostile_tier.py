@@ -3,7 +3,11 @@
 import itertools
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from random import Random
 
 import pytest
 from tests.checkpoints import write_checkpoint
@@ -82,6 +86,56 @@ def test_a_fault_at_every_request_of_an_upload_leaves_a_whole_checkpoint(server,
         if not hit:
             break
     assert at > 8
+
+
+PUSH = """
+import sys
+from pathlib import Path
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.stores.places import open_store
+from ingot.trainer.checkpoint.remote import RemoteTier
+
+remote = RemoteCheckpoints(url=sys.argv[2], keep=1)
+tier = RemoteTier(RunFolder(Path(sys.argv[1])), open_store(remote.url), remote)
+tier.push(int(sys.argv[3]))
+tier.prune()
+"""
+
+
+@pytest.mark.parametrize("do", ["kill-before", "kill-after"])
+def test_an_upload_whose_process_is_killed_at_a_request_leaves_whole_checkpoints_and_is_repeated(
+    server, folder, tmp_path, do
+):
+    """A sample of all requests; the board has each of them, in a run (tests/board/rows_upload.py)."""
+
+    def push() -> int:
+        command = [sys.executable, "-P", "-c", PUSH, str(folder.root), f"s3://{BUCKET}/run", str(STEP)]
+        process = subprocess.Popen(command)
+        server.kill = process.kill
+        return process.wait(60)
+
+    tier_of(folder).push(10)
+    stored, begun = len(server.history) - 1, len(server.calls)
+    assert push() == 0
+    whole, requests = server.history[-1], len(server.calls) - begun
+    random = Random(os.environ.get("INGOT_BOARD_SEED", "0"))
+    for at in random.sample(range(1, requests + 1), 3):
+        server.back_to(stored)
+        server.faults = [Fault(do=do, at=at)]
+        assert push() == -signal.SIGKILL, server.calls[-1]
+        server.faults = []
+        other = RunFolder(tmp_path / f"other-{at}")
+        other.checkpoints.mkdir(parents=True)
+        committed = STEP if f"run/checkpoints/step-{STEP:08d}/manifest.json" in server.objects else 10
+        assert tier_of(other).fetch_newest().step == committed, server.failed
+        for step in tier_of(other).steps():
+            tier_of(other).fetch(step)
+            assert files_of(other, step) == files_of(folder, step), server.failed
+        assert push() == 0
+        assert {name: one.data for name, one in server.objects.items()} == {
+            name: one.data for name, one in whole.items()
+        }
 
 
 @pytest.mark.parametrize("do", [fault for fault in FAULTS if fault != "stale"])
