@@ -17,7 +17,7 @@ from ingot.schema import events
 from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 
 from .bench import Bench, options
-from .row import INTERVAL, Row, drilled, judge_recovered, random_of
+from .row import INTERVAL, Row, drawn_mode, drilled, judge_recovered, random_of
 
 _LONG = "train.steps=60"  # so that a signal arrives before the end
 # Steps of some hundredths of a second: the bench, which reads the log again and again, is not too late.
@@ -80,9 +80,10 @@ def rs30(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     random, name = random_of("RS30", seed), f"twice-{seed}"
     apart = random.uniform(0, 0.5)
     where = f"{apart:.2f} s apart"
-    first = bench.start(name, *options([_LONG]))
+    settings = options([_LONG, drawn_mode(seed)])
+    first = bench.start(name, *settings)
     time.sleep(apart)
-    second = bench.start(name, *options([_LONG]))
+    second = bench.start(name, *settings)
     by_pid = {process.pid: bench.ended(process) for process in (second, first)}
     codes = sorted(ended.code for ended in by_pid.values())
     verdicts.judge("o6", where, "" if codes == [0, 30] else f"exit codes {codes}")
@@ -100,12 +101,12 @@ def rs17(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Continue with other numbers of copies, at random steps, with sums that do not depend on them."""
     random = random_of("RS17", seed)
     reference = bench.reference(*_CANONICAL, "parallel.dp_replicate=2")
-    for copies in ((2, 1, 2), (4, 2, 1)):
-        name = f"copies-{seed}-{copies[0]}"
+    for copies in ((2, 1, 2), (4, 2, 1), (4, 2, 4)):
+        name = f"copies-{seed}-{'-'.join(map(str, copies))}"
         where = " to ".join(map(str, copies)) + " ranks"
         stops = sorted(random.sample(range(2, 23), 2))
         for number, until in zip(copies, (*stops, None), strict=True):
-            settings = options([*_CANONICAL, f"parallel.dp_replicate={number}"])
+            settings = options([*_CANONICAL, drawn_mode(seed), f"parallel.dp_replicate={number}"])
             ended = bench.train(name, *settings, *([] if until is None else ["--until-step", str(until)]))
             wanted = 0 if until is None else _PREEMPTED
             verdicts.judge("o6", where, "" if ended.code == wanted else f"code {ended.code}: {ended.output[-300:]}")
@@ -122,7 +123,7 @@ def rs18(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     stops = sorted(random.sample(range(4, 21), 4))
     where = "DP2, TP2, PP2, FSDP2, 1 rank"
     for axis, until in zip(_LAYOUTS, (*stops, None), strict=True):
-        settings = ["parallel.dp_shard=1", *([f"parallel.{axis}=2"] if axis else [])]
+        settings = ["parallel.dp_shard=1", drawn_mode(seed), *([f"parallel.{axis}=2"] if axis else [])]
         until_step = [] if until is None else ["--until-step", str(until)]
         ended = bench.train(name, *options(settings), *until_step)
         wanted = 0 if until is None else _PREEMPTED
@@ -159,7 +160,7 @@ ROWS = (
     Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG)),
     Row("RS07 memory", "SIGKILL of a rank, and loss of the tensors of all checkpoints", rs07_memory),
     Row("RS08", "SIGKILL of all processes of a job", drilled("RS08", _LONG)),
-    Row("RS17", "resume on 2, 1, 2 and on 4, 2, 1 ranks with canonical sums", rs17),
+    Row("RS17", "resume on 2, 1, 2, on 4, 2, 1 and on 4, 2, 4 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
     Row("RS28", "SIGTERM, SIGINT, SIGUSR1, SIGTERM twice", drilled("RS28", _LONG)),
     Row("RS30", "two launches in one folder", rs30),
