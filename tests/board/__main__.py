@@ -78,10 +78,11 @@ def main(arguments: list[str]) -> int:
     if args.write:
         if not args.rows:
             write(f"{played_on(lines)}: {summary}.\n\n{table_of(lines)}")
-        for name, cases in CASES.items():
-            if found := [line for line in lines if line["id"] in cases.rows and "outcomes" in line]:
-                seeds = f"seeds {', '.join(map(str, sorted({line['seed'] for line in found})))}"
-                write(f"{played_on(found)}: {', '.join(cases.rows)}, {seeds}.\n\n{cases_of(found, cases)}", name)
+        for name, of in CASES.items():
+            if found := [line for line in lines if line["id"] in of and "outcomes" in line]:
+                names = ", ".join(sorted({line["id"] for line in found}))
+                seeds = ", ".join(map(str, sorted({line["seed"] for line in found})))
+                write(f"{played_on(found)}: {names}, seeds {seeds}.\n\n{cases_of(found)}", name)
     return 1 if red else 0
 
 

@@ -106,8 +106,10 @@ def _judge_weights(bench: Bench, verdicts: Verdicts, random: Random) -> None:
         where = f"{kind} of the weights alone: byte {(offset := random.randrange(first, end))}"
         copy = bench.copy(folder.root.name, "flipped")
         flip(copy.root / weights / file, offset, random.randrange(8))
-        found = bench.ingot("ckpt", "verify", str(copy.root))
-        refused = found.code == _DAMAGED and str(weights) in found.output and named in found.output
+        found = bench.ingot("ckpt", "verify", str(copy.root), "--json")
+        damaged = [one for one in json.loads(found.output)["checkpoints"] if one["state"] == "NO"]
+        right = [one["path"] == str(copy.root / weights) and named in one["note"] for one in damaged]
+        refused = found.code == _DAMAGED and right == [True]
         verdicts.judge("o6", where, "" if refused else f"verify: exit code {found.code}: {found.output[-300:]}")
     ended = bench.attempt("flipped", *saved)
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")

@@ -3,46 +3,32 @@
 from collections import Counter
 from collections.abc import Sequence
 from statistics import median
-from typing import NamedTuple
 
 from ingot.drill.oracles import ORACLES, RED
 
 from .row import Row
 
-
-class Cases(NamedTuple):
-    """A table of the cases of `rows`. down, across: what its rows and its columns are, "fault" and another word."""
-
-    rows: tuple[str, ...]
-    down: str
-    across: str
-
-
+# The tables of cases: their names in the page -> the rows whose cases they have.
 CASES = {
-    "crash points": Cases(("RS09",), "file: call", "fault"),
-    "disk faults": Cases(("RS12",), "fault", "file: call"),
-    "store faults": Cases(("RS13", "RS13 killed", "RS31 store"), "fault", "request"),
+    "crash points": ("RS09",),
+    "disk faults": ("RS12",),
+    "store faults": ("RS13", "RS13 killed", "RS31 store"),
 }
 
 
-def cases_of(lines: Sequence[dict], cases: Cases) -> str:
-    """Return the table of the cases that `lines` of the rows `cases.rows` have; lines without cases add none."""
-    cells: dict[tuple[str, str], Counter[str]] = {}
-    for line in (line for line in lines if line["id"] in cases.rows):
+def cases_of(lines: Sequence[dict]) -> str:
+    """Return the table of the cases that `lines` have: a row for each fault and what came of it, with the places of the
+    fault. Lines without cases add none."""
+    found: dict[tuple[str, str], Counter[str]] = {}
+    for line in lines:
         for fault, place, outcome, count in line.get("outcomes", []):
-            cell = (fault, place) if cases.down == "fault" else (place, fault)
-            cells.setdefault(cell, Counter())[outcome] += count
-    down, across = (sorted({cell[side] for cell in cells}) for side in (0, 1))
-    text = [f"| {cases.down} | {' | '.join(across)} |", "|" + "---|" * (1 + len(across))]
-    for one in down:
-        found = [cells.get((one, other), Counter()) for other in across]
-        text.append(f"| {one} | {' | '.join(_counted(cell) for cell in found)} |")
+            found.setdefault((fault, outcome), Counter())[place] += count
+    text = ["| fault | cases | what came of it | where |", "|---|---|---|---|"]
+    for fault, outcome in sorted(found):
+        places = found[fault, outcome]
+        where = ", ".join(f"{place} ({count})" for place, count in sorted(places.items()))
+        text.append(f"| {fault} | {places.total()} | {f'**{RED}**' if outcome == RED else outcome} | {where} |")
     return "\n".join(text)
-
-
-def _counted(outcomes: Counter[str]) -> str:
-    found = [f"{count} × {outcome}" for outcome, count in sorted(outcomes.items())]
-    return ", ".join(f"**{one}**" if one.endswith(RED) else one for one in found)
 
 
 def table_of(lines: Sequence[dict]) -> str:

@@ -53,6 +53,7 @@ LINES = (
     _line(
         "RS09", 1, ("kill, sync", "manifest: rename", "step 8", ""), ("kill, sync", "manifest: rename", "step 4", "")
     ),
+    _line("RS09", 4, ("kill, sync", "samples: write", "step 4", "")),
     _line("RS09", 2, ("power, sync", "samples: write", "step 4", "torn")),
     _line("RS09", 3),  # of a row, or of an earlier board, that records no cases
     _line("RS13", 0, ("503", "PUT manifest", "whole", "")),
@@ -60,14 +61,14 @@ LINES = (
 
 
 def test_cases_are_counted_by_place_fault_and_outcome():
-    assert "outcomes" not in LINES[3]
-    assert cases_of(LINES, CASES["crash points"]).splitlines() == [
-        "| file: call | kill, sync | power, sync |",
-        "|---|---|---|",
-        "| manifest: rename | 2 × step 4, 1 × step 8 |  |",
-        "| samples: write |  | **1 × RED**, 1 × step 4 |",
+    assert "outcomes" not in LINES[4]
+    assert cases_of(LINES).splitlines()[2:] == [
+        "| 503 | 1 | whole | PUT manifest (1) |",
+        "| kill, sync | 3 | step 4 | manifest: rename (2), samples: write (1) |",
+        "| kill, sync | 1 | step 8 | manifest: rename (1) |",
+        "| power, sync | 1 | **RED** | samples: write (1) |",
+        "| power, sync | 1 | step 4 | samples: write (1) |",
     ]
-    assert cases_of(LINES, CASES["store faults"]).splitlines()[2:] == ["| 503 | 1 × whole |"]
 
 
 def test_tables_are_written_between_their_marks(tmp_path, monkeypatch):
@@ -79,11 +80,12 @@ def test_tables_are_written_between_their_marks(tmp_path, monkeypatch):
     recorded.write_text("".join(json.dumps(line | board.own() | {"seconds": 1.0}) + "\n" for line in LINES))
     monkeypatch.setattr(board, "PAGE", page)
     monkeypatch.setattr(board.killpoints, "missing", lambda: "")
-    assert board.main(["--rows", "RS09", "--seeds", "4", "--lines", str(recorded), "--write"]) == 1
+    assert board.main(["--rows", "RS09", "--seeds", "5", "--lines", str(recorded), "--write"]) == 1
     sections = page.read_text().split("<!-- begin: ")[1:]
     written = {part.partition("written by")[0]: part.splitlines()[1:-1] for part in sections}
     assert [name for name in names if written[name] == ["old"]] == ["", "disk faults, ", "store faults, "]
-    assert "RS09, seeds 0, 1, 2" in written["crash points, "][0] and "**1 × RED**" in written["crash points, "][-1]
+    assert "RS09, seeds 0, 1, 2, 4." in written["crash points, "][0]
+    assert "**RED**" in written["crash points, "][-2]
 
 
 def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
