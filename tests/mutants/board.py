@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+_SAVE = "tests/unit/trainer/checkpoint/test_save.py"
 _POWER = "tests/board/test_rows.py::test_a_loss_of_power_after_any_rename_costs_no_checkpoint"
 
 MUTANTS: list[Mutant] = [
@@ -46,7 +47,15 @@ MUTANTS: list[Mutant] = [
         file="trainer/checkpoint/files.py",
         before="        except OSError as error:  # the checkpoint is there, and the next save tries again",
         after="        except ZeroDivisionError as error:",
-        tests=("tests/board/test_rows.py::test_a_row[RS12]",),
+        tests=(f"{_SAVE}::test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one",),
+    ),
+    Mutant(
+        name="vanished-disk-unnamed",
+        what="a disk that does not answer how much room it has ends a run with a traceback",
+        file="trainer/checkpoint/files.py",
+        before="self._on_disk(checkpoints, lambda: require_free(checkpoints, needed, purpose))",
+        after="require_free(checkpoints, needed, purpose)",
+        tests=(f"{_SAVE}::test_a_disk_that_vanished_is_named",),
     ),
     Mutant(
         name="read-back-of-memory",
@@ -62,7 +71,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/checkpoint/folders.py",
         before="return removed + remove_unfinished(folder.ledger)",
         after="return removed",
-        tests=("tests/unit/trainer/checkpoint/test_save.py::test_leftovers_of_killed_saves_are_named",),
+        tests=(f"{_SAVE}::test_leftovers_of_killed_saves_are_named",),
     ),
     Mutant(
         name="other-numbers-without-consent",

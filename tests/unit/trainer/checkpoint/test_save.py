@@ -127,6 +127,27 @@ def test_no_space_is_said_before_anything_is_written(folder, training, monkeypat
     assert [p.name for p in folder.checkpoints.iterdir()] == ["step-00000010"]
 
 
+def test_a_disk_that_vanished_is_named(folder, training, monkeypatch):
+    save(folder, 1, *training)
+    monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: fails(errno.EIO, path))
+    with refused("E-CKPT-WRITE", path=str(folder.checkpoints)):
+        save(folder, 2, *training)
+
+
+def test_an_old_checkpoint_that_cannot_be_removed_costs_no_new_one(folder, training, monkeypatch, capsys):
+    save(folder, 1, *training)
+    with monkeypatch.context() as patched:
+        patched.setattr("ingot.trainer.checkpoint.files.prune", lambda folder, *_: fails(errno.EIO, folder))
+        assert save(folder, 2, *training, keep=1).path == folder.checkpoint(2)
+    assert "old checkpoints were not removed" in capsys.readouterr().err and steps(folder) == [2, 1]
+    save(folder, 3, *training, keep=1)
+    assert [path.name for path in folder.checkpoints.iterdir()] == ["step-00000003"]
+
+
+def fails(number: int, path) -> None:
+    raise OSError(number, os.strerror(number), str(path))
+
+
 def test_a_disk_that_fills_up_while_writing_costs_nothing_else(folder, training, monkeypatch):
     save(folder, 10, *training)
     before = load(folder)[1]
