@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from ingot.drill.planted import flip_bit
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.optim.optimizer import Optimizer
@@ -56,7 +57,7 @@ class Computed(StepCallback):
         for number, flip in [one for one in self.due if one[1][3] == at]:
             self.due.remove((number, flip))
             Path(f"{self.marks}{number}").touch()
-            tensor.view(-1).view(torch.int32)[5] ^= 1 << int(flip[2])
+            flip_bit(tensor, 5, int(flip[2]))
 
 
 CALLBACKS.register(CallbackPart(name="computed", make=Computed))

@@ -7,8 +7,7 @@ state is hashed), "update" (after that), or "line". A flip comes once per run; w
 import os
 from pathlib import Path
 
-import torch
-
+from ingot.drill.planted import flip_bit
 from ingot.machine.health.report import node_name
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.trainer.optim.optimizer import Optimizer
@@ -45,7 +44,7 @@ class Flipped(StepCallback):
             if due and who in self.names and place == at and (always or not mark.exists()):
                 mark.touch()
                 value = next(piece.value for piece in self.pieces if piece.name == "blocks.1.mlp.down.weight")
-                value.view(-1).view(torch.int32)[5] ^= 1 << int(bit)
+                flip_bit(value, 5, int(bit))
 
 
 CALLBACKS.register(CallbackPart(name="flipped", make=Flipped))

@@ -11,15 +11,14 @@ import itertools
 import math
 import os
 import signal
-from dataclasses import replace
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
+from ingot.drill.planted import change_steps, with_tokens
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.plugins.schedule import SCHEDULES, SchedulePart
-from ingot.trainer import step as trainer_step
 
 
 def _sum_over_ranks(elements: int) -> None:
@@ -34,21 +33,12 @@ class Planted(StepCallback):
         self.kind, self.on_rank, self.always = kind, int(rank), bool(always)
         self.at, self.last, self.pieces = int(first), int(last or first), run.pieces
         if self.place == "before_norm":
-            self._watch_norm()
+            change_steps(before_norm=self._before_norm)
         self.done = Path(os.environ.get("INGOT_DRILL_RUN", "") + ".planted")  # ingot ckpt verify is no run
 
-    def _watch_norm(self):
-        update, norm = trainer_step.update, trainer_step.gradient_norm_and_loss
-
-        def planted_update(parts, step, *more):
-            self.step = step
-            return update(parts, step, *more)
-
-        def planted_norm(*arguments, **keywords):
-            self._plant("before_norm")
-            return norm(*arguments, **keywords)
-
-        trainer_step.update, trainer_step.gradient_norm_and_loss = planted_update, planted_norm
+    def _before_norm(self, step):
+        self.step = step
+        self._plant("before_norm")
 
     def on_gradients(self, step):
         self.step = step
@@ -133,15 +123,13 @@ def _junk(batch, kind):
     tokens = torch.randint(1, 64, shape, generator=random)
     if kind == "repeated":
         tokens = torch.where(torch.arange(shape[-1]) % 2 == 0, tokens[..., :1], tokens[..., 1:2])
-    return replace(batch, inputs=tokens[..., :-1], targets=tokens[..., 1:])
+    return with_tokens(batch, tokens)
 
 
 def _plant_junk(kind, steps):
     first, _, last = steps.partition("-")
-    hurt, forward_backward = range(int(first), int(last or first) + 1), trainer_step.forward_backward
-    trainer_step.forward_backward = lambda parts, batch: forward_backward(
-        parts, _junk(batch, kind) if batch.step in hurt else batch
-    )
+    hurt = range(int(first), int(last or first) + 1)
+    change_steps(batch=lambda batch: _junk(batch, kind) if batch.step in hurt else batch)
 
 
 if "BOARD_JUNK" in os.environ:

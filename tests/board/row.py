@@ -6,7 +6,8 @@ from random import Random
 
 from ingot.drill import trial
 from ingot.drill.clean import o7
-from ingot.drill.faults import faults_of, play
+from ingot.drill.fault import play
+from ingot.drill.faults import faults_of
 from ingot.drill.job import END_SECONDS, gone_within, marked_processes
 from ingot.drill.oracles import RunFacts, Trace, Verdicts
 from ingot.errors import IngotError

@@ -12,6 +12,7 @@ from random import Random
 import numpy as np
 from tests.e2e.conftest import BLOCK_BYTES, VOCAB, write_tokens
 
+from ingot.drill.damage import flip_in_place
 from ingot.drill.oracles import Verdicts, read_facts
 from ingot.errors import DataError
 from ingot.events import read_events
@@ -37,11 +38,7 @@ class _Kind:
 
 
 def _flipped(path: Path, block: int) -> None:
-    with path.open("r+b") as file:
-        file.seek(block * BLOCK_BYTES + 1000)
-        byte = file.read(1)[0]
-        file.seek(-1, os.SEEK_CUR)
-        file.write(bytes([byte ^ 8]))
+    flip_in_place(path, block * BLOCK_BYTES + 1000, 3)
 
 
 def _truncated(path: Path, block: int) -> None:

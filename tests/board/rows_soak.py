@@ -3,11 +3,11 @@
 import json
 import sys
 
-from ingot.drill.drill import DrillReference
 from ingot.drill.faults import FAULTS
 from ingot.drill.oracles import Verdicts
-from ingot.drill.soak import Soak
+from ingot.drill.soak import Soak, soaked
 from ingot.drill.trial import DrillOutput, Silence
+from ingot.drill.undisturbed import DrillReference
 from ingot.units import parse_seconds
 
 from .bench import Bench
@@ -34,7 +34,7 @@ class Lines(Silence):
 def soak(bench: Bench, verdicts: Verdicts, output: DrillOutput, seconds: float, every: float, seed: int) -> dict:
     """Train the bench's run again and again while random faults come. Returns the numbers."""
     reference = DrillReference(bench.drilled(*_SETTINGS), bench.reference(*_SETTINGS), 0.0)
-    kinds = [fault for fault in FAULTS if not fault.needs(reference.run.config)]
+    kinds, reference = soaked(reference, FAULTS, bench.root / f"soak-{seed}", output)
     session = Soak(reference, kinds, output, seconds=seconds, every=every, seed=seed, verdicts=verdicts)
     session.play(bench.root / f"soak-{seed}")
     result = session.result()

@@ -1,4 +1,4 @@
-"""Damage to the files of a checkpoint, as disks do it: a wrong bit, a file that ends too early. No torch."""
+"""Damage to files, as disks do it: a wrong bit, a file that ends too early. No torch."""
 
 from pathlib import Path
 from random import Random
@@ -9,6 +9,15 @@ def flip(file: Path, offset: int, bit: int) -> None:
     data = bytearray(file.read_bytes())
     data[offset] ^= 1 << bit
     file.write_bytes(data)
+
+
+def flip_in_place(file: Path, offset: int, bit: int) -> None:
+    """Flip one bit of a file that others may read now. offset: of its byte."""
+    with file.open("r+b") as opened:
+        opened.seek(offset)
+        byte = opened.read(1)[0]
+        opened.seek(offset)
+        opened.write(bytes([byte ^ (1 << bit)]))
 
 
 def flip_any(file: Path, random: Random) -> str:

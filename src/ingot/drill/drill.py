@@ -4,41 +4,30 @@ First the run trains undisturbed, twice: a few steps, which show how long one ta
 which give R. Every fault has a copy of its own.
 """
 
-import itertools
 import shutil
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from random import Random
-from statistics import median
 
-from ingot.drill.copied import RESULT, DrillCopy, with_interval
-from ingot.drill.faults import FAULTS, DrillFault, faults_of, play
-from ingot.drill.oracles import RunFacts, Verdicts, o1, read_facts
-from ingot.drill.trial import DrilledRun, DrillOutput, Trial
-from ingot.errors import EXIT_OK, RunFailed, UsageError
-from ingot.events import read_events
-from ingot.schema import events
-from ingot.schema.run_folder import RunFolder
+from ingot.drill.copied import RESULT, DrillCopy
+from ingot.drill.fault import DrillFault, play
+from ingot.drill.faults import FAULTS, faults_of
+from ingot.drill.guarded import train_guarded
+from ingot.drill.oracles import Verdicts
+from ingot.drill.reference import train_reference
+from ingot.drill.trial import DrillOutput, Trial
+from ingot.drill.undisturbed import DrillReference
+from ingot.errors import EXIT_OK, UsageError
+from ingot.schema.run import RunConfig
+from ingot.schema.step_ranges import spans_of
 from ingot.storage import write_json
 from ingot.units import format_seconds
 
 EXIT_DIFFERS = 1
-LEAST_STEPS = 12
-_PROBE_STEPS = 8
-_FEWEST = 24  # steps of a copy
-_COPY_SECONDS = 6.0  # of an undisturbed copy, besides its start
 NONE_LEFT_OUT: Mapping[str, str] = {}
-
-
-@dataclass(frozen=True)
-class DrillReference:
-    """The undisturbed run that all copies are compared with. seconds: that its command took."""
-
-    run: DrilledRun
-    facts: RunFacts
-    seconds: float
+_SUFFIXES = ("", ".tmp", ".log", ".damaged", ".planted", ".tokens")  # of what a copy has
 
 
 def chosen_faults(rows: Sequence[str] = (), *, smoke: bool = False) -> list[DrillFault]:
@@ -66,80 +55,6 @@ def _asked(row: str) -> list[DrillFault]:
     return faults_of(row[:-1]) if row.endswith("+") else [fault for fault in FAULTS if fault.id == row]
 
 
-def train_reference(
-    copy: DrillCopy, output: DrillOutput, *, steps: int = 0, seconds: float = _COPY_SECONDS
-) -> DrillReference:
-    """Train the undisturbed run. steps: its number of steps; 0: as many as take `seconds`.
-
-    Raises UsageError for too few steps, RunFailed if the run fails, or if training it twice gives other bits.
-    """
-    of_run = copy.config.train.steps
-    if min(steps or of_run, of_run) < LEAST_STEPS:
-        raise UsageError(
-            "E-DRILL-STEPS",
-            f"--steps {steps} are too few" if steps else f"the run has {of_run} steps",
-            rule=f"a drill needs at least {LEAST_STEPS} steps, with several checkpoints between them",
-            fix="give more with --steps N, or a longer run with --set train.steps=N",
-            steps=steps or of_run,
-        )
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(copy.root / "compiled")}
-    copy = with_interval(copy, _PROBE_STEPS)
-    probe = DrilledRun(run_file=copy.run_file, config=copy.config, until=_PROBE_STEPS, variables=variables)
-    first, _ = _undisturbed(probe, copy.root / "probe", output)
-    step = _step_seconds(RunFolder(copy.root / "probe"))
-    steps = min(steps or max(round(seconds / step), _FEWEST), of_run)
-    copy = with_interval(copy, steps)
-    run = DrilledRun(
-        run_file=copy.run_file,
-        config=copy.config,
-        until=steps if steps < of_run else None,
-        variables=variables,
-        step_seconds=step,
-    )
-    facts, took = _undisturbed(run, copy.root / "reference", output)
-    step = _step_seconds(RunFolder(copy.root / "reference"))
-    common = {number: facts.trace[number] for number in first.trace}
-    if found := o1(first.trace, common):
-        raise RunFailed(
-            "E-DRILL-UNSTEADY",
-            f"two undisturbed runs differ: {found}",
-            rule="without a fault, a run that is trained twice gives the same bits; otherwise nothing can be compared",
-            fix="use operations with a fixed order of sums: the same number of threads, fixed kernels, no atomic adds",
-            run=str(copy.root),
-        )
-    shutil.rmtree(copy.root / "probe")
-    output.say(
-        f"reference  {steps} steps of {run.ranks} rank{'s' * (run.ranks > 1)} in {format_seconds(took)}, "
-        f"{format_seconds(step)} a step, a checkpoint every {run.interval}; "
-        f"the first {len(common)} steps twice, with the same bits"
-    )
-    return DrillReference(replace(run, step_seconds=step), facts, took)
-
-
-def _undisturbed(run: DrilledRun, root: Path, output: DrillOutput) -> tuple[RunFacts, float]:
-    """Train a run without a fault. Returns its facts, and how long that took."""
-    began = time.monotonic()
-    with Trial(run, root, Random(0), Verdicts(), output=output, name=root.name) as trial:
-        trial.start()
-        code = trial.finish()
-        if code != run.done_code:
-            raise RunFailed(
-                "E-DRILL-REFERENCE",
-                f"the undisturbed run ended with exit code {code}:\n{trial.last_words()}",
-                rule="a drill compares with a run that trains without a fault",
-                fix=f"repair it first: ingot train {run.run_file} --out {root}; its output is in {trial.printed}",
-                exit_code=code,
-            )
-    return read_facts(trial.folder), time.monotonic() - began
-
-
-def _step_seconds(folder: RunFolder) -> float:
-    """Return the median time of a step that follows another one in an attempt."""
-    log = read_events(folder.events, events.STEP, events.RUN_STARTED)
-    pairs = [(a, b) for a, b in itertools.pairwise(log) if a["kind"] == b["kind"] == events.STEP]
-    return max(median([b["time"] - a["time"] for a, b in pairs]), 0.001)
-
-
 def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *, steps: int = 0, seed: int = 0) -> dict:
     """Break a copy of the run with each fault. Returns the result as plain values; they are in its `drill.json` too.
 
@@ -147,14 +62,24 @@ def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *,
     """
     began = time.monotonic()
     reference = train_reference(copy, output, steps=steps)
-    lines, left_out = [], {}
+    lines, left_out, guarded = [], {}, None
+    config = copied_steps(reference)
     for fault in faults:
-        if reason := fault.needs(copy.config):
+        if reason := fault.needs(config):
             left_out[fault.id] = reason
             output.say(f"\n{fault.id:<14}  {fault.injects}\n  left out   {reason}")
             continue
-        lines.append(_play_one(fault, reference, copy.root, output, seed))
+        if fault.by_size and guarded is None:
+            guarded = train_guarded(reference, copy.root, output)
+        own = guarded if guarded is not None and fault.by_size else reference
+        lines.append(_play_one(fault, own, copy.root, output, seed))
     return write_result(copy, reference, lines, left_out, seed=seed, began=began)
+
+
+def copied_steps(reference: DrillReference) -> RunConfig:
+    """Return the settings of the run as if it ended with the last step of its copies."""
+    config = reference.run.config
+    return replace(config, train=replace(config.train, steps=reference.run.steps))
 
 
 def write_result(
@@ -184,7 +109,8 @@ def write_result(
     }
     write_json(copy.root / RESULT, result)
     if not red:
-        shutil.rmtree(copy.root / "reference")
+        for name in ("reference", "guarded"):
+            remove_copy(copy.root / name)
     return result
 
 
@@ -194,7 +120,8 @@ def _play_one(fault: DrillFault, reference: DrillReference, root: Path, output: 
     place = root / fault.id.replace(" ", "-")
     output.say(f"\n{fault.id:<14}  {fault.injects}")
     random = Random(f"{fault.id} {seed}")
-    with Trial(reference.run, place, random, verdicts, output=output, name=fault.id) as trial:
+    run = fault.prepare(reference.run, place)
+    with Trial(run, place, random, verdicts, output=output, name=fault.id) as trial:
         play(fault, trial, reference.facts)
     seconds = time.monotonic() - began
     newest = trial.recoveries[-1] if trial.recoveries else None
@@ -203,6 +130,8 @@ def _play_one(fault: DrillFault, reference: DrillReference, root: Path, output: 
         "injected": trial.where,
         "detected_by": newest.by if newest else "",
         "cause": newest.cause if newest else "",
+        "skipped_steps": [*map(str, spans_of(verdicts.untrained))],
+        "directed": fault.directed is not None,
         "evidence": "" if not verdicts.wrong else str(place),
         "seconds": round(seconds, 1),
     }
@@ -210,18 +139,20 @@ def _play_one(fault: DrillFault, reference: DrillReference, root: Path, output: 
     for finding in line["wrong"]:
         output.say(f"  wrong      {finding}")
     if verdicts.wrong:
-        output.say(f"  evidence   {place}, {trial.printed}; the undisturbed run is {root / 'reference'}")
+        compared = f"{place.name}-directed" if fault.directed else "guarded" if fault.by_size else "reference"
+        output.say(f"  evidence   {place}, {trial.printed}; compared with {root / compared}")
     else:
-        for suffix in ("", ".tmp", ".log", ".damaged"):
-            _remove(root / f"{place.name}{suffix}")
+        remove_copy(place)
+        remove_copy(root / f"{place.name}-directed")
     return line
 
 
 def judgment(line: dict) -> str:
     """Return what the oracles found of a fault, in words."""
-    redone = line["redone_steps"]
+    redone, skipped = line["redone_steps"], ", ".join(line.get("skipped_steps", []))
     parts = [
         f"{redone} step{'s' * (redone != 1)} done again",
+        *([f"skipped step{'s' * (not skipped.isdigit())} {skipped}"] if skipped else []),
         _word("bits", [line["o1"], line["o2"]]),
         _word("ledger", [line["o3"]]),
         {True: "nothing left", False: "something is left", None: "leftovers not looked for"}[line["o7"]],
@@ -253,6 +184,12 @@ def result_rows(result: dict) -> list[list[str]]:
         for line in result["rows"]
     ]
     return rows + [[name, reason, "", "", "", "", "", "left out"] for name, reason in result["left_out"].items()]
+
+
+def remove_copy(place: Path) -> None:
+    """Remove the run folder of a copy, and what is beside it."""
+    for suffix in _SUFFIXES:
+        _remove(place.with_name(f"{place.name}{suffix}"))
 
 
 def _remove(path: Path) -> None:

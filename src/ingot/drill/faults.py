@@ -1,18 +1,18 @@
 """The faults of a drill: what each does to a job that trains, from outside, and what has to be reported. No torch.
 
-They have the ids of the board of reliability (docs/reliability.md). The rest of its rows needs a disk that fails, a
-plug-in with a fault, or several nodes, and runs on a small run of the board's own.
+They have the ids of the board of reliability (docs/reliability.md). Quiet faults, which end no process, are in
+quiet.py. The rest of the board's rows needs a disk that fails or several nodes, and runs on a small run of the board.
 """
 
 import signal
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.drill.damage import cut, flip_any
+from ingot.drill.fault import DrillFault
 from ingot.drill.job import send
-from ingot.drill.oracles import RunFacts
+from ingot.drill.quiet import QUIET_FAULTS
 from ingot.drill.trial import Trial
 from ingot.errors import EXIT_PREEMPTED, RunBusyError
 from ingot.schema import events
@@ -27,55 +27,6 @@ _STOP_SECONDS = 2.0  # from a request to stop to the end, besides the steps that
 _STOP_STEPS = 10
 _HANG_SECONDS = 1.5  # after the limit of the watchdog
 _LIMIT_STEPS = 5  # the watchdog waits as long as that many of the longest steps (trainer/launch/watchdog.py)
-
-
-@dataclass(frozen=True, kw_only=True)
-class DrillFault:
-    """A fault that any run can have.
-
-    id: the row of the board, and a word if it has several. injects: the fault, for people. inject: carries it out on a
-    job that trains. expects: returns what is wrong in what was reported, "" if nothing. codes: the exit codes with
-    which the job may end by it, and is then continued by the same command; none: the job survives it. intervals: the
-    intervals between checkpoints whose steps may be done twice. saves: the checkpoints that the run needs before it.
-    needs: returns why a run cannot have it, "" if it can. smoke: it is a part of the short drill.
-    """
-
-    id: str
-    injects: str
-    inject: Callable[[Trial], None]
-    expects: Callable[[Trial], str]
-    codes: frozenset[int] = frozenset()
-    intervals: int = 1
-    saves: int = 0
-    needs: Callable[[RunConfig], str] = lambda config: ""
-    smoke: bool = False
-
-
-def play(fault: DrillFault, trial: Trial, reference: RunFacts) -> None:
-    """Carry out a fault once, at a random time, on a run that starts now; continue it to its end, and judge it."""
-    first = fault.saves * trial.run.interval + 2
-    at = trial.random.randrange(first, max(trial.run.steps * 2 // 3, first + 1))
-    trial.start()
-    if not trial.follow(lambda: trial.step >= at and can_have(fault, trial)):
-        trial.finish()
-        trial.judge("o6", f"it ended before step {at} with code {trial.codes[-1]}: {trial.last_words()}")
-        return
-    time.sleep(trial.random.uniform(0, min(trial.run.step_seconds, 1.0)))  # somewhere in the next step
-    fault.inject(trial)
-    code = trial.finish()
-    if fault.codes:
-        trial.judge_end(code, fault.codes)
-        trial.start()
-        code = trial.finish()
-    trial.judge_end(code)
-    trial.judge("o6", fault.expects(trial))
-    trial.judge_recovered(reference, trial.most_redone(fault.intervals))
-
-
-def can_have(fault: DrillFault, trial: Trial) -> bool:
-    """Return whether the job can have the fault now: its ranks run, and the checkpoints are there."""
-    saves = candidate_folders(trial.folder.checkpoints) if fault.saves else []
-    return len(saves) >= fault.saves and len(trial.job.ranks()) == trial.run.ranks
 
 
 # -- ranks and processes of the job --
@@ -374,6 +325,7 @@ FAULTS: tuple[DrillFault, ...] = (
         expects=_undisturbed,
         intervals=0,
     ),
+    *QUIET_FAULTS,
 )
 
 

@@ -4,8 +4,9 @@ O1 trace     every logged loss and gradient norm of every step has the bits of t
              roll-back made void, those of the last time
 O2 state     weights, moments, random states, samples, step and tokens of the last checkpoint hash to the value of R
 O3 ledger    the last checkpoint lists the samples of the steps 1 to the last, each step once, the same as R
-O4 detect    seconds from the fault to the first `fault` event
-O5 recover   seconds from the fault to the first step that had not been reached before it
+O4 detect    seconds from the fault to the first `fault` event; of a quiet fault, to the first finding of the guard, the
+             first damage that hashes found, or the first windows that were put into quarantine
+O5 recover   seconds from the fault to the first step that had not been reached before it, and that is sound
 O6 message   exit code, error code and facts name the cause (each row says which)
 O7 clean     no process, no shared memory, no temporary file is left, and the last checkpoint verifies. A port is held
              by a process, so none is left either
@@ -28,7 +29,7 @@ from ingot.schema.checkpoint import CheckpointManifest, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
 from ingot.trainer.checkpoint.places import Places
-from ingot.trainer.loader.ledger import read_ledger
+from ingot.trainer.loader.ledger import is_untrained, read_ledger
 
 ORACLES = ("o1", "o2", "o3", "o6", "o7", "o8")
 RED = "RED"  # the outcome of a case in which something was wrong
@@ -41,7 +42,7 @@ Samples = list[tuple[int, bytes]]
 class RunFacts:
     """The facts of a run that are compared. trace: step -> the bits of (loss, gradient norm), once per time it was
     logged. void: steps that a roll-back made void, at least once. state: SHA-256 of the last checkpoint, with random
-    states and without. samples: (step, ids) by the ledger.
+    states and without. samples: (step, ids) by the ledger. untrained: steps that changed no weights, by the ledger.
     """
 
     trace: Trace
@@ -49,6 +50,7 @@ class RunFacts:
     state_of_all_layouts: str
     samples: Samples
     void: frozenset[int] = frozenset()
+    untrained: frozenset[int] = frozenset()
 
 
 def read_facts(folder: RunFolder) -> RunFacts:
@@ -56,12 +58,14 @@ def read_facts(folder: RunFolder) -> RunFacts:
     damaged, IndexError if there is none."""
     newest = candidate_folders(folder.checkpoints)[0]
     manifest = verify_checkpoint(newest)
+    samples = list(read_ledger(folder.ledger, manifest.ledger))
     return RunFacts(
         trace=read_trace(folder),
         state=state_hash(newest, manifest, with_random_states=True),
         state_of_all_layouts=state_hash(newest, manifest, with_random_states=False),
-        samples=[(step, ids.tobytes()) for step, ids in read_ledger(folder.ledger, manifest.ledger)],
+        samples=[(step, ids.tobytes()) for step, ids in samples],
         void=read_void(folder),
+        untrained=frozenset(step for step, ids in samples if is_untrained(ids)),
     )
 
 
@@ -145,17 +149,27 @@ def o3(ours: Samples, reference: Samples) -> str:
     return "" if len(ours) == len(reference) else f"{len(ours)} steps instead of {len(reference)}"
 
 
+# Who finds a quiet fault, by the event.
+_FINDERS = {
+    events.FINDING: "the guard",
+    events.STATE_DAMAGED: "the hashes of the state",
+    events.QUARANTINED: "the reader of the data",
+}
+
+
 @dataclass
 class Recovery:
     """The recovery from a fault at `injected` (Unix time), as the events show it, which `take` gets in order.
 
-    reached: the highest step that was logged before the restart. detected: O4, the seconds to the first `fault` event;
-    by, cause: of that event. recovered: O5, the seconds to the first step, of an attempt begun after the fault, that no
-    attempt before it had reached.
+    reached: the highest step that was logged before the restart; of a quiet fault, the highest one that was found or
+    rolled back. quiet: no process ends by the fault. detected: O4, the seconds to the first event that reports it; by,
+    cause: of that event. recovered: O5, the seconds to the first step, of an attempt begun after the fault, that no
+    attempt before it had reached; of a quiet fault, to the first sound step after `reached`.
     """
 
     injected: float
     reached: int = 0
+    quiet: bool = False
     detected: float | None = None
     by: str = ""
     cause: str = ""
@@ -165,7 +179,9 @@ class Recovery:
     def take(self, event: dict) -> None:
         """Take in the next event of the log."""
         kind, after = event["kind"], event["time"] - self.injected
-        if kind == events.FAULT and self.detected is None and after >= -0.001:  # the log has milliseconds
+        if self.quiet:
+            self._take_quiet(event, after)
+        elif kind == events.FAULT and self.detected is None and after >= -0.001:  # the log has milliseconds
             self.detected, self.by, self.cause = max(after, 0.0), event.get("detected_by", ""), event.get("cause", "")
         elif kind == events.RUN_STARTED and after > 0:
             self._restarted = True
@@ -173,6 +189,28 @@ class Recovery:
             self.reached = max(self.reached, event["step"])
         elif kind == events.STEP and self.recovered is None and event["step"] > self.reached:
             self.recovered = after
+
+    def _take_quiet(self, event: dict, after: float) -> None:
+        kind = event["kind"]
+        if kind in _FINDERS and after >= -0.001:
+            if self.detected is None:
+                self.detected, self.by, self.cause = max(after, 0.0), _FINDERS[kind], _found(event)
+            # The tokens are left out before the step uses them.
+            self.reached = max(self.reached, event["step"] - (kind == events.QUARANTINED))
+        elif kind == events.ROLLED_BACK and after > 0:
+            self.reached = max(self.reached, event["from_step"])
+        elif kind == events.PROGRESS and event["step"] > self.reached:  # written after the findings of its step
+            if self.detected is not None and self.recovered is None:
+                self.recovered = after
+
+
+def _found(event: dict) -> str:
+    if event["kind"] == events.FINDING:
+        return f"step {event['step']}: {', '.join(event['found'])}"
+    if event["kind"] == events.QUARANTINED:
+        return f"step {event['step']}: {event['found']}"
+    bit = "" if event["bit"] is None else f"bit {event['bit']} of "
+    return f"step {event['step']}: {bit}{event['tensor']} of rank {event['rank']}"
 
 
 def recovery(folder: RunFolder, injected: float) -> Recovery:
@@ -207,6 +245,7 @@ class Verdicts:
     def findings(self) -> int:
         """The number of findings so far."""
         return sum(map(len, self.wrong.values()))
+    untrained: tuple[int, ...] = ()
 
     def judge(self, oracle: str, where: str, finding: str) -> None:
         """Record that `oracle` was asked in the case `where`. finding: what is wrong, "" if nothing."""

@@ -5,20 +5,23 @@ well. Several faults may come before the run has recovered from the first.
 """
 
 import itertools
-import shutil
 import time
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from statistics import median
 
 from ingot.drill.copied import DrillCopy
-from ingot.drill.drill import DrillReference, train_reference, write_result
-from ingot.drill.faults import DrillFault, can_have
+from ingot.drill.drill import copied_steps, remove_copy, write_result
+from ingot.drill.fault import DrillFault, can_have
+from ingot.drill.guarded import hashes_in_each_step, planted, train_guarded
 from ingot.drill.leaks import Growth
 from ingot.drill.oracles import Verdicts
+from ingot.drill.reference import train_reference
 from ingot.drill.trial import DrillOutput, Trial
+from ingot.drill.undisturbed import DrillReference
 from ingot.errors import ConfigError, UsageError
 from ingot.events import read_events
 from ingot.schema import events
@@ -105,7 +108,7 @@ class Soak:
             root = place.with_name(f"{place.name}-{self.rounds + 1}")
             if not self.play_round(root):
                 return root
-            shutil.rmtree(root)
+            remove_copy(root)
         return None
 
     def play_round(self, root: Path) -> bool:
@@ -114,6 +117,8 @@ class Soak:
         self.rounds += 1
         began, found, name = time.monotonic(), sum(map(len, self.verdicts.wrong.values())), f"round {self.rounds}"
         run, codes = self._reference.run, set[int]()
+        if any(fault.planted for fault in self._kinds):
+            run = planted(run, root)
         with Trial(run, root, self._random, self.verdicts, output=self._output, name=name) as trial:
             trial.start()
             reached: list[int] = []  # the highest step at each fault
@@ -130,7 +135,9 @@ class Soak:
                 codes = set()
                 trial.start()
             self.seconds += time.monotonic() - began
-            trial.judge_recovered(self._reference.facts, trial.most_redone(2 * max(len(trial.recoveries), 1)))
+            times = max(len(trial.recoveries), 1)
+            more = max((fault.more_redone(run.config) for fault in self._kinds), default=0)
+            trial.judge_recovered(self._reference.facts, trial.most_redone(2 * times) + more * times)
         self.useful += useful_seconds(trial.folder, run.steps)
         return sum(map(len, self.verdicts.wrong.values())) == found
 
@@ -167,6 +174,22 @@ class Soak:
         }
 
 
+def soaked(
+    reference: DrillReference, faults: Sequence[DrillFault], root: Path, output: DrillOutput
+) -> tuple[list[DrillFault], DrillReference]:
+    """Return the faults that a soak of the run draws, and the undisturbed run with the settings that they need.
+
+    Raises the errors of `train_guarded`.
+    """
+    config = copied_steps(reference)
+    kinds = [fault for fault in faults if fault.soaks and not fault.needs(config)]
+    if any(fault.by_size for fault in kinds):
+        return kinds, train_guarded(reference, root, output)
+    if any(fault.planted for fault in kinds):
+        return kinds, replace(reference, run=hashes_in_each_step(reference.run))
+    return kinds, reference
+
+
 def useful_seconds(folder: RunFolder, steps: int) -> float:
     """Return the time of the steps of a run that were kept, each counted once: `steps` times the median time between
     two steps of an attempt. A step that a fault stretched counts as any other."""
@@ -190,7 +213,7 @@ def soak(
     began = time.monotonic()
     length = min(max(seconds / _ROUNDS, _SHORTEST), _LONGEST)
     reference = train_reference(copy, output, steps=steps, seconds=length)
-    kinds = [fault for fault in faults if not fault.needs(copy.config)]
+    kinds, reference = soaked(reference, faults, copy.root, output)
     session = Soak(reference, kinds, output, seconds=seconds, every=every, seed=seed)
     if red := session.play(copy.root / "round"):
         output.say(f"  evidence   {red}; the undisturbed run is {copy.root / 'reference'}")

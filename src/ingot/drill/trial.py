@@ -13,9 +13,11 @@ from typing import Protocol
 from ingot.drill.clean import o7, shared_memory
 from ingot.drill.job import DEADLINE_SECONDS, END_SECONDS, TrainingJob, gone_within, send
 from ingot.drill.oracles import Recovery, RunFacts, Trace, Verdicts, o1, o2, o3, read_facts, redone
+from ingot.drill.plan import FaultPlan, PlannedFault
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog, NewEvents, read_events
 from ingot.schema import events
+from ingot.schema.guard_record import described, measure_of
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.units import format_seconds
@@ -105,6 +107,7 @@ class Trial:
         self.codes: list[int] = []
         self.where, self.recoveries, self.stopped_seconds = "", list[Recovery](), 0.0
         self.named: tuple[int, ...] = ()  # the ranks of the newest fault
+        self.plan, self.planned = FaultPlan(root), list[int]()  # of faults in the ranks, and the numbers of them
         self.launcher: subprocess.Popen | None = None
         self._events, self._deadline = NewEvents(self.folder.events), deadline
         self._memory_before = shared_memory()
@@ -160,6 +163,13 @@ class Trial:
                 self.step = event["from_step"]
             elif event["kind"] == events.CHECKPOINT_REFUSED:
                 self.output.say(f"  refused    the checkpoint of step {event['step']}: {event['reason']}")
+            elif event["kind"] == events.GUARD:
+                self.output.say(f"  measure    {described(measure_of(event))}")
+            elif event["kind"] == events.STATE_REPLAYED:
+                ranks = ", ".join(map(str, event["ranks"]))
+                self.output.say(
+                    f"  replayed   {event['verdict']}: rank {ranks}, as the same steps show when trained again"
+                )
             for fault in self.recoveries[-1:]:  # what comes after another fault may be about that
                 self._show(fault, event)
         text = f"{self.name}  step {self.step} of {self.run.steps}"
@@ -171,9 +181,9 @@ class Trial:
         detected, recovered = fault.detected, fault.recovered
         fault.take(event)
         if fault.detected is not None and detected is None:
-            who = "the job" if event["rank"] is None else f"rank {event['rank']}"
-            after = format_seconds(fault.detected)
-            self.output.say(f"  detected   after {after} by the {fault.by}: {who} {fault.cause}")
+            who = "the job" if event.get("rank") is None else f"rank {event['rank']}"
+            found = f"{fault.by}: {fault.cause}" if fault.quiet else f"the {fault.by}: {who} {fault.cause}"
+            self.output.say(f"  detected   after {format_seconds(fault.detected)} by {found}")
         if fault.recovered is not None and recovered is None:
             self.output.say(f"  recovered  after {format_seconds(fault.recovered)}: step {event['step']} is trained")
 
@@ -183,15 +193,20 @@ class Trial:
 
     # -- faults --
 
-    def injects(self, what: str, ranks: Iterable[int] = ()) -> None:
-        """Record a fault that comes now. what: for people. ranks: that it is about."""
+    def injects(self, what: str, ranks: Iterable[int] = (), *, quiet: bool = False) -> None:
+        """Record a fault that comes now. what: for people. ranks: that it is about. quiet: no process ends by it."""
         self.named = tuple(ranks)
         self.where = f"{what} (last logged step: {self.step})"
-        self.recoveries.append(Recovery(time.time(), self.reached))
+        self.recoveries.append(Recovery(time.time(), self.reached, quiet))
         log = EventLog(self.folder.events)  # first, so that the event is before the effects
         log.write(events.DRILL, action=what, rank=self.named[0] if len(self.named) == 1 else None, step=self.step)
         log.close()
         self.output.say(f"  injected   {self.where}")
+
+    def plant(self, what: str, fault: PlannedFault) -> None:
+        """FaultPlan a fault in the ranks, which comes with the next step that is free. what: for people."""
+        self.injects(what, [fault.rank] if fault.kind == "flip" else (), quiet=True)
+        self.planned.append(self.plan.add(fault))
 
     def signal_ranks(self, number: signal.Signals, ranks: Iterable[int]) -> None:
         """Send a signal to ranks. It is the fault."""
@@ -260,14 +275,17 @@ def judge_recovered(
     except (IngotError, IndexError) as error:
         verdicts.judge("o2", where, f"no state: {error}")
         return
-    trace = _joined(earlier or {}, facts.trace)
+    # A step without an update was logged by the run that decided so, and not by one that was directed to.
+    whole = _joined(earlier or {}, facts.trace)
+    trace = {step: found for step, found in whole.items() if step in reference.trace or step not in facts.untrained}
+    verdicts.untrained = tuple(sorted(facts.untrained))
     verdicts.judge("o1", where, o1(trace, reference.trace, facts.void))
     ours, theirs = facts.state, reference.state
     if all_layouts:
         ours, theirs = facts.state_of_all_layouts, reference.state_of_all_layouts
     verdicts.judge("o2", where, o2(ours, theirs))
     verdicts.judge("o3", where, o3(facts.samples, reference.samples))
-    twice = redone(trace)
+    twice = redone(whole)
     verdicts.redone = max(verdicts.redone, twice)
     finding = f"{twice} steps were done twice, more than {most_redone}" if twice > most_redone else ""
     verdicts.judge("o8", where, finding)

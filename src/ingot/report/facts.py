@@ -85,10 +85,10 @@ class RunData:
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
     findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
     have an entry in it (timeline.py), in the order of the log. sanity: the `sanity` events. ranges: the last
-    `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events.
-    weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item. active_seconds: the time from the
-    start of each attempt to its last event, summed; pauses between attempts are not included. unused: what is wrong
-    with the newest checkpoint, if training would not resume from it.
+    `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and
+    `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item.
+    active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
+    included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
 
     folder: RunFolder

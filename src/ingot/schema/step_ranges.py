@@ -19,6 +19,9 @@ class StepSpan:
     def __contains__(self, step: int) -> bool:
         return self.first <= step <= self.last
 
+    def __str__(self) -> str:
+        return str(self.first) if self.first == self.last else f"{self.first}-{self.last}"
+
 
 def parse_step_range(text: str) -> StepSpan:
     """Return the range that `text` names. Raises ConfigError."""
@@ -34,12 +37,17 @@ def among(step: int, ranges: Iterable[StepSpan]) -> bool:
     return any(step in one for one in ranges)
 
 
+def spans_of(steps: Iterable[int]) -> list[StepSpan]:
+    """Return consecutive steps, in order, as ranges."""
+    spans: list[StepSpan] = []
+    for step in steps:
+        if spans and step == spans[-1].last + 1:
+            spans[-1] = StepSpan(spans[-1].first, step)
+        else:
+            spans.append(StepSpan(step, step))
+    return spans
+
+
 def steps_text(steps: Sequence[int]) -> str:
     """Return consecutive steps as ranges: "4, 7-9"."""
-    runs: list[list[int]] = []
-    for step in steps:
-        if runs and step == runs[-1][-1] + 1:
-            runs[-1].append(step)
-        else:
-            runs.append([step])
-    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+    return ", ".join(map(str, spans_of(steps)))

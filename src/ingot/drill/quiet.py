@@ -1,0 +1,280 @@
+"""Quiet faults: wrong bits, gradients that are not finite, a rate that is too high, bad documents. No torch.
+
+No process ends by them. The guard (docs/guard.md), the hashes of the state or the reader of the data find them, and the
+run goes back, skips a step, or passes data. They come from within the ranks, by the callback of planted.py, which the
+copies alone have, or as damage to tokens of their own.
+"""
+
+from collections.abc import Callable
+
+from ingot.drill.fault import DrillFault
+from ingot.drill.guarded import READY, directed_to_skip, hashes_in_each_step, planted
+from ingot.drill.oracles import read_facts
+from ingot.drill.plan import FaultKind, PlannedFault
+from ingot.drill.shards import SHARD_FAULTS
+from ingot.drill.trial import Trial
+from ingot.schema import events
+from ingot.schema.guard_record import AGAIN, PASS, Measure, read_measures
+from ingot.schema.run import RunConfig
+
+RATE_FACTOR = 50.0  # times optim.lr
+_BITS = 64
+_LARGE = 1 << 40
+_NOT_FINITE = "gradient not finite"
+
+
+# -- what a run needs --
+
+
+def _hashed(config: RunConfig) -> str:
+    if not config.guard.hash_every:
+        return "the state of the run is not hashed (guard.hash_every = 0)"
+    return "the weights are in files (parallel.offload = 'nvme')" if config.parallel.offload == "nvme" else ""
+
+
+def _guarded(config: RunConfig) -> str:
+    if not config.guard.acts:
+        return f"the guard skips no updates (guard.preset = '{config.guard.preset}')"
+    return "in fp16 the loss scale answers to large gradients" if config.train.precision == "fp16" else ""
+
+
+def _room(needed: Callable[[RunConfig], int]) -> Callable[[RunConfig], str]:
+    """Return why a run lacks the steps that a fault needs after the first ones, in `needed`."""
+
+    def lacks(config: RunConfig) -> str:
+        least = _judged(config) + needed(config)
+        steps = config.train.steps
+        return _guarded(config) or (f"it needs {least} steps, and the copy has {steps}" if steps < least else "")
+
+    return lacks
+
+
+def _judged(config: RunConfig) -> int:
+    """Return the first step before which the guard knows enough healthy ones to judge the size of a step."""
+    return max(READY, config.schedule.warmup_steps) + 2
+
+
+def _row(config: RunConfig) -> int:
+    return config.guard.in_a_row
+
+
+def _of_one(config: RunConfig) -> int:
+    """Return the steps after a fault in which it is found, and trained again."""
+    return 2 * _row(config) + 2
+
+
+def _of_three(config: RunConfig) -> int:
+    return 4 * _row(config) + 4
+
+
+def _all_of_it(config: RunConfig) -> str:
+    if config.guard.recompute_every:
+        return "the batch is read a second time, without the document (guard.recompute_every)"
+    return _hashed(config) or _room(_of_three)(config)
+
+
+# -- faults --
+
+
+def _flip(trial: Trial) -> None:
+    rank, random = trial.any_rank(), trial.random
+    piece, element, bit = random.randrange(_LARGE), random.randrange(_LARGE), random.randrange(_BITS)
+    fault = PlannedFault(kind="flip", rank=rank, piece=piece, element=element, bit=bit)
+    trial.plant(f"a wrong bit in a weight of rank {rank}", fault)
+
+
+def _not_finite_once(trial: Trial) -> None:
+    trial.plant("NaN in the gradient of a step", PlannedFault(kind="nan", once=False))
+
+
+def _not_finite_in_a_row(trial: Trial) -> None:
+    steps = _row(trial.run.config)
+    trial.plant(f"NaN in the gradients of {steps} steps", PlannedFault(kind="nan", steps=steps))
+
+
+def _rate(trial: Trial) -> None:
+    what = f"{RATE_FACTOR:g} times the learning rate in a step"
+    trial.plant(what, PlannedFault(kind="rate", factor=RATE_FACTOR))
+
+
+def _document(trial: Trial) -> None:
+    steps = _row(trial.run.config)
+    what = f"a document of one repeated token in the data of {steps} steps"
+    trial.plant(what, PlannedFault(kind="document", steps=steps))
+
+
+def _together(trial: Trial) -> None:
+    for inject in (_document, _rate, _flip):
+        inject(trial)
+        if not trial.follow(lambda: trial.recoveries[-1].recovered is not None):
+            return
+
+
+# -- what has to be reported --
+
+
+def _planted_at(trial: Trial, kind: FaultKind) -> dict | None:
+    """Return the step and place of the planted fault of this kind; None if it was not planted."""
+    faults = trial.plan.faults()
+    return next((trial.plan.planted(number) for number in trial.planned if faults[number].kind == kind), None)
+
+
+def _not_planted(trial: Trial) -> str:
+    faults = trial.plan.faults()
+    missing = [faults[number].kind for number in trial.planned if trial.plan.planted(number) is None]
+    return f"it was not injected: {missing} is not planted" if missing or not trial.planned else ""
+
+
+def _measures(trial: Trial) -> list[Measure]:
+    return read_measures(trial.folder.guard)
+
+
+def _found_in(trial: Trial) -> set[int]:
+    return {event["step"] for event in trial.found(events.FINDING)}
+
+
+def _flip_found(trial: Trial) -> str:
+    if problem := _not_planted(trial):
+        return problem
+    planted_at, rank = _planted_at(trial, "flip"), trial.named[0]
+    assert planted_at is not None
+    damaged = [(e["step"], e["rank"], e["bit"]) for e in trial.found(events.STATE_DAMAGED)]
+    right = [(planted_at["step"], rank, planted_at["bit"])]
+    if damaged != right:
+        return f"damage (step, rank, bit) {damaged} was reported, not {right}"
+    replayed = [(e["verdict"], e["ranks"], e["named"]) for e in trial.found(events.STATE_REPLAYED)]
+    return "" if replayed == [("transient", [rank], True)] else f"the replay says {replayed}, not that it was transient"
+
+
+def _flip_alone_found(trial: Trial) -> str:
+    others = _found_in(trial)
+    return _flip_found(trial) or (f"the guard found trouble in the steps {sorted(others)}" if others else "")
+
+
+def _skipped_once(trial: Trial) -> str:
+    if problem := _not_planted(trial):
+        return problem
+    at = _planted_at(trial, "nan")
+    assert at is not None
+    found = [(event["step"], event["found"], event["skipped"]) for event in trial.found(events.FINDING)]
+    right = [(at["step"], [_NOT_FINITE], True)]
+    if found != right:
+        return f"(step, finding, skipped) {found} was reported, not {right}"
+    untrained, measures = read_facts(trial.folder).untrained, _measures(trial)
+    return "" if untrained == {at["step"]} and not measures else f"skipped {sorted(untrained)}, measures {measures}"
+
+
+def _trained_again(trial: Trial) -> str:
+    if problem := _not_planted(trial):
+        return problem
+    rows = [(one.action, one.first, one.last) for one in _measures(trial)]
+    first = _planted_at(trial, "nan") or {}
+    first = first["step"]
+    right = [(AGAIN, first, first + _row(trial.run.config) - 1)]
+    return "" if rows == right else f"the guard took the measures {rows}, not {right}"
+
+
+def _rate_found(trial: Trial) -> str:
+    return _not_planted(trial) or _rate_measured(trial, _measures(trial))
+
+
+def _rate_measured(trial: Trial, measures: list[Measure]) -> str:
+    at = _planted_at(trial, "rate") or {}
+    rows = [(one.action, one.first) for one in measures]
+    # The update of the step itself harms the weights, which the loss of a later one shows.
+    right = len(rows) == 1 and rows[0][0] == AGAIN and at["step"] < rows[0][1] <= at["step"] + _row(trial.run.config)
+    return "" if right else f"the guard took the measures {rows} after a spike of the rate in step {at['step']}"
+
+
+def _all_found(trial: Trial) -> str:
+    if (problem := _not_planted(trial)) or len(trial.planned) < 3:
+        return problem or f"only {len(trial.planned)} of three faults were injected: the run ended before"
+    at = _planted_at(trial, "document") or {}
+    first, last = at["step"], at["step"] + _row(trial.run.config) - 1
+    measures = _measures(trial)
+    rows = [(one.action, one.first, one.last) for one in measures[:2]]
+    if rows != [(AGAIN, first, last), (PASS, first, last)]:
+        return f"the guard took the measures {rows} against a document in the steps {first}-{last}"
+    untrained = sorted(read_facts(trial.folder).untrained)
+    if untrained != list(range(first, last + 1)):
+        return f"the steps {untrained} changed no weights, not {first}-{last}"
+    return _rate_measured(trial, measures[2:]) or _flip_found(trial)
+
+
+def _goes_back(times: int) -> Callable[[RunConfig], int]:
+    """Return the steps that are done twice because the guard went back so often: it goes to a proven checkpoint."""
+    return lambda config: times * (config.guard.proven_steps + _row(config) + 2)
+
+
+def _planted_and_hashed(run, place):
+    return planted(hashes_in_each_step(run), place)
+
+
+QUIET_FAULTS: tuple[DrillFault, ...] = (
+    DrillFault(
+        id="RS19",
+        injects="a wrong bit in a weight of a rank",
+        inject=_flip,
+        expects=_flip_alone_found,
+        saves=1,
+        needs=_hashed,
+        planted=True,
+        prepare=_planted_and_hashed,
+    ),
+    DrillFault(
+        id="RS22",
+        injects="NaN in the gradient of a step: its update is skipped",
+        inject=_not_finite_once,
+        expects=_skipped_once,
+        intervals=0,
+        needs=_guarded,
+        soaks=False,
+        planted=True,
+        prepare=planted,
+        directed=directed_to_skip,
+    ),
+    DrillFault(
+        id="RS22 row",
+        injects="NaN in the gradients of steps in a row: they are trained again",
+        inject=_not_finite_in_a_row,
+        expects=_trained_again,
+        more_redone=_goes_back(1),
+        saves=1,
+        room=_of_one,
+        needs=_guarded,
+        planted=True,
+        prepare=planted,
+    ),
+    DrillFault(
+        id="RS23",
+        injects="a learning rate that is too high in a step: it is trained again",
+        inject=_rate,
+        expects=_rate_found,
+        more_redone=_goes_back(1),
+        saves=1,
+        first=_judged,
+        room=_of_one,
+        needs=_room(_of_one),
+        planted=True,
+        prepare=planted,
+        by_size=True,
+    ),
+    DrillFault(
+        id="RS23 together",
+        injects="a bad document, which is passed; a rate that is too high; a wrong bit",
+        inject=_together,
+        expects=_all_found,
+        intervals=4,
+        more_redone=_goes_back(3),
+        saves=1,
+        first=_judged,
+        room=_of_three,
+        needs=_all_of_it,
+        soaks=False,
+        planted=True,
+        prepare=planted,
+        by_size=True,
+        directed=directed_to_skip,
+    ),
+    *SHARD_FAULTS,
+)

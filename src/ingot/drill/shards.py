@@ -1,0 +1,141 @@
+"""Damage to a token shard while a copy of a run trains: one that is repaired, and one that is left out. No torch.
+
+The tokens of the run are not touched. The copy reads a folder of its own, whose files are links to those of the run,
+but for one shard, which is copied: the last step reads the part of it that will be damaged.
+"""
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+from ingot.drill.damage import flip_in_place
+from ingot.drill.fault import DrillFault
+from ingot.drill.guarded import trained_directed, with_settings
+from ingot.drill.oracles import RunFacts
+from ingot.drill.trial import DrilledRun, Trial
+from ingot.errors import DataError
+from ingot.schema import events
+from ingot.schema.quarantine_record import read_quarantine, write_quarantine
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import read_token_manifest, training_tokens
+from ingot.trainer.loader.order import Order
+
+_CODE = "E-SHARD-HASH"
+
+
+def tokens_of(run: Path) -> Path:
+    """Return the folder of tokens of the copy with the run folder `run`."""
+    return run.with_name(f"{run.name}.tokens")
+
+
+def _place_of(run: DrilledRun) -> tuple[str, int]:
+    """Return the shard, and the byte in it, of a token that the last step reads."""
+    config = run.config
+    folder = training_tokens(run.run_file.parent / config.data.tokens)
+    manifest = read_token_manifest(folder)
+    order = Order(manifest, config.train.seq_len, config.seed, config.data.weights)
+    window = order.step(run.steps, config.train.global_batch)[:1]
+    shard, first = (int(one[0]) for one in order.locate(window))
+    return manifest.shards[shard].name, (first + config.train.seq_len // 2) * (2 if manifest.dtype == "uint16" else 4)
+
+
+def _with_own_shard(run: DrilledRun, place: Path) -> DrilledRun:
+    """Return the run of the copy in `place` that reads a folder with a copy of the shard, and make that folder."""
+    folder = training_tokens(run.run_file.parent / run.config.data.tokens)
+    shard, own = _place_of(run)[0], tokens_of(place)
+    own.mkdir()
+    for path in folder.iterdir():
+        if path.name == f"{shard}.tokens":
+            shutil.copyfile(path, own / path.name)
+        else:
+            (own / path.name).symlink_to(path.resolve())
+    return with_settings(run, {"data.tokens": str(own)})
+
+
+def _leaves_out(run: DrilledRun, place: Path) -> DrilledRun:
+    return with_settings(_with_own_shard(run, place), {"data.on_damage": "quarantine", "data.max_quarantined": 1.0})
+
+
+def _stops(run: DrilledRun, place: Path) -> DrilledRun:
+    return with_settings(_with_own_shard(run, place), {"data.on_damage": "stop"})
+
+
+def _flip(trial: Trial, *, quiet: bool) -> None:
+    shard, byte = _place_of(trial.run)
+    trial.injects(f"a wrong bit of byte {byte:,} of the token shard {shard}", quiet=quiet)
+    flip_in_place(tokens_of(trial.folder.root) / f"{shard}.tokens", byte, 0)
+
+
+def _flip_and_stop(trial: Trial) -> None:
+    _flip(trial, quiet=False)
+
+
+def _flip_and_go_on(trial: Trial) -> None:
+    _flip(trial, quiet=True)
+
+
+def _repair(trial: Trial) -> None:
+    shard, byte = _place_of(trial.run)
+    trial.output.say("  repaired   the shard is whole again; the same command")
+    flip_in_place(tokens_of(trial.folder.root) / f"{shard}.tokens", byte, 0)
+
+
+def _named(trial: Trial) -> str:
+    shard, printed = _place_of(trial.run)[0], trial.printed.read_text(errors="replace")
+    faults = [event["failure"] for event in trial.found(events.FAULT)]
+    if _CODE not in printed or shard not in printed:
+        return f"no error {_CODE} names the shard {shard}: {trial.last_words()}"
+    return "" if faults == ["data"] else f"faults {faults}, not one of the data"
+
+
+def _left_out(trial: Trial) -> str:
+    shard, byte = _place_of(trial.run)
+    width = 2 if read_token_manifest(tokens_of(trial.folder.root)).dtype == "uint16" else 4
+    found = [(one.shard, one.code) for one in read_quarantine(trial.folder.quarantine) if one.begin * width <= byte]
+    logged = len(trial.found(events.QUARANTINED))
+    if found != [(shard, _CODE)] or logged != 1:
+        return f"{found} is in quarantine, in {logged} events, and not the damaged block of {shard}"
+    return ""
+
+
+def _directed(trial: Trial) -> RunFacts | None:
+    """Train a copy on sound tokens whose record of damage is there from its start."""
+    place = trial.folder.root.with_name(f"{trial.folder.root.name}-directed")
+    place.mkdir()
+    write_quarantine(RunFolder(place).quarantine, read_quarantine(trial.folder.quarantine))
+    _repair(trial)
+    return trained_directed(trial, replace(trial.run), place)
+
+
+def _reads_late(config: RunConfig) -> str:
+    ahead, steps = config.data.prefetch, config.train.steps
+    return f"{ahead} batches are read ahead, and the copy has {steps} steps" if 3 * ahead > steps else ""
+
+
+SHARD_FAULTS: tuple[DrillFault, ...] = (
+    DrillFault(
+        id="RS25",
+        injects="a wrong bit in a token shard: it stops; the shard is repaired",
+        inject=_flip_and_stop,
+        expects=_named,
+        codes=frozenset({DataError.exit_code}),
+        repair=_repair,
+        room=lambda config: config.data.prefetch + 3,
+        needs=_reads_late,
+        soaks=False,
+        prepare=_stops,
+    ),
+    DrillFault(
+        id="RS25 quarantine",
+        injects="a wrong bit in a token shard: it goes on without that block",
+        inject=_flip_and_go_on,
+        expects=_left_out,
+        intervals=0,
+        room=lambda config: config.data.prefetch + 3,
+        needs=_reads_late,
+        soaks=False,
+        prepare=_leaves_out,
+        directed=_directed,
+    ),
+)
