@@ -108,3 +108,13 @@ def test_a_soak_of_random_faults(project):
     (line,) = result["rows"]
     assert line["passed"] and line["rounds"] >= 1 and sum(line["faults"].values()) >= 1
     assert 0 < line["useful_share"] < 1
+
+
+def test_a_document_a_rate_and_a_bit_in_one_run_cost_the_recorded_steps_alone(project):
+    result = drilled(project, "--rows", "RS23 together", code=0)
+    (line,) = result["rows"]
+    assert line["passed"] and line["directed"] and line["o1"] and line["o2"] and line["o3"] and line["o7"]
+    (skipped,) = line["skipped_steps"]
+    first, last = map(int, skipped.split("-"))
+    assert last == first + 2 and line["redone_steps"] >= 2 * 3
+    assert line["detect_s"] is not None and line["detected_by"] == "the hashes of the state"

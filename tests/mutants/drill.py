@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _ORACLES = "tests/unit/drill/test_oracles.py::"
 _FAULTS = "tests/unit/drill/test_faults.py::"
+_QUIET = "tests/unit/drill/test_quiet.py::"
 _COPY = "tests/unit/drill/test_copied.py::"
 
 MUTANTS: list[Mutant] = [
@@ -118,5 +119,61 @@ MUTANTS: list[Mutant] = [
         before="    return (root / RESULT).is_file()",
         after="    return False",
         tests=("tests/unit/drill/test_state.py::test_a_drill_is_no_run_and_names_its_runs",),
+    ),
+    Mutant(
+        name="drill-directed-run-not-compared",
+        what="a copy that decided to skip data is compared with the undisturbed run, not with the directed one",
+        file="drill/fault.py",
+        before="if fault.directed is None:",
+        after="if fault.id:",
+        tests=(f"{_QUIET}test_a_copy_that_decided_is_compared_with_the_directed_run",),
+    ),
+    Mutant(
+        name="drill-skipped-more-than-recorded",
+        what="steps that the directed run lacks are not missed, whatever the ledger says of them",
+        file="drill/trial.py",
+        before="if step in reference.trace or step not in facts.untrained}",
+        after="if step in reference.trace}",
+        tests=(f"{_QUIET}test_only_steps_without_an_update_may_be_missing_in_the_directed_run",),
+    ),
+    Mutant(
+        name="drill-fault-not-planted",
+        what="a quiet fault that never came is green",
+        file="drill/quiet.py",
+        before='is not planted" if missing or not trial.planned else ""',
+        after='is not planted" if missing and not trial.planned else ""',
+        tests=(f"{_QUIET}test_a_fault_that_was_not_planted_is_red",),
+    ),
+    Mutant(
+        name="drill-any-rank-damaged",
+        what="the damage of a weight may be reported of another rank",
+        file="drill/quiet.py",
+        before='damaged = [(e["step"], e["rank"], e["bit"])',
+        after='damaged = [(e["step"], rank, e["bit"])',
+        tests=(f"{_QUIET}test_a_flipped_bit_is_named_with_its_step_rank_and_verdict",),
+    ),
+    Mutant(
+        name="drill-nan-for-ever",
+        what="NaN comes again when its steps are trained again",
+        file="drill/planted.py",
+        before="any(one.first >= start for one in read_measures(self.folder.guard))\n\n    # --",
+        after="any(one.first > start for one in read_measures(self.folder.guard))\n\n    # --",
+        tests=(f"{_QUIET}test_faults_come_one_after_the_other_until_the_guard_acts",),
+    ),
+    Mutant(
+        name="drill-guard-changes-bits",
+        what="an undisturbed run that the settings of the guard change is taken for right",
+        file="drill/guarded.py",
+        before="if difference and not other_bits:",
+        after="if difference and other_bits:",
+        tests=(f"{_QUIET}test_a_spike_has_to_be_farther_than_all_healthy_steps",),
+    ),
+    Mutant(
+        name="drill-damages-tokens-of-the-run",
+        what="the shard that is damaged is a link to that of the run",
+        file="drill/shards.py",
+        before="            shutil.copyfile(path, own / path.name)",
+        after="            (own / path.name).symlink_to(path.resolve())",
+        tests=(f"{_QUIET}test_the_tokens_of_the_run_are_not_touched",),
     ),
 ]

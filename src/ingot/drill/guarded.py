@@ -24,7 +24,7 @@ from ingot.toml import toml_value
 from ingot.units import format_seconds
 
 READY = 6  # healthy steps before a spike can be judged
-_WARM_UP = 4
+WARM_UP = 4
 _PROVEN = 1
 _LEAST_SIGMAS = 0.001  # reports how far each healthy step is from those before it
 _MARGIN = 1.5  # above the largest distance of a healthy step
@@ -75,7 +75,7 @@ def _by_size(config: RunConfig) -> dict[str, Any]:
         "guard.calm_steps": guard.in_a_row,
         "guard.proven_steps": min(guard.proven_steps, _PROVEN),
         "guard.hash_every": min(guard.hash_every, 1),
-        "schedule.warmup_steps": min(config.schedule.warmup_steps, _WARM_UP),
+        "schedule.warmup_steps": min(config.schedule.warmup_steps, WARM_UP),
     }
 
 

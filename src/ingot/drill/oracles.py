@@ -199,9 +199,8 @@ class Recovery:
             self.reached = max(self.reached, event["step"] - (kind == events.QUARANTINED))
         elif kind == events.ROLLED_BACK and after > 0:
             self.reached = max(self.reached, event["from_step"])
-        elif kind == events.PROGRESS and event["step"] > self.reached:  # written after the findings of its step
-            if self.detected is not None and self.recovered is None:
-                self.recovered = after
+        elif kind == events.PROGRESS and self.detected is not None and event["step"] > self.reached:
+            self.recovered = after if self.recovered is None else self.recovered  # it comes after the findings
 
 
 def _found(event: dict) -> str:

@@ -8,7 +8,7 @@ copies alone have, or as damage to tokens of their own.
 from collections.abc import Callable
 
 from ingot.drill.fault import DrillFault
-from ingot.drill.guarded import READY, directed_to_skip, hashes_in_each_step, planted
+from ingot.drill.guarded import READY, WARM_UP, directed_to_skip, hashes_in_each_step, planted
 from ingot.drill.oracles import read_facts
 from ingot.drill.plan import FaultKind, PlannedFault
 from ingot.drill.shards import SHARD_FAULTS
@@ -51,7 +51,7 @@ def _room(needed: Callable[[RunConfig], int]) -> Callable[[RunConfig], str]:
 
 def _judged(config: RunConfig) -> int:
     """Return the first step before which the guard knows enough healthy ones to judge the size of a step."""
-    return max(READY, config.schedule.warmup_steps) + 2
+    return max(READY, min(config.schedule.warmup_steps, WARM_UP)) + 2
 
 
 def _row(config: RunConfig) -> int:
@@ -268,7 +268,7 @@ QUIET_FAULTS: tuple[DrillFault, ...] = (
         more_redone=_goes_back(3),
         saves=1,
         first=_judged,
-        room=_of_three,
+        room=lambda config: config.train.steps,  # it begins as early as it can: three faults need many steps
         needs=_all_of_it,
         soaks=False,
         planted=True,

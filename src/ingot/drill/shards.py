@@ -5,7 +5,6 @@ but for one shard, which is copied: the last step reads the part of it that will
 """
 
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 from ingot.drill.damage import flip_in_place
@@ -77,8 +76,8 @@ def _flip_and_go_on(trial: Trial) -> None:
 
 def _repair(trial: Trial) -> None:
     shard, byte = _place_of(trial.run)
-    trial.output.say("  repaired   the shard is whole again; the same command")
     flip_in_place(tokens_of(trial.folder.root) / f"{shard}.tokens", byte, 0)
+    trial.output.say("  repaired   the shard is whole again")
 
 
 def _named(trial: Trial) -> str:
@@ -105,7 +104,7 @@ def _directed(trial: Trial) -> RunFacts | None:
     place.mkdir()
     write_quarantine(RunFolder(place).quarantine, read_quarantine(trial.folder.quarantine))
     _repair(trial)
-    return trained_directed(trial, replace(trial.run), place)
+    return trained_directed(trial, trial.run, place)
 
 
 def _reads_late(config: RunConfig) -> str:

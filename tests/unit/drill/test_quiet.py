@@ -1,0 +1,336 @@
+"""Quiet faults: planted when they are due, judged by what was reported, and compared with the right run."""
+
+import json
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from tests.checkpoints import write_checkpoint
+from tests.expect import refused
+
+from ingot.drill import guarded, planted
+from ingot.drill.fault import DrillFault, play
+from ingot.drill.faults import FAULTS
+from ingot.drill.job import RUN_VARIABLE
+from ingot.drill.oracles import Recovery, RunFacts, Verdicts, read_facts
+from ingot.drill.plan import FaultPlan, PlannedFault
+from ingot.drill.planted import PlantedFaults, flip_bit
+from ingot.drill.shards import SHARD_FAULTS, tokens_of
+from ingot.drill.trial import DrilledRun, Silence, judge_recovered
+from ingot.drill.undisturbed import DrillReference
+from ingot.schema.guard_record import AGAIN, PASS, Measure, write_measures
+from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import load_run
+from ingot.trainer.loader.ledger import write_segment
+
+DAMAGED = {"kind": "state_damaged", "step": 7, "rank": 1, "bit": 3, "tensor": "model.w"}
+REPLAYED = {"kind": "state_replayed", "verdict": "transient", "ranks": [1], "named": True}
+NAN = {"kind": "finding", "step": 7, "found": ["gradient not finite"], "skipped": True}
+
+
+def fault_of(name: str) -> DrillFault:
+    (found,) = (fault for fault in FAULTS if fault.id == name)
+    return found
+
+
+def measure(action, first, last):
+    return Measure(action=action, first=first, last=last, found=("loss spike",))
+
+
+def with_plan(trial, *kinds, step=7, measures=(), untrained=()):
+    """Return the trial after faults of these kinds were planted at `step`, with the record of the guard, and a
+    checkpoint whose ledger says which steps changed no weights."""
+    for kind in kinds:
+        number = trial.plan.add(PlannedFault(kind=kind, rank=1))
+        trial.planned.append(number)
+        trial.plan.record(number, step=step, bit=3)
+    write_measures(trial.folder.guard, measures)
+    ids = np.arange(30).reshape(30, 1)
+    ids[[at - 1 for at in untrained]] = ~ids[[at - 1 for at in untrained]]
+    write_checkpoint(trial.folder, 30, {}, ledger=(write_segment(trial.folder.ledger, 1, 30, ids),))
+    return trial
+
+
+# -- what was reported --
+
+
+def test_a_flipped_bit_is_named_with_its_step_rank_and_verdict(trial):
+    expects = fault_of("RS19").expects
+    assert expects(with_plan(trial(DAMAGED, REPLAYED), "flip")) == ""
+    assert "damage (step, rank, bit) []" in expects(with_plan(trial(REPLAYED), "flip"))
+    for wrong in ({"rank": 0}, {"step": 8}, {"bit": 4}):
+        assert "was reported, not" in expects(with_plan(trial(DAMAGED | wrong, REPLAYED), "flip"))
+    assert "the replay says" in expects(with_plan(trial(DAMAGED, REPLAYED | {"verdict": "persistent"}), "flip"))
+    assert "found trouble in the steps [7]" in expects(with_plan(trial(DAMAGED, REPLAYED, NAN), "flip"))
+
+
+@pytest.mark.parametrize("name", ["RS19", "RS22", "RS22 row", "RS23", "RS23 together"])
+def test_a_fault_that_was_not_planted_is_red(trial, name):
+    one = trial(DAMAGED, REPLAYED, NAN)
+    assert "it was not injected" in fault_of(name).expects(one)  # nothing was planned
+    for kind in ("flip", "nan", "rate", "document"):
+        one.planned.append(one.plan.add(PlannedFault(kind=kind)))
+    assert "it was not injected" in fault_of(name).expects(one)
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_alone(trial):
+    expects = fault_of("RS22").expects
+    assert expects(with_plan(trial(NAN), "nan", untrained=[7])) == ""
+    assert "was reported, not" in expects(with_plan(trial(), "nan", untrained=[7]))
+    assert "was reported, not" in expects(with_plan(trial(NAN, NAN | {"step": 9}), "nan", untrained=[7]))
+    assert "skipped [7, 8]" in expects(with_plan(trial(NAN), "nan", untrained=[7, 8]))
+    assert "AGAIN" not in expects(with_plan(trial(NAN), "nan", untrained=[7]))
+    assert "again" in expects(with_plan(trial(NAN), "nan", untrained=[7], measures=[measure(AGAIN, 7, 9)]))
+
+
+def test_a_row_and_a_rate_are_trained_again_once(trial):
+    row, rate = fault_of("RS22 row").expects, fault_of("RS23").expects
+    assert row(with_plan(trial(), "nan", measures=[measure(AGAIN, 7, 9)])) == ""
+    assert "took the measures" in row(with_plan(trial(), "nan", measures=[measure(AGAIN, 8, 10)]))
+    assert rate(with_plan(trial(), "rate", measures=[measure(AGAIN, 8, 10)])) == ""
+    for measures in ([], [measure(AGAIN, 7, 9)], [measure(AGAIN, 8, 10), measure(PASS, 8, 10)]):
+        assert "took the measures" in rate(with_plan(trial(), "rate", measures=measures))
+
+
+def test_three_faults_are_each_found_and_only_the_document_is_passed(trial):
+    document = [measure(AGAIN, 7, 9), measure(PASS, 7, 9)]
+    all_three = [*document, measure(AGAIN, 8, 10)]
+
+    def together(*log, kinds=("document", "rate", "flip"), measures=all_three, untrained=(7, 8, 9)):
+        one = with_plan(trial(*log), *kinds, measures=measures, untrained=untrained)
+        return fault_of("RS23 together").expects(one)
+
+    assert together(DAMAGED, REPLAYED) == ""
+    assert "only 2 of three" in together(DAMAGED, REPLAYED, kinds=("document", "rate"))
+    assert "against a document in the steps 7-9" in together(DAMAGED, REPLAYED, measures=document[:1])
+    assert "changed no weights, not 7-9" in together(DAMAGED, REPLAYED, untrained=(7, 8, 9, 10))
+    assert "after a spike of the rate" in together(DAMAGED, REPLAYED, measures=document)
+    assert "was reported, not" in together(REPLAYED)
+
+
+def test_a_quiet_fault_has_recovered_at_the_first_sound_step(trial):
+    log = [
+        {"kind": "progress", "step": 6},
+        NAN,
+        {"kind": "progress", "step": 7},
+        {"kind": "rolled_back", "from_step": 9, "to_step": 4},
+        *({"kind": "progress", "step": step} for step in (8, 9, 10, 11)),
+    ]
+    found = Recovery(9.5, quiet=True)
+    for number, event in enumerate(log):
+        found.take({"time": 10.0 + number, **event})
+    assert (found.detected, found.by, found.recovered) == (1.5, "the guard", 6.5)
+    assert found.cause == "step 7: gradient not finite"
+    loud = Recovery(9.5)
+    loud.take({"time": 10.0, **NAN})
+    assert loud.detected is None
+
+
+# -- what it is compared with --
+
+
+def test_only_steps_without_an_update_may_be_missing_in_the_directed_run(tmp_path):
+    folder = RunFolder(tmp_path / "run")
+    ids = np.arange(3).reshape(3, 1)
+    ids[1] = ~ids[1]
+    write_checkpoint(folder, 3, {}, ledger=(write_segment(folder.ledger, 1, 3, ids),))
+    steps = [{"kind": "step", "time": 1.0, "step": n, "loss": 1.0, "grad_norm": 1.0} for n in (1, 2, 3)]
+    folder.events.write_text("".join(json.dumps(step) + "\n" for step in steps))
+    own = read_facts(folder)
+    assert own.untrained == {2}
+
+    def wrong(*missing) -> list[str]:
+        directed = replace(own, trace={step: own.trace[step] for step in own.trace if step not in missing})
+        verdicts = Verdicts()
+        judge_recovered(verdicts, folder, "it", directed, 0)
+        assert verdicts.untrained == (2,)
+        return sorted(verdicts.wrong)
+
+    assert wrong() == [] and wrong(2) == [] and wrong(3) == ["o1"]
+
+
+def test_a_copy_that_decided_is_compared_with_the_directed_run(trial, monkeypatch):
+    one, compared = trial(), []
+    facts = RunFacts({}, "state", "state", [])
+    for name in ("start", "finish", "judge", "judge_end"):
+        monkeypatch.setattr(one, name, lambda *_: one.run.done_code)
+    monkeypatch.setattr(one, "follow", lambda _: True)
+    monkeypatch.setattr(one, "judge_recovered", lambda with_facts, _: compared.append(with_facts))
+    alone = DrillFault(id="X", injects="x", inject=lambda _: None, expects=lambda _: "")
+    reference = replace(facts, state="undisturbed")
+    play(alone, one, reference)
+    play(replace(alone, directed=lambda _: facts), one, reference)
+    assert [found.state for found in compared] == ["undisturbed", "state"]
+
+
+class _Said(Silence):
+    def __init__(self):
+        self.lines = []
+
+    def say(self, text=""):
+        self.lines.append(text)
+
+
+@pytest.fixture
+def reference(run_file):
+    facts = RunFacts({1: [(b"1", b"1")]}, "state", "state", [])
+    return DrillReference(DrilledRun(run_file=run_file, config=load_run(run_file), step_seconds=0.01), facts, 1.0)
+
+
+def test_a_spike_has_to_be_farther_than_all_healthy_steps(reference, tmp_path, monkeypatch):
+    found = {"kind": "finding", "loss_sigmas": 1.0, "norm_sigmas": 9.1}
+    said, given = _Said(), []
+
+    def undisturbed(run, place, output):
+        RunFolder(place).root.mkdir(parents=True)
+        RunFolder(place).events.write_text(json.dumps(found) + "\n")
+        given.append(run)
+        return reference.facts, 1.0
+
+    monkeypatch.setattr(guarded, "undisturbed", undisturbed)
+    made = guarded.train_guarded(reference, tmp_path / "drill", said)
+    assert made.run.config.guard.sigmas == 14 and made.run.config.guard.settle_steps == 0
+    assert made.run.config.guard.preset == "guard" and 'guard.preset="watch"' in given[0].settings
+    assert any("guard.sigmas = 14" in line and "9.1 deviations" in line for line in said.lines)
+    monkeypatch.setattr(guarded, "undisturbed", lambda *_: (replace(reference.facts, state="other"), 1.0))
+    with refused("E-DRILL-UNSTEADY"):
+        guarded.train_guarded(reference, tmp_path / "drill", said)
+
+
+def test_the_plug_in_is_added_to_those_of_the_run(reference, tmp_path, monkeypatch):
+    monkeypatch.setenv("PYTHONPATH", "/own")
+    config = reference.run.config
+    run = replace(reference.run, config=replace(config, plugins=replace(config.plugins, modules=("mine",))))
+    made = guarded.planted(run, tmp_path / "RS19")
+    assert 'plugins.modules=["mine", "ingot_drill"]' in made.settings
+    assert made.variables["PYTHONPATH"] == f"{tmp_path / 'RS19.planted'}:/own"
+    assert (tmp_path / "RS19.planted" / "ingot_drill.py").exists()
+
+
+# -- what is planted --
+
+
+@dataclass(frozen=True)
+class _Batch:
+    step: int
+    inputs: torch.Tensor
+    targets: torch.Tensor
+
+
+class _Rank:
+    """A rank with one weight, whose steps are called by hand."""
+
+    def __init__(self, folder: Path, config, monkeypatch, rank=0):
+        monkeypatch.setenv(RUN_VARIABLE, str(folder))
+        monkeypatch.setattr(planted, "change_steps", lambda **_: None)
+        self.piece = SimpleNamespace(name="w", value=torch.ones(4), grad=None)
+        run = SimpleNamespace(
+            config=config, rank=rank, pieces=[self.piece], device="cpu", sum_over_ranks=lambda tensor: tensor
+        )
+        self.faults = PlantedFaults(run, None)
+
+    def step(self, number: int) -> str:
+        """Do a step. Returns what was planted in it."""
+        self.piece.grad, before = torch.zeros(4), self.piece.value.clone()
+        batch = _Batch(number, *torch.zeros(2, 1, 1, 2, dtype=torch.int64))
+        found = "document " * bool(self.faults.on_batch(batch).targets.any())
+        found += "nan " * (self.faults.on_norm(number) is None and math.isnan(float(self.piece.grad.sum())))
+        self.faults.on_gradients(number)
+        found += "flip " * (not torch.equal(before, self.piece.value))
+        found += "rate " * (self.faults.on_rate(number, 1.0) != 1.0)
+        self.faults.on_update(number)
+        self.faults.on_line([SimpleNamespace(step=number)])
+        return found.strip()
+
+
+@pytest.fixture
+def config(run_file):
+    own = load_run(run_file)
+    return replace(own, guard=replace(own.guard, calm_steps=3))
+
+
+def test_faults_come_one_after_the_other_until_the_guard_acts(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    plan, rank = FaultPlan(run.root), _Rank(run.root, config, monkeypatch)
+    assert rank.step(1) == ""
+    plan.add(PlannedFault(kind="nan", steps=2))
+    plan.add(PlannedFault(kind="rate", factor=50.0))
+    assert [rank.step(n) for n in (2, 3, 4, 5)] == ["", "nan", "nan", ""]  # they are planned between 1 and 2
+    # The rank goes back, also in a new process: without a measure it comes again.
+    rank = _Rank(run.root, config, monkeypatch)
+    assert [rank.step(n) for n in (3, 4)] == ["nan", "nan"]
+    write_measures(run.guard, [measure(AGAIN, 3, 4)])
+    assert [rank.step(n) for n in range(2, 10)] == ["", "", "", "", "", "", "rate", ""]  # calm for three steps first
+    assert plan.planted(0) == {"step": 3} and plan.planted(1) == {"step": 8}
+
+
+def test_a_bit_flips_once_after_a_step_of_the_same_attempt(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    plan = FaultPlan(run.root)
+    plan.add(PlannedFault(kind="flip", rank=1, element=6, bit=35))
+    rank, other = _Rank(run.root, config, monkeypatch, rank=1), _Rank(run.root, config, monkeypatch, rank=0)
+    assert other.step(1) == "" and plan.starts() == {0: 2}
+    rank = _Rank(run.root, config, monkeypatch, rank=1)
+    assert [rank.step(n) for n in (2, 3, 4)] == ["", "flip", ""]  # its state was not hashed before step 2
+    assert plan.planted(0) == {"step": 3, "tensor": "w", "bit": 3}
+    assert [_Rank(run.root, config, monkeypatch, rank=1).step(n) for n in (3, 4)] == ["", ""]
+
+
+def test_a_document_comes_whenever_its_data_are_read(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    FaultPlan(run.root).add(PlannedFault(kind="document", steps=2))
+    rank = _Rank(run.root, config, monkeypatch)
+    assert [rank.step(n) for n in (1, 2, 3, 4, 2, 3)] == ["", "document", "document", "", "document", "document"]
+
+
+@pytest.mark.parametrize("bit", [0, 9, 31])
+def test_one_bit_of_one_element_flips(bit):
+    tensor = torch.ones(3)
+    flip_bit(tensor, 1, bit)
+    changed = tensor.view(torch.int32) ^ torch.ones(3).view(torch.int32)
+    assert [value % 2**32 for value in changed.tolist()] == [0, 1 << bit, 0]
+
+
+# -- damage to tokens --
+
+
+def test_the_tokens_of_the_run_are_not_touched(reference, tmp_path):
+    tokens, place = tmp_path / "tokens", tmp_path / "drill" / "RS25"
+    place.parent.mkdir()
+    before = {path.name: path.read_bytes() for path in tokens.iterdir()}
+    stop, quarantine = SHARD_FAULTS
+    run = stop.prepare(reference.run, place)
+    own = tokens_of(place)
+    assert run.config.data.tokens == str(own) and not (own / "walk.tokens").is_symlink()
+    assert (own / "walk.blocks").resolve() == tokens / "walk.blocks"
+    said = SimpleNamespace(run=run, folder=RunFolder(place), injects=lambda *_, **__: None, output=Silence())
+    stop.inject(said)
+    assert (own / "walk.tokens").read_bytes() != before["walk.tokens"]
+    assert {path.name: path.read_bytes() for path in tokens.iterdir()} == before
+    stop.repair(said)
+    assert (own / "walk.tokens").read_bytes() == before["walk.tokens"]
+    leaves_out = quarantine.prepare(reference.run, place.with_name("other")).config.data
+    assert (leaves_out.on_damage, leaves_out.max_quarantined) == ("quarantine", 1.0)
+
+
+def test_a_run_that_cannot_have_a_fault_leaves_it_out(run_file):
+    config = load_run(run_file)
+
+    def left_out(**sections):
+        own = replace(config, **{name: replace(getattr(config, name), **values) for name, values in sections.items()})
+        return {fault.id for fault in FAULTS if fault.needs(own)} - {"RS15"}
+
+    sizes = {"RS23", "RS23 together"}
+    assert left_out() == set()
+    assert left_out(guard={"hash_every": 0}) == {"RS19", "RS23 together"}
+    assert left_out(guard={"preset": "watch"}) == {"RS22", "RS22 row"} | sizes
+    assert left_out(train={"precision": "fp16"}) == {"RS22", "RS22 row"} | sizes
+    assert left_out(train={"steps": 20}) == {"RS23 together"}
+    assert left_out(data={"prefetch": 64}) == {"RS25", "RS25 quarantine"}
