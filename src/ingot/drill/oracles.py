@@ -239,12 +239,12 @@ class Verdicts:
     redone: int = 0
     numbers: dict[str, float] = field(default_factory=dict)
     outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
+    untrained: tuple[int, ...] = ()
 
     @property
     def findings(self) -> int:
         """The number of findings so far."""
         return sum(map(len, self.wrong.values()))
-    untrained: tuple[int, ...] = ()
 
     def judge(self, oracle: str, where: str, finding: str) -> None:
         """Record that `oracle` was asked in the case `where`. finding: what is wrong, "" if nothing."""
