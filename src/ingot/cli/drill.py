@@ -124,5 +124,6 @@ def _summary(result: dict) -> str:
     played, red = len(result["rows"]), result["red"]
     took, faults = format_seconds(result["seconds"]), f"{played} fault{'s' * (played != 1)}"
     if not red:
-        return f"{faults} in {took}: every copy ended with the bits of the undisturbed run"
+        directed = " or of the directed one" * any(row["directed"] for row in result["rows"])
+        return f"{faults} in {took}: every copy ended with the bits of the undisturbed run{directed}"
     return f"{faults} in {took}, {len(red)} red: {', '.join(red)}; the copies are kept in {result['folder']}"
