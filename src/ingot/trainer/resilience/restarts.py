@@ -1,8 +1,9 @@
 """Decides whether a job that failed starts again, and after how long. No torch.
 
-A restart helps against accidents. It does not help against a bug, which fails at the same step again; nor where the job
-fails again and again before it reaches a step that it had not reached. Accidents may be many in a month, but not in an
-hour.
+A restart helps against accidents. It does not help against a bug, which fails at the same step each time; nor where the
+job fails again and again before it reaches a step that it had not reached. Two failures that look the same may be
+accidents (a signal from outside, a device that fails twice); a third one is none. Accidents may be many in a month, but
+not in an hour.
 """
 
 import time
@@ -14,6 +15,7 @@ from ingot.schema.launch import Launch
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.units import format_seconds
 
+SAME = 3  # times the same failure at the same step: a bug
 NO_PROGRESS = 3  # restarts in a row that reach no new step; NVIDIA's resiliency extension has the same number
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds, doubled with each restart in a row without progress
 
@@ -55,7 +57,7 @@ class Restarts:
         """Return how many seconds to wait before the job starts again.
 
         log: the standard error of the attempt. Raises the error of a rank that a restart cannot resolve, and RunFailed
-        if the same happened at the same step before, if the job reaches no new step, or if it failed too often.
+        if the same happened at the same step SAME times, if the job reaches no new step, or if it failed too often.
         """
         if incident.adapted:  # there are only so many layouts
             self._adapted += 1
@@ -68,11 +70,11 @@ class Restarts:
         facts = {"rank": incident.rank, "step": incident.step, "cause": incident.cause, "kind": incident.kind}
         go_on = f"fix the cause ({_shown_in(incident, log)}); the same command then continues from the last checkpoint"
         same = sum((i.signature, i.step) == (incident.signature, incident.step) for i in before)
-        if incident.signature and same:
+        if incident.signature and same + 1 >= SAME:
             raise RunFailed(
                 "E-RUN-REPEATS",
                 f"{what}, {same + 1} times in a row",
-                rule="the same failure at the same step is a bug, not an accident; starting again will not help",
+                rule=f"the same failure {SAME} times at the same step is a bug; starting again will not help",
                 fix=go_on,
                 **facts,
                 times=same + 1,

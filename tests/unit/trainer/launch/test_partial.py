@@ -235,10 +235,11 @@ def test_a_rank_that_ends_on_its_way_back_is_a_lost_rank(act):
     assert [event["rank"] for event in read_events(act.folder.events, events.FAULT)] == [1, 0]
 
 
-def test_an_error_that_is_no_accident_ends_the_ranks_that_wait(act):
+def test_an_error_that_is_no_accident_ends_the_ranks_that_wait(act, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.resilience.restarts._FIRST_WAIT", 0.0)
     with refused("E-RUN-REPEATS", rank=1):
-        act("wait,fail;wait,fail")
-    assert not any(Path(f"/proc/{pid}").exists() for attempt in (0, 1) for pid in pids(act, attempt).values())
+        act("wait,fail;wait,fail;wait,fail")
+    assert not any(Path(f"/proc/{pid}").exists() for attempt in (0, 1, 2) for pid in pids(act, attempt).values())
 
 
 def test_ranks_that_saved_for_a_planned_restart_keep_their_processes(act):

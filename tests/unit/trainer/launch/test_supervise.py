@@ -216,14 +216,14 @@ def test_a_hang_is_as_old_as_the_newest_heartbeat(act):
     assert Ordered.of_text(newest).detect == fault["seconds"] >= 0.3
 
 
-def test_a_hang_is_found_written_down_and_ended(act):
-    """Twice at the same step: it is no accident."""
-    with refused("E-RUN-REPEATS", step=7, times=2):
+def test_a_hang_is_found_written_down_and_ended(act, monkeypatch):
+    """Three times at the same step: it is no accident."""
+    monkeypatch.setattr("ingot.trainer.resilience.restarts._FIRST_WAIT", 0.0)
+    with refused("E-RUN-REPEATS", step=7, times=3):
         act("hang", watchdog_seconds=0.3)
     faults = list(read_events(act.folder.events, events.FAULT))
     assert [(e["detected_by"], e["step"], e["evidence"]) for e in faults] == [
-        ("watchdog", 7, "incidents/0001"),
-        ("watchdog", 7, "incidents/0002"),
+        ("watchdog", 7, f"incidents/{number:04}") for number in (1, 2, 3)
     ]
     assert all(0.3 <= e["seconds"] < 25 for e in faults) and "(stacks in " in act.printed[0]
     assert "fake_rank.py" in (act.folder.incidents / "0001" / "rank-1.stacks").read_text()
@@ -382,13 +382,14 @@ def test_checkpoints_that_vanish_between_attempts_end_the_run(act):
     assert not list(read_events(act.folder.events, events.RESTART))
 
 
-def test_the_same_error_twice_is_not_tried_a_third_time(act):
-    log, cause = str(act.folder.logs / "attempt-2.log"), "raised ValueError: index 1 is out of range"
-    with refused("E-RUN-REPEATS", rank=1, step=6, times=2, cause=cause, log=log) as failed:
+def test_the_same_error_three_times_is_not_tried_again(act, monkeypatch):
+    monkeypatch.setattr("ingot.trainer.resilience.restarts._FIRST_WAIT", 0.0)
+    log, cause = str(act.folder.logs / "attempt-3.log"), "raised ValueError: index 2 is out of range"
+    with refused("E-RUN-REPEATS", rank=1, step=6, times=3, cause=cause, log=log) as failed:
         act("bug")
     assert failed.value.exit_code == 93
-    assert len(list(read_events(act.folder.events, events.RESTART))) == 1
-    assert "index 1 is out of range" in (act.folder.logs / "attempt-2.log").read_text()
+    assert len(list(read_events(act.folder.events, events.RESTART))) == 2
+    assert "index 2 is out of range" in (act.folder.logs / "attempt-3.log").read_text()
 
 
 def test_what_the_user_has_to_mend_is_not_tried_again(act):

@@ -6,7 +6,7 @@ from tests.expect import refused
 from ingot.errors import DataError
 from ingot.schema.launch import Launch
 from ingot.trainer.resilience.incidents import JobIncident
-from ingot.trainer.resilience.restarts import NO_PROGRESS, Restarts
+from ingot.trainer.resilience.restarts import NO_PROGRESS, SAME, Restarts
 
 LOG = Path("attempt-1.log")
 
@@ -41,14 +41,27 @@ def test_accidents_use_up_the_budget_of_their_hour(clock):
         Restarts(Launch(max_restarts=0), clock).wait_after(incident(), LOG)
 
 
-def test_the_same_error_at_the_same_step_is_a_bug(clock):
+def test_the_same_error_at_the_same_step_twice_more_is_a_bug(clock):
     restarts = Restarts(Launch(max_restarts=100), clock)
-    restarts.wait_after(incident(7, "x"), LOG)
-    restarts.wait_after(incident(9, "x"), LOG)
-    restarts.wait_after(incident(7, "x"), LOG)  # it got farther since
-    restarts.wait_after(incident(9), LOG)
-    with refused("E-RUN-REPEATS", times=2, log=str(LOG)):
+    for step in (7, 7, 9, 7, 9):
+        restarts.wait_after(incident(step, "x"), LOG)  # at 7 twice, then it got farther
+    with refused("E-RUN-REPEATS", times=SAME, log=str(LOG)):
         restarts.wait_after(incident(9, "x"), LOG)
+
+
+@pytest.mark.parametrize("others", [((9, ""),), ((9, "y"),), ((8, "x"),)])
+def test_another_failure_is_not_the_same(clock, others):
+    restarts = Restarts(Launch(max_restarts=100), clock)
+    for step, signature in ((9, "x"), *others, (9, "x")):
+        restarts.wait_after(incident(step, signature), LOG)
+    with refused("E-RUN-REPEATS", times=SAME):
+        restarts.wait_after(incident(9, "x"), LOG)
+
+
+def test_a_new_leader_counts_what_earlier_ones_had(clock):
+    earlier = [(20.0, incident(9, "x")), (10.0, incident(9, "x"))]
+    with refused("E-RUN-REPEATS", times=SAME):
+        Restarts(Launch(max_restarts=100), clock, earlier).wait_after(incident(9, "x"), LOG)
 
 
 def test_restarts_that_get_no_farther_wait_longer_and_end(clock):
@@ -72,7 +85,8 @@ def test_what_the_user_has_to_mend_is_handed_on(clock):
 def test_a_hang_shows_its_stacks_and_the_setting(clock):
     restarts = Restarts(Launch(), clock)
     hang = incident(signature="hung", evidence=Path("incidents/0001"), setting="launch.watchdog_seconds")
-    restarts.wait_after(hang, LOG)
+    for _ in range(SAME - 1):
+        restarts.wait_after(hang, LOG)
     with refused("E-RUN-REPEATS") as failed:
         restarts.wait_after(hang, LOG)
     assert "incidents/0001" in failed.value.fix and "launch.watchdog_seconds" in failed.value.fix
