@@ -268,6 +268,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_RESTARTS}::test_restarts_that_get_no_farther_wait_longer_and_end",),
     ),
     Mutant(
+        name="kind-of-the-family",
+        what="an error that a plug-in raises counts as one of the settings, by the beginning of its code",
+        file="trainer/resilience/failure_kinds.py",
+        before="max(found, key=len)",
+        after="min(found, key=len)",
+        tests=("tests/unit/trainer/resilience/test_failure_kinds.py::test_the_longest_beginning_decides",),
+    ),
+    Mutant(
+        name="second-failure-is-a-bug",
+        what="two failures that look the same end a run, although both may be accidents",
+        file="trainer/resilience/restarts.py",
+        before="same + 1 >= SAME",
+        after="same",
+        tests=(f"{_RESTARTS}::test_the_same_error_at_the_same_step_twice_more_is_a_bug",),
+    ),
+    Mutant(
         name="no-back-off",
         what="a job that gets no farther is started again at once",
         file="trainer/resilience/restarts.py",

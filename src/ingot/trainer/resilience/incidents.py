@@ -5,21 +5,12 @@ import signal
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
-from ingot.errors import CheckpointError, ConfigError, DataError, IngotError, ResourceError, RunFailed
+from ingot.errors import IngotError, RunFailed
 from ingot.trainer.resilience.collective_calls import find_blame
 from ingot.trainer.resilience.endings import RankEnding
+from ingot.trainer.resilience.failure_kinds import Kind, kind_of_code, kind_of_error
 
-Kind = Literal["crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings", "node", "job"]
-# The kind of an error that ended a rank, the first that fits; any other is a bug.
-_KINDS: tuple[tuple[type[IngotError], str, Kind], ...] = (
-    (RunFailed, "E-LOSS-", "numerics"),
-    (DataError, "", "data"),
-    (CheckpointError, "", "disk"),
-    (ResourceError, "", "disk"),
-    (ConfigError, "", "settings"),
-)
 _MEMORY = re.compile(r"out of memory|can.?t allocate memory|cannot allocate memory|OutOfMemoryError|MemoryError", re.I)
 # Gloo, before it aborts the process: two ranks called collectives of different sizes.
 _DIFFERENT_SIZES = re.compile(r"op\.preamble\.length <= op\.nbytes\. (?P<sizes>\d+ vs \d+)")
@@ -91,15 +82,8 @@ def _error(end: AttemptEnd) -> JobIncident | None:
     for ending in end.failures:
         if error := ending.as_user_error():
             cause = error.found.splitlines()[0].rstrip(":") if error.found else error.code
-            return JobIncident(rank=ending.rank, kind=_kind_of(error), cause=cause, step=end.step, error=error)
+            return JobIncident(rank=ending.rank, kind=kind_of_error(error), cause=cause, step=end.step, error=error)
     return None
-
-
-def _kind_of(error: IngotError) -> Kind:
-    for type_, code, kind in _KINDS:
-        if isinstance(error, type_) and error.code.startswith(code):
-            return kind
-    return "bug"
 
 
 def _difference(end: AttemptEnd) -> JobIncident | None:
@@ -131,7 +115,8 @@ def _own_end(end: AttemptEnd) -> JobIncident | None:
     if own:
         first_line = own[0].found.splitlines()[0] if own[0].found else ""
         cause = f"raised {own[0].kind}: {first_line}"
-        kind: Kind = "memory" if _MEMORY.search(cause) else "bug"
+        # A store that does not answer has a code, and is no error of the user: a restart may help.
+        kind = kind_of_code(own[0].code) or ("memory" if _MEMORY.search(cause) else "bug")
         signature = _without_numbers(cause)
         return JobIncident(rank=own[0].rank, kind=kind, cause=cause, signature=signature, step=end.step)
     return None

@@ -94,7 +94,7 @@ def test_what_the_user_has_to_mend_is_handed_on():
 def test_ranks_that_never_started_show_the_last_line():
     incident = find([], last_words="No module named torch")
     assert incident.rank == -1 and "No module named torch" in incident.cause
-    assert (incident.signature, incident.kind) == ("launcher", "job")  # not tried a third time
+    assert (incident.signature, incident.kind) == ("launcher", "job")  # not tried for ever
 
 
 def test_a_killed_fork_server_is_an_accident():
@@ -121,6 +121,8 @@ def test_a_rank_that_left_without_starting_is_named():
         ({"endings": [failed(1, "x", "ValueError")]}, "bug"),
         ({"endings": [replace(failed(1, "x", "RunFailed"), code="E-LOSS-NOT-FINITE")]}, "numerics"),
         ({"endings": [replace(failed(1, "x", "RunFailed"), code="E-CALLBACK")]}, "bug"),
+        ({"endings": [replace(failed(1, "x", "RunFailed"), code="E-STATE-DAMAGED")]}, "node"),
+        ({"endings": [replace(failed(1, "x", "StoreUnreachable"), code="E-STORE-UNREACHABLE")]}, "disk"),
         ({"endings": [failed(1, "x", "ResourceError")]}, "disk"),
         ({"endings": [failed(1, "x", "ConfigError")]}, "settings"),
         ({"endings": [failed(0, HUNG), failed(2, HUNG)]}, "hang"),
