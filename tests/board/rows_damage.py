@@ -52,12 +52,27 @@ def rs10(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         places[kind] = (file, 0, file.stat().st_size, file.name)
     for kind, (file, first, end, named) in places.items():
         for offset in (first, random.randrange(first + 1, end - 1), end - 1):
-            flipped = f"{kind}: bit {(bit := random.randrange(8))} of byte {offset}"
-            flip(bench.copy(base, "flipped").root / file.relative_to(folder.root), offset, bit)
-            _judge_fallback(bench, verdicts, "flipped", flipped, named, *settings)
+            path, bit = file.relative_to(folder.root), random.randrange(8)
+            _judge_flip(bench, verdicts, base, path, offset, bit, kind, named, *settings)
     offset = random.randrange(segments[0].stat().st_size)
     _judge_first_samples(bench, verdicts, base, segments[0].name, offset, *settings)
     _judge_weights(bench, verdicts, random)
+
+
+def flip_of_samples(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Flip a random bit in the samples that only the newest checkpoint lists."""
+    random, base = random_of("RS10 samples", seed), bench.base(_NEWEST)
+    folder = bench.folder(base)
+    file = sorted(folder.ledger.iterdir())[-1]
+    offset, bit = random.randrange(file.stat().st_size), random.randrange(8)
+    _judge_flip(bench, verdicts, base, file.relative_to(folder.root), offset, bit, "last samples", file.name)
+
+
+def _judge_flip(
+    bench: Bench, verdicts: Verdicts, base: str, file: Path, offset: int, bit: int, kind: str, named: str, *settings: str
+) -> None:
+    flip(bench.copy(base, "flipped").root / file, offset, bit)
+    _judge_fallback(bench, verdicts, "flipped", f"{kind}: bit {bit} of byte {offset}", named, *settings)
 
 
 def _judge_fallback(

@@ -1,5 +1,6 @@
 """Rows of ranks that hang, or fail from within: stopped processes, held locks, collectives in another order."""
 
+import itertools
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,15 +14,16 @@ from .bench import Bench, options
 from .row import Row, drilled, judge_recovered, random_of
 
 _WATCHDOG = 3.0  # seconds
-_LONG = ("train.steps=60", f"launch.watchdog_seconds={_WATCHDOG}")
+LONG = ("train.steps=60", f"launch.watchdog_seconds={_WATCHDOG}")
 _SETTINGS = (
-    *_LONG,
+    *LONG,
     'plugins.modules=["planted"]',
     'plugins.folder="lab"',
     "callbacks.planted={}",
 )
 _PHASES = ("on_gradients", "on_update", "on_line", "record")
 _DETERMINISTIC = 93
+_WAITS = [0.0, 1.0, 2.0, 4.0]  # seconds before each restart that reaches no new step; then the run is given up
 _NO_LINES = ("watch.log_every=60",)  # ranks then do not wait for each other between an update and a save
 
 
@@ -81,7 +83,8 @@ def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 
 def rs33(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """The same abort, and the same hang, at the same step in every attempt: given up with 93, not all restarts."""
+    """The same abort, and the same hang, at the same step in every attempt: given up with 93 when they come the third
+    time. A SIGKILL, which may come by chance, is tried again, each time after twice the time."""
     random = random_of("RS33", seed)
     for kind in ("abort", "wait"):
         name, fault = (
@@ -90,10 +93,30 @@ def rs33(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         )
         ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
         faults = len(list(read_events(bench.folder(name).events, events.FAULT)))
-        right = ended.code == _DETERMINISTIC and "E-RUN-REPEATS" in ended.output and faults <= 3
+        right = ended.code == _DETERMINISTIC and "E-RUN-REPEATS" in ended.output and faults == 3
         verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {faults} faults: {ended.output[-300:]}")
         left = gone_within(END_SECONDS, lambda name=name: marked_processes(bench.folder(name).root))
         verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
+    kills_without_progress(bench, seed, verdicts)
+
+
+def kills_without_progress(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Kill a rank at the same step in every attempt: restarts wait longer and longer, and end."""
+    random, name = random_of("RS33 kills", seed), f"always-kill-{seed}"
+    fault = f"kill {random.randrange(2)} {random.randrange(9, 40)} on_update always"
+    budget = options(["launch.max_restarts=10"])  # which would end the run as well
+    ended = bench.train(name, *_options(bench), *budget, env={"BOARD_FAULT": fault})
+    right = ended.code == _DETERMINISTIC and "E-RUN-NO-PROGRESS" in ended.output
+    verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}: {ended.output[-300:]}")
+    log = list(read_events(bench.folder(name).events, events.RESTART, events.RANK_STARTED))
+    waits = [event["wait_seconds"] for event in log if event["kind"] == events.RESTART]
+    verdicts.judge("o6", fault, "" if waits == _WAITS else f"waits of {waits} s, not of {_WAITS}")
+    pairs = [(one, after) for one, after in itertools.pairwise(log) if one["kind"] == events.RESTART]
+    early = [round(after["time"] - one["time"], 3) for one, after in pairs]
+    early = [gap for (one, _), gap in zip(pairs, early, strict=True) if gap < one["wait_seconds"]]
+    verdicts.judge("o6", fault, f"started again after {early} s already" if early else "")
+    left = gone_within(END_SECONDS, lambda: marked_processes(bench.folder(name).root))
+    verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
 
 
 def _settings(bench: Bench) -> Sequence[str]:
@@ -145,9 +168,9 @@ def _judge_hang(
 ROWS = (
     Row("RS01 phases", "SIGKILL of a rank in each phase of a step", rs01_phases),
     Row("RS02", "an exception, a segmentation fault, an abort", rs02),
-    Row("RS03", "SIGSTOP of one rank, of all ranks", drilled("RS03", *_LONG)),
+    Row("RS03", "SIGSTOP of one rank, of all ranks", drilled("RS03", *LONG)),
     Row("RS04", "a rank that holds its interpreter lock, or waits for ever", rs04),
     Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05),
-    Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", drilled("RS06", *_LONG)),
+    Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", drilled("RS06", *LONG)),
     Row("RS33", "the same failure at the same step in every attempt", rs33),
 )

@@ -8,8 +8,11 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from ingot.drill.job import DEADLINE_SECONDS, Ended, marked_processes
+from ingot.drill.job import DEADLINE_SECONDS, Ended, gone_within, marked_processes
 from ingot.drill.oracles import Verdicts
+from ingot.events import read_events
+from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders
 
@@ -37,10 +40,17 @@ def _in_a_step(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     process = bench.start(name, *settings)
     bench.wait_for_step(name, step, process)
     time.sleep(random.uniform(0, 0.03))
+    folder, ranks = bench.folder(name), set(bench.job(name).ranks().values())
     suspended = _suspend(bench, name)
+    there = {int(path.name.removeprefix("step-")) for path in candidate_folders(folder.checkpoints)}
     second = bench.train(name, *settings)
     verdicts.judge("o6", where, "" if second.code == 0 else f"exit code {second.code}: {second.output[-500:]}")
-    _go_on(suspended)
+    before = len(_saved(folder))
+    _go_on([pid for pid in suspended if pid != process.pid])  # the launcher, which looks at the lease, comes later
+    left = gone_within(DEADLINE_SECONDS, lambda: [pid for pid in marked_processes(folder.root) if pid in ranks])
+    late = [step for step in _saved(folder)[before:] if step not in there]  # the newest may not have been logged yet
+    verdicts.judge("o6", where, f"it saved steps {late} after another job took over" if late or left else "")
+    _go_on([process.pid])
     _judge_refused(verdicts, where, bench.ended(process))
     # The first job trains on until its next sign of life, so the limit on repeated steps is that of the whole run.
     judge_recovered(bench, verdicts, name, where, bench.reference(_LONG), faults=15)
@@ -82,6 +92,11 @@ def _in_its_commit(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o6", where, "" if (back, refused) == (during - 1, [during]) else f"from {back}, refused {refused}")
     # The first job trained on while its writer was stopped, up to its end.
     judge_recovered(bench, verdicts, name, where, bench.reference(*PREVIOUS, ranks=1), faults=6)
+
+
+def _saved(folder: RunFolder) -> list[int]:
+    """Return the steps of the checkpoints in the log, in order."""
+    return [event["step"] for event in read_events(folder.events, events.CHECKPOINT)]
 
 
 def _suspend(bench: Bench, name: str) -> list[int]:

@@ -7,14 +7,6 @@ _POWER = "tests/board/test_rows.py::test_a_loss_of_power_after_any_rename_costs_
 
 MUTANTS: list[Mutant] = [
     Mutant(
-        name="tensors-not-flushed",
-        what="a file of tensors is renamed with its folder while the disk may not have its bytes yet",
-        file="trainer/checkpoint/verified_file.py",
-        before="os.fsync(self._file.fileno())\n",
-        after="self._file.flush()\n",
-        tests=(_POWER,),
-    ),
-    Mutant(
         name="manifest-not-flushed",
         what="files written under a temporary name are renamed while the disk may not have their bytes yet",
         file="storage.py",

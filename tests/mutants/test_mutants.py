@@ -11,7 +11,7 @@ import pytest
 
 import ingot
 
-from . import ALL
+from . import ALL, AREAS
 from .__main__ import BEGIN, END, line_of, read_lines, table_of, write
 from .mutant import DoesNotApplyError, Mutant, changed_text
 from .runner import MutantRunner, Played, Result, judge
@@ -39,6 +39,12 @@ def program_of(file: str) -> str:
 
 def test_names_are_unique():
     assert [name for name, count in Counter(mutant.name for mutant in ALL).items() if count > 1] == []
+
+
+def test_every_guard_of_a_run_is_switched_off_before_a_row_of_the_board():
+    found = {mutant.name.removeprefix("switched-off-"): mutant.tests for mutant in AREAS["guards_off"]}
+    assert found.keys() >= {"watchdog", "ledger-check", "fence", "fsync", "back-off"}
+    assert all(test.startswith("tests/board/test_") for tests in found.values() for test in tests)
 
 
 def test_the_tests_of_every_mutant_exist():

@@ -1,0 +1,40 @@
+"""The smallest case of the row of each guard, for tests/mutants/guards_off.py, which switches one guard off at a time:
+`python -m tests.mutants switched-off`. The cases of the fence and of fsync are in test_rows.py."""
+
+import pytest
+
+from ingot.drill.faults import faults_of, play
+from ingot.drill.oracles import Verdicts
+from ingot.drill.trial import Trial
+
+from .bench import Bench
+from .row import random_of
+from .rows_damage import flip_of_samples
+from .rows_hang import LONG, kills_without_progress
+from .test_rows import wrong
+
+pytestmark = pytest.mark.slow
+_TIMEOUT = (
+    "launch.timeout_seconds=20"  # of collectives: without a watchdog, these end the attempt, and the test with it
+)
+
+
+def test_a_stopped_rank_is_found(bench: Bench):
+    settings, verdicts = (*LONG, _TIMEOUT), Verdicts()
+    (fault,) = (one for one in faults_of("RS03") if one.id == "RS03")
+    place = bench.root / "stopped-rank"
+    with Trial(bench.drilled(*settings), place, random_of("RS03", 0), verdicts, name=fault.id) as trial:
+        play(fault, trial, bench.reference(*settings))
+    assert not wrong(verdicts)
+
+
+def test_a_wrong_bit_in_the_ledger_is_found(bench: Bench):
+    verdicts = Verdicts()
+    flip_of_samples(bench, 0, verdicts)
+    assert not wrong(verdicts)
+
+
+def test_restarts_without_progress_wait_longer(bench: Bench):
+    verdicts = Verdicts()
+    kills_without_progress(bench, 0, verdicts)
+    assert not wrong(verdicts)
