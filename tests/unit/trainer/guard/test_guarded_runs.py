@@ -1,6 +1,7 @@
 """Whole runs with batches that hurt, on forked ranks: what is found, how the run goes on, and the bits it ends with."""
 
 import math
+import shutil
 from dataclasses import replace
 
 import pytest
@@ -31,21 +32,22 @@ def shuffled(batch):
     return replace(batch, targets=(batch.targets * 7 + 11) % 300)
 
 
-def train_with(fork_ranks, folder, bad, ranks=2, until_step=None, times=math.inf):
+def train_hurting(rank, world, folder, bad, until_step=None, times=math.inf):
     """Train `folder`, with batches that hurt in the steps `bad`, the first `times` that they come."""
+    seen = []
 
-    def run(rank, world):
-        seen = []
+    def step(parts, batch, lr):
+        seen.append(batch.step)
+        hurts = batch.step in bad and seen.count(batch.step) <= times
+        return train_step(parts, shuffled(batch) if hurts else batch, lr)
 
-        def step(parts, batch, lr):
-            seen.append(batch.step)
-            hurts = batch.step in bad and seen.count(batch.step) <= times
-            return train_step(parts, shuffled(batch) if hurts else batch, lr)
+    loop.train_step = step
+    return run_rank(rank, world, folder, until_step)
 
-        loop.train_step = step
-        return run_rank(rank, world, folder, until_step)
 
-    return fork_ranks(run, ranks)
+def train_with(fork_ranks, folder, bad, ranks=2, until_step=None, times=math.inf):
+    """Train `folder` on forked ranks, as `train_hurting` does."""
+    return fork_ranks(lambda rank, world: train_hurting(rank, world, folder, bad, until_step, times), ranks)
 
 
 def of_kind(folder, kind):
@@ -162,6 +164,66 @@ def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monke
     assert saved_tensors(folder) == saved_tensors(ordered)
     trained = {step: facts for step, facts in step_facts(folder).items() if not 15 <= step <= last}
     assert trained == step_facts(ordered)
+
+
+def too_high(monkeypatch, folder, factor, first):
+    """From step `first` on, the learning rate is `factor` times that of the schedule."""
+    config = load_run(folder.config)
+    plain = learning_rate(config.train.steps, config.optim.lr, config.schedule)
+    monkeypatch.setattr(loop, "learning_rate", lambda *_: lambda step: plain(step) * (factor if step >= first else 1))
+
+
+def test_a_rate_that_is_too_high_from_a_step_on_is_lowered(fork_ranks, make_run, monkeypatch):
+    """Data that are passed do not help, because the next update harms the weights again. The run ends as one that had
+    the lower rate from the start, and passed the same steps."""
+    run = {"steps": 44, "lr": 2e-2, "guard": GUARD | {"lr_factor": 1 / 64, "clip_factor": 1.0}}
+    folder = make_run(**run)
+    with monkeypatch.context() as patch:
+        too_high(patch, folder, 64, 18)
+        train_with(fork_ranks, folder, (), ranks=1)
+    measures = read_measures(folder.guard)
+    assert [(one.action, one.first) for one in measures] == [(AGAIN, 19), (PASS, 19), (EARLIER, 18), (LOWER, 18)]
+    ordered = make_run("ordered", skip=(f"18-{measures[-1].last}",), **run)
+    train_with(fork_ranks, ordered, (), ranks=1)
+    assert saved_tensors(folder) == saved_tensors(ordered)
+    losses = [loss for step, (loss, _, _) in sorted(step_facts(folder).items()) if step > measures[-1].last]
+    assert len(losses) > 8 and max(losses) < 5
+
+
+def test_the_measures_hold_on_another_layout(fork_ranks, make_run, monkeypatch):
+    """A run on two copies of the model passed steps and has a lower rate; stopped there, it goes on with shards, and
+    with pipeline stages, as on two copies: measures, rates, limits, losses and the ledger are the same."""
+    guard = GUARD | {"lr_factor": 1 / 64, "lr_steps": 16, "clip_factor": 0.25}
+    run = {"steps": 48, "lr": 2e-2, "precision": "fp64", "guard": guard, "log_every": 1}
+    layouts = {"copies": {"dp_replicate": 2}, "shards": {"dp_shard": 2, "zero": 3}, "stages": {"pp": 2}}
+    copies, *others = folders = [make_run(name, **run, **layout) for name, layout in layouts.items()]
+    with monkeypatch.context() as patch:
+        too_high(patch, copies, 64, 18)
+        train_with(fork_ranks, copies, (), until_step=34)
+    measures = read_measures(copies.guard)
+    lowered = measures[-1].lr_last - 34
+    assert [one.action for one in measures] == [AGAIN, PASS, EARLIER, LOWER] and 0 < lowered < 14
+    for folder in others:
+        shutil.copytree(copies.root, folder.root, ignore=lambda *_: ["run.toml"], dirs_exist_ok=True)
+
+    def go_on(rank, world, folder):
+        limits, clip = [], trainer_step.clip_factor
+        trainer_step.clip_factor = lambda norm, limit, **more: limits.append(limit) or clip(norm, limit, **more)
+        run_rank(rank, world, folder)
+        return limits
+
+    for folder in folders:
+        assert fork_ranks(go_on, 2, folder) == [[0.25] * lowered + [1.0] * (14 - lowered)] * 2
+        rates = {step: rate for step, (_, _, rate) in step_facts(folder).items() if step > 34}
+        plain = learning_rate(48, 2e-2, load_run(folder.config).schedule)
+        assert rates == {step: plain(step) / (64 if step <= 34 + lowered else 1) for step in range(35, 49)}
+        assert step_facts(folder) == {
+            step: pytest.approx(facts, rel=1e-9) for step, facts in step_facts(copies).items()
+        }
+        manifest = ledger_proof(folder, load_run(folder.config))
+        assert list(manifest.guard.measures) == measures == read_measures(folder.guard)
+        untrained = [step for one in manifest.ledger for step in one.untrained]
+        assert untrained == [*range(18, measures[-1].last + 1)]
 
 
 def test_a_person_chooses_the_measure(fork_ranks, make_run, capsys):
