@@ -63,7 +63,7 @@ _TABLE = {
         "schedule": "kind warmup_steps decay_steps final_fraction options",
         "parallel": "grads reduce virtual_ranks",
         "guard": "preset window level ready settle_steps sigmas loss_spread norm_spread corruption_factor in_a_row "
-        "calm_steps proven_steps lr_factor clip_factor lr_steps",
+        "skip_share calm_steps proven_steps lr_factor clip_factor lr_steps",
         "plugins": "code",
         # The training of experts, which adds no parameters and removes none.
         "model.moe": "noise capacity_factor sequence_loss global_loss z_loss bias_rate bias_steps",

@@ -1,9 +1,10 @@
 """The settings of the guard: each step judged before its update, and damage of the state found (docs/guard.md)."""
 
+import math
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from ingot.ranges import Factor, Positive, PositiveSteps, Range, Seconds, Share, Steps
+from ingot.ranges import Factor, Positive, PositiveSteps, Queue, Range, Seconds, Share, Steps
 
 Window = Annotated[int, Range(8, 1024)]
 
@@ -23,7 +24,8 @@ class Guard:
     loss_spread, norm_spread: the smallest deviation, in nats and as a logarithm: a window may be very calm.
     corruption_factor: a gradient norm this many times the median, with a loss that is no spike, is suspected
       corruption.
-    in_a_row: so many skipped steps, up to a log line, make the run go back. calm_steps: a new row within these steps of
+    in_a_row: so many skipped steps, one after the other, make the run go back. skip_share: so does this part of the
+      last `calm_steps` steps, and at least `in_a_row`, wherever they are. calm_steps: new trouble within these steps of
       the last one is the same trouble: the next measure is taken.
     proven_steps: a checkpoint has to have so many steps of training after it before the trouble, or the run goes back
       to an older one: what harmed the weights need not show at once. Retention keeps one that has them.
@@ -64,6 +66,7 @@ class Guard:
     corruption_factor: Factor = 10.0
     in_a_row: PositiveSteps = 3
     calm_steps: PositiveSteps = 128
+    skip_share: Share = 0.1
     proven_steps: Steps = 8
     lr_factor: Share = 0.5
     clip_factor: Share = 0.5
@@ -100,6 +103,11 @@ class Guard:
 
     def problems(self):
         if self.ready > self.window:
+    @property
+    def most_skipped(self) -> int:
+        """The number of skipped steps among the last `calm_steps` that makes the run go back."""
+        return max(self.in_a_row, math.ceil(self.skip_share * self.calm_steps))
+
             yield "ready", f"is {self.ready}, but the window has {self.window} steps (guard.window)"
         if self.in_a_row < 2:
             yield "in_a_row", "is 1: a single bad batch needs no return to a checkpoint; use 2 or more"

@@ -28,6 +28,7 @@ STOP: Action = "stop"
 class Measure:
     """A measure that was taken because the updates of steps first..last were skipped, one after the other.
 
+    skipped: how many of these updates were skipped, if others were made between them; 0: all were skipped.
     found: the kinds of what was found in them. proven_to: the last step that had guard.proven_steps good steps after it
     when the trouble began: weights of later ones are in doubt. With "earlier" and "lower", `first` is one step earlier.
     lr_factor, clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient
@@ -38,6 +39,7 @@ class Measure:
     first: int
     last: int
     found: tuple[str, ...]
+    skipped: int = 0
     proven_to: int = 0
     lr_factor: float = 1.0
     clip_factor: float = 1.0
@@ -67,13 +69,15 @@ class SanityState:
 @dataclass(frozen=True, kw_only=True)
 class GuardState:
     """The guard in a checkpoint. measures: those taken so far. row: the steps up to the checkpoint whose updates were
-    skipped, one after the other, and no measure was taken yet. row_found: what was found in them. losses, norms: of the
-    last healthy steps, the norms as logarithms. sanity: of held-out text.
+    skipped, one after the other, and no measure was taken yet. row_found: what was found in them. skipped: the steps of
+    the last guard.calm_steps whose updates were skipped, and what was found in each. losses, norms: of the last healthy
+    steps, the norms as logarithms. sanity: of held-out text.
     """
 
     measures: tuple[Measure, ...] = ()
     row: tuple[int, ...] = ()
     row_found: tuple[str, ...] = ()
+    skipped: tuple[tuple[int, tuple[str, ...]], ...] = ()
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
     sanity: SanityState = SanityState()
@@ -85,6 +89,7 @@ def guard_state(values: Mapping[str, Any]) -> GuardState:
         measures=tuple(map(measure_of, values["measures"])),
         row=tuple(map(int, values["row"])),
         row_found=tuple(map(str, values["row_found"])),
+        skipped=tuple((int(step), tuple(map(str, found))) for step, found in values.get("skipped", ())),
         losses=tuple(map(float, values["losses"])),
         norms=tuple(map(float, values["norms"])),
         sanity=SanityState(**values.get("sanity", {})),
@@ -94,6 +99,8 @@ def guard_state(values: Mapping[str, Any]) -> GuardState:
 def described(measure: Measure) -> str:
     """Return a sentence for people about what was found and done."""
     steps = f"step {measure.first}" if measure.first == measure.last else f"steps {measure.first}-{measure.last}"
+    if measure.skipped:
+        steps += f", of which {measure.skipped} updates were skipped"
     done = {
         AGAIN: "the run goes back and trains them again",
         PASS: "the run goes back and passes their data",
@@ -188,6 +195,7 @@ def measure_of(values: Mapping[str, Any]) -> Measure:
         first=int(values["first"]),
         last=int(values["last"]),
         found=tuple(map(str, values["found"])),
+        skipped=int(values.get("skipped", 0)),
         proven_to=int(values.get("proven_to", max(int(values["first"]) - 1, 0))),  # of before there was such a step
         lr_factor=float(values["lr_factor"]),
         clip_factor=float(values.get("clip_factor", 1.0)),

@@ -36,7 +36,7 @@ from ingot.schema.load_filter import LoadFilter
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
-from ingot.schema.step_ranges import StepSpan, parse_step_range
+from ingot.schema.step_ranges import StepSpan, number_of, parse_step_range
 from ingot.storage import canonical_json, sha256_bytes
 
 
@@ -326,6 +326,9 @@ class RunConfig:
         if self.model.moe.bias_steps >= self.train.steps > 0:
             found = f"{self.model.moe.bias_steps} are all {self.train.steps} steps of the run (train.steps)"
             yield "model.moe.bias_steps", f"{found}; lower it, or remove it"
+        if number_of(self.data.skipped_steps, 1, self.train.steps) == self.train.steps:
+            found = f"passes all {self.train.steps} steps of the run (train.steps), so nothing would be trained"
+            yield "data.skip", f"{found}; name fewer steps"
         if self.schedule.warmup_steps > self.train.steps:
             yield "schedule.warmup_steps", f"warm-up is longer than the {self.train.steps} steps of the run"
 

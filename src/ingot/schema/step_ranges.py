@@ -32,6 +32,17 @@ def parse_step_range(text: str) -> StepSpan:
     return StepSpan(first, last)
 
 
+def number_of(ranges: Iterable[StepSpan], first: int, last: int) -> int:
+    """Return how many of the steps first..last are in one of `ranges`."""
+    number, begin = 0, first
+    for one in sorted(ranges):
+        begin = max(begin, one.first)
+        end = min(one.last, last)
+        if begin <= end:
+            number, begin = number + end - begin + 1, end + 1
+    return number
+
+
 def among(step: int, ranges: Iterable[StepSpan]) -> bool:
     """Return whether `step` is in one of `ranges`."""
     return any(step in one for one in ranges)

@@ -29,15 +29,15 @@ class DefaultPolicy:
     """A policy that skips updates whose gradient is not finite, and ends a run that does not recover. With a ladder, it
     goes back and takes the measures of the guard first.
 
-    The decision to skip is made on the device in every step; results are read at log lines. A run ends after
-    SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG, and if the loss at a log line is EXPLODED times that
-    of a uniform guess. So weights that cannot be used are never saved.
+    The decision to skip is made on the device in every step; results are read at log lines. Without a ladder, a run
+    ends after SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG; with one or without, if the loss at a log
+    line is EXPLODED times that of a uniform guess. So weights that cannot be used are never saved.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
     are a failure. vocab_size: of the model; 0 does not judge the size of the loss. from_weights: the run began with the
     weights of a folder, which may have a large loss: it has to reach EXPLODED times the first one of the attempt, too.
-    recorded: the measures of the guard so far. ladder: takes more against rows of skipped steps; None: the run ends
-    after SKIPS_IN_A_ROW of them.
+    recorded: the measures of the guard so far. ladder: takes more against skipped steps; None: the run ends after
+    too many of them.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class DefaultPolicy:
     def _judge(self, numbers: StepNumbers) -> None:
         """Raise RunFailed if nothing may be saved after this step."""
         self._vetoes = self._vetoes + 1 if numbers.skipped else 0
-        self._recent.append(numbers.skipped and not (self.ladder and numbers.is_finite))
+        self._recent.append(numbers.skipped)
         values = f"loss {numbers.loss} and gradient norm {numbers.grad_norm} at step {numbers.step}"
         if self.scaled_loss and self._vetoes >= VETOES_IN_A_ROW:
             raise RunFailed(
@@ -114,9 +114,8 @@ class DefaultPolicy:
                 skipped=self._vetoes,
             )
         many = sum(self._recent)
-        in_a_row = self.ladder is None and self._vetoes >= SKIPS_IN_A_ROW
-        among = many >= SKIPS and not (self.ladder and self.ladder.is_due)
-        lost = not self.scaled_loss and (in_a_row or among)
+        too_many = self._vetoes >= SKIPS_IN_A_ROW or many >= SKIPS
+        lost = self.ladder is None and not self.scaled_loss and too_many
         if lost or not (numbers.skipped or numbers.is_finite):
             raise RunFailed(
                 "E-LOSS-NOT-FINITE",

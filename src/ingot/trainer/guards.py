@@ -8,9 +8,19 @@ import torch
 
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.guard_answer import question_of_stopped, take_answer
-from ingot.schema.guard_record import STOP, Action, Measure, SanityState, measure_of, read_measures, write_measures
+from ingot.schema.guard_record import (
+    STOP,
+    Action,
+    Measure,
+    SanityState,
+    measure_of,
+    passed_steps,
+    read_measures,
+    write_measures,
+)
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.schema.step_ranges import number_of
 from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.resumable import went_on_after
 from ingot.trainer.default_policy import DefaultPolicy
@@ -30,6 +40,7 @@ from ingot.trainer.question import ask_person
 def open_guards(trainer: RunParts, policy: DefaultPolicy) -> None:
     """Give a run that is otherwise complete the guards that need its parts. Collective."""
     config = trainer.config
+    _warn_of_passed(trainer)
     if policy.ladder is not None and config.guard.ask_seconds:
         policy.ladder.ask = partial(ask_person, trainer)
     trainer.gradients = _gradients(config, trainer)
@@ -78,6 +89,18 @@ def sanity_judge(config: RunConfig, heldout: Heldout | None, restored: Checkpoin
     if heldout is None or not config.guard.sanity_every:
         return None
     return SanityJudge(config.guard, restored.guard.sanity if restored else SanityState())
+
+
+def _warn_of_passed(trainer: RunParts) -> None:
+    """Report if most of the steps to come have no data to train on."""
+    first, last = trainer.first_step, trainer.config.train.steps
+    ranges = [*trainer.config.data.skipped_steps, *passed_steps(trainer.policy.measures())]
+    passed, steps = number_of(ranges, first, last), last - first + 1
+    if 2 * passed > steps:
+        trainer.say(
+            f"WARNING   the data of {passed} of the {steps} steps from step {first} on are passed (data.skip, or the "
+            "guard): they change no weights"
+        )
 
 
 def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:

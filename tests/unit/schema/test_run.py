@@ -27,6 +27,12 @@ def with_model(**changes) -> RunConfig:
     return replace(RUN, model=replace(TINY, **changes))
 
 
+def test_a_run_that_passes_all_its_steps_is_refused():
+    (problem,) = replace(RUN, data=replace(RUN.data, skip=("1-70", "60-99", "100-200"))).problems()
+    assert problem[0] == "data.skip" and "all 100 steps of the run" in problem[1]
+    assert not list(replace(RUN, data=replace(RUN.data, skip=("1-70", "72-200", "72"))).problems())
+
+
 def test_a_dense_run_continues_its_earlier_checkpoints():
     assert RUN.training_sha256() == EARLIER
     assert run_from_dict(to_dict(RUN)).training_sha256() == EARLIER

@@ -1,17 +1,19 @@
 """The measures against rows of skipped steps, one after the other: train the steps again, pass their data, pass them
 from one step earlier, lower the learning rate as well, accept the new level; or stop.
 
-A single bad batch costs its own update and no more. Several in a row may come from weights that were harmed before, by
-a fault of the hardware, by data, or by a learning rate that is too high; the measures separate these, from the
-cheapest on. An update that harms the weights shows in the step after it, so the third measure passes the step before
-the trouble, too, and the fourth has a lower learning rate and limit of the gradient norm for some time. After
-`calm_steps` without a new row, the next one is a trouble of its own and begins with the first measure. All ranks decide
-alike, because they read the same numbers; what was decided is recorded before it takes effect, so that a run that is
-killed then takes the same way.
+A single bad batch costs its own update and no more. Several in a row, or a large share of many steps, may come from
+weights that were harmed before, by a fault of the hardware, by data, or by a learning rate that is too high; the
+measures separate these, from the cheapest on. An update that harms the weights shows in the step after it, so the
+third measure passes the step before the trouble, too, and the fourth has a lower learning rate and limit of the
+gradient norm for some time. After `calm_steps` without new trouble, the next one begins with the first measure. All
+ranks decide alike, because they read the same numbers; what was decided is recorded before it takes effect, so that a
+run that is killed then takes the same way.
 """
 
-from collections.abc import Callable, Sequence
+import math
+from collections.abc import Callable, Sequence, Set
 from dataclasses import replace
+from itertools import chain
 
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
@@ -59,19 +61,28 @@ class Ladder:
         self.ask: Callable[[Measure], Action | None] | None = None
         self._row: list[int] = []
         self._found: set[str] = set()
+        self._skipped: dict[int, tuple[str, ...]] = {}  # the last skipped steps, and what was found in each
         self._due: Measure | None = None
         self._begin_windows()
 
     def look(self, line: Sequence[StepNumbers]) -> None:
-        """Take in the steps of a log line, in order. One whose data were passed ends a row."""
+        """Take in the steps of a log line, in order. One whose data were passed ends a row. Trouble is the first
+        `in_a_row` skipped steps of a row, or `most_skipped` of the last `calm_steps`."""
         for numbers in line:
             if not (numbers.skipped and numbers.finding):
                 self._row, self._found = [], set()
                 continue
             self._row.append(numbers.step)
             self._found.update(numbers.finding.kinds)
-            if len(self._row) >= self.guard.in_a_row and self._due is None:  # at once, wherever the log line ends
-                self._due = self._next_measure()
+            begin = numbers.step - self.guard.calm_steps
+            self._skipped = {step: found for step, found in self._skipped.items() if step > begin}
+            self._skipped[numbers.step] = numbers.finding.kinds
+            if self._due is not None:
+                continue
+            if len(self._row) >= self.guard.in_a_row:  # at once, wherever the log line ends
+                self._due = self._next_measure(self._row, self._found)
+            elif len(self._skipped) >= self.guard.most_skipped:
+                self._due = self._next_measure(list(self._skipped), {*chain(*self._skipped.values())})
 
     def verdict(self) -> Verdict:
         """Take the measure that is due, and return how to continue. Raises RunFailed if it is to stop."""
@@ -80,7 +91,7 @@ class Ladder:
         if measure.action == STOP and self.ask is not None:
             if (action := self.ask(measure)) is None:
                 return Verdict.CONTINUE
-            measure = self._measure(action, measure.first, measure.last, measure.found)
+            measure = self._measure(action, measure.first, measure.last, measure.found, measure.skipped)
         self._take(measure)
         if measure.action == STOP:
             raise self._stopped(measure)
@@ -89,41 +100,38 @@ class Ladder:
     def answer(self, action: Action) -> None:
         """Take the measure that a person chose in place of the last one, which stopped the run."""
         question = self.measures[-1]
-        self._take(self._measure(action, question.first, question.last, question.found))
+        self._take(self._measure(action, question.first, question.last, question.found, question.skipped))
 
     def _take(self, measure: Measure) -> None:
         self.measures.append(measure)
         self._record(self.measures)
         self._report(measure)
-        self._row, self._found, self._due = [], set(), None
+        self._row, self._found, self._skipped, self._due = [], set(), {}, None
         self._begin_windows()
-
-    @property
-    def is_due(self) -> bool:
-        """True if `verdict` will take a measure."""
-        return self._due is not None
 
     def _begin_windows(self) -> None:
         self._judge.begins = frozenset(one.first for one in self.measures if one.action == ACCEPT)
 
-    def _next_measure(self) -> Measure:
-        first, last, found = self._row[0], self._row[-1], tuple(sorted(self._found))
+    def _next_measure(self, steps: Sequence[int], kinds: Set[str]) -> Measure:
+        """Return the measure against the skipped `steps`, in which `kinds` were found."""
+        first, last, found = steps[0], steps[-1], tuple(sorted(kinds))
+        skipped = len(steps) if len(steps) <= last - first else 0
         actions = MEASURES[self.guard.preset]
         taken = self.measures[-1] if self.measures else None
         again = taken is not None and taken.action in actions and abs(first - taken.last) <= self.guard.calm_steps
         action = actions[min(actions.index(taken.action) + 1, len(actions) - 1)] if taken and again else actions[0]
-        if action == ACCEPT and self._found <= NOT_FINITE:  # there is no level to accept
+        if action == ACCEPT and kinds <= NOT_FINITE:  # there is no level to accept
             action = STOP
-        return self._measure(action, first, last, found)
+        return self._measure(action, first, last, found, skipped)
 
-    def _measure(self, action: Action, first: int, last: int, found: tuple[str, ...]) -> Measure:
-        """Return a measure against the row of skipped steps first..last."""
+    def _measure(self, action: Action, first: int, last: int, found: tuple[str, ...], skipped: int) -> Measure:
+        """Return a measure against the trouble in the steps first..last."""
         proven_to = max(first - 2 - self.guard.proven_steps, 0)  # for all measures, the step before counts as trouble
         if action in (EARLIER, LOWER):
             began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
             first = max(began - 1, 1)
             proven_to = max(min(proven_to, began - 2 - self.guard.proven_steps), 0)
-        measure = Measure(action=action, first=first, last=last, found=found, proven_to=proven_to)
+        measure = Measure(action=action, first=first, last=last, found=found, skipped=skipped, proven_to=proven_to)
         if action != LOWER:
             return measure
         guard = self.guard
@@ -132,9 +140,10 @@ class Ladder:
 
     def _stopped(self, measure: Measure) -> RunFailed:
         steps = f"{measure.first} to {measure.last}"
+        of_them = f"{measure.skipped} updates" if measure.skipped else "the updates"
         return RunFailed(
             "E-GUARD-STOPPED",
-            f"the updates of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
+            f"{of_them} of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
             "back, trained them again and passed their data",
             rule="the guard takes each measure once before it stops for a person; no weights of these steps were saved",
             fix=f"look for the cause: {self._explanation(measure)}. Then choose the next measure, as in `ingot guard "
@@ -152,9 +161,13 @@ class Ladder:
     def state(self) -> GuardState:
         """Return what a checkpoint of the last step keeps. The host waits for the device."""
         losses, norms = self._judge.values()
-        found = tuple(sorted(self._found))
         return GuardState(
-            measures=tuple(self.measures), row=tuple(self._row), row_found=found, losses=losses, norms=norms
+            measures=tuple(self.measures),
+            row=tuple(self._row),
+            row_found=tuple(sorted(self._found)),
+            skipped=tuple(self._skipped.items()),
+            losses=losses,
+            norms=norms,
         )
 
     def restore(self, state: GuardState, *, new_window: bool) -> None:
@@ -164,6 +177,10 @@ class Ladder:
         if missing:  # the checkpoint came from elsewhere, without the record of the folder
             self._record(self.measures)
         self._row, self._found, self._due = list(state.row), set(state.row_found), None
+        # Those that a later measure is an answer to are trained again, or passed; before another learning rate, too.
+        later = (one.first for one in self.measures if one not in state.measures)
+        first = 0 if new_window else min(later, default=math.inf)
+        self._skipped = {step: found for step, found in state.skipped if step < first}
         self._begin_windows()
         self._judge.restore(state.losses, state.norms)
         if new_window:

@@ -166,6 +166,23 @@ def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monke
     assert trained == step_facts(ordered)
 
 
+def test_bad_batches_among_good_ones_end_in_a_stop(fork_ranks, make_run):
+    """Two of every three steps hurt, for ever: there is no row of three, but there is a share."""
+    guard = GUARD | {"preset": "strict", "calm_steps": 30, "skip_share": 0.2}
+    folder = make_run(steps=300, guard=guard, lr=2e-2)
+    bad = {step for step in range(30, 300) if step % 3}
+
+    def run(rank, world):
+        with pytest.raises(RunFailed) as caught:
+            train_hurting(rank, world, folder, bad)
+        return caught.value.code, caught.value.facts["step"]
+
+    assert fork_ranks(run, 1) == [("E-GUARD-STOPPED", 40)]
+    measures = [(one.action, one.first, one.last, one.skipped) for one in read_measures(folder.guard)]
+    assert measures == [(AGAIN, 31, 38, 6), (PASS, 31, 38, 6), (STOP, 40, 47, 6)]
+    assert sum(len(e["steps"]) for e in of_kind(folder, "skipped")) == 18
+
+
 def too_high(monkeypatch, folder, factor, first):
     """From step `first` on, the learning rate is `factor` times that of the schedule."""
     config = load_run(folder.config)

@@ -1,4 +1,6 @@
-from dataclasses import replace
+import json
+from dataclasses import asdict, replace
+from random import Random
 
 import pytest
 
@@ -20,14 +22,16 @@ from ingot.schema.guard_record import (
     GuardState,
     Measure,
     clip_factor,
+    described,
     doubt,
+    guard_state,
     lr_factor,
     passed_steps,
     read_measures,
     write_measures,
 )
 from ingot.schema.run_folder import RunFolder
-from ingot.schema.step_ranges import StepSpan
+from ingot.schema.step_ranges import StepSpan, among
 from ingot.trainer.guard.ladder import Ladder
 
 SPIKE, NAN = "loss spike", "gradient not finite"
@@ -96,6 +100,54 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
     assert ladder_of(tmp_path, ladder.measures)._judge.begins == {30}  # also after a kill
     with pytest.raises(RunFailed):
         ask(ladder, 70, "xxx")
+
+
+def trained(ladder, is_bad, steps=3000):
+    """Return the number of steps that were trained, again too, until the ladder ended it or `steps` was over."""
+    step = tried = 0
+    try:
+        while step < steps:
+            step, tried = step + 1, tried + 1
+            sign = "p" if among(step, passed_steps(ladder.measures)) else "x" if is_bad(step) else "."
+            if ask(ladder, step, sign) is Verdict.ROLL_BACK:
+                step = ladder.measures[-1].proven_to
+                ladder.restore(GuardState(), new_window=False)
+    except RunFailed as error:
+        assert error.code == "E-GUARD-STOPPED" and "13 updates of the steps" in error.found
+    return tried
+
+
+@pytest.mark.parametrize(("is_bad", "most"), [(lambda step: step % 3, 400), (lambda step: step % 9 == 0, 1600)])
+def test_a_share_of_skipped_steps_is_trouble_although_no_row_is(tmp_path, is_bad, most):
+    """Two of three for ever, and one of nine: each measure is taken once, and the run stops."""
+    ladder = ladder_of(tmp_path, preset="guard")
+    assert trained(ladder, lambda step: step > 100 and is_bad(step)) < most
+    assert [one.action for one in ladder.measures] == [AGAIN, PASS, EARLIER, LOWER, ACCEPT, STOP]
+    assert {one.skipped for one in ladder.measures} == {13} and described(ladder.measures[0]).count("13 updates") == 1
+    assert read_measures(tmp_path / "guard.json") == ladder.measures
+
+
+def test_isolated_skipped_steps_are_no_trouble_at_twenty_times_the_usual_rate(tmp_path):
+    random, ladder = Random(7), ladder_of(tmp_path)
+    bad = {step for step in range(1, 20_001) if random.random() < 0.02}
+    assert trained(ladder, lambda step: step in bad and step - 1 not in bad, steps=20_000) == 20_000
+    assert not ladder.measures
+
+
+def test_the_share_of_skipped_steps_is_that_of_the_checkpoint(tmp_path):
+    """Also over a kill; but those that a later measure is an answer to are trained again and counted anew."""
+    ladder = ladder_of(tmp_path, skip_share=0.25, calm_steps=20)
+    assert ask(ladder, 1, "x.x.x.x.") is Verdict.CONTINUE
+    state = guard_state(json.loads(json.dumps(asdict(ladder.state()))))
+    again = ladder_of(tmp_path, skip_share=0.25, calm_steps=20)
+    again.restore(state, new_window=False)
+    assert ask(again, 9, "x") is Verdict.ROLL_BACK
+    assert [(one.action, one.first, one.last, one.skipped) for one in again.measures] == [(AGAIN, 1, 9, 5)]
+    again.restore(state, new_window=False)
+    assert ask(again, 9, "x") is Verdict.CONTINUE
+    changed = ladder_of(tmp_path, skip_share=0.25, calm_steps=20)
+    changed.restore(state, new_window=True)
+    assert ask(changed, 9, "x") is Verdict.CONTINUE
 
 
 def test_doubt_about_checkpoints():
