@@ -24,6 +24,7 @@ _EDITS = dict(zip(ChangeClass, (SAME_BITS, SAME_MATHEMATICS, OTHER_NUMBERS, REFU
 _TRAINS = {
     *("data.prefetch", "checkpoint.keep", "launch.max_restarts", "launch.timeout_seconds", "cost.usd_per_hour"),
     *("train.micro_batch", "parallel.recompute", "seed", "optim.lr", "optim.beta2", "optim.clip_norm"),
+    *("guard.preset", "guard.window", "guard.lr_factor"),
     *("schedule.warmup_steps", "data.mask_documents", "model.rope_theta", "model.tied_embeddings", "model.num_layers"),
 }
 _BEGUN = 2 * INTERVAL  # steps before the edit

@@ -61,6 +61,9 @@ OTHER_NUMBERS = [
     ("data.mask_documents", True),
     ("data.weights", {"web": 1.0}),
     ("loss", {"z": {"weight": 1e-4}}),
+    ("guard.preset", "strict"),
+    ("guard.window", 64),
+    ("guard.lr_factor", 0.25),
 ]
 REFUSED = [
     ("model.d_model", 64),
