@@ -64,7 +64,13 @@ def _sampled(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     steps = sorted(random.sample(range(5, _STEPS + 1), _INJECTIONS))
     # Three updates in a row whose gradient is not finite would end the run.
     flips = [(random.randrange(2), step, BITS[number % 4], "gradient") for number, step in enumerate(steps)]
-    own = (f"train.steps={_STEPS}", f"guard.recompute_every={_ONE_IN}", "guard.preset=off", *_PLUGIN)
+    own = (
+        f"train.steps={_STEPS}",
+        f"guard.recompute_every={_ONE_IN}",
+        "guard.preset=off",
+        "guard.max_damages=0",
+        *_PLUGIN,
+    )
     ended = bench.train(name, *options(own), env=_planted(flips))
     where = f"{_INJECTIONS} flips, one in {_ONE_IN} steps computed twice"
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")

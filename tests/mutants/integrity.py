@@ -20,6 +20,38 @@ _SAVED = f"{_DAMAGE}::test_nothing_damaged_is_saved"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="suspicion-ignored",
+        what="a step that looks like damage is followed by no comparison before the next one that is due",
+        file="trainer/integrity/watch.py",
+        before="if suspected or step % self.every == 0 or",
+        after="if step % self.every == 0 or",
+        tests=(f"{_DAMAGE}::test_a_step_that_looks_like_damage_is_followed_by_a_comparison",),
+    ),
+    Mutant(
+        name="suspicion-waits-for-the-line",
+        what="the hashes after a suspicion are compared at the next log line",
+        file="trainer/loop.py",
+        before="or is_suspected or is_due(step, config.watch.log_every)",
+        after="or is_due(step, config.watch.log_every)",
+        tests=(f"{_DAMAGE}::test_a_step_that_looks_like_damage_is_followed_by_a_comparison",),
+    ),
+    Mutant(
+        name="suspicion-not-recomputed",
+        what="the gradients of the step after a suspicion are computed once",
+        file="trainer/integrity/recompute.py",
+        before="is_replayed or self.suspects_damage or",
+        after="is_replayed or",
+        tests=(f"{_RECOMPUTE}::test_after_a_step_that_looks_like_damage_the_next_one_is_computed_twice",),
+    ),
+    Mutant(
+        name="damage-without-end",
+        what="a run whose state is damaged in another step each time goes back for ever",
+        file="trainer/damage.py",
+        before="if not most or times < most:",
+        after="if True:",
+        tests=(f"{_DAMAGE}::test_damage_in_other_steps_each_time_ends_the_run",),
+    ),
+    Mutant(
         name="multipliers-even",
         what="a flip of the highest bit can leave the hash as it was",
         file="trainer/integrity/hashing.py",

@@ -34,6 +34,7 @@ class Guard:
     ask_seconds: before the run stops for a person, it waits so long for an answer (`ingot guard RUN --take MEASURE`).
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
+    max_damages: so often may the run go back because of damage, with all its attempts; 0: without a limit.
     sanity_every: before a full save this many steps after the last one, a fixed batch of held-out text is scored; 0:
       never. sanity_rise: if its loss rose by more than this, in nats per token, the checkpoint is suspect.
     recompute_every: in one of so many steps, each rank computes the gradients of another data rank too, and their
@@ -65,14 +66,15 @@ class Guard:
     norm_spread: Positive = 0.1
     corruption_factor: Factor = 10.0
     in_a_row: PositiveSteps = 3
-    calm_steps: PositiveSteps = 128
     skip_share: Share = 0.1
+    calm_steps: PositiveSteps = 128
     proven_steps: Steps = 8
     lr_factor: Share = 0.5
     clip_factor: Share = 0.5
     lr_steps: PositiveSteps = 200
     ask_seconds: Seconds = 0.0
     hash_every: Steps = 20
+    max_damages: Queue = 16
     sanity_every: Steps = 100
     sanity_rise: Positive = 0.3
     recompute_every: Steps = 0
@@ -101,13 +103,13 @@ class Guard:
         """True if updates of spikes are skipped."""
         return self.preset in ("guard", "strict")
 
-    def problems(self):
-        if self.ready > self.window:
     @property
     def most_skipped(self) -> int:
         """The number of skipped steps among the last `calm_steps` that makes the run go back."""
         return max(self.in_a_row, math.ceil(self.skip_share * self.calm_steps))
 
+    def problems(self):
+        if self.ready > self.window:
             yield "ready", f"is {self.ready}, but the window has {self.window} steps (guard.window)"
         if self.in_a_row < 2:
             yield "in_a_row", "is 1: a single bad batch needs no return to a checkpoint; use 2 or more"

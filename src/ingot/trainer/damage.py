@@ -1,6 +1,7 @@
 """Damage of a run's state or gradients that hashes found: reported, undone by the newest checkpoint, and judged once
 the steps since then were trained again."""
 
+import math
 import os
 import socket
 import time
@@ -12,8 +13,11 @@ from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.machine.health.report import HealthReport, node_name
 from ingot.machine.health.report_file import add_report
+from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL
+from ingot.trainer.checkpoint.agree import from_rank_zero
+from ingot.trainer.guard.step_judge import CORRUPTION, KINDS, NORM_NOT_FINITE
 from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, judge, repeated
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.mesh.collectives import gather_from
@@ -22,6 +26,7 @@ from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.save import reload, report_roll_back
 
 _DRAIN_SECONDS = 30.0  # that ranks wait for their launcher to end them, so that it can drain the machine
+_DAMAGE = "damage"
 _SIGNS = {
     Trust.OWN_HASH: "own_hash",
     Trust.MINORITY: "minority",
@@ -36,7 +41,8 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
     Collective.
 
     Every checkpoint was saved after a comparison of its own, so the newest one is from before the damage. Raises
-    RunFailed if the same rank was damaged before, in the same steps, and as `reload`.
+    RunFailed if the same rank was damaged before, in the same steps, or the run went back too often for damage, and as
+    `reload`.
     """
     hashes, ranks = _hashes(trainer), range(trainer.place.world_size)
     changed = hashes.changed()
@@ -54,11 +60,23 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
         _report(trainer, before, replayed)
         if replayed.verdict == "persistent":
             _end(trainer, damage, replayed)
+    _require_few(trainer, damage)
     back_at = reload(trainer)
     hashes.replay(damage)
     trainer.schedule.failed(FULL)  # the save that was due at this line comes soon
-    report_roll_back(trainer, step, back_at, "its state was compared when it was saved")
+    report_roll_back(trainer, step, back_at, _DAMAGE, "its state was compared when it was saved")
     return back_at
+
+
+def look_closer(trainer: RunParts, line: Sequence[StepNumbers]) -> None:
+    """Compare the state after the next update, and its gradients, if a step of `line` looks like damage:
+    hashes are due in a few steps only. All ranks decide alike, by the numbers of the line."""
+    signs = (CORRUPTION,) if trainer.loss_scale else (CORRUPTION, NORM_NOT_FINITE)  # in fp16, an overflow is no sign
+    kinds = {KINDS[sign] for sign in signs}
+    suspected = [one.step for one in line if one.finding and kinds & {*one.finding.kinds} and math.isfinite(one.loss)]
+    if suspected and trainer.hashes is not None:
+        trainer.hashes.suspect_damage()
+        trainer.say(f"suspected step {suspected[0]}: hashes are compared after the next update")
 
 
 def judge_replayed(trainer: RunParts, step: int) -> None:
@@ -73,6 +91,26 @@ def judge_replayed(trainer: RunParts, step: int) -> None:
         changed = gather_from(range(trainer.place.world_size), own)[:, 0].astype(bool).tolist()
     hashes.end_replay()
     _report(trainer, damage, ended(damage, changed))
+
+
+def _require_few(trainer: RunParts, damage: Damage) -> None:
+    """Raise RunFailed if the run, with all its attempts, went back guard.max_damages times because of damage."""
+    most, recorded = trainer.config.guard.max_damages, read_events(trainer.folder.events, events.ROLLED_BACK)
+    times = from_rank_zero(lambda: sum(event.get("reason") == _DAMAGE for event in recorded))
+    if not most or times < most:
+        return
+    raise RunFailed(
+        "E-DAMAGE-LIMIT",
+        f"the state or the gradients of {_named(trainer, damage.ranks, damage.is_named)} are damaged at step "
+        f"{damage.step}, and the run went back {times} times because of damage",
+        rule=f"a run goes back at most {most} times because of damage (guard.max_damages), all attempts together: "
+        "sound machines damage a bit in months",
+        fix="exclude the machines that the events state_damaged name; `ingot doctor` looks for faults. Then run the "
+        f"same command with --set guard.max_damages={2 * most}: it continues from the newest checkpoint",
+        ranks=list(damage.ranks),
+        step=damage.step,
+        times=times,
+    )
 
 
 def _report(trainer: RunParts, damage: Damage, replayed: ReplayVerdict) -> None:

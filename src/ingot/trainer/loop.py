@@ -13,7 +13,7 @@ from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.guard_record import lr_factor
-from ingot.trainer.damage import judge_replayed, replace_damaged
+from ingot.trainer.damage import judge_replayed, look_closer, replace_damaged
 from ingot.trainer.damaged_data import next_batch
 from ingot.trainer.integrity.watch import STATE_CHANGED
 from ingot.trainer.loader.loader import Batch
@@ -132,7 +132,8 @@ class RunLoop:
 
         due_save = FULL if step == trainer.until_step else trainer.schedule.take(step)
         self._evaluation_is_due = step < self.steps and is_due(step, config.evaluate.every_steps)
-        if due_save or self._evaluation_is_due or is_due(step, config.watch.log_every):
+        is_suspected = trainer.hashes is not None and trainer.hashes.compares_after(step)
+        if due_save or self._evaluation_is_due or is_suspected or is_due(step, config.watch.log_every):
             self._write_line(saves=bool(due_save))
         if self._is_damaged:  # the numbers of these steps are of no use, to the policy neither
             self._go_back()
@@ -169,6 +170,8 @@ class RunLoop:
         for numbers in self.line:
             if numbers.skipped:
                 self.trainer.ledger.mark_untrained(numbers.step)
+        if not self._is_damaged:
+            look_closer(self.trainer, self.line)
 
     def _go_back(self) -> None:
         """Let the run go back because its state is damaged: a stop has to wait, because nothing damaged is saved."""
@@ -317,5 +320,5 @@ def require_progress(trainer: RunParts, step: int, so_far: Counter[int]) -> None
 def roll_back(trainer: RunParts, step: int) -> int:
     """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective."""
     back_at = reload(trainer)
-    report_roll_back(trainer, step, back_at)
+    report_roll_back(trainer, step, back_at, "guard")
     return back_at

@@ -350,16 +350,17 @@ def reload(trainer: RunParts) -> int:
     return restored.step
 
 
-def report_roll_back(trainer: RunParts, step: int, back_at: int, sound: str = "") -> None:
+def report_roll_back(trainer: RunParts, step: int, back_at: int, reason: str, sound: str = "") -> None:
     """Report that the run went back from `step` to the checkpoint of `back_at`, and why to that one.
 
-    sound: as for `roll_back_choice`.
+    reason: "guard" or "damage". sound: as for `roll_back_choice`.
     """
     if not trainer.place.is_first:  # the choice is read from the folder, and only rank 0 reports
         return
     choice = roll_back_choice(trainer.folder, back_at, sound)
     passed_over = [{"step": at, "reason": reason} for at, reason in choice.passed_over]
-    trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at, why=choice.why, passed_over=passed_over)
+    facts = {"reason": reason, "why": choice.why, "passed_over": passed_over}
+    trainer.log(events.ROLLED_BACK, from_step=step, to_step=back_at, **facts)
     s = "s" * (step - back_at != 1)
     trainer.say(f"rollback  from step {step} to step {back_at}: {step - back_at} step{s} trained again")
     others = "".join(f"; not step {at}: {reason}" for at, reason in choice.passed_over)

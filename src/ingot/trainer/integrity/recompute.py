@@ -72,7 +72,7 @@ class RecomputedGradients:
 
     Constructor and methods are collective; all ranks call them at the same points of the same steps. every: one of so
     many steps is chosen, at random by the seed. read: reads a part of a batch. replayed: the damage for which steps are
-    trained again; then all steps up to it are chosen.
+    trained again; then all steps up to it are chosen. suspects_damage: the next step is, too.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class RecomputedGradients:
         read: ReadPart,
         device: torch.device,
     ):
-        self.every, self.apart = every, False
+        self.every, self.apart, self.suspects_damage = every, False, False
         self.replayed: Damage | None = None
         self._program, self._data, self._seed, self._read_part, self._device = program, data, seed, read, device
         self._line, self._group = mesh.data_line()
@@ -112,7 +112,7 @@ class RecomputedGradients:
     def is_due(self, step: int) -> bool:
         """Return whether the gradients of `step` are computed twice."""
         is_replayed = self.replayed is not None and step <= self.replayed.step
-        return is_replayed or is_chosen(self._seed, step, self.every)
+        return is_replayed or self.suspects_damage or is_chosen(self._seed, step, self.every)
 
     def recompute(self, step: int, scale: Tensor | None) -> None:
         """Compute the gradients of other data ranks, if it is due. Call before the step's own. scale: of the
@@ -123,7 +123,7 @@ class RecomputedGradients:
         with unnoticed(self._program.stages, self._device):
             again = None if self._is_proven else self._apart(step, self._own, scale)
             others = [self._apart(step, part, scale) for part in self._parts()]
-        self._open, self._is_proven = (step, others, again), True
+        self._open, self._is_proven, self.suspects_damage = (step, others, again), True, False
         self._begin()
 
     def reduced(self, step: int) -> None:
@@ -272,7 +272,7 @@ class RecomputedGradients:
 
     def forget(self) -> None:
         """Take in that the state was replaced: the steps since then are trained again."""
-        self._pending, self._open = [], None
+        self._pending, self._open, self.suspects_damage = [], None, False
         if self._totals:
             self._earlier, self._totals = self._totals, {}
 

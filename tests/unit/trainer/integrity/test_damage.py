@@ -25,7 +25,7 @@ BITS = (0, 3, 22, 30)
 @dataclass(frozen=True)
 class Flip:
     """A bit that flips on a rank in a step, at a method of the callback: when the step is trained for the `visit`-th
-    time, or `always`."""
+    time, or `always`. elements: of the last so many elements of the tensor."""
 
     step: int
     rank: int
@@ -35,6 +35,7 @@ class Flip:
     name: str = WEIGHT
     visit: int = 1
     always: bool = False
+    elements: int = 1
 
 
 class Flips(StepCallback):
@@ -65,7 +66,7 @@ class Flips(StepCallback):
             if not flip.always and flip.visit != self.visits[self.step, point]:
                 continue
             words = self.tensor(flip).view(-1).view(torch.int32)
-            words[-1] ^= torch.tensor(1, dtype=torch.int32) << flip.bit
+            words[-flip.elements :] ^= torch.tensor(1, dtype=torch.int32) << flip.bit
 
     def tensor(self, flip):
         parts = Flips.trainer
@@ -205,6 +206,36 @@ def test_damage_that_comes_again_ends_the_run(trained):
     ending = "E-STATE-DAMAGED", {"ranks": [1], "step": 5}
     folder = trained("flips", 2, [Flip(5, 1, 3, always=True)], "parallel.dp_replicate=2", ending=ending)
     assert verdicts(folder) == [("persistent", [1], True)]
+
+
+SUSPICIOUS = (
+    *("guard.window=8", "guard.ready=4", "guard.settle_steps=0", "guard.sigmas=3.0"),
+    *("guard.loss_spread=10.0", "guard.corruption_factor=1.3", "watch.log_every=4", "guard.hash_every=20"),
+)
+
+
+def test_a_step_that_looks_like_damage_is_followed_by_a_comparison(trained):
+    """Half of the embedding of one copy is damaged in step 7, and the gradient norm of step 8 shows it."""
+    flip = Flip(7, 2, 25, name="embed.weight", elements=4800)
+    settings = (*SUSPICIOUS, "parallel.dp_replicate=3", "train.global_batch=6")
+    plain, folder = trained("plain", 3, (), *settings), trained("flips", 3, [flip], *settings)
+    first = next(read_events(folder.events, events.FINDING))
+    assert (first["step"], first["found"]) == (8, ["gradient spike", "suspected corruption"])
+    assert signs(folder) == [(9, 2, "model.embed.weight", None, "minority")]
+    assert not list(read_events(plain.events, events.FINDING))
+    assert verdicts(folder) == [("transient", [2], True)]
+    assert files_of(folder) == files_of(plain)
+
+
+def test_damage_in_other_steps_each_time_ends_the_run(trained, fork_ranks):
+    """Each goes away when its steps are trained again; the limit holds for all attempts of the run together."""
+    plan, facts = [Flip(step, 0, 3) for step in range(5, 10)], {"ranks": [0], "step": 8, "times": 3}
+    folder = trained("flips", 1, plan, "guard.max_damages=3", ending=("E-DAMAGE-LIMIT", facts))
+    assert verdicts(folder) == [("transient", [0], True)] * 3
+    ((code, facts),) = fork_ranks(run_rank, 1, folder, (Flip(8, 0, 3),))
+    assert (code, facts["step"], facts["times"]) == ("E-DAMAGE-LIMIT", 8, 3)
+    folder.config.write_text(to_toml(load_run(folder.config, ("guard.max_damages=0",))))
+    assert fork_ranks(run_rank, 1, folder, tuple(plan)) == [None]
 
 
 def test_between_two_hashes_copies_find_damage_and_all_steps_that_are_trained_again_are_hashed(trained):

@@ -142,6 +142,18 @@ def test_a_flip_in_an_activation_names_all_ranks_of_its_copy_of_the_model(traine
     assert files_of(folder) == files_of(plain)
 
 
+def test_after_a_step_that_looks_like_damage_the_next_one_is_computed_twice(trained):
+    """A flip in step 8, which is not chosen, makes a norm that the log line of step 8 shows; so that of step 9 is
+    found."""
+    settings = (TWO[0], "guard.recompute_every=1000", "guard.window=8", "guard.ready=4", "guard.settle_steps=0")
+    assert not any(is_chosen(1234, step, 1000) for step in range(1, 15))
+    flips = [Flip(8, 1, 30), Flip(9, 1, 22)]
+    plain, folder = trained("plain", 2, (), *settings), trained("flips", 2, flips, *settings)
+    assert found(folder) == [(9, 1, 22, "recomputed_alone")]  # in the first check, ranks compute their own part twice
+    assert verdicts(folder) == [("transient", [1], True)]
+    assert files_of(folder) == files_of(plain)
+
+
 def test_only_chosen_steps_are_computed_twice_until_there_is_damage(trained):
     """A flip in a step that is not chosen stays; after one that is found, every step up to it is computed twice."""
     chosen = [step for step in range(1, 15) if is_chosen(7, step, 4)]
