@@ -39,8 +39,8 @@ MUTANTS: list[Mutant] = [
         name="suspicion-not-recomputed",
         what="the gradients of the step after a suspicion are computed once",
         file="trainer/integrity/recompute.py",
-        before="is_replayed or self.suspects_damage or",
-        after="is_replayed or",
+        before="or self.suspects_damage or is_chosen",
+        after="or is_chosen",
         tests=(f"{_RECOMPUTE}::test_after_a_step_that_looks_like_damage_the_next_one_is_computed_twice",),
     ),
     Mutant(
@@ -241,8 +241,8 @@ MUTANTS: list[Mutant] = [
         name="replay-not-recomputed",
         what="steps that are trained again are computed twice only if they were chosen",
         file="trainer/integrity/recompute.py",
-        before="return is_replayed or is_chosen",
-        after="return is_chosen",
+        before="return is_replayed or self.suspects_damage or is_chosen",
+        after="return self.suspects_damage or is_chosen",
         tests=(f"{_RECOMPUTE}::test_only_chosen_steps_are_computed_twice_until_there_is_damage",),
     ),
     Mutant(
