@@ -69,7 +69,15 @@ def flip_of_samples(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 
 def _judge_flip(
-    bench: Bench, verdicts: Verdicts, base: str, file: Path, offset: int, bit: int, kind: str, named: str, *settings: str
+    bench: Bench,
+    verdicts: Verdicts,
+    base: str,
+    file: Path,
+    offset: int,
+    bit: int,
+    kind: str,
+    named: str,
+    *settings: str,
 ) -> None:
     flip(bench.copy(base, "flipped").root / file, offset, bit)
     _judge_fallback(bench, verdicts, "flipped", f"{kind}: bit {bit} of byte {offset}", named, *settings)
