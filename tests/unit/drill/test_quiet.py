@@ -167,7 +167,7 @@ def test_a_copy_that_decided_is_compared_with_the_directed_run(trial, monkeypatc
     assert [found.state for found in compared] == ["undisturbed", "state"]
 
 
-class _Said(Silence):
+class _Shown(Silence):
     def __init__(self):
         self.lines = []
 
@@ -183,7 +183,7 @@ def reference(run_file):
 
 def test_a_spike_has_to_be_farther_than_all_healthy_steps(reference, tmp_path, monkeypatch):
     found = {"kind": "finding", "loss_sigmas": 1.0, "norm_sigmas": 9.1}
-    said, given = _Said(), []
+    shown, given = _Shown(), []
 
     def undisturbed(run, place, output):
         RunFolder(place).root.mkdir(parents=True)
@@ -192,13 +192,13 @@ def test_a_spike_has_to_be_farther_than_all_healthy_steps(reference, tmp_path, m
         return reference.facts, 1.0
 
     monkeypatch.setattr(guarded, "undisturbed", undisturbed)
-    made = guarded.train_guarded(reference, tmp_path / "drill", said)
+    made = guarded.train_guarded(reference, tmp_path / "drill", shown)
     assert made.run.config.guard.sigmas == 14 and made.run.config.guard.settle_steps == 0
     assert made.run.config.guard.preset == "guard" and 'guard.preset="watch"' in given[0].settings
-    assert any("guard.sigmas = 14" in line and "9.1 deviations" in line for line in said.lines)
+    assert any("guard.sigmas = 14" in line and "9.1 deviations" in line for line in shown.lines)
     monkeypatch.setattr(guarded, "undisturbed", lambda *_: (replace(reference.facts, state="other"), 1.0))
     with refused("E-DRILL-UNSTEADY"):
-        guarded.train_guarded(reference, tmp_path / "drill", said)
+        guarded.train_guarded(reference, tmp_path / "drill", shown)
 
 
 def test_the_plug_in_is_added_to_those_of_the_run(reference, tmp_path, monkeypatch):
@@ -310,11 +310,11 @@ def test_the_tokens_of_the_run_are_not_touched(reference, tmp_path):
     own = tokens_of(place)
     assert run.config.data.tokens == str(own) and not (own / "walk.tokens").is_symlink()
     assert (own / "walk.blocks").resolve() == tokens / "walk.blocks"
-    said = SimpleNamespace(run=run, folder=RunFolder(place), injects=lambda *_, **__: None, output=Silence())
-    stop.inject(said)
+    shown = SimpleNamespace(run=run, folder=RunFolder(place), injects=lambda *_, **__: None, output=Silence())
+    stop.inject(shown)
     assert (own / "walk.tokens").read_bytes() != before["walk.tokens"]
     assert {path.name: path.read_bytes() for path in tokens.iterdir()} == before
-    stop.repair(said)
+    stop.repair(shown)
     assert (own / "walk.tokens").read_bytes() == before["walk.tokens"]
     leaves_out = quarantine.prepare(reference.run, place.with_name("other")).config.data
     assert (leaves_out.on_damage, leaves_out.max_quarantined) == ("quarantine", 1.0)
