@@ -3,7 +3,8 @@
 
 import pytest
 
-from ingot.drill.faults import faults_of, play
+from ingot.drill.fault import play
+from ingot.drill.faults import faults_of
 from ingot.drill.oracles import Verdicts
 from ingot.drill.trial import Trial
 

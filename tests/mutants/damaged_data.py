@@ -99,8 +99,8 @@ MUTANTS: list[Mutant] = [
         name="listed-documents-trained",
         what="a run trains on the documents of its quarantine list",
         file="trainer/run.py",
-        before="    quarantine = leave_out_listed(config, folder, quarantine, first_step, log, on_rank_zero)\n",
-        after="",
+        before="leave_out_listed(config, folder, recorded, first_step, log, on_rank_zero)",
+        after="recorded",
         tests=(f"{_LISTED}::test_a_run_leaves_out_the_documents_of_its_lists",),
     ),
     Mutant(
