@@ -9,10 +9,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ingot.config import to_toml
+from ingot.drill.guarded import differences
 from ingot.errors import UsageError
 from ingot.schema.run import RemoteCheckpoints, RunConfig
 from ingot.storage import write_atomic
-from ingot.toml import toml_value
 from ingot.trainer.launch.prepare import find_folder, read_run, with_paths_from
 from ingot.trainer.resilience.lock import is_locked
 
@@ -60,7 +60,7 @@ def open_copy(
     write_atomic(root / RESULT, "{}\n")
     config = with_paths_from(config, path.parent.resolve(), root)
     changed = _changed(config, many_faults)
-    return DrillCopy(root, changed), _differences(config, changed)
+    return DrillCopy(root, changed), differences(config, changed)
 
 
 def lock_of(root: Path) -> Path:
@@ -118,10 +118,3 @@ def with_interval(copy: DrillCopy, steps: int) -> DrillCopy:
     config = replace(copy.config, checkpoint=saves)
     write_atomic(copy.run_file, to_toml(config))
     return DrillCopy(copy.root, config)
-
-
-def _differences(before: RunConfig, after: RunConfig) -> list[str]:
-    """Return the settings that differ, each as "key = value", without those whose value is that of another folder."""
-    old, new = before.settings(), after.settings()
-    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
-    return [f"{key} = {toml_value(new[key]) if key in new else 'its default'}" for key in keys]

@@ -14,7 +14,7 @@ from random import Random
 from ingot.drill.copied import RESULT, DrillCopy
 from ingot.drill.fault import DrillFault, play
 from ingot.drill.faults import FAULTS, faults_of
-from ingot.drill.guarded import train_guarded
+from ingot.drill.guarded import differences, train_guarded
 from ingot.drill.oracles import Verdicts
 from ingot.drill.reference import train_reference
 from ingot.drill.trial import DrillOutput, Trial
@@ -121,6 +121,8 @@ def _play_one(fault: DrillFault, reference: DrillReference, root: Path, output: 
     output.say(f"\n{fault.id:<14}  {fault.injects}")
     random = Random(f"{fault.id} {seed}")
     run = fault.prepare(reference.run, place)
+    if changed := differences(reference.run.config, run.config):
+        output.say(f"  changed    {', '.join(changed)}")
     with Trial(run, place, random, verdicts, output=output, name=fault.id) as trial:
         play(fault, trial, reference.facts)
     seconds = time.monotonic() - began

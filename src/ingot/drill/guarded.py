@@ -91,10 +91,10 @@ def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) ->
     facts, seconds = undisturbed(planted(watched, place), place, output)
     found = list(read_events(RunFolder(place).events, events.FINDING))
     largest = max((max(one["loss_sigmas"], one["norm_sigmas"]) for one in found), default=0.0)
-    values = {"guard.sigmas": max(config.guard.sigmas, math.ceil(_MARGIN * largest))}
+    values = {"guard.sigmas": max(config.guard.sigmas, float(math.ceil(_MARGIN * largest)))}
     guarded = with_settings(run, values)
-    changed = _changed(config, guarded.config)
-    other_bits = any(not key.startswith("guard.") for key in changed)
+    changed = differences(config, guarded.config)
+    other_bits = any(not one.startswith("guard.") for one in changed)
     theirs = reference.facts
     difference = o1(facts.trace, theirs.trace) or o2(facts.state, theirs.state) or o3(facts.samples, theirs.samples)
     if difference and not other_bits:
@@ -109,15 +109,17 @@ def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) ->
     output.say(
         f"\nguarded    the undisturbed run once more in {format_seconds(seconds)}, for the faults that the guard finds "
         f"by the size of a step; {bits}\n"
-        f"  changed    {', '.join(f'{key} = {toml_value(value)}' for key, value in changed.items()) or 'nothing'}\n"
+        f"  changed    {', '.join(changed) or 'nothing'}\n"
         f"  healthy    steps are up to {largest:.1f} deviations above those before"
     )
     return DrillReference(replace(guarded, step_seconds=reference.run.step_seconds), facts, seconds)
 
 
-def _changed(before: RunConfig, after: RunConfig) -> dict[str, Any]:
-    old = before.settings()
-    return {key: value for key, value in after.settings().items() if old.get(key) != value}
+def differences(before: RunConfig, after: RunConfig) -> list[str]:
+    """Return the settings that differ, each as "key = value"."""
+    old, new = before.settings(), after.settings()
+    keys = sorted(key for key in old.keys() | new.keys() if old.get(key) != new.get(key))
+    return [f"{key} = {toml_value(new[key]) if key in new else 'its default'}" for key in keys]
 
 
 def directed_to_skip(trial: Trial) -> RunFacts | None:

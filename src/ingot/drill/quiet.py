@@ -6,13 +6,15 @@ copies alone have, or as damage to tokens of their own.
 """
 
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 from ingot.drill.fault import DrillFault
 from ingot.drill.guarded import READY, WARM_UP, directed_to_skip, hashes_in_each_step, planted
 from ingot.drill.oracles import read_facts
 from ingot.drill.plan import FaultKind, PlannedFault
 from ingot.drill.shards import SHARD_FAULTS
-from ingot.drill.trial import Trial
+from ingot.drill.trial import DrilledRun, Trial
 from ingot.schema import events
 from ingot.schema.guard_record import AGAIN, PASS, Measure, read_measures
 from ingot.schema.run import RunConfig
@@ -113,10 +115,11 @@ def _together(trial: Trial) -> None:
 # -- what has to be reported --
 
 
-def _planted_at(trial: Trial, kind: FaultKind) -> dict | None:
-    """Return the step and place of the planted fault of this kind; None if it was not planted."""
+def _planted(trial: Trial, kind: FaultKind) -> dict[str, Any]:
+    """Return the step and the place of the fault of this kind, which was planted."""
     faults = trial.plan.faults()
-    return next((trial.plan.planted(number) for number in trial.planned if faults[number].kind == kind), None)
+    found = (trial.plan.planted(number) for number in trial.planned if faults[number].kind == kind)
+    return next(facts for facts in found if facts is not None)
 
 
 def _not_planted(trial: Trial) -> str:
@@ -136,10 +139,9 @@ def _found_in(trial: Trial) -> set[int]:
 def _flip_found(trial: Trial) -> str:
     if problem := _not_planted(trial):
         return problem
-    planted_at, rank = _planted_at(trial, "flip"), trial.named[0]
-    assert planted_at is not None
+    facts, rank = _planted(trial, "flip"), trial.named[0]
     damaged = [(e["step"], e["rank"], e["bit"]) for e in trial.found(events.STATE_DAMAGED)]
-    right = [(planted_at["step"], rank, planted_at["bit"])]
+    right = [(facts["step"], rank, facts["bit"])]
     if damaged != right:
         return f"damage (step, rank, bit) {damaged} was reported, not {right}"
     replayed = [(e["verdict"], e["ranks"], e["named"]) for e in trial.found(events.STATE_REPLAYED)]
@@ -154,22 +156,20 @@ def _flip_alone_found(trial: Trial) -> str:
 def _skipped_once(trial: Trial) -> str:
     if problem := _not_planted(trial):
         return problem
-    at = _planted_at(trial, "nan")
-    assert at is not None
+    at = _planted(trial, "nan")["step"]
     found = [(event["step"], event["found"], event["skipped"]) for event in trial.found(events.FINDING)]
-    right = [(at["step"], [_NOT_FINITE], True)]
+    right = [(at, [_NOT_FINITE], True)]
     if found != right:
         return f"(step, finding, skipped) {found} was reported, not {right}"
     untrained, measures = read_facts(trial.folder).untrained, _measures(trial)
-    return "" if untrained == {at["step"]} and not measures else f"skipped {sorted(untrained)}, measures {measures}"
+    return "" if untrained == {at} and not measures else f"skipped {sorted(untrained)}, measures {measures}"
 
 
 def _trained_again(trial: Trial) -> str:
     if problem := _not_planted(trial):
         return problem
     rows = [(one.action, one.first, one.last) for one in _measures(trial)]
-    first = _planted_at(trial, "nan") or {}
-    first = first["step"]
+    first = _planted(trial, "nan")["step"]
     right = [(AGAIN, first, first + _row(trial.run.config) - 1)]
     return "" if rows == right else f"the guard took the measures {rows}, not {right}"
 
@@ -179,19 +179,18 @@ def _rate_found(trial: Trial) -> str:
 
 
 def _rate_measured(trial: Trial, measures: list[Measure]) -> str:
-    at = _planted_at(trial, "rate") or {}
+    at = _planted(trial, "rate")["step"]
     rows = [(one.action, one.first) for one in measures]
     # The update of the step itself harms the weights, which the loss of a later one shows.
-    right = len(rows) == 1 and rows[0][0] == AGAIN and at["step"] < rows[0][1] <= at["step"] + _row(trial.run.config)
-    return "" if right else f"the guard took the measures {rows} after a spike of the rate in step {at['step']}"
+    right = len(rows) == 1 and rows[0][0] == AGAIN and at < rows[0][1] <= at + _row(trial.run.config)
+    return "" if right else f"the guard took the measures {rows} after a spike of the rate in step {at}"
 
 
 def _all_found(trial: Trial) -> str:
     if (problem := _not_planted(trial)) or len(trial.planned) < 3:
         return problem or f"only {len(trial.planned)} of three faults were injected: the run ended before"
-    at = _planted_at(trial, "document") or {}
-    first, last = at["step"], at["step"] + _row(trial.run.config) - 1
-    measures = _measures(trial)
+    first, measures = _planted(trial, "document")["step"], _measures(trial)
+    last = first + _row(trial.run.config) - 1
     rows = [(one.action, one.first, one.last) for one in measures[:2]]
     if rows != [(AGAIN, first, last), (PASS, first, last)]:
         return f"the guard took the measures {rows} against a document in the steps {first}-{last}"
@@ -206,7 +205,7 @@ def _goes_back(times: int) -> Callable[[RunConfig], int]:
     return lambda config: times * (config.guard.proven_steps + _row(config) + 2)
 
 
-def _planted_and_hashed(run, place):
+def _planted_and_hashed(run: DrilledRun, place: Path) -> DrilledRun:
     return planted(hashes_in_each_step(run), place)
 
 
