@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from ingot.storage import write_json
 
+NEVER = 1 << 40  # as a first step: the fault does not come
 FaultKind = Literal["flip", "nan", "rate", "document"]
 
 
@@ -24,6 +25,7 @@ class PlannedFault:
       `optim.lr`. "document": a token that repeats itself is in place of the data of `steps` steps, whenever they are
       read.
     once: "nan" and "rate" do not come again after the guard took a measure against them.
+    earliest, latest: the first steps that it may have; it does not come at all after `latest`.
     """
 
     kind: FaultKind
@@ -34,6 +36,8 @@ class PlannedFault:
     bit: int = 0
     factor: float = 0.0
     once: bool = True
+    earliest: int = 1
+    latest: int = NEVER
 
 
 class FaultPlan:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ingot.drill.job import RUN_VARIABLE
-from ingot.drill.plan import FaultPlan, PlannedFault
+from ingot.drill.plan import NEVER, FaultPlan, PlannedFault
 from ingot.plugins.callback import StepCallback, StepNumbers
 from ingot.schema.guard_record import read_measures
 from ingot.schema.run_folder import RunFolder
@@ -147,14 +147,20 @@ class PlantedFaults(StepCallback):
         step, number, faults = steps[-1].step, len(self.started), self.plan.faults()
         if number == len(faults) or (self.started and not self._is_over(number - 1, step)):
             return 0, 0
+        fault = faults[number]
+        if step + 1 < fault.earliest:
+            return 0, 0
         # A row of skipped steps this soon after another one would be the same trouble to the guard.
         if any(step - one.last < self.run.config.guard.calm_steps for one in read_measures(self.folder.guard)):
             return 0, 0
-        self.plan.start(number, step + 1)
-        return number + 1, step + 1
+        start = step + 1 if step < fault.latest else NEVER
+        self.plan.start(number, start)
+        return number + 1, start
 
     def _is_over(self, number: int, step: int) -> bool:
         fault, start = self.started[number]
+        if start == NEVER:
+            return True
         if fault.kind == "flip":
             planted = self.plan.planted(number)
             return planted is not None and step > planted["step"]

@@ -81,7 +81,8 @@ def _all_of_it(config: RunConfig) -> str:
 def _flip(trial: Trial) -> None:
     rank, random = trial.any_rank(), trial.random
     piece, element, bit = random.randrange(_LARGE), random.randrange(_LARGE), random.randrange(_BITS)
-    fault = PlannedFault(kind="flip", rank=rank, piece=piece, element=element, bit=bit)
+    latest = trial.run.steps - 1
+    fault = PlannedFault(kind="flip", rank=rank, piece=piece, element=element, bit=bit, latest=latest)
     trial.plant(f"a wrong bit in a weight of rank {rank}", fault)
 
 
@@ -91,12 +92,14 @@ def _not_finite_once(trial: Trial) -> None:
 
 def _not_finite_in_a_row(trial: Trial) -> None:
     steps = _row(trial.run.config)
-    trial.plant(f"NaN in the gradients of {steps} steps", PlannedFault(kind="nan", steps=steps))
+    fault = PlannedFault(kind="nan", steps=steps, latest=trial.run.steps - steps)
+    trial.plant(f"NaN in the gradients of {steps} steps", fault)
 
 
 def _rate(trial: Trial) -> None:
-    what = f"{RATE_FACTOR:g} times the learning rate in a step"
-    trial.plant(what, PlannedFault(kind="rate", factor=RATE_FACTOR))
+    earliest, latest = _judged(trial.run.config), trial.run.steps - _row(trial.run.config) - 1
+    fault = PlannedFault(kind="rate", factor=RATE_FACTOR, earliest=earliest, latest=latest)
+    trial.plant(f"{RATE_FACTOR:g} times the learning rate in a step", fault)
 
 
 def _document(trial: Trial) -> None:

@@ -282,6 +282,16 @@ def test_a_bit_flips_once_after_a_step_of_the_same_attempt(tmp_path, config, mon
     assert [_Rank(run.root, config, monkeypatch, rank=1).step(n) for n in (3, 4)] == ["", ""]
 
 
+def test_a_fault_comes_neither_before_the_guard_knows_enough_nor_too_late(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    plan = FaultPlan(run.root)
+    plan.add(PlannedFault(kind="rate", factor=50.0, latest=1))
+    plan.add(PlannedFault(kind="nan", once=False, earliest=5, latest=6))
+    rank = _Rank(run.root, config, monkeypatch)
+    assert [rank.step(n) for n in range(1, 8)] == ["", "", "", "", "nan", "", ""]
+
+
 def test_a_document_comes_whenever_its_data_are_read(tmp_path, config, monkeypatch):
     run = RunFolder(tmp_path / "run")
     run.root.mkdir()
