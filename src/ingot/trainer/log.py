@@ -221,7 +221,7 @@ def log_waits(
     if trainer.stragglers is not None:
         news = trainer.stragglers.take(step, interval.steps, rows[:, -5], rows[:, -4])
         if trainer.slow_machines is not None:
-            news = trainer.slow_machines.take(interval.steps, step_seconds, trainer.stragglers.named(), news)
+            news = trainer.slow_machines.take(step, interval.steps, step_seconds, trainer.stragglers, news)
         for found in news:
             log_straggler(trainer, step, found)
     return bool(rows[:, -3].any()), rows[:, -2:]

@@ -35,8 +35,8 @@ def slow_machines(config: RunConfig, mesh: Mesh, place: RankInfo, say: Callable[
     if why := _hindrance(config, mesh):
         say(f'straggler launch.on_straggler = "drain" only reports here: {why}')
         return None
-    each = place.local_world_size
-    return SlowMachines(config.launch.straggler_seconds, each, place.world_size // each)
+    launch, each = config.launch, place.local_world_size
+    return SlowMachines(launch.straggler_seconds, launch.straggler_factor, each, place.world_size // each)
 
 
 def _hindrance(config: RunConfig, mesh: Mesh) -> str:

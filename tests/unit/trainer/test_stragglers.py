@@ -85,7 +85,7 @@ def test_a_rank_that_computes_longer_is_named(train):
 
 
 def test_a_rank_that_stays_slow_may_cost_its_machine_the_place(train, monkeypatch):
-    monkeypatch.setattr(slow_machines, "LEAST_STEPS", 15)
+    monkeypatch.setattr(slow_machines, "LONG_STEPS", 15)
     monkeypatch.setattr(slow_ranks, "SUPERVISOR_VARIABLE", "PATH")  # as if a launcher watched these ranks
     found, lines, _ = train(slow=range(8, 61), steps=60, drains=True)
     assert found[0]["slowdown"] is None and found[0]["phase"] == "compute"

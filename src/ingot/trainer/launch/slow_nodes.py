@@ -32,8 +32,9 @@ class SlowRank:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> "SlowRank | None":
-        """Return the rank of a `straggler` event; None if its machine may not be drained for it."""
-        if event.get("ended") or not event.get("slowdown"):
+        """Return the rank of a `straggler` event; None if its machine may not be drained for it. It may also when the
+        newest steps, which are few, show that the rank is slow no more."""
+        if not event.get("slowdown"):
             return None
         return cls(event["rank"], event["factor"], event["since"], event["slowdown"])
 

@@ -47,7 +47,7 @@ class Straggler:
 
 
 @dataclass
-class _Suspect:
+class Suspect:
     """The sum of a rank, and what was seen since it was last 0. lines: (last step, steps, own seconds, data seconds,
     the same two of its peers) of each log line. named: what was reported; then the newest lines alone decide."""
 
@@ -94,7 +94,8 @@ class StragglerWatch:
         self._tolerated = math.log(factor)
         self._lines = 0
         self._excesses: deque[tuple[int, np.ndarray]] = deque(maxlen=_LINES)
-        self._suspects: dict[int, _Suspect] = {}
+        self._newest = np.zeros((4, len(self._judged)))  # [own, data, the same two of the peers]
+        self._suspects: dict[int, Suspect] = {}
 
     def take(self, step: int, steps: int, own_R: np.ndarray, data_R: np.ndarray) -> list[Straggler]:
         """Take in a log line, and return what is new: ranks that are slow, slow in another way, or slow no more.
@@ -110,6 +111,7 @@ class StragglerWatch:
         typical, typical_data = (
             np.concatenate([median_of_others(values[group]) for group in self._groups]) for values in (own_R, data_R)
         )
+        self._newest = np.stack([own, data, typical, typical_data])
         measured = (own > 0) & (typical > 0)
         excess = np.log(np.where(measured, own, 1.0) / np.where(measured, typical, 1.0))
         self._excesses.append((steps, excess))
@@ -118,7 +120,7 @@ class StragglerWatch:
         for place, rank in enumerate(self._judged.tolist()):
             if above[place] <= 0 and rank not in self._suspects:
                 continue  # all but a few
-            suspect = self._suspects.setdefault(rank, _Suspect())
+            suspect = self._suspects.setdefault(rank, Suspect())
             suspect.lines.append((step, steps, own[place], data[place], typical[place], typical_data[place]))
             if suspect.named:
                 news = self._named(rank, suspect)
@@ -127,7 +129,7 @@ class StragglerWatch:
             found += [news] if news else []
         return found
 
-    def _unnamed(self, rank: int, suspect: _Suspect, above: float, threshold: float) -> Straggler | None:
+    def _unnamed(self, rank: int, suspect: Suspect, above: float, threshold: float) -> Straggler | None:
         """Add the newest line to the sum of a rank. Returns the rank if it is slow."""
         suspect.total += above
         if suspect.total <= 0.0:
@@ -137,7 +139,7 @@ class StragglerWatch:
             return suspect.named
         return None
 
-    def _named(self, rank: int, suspect: _Suspect) -> Straggler | None:
+    def _named(self, rank: int, suspect: Suspect) -> Straggler | None:
         """Return what is new about a rank that was reported: another factor or phase, or its end."""
         suspect.keep(2 * LEAST_STEPS - 1)
         now, before = suspect.describe(rank), suspect.named
@@ -153,9 +155,12 @@ class StragglerWatch:
         return None
 
     def named(self) -> list[Straggler]:
-        """Return each rank that was reported and is slower than tolerated in the newest steps, as it is in them."""
-        found = [suspect.describe(rank) for rank, suspect in self._suspects.items() if suspect.named]
-        return [one for one in found if math.log(one.factor) > self._tolerated]
+        """Return each rank that was reported and has not recovered, as it is in the newest steps."""
+        return [suspect.describe(rank) for rank, suspect in self._suspects.items() if suspect.named]
+
+    def seconds_of(self, rank: int) -> list[float]:
+        """Return of the newest line: own seconds and data seconds of a judged rank, and the same two of its peers."""
+        return self._newest[:, self._judged == rank][:, 0].tolist()
 
     def _threshold(self) -> float:
         """Return the sum above which a rank is slow: LEAST_SUM, or more if times differ much from line to line.
