@@ -22,18 +22,18 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="suspicion-ignored",
         what="a step that looks like damage is followed by no comparison before the next one that is due",
-        file="trainer/integrity/watch.py",
-        before="if suspected or step % self.every == 0 or",
-        after="if step % self.every == 0 or",
+        file="trainer/loop.py",
+        before="self._is_damaged = self._is_damaged or look_closer(self.trainer, self.line)",
+        after="look_closer(self.trainer, self.line)",
         tests=(f"{_DAMAGE}::test_a_step_that_looks_like_damage_is_followed_by_a_comparison",),
     ),
     Mutant(
         name="suspicion-waits-for-the-line",
-        what="the hashes after a suspicion are compared at the next log line",
+        what="gradients that were computed twice because of a suspicion are compared at the next log line",
         file="trainer/loop.py",
         before="or is_suspected or is_due(step, config.watch.log_every)",
         after="or is_due(step, config.watch.log_every)",
-        tests=(f"{_DAMAGE}::test_a_step_that_looks_like_damage_is_followed_by_a_comparison",),
+        tests=(f"{_RECOMPUTE}::test_after_a_step_that_looks_like_damage_the_next_one_is_computed_twice",),
     ),
     Mutant(
         name="suspicion-not-recomputed",

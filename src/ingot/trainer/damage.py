@@ -20,7 +20,7 @@ from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.guard.step_judge import CORRUPTION, KINDS, NORM_NOT_FINITE
 from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, judge, repeated
 from ingot.trainer.integrity.watch import StateHashes
-from ingot.trainer.mesh.collectives import gather_from
+from ingot.trainer.mesh.collectives import any_rank, gather_from
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.save import reload, report_roll_back
@@ -68,15 +68,21 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
     return back_at
 
 
-def look_closer(trainer: RunParts, line: Sequence[StepNumbers]) -> None:
-    """Compare the state after the next update, and its gradients, if a step of `line` looks like damage:
-    hashes are due in a few steps only. All ranks decide alike, by the numbers of the line."""
+def look_closer(trainer: RunParts, line: Sequence[StepNumbers]) -> bool:
+    """Compare the state if a step of `line`, the last log line, looks like damage, and let the gradients of the next
+    step be computed twice: hashes are due in a few steps only. Return whether some rank is damaged.
+
+    Collective. All ranks decide alike, by the numbers of the line.
+    """
     signs = (CORRUPTION,) if trainer.loss_scale else (CORRUPTION, NORM_NOT_FINITE)  # in fp16, an overflow is no sign
     kinds = {KINDS[sign] for sign in signs}
     suspected = [one.step for one in line if one.finding and kinds & {*one.finding.kinds} and math.isfinite(one.loss)]
-    if suspected and trainer.hashes is not None:
-        trainer.hashes.suspect_damage()
-        trainer.say(f"suspected step {suspected[0]}: hashes are compared after the next update")
+    if not suspected or (hashes := trainer.hashes) is None:
+        return False
+    trainer.say(f"suspected step {suspected[0]} looks like damage: the hashes of the state are compared")
+    hashes.suspect_damage(line[-1].step)
+    hashes.compare()
+    return any_rank(hashes.read())
 
 
 def judge_replayed(trainer: RunParts, step: int) -> None:

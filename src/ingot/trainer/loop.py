@@ -132,7 +132,7 @@ class RunLoop:
 
         due_save = FULL if step == trainer.until_step else trainer.schedule.take(step)
         self._evaluation_is_due = step < self.steps and is_due(step, config.evaluate.every_steps)
-        is_suspected = trainer.hashes is not None and trainer.hashes.compares_after(step)
+        is_suspected = trainer.gradients is not None and trainer.gradients.compared_after == step
         if due_save or self._evaluation_is_due or is_suspected or is_due(step, config.watch.log_every):
             self._write_line(saves=bool(due_save))
         if self._is_damaged:  # the numbers of these steps are of no use, to the policy neither
@@ -170,8 +170,7 @@ class RunLoop:
         for numbers in self.line:
             if numbers.skipped:
                 self.trainer.ledger.mark_untrained(numbers.step)
-        if not self._is_damaged:
-            look_closer(self.trainer, self.line)
+        self._is_damaged = self._is_damaged or look_closer(self.trainer, self.line)
 
     def _go_back(self) -> None:
         """Let the run go back because its state is damaged: a stop has to wait, because nothing damaged is saved."""

@@ -73,6 +73,7 @@ class RecomputedGradients:
     Constructor and methods are collective; all ranks call them at the same points of the same steps. every: one of so
     many steps is chosen, at random by the seed. read: reads a part of a batch. replayed: the damage for which steps are
     trained again; then all steps up to it are chosen. suspects_damage: the next step is, too.
+    compared_after: the last step that was chosen for that reason; a log line is due after it.
     """
 
     def __init__(
@@ -86,7 +87,8 @@ class RecomputedGradients:
         read: ReadPart,
         device: torch.device,
     ):
-        self.every, self.apart, self.suspects_damage = every, False, False
+        self.every, self.apart = every, False
+        self.suspects_damage, self.compared_after = False, 0
         self.replayed: Damage | None = None
         self._program, self._data, self._seed, self._read_part, self._device = program, data, seed, read, device
         self._line, self._group = mesh.data_line()
@@ -123,7 +125,8 @@ class RecomputedGradients:
         with unnoticed(self._program.stages, self._device):
             again = None if self._is_proven else self._apart(step, self._own, scale)
             others = [self._apart(step, part, scale) for part in self._parts()]
-        self._open, self._is_proven, self.suspects_damage = (step, others, again), True, False
+        self._open, self._is_proven = (step, others, again), True
+        self.compared_after, self.suspects_damage = step if self.suspects_damage else 0, False
         self._begin()
 
     def reduced(self, step: int) -> None:
@@ -272,7 +275,8 @@ class RecomputedGradients:
 
     def forget(self) -> None:
         """Take in that the state was replaced: the steps since then are trained again."""
-        self._pending, self._open, self.suspects_damage = [], None, False
+        self._pending, self._open = [], None
+        self.suspects_damage, self.compared_after = False, 0
         if self._totals:
             self._earlier, self._totals = self._totals, {}
 

@@ -88,7 +88,6 @@ class StateHashes:
         self._masters = _Hashed(mesh, _masters(state, self._stacked, moments), link)
         self._copies = _Hashed(mesh, _copies_of_masters(state, published), link)
         self._after: tuple[int, Tensor] | None = None
-        self._suspects_damage, self._compares = False, 0
         self._to_save: tuple[int, Tensor] | None = None
         self._pending: list[_Check] = []
         self._compared: list[_Check] = []
@@ -110,22 +109,18 @@ class StateHashes:
     def after_update(self, step: int) -> None:
         """Hash the state after the update of `step`, if it is due. Call when the masters were published."""
         self._after = None
-        suspected, self._suspects_damage = self._suspects_damage, False
-        self._compares = step if suspected else 0
-        if suspected or step % self.every == 0 or (self.replayed is not None and step <= self.replayed.step):
+        if step % self.every == 0 or (self.replayed is not None and step <= self.replayed.step):
             self._after = step, self._hashes()
             self._add(step, "after_update", self._masters, self._after[1])
 
-    def suspect_damage(self) -> None:
-        """Hash the state after the next update, and let its gradients be computed twice if the run does that in some
-        steps, whatever `every` is. Call at a log line, on all ranks."""
-        self._suspects_damage = True
+    def suspect_damage(self, step: int) -> None:
+        """Hash the state after `step`, the last of a log line that looks like damage, whatever `every` is. If the run
+        computes gradients twice in some steps, it does so in the next one. Call `compare` and `read` then."""
+        if self._after is None or self._after[0] != step:  # otherwise it was compared at this line
+            self._after = step, self._hashes()
+            self._add(step, "after_update", self._masters, self._after[1])
         if self.gradients is not None:
             self.gradients.suspects_damage = True
-
-    def compares_after(self, step: int) -> bool:
-        """Return whether `step` was hashed because of a suspicion: its log line is due."""
-        return step == self._compares
 
     def before_save(self, step: int) -> None:
         """Hash the state after `step`, which will be saved if `read` finds no difference."""
@@ -251,7 +246,6 @@ class StateHashes:
     def forget(self) -> None:
         """Take in that the state was replaced."""
         self._after, self._to_save, self._pending = None, None, []
-        self._suspects_damage, self._compares = False, 0
         if self.gradients is not None:
             self.gradients.forget()
 

@@ -210,18 +210,21 @@ def test_damage_that_comes_again_ends_the_run(trained):
 
 SUSPICIOUS = (
     *("guard.window=8", "guard.ready=4", "guard.settle_steps=0", "guard.sigmas=3.0"),
-    *("guard.loss_spread=10.0", "guard.corruption_factor=1.3", "watch.log_every=4", "guard.hash_every=20"),
+    *("guard.loss_spread=10.0", "guard.corruption_factor=1.3", "watch.log_every=11", "guard.hash_every=20"),
 )
 
 
 def test_a_step_that_looks_like_damage_is_followed_by_a_comparison(trained):
-    """Half of the embedding of one copy is damaged in step 7, and the gradient norm of step 8 shows it."""
+    """Half of the embedding of one copy is damaged in step 7, and the gradient norms of the next steps show it. At
+    their log line the rank is named, and the guard takes no measure against the row of skipped steps."""
     flip = Flip(7, 2, 25, name="embed.weight", elements=4800)
-    settings = (*SUSPICIOUS, "parallel.dp_replicate=3", "train.global_batch=6")
+    settings = (*SUSPICIOUS, "parallel.dp_replicate=3", "train.global_batch=6", "checkpoint.every_steps=6")
     plain, folder = trained("plain", 3, (), *settings), trained("flips", 3, [flip], *settings)
     first = next(read_events(folder.events, events.FINDING))
     assert (first["step"], first["found"]) == (8, ["gradient spike", "suspected corruption"])
-    assert signs(folder) == [(9, 2, "model.embed.weight", None, "minority")]
+    assert signs(folder) == [(11, 2, "model.embed.weight", None, "minority")]
+    back = [(e["from_step"], e["to_step"], e["reason"]) for e in read_events(folder.events, events.ROLLED_BACK)]
+    assert back == [(11, 6, "damage")] and not folder.guard.exists()
     assert not list(read_events(plain.events, events.FINDING))
     assert verdicts(folder) == [("transient", [2], True)]
     assert files_of(folder) == files_of(plain)

@@ -143,14 +143,15 @@ def test_a_flip_in_an_activation_names_all_ranks_of_its_copy_of_the_model(traine
 
 
 def test_after_a_step_that_looks_like_damage_the_next_one_is_computed_twice(trained):
-    """A flip in step 8, which is not chosen, makes a norm that the log line of step 8 shows; so that of step 9 is
-    found."""
-    settings = (TWO[0], "guard.recompute_every=1000", "guard.window=8", "guard.ready=4", "guard.settle_steps=0")
+    """A flip in step 8, which is not chosen, makes a norm that its log line shows; so that of step 9 is found, and
+    not at the line of step 12."""
+    settings = (TWO[0], "guard.recompute_every=1000", "watch.log_every=4", "checkpoint.every_steps=6")
     assert not any(is_chosen(1234, step, 1000) for step in range(1, 15))
     flips = [Flip(8, 1, 30), Flip(9, 1, 22)]
     plain, folder = trained("plain", 2, (), *settings), trained("flips", 2, flips, *settings)
     assert found(folder) == [(9, 1, 22, "recomputed_alone")]  # in the first check, ranks compute their own part twice
     assert verdicts(folder) == [("transient", [1], True)]
+    assert [e["from_step"] for e in read_events(folder.events, events.ROLLED_BACK)] == [9]
     assert files_of(folder) == files_of(plain)
 
 
