@@ -11,7 +11,8 @@ Window = Annotated[int, Range(8, 1024)]
 
 @dataclass(frozen=True, kw_only=True)
 class Guard:
-    """The guard of a run: which steps are spikes, and how training goes on after them.
+    """The guard of a run: which steps are spikes, and how training goes on after them. docs/guard.md has the source of
+    each figure.
 
     preset: "off": only updates whose loss or gradient is not finite are skipped. "watch": spikes are reported. "guard":
       their updates are skipped, and after several in a row the run goes back, trains the steps again, passes their
