@@ -2,6 +2,7 @@
 
 import shutil
 import signal
+import time
 
 from tests.s3_server import BUCKET, Fault, S3Server
 
@@ -13,7 +14,7 @@ from ingot.trainer.checkpoint.manifest import MANIFEST
 
 from .bench import Bench
 from .row import INTERVAL, Row, judge_recovered, mode_of, random_of, resumed_from
-from .rows_store import judge_finished, judge_stored, on_store, request_of
+from .rows_store import STEP_OF_TENTH, judge_finished, judge_stored, on_store, request_of
 
 _SAVED, _DURING = 4, 8  # steps of the checkpoint that the store has, and of the one whose upload is cut off
 _SEEDS = 5  # as many seeds have all requests together
@@ -74,26 +75,26 @@ def _killed_at(bench: Bench, verdicts: Verdicts, server: S3Server, base: str, do
 
 
 def rs31_store(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Kill the store at a random request of a run, and start it again when the run has trained and saved without it."""
-    random, name = random_of("RS31 store", seed), f"store-{seed}"
-    since = verdicts.findings
-    k = random.randrange(20, 45)  # the requests before record the attempt: a new run does not begin without an answer
+    """Kill the store at a random request of a run; start it again when the run has trained, saved, and reported that
+    the store is away."""
+    random, name, since = random_of("RS31 store", seed), f"store-{seed}", verdicts.findings
+    folder, last = bench.folder(name), max(bench.reference(*STEP_OF_TENTH).trace)
+    k = random.randrange(18, 36)  # the requests before record the attempt: a new run does not begin without an answer
     with S3Server(Fault(do="kill-before", at=k)) as server:
         server.kill = server.stop
         process = bench.start(name, *on_store(_URL, seed), env=server.environment)
         while process.poll() is None and not server.failed:
-            bench.wait_for_step(name, bench.last_step(name) + 1, process)
+            time.sleep(0.01)
         away = bench.last_step(name)
-        bench.wait_for_step(name, away + _DOWN_STEPS, process)
-        where = f"away from request {k}, step {away} on"
-        trained = bench.last_step(name) - away
-        verdicts.judge("o6", where, "" if trained >= _DOWN_STEPS else f"only {trained} steps without the store")
+        wanted, where = min(away + _DOWN_STEPS, last), f"away from request {k}, step {away} on"
+        bench.wait_for_step(name, wanted, process)
+        reached = bench.last_step(name)
+        verdicts.judge("o6", where, "" if reached >= wanted else f"without the store it came to step {reached}")
+        while process.poll() is None and not list(read_events(folder.events, events.CHECKPOINT_NOT_STORED)):
+            time.sleep(0.01)
         server.start()
-        ended = bench.ended(process)
-        reported = list(read_events(bench.folder(name).events, events.CHECKPOINT_NOT_STORED))
-        again = reported and all(
-            event["code"] == "E-STORE-UNREACHABLE" and event["retry_seconds"] for event in reported
-        )
+        ended, reported = bench.ended(process), list(read_events(folder.events, events.CHECKPOINT_NOT_STORED))
+        again = reported and all(one["code"] == "E-STORE-UNREACHABLE" and one["retry_seconds"] for one in reported)
         verdicts.judge("o6", where, "" if again else f"events of uploads {reported}")
         judge_finished(bench, verdicts, name, where, ended, server)
         verdicts.came_of("store killed", request_of(server.failed[0].partition(" at ")[2]), "whole", since)
