@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _REMOTE = "tests/unit/trainer/checkpoint/test_remote.py"
+_TIER = "tests/unit/trainer/checkpoint/test_hostile_tier.py"
 _HOSTILE = "tests/unit/stores/test_hostile_stores.py"
 _FUZZ = "tests/unit/trainer/checkpoint/test_fuzz.py"
 _TIERS = "tests/unit/trainer/launch/test_both_tiers.py"
@@ -17,6 +18,16 @@ MUTANTS: list[Mutant] = [
         before="        remove_leftovers(folder)  # the copy that was replaced\n",
         after="",
         tests=("tests/unit/trainer/checkpoint/test_remote.py",),
+    ),
+    Mutant(
+        name="manifest-before-its-files",
+        what="a checkpoint in the store has a manifest before its files are there",
+        file="trainer/checkpoint/remote.py",
+        before="            known = self._known_segments()\n",
+        after="            self.store.write(name, [text])\n            known = self._known_segments()\n",
+        tests=(
+            f"{_TIER}::test_an_upload_whose_process_is_killed_at_a_request_leaves_whole_checkpoints_and_is_repeated",
+        ),
     ),
     Mutant(
         name="manifest-replaced",
