@@ -3,7 +3,8 @@
 `KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. STEP may be a range, as
 12-15. PLACE is a method of the callback: on_gradients, on_update, on_line or record; or before_norm, when the gradients
 are reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled 12-15", replaces the data of steps. The schedule
-"planted" has fifty times its rate in step BOARD_RATE, and none from step BOARD_STILL on.
+"planted" has fifty times its rate in step BOARD_RATE, and none from step BOARD_STILL on. With BOARD_DEAF, every rank
+blocks all signals from the start of an attempt on, and ignores those that a run uses.
 """
 
 import ctypes
@@ -19,10 +20,19 @@ import torch.distributed as dist
 from ingot.drill.planted import change_steps, with_tokens
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.plugins.schedule import SCHEDULES, SchedulePart
+from ingot.trainer.resilience.leaving import LEAVE_SIGNAL
+from ingot.trainer.resilience.reports import REPORT_SIGNAL
+from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
 
 
 def _sum_over_ranks(elements: int) -> None:
     dist.all_reduce(torch.ones(elements))
+
+
+def _deafen() -> None:
+    for number in (*STOP_SIGNALS, REPORT_SIGNAL, LEAVE_SIGNAL):
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
 
 
 class Planted(StepCallback):
@@ -32,6 +42,8 @@ class Planted(StepCallback):
         first, _, last = step.partition("-")
         self.kind, self.on_rank, self.always = kind, int(rank), bool(always)
         self.at, self.last, self.pieces = int(first), int(last or first), run.pieces
+        if "BOARD_DEAF" in os.environ:
+            _deafen()
         if self.place == "before_norm":
             change_steps(before_norm=self._before_norm)
         self.done = Path(os.environ.get("INGOT_DRILL_RUN", "") + ".planted")  # ingot ckpt verify is no run

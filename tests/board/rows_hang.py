@@ -2,10 +2,11 @@
 
 import itertools
 import shutil
+import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from ingot.drill.job import END_SECONDS, Ended, gone_within, marked_processes
+from ingot.drill.job import END_SECONDS, Ended, gone_within, marked_processes, send
 from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
@@ -24,6 +25,9 @@ _SETTINGS = (
 _PHASES = ("on_gradients", "on_update", "on_line", "record")
 _DETERMINISTIC = 93
 _WAITS = [0.0, 1.0, 2.0, 4.0]  # seconds before each restart that reaches no new step; then the run is given up
+_DEAF = {"BOARD_DEAF": "1"}
+_PARTIAL = ('launch.restart="partial"',)
+_STOP_SECONDS, _PREEMPTED = 3.0, 10
 _NO_LINES = ("watch.log_every=60",)  # ranks then do not wait for each other between an update and a save
 
 
@@ -56,7 +60,8 @@ def rs02(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """One rank holds its interpreter lock for ever, and one waits for something that never comes: while the others
-    wait for it in the next step, or in a save."""
+    wait for it in the next step, or in a save. Then ranks that block and ignore signals: hung, with both kinds of
+    restart, and asked to stop."""
     random = random_of("RS04", seed)
     for kind, named in (("hold", "interpreter lock"), ("wait", "waits for rank")):
         rank, name = random.randrange(2), f"{kind}-{seed}"
@@ -66,6 +71,30 @@ def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         name, fault = f"{kind}-save-{seed}", f"{kind} {rank} {4 * random.randrange(3, 10)} on_update"
         ended = bench.train(name, *_options(bench), *options(_NO_LINES), env={"BOARD_FAULT": fault})
         _judge_hang(bench, verdicts, name, fault, ended, rank, "", settings=_NO_LINES)
+    for kind, settings in (("deaf", ()), ("deaf-partial", _PARTIAL)):
+        rank, name = random.randrange(2), f"{kind}-{seed}"
+        fault = f"wait {rank} {random.randrange(9, 40)} on_update"
+        ended = bench.train(name, *_options(bench), *options(settings), env={"BOARD_FAULT": fault, **_DEAF})
+        where = f"{kind} {fault}"
+        _judge_hang(bench, verdicts, name, where, ended, rank, "ignores SIGUSR2", settings=settings)
+    _stop_deaf_ranks(bench, f"deaf-stop-{seed}", random.randrange(9, 40), verdicts)
+
+
+def _stop_deaf_ranks(bench: Bench, name: str, step: int, verdicts: Verdicts) -> None:
+    """Send SIGTERM to all processes of a job, as a scheduler does, whose ranks take no signals; then continue it."""
+    where = f"SIGTERM near step {step} to ranks that take no signals"
+    process = bench.start(name, *_options(bench), env=_DEAF)
+    bench.wait_for_step(name, step, process)
+    send(signal.SIGTERM, marked_processes(bench.folder(name).root))
+    ended = bench.ended(process)
+    stops = [(e["step"], e["saved_step"]) for e in read_events(bench.folder(name).events, events.STOPPED)]
+    saved = len(stops) == 1 and stops[0][0] == stops[0][1]
+    right = ended.code == _PREEMPTED and saved and ended.seconds < _STOP_SECONDS
+    found = f"exit code {ended.code} after {ended.seconds:.1f} s, stops {stops}: {ended.output[-300:]}"
+    verdicts.judge("o6", where, "" if right else found)
+    again = bench.train(name, *_options(bench), env=_DEAF)
+    verdicts.judge("o6", where, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_settings(bench)), faults=0)
 
 
 def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -169,7 +198,7 @@ ROWS = (
     Row("RS01 phases", "SIGKILL of a rank in each phase of a step", rs01_phases),
     Row("RS02", "an exception, a segmentation fault, an abort", rs02),
     Row("RS03", "SIGSTOP of one rank, of all ranks", drilled("RS03", *LONG)),
-    Row("RS04", "a rank that holds its interpreter lock, or waits for ever", rs04),
+    Row("RS04", "a rank that holds its interpreter lock, waits for ever, or blocks and ignores all signals", rs04),
     Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05),
     Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", drilled("RS06", *LONG)),
     Row("RS33", "the same failure at the same step in every attempt", rs33),

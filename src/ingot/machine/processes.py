@@ -1,10 +1,11 @@
-"""The lives of processes: one that ends with its parent, and whether another one has ended."""
+"""The lives of processes: one that ends with its parent, whether another one has ended, and what signals do to it."""
 
 import contextlib
 import ctypes
 import os
 import signal
 from collections.abc import Collection, Iterator
+from enum import Enum
 from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
@@ -81,6 +82,33 @@ def _state(process: str) -> str | None:
         return None
     found, state = _look_at(int(pid))
     return state if found == process else ""
+
+
+class SignalState(Enum):
+    """The effect of a signal on a process: a handler takes it, the process ignores it, every thread blocks it, or the
+    kernel does what is its default. UNKNOWN: /proc does not show it."""
+
+    HANDLED, IGNORED, BLOCKED, DEFAULT, UNKNOWN = range(5)
+
+
+def signal_state(pid: int, number: signal.Signals) -> SignalState:
+    """Return what a process does with a signal (proc(5): status)."""
+    try:
+        masks = _signal_masks(f"/proc/{pid}/status", number)
+        if masks["SigIgn"]:
+            return SignalState.IGNORED
+        threads = (_signal_masks(f"{entry.path}/status", number) for entry in os.scandir(f"/proc/{pid}/task"))
+        if all(thread["SigBlk"] for thread in threads):
+            return SignalState.BLOCKED
+        return SignalState.HANDLED if masks["SigCgt"] else SignalState.DEFAULT
+    except (OSError, KeyError, ValueError):
+        return SignalState.UNKNOWN
+
+
+def _signal_masks(status: str, number: signal.Signals) -> dict[str, bool]:
+    """Return whether each signal mask of a process or thread has the signal, by its name in the file `status`."""
+    lines = (line.partition(":") for line in Path(status).read_text().splitlines() if line.startswith("Sig"))
+    return {name: bool(int(mask, 16) >> (number - 1) & 1) for name, _, mask in lines if name != "SigQ"}
 
 
 def parent_of(pid: int) -> int:

@@ -1,23 +1,24 @@
 """The evidence of a hang: what every rank of it was doing, asked of the ranks and read from the kernel.
 
 It goes to a folder of the run, incidents/N: rank-R.stacks, the Python stacks of the rank's threads, with native frames
-where py-spy is installed and may read the process, and hang.json with everything else. No rank has to answer: a stopped
-process, or one whose interpreter lock is held in native code, is described by what it does not answer.
+where py-spy or gdb is installed and may read the process (native_stacks.py), and hang.json with everything else. No
+rank has to answer: a stopped process, one whose interpreter lock is held in native code, or one that ignores the
+question is described by what it does not answer.
 """
 
 import contextlib
 import json
 import os
-import shutil
-import subprocess
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ingot.errors import ConfigError
+from ingot.machine.processes import SignalState, signal_state
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
+from ingot.trainer.launch.native_stacks import add_native_stacks
 from ingot.trainer.launch.watchdog import STOPPED, Hang, state_of
 from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, find_blame, from_json
 from ingot.trainer.resilience.heartbeat import Beat, Phase
@@ -25,10 +26,9 @@ from ingot.trainer.resilience.incidents import JobIncident, differing
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 
 _ANSWER_SECONDS = 0.5
-_NATIVE_SECONDS = 3.0  # of all ranks together
-_NATIVE_RANKS = 8
 _POLL_SECONDS = 0.02
 _IN_KERNEL = "D"  # state of a process in /proc
+_DEAF = {SignalState.IGNORED: "ignores", SignalState.BLOCKED: "blocks", SignalState.DEFAULT: "has no handler for"}
 
 
 @dataclass(frozen=True)
@@ -45,11 +45,12 @@ class HangCause:
 @dataclass(frozen=True)
 class Answers:
     """The answers of ranks, by rank. states: letters as in ps. calls: the newest collectives, None without an answer.
-    with_stacks: the ranks that wrote their stacks."""
+    with_stacks: the ranks that wrote their stacks. deaf: why ranks do not get the question, of those that do not."""
 
     states: Mapping[int, str]
     calls: Mapping[int, Sequence[CollectiveCall] | None]
     with_stacks: Collection[int]
+    deaf: Mapping[int, str] = field(default_factory=dict)
 
 
 Ask = Callable[[Mapping[int, Beat], Path | None], Answers]
@@ -58,16 +59,19 @@ Ask = Callable[[Mapping[int, Beat], Path | None], Answers]
 def question(beats: Mapping[int, Beat], place: Path | None) -> Answers:
     """Ask these ranks of this machine for their stacks, which go to the folder `place` if there is one, and for their
     collectives. Takes about a second at most, and a few with native frames."""
-    _ask(beats)
-    calls = _answers(beats)
+    hearing = _ask(beats)
+    calls = _answers(hearing, beats)
     states = {rank: state_of(beat.pid) for rank, beat in beats.items()}
+    silent = [rank for rank, answer in calls.items() if answer is None and states[rank] not in STOPPED]
+    deaf = {rank: why for rank in silent if (why := _why_deaf(beats[rank].pid))}
     stacks = {rank: _read(beat.pid, beat.stacks) for rank, beat in beats.items()}
     with contextlib.suppress(OSError):  # a full disk must not keep a hang from its end
         if place is not None:
             for rank, text in stacks.items():
-                (place / f"rank-{rank}.stacks").write_text(text or "this rank wrote no stacks\n")
-            _add_native_stacks(beats, place, [rank for rank, answer in calls.items() if answer is None])
-    return Answers(states, calls, {rank for rank, text in stacks.items() if text})
+                why = f": {deaf[rank]}" if rank in deaf else ""
+                (place / f"rank-{rank}.stacks").write_text(text or f"this rank wrote no stacks{why}\n")
+            add_native_stacks(beats, place, [rank for rank, answer in calls.items() if answer is None])
+    return Answers(states, calls, {rank for rank, text in stacks.items() if text}, deaf)
 
 
 def examine(hang: Hang, folder: RunFolder, ask: Ask = question) -> tuple[HangCause, Path | None]:
@@ -87,8 +91,9 @@ def examine(hang: Hang, folder: RunFolder, ask: Ask = question) -> tuple[HangCau
         {rank: answers.states.get(rank, "-") for rank in hang.beats},
         {rank: answers.calls.get(rank) for rank in hang.beats},
         answers.with_stacks,
+        answers.deaf,
     )
-    cause = judge(hang, answers.states, answers.calls, answers.with_stacks)
+    cause = judge(hang, answers)
     try:
         if place is not None:
             _write(hang, place, cause, answers)
@@ -121,6 +126,7 @@ def _write(hang: Hang, place: Path, cause: HangCause, answers: Answers) -> None:
                     "step": beat.step,
                     "process_state": states[rank],
                     "answered": calls[rank] is not None,
+                    "deaf": answers.deaf.get(rank, ""),
                     "collectives": as_json(calls[rank] or ()),
                 }
                 for rank, beat in hang.beats.items()
@@ -129,16 +135,26 @@ def _write(hang: Hang, place: Path, cause: HangCause, answers: Answers) -> None:
     )
 
 
-def _ask(beats: Mapping[int, Beat]) -> None:
-    """Ask all ranks for their reports; answers to earlier questions are gone then."""
-    for beat in beats.values():
+def _ask(beats: Mapping[int, Beat]) -> list[int]:
+    """Ask all ranks for their reports; answers to earlier questions are gone then. Returns the ranks that were asked:
+    the signal would end a process that has no handler for it."""
+    asked = []
+    for rank, beat in beats.items():
         for fd in (beat.stacks, beat.collectives):
             if beat.pid > 0 and fd >= 0:
                 with contextlib.suppress(OSError):
                     os.truncate(f"/proc/{beat.pid}/fd/{fd}", 0)
-        if beat.pid > 0 and beat.stacks >= 0:
+        if beat.pid > 0 and beat.stacks >= 0 and signal_state(beat.pid, REPORT_SIGNAL) is not SignalState.DEFAULT:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(beat.pid, REPORT_SIGNAL)
+                asked.append(rank)
+    return asked
+
+
+def _why_deaf(pid: int) -> str:
+    """Return why a process that does not answer did not get the question; "" if it did, as far as the kernel shows."""
+    words = _DEAF.get(signal_state(pid, REPORT_SIGNAL)) if pid > 0 else None
+    return f"it {words} {REPORT_SIGNAL.name}, which asks it what it does" if words else ""
 
 
 def incident_of(hang: Hang, cause: HangCause, evidence: Path | None, step: int) -> JobIncident:
@@ -163,18 +179,12 @@ def incident_of(hang: Hang, cause: HangCause, evidence: Path | None, step: int) 
     )
 
 
-def judge(
-    hang: Hang,
-    states: Mapping[int, str],
-    calls: Mapping[int, Sequence[CollectiveCall] | None],
-    with_stacks: Collection[int],
-) -> HangCause:
+def judge(hang: Hang, answers: Answers) -> HangCause:
     """Find the cause of a hang. A pure function of its arguments.
 
-    states: rank -> state letter of its process ("T" stopped, "D" in the kernel). calls: rank -> its newest collectives,
-    None if it did not answer. with_stacks: the ranks that wrote their stacks.
+    A rank that did not get the question is no worse than others: a plug-in that ignores signals does so on all ranks.
     """
-    seconds = f"for {hang.seconds:.1f} s"
+    seconds, states, calls = f"for {hang.seconds:.1f} s", answers.states, answers.calls
     if stopped := tuple(rank for rank, state in states.items() if state in STOPPED):
         return HangCause(stopped, f"hung {seconds}: its process is stopped (SIGSTOP)", accident=True)
     blame = find_blame(calls)
@@ -183,15 +193,17 @@ def judge(
     if in_kernel := tuple(rank for rank, state in states.items() if state == _IN_KERNEL):
         words = f"hung {seconds}: its process waits in the kernel, for a disk or a driver"
         return HangCause(in_kernel, words, accident=True)
-    if silent := tuple(rank for rank, answer in calls.items() if answer is None and hang.beats[rank].pid):
-        held = silent[0] in with_stacks
+    silent = [rank for rank, answer in calls.items() if answer is None and hang.beats[rank].pid]
+    if quiet := tuple(rank for rank in silent if rank not in answers.deaf):
+        held = quiet[0] in answers.with_stacks
         why = "native code holds its interpreter lock" if held else "it does not answer"
-        return HangCause(silent, f"hung {seconds} {hang.beats[silent[0]].phase.words}: {why}")
-    if blame:
-        where = hang.beats[blame.ranks[0]].phase.words
-        return HangCause(blame.ranks, f"hung {seconds} {where}: {blame.words}")
-    first = min(hang.beats, key=lambda rank: hang.beats[rank].since)
-    return HangCause((first,), f"hung {seconds} {hang.beats[first].phase.words}")
+        return HangCause(quiet, f"hung {seconds} {hang.beats[quiet[0]].phase.words}: {why}")
+    ranks = blame.ranks if blame else (min(hang.beats, key=lambda rank: hang.beats[rank].since),)
+    found = [blame.words] if blame else []
+    if deaf := answers.deaf.get(ranks[0]):
+        found.append(deaf)
+    words = "; ".join(found)
+    return HangCause(ranks, f"hung {seconds} {hang.beats[ranks[0]].phase.words}{': ' if words else ''}{words}")
 
 
 def _new_folder(folder: RunFolder) -> Path:
@@ -202,12 +214,13 @@ def _new_folder(folder: RunFolder) -> Path:
     return place
 
 
-def _answers(beats: Mapping[int, Beat]) -> dict[int, tuple[CollectiveCall, ...] | None]:
-    """Wait for the reports of the collectives, and read them."""
+def _answers(asked: Collection[int], beats: Mapping[int, Beat]) -> dict[int, tuple[CollectiveCall, ...] | None]:
+    """Wait for the reports of the collectives of the ranks that were asked, and read them."""
     deadline = time.monotonic() + _ANSWER_SECONDS
     found: dict[int, tuple[CollectiveCall, ...] | None] = dict.fromkeys(beats)
-    while time.monotonic() < deadline and None in found.values():
-        for rank, beat in beats.items():
+    while time.monotonic() < deadline and any(found[rank] is None for rank in asked):
+        for rank in asked:
+            beat = beats[rank]
             if found[rank] is None and (text := _read(beat.pid, beat.collectives)).endswith("\n"):
                 with contextlib.suppress(ValueError, ConfigError):
                     found[rank] = from_json(json.loads(text))
@@ -221,20 +234,3 @@ def _read(pid: int, fd: int) -> str:
         return Path(f"/proc/{pid}/fd/{fd}").read_text(errors="replace") if fd >= 0 else ""
     except OSError:
         return ""
-
-
-def _add_native_stacks(beats: Mapping[int, Beat], place: Path, first: Collection[int]) -> None:
-    """Add stacks with native frames by py-spy, where it is installed and allowed; of the ranks `first` first."""
-    if not (spy := shutil.which("py-spy")):
-        return
-    deadline = time.monotonic() + _NATIVE_SECONDS
-    for rank in sorted(beats, key=lambda rank: (rank not in first, rank))[:_NATIVE_RANKS]:
-        left = deadline - time.monotonic()
-        if left <= 0 or not beats[rank].pid:
-            return
-        command = [spy, "dump", "--native", "--nonblocking", "--pid", str(beats[rank].pid)]
-        with contextlib.suppress(subprocess.TimeoutExpired, OSError):
-            done = subprocess.run(command, capture_output=True, text=True, timeout=left)
-            if done.returncode == 0:
-                with (place / f"rank-{rank}.stacks").open("a") as file:
-                    file.write(f"\nwith native frames (py-spy):\n{done.stdout}")

@@ -71,6 +71,7 @@ class HangsOnNodes:
         beats = self._here.beats()
         own = question(beats, place)
         states, calls, stacks = dict(own.states), dict(own.calls), set(own.with_stacks)
+        deaf = dict(own.deaf)
         ends = time.monotonic() + _ANSWER_SECONDS
         while time.monotonic() < ends and any(self._unanswered(node) for node in members):
             self._poll()
@@ -82,7 +83,8 @@ class HangsOnNodes:
                 states |= found.states
                 calls |= found.calls
                 stacks |= set(found.with_stacks)
-        return beats, Answers(states, calls, stacks)
+                deaf |= found.deaf
+        return beats, Answers(states, calls, stacks, deaf)
 
     def _unanswered(self, node: Node) -> bool:
         return not node.link.closed and (node.answered is None or node.answered[0] != self._questions)

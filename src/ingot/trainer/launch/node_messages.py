@@ -2,7 +2,8 @@
 
 A node: `hello` (host, pid, facts), `ready` (its imports are done), `rank` (code, ago, ending, facts), `done` (an
 attempt; facts), `ended` (an attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states,
-calls, with_stacks), `signal` (its name), `health` (a finding: health.py), `checked` (a request of a check; answer).
+calls, with_stacks, deaf), `signal` (its name), `health` (a finding: health.py), `checked` (a request of a check;
+answer).
 
 The leader: `accepted` (epoch, until_step) or `refused` (why), `start` (attempt, log, first, world, host, port,
 overrides), `end` (an attempt; failed, keep), `ask` (a question; place), `check` (a number; request: fleet/measure.py,
@@ -78,6 +79,7 @@ def answers_values(beats: Mapping[int, Beat], answers: Answers) -> dict[str, Any
         "states": {str(rank): state for rank, state in answers.states.items()},
         "calls": {str(rank): None if calls is None else as_json(calls) for rank, calls in answers.calls.items()},
         "with_stacks": sorted(answers.with_stacks),
+        "deaf": {str(rank): why for rank, why in answers.deaf.items()},
     }
 
 
@@ -86,4 +88,5 @@ def answers_from(values: Mapping[str, Any]) -> tuple[dict[int, Beat], Answers]:
     beats = {int(rank): beat_from(beat) for rank, beat in values["beats"].items()}
     calls = {int(rank): None if one is None else from_json(one) for rank, one in values["calls"].items()}
     states = {int(rank): str(state) for rank, state in values["states"].items()}
-    return beats, Answers(states, calls, set(map(int, values["with_stacks"])))
+    deaf = {int(rank): str(why) for rank, why in values["deaf"].items()}
+    return beats, Answers(states, calls, set(map(int, values["with_stacks"])), deaf)

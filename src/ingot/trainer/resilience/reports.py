@@ -32,6 +32,9 @@ class Reports:
         os.set_blocking(asks, False)
         signal.signal(REPORT_SIGNAL, lambda *_: None)
         install_leaving()
+        # The program that started the run may have blocked them. A plug-in that does so later blocks its own thread:
+        # another one takes them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, (REPORT_SIGNAL, LEAVE_SIGNAL))
         signal.set_wakeup_fd(asks, warn_on_full_buffer=False)
         faulthandler.enable(file=2)  # stacks on standard error before a fatal signal ends the process
         # After the stacks, the handler of Python follows; it writes the number of the signal to `asks`.

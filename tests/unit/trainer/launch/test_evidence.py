@@ -11,10 +11,10 @@ import pytest
 
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.launch.evidence import Answers, examine, incident_of, judge, waits_for
-from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.launch.watchdog import Hang, state_of
 from ingot.trainer.resilience.collective_calls import CollectiveCall
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Beat, Heartbeats, Phase, open_heartbeat
-from ingot.trainer.resilience.reports import Reports
+from ingot.trainer.resilience.reports import REPORT_SIGNAL, Reports
 
 BEAT = Beat(pid=1, count=9, phase=Phase.STEP, step=7, since=5.0, stacks=3, collectives=4, longest=(0.0,) * len(Phase))
 SETTING = "launch.watchdog_seconds"
@@ -31,6 +31,21 @@ def _wait():
 
 def _hold():
     sum(itertools.repeat(0))
+
+
+def _block():
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    time.sleep(30)
+
+
+def _ignore():
+    signal.signal(REPORT_SIGNAL, signal.SIG_IGN)
+    time.sleep(30)
+
+
+def _no_handler():
+    signal.signal(REPORT_SIGNAL, signal.SIG_DFL)
+    time.sleep(30)
 
 
 @pytest.fixture
@@ -112,6 +127,40 @@ def test_a_rank_that_holds_its_interpreter_lock_is_blamed_and_its_stack_is_there
     assert "in _hold" in (place / "rank-0.stacks").read_text()
 
 
+def test_a_rank_whose_main_thread_blocks_all_signals_answers_too(hung):
+    hang, folder = hung(_block)
+    time.sleep(0.1)  # until it blocks them
+    cause, place = examine(hang, folder)
+    assert "in _block" in (place / "rank-0.stacks").read_text() and "SIGUSR2" not in cause.words
+    assert json.loads((place / "hang.json").read_text())["state"]["0"]["answered"]
+
+
+def test_signals_that_the_launcher_blocked_reach_the_ranks(hung):
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [REPORT_SIGNAL])
+    try:
+        hang, folder = hung(_wait)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    assert "in _wait" in (examine(hang, folder)[1] / "rank-0.stacks").read_text()
+
+
+@pytest.mark.parametrize(("act", "words"), [(_ignore, "ignores"), (_no_handler, "has no handler for")])
+def test_a_rank_that_takes_no_question_is_not_said_to_hold_its_lock(hung, act, words):
+    hang, folder = hung(act, act)
+    time.sleep(0.1)
+    cause, place = examine(hang, folder)
+    assert cause.ranks == (0,) and f"it {words} SIGUSR2" in cause.words and "lock" not in cause.words
+    assert f"wrote no stacks: it {words} SIGUSR2" in (place / "rank-1.stacks").read_text()
+    assert words in json.loads((place / "hang.json").read_text())["state"]["1"]["deaf"]
+    assert all(state_of(beat.pid) == "S" for beat in hang.beats.values())  # the question has ended none
+
+
+def test_of_ranks_that_take_no_question_the_one_that_others_wait_for_is_blamed():
+    deaf = {1: "it ignores SIGUSR2, which asks it what it does"}
+    cause = judge(HANG, Answers({0: "S", 1: "S"}, {0: [WAITS], 1: None}, {0}, deaf))
+    assert cause.ranks == (1,) and "rank 0 waits for rank 1" in cause.words and "it ignores SIGUSR2" in cause.words
+
+
 def test_a_rank_that_is_gone_is_no_obstacle(hung):
     hang, folder = hung(_wait)
     gone = replace(hang.beats[0], pid=2**22 + 1)
@@ -132,17 +181,17 @@ def test_a_rank_that_is_gone_is_no_obstacle(hung):
     ],
 )
 def test_the_cause_follows_from_states_and_collectives(states, calls, ranks, words):
-    cause = judge(HANG, states, calls, with_stacks={0, 1})
+    cause = judge(HANG, Answers(states, calls, with_stacks={0, 1}))
     assert cause.ranks == ranks and words in cause.words and cause.mismatch == ("called" in words)
     assert cause.accident == any(state in "TD" for state in states.values())
 
 
 def test_a_rank_that_answers_nothing_is_not_judged(hung):
-    assert "it does not answer" in judge(HANG, {0: "S", 1: "S"}, {0: [WAITS], 1: None}, with_stacks={0}).words
+    assert "it does not answer" in judge(HANG, Answers({0: "S", 1: "S"}, {0: [WAITS], 1: None}, with_stacks={0})).words
 
 
 def test_a_hang_is_an_incident_and_a_mismatch_an_error(tmp_path):
-    cause = judge(HANG, {0: "S", 1: "S"}, {0: [WAITS], 1: [CAME]}, {0, 1})
+    cause = judge(HANG, Answers({0: "S", 1: "S"}, {0: [WAITS], 1: [CAME]}, {0, 1}))
     incident = incident_of(HANG, cause, tmp_path, 5)
     assert (incident.rank, incident.step, incident.kind, incident.detected_by) == (1, 8, "hang", "watchdog")
     assert incident.error is None and incident.setting == SETTING and incident.evidence == tmp_path
@@ -154,7 +203,7 @@ def test_a_hang_is_an_incident_and_a_mismatch_an_error(tmp_path):
 
 
 def test_accidents_and_slow_starts_are_no_bugs():
-    stopped = judge(HANG, {0: "T", 1: "S"}, {0: None, 1: [WAITS]}, {1})
+    stopped = judge(HANG, Answers({0: "T", 1: "S"}, {0: None, 1: [WAITS]}, {1}))
     assert incident_of(HANG, stopped, None, 5).signature == ""
     start = replace(HANG, beats={0: replace(BEAT, phase=Phase.START)})
-    assert incident_of(start, judge(start, {0: "S"}, {0: ()}, {0}), None, 5).signature == ""
+    assert incident_of(start, judge(start, Answers({0: "S"}, {0: ()}, {0})), None, 5).signature == ""
