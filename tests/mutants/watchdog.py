@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _WATCHDOG = "tests/unit/trainer/launch/test_watchdog.py"
 _EVIDENCE = "tests/unit/trainer/launch/test_evidence.py"
+_NATIVE = "tests/unit/trainer/launch/test_native_stacks.py"
 _CALLS = "tests/unit/trainer/resilience/test_collective_calls.py"
 _HEART = "tests/unit/trainer/resilience/test_heartbeat.py"
 _RESTARTS = "tests/unit/trainer/resilience/test_restarts.py"
@@ -306,5 +307,45 @@ MUTANTS: list[Mutant] = [
         before="if self._stopping.is_over() or self._stopping.request is not None:",
         after="if self._stopping.is_over():",
         tests=(f"{_SUPERVISE}::test_a_stop_during_the_wait_for_a_restart_starts_nothing",),
+    ),
+    Mutant(
+        name="deaf-rank-holds-its-lock",
+        what="a rank that ignores the question is said not to answer, and is blamed before those that others wait for",
+        file="trainer/launch/evidence.py",
+        before="if (why := _why_deaf(beats[rank].pid))}",
+        after="if (why := None)}",
+        tests=(f"{_EVIDENCE}::test_a_rank_that_takes_no_question_is_not_said_to_hold_its_lock",),
+    ),
+    Mutant(
+        name="question-ends-a-rank",
+        what="a rank without a handler for the question is killed by it",
+        file="trainer/launch/evidence.py",
+        before="signal_state(beat.pid, REPORT_SIGNAL) is not SignalState.DEFAULT:",
+        after="True:",
+        tests=(f"{_EVIDENCE}::test_a_rank_that_takes_no_question_is_not_said_to_hold_its_lock",),
+    ),
+    Mutant(
+        name="inherited-mask",
+        what="ranks of a launcher that blocks signals are never asked what they do",
+        file="trainer/resilience/reports.py",
+        before="signal.pthread_sigmask(signal.SIG_UNBLOCK, (REPORT_SIGNAL, LEAVE_SIGNAL))",
+        after="pass",
+        tests=(f"{_EVIDENCE}::test_signals_that_the_launcher_blocked_reach_the_ranks",),
+    ),
+    Mutant(
+        name="py-spy-refuses",
+        what="py-spy is asked in a way that it refuses, so no stack has native frames",
+        file="trainer/launch/native_stacks.py",
+        before='("dump", "--native", "--pid", "{pid}")',
+        after='("dump", "--native", "--nonblocking", "--pid", "{pid}")',
+        tests=(f"{_NATIVE}::test_py_spy_is_asked_about_all_ranks_in_a_way_that_it_accepts",),
+    ),
+    Mutant(
+        name="native-stacks-without-limit",
+        what="a program that reads native stacks keeps a hung job as long as it likes",
+        file="trainer/launch/native_stacks.py",
+        before="            timeout=left,",
+        after="            timeout=None,",
+        tests=(f"{_NATIVE}::test_time_and_size_are_limited_and_the_ranks_that_did_not_answer_come_first",),
     ),
 ]

@@ -70,7 +70,7 @@ def question(beats: Mapping[int, Beat], place: Path | None) -> Answers:
             for rank, text in stacks.items():
                 why = f": {deaf[rank]}" if rank in deaf else ""
                 (place / f"rank-{rank}.stacks").write_text(text or f"this rank wrote no stacks{why}\n")
-            add_native_stacks(beats, place, [rank for rank, answer in calls.items() if answer is None])
+            add_native_stacks(beats, place, silent)
     return Answers(states, calls, {rank for rank, text in stacks.items() if text}, deaf)
 
 

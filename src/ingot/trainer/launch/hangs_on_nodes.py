@@ -17,7 +17,7 @@ from ingot.trainer.resilience.heartbeat import Beat
 from ingot.trainer.resilience.incidents import JobIncident
 
 _POLL_SECONDS = 0.02
-_ANSWER_SECONDS = 6.0  # to a question about a hang, native frames included
+_ANSWER_SECONDS = 12.0  # to a question about a hang, native frames included
 
 
 class HangsOnNodes:

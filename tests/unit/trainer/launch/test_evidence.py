@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.launch import native_stacks
 from ingot.trainer.launch.evidence import Answers, examine, incident_of, judge, waits_for
 from ingot.trainer.launch.watchdog import Hang, state_of
 from ingot.trainer.resilience.collective_calls import CollectiveCall
@@ -52,6 +53,7 @@ def _no_handler():
 def hung(tmp_path, monkeypatch):
     """`hung(act, ...)`: one forked rank per act, each in a step. Returns their hang and the run folder."""
     children, memory = [], []
+    monkeypatch.setattr(native_stacks, "_PROGRAMS", ())  # gdb takes seconds for each
 
     def make(*acts):
         beats = Heartbeats(len(acts))
