@@ -27,7 +27,7 @@ _DETERMINISTIC = 93
 _WAITS = [0.0, 1.0, 2.0, 4.0]  # seconds before each restart that reaches no new step; then the run is given up
 _DEAF = {"BOARD_DEAF": "1"}
 _PARTIAL = ('launch.restart="partial"',)
-_STOP_SECONDS, _PREEMPTED = 3.0, 10
+_STOP_STEPS, _STOP_SECONDS, _PREEMPTED = 10, 10.0, 10
 _NO_LINES = ("watch.log_every=60",)  # ranks then do not wait for each other between an update and a save
 
 
@@ -86,9 +86,10 @@ def _stop_deaf_ranks(bench: Bench, name: str, step: int, verdicts: Verdicts) -> 
     process = bench.start(name, *_options(bench), env=_DEAF)
     bench.wait_for_step(name, step, process)
     send(signal.SIGTERM, marked_processes(bench.folder(name).root))
+    last = max(event["step"] for event in read_events(bench.folder(name).events, events.STEP)) + _STOP_STEPS
     ended = bench.ended(process)
     stops = [(e["step"], e["saved_step"]) for e in read_events(bench.folder(name).events, events.STOPPED)]
-    saved = len(stops) == 1 and stops[0][0] == stops[0][1]
+    saved = len(stops) == 1 and stops[0][0] == stops[0][1] <= last
     right = ended.code == _PREEMPTED and saved and ended.seconds < _STOP_SECONDS
     found = f"exit code {ended.code} after {ended.seconds:.1f} s, stops {stops}: {ended.output[-300:]}"
     verdicts.judge("o6", where, "" if right else found)

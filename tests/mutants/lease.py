@@ -165,8 +165,8 @@ MUTANTS: list[Mutant] = [
         name="removed-folder-returns",
         what="a run folder that was removed while it was trained gets a record and an event log",
         file="trainer/lease.py",
-        before="if place is self._here and not self._folder.config.exists():",
-        after="if False:",
+        before="if place is self._here and self._is_folder_lost():\n                    continue",
+        after="if False:\n                    continue",
         tests=(f"{_LEASE}::test_a_run_folder_gets_its_record_again_unless_it_was_removed",),
     ),
     Mutant(

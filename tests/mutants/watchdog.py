@@ -310,7 +310,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="deaf-rank-holds-its-lock",
-        what="a rank that ignores the question is said not to answer, and is blamed before those that others wait for",
+        what="a rank that ignores the question is blamed for its silence, before those that others wait for",
         file="trainer/launch/evidence.py",
         before="if (why := _why_deaf(beats[rank].pid))}",
         after="if (why := None)}",

@@ -176,7 +176,7 @@ class RunLease:
         if self._thread is not None:
             self._thread.join()
         for place in self._places():
-            if place.url in self._begun and self._lost is None:
+            if place.url in self._begun and self._lost is None and not (place is self._here and self._is_folder_lost()):
                 with contextlib.suppress(IngotError):
                     place.write(alive_name(self.epoch), [_RELEASED])
 
@@ -226,12 +226,22 @@ class RunLease:
         while not self._ends.wait(self._seconds / _BEATS):
             beat += 1
             for place in self._places():
+                if place is self._here and self._is_folder_lost():
+                    continue
                 with contextlib.suppress(IngotError):  # it does not answer, or has no room: the next beat tries again
                     if not self._look(place) and self._lost is None:
                         self._begin_again(place)
                     if self._lost is not None:
                         return
                     place.write(alive_name(self.epoch), [str(beat).encode()])
+
+    def _is_folder_lost(self) -> bool:
+        """Return whether the run folder was removed, or is on a mount that is gone: the path shows nothing to write
+        to."""
+        try:
+            return not self._folder.config.exists()
+        except OSError:
+            return True
 
     def _look(self, place: BlobStore) -> bool:
         """Find out whether another attempt has begun in `place`. Returns whether the newest record is that of this
@@ -250,8 +260,6 @@ class RunLease:
 
         Raises what the place raises.
         """
-        if place is self._here and not self._folder.config.exists():
-            return  # the whole run folder was removed
         was_there, url = place.url in self._begun, place.url
         try:
             is_written = self._begin(place)

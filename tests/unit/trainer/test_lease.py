@@ -345,6 +345,9 @@ def test_a_run_folder_gets_its_record_again_unless_it_was_removed(folder):
         here.remove(record_name(1))
         time.sleep(0.1)
         assert newest_epoch(here) is None and not folder.events.exists() and lease.lost is None
+        shutil.rmtree(folder.root)  # as where its mount is gone
+        time.sleep(0.1)
+    assert not folder.root.exists()
 
 
 @pytest.mark.parametrize("local", [False, True])

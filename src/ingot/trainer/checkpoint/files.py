@@ -21,6 +21,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, require_free, write_atomic
 from ingot.stores.local import LocalStore
 from ingot.trainer.checkpoint.fence import require_newest
+from ingot.trainer.checkpoint.folder_lost import require_folder
 from ingot.trainer.checkpoint.folders import SAVING, prune, publish
 from ingot.trainer.checkpoint.manifest import write_manifest
 from ingot.trainer.checkpoint.part import Kind, Numbers, RankBlocks, assemble
@@ -99,7 +100,10 @@ class CheckpointFiles:
         purpose, checkpoints = f"the checkpoint of step {self.step}", self.folder.checkpoints
         self._on_disk(checkpoints, lambda: require_free(checkpoints, needed, purpose))
         self.discard()
-        self._on_disk(self.temporary, lambda: self.temporary.mkdir(parents=True))
+        if not self.folder.checkpoints.is_dir():
+            self._require_folder()
+            self._on_disk(self.folder.checkpoints, lambda: self.folder.checkpoints.mkdir(parents=True, exist_ok=True))
+        self._on_disk(self.temporary, self.temporary.mkdir)
 
     def write(self, rank: int, contents: FileContents, data: Iterable[memoryview]) -> RankBlocks:
         """Write and verify the file of `rank`. data: see `write_parts`. Returns the rank's part of the manifest.
@@ -177,8 +181,14 @@ class CheckpointFiles:
         return sum(file.bytes for file in manifest.files.values())
 
     def require_newest(self) -> None:
-        """Raise RunBusyError if another attempt has taken over the run."""
+        """Raise RunBusyError if another attempt has taken over the run, ResourceError if the run folder is lost: where
+        its mount is gone, a folder without its run file is at its path."""
+        self._require_folder()
         require_newest(LocalStore(self.folder.root), self.epoch)
+
+    def _require_folder(self) -> None:
+        if self.epoch:  # otherwise it is a folder of a program's own
+            require_folder(self.folder)
 
     def discard(self) -> None:
         """Remove what a failed save has left."""

@@ -218,6 +218,11 @@ class JobHere(RunningJob):
         self._local.end_attempt([rank - self.first for rank in failed if rank in here], keep=keep)
         return sorted(self._local.left)
 
+    def kill(self) -> None:
+        """Kill all processes of the job, without touching the run folder. From any thread: this process ends next."""
+        self._local.kill()
+        end_keeper(os.getpid(), self._folder.root)
+
     def close(self, *, keep_snapshots: bool = False) -> None:
         try:
             if self._check is not None:

@@ -1,5 +1,5 @@
-"""Native stacks of hung ranks, read from outside by a program of the machine: py-spy, which shows them with the lines of
-Python, or gdb. No rank has to answer, and none runs while its stack is read. No torch.
+"""Native stacks of hung ranks, read from outside by a program of the machine: py-spy, which shows them with the lines
+of Python, or gdb. No rank has to answer, and none runs while its stack is read. No torch.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ def add_native_stacks(beats: Mapping[int, Beat], place: Path, unanswered: Collec
     """Add the native stacks of ranks of this machine to their files rank-R.stacks in `place`, as far as programs and
     time suffice.
 
-    unanswered: the ranks of which nothing else tells what they do; they come first. Raises OSError if the disk does not
+    unanswered: the ranks that did not report what they do; they come first. Raises OSError if the disk does not
     take the stacks.
     """
     for program in _PROGRAMS:

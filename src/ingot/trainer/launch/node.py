@@ -25,6 +25,7 @@ from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch.checking import NodeProbe
 from ingot.trainer.launch.evidence import question
+from ingot.trainer.launch.folder_watch import FolderWatch
 from ingot.trainer.launch.health import HealthWatch, finding_values, require_sound
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import LeaderAddress, Link, dial, signs_of_life
@@ -64,20 +65,22 @@ def follow(
     facts: of this node (node_messages.own_facts). job_of: returns the job of this node's ranks for the leader's terms.
     signals: catches the stop signals to this process from here on. health: of this machine. Returns the result of the
     job; that of a stopped one if this node got a stop signal while nobody led. Raises LeaderGone if there is no leader
-    to be reached, the IngotError with which the leader ended the job, ConfigError if it refuses this node.
+    to be reached, the IngotError with which the leader ended the job, ConfigError if it refuses this node,
+    ResourceError if this node has lost the run folder.
     """
     link = _joined(folder, facts)
     signals.catch()
     received = signals.received
     running: JobHere | None = None
-    with signs_of_life(lambda: [link], launch.node_seconds):
+    with FolderWatch(folder.root, launch) as watch, signs_of_life(lambda: [link], launch.node_seconds):
         try:
             terms = _accepted(link, launch, received, say)
             if health:
                 health.carries(interface_of(link.own_host))
             running = JobHere(folder, job_of(terms), launch, health=health)
+            watch.kills(running.kill)
             running.prepare(f"node-{node_name()}.log")
-            result = _Following(link, running, folder, launch, received, say).until_the_end()
+            result = _Following(link, running, folder, watch, launch, received, say).until_the_end()
         except LeaderGone:
             if not received:
                 raise
@@ -208,12 +211,13 @@ class _Following:
         link: Link,
         running: JobHere,
         folder: RunFolder,
+        watch: FolderWatch,
         launch: Launch,
         received: list[signal.Signals],
         say: Callable[[str], None],
     ):
         self._link, self._running, self._folder, self._launch = link, running, folder, launch
-        self._received, self._say = received, say
+        self._watch, self._received, self._say = watch, received, say
         self._attempt: int | None = None  # the one that runs
         self._ready = False  # as the leader knows
         self._reported: set[int] = set()
@@ -228,6 +232,7 @@ class _Following:
 
     def _follow(self) -> Mapping[str, Any]:
         while self._result is None:
+            self._watch.require()
             for message in self._link.read():
                 self._take(message)
             if self._result is not None:

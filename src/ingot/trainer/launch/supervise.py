@@ -4,6 +4,7 @@ Every decision is made in one place, after the dead attempt is gone and its caus
 begin before the cause is known, and wait 30 s for a hung peer.
 """
 
+import contextlib
 import signal
 import time
 from collections.abc import Callable, Collection
@@ -13,10 +14,12 @@ from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.folder_lost import folder_lost, is_loss
 from ingot.trainer.checkpoint.folders import remove_leftovers, remove_saves_of
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 from ingot.trainer.interrupts import handlers
+from ingot.trainer.launch.folder_watch import FolderWatch
 from ingot.trainer.launch.outcome import EventLogReader, JobResult
 from ingot.trainer.launch.running import PlannedRestart, RunningJob
 from ingot.trainer.launch.slow_nodes import NONE_SLOW
@@ -37,6 +40,7 @@ def supervise(
     launch: Launch,
     *,
     lease: RunLease | None = None,
+    watch: FolderWatch | None = None,
     began: float | None = None,
     received: list[signal.Signals] | None = None,
     say: Callable[[str], None],
@@ -44,19 +48,20 @@ def supervise(
     """Run a job to its end, with restarts after failures. The caller holds the run's lock.
 
     running: the job, which has not started yet. launch: the settings of the run. lease: the right to train it; if it is
-    lost, the ranks are killed. began: the start of the launcher, in seconds of time.monotonic(), from which
-    launch.stop_after counts over all attempts; None: now. received: stop signals to this process from before, which are
-    taken; after RunBusyError, all that it got and that nothing acted on.
+    lost, the ranks are killed. watch: over the run folder. began: the start of the launcher, in seconds of
+    time.monotonic(), from which launch.stop_after counts over all attempts; None: now. received: stop signals to this
+    process from before, which are taken; after RunBusyError, all that it got and that nothing acted on.
     The first stop signal, or the end of that time, asks the ranks to save and stop; after launch.grace they are killed,
     and the newest checkpoint counts. A second signal that is Ctrl-C kills them, but not before a checkpoint that is
     being written is complete, and raises KeyboardInterrupt unless they had stopped. Raises RunBusyError if the lease is
     lost, the IngotError that a rank ended with, RunFailed if a restart would not help or none is left, CheckpointError
-    if the saved checkpoints vanished. No process of the job is left when this function returns or raises.
+    if the saved checkpoints vanished, ResourceError if the run folder did. No process of the job is left when this
+    function returns or raises.
     """
     started = time.monotonic()
     folder.stop_request.unlink(missing_ok=True)
     stopping = Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
-    job = _SupervisedJob(folder, running, launch, lease, stopping, say)
+    job = _SupervisedJob(folder, running, launch, lease, watch, stopping, say)
     try:
         with handlers(stopping.signal):
             while received:
@@ -66,6 +71,10 @@ def supervise(
         if received is not None:
             received[:0] = stopping.own
         raise
+    except OSError as error:
+        if not is_loss(folder.root, error):
+            raise
+        raise folder_lost(folder.root, error.strerror or str(error)) from error
     finally:
         job.close()
     return job.result(time.monotonic() - started)
@@ -80,11 +89,12 @@ class _SupervisedJob:
         running: RunningJob,
         launch: Launch,
         lease: RunLease | None,
+        watch: FolderWatch | None,
         stopping: Stopping,
         say: Callable[[str], None],
     ):
         self._folder, self._running, self._launch = folder, running, launch
-        self._lease, self._stopping, self._say = lease, stopping, say
+        self._lease, self._watch, self._stopping, self._say = lease, watch, stopping, say
         self._log, self._seen = EventLog(folder.events), EventLogReader(folder.events)
         self._earlier = running.earlier()
         self._restarts = Restarts(launch, earlier=self._earlier.restarts if self._earlier else ())
@@ -103,6 +113,8 @@ class _SupervisedJob:
             ended = self._follow()
             check = check and not self._running.started
             before = self._end_attempt(ended)
+            if self._watch is not None:
+                self._watch.require(writable=True)  # ranks that cannot write end first
             if self._lease is not None:
                 self._lease.require()  # before anything is removed or believed: the folder may be another attempt's
             self._seen.read()
@@ -121,9 +133,10 @@ class _SupervisedJob:
             if lost:  # the job that has the run now does that at its next start only
                 assert self._lease is not None
                 remove_saves_of(self._folder, self._lease.epoch)
-            self._log.close()
-            if not lost:  # otherwise it is the next job's
-                self._folder.stop_request.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # the folder may be lost, which another error says
+                self._log.close()
+                if not lost:  # otherwise it is the next job's
+                    self._folder.stop_request.unlink(missing_ok=True)
 
     def result(self, seconds: float) -> JobResult:
         """Return the result of a job that has ended."""
@@ -144,6 +157,8 @@ class _SupervisedJob:
         running, seen, stopping = self._running, self._seen, self._stopping
         planned: PlannedRestart | None = None
         while running.running():
+            if self._watch is not None:
+                self._watch.require()
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
             seen.read()
@@ -255,6 +270,8 @@ class _SupervisedJob:
         """Wait before the next attempt. Returns True if something asks the run to stop meanwhile."""
         until = time.monotonic() + seconds
         while time.monotonic() < until:
+            if self._watch is not None:
+                self._watch.require()
             if self._lease is not None:
                 self._lease.require()
             if self._stopping.is_over() or self._stopping.request is not None:

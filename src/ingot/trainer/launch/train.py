@@ -12,6 +12,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.interrupts import PendingSignals
+from ingot.trainer.launch.folder_watch import FolderWatch
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import open_layouts
@@ -77,7 +78,9 @@ def train(
         return training_job(folder, config, **terms, quiet=quiet, callbacks=references)
 
     def lead(signals: PendingSignals) -> JobResult:
-        with RunLock(folder.lock), open_lease(folder, request.config) as lease:
+        watching: contextlib.AbstractContextManager[FolderWatch | None]
+        watching = contextlib.nullcontext() if here else FolderWatch(folder.root, config.launch)
+        with watching as watch, RunLock(folder.lock), open_lease(folder, request.config) as lease:
             if ended := request.prepare(lease, say):
                 return ended
             if plan_fallbacks is not None and not here:
@@ -92,11 +95,14 @@ def train(
             if layouts.adapted:
                 say(f"memory    goes on with {' '.join(layouts.adapted)}   as since a rank ran out of memory")
             running = JobHere(folder, job, launch, layouts=layouts, show_output=not quiet, health=health, say=say)
+            if watch is not None:
+                watch.kills(running.kill)
             if nodes == 1:
-                return supervise(folder, running, launch, lease=lease, began=began, say=say)
+                return supervise(folder, running, launch, lease=lease, watch=watch, began=began, say=say)
             facts, received = own_facts(config), signals.received
             with leading(folder, running, launch, layouts, terms=terms, facts=facts, signals=signals, say=say) as job:
-                result = supervise(folder, job, launch, lease=lease, began=began, received=received, say=say)
+                options = {"lease": lease, "watch": watch, "began": began, "received": received, "say": say}
+                result = supervise(folder, job, launch, **options)
                 job.part(result.facts())
                 return result
 

@@ -102,6 +102,8 @@ def _plain(facts: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(folder: RunFolder, ending: RankEnding) -> None:
+    if SUPERVISOR_VARIABLE in os.environ and not folder.logs.is_dir():
+        return  # the supervisor made it: the mount of the run folder is gone, and it will find that
     write_json(folder.logs / f"rank-{ending.rank}.json", asdict(ending))
 
 

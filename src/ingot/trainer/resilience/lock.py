@@ -4,6 +4,7 @@ The kernel holds the lock (flock) and releases it however its owner ends; a cras
 child would share the lock and keep it when its parent is gone, so every child closes its copy of the descriptor.
 """
 
+import contextlib
 import fcntl
 import json
 import os
@@ -59,12 +60,15 @@ class RunLock:
     def release(self) -> None:
         """Release the lock; a second call has no effect."""
         if self._fd >= 0:
-            os.ftruncate(self._fd, 0)
-            fcntl.flock(self._fd, fcntl.LOCK_UN)  # to close is not enough while a copy of the descriptor is open
+            with contextlib.suppress(OSError):  # the file system may be gone, and the lock with it
+                os.ftruncate(self._fd, 0)
+            with contextlib.suppress(OSError):
+                fcntl.flock(self._fd, fcntl.LOCK_UN)  # to close is not enough while a copy of the descriptor is open
             self._close()
 
     def _close(self) -> None:
-        os.close(self._fd)
+        with contextlib.suppress(OSError):
+            os.close(self._fd)
         self._fd = -1
         _open.discard(self)
 

@@ -30,7 +30,7 @@ def installed(tmp_path, monkeypatch):
 
 
 def test_py_spy_is_asked_about_all_ranks_in_a_way_that_it_accepts(installed):
-    """It refuses --native with --nonblocking."""
+    """py-spy refuses --native with --nonblocking."""
     place = installed(py_spy='echo "Thread $*"', gdb="echo Thread of gdb")
     native_stacks.add_native_stacks({0: BEAT, 1: replace(BEAT, pid=8)}, place, [])
     assert "(py-spy):\nThread dump --native --pid 7\n" in (place / "rank-0.stacks").read_text()

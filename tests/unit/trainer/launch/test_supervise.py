@@ -1,5 +1,6 @@
 """The supervisor and its fork server, with ranks that act by a script instead of training."""
 
+import errno
 import os
 import signal
 import subprocess
@@ -19,10 +20,12 @@ from ingot.schema import events
 from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.trainer.launch.folder_watch import FolderWatch
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.layouts import Layouts
 from ingot.trainer.launch.local import LocalJob
+from ingot.trainer.launch.outcome import EventLogReader
 from ingot.trainer.launch.running import PlannedRestart
 from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.resilience.start_times import Ordered
@@ -154,6 +157,7 @@ def act(tmp_path):
         late=False,
         health=None,
         fallbacks=None,
+        watched=False,
         **launch,
     ):
         path = os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])
@@ -162,7 +166,11 @@ def act(tmp_path):
         running = Planned(folder, job, settings, planned, worse, late, Layouts(folder, settings, fallbacks))
         if health:
             running = JobHere(folder, job, settings, health=health)
-        return supervise(folder, running, settings, lease=lease, began=began, say=printed.append)
+        options = {"lease": lease, "began": began, "say": printed.append}
+        if not watched:
+            return supervise(folder, running, settings, **options)
+        with FolderWatch(folder.root, settings) as watch:
+            return supervise(folder, running, settings, watch=watch, **options)
 
     run.folder, run.printed = folder, printed
     return run
@@ -243,6 +251,44 @@ def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
     thread.join()
     assert (outcome.exit_code, outcome.restarts) == (10, 2) and outcome.seconds < 15
     assert "in 20 s (2 of 3)" in act.printed[1]
+
+
+def test_a_run_folder_that_vanishes_ends_the_job(act):
+    """The files stay open, as after the end of a mount, and the path shows another folder."""
+
+    def work():
+        while len(list(read_events(act.folder.events, events.PROGRESS))) < 2:
+            time.sleep(0.02)
+        act.folder.root.rename(act.folder.root.with_name("aside"))
+        act.folder.root.mkdir()
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    with refused("E-RUN-FOLDER-LOST", run=str(act.folder.root), why="another folder is there"):
+        act("wait", watched=True)
+    thread.join()
+    assert list(act.folder.root.iterdir()) == []
+
+
+def test_a_folder_that_is_lost_with_its_ranks_is_the_cause(act, monkeypatch):
+    """Ranks that cannot write end first. No restart helps, and none is tried."""
+    monkeypatch.setattr(FolderWatch, "_touch", _read_only)
+    with refused("E-RUN-FOLDER-LOST", why=os.strerror(errno.EROFS)):
+        act("kill", watched=True)
+    assert not list(read_events(act.folder.events, events.FAULT))
+
+
+def _read_only(watch):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_an_error_of_the_file_system_is_one_of_the_run_folder(act, monkeypatch):
+    def read(reader):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(reader.path))
+
+    monkeypatch.setattr(EventLogReader, "read", read)
+    with refused("E-RUN-FOLDER-LOST", run=str(act.folder.root), why=os.strerror(errno.ESTALE)):
+        act("wait")
 
 
 def test_a_rank_that_does_not_leave_a_finished_job_costs_no_more_than_the_watchdog(act):

@@ -1,0 +1,81 @@
+"""Faults in the watch over the run folder: its mount is gone, fails, or does not answer."""
+
+from .mutant import Mutant
+
+_WATCH = "tests/unit/trainer/launch/test_folder_watch.py"
+_SUPERVISOR = "tests/unit/trainer/launch/test_supervise.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="below-the-mount-point",
+        what="a run goes on in the folder that its path shows when its mount is gone",
+        file="trainer/launch/folder_watch.py",
+        before="if not os.path.samestat(self._root.stat(), os.fstat(self._fd)):",
+        after="if not self._root.stat():",
+        tests=(f"{_WATCH}::test_a_folder_that_is_gone_or_another_one_is_lost",),
+    ),
+    Mutant(
+        name="folder-not-watched",
+        what="the supervisor does not look at the identity of its folder",
+        file="trainer/launch/supervise.py",
+        before="self._watch.require()\n            if self._lease is not None and",
+        after="pass\n            if self._lease is not None and",
+        tests=(f"{_SUPERVISOR}::test_a_run_folder_that_vanishes_ends_the_job",),
+    ),
+    Mutant(
+        name="ranks-blamed-for-their-folder",
+        what="ranks that cannot write to a read-only folder are started again",
+        file="trainer/launch/supervise.py",
+        before="self._watch.require(writable=True)",
+        after="self._watch.require()",
+        tests=(f"{_SUPERVISOR}::test_a_folder_that_is_lost_with_its_ranks_is_the_cause",),
+    ),
+    Mutant(
+        name="folder-error-without-a-name",
+        what="an error of the file system of the run folder ends the command without a code of its own",
+        file="trainer/launch/supervise.py",
+        before="if not is_loss(folder.root, error):",
+        after="if True:",
+        tests=(f"{_SUPERVISOR}::test_an_error_of_the_file_system_is_one_of_the_run_folder",),
+    ),
+    Mutant(
+        name="silent-folder",
+        what="a folder that does not answer holds the launcher and its ranks for ever",
+        file="trainer/launch/folder_watch.py",
+        before="if waited >= self._limit:",
+        after="if False:",
+        tests=(f"{_WATCH}::test_a_folder_that_does_not_answer_ends_the_launcher_and_its_job",),
+    ),
+    Mutant(
+        name="silent-folder-keeps-ranks",
+        what="a launcher whose folder does not answer ends without its ranks",
+        file="trainer/launch/folder_watch.py",
+        before="            self._kill()\n",
+        after="            pass\n",
+        tests=(f"{_WATCH}::test_a_folder_that_does_not_answer_ends_the_launcher_and_its_job",),
+    ),
+    Mutant(
+        name="late-answers-add-up",
+        what="a folder that answers late each time counts as one that does not answer",
+        file="trainer/launch/folder_watch.py",
+        before="waited = 0.0\n",
+        after="waited = 0.8\n",
+        tests=(f"{_WATCH}::test_a_folder_that_answers_late_is_none_that_is_silent",),
+    ),
+    Mutant(
+        name="one-error-loses-the-folder",
+        what="one input/output error of a touch ends a healthy run",
+        file="trainer/launch/folder_watch.py",
+        before="passing = error.errno in (errno.EIO, errno.ETIMEDOUT)",
+        after="passing = False",
+        tests=(f"{_WATCH}::test_what_the_thread_finds_is_heard_of_unless_it_may_pass",),
+    ),
+    Mutant(
+        name="saved-below-the-mount-point",
+        what="a checkpoint is saved below the mount point of a run folder that is gone",
+        file="trainer/checkpoint/files.py",
+        before="if self.epoch:  # otherwise",
+        after="if False:  # otherwise",
+        tests=(f"{_WATCH}::test_an_attempt_saves_nothing_into_a_folder_without_its_run_file",),
+    ),
+]
