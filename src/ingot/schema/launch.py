@@ -25,7 +25,7 @@ class Launch:
       longest so far, and the first one after a restart five times the first one before (trainer/launch/watchdog.py).
       Ranks of a job that has ended have that long to leave it. 0: there is no watchdog.
     watchdog_other_seconds: the same for all that is no step: the start, the very first step, a wait for data or for a
-      save, an evaluation, the callbacks of a log line.
+      save, an evaluation, the callbacks of a log line. The run folder may not answer for as long.
     data_seconds: without a batch for this time, another thread of the rank reads it again; a read of a token shard that
       fails is tried again for half of it. After 300 s without a batch the run ends.
     nodes: the number of machines, each with an equal share of the ranks. Every machine gets the same command, and the
