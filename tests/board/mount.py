@@ -41,7 +41,8 @@ class Mirror:
         self._next = 2
 
     def answer(self, opcode: int, node: int, body: bytes) -> bytes:
-        """Return the answer to a request. Raises OSError, with ENOSYS for what this file system does not have."""
+        """Return the answer to a request. Raises OSError, with ENOSYS for what this file system does not have. FLUSH is
+        such a request: the kernel would wait for its answer in killed processes too, unlike network file systems."""
         if (act := _ACTS.get(opcode)) is None:
             raise OSError(errno.ENOSYS, "not served")
         return act(self, node, body)
@@ -151,9 +152,6 @@ class Mirror:
         os.close(handle)
         return b""
 
-    def flush(self, node: int, body: bytes) -> bytes:
-        return b""
-
     def fsync(self, node: int, body: bytes) -> bytes:
         return b""  # the folder is not to survive a loss of power
 
@@ -196,7 +194,6 @@ _ACTS: dict[int, Callable[[Mirror, int, bytes], bytes]] = {
     17: Mirror.statfs,
     18: Mirror.release,
     20: Mirror.fsync,
-    25: Mirror.flush,
     26: Mirror.init,
     27: Mirror.opendir,
     28: Mirror.readdir,
