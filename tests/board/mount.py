@@ -1,6 +1,6 @@
 """A file system in user space (FUSE) that shows a folder of this machine, and fails as network file systems do.
 
-    python -m tests.board.mount FOLDER MOUNT_POINT
+    python tests/board/mount.py FOLDER MOUNT_POINT
 
 Mounts `FOLDER` at `MOUNT_POINT`, in the mount namespace of this process, and serves it with the kernel's own protocol
 (linux/fuse.h). Each line of the standard input is an order, answered by one of the output: `errno N` (every request

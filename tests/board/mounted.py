@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ingot.machine.processes import die_with_parent
 
-ROOT = Path(__file__).parents[2]
+_SERVER = Path(__file__).with_name("mount.py")
 _TOOLS = ("unshare", "nsenter", "umount")
 
 
@@ -41,12 +41,11 @@ class Mounted:
         for folder in (self._disk, self._point):
             folder.mkdir(exist_ok=True)
         self._server = subprocess.Popen(
-            ["unshare", "--mount", sys.executable, "-m", "tests.board.mount", str(self._disk), str(self._point)],
+            ["unshare", "--mount", sys.executable, "-I", str(_SERVER), str(self._disk), str(self._point)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
-            cwd=ROOT,
             preexec_fn=die_with_parent,
         )
         try:

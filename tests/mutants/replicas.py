@@ -83,7 +83,7 @@ MUTANTS: list[Mutant] = [
         name="keeper-left",
         what="the keeper of a run stays when its supervisor has ended the run and lives on",
         file="trainer/launch/job_here.py",
-        before="if not keep_snapshots:\n                end_keeper(os.getpid(), self._folder.root)",
+        before="end_keeper(os.getpid(), self._folder.root)",
         after="pass",
         tests=("tests/e2e/test_recovery.py::test_a_killed_rank_continues_from_memory_and_nothing_is_left",),
     ),

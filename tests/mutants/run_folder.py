@@ -50,8 +50,8 @@ MUTANTS: list[Mutant] = [
         name="silent-folder-keeps-ranks",
         what="a launcher whose folder does not answer ends without its ranks",
         file="trainer/launch/folder_watch.py",
-        before="            self._kill()\n",
-        after="            pass\n",
+        before="_try(self._kill, _KILL_SECONDS)",
+        after="pass",
         tests=(f"{_WATCH}::test_a_folder_that_does_not_answer_ends_the_launcher_and_its_job",),
     ),
     Mutant(

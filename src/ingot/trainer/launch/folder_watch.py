@@ -23,7 +23,8 @@ from ingot.trainer.checkpoint.folder_lost import folder_lost, is_loss
 from ingot.units import format_seconds
 
 _EVERY_SECONDS = 5.0  # between two touches; shorter if the limit is
-_TICK_SECONDS = 0.1
+_TICK_SECONDS, _LATE_SECONDS = 0.1, 1.0
+_KILL_SECONDS = 70.0  # more than a job has to end (local.py)
 _LAST_WORDS_SECONDS = 1.0  # standard error may be a file in the folder
 # A touch is a write that a server has to answer. Some file systems have no times of folders, which is no loss.
 _NO_TIMES = {errno.EPERM, errno.EACCES, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL}
@@ -92,8 +93,9 @@ class FolderWatch:
                 while touches.is_alive() and not self._ends.is_set():
                     began = time.monotonic()
                     touches.join(_TICK_SECONDS)
+                    took = time.monotonic() - began
                     # Time in which this process did not run (a suspended machine) does not count.
-                    waited += min(time.monotonic() - began, 2 * _TICK_SECONDS)
+                    waited += took if took < _TICK_SECONDS + _LATE_SECONDS else _TICK_SECONDS
                     if waited >= self._limit:
                         self._end(self._silent(waited))
                         return
@@ -122,11 +124,20 @@ class FolderWatch:
 
     def _end_process(self, error: IngotError) -> None:
         """End the job and this process, whose other threads may wait for the folder for ever."""
-        with contextlib.suppress(Exception):  # what the kernel cannot end, nothing can
-            self._kill()
         head, _, rest = str(error).partition("\n")
         text = f"{error.code}  {head}\n{rest}\n  more: ingot explain {error.code}\n"
-        words = threading.Thread(target=lambda: print(text, end="", file=sys.stderr, flush=True), daemon=True)
-        words.start()
-        words.join(_LAST_WORDS_SECONDS)
+        _try(self._kill, _KILL_SECONDS)
+        _try(lambda: print(text, end="", file=sys.stderr, flush=True), _LAST_WORDS_SECONDS)
         os._exit(error.exit_code)
+
+
+def _try(act: Callable[[], None], seconds: float) -> None:
+    """Call `act` and wait for its end, at most so long. Its errors are lost: nothing could follow from them."""
+
+    def call() -> None:
+        with contextlib.suppress(Exception):
+            act()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)

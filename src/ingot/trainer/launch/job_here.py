@@ -219,9 +219,9 @@ class JobHere(RunningJob):
         return sorted(self._local.left)
 
     def kill(self) -> None:
-        """Kill all processes of the job, without touching the run folder. From any thread: this process ends next."""
+        """Kill all processes of the job, from any thread, without touching the run folder. This process ends next, and
+        the keeper of snapshots with it. Raises ResourceError if the kernel cannot end them."""
         self._local.kill()
-        end_keeper(os.getpid(), self._folder.root)
 
     def close(self, *, keep_snapshots: bool = False) -> None:
         try:

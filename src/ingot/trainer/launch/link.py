@@ -72,8 +72,8 @@ class Link:
     """One end of a connection. Nothing waits: what the other end does not take yet is sent later. Only `live` may be
     called by another thread.
 
-    closed: why the connection is over, "" while it is not. heard: when the last bytes came, in seconds of
-    time.monotonic().
+    own_host, other_host: the addresses of both ends, also when the connection is over; "" if it was over from the start.
+    closed: why it is over, "" while it is not. heard: when the last bytes came, in seconds of time.monotonic().
     """
 
     def __init__(self, connected: socket.socket):
@@ -86,21 +86,12 @@ class Link:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, _GIVE_UP_MS)
             connected.setsockopt(socket.IPPROTO_TCP, _TCP_RTO_MAX_MS, _REPEAT_MS)
         self._socket = connected
+        self.own_host, self.other_host = _hosts(connected)
         self._unread, self._unsent = bytearray(), bytearray()
         self._sending = threading.Lock()
         self._said = 0.0
         self.heard = time.monotonic()
         self.closed = ""
-
-    @property
-    def own_host(self) -> str:
-        """The address of this end."""
-        return self._socket.getsockname()[0]
-
-    @property
-    def other_host(self) -> str:
-        """The address of the other end."""
-        return self._socket.getpeername()[0]
 
     def fileno(self) -> int:
         return self._socket.fileno()
@@ -298,10 +289,18 @@ def listen() -> tuple[socket.socket, LeaderAddress]:
     return listener, LeaderAddress(hosts=own, port=listener.getsockname()[1], key=secrets.token_hex(32), place=_place())
 
 
+def _hosts(connected: socket.socket) -> tuple[str, str]:
+    with contextlib.suppress(OSError):  # the other end has gone again
+        own, other = connected.getsockname(), connected.getpeername()
+        if isinstance(own, tuple):
+            return own[0], other[0]
+    return "", ""
+
+
 def own_host(links: Iterable[Link]) -> str:
     """Return the address of this machine for those at the other ends of `links`. Processes of this machine come by the
     loopback address, and reach the other ones as well."""
-    hosts = sorted((link.own_host.startswith("127."), link.own_host) for link in links)
+    hosts = sorted((link.own_host.startswith("127."), link.own_host) for link in links if link.own_host)
     return hosts[0][1] if hosts else LOOPBACK
 
 

@@ -64,6 +64,7 @@ def test_both_ends_know_the_key(join):
     assert node.own_host == leader.own_host and interface_of(node.own_host)
     for end in (leader, node):
         end.close("the test is over")
+        assert end.own_host and end.other_host  # a leader records nodes that have gone again
 
 
 def test_a_node_with_another_key_does_not_get_in(join):
