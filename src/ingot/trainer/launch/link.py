@@ -72,7 +72,7 @@ class Link:
     """One end of a connection. Nothing waits: what the other end does not take yet is sent later. Only `live` may be
     called by another thread.
 
-    own_host, other_host: the addresses of both ends, also when the connection is over; "" if it was over from the start.
+    own_host, other_host: the addresses of both ends, also when the connection is over; "" if it was over at once.
     closed: why it is over, "" while it is not. heard: when the last bytes came, in seconds of time.monotonic().
     """
 
