@@ -5,6 +5,7 @@ from .mutant import Mutant
 _VERIFIED = "tests/unit/trainer/checkpoint/test_verified_file.py"
 _SAVE = "tests/unit/trainer/checkpoint/test_save.py"
 _BACKGROUND = "tests/unit/trainer/test_background_saves.py"
+_SNAPSHOT = "tests/unit/trainer/checkpoint/test_snapshot.py"
 _RETENTION = "tests/unit/trainer/checkpoint/test_retention.py"
 
 MUTANTS: list[Mutant] = [
@@ -146,6 +147,38 @@ MUTANTS: list[Mutant] = [
         before="self._copy(tensor.detach(), self._image[begin:end])",
         after="self._image[begin:end].any() or self._copy(tensor.detach(), self._image[begin:end])",
         tests=(f"{_BACKGROUND}::test_training_may_change_the_state_once_the_save_has_begun",),
+    ),
+    Mutant(
+        name="stale-error-of-cuda",
+        what="the error of memory that cannot be page-locked stays for the next kernel",
+        file="trainer/checkpoint/snapshot.py",
+        before="if self.refusal:",
+        after="if False:",
+        tests=(f"{_SNAPSHOT}::test_memory_that_cannot_be_page_locked_is_used_and_its_error_reaches_no_other_kernel",),
+    ),
+    Mutant(
+        name="unlocked-twice",
+        what="memory that CUDA refused to page-lock is unlocked",
+        file="trainer/checkpoint/snapshot.py",
+        before="self._is_locked = not self.refusal",
+        after="self._is_locked = True",
+        tests=(f"{_SNAPSHOT}::test_memory_that_cannot_be_page_locked_is_used_and_its_error_reaches_no_other_kernel",),
+    ),
+    Mutant(
+        name="locked-memory-not-unlocked",
+        what="memory stays page-locked when a larger snapshot takes its place",
+        file="trainer/checkpoint/snapshot.py",
+        before="        if self._is_locked:\n",
+        after="        if self._is_locked and self.fd < 0:\n",
+        tests=(f"{_SNAPSHOT}::test_the_memory_is_page_locked_once_and_again_when_it_grows",),
+    ),
+    Mutant(
+        name="pageable-memory-unreported",
+        what="nothing reports that the memory of snapshots is not page-locked",
+        file="trainer/save.py",
+        before="if code := background.new_refusal():",
+        after="if (code := background.new_refusal()) < 0:",
+        tests=(f"{_BACKGROUND}::test_memory_that_is_not_page_locked_is_reported_once_for_each_rank",),
     ),
     Mutant(
         name="second-save-in-flight",

@@ -72,6 +72,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   lease_not_recorded  store, epoch, code, reason                      it refuses the record: nothing is uploaded
   snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
   snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
+  snapshot_pageable   step, rank, code (of cudaHostRegister)         the memory of a rank's snapshots is not page-locked
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
@@ -143,6 +144,7 @@ LEASE_RECORDED = "lease_recorded"
 LEASE_NOT_RECORDED = "lease_not_recorded"
 SNAPSHOT_KEPT = "snapshot_kept"
 SNAPSHOT_RESTORED = "snapshot_restored"
+SNAPSHOT_PAGEABLE = "snapshot_pageable"
 EVALUATION = "evaluation"
 SAMPLE = "sample"
 FAULT = "fault"

@@ -100,6 +100,8 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
 def fits(trainer: RunParts, step: int, deadline: float) -> bool:
     """Return whether a save of `step` would end before `deadline`, in seconds of time.monotonic(). Collective.
 
+        if code := background.new_refusal():
+            _report_pageable(trainer, step, code)
     A save in flight is awaited first. The estimate is the time of the last save of this process, and SAVE_MARGIN for
     another load of the disk; without one, the save is tried: a save that does not end leaves the checkpoints as they
     were. If it does not fit, that is reported.
@@ -117,6 +119,15 @@ def fits(trainer: RunParts, step: int, deadline: float) -> bool:
         f"{step - newest} steps will be trained again"
     )
     return False
+
+
+def _report_pageable(trainer: RunParts, step: int, code: int) -> None:
+    log = trainer.log if trainer.place.is_first else trainer.event_log.write  # each rank has memory of its own
+    log(events.SNAPSHOT_PAGEABLE, step=step, rank=trainer.place.rank, code=code)
+    trainer.say(
+        f"WARNING   the copy of the state for saves is not in page-locked memory (cudaHostRegister answers {code}): "
+        "training waits longer for each save. The memory of this machine may be short, or locked by its other programs"
+    )
 
 
 def settle(trainer: RunParts, *, wait: bool) -> bool:

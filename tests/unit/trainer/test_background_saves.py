@@ -205,6 +205,20 @@ def test_a_writer_that_hangs_is_replaced(fork_ranks, make_run):
     assert [(s.first_step, s.last_step) for s in manifest.ledger] == [(1, 8)]
 
 
+def refuse_page_locks(run):
+    run.background._snapshot.refusal = 2
+
+
+def test_memory_that_is_not_page_locked_is_reported_once_for_each_rank(fork_ranks, make_run):
+    folder = make_run(dp_shard=2, steps=8, every_steps=2, mode="async")
+    fork_ranks(run_rank, 2, folder, {1: refuse_page_locks, 2: written, 4: written, 6: written})
+    found = sorted((e["rank"], e["step"], e["code"]) for e in read_events(folder.events, events.SNAPSHOT_PAGEABLE))
+    assert found == [(0, 2, 2), (1, 2, 2)]
+    for saved in read_events(folder.events, events.CHECKPOINT):
+        assert 0 < saved["snapshot_seconds"] <= saved["stall_seconds"]
+        assert 0 < saved["verify_seconds"] <= saved["write_seconds"]
+
+
 def test_a_stopped_writer_ends_with_its_rank(tmp_path):
     def die(pipe):
         own = writer.WriterProcess(RunFolder(tmp_path), 0, [os.memfd_create("snapshot")])

@@ -131,6 +131,7 @@ class BackgroundSaver:
         self.broken: Exception | None = None
 
     @property
+        self._refusal_is_known = False
     def writer_pid(self) -> int | None:
         """The id of the writer process; None before the first save."""
         return self._writer.pid
@@ -144,6 +145,15 @@ class BackgroundSaver:
         self,
         facts: CheckpointFacts,
         state: TrainingState,
+    def new_refusal(self) -> int:
+        """Return the error code with which the CUDA runtime refused to page-lock the memory of a snapshot; 0 if it did
+        not, or if it is known from an earlier call."""
+        refusal = self._snapshot.refusal or self._weights.refusal
+        if not refusal or self._refusal_is_known:
+            return 0
+        self._refusal_is_known = True
+        return refusal
+
         ledger: tuple[LedgerSegment, ...],
         segment: bytes,
         keep: int,

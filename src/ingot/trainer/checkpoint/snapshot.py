@@ -1,5 +1,6 @@
 """A copy of everything that a rank saves, in memory that its writer process reads while training goes on."""
 
+import contextlib
 import mmap
 import os
 from collections.abc import Sequence
@@ -24,11 +25,15 @@ class Snapshot:
     The memory is a file without a name in any folder, so that nothing is left when the processes end; the writer maps
     it by the descriptor `fd`. It is made at the first snapshot, kept for later ones, and replaced by a larger one only
     if the tensors grew. On a GPU it is page-locked, which lets the device copy at the full rate of its link.
+
+    refusal: the error code with which the CUDA runtime refused to page-lock the memory; 0: it did not. Copies are then
+    slower, and nothing else changes.
     """
 
     def __init__(self, device: torch.device):
         self.fd = os.memfd_create("ingot-snapshot")
-        self._on_gpu = device.type == "cuda"
+        self._device, self._on_gpu = device, device.type == "cuda"
+        self._is_locked, self.refusal = False, 0
         self._map: mmap.mmap | None = None
         self._image = torch.empty(0, dtype=torch.uint8)
 
@@ -62,12 +67,21 @@ class Snapshot:
         os.ftruncate(self.fd, total)
         self._map = mmap.mmap(self.fd, total)
         self._image = torch.frombuffer(self._map, dtype=torch.uint8)
-        if self._on_gpu:  # if the driver refuses, copies are slower, and nothing else changes
-            _runtime().cudaHostRegister(self._image.data_ptr(), total, 0)
+        if self._on_gpu:
+            self._lock(total)
+
+    def _lock(self, total: int) -> None:
+        self.refusal = int(_runtime().cudaHostRegister(self._image.data_ptr(), total, 0))
+        self._is_locked = not self.refusal
+        if self.refusal:
+            # The runtime keeps the error until a kernel is launched, which then fails with it, whatever kernel it is.
+            with contextlib.suppress(RuntimeError):
+                torch.ones(1, device=self._device)
 
     def _release(self) -> None:
-        if self._on_gpu and self._image.numel():
+        if self._is_locked:
             _runtime().cudaHostUnregister(self._image.data_ptr())
+            self._is_locked = False
         self._image, self._map = torch.empty(0, dtype=torch.uint8), None
 
     def close(self) -> None:
