@@ -19,6 +19,7 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, v
 from ingot.trainer.checkpoint.nodes import NeededFiles, bring_files
 from ingot.trainer.checkpoint.places import Places, name_run, node, own_disks
 from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.launch.checks import preflight
 from ingot.trainer.launch.inspect import inspect_checkpoints
 
 from .test_background_saves import fill_disk, free_disk, run_rank
@@ -116,6 +117,17 @@ def test_the_number_of_the_node_is_part_of_the_name_of_a_disk(monkeypatch):
     assert (node(), own_disks(["/a-{node}/b"])[0].as_posix()) == (2, "/a-2/b")
     monkeypatch.setenv("GROUP_RANK", "7")
     assert own_disks(["/a-{node}/b"])[0].as_posix() == "/a-7/b"
+
+
+def test_disks_that_no_rank_of_a_node_uses_are_noted_before_the_start(make_run, disks, monkeypatch):
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    more = tuple(str(disk) for disk in (*disks, disks[0].parent))
+    for used, noted in ((2, False), (3, True)):
+        folder, lines = make_run(disks=more[:used], **RUN), []
+        preflight(folder, load_run(folder.config), lines.append)
+        assert [line.endswith(f": {more[2]} stays unused") for line in lines if "checkpoint.disks" in line] == [
+            True
+        ] * noted
 
 
 def test_files_of_other_nodes_are_named_and_are_no_damage(fork_ranks, make_run, disks, monkeypatch):

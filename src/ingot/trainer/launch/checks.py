@@ -224,7 +224,7 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
         _checked_tokens(folder, config, "data.heldout", config.data.heldout)
     _check_quarantined(folder, config, say)
     _check_devices(config, say)
-    _check_disk(folder, config)
+    _check_disk(folder, config, say)
     return tokens
 
 
@@ -281,7 +281,7 @@ def _fewer(config: RunConfig, ranks: int) -> str:
     return f"--set parallel.dp_shard={ranks}" if only_shards else f"degrees that multiply to at most {ranks}"
 
 
-def _check_disk(folder: RunFolder, config: RunConfig) -> None:
+def _check_disk(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> None:
     """Check that the disk has room for the checkpoints that stay and the one being written, and for saves of the
     weights alone."""
     saves, arch, precision = config.checkpoint, config.model, config.train.precision
@@ -290,7 +290,7 @@ def _check_disk(folder: RunFolder, config: RunConfig) -> None:
     needed -= sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
     what = f"{most} checkpoints"
     if saves.disks:
-        _check_striped(config, max(needed, 0), f"the share of {what} on this disk")
+        _check_striped(config, max(needed, 0), f"the share of {what} on this disk", say)
         needed, what = 0, "the manifests of checkpoints"
     if saves.weights_interval:
         needed += round(checkpoint_bytes(arch, precision, moments=0).value) * (saves.weights_keep + 1)
@@ -299,12 +299,19 @@ def _check_disk(folder: RunFolder, config: RunConfig) -> None:
     require_free(folder.checkpoints, max(needed, 0), what)
 
 
-def _check_striped(config: RunConfig, needed: int, what: str) -> None:
-    """Check that the disks of this node exist, and have room for the files of its ranks. needed: of all ranks."""
+def _check_striped(config: RunConfig, needed: int, what: str, say: Callable[[str], None]) -> None:
+    """Check that the disks of this node exist, and have room for the files of its ranks; note those that no rank will
+    use. needed: of all ranks."""
     require_disks(config.checkpoint.disks)
     disks, world = own_disks(config.checkpoint.disks), config.parallel.world_size
     by_device: dict[int, tuple[Path, int]] = {}  # two folders may be on one file system
-    for local_rank in range(min(environment_number("LOCAL_WORLD_SIZE", world // config.launch.nodes, least=1), world)):
+    ranks = min(environment_number("LOCAL_WORLD_SIZE", world // config.launch.nodes, least=1), world)
+    if unused := config.checkpoint.disks[ranks:]:
+        say(
+            f"note: checkpoint.disks names {len(disks)} folders, but a node has {ranks} rank{'s' * (ranks != 1)} with "
+            f"one file each: {', '.join(unused)} stay{'s' * (len(unused) == 1)} unused"
+        )
+    for local_rank in range(ranks):
         disk = disks[local_rank % len(disks)]
         device = disk.stat().st_dev
         before = by_device.get(device, (disk, 0))[1]
