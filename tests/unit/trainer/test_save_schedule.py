@@ -1,5 +1,10 @@
 """When saves are due, by a clock that the test moves; and runs on forked ranks that save at these times."""
 
+import itertools
+import math
+import time
+from statistics import median
+
 import pytest
 import torch
 
@@ -11,6 +16,7 @@ from ingot.schema.launch import Launch
 from ingot.schema.run import Checkpoint, Data, RunConfig, Train
 from ingot.theory.failures import daly_interval, job_mttf_seconds
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.files import CheckpointFiles
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loop import train
@@ -19,7 +25,7 @@ from ingot.trainer.resilience import stop_vote
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save_schedule import SOON_SECONDS, SaveSchedule
 
-from .test_background_saves import continue_writer, of_kind, stop_writer, written
+from .test_background_saves import continue_writer, files_by_step, of_kind, stop_writer, written
 from .test_loop import ledger_proof, step_facts
 from .test_loop import run_rank as run_undisturbed
 
@@ -194,11 +200,13 @@ class EachStep(DefaultPolicy):
         return verdict
 
 
-def run_rank(rank, ranks, folder, call, clock=lambda: 0.0):
+def run_rank(rank, ranks, folder, call, clock=lambda: 0.0, settings=(), until_step=None):
     place = place_of(rank, ranks, ranks)
-    run = build_trainer(load_run(folder.config), folder, place, say=lambda line: None)
+    run = build_trainer(load_run(folder.config, settings), folder, place, until_step=until_step, say=lambda line: None)
     run.schedule = SaveSchedule(run.config, place, run.first_step, run.log, run.say, clock)
     run.policy = EachStep(folder, run, call)
+    if run.first_step > 1:  # the rest of the step that was saved counts for the next interval
+        call(run, run.first_step - 1)
     try:
         train(run)
     finally:
@@ -269,3 +277,53 @@ def test_a_full_checkpoint_that_is_due_while_weights_are_written_follows_them(fo
     assert of_kind(folder, events.WEIGHTS_SAVED) == [(3, None)]
     assert of_kind(folder, events.CHECKPOINT) == [(6, None), (8, None)]
     ledger_proof(folder, load_run(folder.config))
+
+
+def train_by_steps(rank, ranks, folder, settings, until_step=None):
+    """On the clock of the schedule, a step takes 20 s; the stalls of saves are measured."""
+    now = [0.0]
+
+    def pass_time(run, step):
+        now[0] += 20.0
+
+    run_rank(rank, ranks, folder, pass_time, lambda: now[0], settings, until_step)
+
+
+def train_with_auto(rank, ranks, folder, settings):
+    """From step 9 on, the disk is slow."""
+    finish = CheckpointFiles.finish
+
+    def finish_slowly(self, *arguments):
+        time.sleep(0.3 if self.step >= 9 else 0.0)
+        return finish(self, *arguments)
+
+    CheckpointFiles.finish = finish_slowly
+    train_by_steps(rank, ranks, folder, settings)
+
+
+@pytest.mark.slow
+def test_auto_decides_by_measured_saves_and_its_logged_intervals_repeat_the_run(fork_ranks, make_run, each_step):
+    """A failure every 18 hours. Saves of some hundredths of a second pay every few steps; when each takes 0.3 s more,
+    the interval grows as soon as the median of the last saves does."""
+    whole = {"steps": 36, "keep": 36, "weights_every": "", "every_steps": 0, "dp_shard": 2}
+    folder = make_run("auto", every="auto", **whole)
+    fork_ranks(train_with_auto, 2, folder, ("launch.failures_per_node_day=1.35",))
+    *_, first = decided = [e for e in read_events(folder.events, events.CHECKPOINT_INTERVAL) if not e["step"]]
+    measured = list(read_events(folder.events, events.CHECKPOINT_INTERVAL))[len(decided) :]
+    assert (first["seconds"], first["stall_seconds"]) == (60.0, None)
+    stalls = {e["step"]: e["stall_seconds"] for e in read_events(folder.events, events.CHECKPOINT)}
+    for decision in measured:
+        before = [stall for step, stall in stalls.items() if step <= decision["step"]]
+        assert decision["stall_seconds"] == median(before[-5:])
+        mttf = job_mttf_seconds(decision["nodes"], decision["failures_per_node_day"])
+        assert decision["seconds"] == daly_interval(mttf, decision["stall_seconds"])
+        assert "Daly 2006" in decision["formula"] and "135.000%" in decision["formula"]
+    assert len(measured) >= 2 and measured[-1]["seconds"] > 1.25 * measured[0]["seconds"]
+
+    repeated = make_run("repeated", every="auto", **whole)
+    for decision, later in itertools.zip_longest([first, *measured], measured):
+        settings = (f'checkpoint.every="{math.ceil(decision["seconds"])} s"',)
+        fork_ranks(train_by_steps, 2, repeated, settings, later and later["step"])
+    assert of_kind(repeated, events.CHECKPOINT) == of_kind(folder, events.CHECKPOINT)
+    assert not list(read_events(repeated.events, events.CHECKPOINT_INTERVAL))
+    assert step_facts(repeated) == step_facts(folder) and files_by_step(repeated) == files_by_step(folder)
