@@ -107,9 +107,12 @@ def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
         terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
     if status.kept_step is not None:
         where = f"in the memory of {status.kept_nodes} node{'s' * (status.kept_nodes != 1)}"
-        terminal.say(f"kept   step {status.kept_step:,} {where if status.kept_nodes else 'nowhere in memory'}")
+        age = "" if status.kept_time is None else f", {format_seconds(max(now - status.kept_time, 0))} ago"
+        terminal.say(f"kept   step {status.kept_step:,} {where + age if status.kept_nodes else 'nowhere in memory'}")
     if status.stored_step is not None and status.stored_time is not None:
         terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
+    if took := _save_text(status):
+        terminal.say(f"took   {took}")
     if status.unstored_reason:
         terminal.say(f"store  the last upload failed: {status.unstored_reason}")
     if status.unused_step is not None:
@@ -120,6 +123,32 @@ def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
         terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
     if status.failed_step is not None:
         terminal.say(f"failed the save of step {status.failed_step:,}: {status.failed_reason}")
+
+
+def _save_text(status: "RunStatus") -> str:
+    """Return how long the parts of the newest save took, on each tier; "" if the log has none."""
+    from ingot.units import format_seconds
+
+    save, parts = status.last_save or {}, []
+
+    def seconds(name: str) -> str:
+        return format_seconds(save[f"{name}_seconds"])
+
+    def of_it(name: str, what: str) -> str:
+        return "" if save.get(f"{name}_seconds") is None else f" ({what} {seconds(name)} of it)"
+
+    if save.get("stall_seconds") is not None:
+        parts.append(f"stall {seconds('stall')}{of_it('snapshot', 'copy of the state')}")
+    if save.get("write_seconds") is not None:
+        parts.append(f"written in {seconds('write')}{of_it('verify', 'reading back')}")
+    for what, step, took in (
+        ("copied to the nodes", status.kept_step, status.kept_seconds),
+        ("uploaded", status.stored_step, status.stored_seconds),
+    ):
+        if took is not None:
+            which = "" if step == save.get("step") else f" (step {step:,})"
+            parts.append(f"{what} in {format_seconds(took)}{which}")
+    return f"step {save['step']:,}: {', '.join(parts)}" if save and parts else ", ".join(parts)
 
 
 def _say_drill(root: "Path", terminal: Terminal) -> int:

@@ -36,6 +36,7 @@ _NUMBERS = {
     kinds.METRICS: ("step",),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
     kinds.WEIGHTS_SAVED: ("step", "bytes", "stall_seconds"),
+    kinds.CHECKPOINT_STORED: ("step", "bytes", "seconds"),
     kinds.CHECKPOINT_FAILED: ("step",),
     kinds.CHECKPOINT_SKIPPED: ("step",),
     kinds.EVALUATION: ("step", "tokens"),
@@ -86,9 +87,10 @@ class RunData:
     findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
     have an entry in it (timeline.py), in the order of the log. sanity: the `sanity` events. ranges: the last
     `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and
-    `checkpoint_skipped` events. weights_saves: the `weights_saved` events. hashes: the SHA-256 of each named item.
-    active_seconds: the time from the start of each attempt to its last event, summed; pauses between attempts are not
-    included. unused: what is wrong with the newest checkpoint, if training would not resume from it.
+    `checkpoint_skipped` events. weights_saves, stored: the `weights_saved` and `checkpoint_stored` events. hashes: the
+    SHA-256 of each named item. active_seconds: the time from the start of each attempt to its last event, summed;
+    pauses between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not
+    resume from it.
     """
 
     folder: RunFolder
@@ -106,6 +108,7 @@ class RunData:
     metrics: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
     weights_saves: list[dict] = field(default_factory=list)
+    stored: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
     unsaved: list[dict] = field(default_factory=list)
     changed_settings: list[dict] = field(default_factory=list)
@@ -225,6 +228,7 @@ def read_run_events(data: RunData) -> None:
     lists = {
         kinds.CHECKPOINT: data.checkpoints,
         kinds.WEIGHTS_SAVED: data.weights_saves,
+        kinds.CHECKPOINT_STORED: data.stored,
         kinds.CHECKPOINT_REFUSED: data.refused,
         kinds.CHECKPOINT_FAILED: data.unsaved,
         kinds.CHECKPOINT_SKIPPED: data.unsaved,

@@ -20,6 +20,7 @@ from ingot.report.render.page import (
 )
 from ingot.schema import events as kinds
 from ingot.schema.arch import Arch
+from ingot.schema.checkpoint import FULL
 from ingot.units import format_bytes, format_count, format_seconds
 
 
@@ -158,7 +159,7 @@ def checkpoints_section(data: RunData) -> Section | None:
     if not data.checkpoints:
         return Section("checkpoints", "Checkpoints", [Text("None was saved."), _unsaved(data)])
     stalls = sorted(e["stall_seconds"] for e in data.checkpoints)
-    rows = [(f"{e['step']:,}", format_bytes(e["bytes"]), format_seconds(e["stall_seconds"])) for e in data.checkpoints]
+    header, rows = _saves_table(data)
     text = (
         f"{len(rows)} saved; each was read back and compared before it counted. Training paused for "
         f"{format_seconds(stalls[len(stalls) // 2])} at the median, {format_seconds(stalls[-1])} at most."
@@ -174,11 +175,27 @@ def checkpoints_section(data: RunData) -> Section | None:
         blocks.append(TableBlock(("Step", "Why it was refused"), refused, right=(0,), caption="Refused on load"))
     if data.unsaved:
         blocks.append(_unsaved(data))
-    header = ("Step", "Size", "Stall")
-    blocks.append(
-        TableBlock(header, rows, right=(0, 1, 2), caption=f"All {len(rows)} checkpoints", folded=len(rows) > 6)
-    )
+    right, caption = tuple(range(len(header))), f"All {len(rows)} checkpoints"
+    if "Verify" in header:
+        caption += "; most of Verify passes during Write"
+    blocks.append(TableBlock(header, rows, right=right, caption=caption, folded=len(rows) > 6))
     return Section("checkpoints", "Checkpoints", blocks)
+
+
+def _saves_table(data: RunData) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """Return the header and the rows of the table of checkpoints: how long each part of a save took, as far as the log
+    has it."""
+    columns = (("Stall", "stall_seconds"), ("Snapshot", "snapshot_seconds"), ("Write", "write_seconds"))
+    columns += (("Verify", "verify_seconds"), ("Upload", "upload_seconds"))
+    uploads = {e["step"]: e["seconds"] for e in data.stored if e.get("what", FULL) == FULL and e["bytes"]}
+    saves = [{**e, "upload_seconds": uploads.get(e["step"])} for e in data.checkpoints]
+    shown = [(title, name) for title, name in columns if any(is_finite(e.get(name)) for e in saves)]
+
+    def row(save: dict) -> tuple[str, ...]:
+        seconds = (format_seconds(save[name]) if is_finite(save.get(name)) else "" for _, name in shown)
+        return (f"{save['step']:,}", format_bytes(save["bytes"]), *seconds)
+
+    return ("Step", "Size", *(title for title, _ in shown)), [row(save) for save in saves]
 
 
 def _unsaved(data: RunData) -> TableBlock:

@@ -36,8 +36,11 @@ class RunStatus:
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
     weights_step, weights_time: the newest save of the weights alone.
-    kept_step, kept_nodes: the newest snapshot in memory, and how many nodes have each part of it, at least.
-    stored_step, stored_time: the newest checkpoint in the run's store. unstored_reason: why the last upload failed.
+    last_save: the newest `checkpoint` event: step, bytes, and the seconds of stall, snapshot, write and verify.
+    kept_step, kept_time, kept_nodes: the newest snapshot in memory, and how many nodes have each part of it, at least.
+    kept_seconds: how long its copies took.
+    stored_step, stored_time: the newest checkpoint in the run's store. stored_seconds: how long its upload took; None
+    if an earlier attempt sent it. unstored_reason: why the last upload failed.
     skipped_steps: the steps whose updates the policy skipped. roll_backs: (from step, to step) of each roll-back.
     happened: the newest entry of the timeline (timeline.py): what the guards of the run found or did last.
     damaged_ranks: the ranks whose state or gradients were found damaged, and those among which a damaged one is.
@@ -80,10 +83,14 @@ class RunStatus:
     failed_reason: str = ""
     weights_step: int | None = None
     weights_time: float | None = None
+    last_save: dict | None = None
     kept_step: int | None = None
+    kept_time: float | None = None
     kept_nodes: int = 0
+    kept_seconds: float | None = None
     stored_step: int | None = None
     stored_time: float | None = None
+    stored_seconds: float | None = None
     unstored_reason: str = ""
     skipped_steps: tuple[int, ...] = ()
     roll_backs: tuple[tuple[int, int], ...] = ()
@@ -117,6 +124,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
             log.take(event)
     last, losses = log.last, log.losses
     progress, weights = last.get(events.PROGRESS, {}), last.get(events.WEIGHTS_SAVED, {})
+    kept, stored = last.get(events.SNAPSHOT_KEPT, {}), log.stored.get(FULL, {})
     failed = log.failures.get(FULL) or log.failures.get(WEIGHTS) or {}
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
     # A run that has ended its steps may still upload what it saved.
@@ -145,10 +153,14 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         failed_reason=str(failed.get("reason", "")),
         weights_step=weights.get("step"),
         weights_time=weights.get("time"),
-        kept_step=last.get(events.SNAPSHOT_KEPT, {}).get("step"),
-        kept_nodes=last.get(events.SNAPSHOT_KEPT, {}).get("nodes", 0),
-        stored_step=log.stored.get(FULL, {}).get("step"),
-        stored_time=log.stored.get(FULL, {}).get("time"),
+        last_save=_without_kind(last.get(events.CHECKPOINT), "path"),
+        kept_step=kept.get("step"),
+        kept_time=kept.get("time"),
+        kept_nodes=kept.get("nodes", 0),
+        kept_seconds=kept.get("seconds"),
+        stored_step=stored.get("step"),
+        stored_time=stored.get("time"),
+        stored_seconds=stored.get("seconds") if stored.get("bytes") else None,
         unstored_reason=log.unstored.get(FULL) or log.unstored.get(WEIGHTS, ""),
         restarts=log.restarts,
         faults=tuple(log.faults),

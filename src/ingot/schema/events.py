@@ -55,12 +55,14 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  ("transient", "persistent", or "other": other ranks were damaged)   the steps were trained again
   rolled_back    from_step, to_step, reason ("guard", or "damage"), why (this checkpoint, in words),
                  passed_over [{step, reason} ..] (newer ones)         training continues from the checkpoint of to_step
-  checkpoint     step, bytes, stall_seconds (training paused), write_seconds (until it was verified), path
+  checkpoint     step, bytes, stall_seconds (training paused), snapshot_seconds (of these, for the copy of the state
+                 in memory; null: training waited for the files), write_seconds (until it was verified), verify_seconds
+                 (the slowest rank read back and compared, most of it while it wrote), path
                                                                       after the checkpoint was verified
   checkpoint_skipped  step, what ("full", or "weights" alone), in_flight (step)   an earlier save was being written
   checkpoint_failed   step, what, code (of an error of ingot, or ""), reason, write_seconds
                                                                       training went on without this checkpoint
-  weights_saved  step, bytes, stall_seconds, write_seconds, path      after the weights alone were saved and verified
+  weights_saved  the fields of `checkpoint`                           after the weights alone were saved and verified
   checkpoint_interval  step, what, seconds, stall_seconds (null: none measured), nodes, failures_per_node_day, formula
                                                                       with "auto": the interval from here on
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
@@ -70,9 +72,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                       step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked
   lease_recorded      store, epoch                                    the missing record of this attempt was written
   lease_not_recorded  store, epoch, code, reason                      it refuses the record: nothing is uploaded
+  snapshot_pageable   step, rank, code (of cudaHostRegister)         the memory of a rank's snapshots is not page-locked
   snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
   snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
-  snapshot_pageable   step, rank, code (of cudaHostRegister)         the memory of a rank's snapshots is not page-locked
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
                  seconds
   sample         step, prompt, text
@@ -142,9 +144,9 @@ CHECKPOINT_NOT_STORED = "checkpoint_not_stored"
 CHECKPOINT_FETCHED = "checkpoint_fetched"
 LEASE_RECORDED = "lease_recorded"
 LEASE_NOT_RECORDED = "lease_not_recorded"
+SNAPSHOT_PAGEABLE = "snapshot_pageable"
 SNAPSHOT_KEPT = "snapshot_kept"
 SNAPSHOT_RESTORED = "snapshot_restored"
-SNAPSHOT_PAGEABLE = "snapshot_pageable"
 EVALUATION = "evaluation"
 SAMPLE = "sample"
 FAULT = "fault"

@@ -7,7 +7,7 @@ import math
 import signal
 import time
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -31,6 +31,28 @@ _END_SECONDS = 1.0  # of launch.grace, that the ranks need to end
 _SILENT_SECONDS = 3.0  # that the end of a run waits for uploads without a line
 _LOOK_SECONDS = 0.2  # between two looks at uploads that the end of a run waits for
 SAVE_MARGIN = 1.25  # of the last save's time, for the decision whether another one fits into launch.grace
+
+
+@dataclass(frozen=True)
+class SaveSeconds:
+    """The seconds of a save. stall: training waited on this rank. verify: the slowest rank read its file back and
+    compared it, most of it while it wrote. snapshot: of the stall, for the copy of the state. write: from the copy to
+    the published checkpoint. The last two are None if training waited for the files.
+    """
+
+    stall: float
+    verify: float
+    snapshot: float | None = None
+    write: float | None = None
+
+    def as_facts(self) -> dict[str, float | None]:
+        """Return the fields of the event of a save."""
+        return {
+            "stall_seconds": self.stall,
+            "snapshot_seconds": self.snapshot,
+            "write_seconds": self.stall if self.write is None else self.write,
+            "verify_seconds": self.verify,
+        }
 
 
 def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = False) -> bool:
@@ -78,6 +100,8 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
     keep_every = checkpoint.keep_every if kind == FULL else 0
     if background is not None:
         save = background.start(facts, trainer.state, ledger, samples, keep, keep_every, began, require_unchanged)
+        if code := background.new_refusal():
+            _report_pageable(trainer, step, code)
         if last:
             settle(trainer, wait=True)
             if save.error is not None:
@@ -93,15 +117,22 @@ def save(trainer: RunParts, step: int, kind: SaveKind = FULL, *, last: bool = Fa
         segment=samples,
         require_unchanged=require_unchanged,
     )
-    _record(trainer, kind, step, segment, saved.bytes, time.monotonic() - began)
+    _record(trainer, kind, step, segment, saved.bytes, SaveSeconds(time.monotonic() - began, saved.verify_seconds))
     return True
+
+
+def _report_pageable(trainer: RunParts, step: int, code: int) -> None:
+    log = trainer.log if trainer.place.is_first else trainer.event_log.write  # each rank has memory of its own
+    log(events.SNAPSHOT_PAGEABLE, step=step, rank=trainer.place.rank, code=code)
+    trainer.say(
+        f"WARNING   the copy of the state for saves is not in page-locked memory (cudaHostRegister answers {code}): "
+        "training waits longer for each save. The memory of this machine may be short, or locked by its other programs"
+    )
 
 
 def fits(trainer: RunParts, step: int, deadline: float) -> bool:
     """Return whether a save of `step` would end before `deadline`, in seconds of time.monotonic(). Collective.
 
-        if code := background.new_refusal():
-            _report_pageable(trainer, step, code)
     A save in flight is awaited first. The estimate is the time of the last save of this process, and SAVE_MARGIN for
     another load of the disk; without one, the save is tried: a save that does not end leaves the checkpoints as they
     were. If it does not fit, that is reported.
@@ -119,15 +150,6 @@ def fits(trainer: RunParts, step: int, deadline: float) -> bool:
         f"{step - newest} steps will be trained again"
     )
     return False
-
-
-def _report_pageable(trainer: RunParts, step: int, code: int) -> None:
-    log = trainer.log if trainer.place.is_first else trainer.event_log.write  # each rank has memory of its own
-    log(events.SNAPSHOT_PAGEABLE, step=step, rank=trainer.place.rank, code=code)
-    trainer.say(
-        f"WARNING   the copy of the state for saves is not in page-locked memory (cudaHostRegister answers {code}): "
-        "training waits longer for each save. The memory of this machine may be short, or locked by its other programs"
-    )
 
 
 def settle(trainer: RunParts, *, wait: bool) -> bool:
@@ -158,7 +180,8 @@ def report_ended(trainer: RunParts) -> None:
     if save.copied is not None:
         _report_copies(trainer, save.copied)
     if save.error is None:
-        _record(trainer, save.kind, save.step, save.segment, save.bytes, save.stall_seconds, save.write_seconds)
+        seconds = SaveSeconds(save.stall_seconds, save.verify_seconds, save.snapshot_seconds, save.write_seconds)
+        _record(trainer, save.kind, save.step, save.segment, save.bytes, seconds)
         return
     if save.is_fatal:
         background.broken = save.error
@@ -192,22 +215,20 @@ def _record(
     step: int,
     segment: LedgerSegment | None,
     size: int,
-    stall_seconds: float,
-    write_seconds: float | None = None,
+    seconds: SaveSeconds,
 ) -> None:
     """Take in that a save ended well, and report it. segment: the ledger segment that a full checkpoint added."""
     path = str(trainer.folder.of(kind).checkpoint(step).relative_to(trainer.folder.root))
-    seconds = stall_seconds if write_seconds is None else write_seconds
     event = events.CHECKPOINT if kind == FULL else events.WEIGHTS_SAVED
-    trainer.log(event, step=step, bytes=size, stall_seconds=stall_seconds, write_seconds=seconds, path=path)
-    written = "" if write_seconds is None else f"written in {format_seconds(write_seconds)}  "
-    stall = f"stall {format_seconds(stall_seconds)}"
+    trainer.log(event, step=step, bytes=size, **seconds.as_facts(), path=path)
+    written = "" if seconds.write is None else f"written in {format_seconds(seconds.write)}  "
+    stall = f"stall {format_seconds(seconds.stall)}"
     what = "" if kind == FULL else "weights of "
     left = trainer.left_out - trainer.left_out_shown
     trainer.left_out_shown = trainer.left_out
     more = f"  {left} save{'s' * (left != 1)} left out" if left else ""
     trainer.say(f"saved     {what}step {step}  {format_bytes(size)}  {stall}  {written}verified{more}")
-    trainer.schedule.measured(kind, step, stall_seconds, write_seconds or 0.0)
+    trainer.schedule.measured(kind, step, seconds.stall, seconds.write or 0.0)
     # Weights alone are in the run folder, never on disks of nodes: rank 0 uploads all of them.
     if trainer.uploader is not None and (kind == FULL or trainer.place.is_first):
         trainer.uploader.push(step, kind)
@@ -215,7 +236,7 @@ def _record(
         return
     trainer.segments.append(segment)
     trainer.ledger.forget(step)
-    trainer.save_seconds = stall_seconds + (write_seconds or 0.0)
+    trainer.save_seconds = seconds.stall + (seconds.write or 0.0)
 
 
 def finish_uploads(trainer: RunParts, deadline: float, *, stopped: bool) -> None:

@@ -252,6 +252,27 @@ def test_saves_of_the_weights_are_shown_and_hide_no_failed_checkpoint(folder, ca
     assert read_status(folder.root).failed_step is None
 
 
+def test_how_long_the_parts_of_the_newest_save_took_is_shown_for_each_tier(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.CHECKPOINT, step=4, stall_seconds=0.5, write_seconds=0.5)  # training waited; of an older version
+    assert main(["status", str(folder.root)]) == 0
+    assert "took   step 4: stall 500.0 ms, written in 500.0 ms\n" in capsys.readouterr().out
+    seconds = {"stall_seconds": 0.25, "snapshot_seconds": 0.125, "write_seconds": 2.0, "verify_seconds": 1.5}
+    log.write(events.CHECKPOINT, step=8, bytes=9, **seconds, path="x")
+    log.write(events.SNAPSHOT_KEPT, step=8, nodes=2, seconds=3.0)
+    log.write(events.CHECKPOINT_STORED, step=4, what="full", store="s3://bucket/run", bytes=9, seconds=4.0)
+    main(["status", str(folder.root)])
+    shown = capsys.readouterr().out
+    assert (
+        "took   step 8: stall 250.0 ms (copy of the state 125.0 ms of it), written in 2.0 s (reading back 1.5 s of it)"
+        ", copied to the nodes in 3.0 s, uploaded in 4.0 s (step 4)\n"
+    ) in shown
+    assert "kept   step 8 in the memory of 2 nodes, " in shown
+    assert read_status(folder.root).last_save == {"step": 8, "bytes": 9, **seconds}
+    log.write(events.CHECKPOINT_STORED, step=8, what="full", store="s3://bucket/run", bytes=0, seconds=1.0)
+    assert read_status(folder.root).stored_seconds is None  # an earlier attempt sent it
+
+
 def test_what_is_no_run_folder_is_refused(tmp_path):
     with refused("E-RUN-FOLDER", run=str(tmp_path)):
         read_status(tmp_path)

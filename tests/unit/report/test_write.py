@@ -274,6 +274,19 @@ def test_saves_that_failed_or_were_left_out_are_reported(tmp_path, logs):
         assert ("saved 2 times: 200.0 ms of pauses" in text) != none
 
 
+def test_the_table_of_checkpoints_has_the_seconds_that_the_log_has(tmp_path, logs):
+    saved = {"kind": "checkpoint", "time": logs.START, "step": 40, "bytes": 1000, "stall_seconds": 0.25}
+    timed = saved | {"step": 80, "snapshot_seconds": 0.125, "write_seconds": 2.0, "verify_seconds": 1.5}
+    stored = {"kind": "checkpoint_stored", "time": logs.START, "step": 80, "what": "full", "bytes": 9, "seconds": 7.0}
+    weights = stored | {"step": 40, "what": "weights"}
+    events = [logs.started(logs.START, 0, 0), saved]
+    assert "| Step | Size | Stall |\n" in write_report(logs.write_events(tmp_path, events)).markdown.read_text()
+    text = write_report(logs.write_events(tmp_path, [*events, timed, stored, weights])).markdown.read_text()
+    assert "| Step | Size | Stall | Snapshot | Write | Verify | Upload |" in text
+    rows = [line.split(" | ")[2:] for line in text.splitlines() if line.startswith(("| 40 |", "| 80 |"))]
+    assert rows == [["250.0 ms", "", "", "", " |"], ["250.0 ms", "125.0 ms", "2.0 s", "1.5 s", "7.0 s |"]]
+
+
 @pytest.mark.parametrize("log", ["", "\x00 what?\n", '{"kind": "step"}\n'])
 def test_a_log_without_events_makes_no_report(tmp_path, log):
     RunFolder(tmp_path).events.write_text(log)

@@ -457,7 +457,9 @@ def test_every_line_says_where_the_time_of_its_steps_went(fork_ranks, make_run):
         assert sum(kind["most"] for kind in kinds) > 0.95 * lines[step]["step_seconds"]
         assert {kind["rank"] for kind in kinds} <= {0, 1} and event["computing"]["least"] > 0
     assert all(e["seconds"] > 0 for e in read_events(folder.events, "evaluation"))
-    assert all(e["stall_seconds"] > 0 for e in read_events(folder.events, "checkpoint"))
+    for saved in read_events(folder.events, "checkpoint"):
+        assert 0 < saved["verify_seconds"] <= saved["write_seconds"]
+        assert saved["snapshot_seconds"] is None  # training waited for the files
 
 
 def test_wrong_number_of_processes_is_refused(fork_ranks, make_run):

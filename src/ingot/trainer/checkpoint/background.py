@@ -18,7 +18,7 @@ from ingot.errors import IngotError, ResourceError
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_all_ranks, rank
-from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents, PublishedSave
 from ingot.trainer.checkpoint.nodes import discard_files, sweep_disks
 from ingot.trainer.checkpoint.replicas import Copied, Copying, Replicas, summary
 from ingot.trainer.checkpoint.save import file_contents
@@ -36,12 +36,13 @@ class SaveInFlight:
     """A save that a thread carries out. kind, step: what is saved, of which step. segment: the ledger segment that a
     full checkpoint adds.
 
-    stall_seconds: how long training waited on this rank. work: writes the checkpoint, and returns its bytes. keep:
-    begins to keep the snapshot in memory, and returns a function that waits for that. withdraw: is called if the state
-    is not fit to continue from, also in memory.
+    stall_seconds: how long training waited on this rank. snapshot_seconds: of these, for the copy of its state.
+    work: writes the checkpoint. keep: begins to keep the snapshot in memory, and returns a function that waits for
+    that. withdraw: is called if the state is not fit to continue from, also in memory.
 
-    After `ended`: bytes of all tensor files, write_seconds from the copy to the published checkpoint, the error, which
-    is the same on every rank, and how the snapshot was kept in memory (copied); None if it was not.
+    After `ended`: bytes of all tensor files, write_seconds from the copy to the published checkpoint, verify_seconds
+    (see PublishedSave), the error, which is the same on every rank, and how the snapshot was kept in memory (copied);
+    None if it was not.
     """
 
     def __init__(
@@ -50,13 +51,15 @@ class SaveInFlight:
         step: int,
         segment: LedgerSegment | None,
         stall_seconds: float,
-        work: Callable[[], int],
+        snapshot_seconds: float,
+        work: Callable[[], PublishedSave],
         keep: Callable[[], Callable[[], Copied]] | None = None,
         withdraw: Callable[[], None] = lambda: None,
     ):
         self.kind: SaveKind = kind
-        self.step, self.segment, self.stall_seconds = step, segment, stall_seconds
-        self.bytes, self.write_seconds = 0, 0.0
+        self.step, self.segment = step, segment
+        self.stall_seconds, self.snapshot_seconds = stall_seconds, snapshot_seconds
+        self.bytes, self.write_seconds, self.verify_seconds = 0, 0.0, 0.0
         self.error: Exception | None = None
         self.copied: Copied | None = None
         self._work, self._keep, self._withdraw = work, keep, withdraw
@@ -80,7 +83,8 @@ class SaveInFlight:
     def _run(self) -> None:
         started, kept = time.perf_counter(), self._keep() if self._keep else None
         try:
-            self.bytes = self._work()
+            published = self._work()
+            self.bytes, self.verify_seconds = published.bytes, published.verify_seconds
         except Exception as error:
             self.error = error
         self.write_seconds = time.perf_counter() - started
@@ -127,11 +131,11 @@ class BackgroundSaver:
         self._writer = WriterProcess(folder, rank(), [self._snapshot.fd, self._weights.fd])
         with contextlib.suppress(ResourceError):  # tried again at the first save, which reports it
             self._writer.begin()  # now, because its start must not count for the first save
+        self._refusal_is_known = False
         self.in_flight: SaveInFlight | None = None
         self.broken: Exception | None = None
 
     @property
-        self._refusal_is_known = False
     def writer_pid(self) -> int | None:
         """The id of the writer process; None before the first save."""
         return self._writer.pid
@@ -141,10 +145,6 @@ class BackgroundSaver:
         """True if a save of this rank is in flight."""
         return self.in_flight is not None and not self.in_flight.ended
 
-    def start(
-        self,
-        facts: CheckpointFacts,
-        state: TrainingState,
     def new_refusal(self) -> int:
         """Return the error code with which the CUDA runtime refused to page-lock the memory of a snapshot; 0 if it did
         not, or if it is known from an earlier call."""
@@ -154,6 +154,10 @@ class BackgroundSaver:
         self._refusal_is_known = True
         return refusal
 
+    def start(
+        self,
+        facts: CheckpointFacts,
+        state: TrainingState,
         ledger: tuple[LedgerSegment, ...],
         segment: bytes,
         keep: int,
@@ -167,7 +171,7 @@ class BackgroundSaver:
         The arguments are those of `save_checkpoint`; the previous save must have ended. began: time.monotonic() at
         which training began to wait. An error of this rank ends the save on every rank.
         """
-        contents, header, size, failure = None, b"", 0, None
+        contents, header, size, failure, copied_in = None, b"", 0, None, 0.0
         replicas = self._replicas if facts.kind == FULL else None
         snapshot = self._snapshot if facts.kind == FULL else self._weights
         try:
@@ -176,7 +180,9 @@ class BackgroundSaver:
             contents, tensors = file_contents(state, facts.kind)
             if replicas is not None:
                 header = header_of(contents.parts)  # what is kept in memory is a whole checkpoint file
+            copying = time.monotonic()
             size = snapshot.take(tensors, header)
+            copied_in = time.monotonic() - copying
             if require_unchanged is not None:
                 require_unchanged()
             self._writer.begin(size)
@@ -184,7 +190,7 @@ class BackgroundSaver:
             failure = error
         image = _Image(contents, snapshot.fd, size, len(header), failure)
 
-        def work() -> int:
+        def work() -> PublishedSave:
             return self._save(facts, image, ledger, segment, keep, keep_every)
 
         def keep_in_memory() -> Callable[[], Copied]:
@@ -199,7 +205,7 @@ class BackgroundSaver:
         added, stall = ledger[-1] if ledger else None, time.monotonic() - began
         in_memory = keep_in_memory if replicas is not None else None
         self.in_flight = SaveInFlight(
-            facts.kind, facts.step, added, stall, work, in_memory, lambda: self.forget(facts.step - 1)
+            facts.kind, facts.step, added, stall, copied_in, work, in_memory, lambda: self.forget(facts.step - 1)
         )
         return self.in_flight
 
@@ -229,7 +235,7 @@ class BackgroundSaver:
         segment: bytes,
         keep: int,
         keep_every: int,
-    ) -> int:
+    ) -> PublishedSave:
         def own_bytes() -> int:
             if image.failure is not None:
                 raise image.failure
@@ -243,7 +249,7 @@ class BackgroundSaver:
             from_all_ranks(own_bytes, lambda sizes: self._writer.make_folder(facts, sizes), group=self._group)
             saved = from_all_ranks(
                 write,
-                lambda parts: self._writer.finish(facts, parts, ledger, segment, keep, keep_every),
+                lambda parts: vars(self._writer.finish(facts, parts, ledger, segment, keep, keep_every)),
                 bytes,
                 bytes,
                 group=self._group,
@@ -252,7 +258,7 @@ class BackgroundSaver:
             discard_files(CheckpointFiles(self._folder.of(facts.kind), facts.step, facts.epoch), self._group)
             raise
         sweep_disks(self._folder, self._group)
-        return saved
+        return PublishedSave(**saved)
 
     def close(self) -> None:
         """End the writer process, and a save that is in flight with it, and free the snapshot."""

@@ -74,6 +74,15 @@ class FileContents:
 
 
 @dataclass(frozen=True)
+class PublishedSave:
+    """A save that is whole. bytes: of all tensor files. verify_seconds: how long the slowest rank read its file back
+    and compared it, most of it while it wrote."""
+
+    bytes: int
+    verify_seconds: float
+
+
+@dataclass(frozen=True)
 class CheckpointFiles:
     """The files of the save of `step` in the run `folder`, whose `saves` are those of its kind.
 
@@ -118,21 +127,21 @@ class CheckpointFiles:
             size = sum(part.bytes for part in contents.parts) + _EXTRA_BYTES_PER_RANK
             require_free(own, size, f"the file of rank {rank} in the checkpoint of step {self.step}")
 
-        def write_it() -> tuple[FileEntry, list[int]]:
+        def write_it() -> tuple[FileEntry, list[int], float]:
             path.unlink(missing_ok=True)
-            entry, checksums = write_parts(path, contents.parts, data)
+            entry, checksums, seconds = write_parts(path, contents.parts, data)
             if own:
                 path.replace(own / with_hash(file_of(rank), entry.sha256))
                 fsync_dir(own)
-            return entry, checksums
+            return entry, checksums, seconds
 
         try:
-            entry, checksums = self._on_disk(path, write_it)
+            entry, checksums, seconds = self._on_disk(path, write_it)
         except BaseException:
             if own:
                 path.unlink(missing_ok=True)
             raise
-        return RankBlocks.pack(entry, contents.kinds, contents.written, checksums[: len(contents.written)])
+        return RankBlocks.pack(entry, contents.kinds, contents.written, checksums[: len(contents.written)], seconds)
 
     def finish(
         self,
@@ -142,14 +151,13 @@ class CheckpointFiles:
         segment: bytes | None,
         keep: int,
         keep_every: int = 0,
-    ) -> int:
+    ) -> PublishedSave:
         """Write the manifest, rename the folder, and remove the checkpoints that `keep` and `keep_every` do not keep.
 
         parts: the ranks' parts of the manifest, after every rank has written and verified its file. segment: the
         content of the last file of `ledger`, or None if the file exists; a save of the weights alone has no ledger.
-        Returns the bytes of all tensor files. Raises RunBusyError if another attempt has taken over the run, and
-        ResourceError if the checkpoint cannot be written. Old checkpoints that cannot be removed stay until the next
-        save.
+        Raises RunBusyError if another attempt has taken over the run, and ResourceError if the checkpoint cannot be
+        written. Old checkpoints that cannot be removed stay until the next save.
         """
         self.require_newest()
         if segment is not None and ledger:
@@ -178,7 +186,9 @@ class CheckpointFiles:
             prune(self.folder, self.step, keep, keep_every, proven_steps(manifest))
         except OSError as error:  # the checkpoint is there, and the next save tries again
             print(f"{self.folder.checkpoints}: old checkpoints were not removed: {error}", file=sys.stderr)
-        return sum(file.bytes for file in manifest.files.values())
+        return PublishedSave(
+            sum(file.bytes for file in manifest.files.values()), max(part.verify_seconds for part in parts)
+        )
 
     def require_newest(self) -> None:
         """Raise RunBusyError if another attempt has taken over the run, ResourceError if the run folder is lost: where

@@ -78,11 +78,14 @@ class RankBlocks:
 
     places: (offsets, sizes, indices of the tensors in `kinds`, CRC-32 of each tensor's block); the last two are the
     bytes of unsigned 32-bit integers.
+
+    verify_seconds: how long the rank read its file back and compared it. It is for the event log, not for the manifest.
     """
 
     file: FileEntry
     kinds: bytes
     places: list[tuple[Numbers, Numbers, bytes, bytes]]
+    verify_seconds: float = 0.0
 
     @staticmethod
     def pack(
@@ -90,6 +93,7 @@ class RankBlocks:
         kinds: Mapping[str, Kind],
         written: Sequence[tuple[str, Numbers, Numbers]],
         checksums: Sequence[int],
+        verify_seconds: float = 0.0,
     ) -> "RankBlocks":
         """Pack the blocks of a rank. written: (tensor, offsets, sizes) of each block. checksums: a CRC-32 per block."""
         number = {name: i for i, name in enumerate(kinds)}
@@ -99,14 +103,13 @@ class RankBlocks:
             numbers.append(number[name])
             crcs.append(crc32)
         places = [(*place, numbers.tobytes(), crcs.tobytes()) for place, (numbers, crcs) in by_place.items()]
-        return RankBlocks(file, zlib.compress(json.dumps(kinds).encode(), 1), places)
+        return RankBlocks(file, zlib.compress(json.dumps(kinds).encode(), 1), places, verify_seconds)
 
     def to_bytes(self) -> bytes:
         """Return the bytes to send to rank 0: the length of a JSON header, the header, and the binary parts."""
         lengths = [[offsets, sizes, len(numbers)] for offsets, sizes, numbers, _ in self.places]
-        header = json.dumps(
-            [self.file.bytes, self.file.sha256, len(self.kinds), lengths], separators=(",", ":")
-        ).encode()
+        about = [self.file.bytes, self.file.sha256, self.verify_seconds, len(self.kinds), lengths]
+        header = json.dumps(about, separators=(",", ":")).encode()
         binary = (part for _, _, numbers, crcs in self.places for part in (numbers, crcs))
         return b"".join([len(header).to_bytes(4, "little"), header, self.kinds, *binary])
 
@@ -114,7 +117,7 @@ class RankBlocks:
     def from_bytes(data: bytes) -> "RankBlocks":
         """Return the blocks that `to_bytes` made into `data`. Raises ValueError for bytes of another length."""
         start = 4 + int.from_bytes(data[:4], "little")
-        file_bytes, sha256, kinds_bytes, lengths = json.loads(data[4:start])
+        file_bytes, sha256, verify_seconds, kinds_bytes, lengths = json.loads(data[4:start])
         kinds, start, places = data[start : start + kinds_bytes], start + kinds_bytes, []
         for offsets, sizes, length in lengths:
             middle, end = start + length, start + 2 * length
@@ -122,7 +125,7 @@ class RankBlocks:
             start = end
         if start != len(data):
             raise ValueError(f"the blocks of a rank have {len(data)} bytes, not {start}")
-        return RankBlocks(FileEntry(bytes=file_bytes, sha256=sha256), kinds, places)
+        return RankBlocks(FileEntry(bytes=file_bytes, sha256=sha256), kinds, places, verify_seconds)
 
 
 def assemble(parts: Sequence[RankBlocks]) -> tuple[tuple[BlockLayout, ...], dict[str, TensorEntry]]:

@@ -24,11 +24,13 @@ from ingot.trainer.checkpoint.tensors import bytes_of, dtype_name, part_of
 
 @dataclass(frozen=True)
 class SavedCheckpoint:
-    """A saved checkpoint. bytes: the size of all tensor files. stall_seconds: how long training paused on this rank."""
+    """A saved checkpoint. bytes, verify_seconds: see PublishedSave. stall_seconds: how long training paused on this
+    rank."""
 
     path: Path
     bytes: int
     stall_seconds: float
+    verify_seconds: float
 
 
 def save_checkpoint(
@@ -68,14 +70,14 @@ def save_checkpoint(
         return written
 
     from_all_ranks(collect, files.make_folder)
-    saved_bytes = from_all_ranks(
+    saved = from_all_ranks(
         write,
-        lambda parts: files.finish(facts, parts, ledger, segment, keep, keep_every),
+        lambda parts: vars(files.finish(facts, parts, ledger, segment, keep, keep_every)),
         RankBlocks.to_bytes,
         RankBlocks.from_bytes,
     )
     sweep_disks(folder)
-    return SavedCheckpoint(files.path, saved_bytes, time.perf_counter() - started)
+    return SavedCheckpoint(files.path, stall_seconds=time.perf_counter() - started, **saved)
 
 
 def file_contents(state: TrainingState, kind: SaveKind = FULL) -> tuple[FileContents, list[Tensor]]:

@@ -69,13 +69,16 @@ def header_of(parts: Sequence[FilePart]) -> bytes:
     return len(text).to_bytes(8, "little") + text
 
 
-def write_parts(path: Path, parts: Sequence[FilePart], data: Iterable[memoryview]) -> tuple[FileEntry, list[int]]:
+def write_parts(
+    path: Path, parts: Sequence[FilePart], data: Iterable[memoryview]
+) -> tuple[FileEntry, list[int], float]:
     """Write the tensors `parts` to the new file `path`, durably.
 
     data: yields the bytes of each part, in the same order; they stay the same meanwhile. A few parts are in use at a
     time.
 
-    Returns the file's entry and the CRC-32 of each tensor's bytes. Raises CheckpointError for a value that is not
+    Returns the file's entry, the CRC-32 of each tensor's bytes, and the seconds of reading back and comparing, most of
+    which pass during the write. Raises CheckpointError for a value that is not
     finite (a run could not continue from it), and if the data read back differs from the data written.
     """
     header = header_of(parts)
@@ -100,7 +103,7 @@ def write_parts(path: Path, parts: Sequence[FilePart], data: Iterable[memoryview
             if len(hashing) > _HASHING_PARTS:
                 checksums.append(hashing.popleft().result())
         checksums += [one.result() for one in hashing]
-    return FileEntry(bytes=file.bytes, sha256=sha256.hexdigest()), checksums
+    return FileEntry(bytes=file.bytes, sha256=sha256.hexdigest()), checksums, file.verify_seconds
 
 
 def _require_finite(part: FilePart, data: memoryview) -> None:

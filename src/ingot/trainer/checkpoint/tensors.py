@@ -26,7 +26,7 @@ def bytes_of(tensors: Sequence[Tensor]) -> Iterator[memoryview]:
         yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileEntry, list[int]]:
+def write_tensors(path: Path, tensors: Sequence[tuple[str, Tensor]]) -> tuple[FileEntry, list[int], float]:
     """Write `tensors` (key, tensor on any device) to the new file `path`, as `write_parts` does."""
     parts = [part_of(key, tensor) for key, tensor in tensors]
     return write_parts(path, parts, bytes_of([tensor for _, tensor in tensors]))

@@ -13,6 +13,7 @@ import errno
 import fcntl
 import mmap
 import os
+import time
 from collections import deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
@@ -46,7 +47,8 @@ def verified_file(path: Path, size: int) -> Iterator["VerifiedFile"]:
 
 
 class VerifiedFile:
-    """The file of `verified_file`. bytes: how many were written."""
+    """The file of `verified_file`. bytes: how many were written. verify_seconds: of reading back and comparing so far,
+    in a second thread, so that most of them pass while later bytes are written."""
 
     def __init__(self, path: Path, file: FileIO, back: FileIO, thread: Executor, size: int):
         self._path, self._file, self._back, self._thread = path, file, back, thread
@@ -55,7 +57,7 @@ class VerifiedFile:
         self._found = _aligned(self._chunk)
         # Direct writes need whole aligned chunks, which are gathered here; None while writes take the page cache.
         self._gathered = _aligned(self._chunk) if direct else None
-        self.bytes = 0
+        self.bytes, self.verify_seconds = 0, 0.0
         self._pieces: list[memoryview] = []  # written, not yet given to the comparison; each within one chunk
         self._comparisons: deque[Future[None]] = deque()
 
@@ -108,6 +110,7 @@ class VerifiedFile:
     def _flush_and_compare(self, pieces: Sequence[memoryview]) -> None:
         """Flush the file, and compare what comes next in it with `pieces`."""
         os.fsync(self._file.fileno())
+        began = time.perf_counter()
         if hasattr(os, "posix_fadvise"):
             # Without its cached pages, a file is read from the disk. Larger reads take a tenth of the processor time.
             os.posix_fadvise(self._back.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -120,6 +123,7 @@ class VerifiedFile:
             if not np.array_equal(found, np.frombuffer(piece, np.uint8)):
                 raise self._differs()
             begin += len(piece)
+        self.verify_seconds += time.perf_counter() - began
 
     def _differs(self) -> CheckpointError:
         return CheckpointError(

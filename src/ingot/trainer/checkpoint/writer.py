@@ -24,8 +24,8 @@ from ingot.errors import ResourceError
 from ingot.machine.processes import die_with_parent, signals_blocked
 from ingot.schema.checkpoint import LedgerSegment, segments_of
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents, facts_of
-from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message
+from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents, PublishedSave, facts_of
+from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message, unpack_json
 from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.checkpoint.tensor_file import FilePart
 
@@ -95,11 +95,11 @@ class WriterProcess:
         segment: bytes,
         keep: int,
         keep_every: int,
-    ) -> int:
+    ) -> PublishedSave:
         """See CheckpointFiles.finish. parts: the bytes of the RankBlocks of all ranks."""
         request = _about("finish", facts) | {"facts": facts, "ledger": ledger}
         request |= {"keep": keep, "keep_every": keep_every}
-        return int(self._ask(request, segment, *parts))
+        return PublishedSave(**unpack_json(self._ask(request, segment, *parts)))
 
     def _ask(self, request: dict[str, Any], *more: bytes) -> bytes:
         process, answers = self._process, list[bytes]()
@@ -219,7 +219,7 @@ def _answer(folder: RunFolder, request: dict[str, Any], more: list[bytes]) -> by
     facts, ledger = facts_of(request["facts"]), segments_of(request["ledger"])
     segment, *parts = more
     rules = request["keep"], request["keep_every"]
-    return str(files.finish(facts, list(map(RankBlocks.from_bytes, parts)), ledger, segment, *rules)).encode()
+    return pack_json(files.finish(facts, list(map(RankBlocks.from_bytes, parts)), ledger, segment, *rules))
 
 
 def _contents(values: dict[str, Any]) -> FileContents:

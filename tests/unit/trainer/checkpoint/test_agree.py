@@ -146,7 +146,7 @@ def test_only_errors_of_ingot_are_rebuilt_by_name(kind):
 def test_the_blocks_of_a_rank_arrive_as_they_were():
     kinds = {"a": ("float32", (4, 6)), "step": ("float32", ())}
     written = [("a", (0, 0), (2, 6)), ("a", (2, 0), (2, 6)), ("step", (), ())]
-    part = RankBlocks.pack(FileEntry(bytes=100, sha256="0" * 64), kinds, written, [1, 2**32 - 1, 3])
+    part = RankBlocks.pack(FileEntry(bytes=100, sha256="0" * 64), kinds, written, [1, 2**32 - 1, 3], 1.5)
     data = part.to_bytes()
     assert RankBlocks.from_bytes(data) == part and assemble([RankBlocks.from_bytes(data)]) == assemble([part])
     for wrong in (data + b"x", data[:-1], data[:9]):
