@@ -115,6 +115,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_NODES}::test_a_silent_node_is_lost",),
     ),
     Mutant(
+        name="address-of-a-closed-link",
+        what="the address of a node is asked when its connection may be over, and ends the leader",
+        file="trainer/launch/nodes.py",
+        before="        if node.link.closed:  # it gave up",
+        after="        if node.link._socket.getpeername() and node.link.closed:  # it gave up",
+        tests=(f"{_NODES}::test_a_node_that_gave_up_before_it_was_heard_does_no_harm",),
+    ),
+    Mutant(
         name="other-versions-join",
         what="a node with another version of torch takes part",
         file="trainer/launch/node_messages.py",

@@ -251,10 +251,10 @@ def answer(connected: socket.socket, key: str) -> Link | None:
         if not hmac.compare_digest(proof, _proof(key, "node", ours, theirs)):
             raise ValueError("another key")
         connected.sendall(f"{_proof(key, 'leader', theirs, ours)}\n".encode())
+        return Link(connected)
     except (OSError, ValueError):
         connected.close()
         return None
-    return Link(connected)
 
 
 def _introduce(connected: socket.socket, key: str) -> None:

@@ -248,6 +248,8 @@ class Nodes:
             self._nodes.remove(node)
             return
         node.link.send(accepted=dict(self._terms))
+        if node.link.closed:  # it gave up before it was heard, and comes again
+            return
         node.host, node.pid = host, pid
         way = {"address": node.link.other_host, "leader_address": node.link.own_host}
         self._record(events.NODE, host=host, pid=pid, action="joined", node=None, reason="", **way)

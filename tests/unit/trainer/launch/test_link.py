@@ -151,7 +151,8 @@ def test_tcp_does_not_wait_long_between_its_repetitions():
                 raise OSError(92, "Protocol not available")
             super().setsockopt(level, name, value)
 
-    with OfAnOlderKernel() as connected:
+    with socket.create_server(("127.0.0.1", 0)) as server, OfAnOlderKernel() as connected:
+        connected.connect(server.getsockname())
         Link(connected)
         assert connected.asked == (1000, "ms")
         # With that limit, TCP itself would give up after 14 s, however long a node may be silent.

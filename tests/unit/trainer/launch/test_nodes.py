@@ -593,6 +593,21 @@ def test_one_that_connects_and_is_silent_keeps_no_node_out(cluster):
     nodes.release()
 
 
+def test_a_node_that_gave_up_before_it_was_heard_does_no_harm(cluster):
+    """The leader was busy for longer than the node waits, and reads its greeting when the connection is over."""
+    recorded = []
+    settings = {"terms": {}, "facts": FACTS, "say": print, "record": lambda kind, **facts: recorded.append(facts)}
+    nodes = Nodes(cluster.folder, Launch(nodes=2), **settings)
+    link = dial(LeaderAddress.read(cluster.folder.leader))
+    link.send(hello={"host": "b", "pid": 7, "facts": FACTS})
+    link.close("it waits no longer")
+    while nodes._arrived.empty():
+        time.sleep(0.01)
+    assert not list(nodes.poll()) and not nodes.links()
+    assert [facts["action"] for facts in recorded] == ["leads"] and not list(nodes.gone())
+    nodes.release()
+
+
 def test_a_hang_is_one_of_all_nodes_and_each_gives_its_evidence(cluster):
     cluster.start("a")
     cluster.start("b")
