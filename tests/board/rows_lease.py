@@ -49,7 +49,8 @@ def _in_a_step(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     _go_on([pid for pid in suspended if pid != process.pid])  # the launcher, which looks at the lease, comes later
     left = gone_within(DEADLINE_SECONDS, lambda: [pid for pid in marked_processes(folder.root) if pid in ranks])
     late = [step for step in _saved(folder)[before:] if step not in there]  # the newest may not have been logged yet
-    verdicts.judge("o6", where, f"it saved steps {late} after another job took over" if late or left else "")
+    verdicts.judge("o6", where, f"it saved steps {late} after another job took over" if late else "")
+    verdicts.judge("o6", where, f"its ranks {left} do not end" if left else "")
     _go_on([process.pid])
     _judge_refused(verdicts, where, bench.ended(process))
     # The first job trains on until its next sign of life, so the limit on repeated steps is that of the whole run.
