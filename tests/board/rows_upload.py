@@ -89,7 +89,7 @@ def rs31_store(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         wanted, where = min(away + _DOWN_STEPS, last), f"away from request {k}, step {away} on"
         bench.wait_for_step(name, wanted, process)
         reached = bench.last_step(name)
-        verdicts.judge("o6", where, "" if reached >= wanted else f"without the store it came to step {reached}")
+        verdicts.judge("o6", where, "" if reached >= wanted else f"without the store it reached step {reached}")
         while process.poll() is None and not list(read_events(folder.events, events.CHECKPOINT_NOT_STORED)):
             time.sleep(0.01)
         server.start()
