@@ -174,7 +174,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="recovered-machine-in-silence",
-        what="the leader does not learn that a machine may be drained no more",
+        what="nobody learns that a machine may be drained no more",
         file="trainer/telemetry/slow_machines.py",
         before="if count.settled and rank not in slow",
         after="if count.settled and rank in named and rank not in slow",
