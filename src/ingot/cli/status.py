@@ -142,7 +142,7 @@ def _save_text(status: "RunStatus") -> str:
     if save.get("write_seconds") is not None:
         parts.append(f"written in {seconds('write')}{of_it('verify', 'reading back')}")
     for what, step, took in (
-        ("copied to the nodes", status.kept_step, status.kept_seconds),
+        ("kept in memory", status.kept_step, status.kept_seconds),
         ("uploaded", status.stored_step, status.stored_seconds),
     ):
         if took is not None:

@@ -265,7 +265,7 @@ def test_how_long_the_parts_of_the_newest_save_took_is_shown_for_each_tier(folde
     shown = capsys.readouterr().out
     assert (
         "took   step 8: stall 250.0 ms (copy of the state 125.0 ms of it), written in 2.0 s (reading back 1.5 s of it)"
-        ", copied to the nodes in 3.0 s, uploaded in 4.0 s (step 4)\n"
+        ", kept in memory in 3.0 s, uploaded in 4.0 s (step 4)\n"
     ) in shown
     assert "kept   step 8 in the memory of 2 nodes, " in shown
     assert read_status(folder.root).last_save == {"step": 8, "bytes": 9, **seconds}
