@@ -125,7 +125,7 @@ def test_ranks_keep_their_processes_when_a_restart_is_planned(project, undisturb
     def found(kind: str, field: str) -> list:
         return [event[field] for event in read_events(folder.events, kind)]
 
-    def wanted(job: JobHere) -> PlannedRestart | None:
+    def wanted(job: JobHere, slow: object) -> PlannedRestart | None:
         is_first = not found(events.PLANNED_RESTART, "step")
         return PlannedRestart("a node joined") if is_first and 50 in found(events.STEP, "step") else None
 
