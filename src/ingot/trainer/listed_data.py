@@ -16,7 +16,7 @@ from ingot.schema.quarantine_record import Quarantined, quarantined_of, write_qu
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.agree import from_rank_zero
-from ingot.trainer.loader.listed import listed_documents, record_of, require_few_listed, windows_of
+from ingot.trainer.loader.listed import left_out_windows, listed_documents, record_of, require_few_listed
 
 
 def leave_out_listed(
@@ -39,7 +39,7 @@ def leave_out_listed(
         known = {_place(one) for one in recorded}
         found = [one for one in listed_documents(config, folder) if _place(record_of(one, 0)) not in known]
         records = (*recorded, *(record_of(one, first_step) for one in found))
-        windows = partial(windows_of, config, (folder.root / config.data.tokens).resolve())
+        windows = partial(left_out_windows, config, (folder.root / config.data.tokens).resolve())
         require_few_listed(config, windows(records), found)
         if found:
             write_quarantine(folder.quarantine, records)

@@ -22,11 +22,11 @@ def listed_windows(config: RunConfig, folder: RunFolder) -> dict[Path, tuple[int
     tokens, found = (folder.root / config.data.tokens).resolve(), listed_documents(config, folder)
     if not found:
         return {}
-    require_few_listed(config, windows_of(config, tokens, [record_of(one, 1) for one in found]), found)
+    require_few_listed(config, left_out_windows(config, tokens, [record_of(one, 1) for one in found]), found)
     by_path: dict[Path, list[Quarantined]] = {}
     for one in found:
         by_path.setdefault(one.path, []).append(record_of(one, 1))
-    shares = {path: windows_of(config, tokens, own).shares() for path, own in by_path.items()}
+    shares = {path: left_out_windows(config, tokens, own).shares() for path, own in by_path.items()}
     return {path: (len(own), sum(out for out, _ in shares[path].values())) for path, own in by_path.items()}
 
 
@@ -36,7 +36,7 @@ def listed_documents(config: RunConfig, folder: RunFolder) -> list[ListedDocumen
     return listed_in((folder.root / config.data.tokens).resolve(), lists)
 
 
-def windows_of(config: RunConfig, tokens: Path, records: Sequence[Quarantined]) -> QuarantinedWindows:
+def left_out_windows(config: RunConfig, tokens: Path, records: Sequence[Quarantined]) -> QuarantinedWindows:
     """Return the windows that `records` leave out; which others take their places does not matter."""
     manifest = read_token_manifest(tokens)
     return QuarantinedWindows(manifest, Windows(manifest, config.train.seq_len), 0, [(0, one) for one in records])
