@@ -1,4 +1,4 @@
-"""The cost of judging each step (trainer/guard), and its false verdicts on healthy runs.
+"""The cost of judging each step (trainer/guard), its false verdicts on healthy runs, and the spikes that it finds.
 
 Cost: the CPU seconds of a judgment, relative to those of the step in which it is made, on one process; medians of
 steps in which both are measured. The alerts are played on a log line of ten steps, and the range of the gradient is
@@ -8,11 +8,16 @@ False verdicts: runs of a small model on real tokens, one per seed, with [guard]
 that it finds and changes nothing; then one with a warm-up of a tenth of its steps, whose data change in the middle from
 one source to all. Everything that is found in them is a false verdict, except in the steps after the change.
 
+Spikes: the same runs with the preset and all figures of the default, in which four steps each are spoiled
+(planted_spikes.py): targets of other tokens, eight tokens again and again, tokens without a rule, and fifty times the
+learning rate. Each has to be found in its step; the rate, which no loss shows before it has acted, in the next one.
+
     ingot quickstart --out demo
-    python benchmarks/guard.py --tokens demo/data/tokens/train [--steps 2000] [--seeds 5]
+    python benchmarks/guard.py --tokens demo/data/tokens/train [--steps 2000] [--seeds 5] [--first-seed 0]
 """
 
 import argparse
+import os
 import statistics
 import tempfile
 import time
@@ -32,6 +37,7 @@ from ingot.planner.request.presets import load_model
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.guard import Guard
+from ingot.schema.plugins import Plugins
 from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Schedule, Train
 from ingot.schema.tokens import read_token_manifest
 from ingot.trainer.build import build_parts
@@ -39,20 +45,34 @@ from ingot.trainer.guard.alerts import AlertWatch
 from ingot.trainer.guard.gradient_range import GradientRange
 from ingot.trainer.step import train_step
 
+_SPIKED_STEPS = 1_400
+_SPIKES = ("shuffled", "rate", "repeated", "random")
+
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=Path, required=True, help="a token folder of real text")
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--first-seed", type=int, default=0)
+    parser.add_argument("--parts", default="cost,healthy,spikes", help="some of them")
     args = parser.parse_args()
-    tokens = args.tokens.resolve()
-    found: dict[str, object] = {"cost": cost()}
-    print(found["cost"])
-    healthy = {seed: findings(run_of(tokens, args.steps, seed)) for seed in range(args.seeds)}
-    changing = findings(run_of(tokens, args.steps, args.seeds, warmup=args.steps // 10), change=True)
-    found |= {"steps": args.steps, "healthy runs": healthy, "with warm-up and another mixture": changing}
-    print(found)
+    tokens, parts = args.tokens.resolve(), args.parts.split(",")
+    seeds = range(args.first_seed, args.first_seed + args.seeds)
+    found: dict[str, object] = {}
+    if "cost" in parts:
+        found["cost"] = cost()
+        print(found["cost"])
+    if "spikes" in parts:
+        found["spikes"] = {seed: spikes(run_of(tokens, _SPIKED_STEPS, seed, preset="guard"), seed) for seed in seeds}
+        print(found["spikes"])
+    if "healthy" in parts:
+        found["steps"] = args.steps
+        found["healthy runs"] = {seed: findings(run_of(tokens, args.steps, seed)) for seed in seeds}
+        print(found["healthy runs"])
+        changing = findings(run_of(tokens, args.steps, seeds.stop, warmup=args.steps // 10), change=True)
+        found["with warm-up and another mixture"] = changing
+        print(changing)
     record("guard", found, ["torch"])
 
 
@@ -105,8 +125,8 @@ def cost(rounds: int = 60) -> dict[str, float]:
     return medians | {"percent": round(100 * rest / medians["step"], 3)}
 
 
-def run_of(tokens: Path, steps: int, seed: int, *, warmup: int = 50) -> RunConfig:
-    """Return a run of a small model, which only watches."""
+def run_of(tokens: Path, steps: int, seed: int, *, warmup: int = 50, preset: str = "watch") -> RunConfig:
+    """Return a run of a small model."""
     tiny, manifest = load_model("tiny"), read_token_manifest(tokens)
     arch = replace(
         tiny.arch, vocab_size=manifest.vocab_size, d_model=64, num_layers=2, num_heads=4, num_kv_heads=2, d_ffn=176
@@ -119,8 +139,8 @@ def run_of(tokens: Path, steps: int, seed: int, *, warmup: int = 50) -> RunConfi
         train=Train(steps=steps, seq_len=128, global_batch=16, micro_batch=16, precision="fp32"),
         optim=Optim(lr=3e-3),
         schedule=Schedule(warmup_steps=warmup),
-        checkpoint=Checkpoint(mode="sync", every_steps=steps, weights_every=""),
-        guard=Guard(preset="watch", hash_every=0),
+        checkpoint=Checkpoint(mode="sync", every_steps=100, weights_every=""),
+        guard=replace(Guard(hash_every=0), preset=preset),
     )
 
 
@@ -138,6 +158,17 @@ def findings(run: RunConfig, *, change: bool = False) -> list[dict]:
         keys = ("step", "found", "loss", "loss_sigmas", "norm_sigmas", "alert", "value", "limit")
         found = read_events(out / "events.jsonl", events.FINDING, events.ALERT)
         return [{key: event[key] for key in keys if key in event} for event in found]
+
+
+def spikes(run: RunConfig, seed: int) -> dict[str, object]:
+    """Train `run` with spoiled steps. Returns what each of them was, and everything that was found."""
+    planted = {500 + 250 * number + 13 * seed: kind for number, kind in enumerate(_SPIKES)}
+    os.environ["SPIKES"] = " ".join(f"{step}:{kind}" for step, kind in planted.items())
+    plugins = Plugins(modules=("planted_spikes",), folder=str(Path(__file__).parent))
+    found = findings(replace(run, plugins=plugins, callbacks={"planted_spikes": {}}))
+    at = {one["step"]: one["found"] for one in found if "found" in one}
+    caught = {kind: step + (kind == "rate") in at for step, kind in planted.items()}
+    return {"planted": planted, "caught": caught, "found": found}
 
 
 if __name__ == "__main__":

@@ -219,6 +219,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_TRENDS}::test_ratio_rules",),
     ),
     Mutant(
+        name="explosion-in-the-warm-up",
+        what="the norms of a warm-up, which rise in healthy runs, are an alert",
+        file="trainer/guard/trends.py",
+        before=" or norm <= limit or step <= self._settled_after:",
+        after=" or norm <= limit:",
+        tests=(f"{_TRENDS}::test_ratio_rules",),
+    ),
+    Mutant(
         name="dead-model-unseen",
         what="a gradient of zeros is no alert",
         file="trainer/guard/trends.py",

@@ -64,7 +64,7 @@ class Guard:
     settle_steps: Steps = 128
     sigmas: Positive = 6.0
     loss_spread: Positive = 0.02
-    norm_spread: Positive = 0.1
+    norm_spread: Positive = 0.15
     corruption_factor: Factor = 10.0
     in_a_row: PositiveSteps = 3
     skip_share: Share = 0.1

@@ -340,6 +340,11 @@ class RunConfig:
     def tokens_per_step(self) -> int:
         return self.train.global_batch * self.train.seq_len
 
+    @property
+    def settled_after(self) -> int:
+        """The last step of the warm-up of the learning rate and of the guard's `settle_steps` after it."""
+        return self.schedule.warmup_steps + self.guard.settle_steps
+
     def settings(self) -> dict[str, Any]:
         """Return all settings, flat: "optim.lr" -> 0.003. A callback without settings of its own has the value {}."""
         return _flat(to_dict(self)) | {f"callbacks.{name}": {} for name, own in self.callbacks.items() if not own}

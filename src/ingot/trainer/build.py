@@ -84,8 +84,8 @@ def build_parts(
         like = model.shards[0].value
         matrices = Matrices(model.placement(), rules, mesh.ranks("copy"), mesh.group("copy"), like)
     optimizer = build_optimizer(model.shards, rules, settings, base, matrices)
-    settled_after = config.schedule.warmup_steps + config.guard.settle_steps
-    judge = StepJudge(config.guard, model.shards[0].value.device, settled_after) if config.guard.watches else None
+    device_of_shards = model.shards[0].value.device
+    judge = StepJudge(config.guard, device_of_shards, config.settled_after) if config.guard.watches else None
     loss_scale = LossScale(device) if config.train.precision == "fp16" else None
     balance = Balance(model.stages, mesh, arch.moe, arch.expert_layers, device) if arch.is_moe else None
     if balance and first_value and config.init and not continues:

@@ -44,7 +44,12 @@ class AlertWatch:
     ):
         self.guard, self._range, self._scale, self._log = config.guard, gradient_range, loss_scale, log
         self._peak, self._probe = config.optim.lr, WeightProbe(shards)
-        trends = Trends(config.guard, clip_norm=config.optim.clip_norm, vocab_size=config.model.vocab_size)
+        trends = Trends(
+            config.guard,
+            clip_norm=config.optim.clip_norm,
+            vocab_size=config.model.vocab_size,
+            settled_after=config.settled_after,
+        )
         self._trends = trends if is_first else None
         self._reported: dict[str, int] = {}
 

@@ -26,10 +26,14 @@ _NOISE = 1.4826 / math.sqrt(2)  # as in step_judge.py: from the median absolute 
 
 
 class Trends:
-    """The trends of a run. clip_norm: the limit of the gradient norm, 0: none. vocab_size: of the model."""
+    """The trends of a run.
 
-    def __init__(self, guard: Guard, *, clip_norm: float, vocab_size: int):
-        self.guard = guard
+    clip_norm: the limit of the gradient norm, 0: none. vocab_size: of the model. settled_after: up to this step, a large
+    norm is no explosion: in and after the warm-up, the norms of healthy runs are several times their median, too.
+    """
+
+    def __init__(self, guard: Guard, *, clip_norm: float, vocab_size: int, settled_after: int = 0):
+        self.guard, self._settled_after = guard, settled_after
         self._norm_limit = guard.norm_ratio * clip_norm
         self._guess = math.log(vocab_size) if vocab_size > 1 else math.inf
         self._curve = _Curve()
@@ -93,7 +97,7 @@ class Trends:
         if not numbers.skipped:
             self._norms.append(norm)
         limit = max(self._norm_limit, self.guard.norm_ratio * typical)  # the norm of some runs is always that large
-        if not self._norm_limit or not typical or norm <= limit:
+        if not self._norm_limit or not typical or norm <= limit or step <= self._settled_after:
             return None
         return _alert(EXPLOSION, step, step, norm, limit)
 

@@ -26,8 +26,8 @@ def steps_of(losses, norms=None, first=1):
     return [StepNumbers(first + i, loss, norm, skipped=False) for i, (loss, norm) in enumerate(pairs)]
 
 
-def trends_of(**settings):
-    return Trends(Guard(**settings), clip_norm=1.0, vocab_size=VOCABULARY)
+def trends_of(settled_after=0, **settings):
+    return Trends(Guard(**settings), clip_norm=1.0, vocab_size=VOCABULARY, settled_after=settled_after)
 
 
 def play(trends, steps, log_every=50):
@@ -87,6 +87,9 @@ def test_ratio_rules():
     assert [(one.alert, one.step) for one in found] == [(LOSS_RATIO, 121), (EXPLOSION, 151)]
     assert found[0].value == pytest.approx(4.5 / 2.07) and found[1].limit == 3.0
     assert play(trends_of(loss_ratio=0, norm_ratio=0), steps_of(losses, norms)) == []
+    for settled_after, more in ((150, [EXPLOSION]), (151, [])):
+        found = play(trends_of(settled_after), steps_of(losses, norms))
+        assert [one.alert for one in found] == [LOSS_RATIO, *more]
     assert play(trends_of(), steps_of(np.full(200, 2.0), np.full(200, 9.0))) == []  # its norm is always that large
 
 
