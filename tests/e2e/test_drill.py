@@ -61,10 +61,11 @@ def drilled(project, *options: str, code: int) -> dict:
 
 
 def test_a_run_recovers_from_each_fault_bit_for_bit(project):
-    result = drilled(project, "--rows", "RS01+,RS10,RS28 user", code=0)
-    assert [line["id"] for line in result["rows"]] == ["RS01", "RS01 server", "RS10", "RS28 user"]
-    killed, _, damaged, stopped = result["rows"]
+    result = drilled(project, "--rows", "RS01+,RS03,RS08,RS10,RS28 user", code=0)
+    assert [line["id"] for line in result["rows"]] == ["RS01", "RS01 server", "RS03", "RS08", "RS10", "RS28 user"]
+    killed, _, hung, _, damaged, stopped = result["rows"]
     assert all(line["passed"] and line["o1"] and line["o2"] and line["o3"] and line["o7"] for line in result["rows"])
+    assert hung["detected_by"] == "watchdog" and "SIGSTOP" in hung["cause"]
     assert killed["detected_by"] == "supervisor" and "SIGKILL" in killed["cause"] and killed["recover_s"] > 0
     assert damaged["redone_steps"] > 0 and stopped["redone_steps"] == 0
     folder = project.root / "runs" / "tiny-drill"

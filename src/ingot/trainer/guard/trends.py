@@ -28,8 +28,8 @@ _NOISE = 1.4826 / math.sqrt(2)  # as in step_judge.py: from the median absolute 
 class Trends:
     """The trends of a run.
 
-    clip_norm: the limit of the gradient norm, 0: none. vocab_size: of the model. settled_after: up to this step, a large
-    norm is no explosion: in and after the warm-up, the norms of healthy runs are several times their median, too.
+    clip_norm: the limit of the gradient norm, 0: none. vocab_size: of the model. settled_after: up to this step, a
+    large norm is no explosion: in and after the warm-up, norms of healthy runs are several times their median, too.
     """
 
     def __init__(self, guard: Guard, *, clip_norm: float, vocab_size: int, settled_after: int = 0):
