@@ -148,15 +148,21 @@ def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> D
     return NO_DOUBT
 
 
-def back_to(path: Path) -> tuple[int, ...]:
-    """Return up to which steps the run may have to go back, by the record `path`, because of the last row of skipped
-    steps that it trained again: to a proven checkpoint, or, if there is none, to one from before its first step by more
-    than one. Nothing if there is no row, or the record cannot be read, which the run will report."""
+def back_to(path: Path, state: GuardState | None = None, proven_steps: int = 0) -> tuple[int, ...]:
+    """Return up to which steps the run may have to go back: to a proven checkpoint, or, if there is none, to one from
+    before the trouble by more than one step.
+
+    path: the record, with the last trouble that was trained again; nothing if there is none, or it cannot be read, which
+    the run will report. state: of the newest checkpoint, whose skipped steps may become trouble. proven_steps: of the
+    guard.
+    """
+    skipped = min((step for step, _ in state.skipped), default=0) if state else 0
+    may_be = (skipped - 2 - proven_steps, skipped - 2) if skipped else ()
     try:
         rows = [one for one in read_measures(path) if one.action == AGAIN]
     except DataError:
-        return ()
-    return (rows[-1].proven_to, rows[-1].first - 2) if rows else ()
+        return may_be
+    return (rows[-1].proven_to, rows[-1].first - 2, *may_be) if rows else may_be
 
 
 def lr_factor(measures: Sequence[Measure], step: int) -> float:

@@ -206,10 +206,12 @@ class Checkpoint:
     disks: tuple[str, ...] = ()
     remote: RemoteCheckpoints = field(default_factory=RemoteCheckpoints, metadata=LEFT_OUT_AT_DEFAULT)
 
-    def most_kept(self, steps: int) -> int:
+    def most_kept(self, steps: int, proven_steps: int = 0) -> int:
         """Return the number of checkpoints that a run of `steps` steps keeps on its disk at most, without pinned
-        ones."""
-        return self.keep + (steps // self.keep_every if self.keep_every else 0)
+        ones. proven_steps: of the guard, which keeps one that has them and the next one, if they are older than the
+        newest `keep`."""
+        span = self.interval.steps * self.keep
+        return self.keep + (steps // self.keep_every if self.keep_every else 0) + 2 * (0 < span < proven_steps + 2)
 
     def problems(self):
         if self.replicas and self.mode == "sync":

@@ -256,7 +256,7 @@ def _has_known_state(run) -> bool:
 
 def _disk(run, base: Path) -> Iterator[Finding]:
     one = checkpoint_bytes(run.model, run.train.precision, mean_moments(run)).value
-    kept = run.checkpoint.most_kept(run.train.steps)
+    kept = run.checkpoint.most_kept(run.train.steps, run.guard.proven_steps)
     weights = checkpoint_bytes(run.model, run.train.precision, 0).value
     alone = run.checkpoint.weights_keep + 1 if run.checkpoint.weights_interval is not None else 0
     needed = one * (kept + 1) + weights * alone

@@ -155,7 +155,10 @@ def outlook(
     _require_progress(job, useful.value, given)
     days = productive / useful.value / DAY_SECONDS
     stored = kept_bytes(
-        checkpoint_bytes, every.value, productive, given.keep or run.checkpoint.most_kept(run.train.steps)
+        checkpoint_bytes,
+        every.value,
+        productive,
+        given.keep or run.checkpoint.most_kept(run.train.steps, run.guard.proven_steps),
     )
     if weights.bytes:
         stored += kept_bytes(weights.bytes, weights.every_seconds, productive, run.checkpoint.weights_keep)

@@ -261,7 +261,7 @@ def _communication(plan: Plan) -> Iterator[str]:
 def _disk_and_money(plan: Plan, run: RunConfig) -> Iterator[str]:
     if plan.step_seconds and not plan.outlook:
         yield f"          {format_seconds(plan.total_seconds)} for all steps"
-    kept = run.checkpoint.most_kept(run.train.steps)
+    kept = run.checkpoint.most_kept(run.train.steps, run.guard.proven_steps)
     yield f"disk      {format_bytes(plan.checkpoint_bytes)} per checkpoint, {kept} are kept"
     if plan.outlook:
         yield from _outlook(plan, plan.outlook)

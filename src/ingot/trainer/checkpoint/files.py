@@ -183,7 +183,7 @@ class CheckpointFiles:
         self._on_disk(self.temporary, publish_it)
         self.require_newest()  # this process may have been suspended since: then the checkpoints are another's
         try:
-            prune(self.folder, self.step, keep, keep_every, proven_steps(manifest))
+            prune(self.folder, self.step, keep, keep_every, proven_steps(manifest), manifest.guard)
         except OSError as error:  # the checkpoint is there, and the next save tries again
             print(f"{self.folder.checkpoints}: old checkpoints were not removed: {error}", file=sys.stderr)
         return PublishedSave(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
-from ingot.schema.guard_record import SUSPECT, back_to
+from ingot.schema.guard_record import SUSPECT, GuardState, back_to
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, grade_of_doubt, is_finished, late_folders, listed_names
@@ -38,12 +38,19 @@ def publish(temporary: Path, path: Path) -> None:
     fsync_dir(path.parent)
 
 
-def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0, proven_steps: int = 0) -> None:
+def prune(
+    folder: RunFolder,
+    step: int,
+    keep: int,
+    keep_every: int = 0,
+    proven_steps: int = 0,
+    guard: GuardState | None = None,
+) -> None:
     """Remove the checkpoints up to `step`, which was just saved, that the rules of the run do not keep (`retained`).
 
     A folder of a later step was refused when this run resumed, although its files may have the right sizes (a flipped
     bit does not change them). Such a folder does not count: it would displace usable checkpoints. Those
-    that were published too late go.
+    that were published too late go. guard: as it was saved with `step`.
     """
     for path in late_folders(folder.checkpoints):
         path.rename(path.with_name(REMOVED + path.name))
@@ -55,7 +62,7 @@ def prune(folder: RunFolder, step: int, keep: int, keep_every: int = 0, proven_s
         pinned=pinned_steps(folder),
         is_sound=lambda one: one == step or is_finished(folder.checkpoint(one)),
         is_suspect=lambda one: grade_of_doubt(folder.checkpoint(one)) == SUSPECT,
-        back_to=back_to(folder.guard),
+        back_to=back_to(folder.guard, guard, proven_steps),
         proven_steps=proven_steps,
     )
     remove_checkpoints(folder, [one for one, reason in reasons.items() if not reason])

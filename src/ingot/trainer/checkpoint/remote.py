@@ -17,7 +17,7 @@ from typing import IO
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FULL, WEIGHTS, CheckpointManifest, LedgerSegment, SaveKind
-from ingot.schema.guard_record import SUSPECT, back_to
+from ingot.schema.guard_record import SUSPECT, GuardState, back_to
 from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
@@ -302,6 +302,7 @@ class RemoteTier(FetchedCheckpoints):
         Pinned are the steps that are pinned in the store or in the run folder.
         """
         steps = self.steps()
+        proven, guard = self._guard_of_newest(steps)
         return retained(
             steps,
             keep=self.remote.keep,
@@ -309,16 +310,17 @@ class RemoteTier(FetchedCheckpoints):
             pinned=self.pins.pinned() | pinned_steps(self._folder),
             is_sound=lambda step: self._doubt(step) is not None,
             is_suspect=lambda step: (doubt := self._doubt(step)) is not None and doubt.grade == SUSPECT,
-            back_to=back_to(self._folder.guard),
-            proven_steps=self._proven_steps(steps),
+            back_to=back_to(self._folder.guard, guard, proven),
+            proven_steps=proven,
         )
 
-    def _proven_steps(self, steps: Sequence[int]) -> int:
-        """Return guard.proven_steps of the newest checkpoint whose manifest is sound; 0 if it has none."""
+    def _guard_of_newest(self, steps: Sequence[int]) -> tuple[int, GuardState]:
+        """Return guard.proven_steps, 0 if it has none, and the guard of the newest checkpoint whose manifest is
+        sound."""
         for step in steps:
             with contextlib.suppress(CheckpointError, NotStored):
-                return proven_steps(self._facts_of(step))
-        return 0
+                return proven_steps(facts := self._facts_of(step)), facts.guard
+        return 0, GuardState()
 
     def half_uploads(self) -> dict[int, list[str]]:
         """Return step -> the objects that an upload left which never ended and was not repeated: of steps older than

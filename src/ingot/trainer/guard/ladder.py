@@ -69,13 +69,12 @@ class Ladder:
         """Take in the steps of a log line, in order. One whose data were passed ends a row. Trouble is the first
         `in_a_row` skipped steps of a row, or `most_skipped` of the last `calm_steps`."""
         for numbers in line:
+            self._age(numbers.step)
             if not (numbers.skipped and numbers.finding):
                 self._row, self._found = [], set()
                 continue
             self._row.append(numbers.step)
             self._found.update(numbers.finding.kinds)
-            begin = numbers.step - self.guard.calm_steps
-            self._skipped = {step: found for step, found in self._skipped.items() if step > begin}
             self._skipped[numbers.step] = numbers.finding.kinds
             if self._due is not None:
                 continue
@@ -83,6 +82,10 @@ class Ladder:
                 self._due = self._next_measure(self._row, self._found)
             elif len(self._skipped) >= self.guard.most_skipped:
                 self._due = self._next_measure(list(self._skipped), {*chain(*self._skipped.values())})
+
+    def _age(self, step: int) -> None:
+        """Forget the skipped steps that are `calm_steps` before `step`."""
+        self._skipped = {at: found for at, found in self._skipped.items() if at > step - self.guard.calm_steps}
 
     def verdict(self) -> Verdict:
         """Take the measure that is due, and return how to continue. Raises RunFailed if it is to stop."""

@@ -285,7 +285,7 @@ def _check_disk(folder: RunFolder, config: RunConfig, say: Callable[[str], None]
     """Check that the disk has room for the checkpoints that stay and the one being written, and for saves of the
     weights alone."""
     saves, arch, precision = config.checkpoint, config.model, config.train.precision
-    most = saves.most_kept(config.train.steps) + 1
+    most = saves.most_kept(config.train.steps, config.guard.proven_steps) + 1
     needed = round(checkpoint_bytes(arch, precision, mean_moments(config)).value) * most
     needed -= sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
     what = f"{most} checkpoints"

@@ -4,11 +4,11 @@ No torch.
 """
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ingot.errors import EXIT_OK, UsageError
+from ingot.errors import EXIT_OK, IngotError, UsageError
 from ingot.schema.checkpoint import FULL, KINDS, SaveKind
 from ingot.schema.guard_record import SUSPECT, back_to
 from ingot.schema.run import RunConfig
@@ -17,7 +17,7 @@ from ingot.stores.store import StoreUnreachable
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint import pins
 from ingot.trainer.checkpoint.folders import remove_checkpoints
-from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, list_checkpoints
+from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, list_checkpoints, read_manifest
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.retention import retained
 from ingot.trainer.launch.stored import held, open_run
@@ -152,6 +152,9 @@ def _retained_on_disk(folder: RunFolder, run: RunConfig) -> dict[int, str]:
     full, rules = folder.kind == FULL, run.checkpoint
     found = judged_checkpoints(folder) if full else list_checkpoints(folder.checkpoints)
     listed = {one.step: one for one in found}
+    proven_steps, guard = run.guard.proven_steps if full else 0, None
+    with suppress(IngotError):  # a damaged manifest has no guard
+        guard = read_manifest(folder.checkpoint(max(listed, default=0))).guard
     return retained(
         listed,
         keep=rules.keep if full else rules.weights_keep,
@@ -159,6 +162,6 @@ def _retained_on_disk(folder: RunFolder, run: RunConfig) -> dict[int, str]:
         pinned=pins.pinned_steps(folder),
         is_sound=lambda step: not listed[step].damage,
         is_suspect=lambda step: listed[step].doubt.grade == SUSPECT,
-        back_to=back_to(folder.guard),
-        proven_steps=run.guard.proven_steps if full else 0,
+        back_to=back_to(folder.guard, guard, proven_steps),
+        proven_steps=proven_steps,
     )

@@ -74,10 +74,27 @@ def test_what_the_rules_keep():
     assert decided(unsound=[50, 40]) == [50, 40, 30]
     assert decided(back_to=[29]) == decided(back_to=[20]) == [50, 20]
     assert decided(back_to=[20], unsound=[20]) == [50, 10] and decided(back_to=[9]) == [50]
-    assert decided(proven_steps=10) == [50, 40] and decided(proven_steps=11) == [50, 30]
-    assert decided(proven_steps=10, suspect=[40]) == [50, 30] and decided(proven_steps=50) == [50]
+    assert decided(proven_steps=9) == [50, 40] and decided(proven_steps=10) == [50, 40, 30]  # 40 is the next one
+    assert decided(proven_steps=9, suspect=[40]) == [50, 30] and decided(proven_steps=49) == [50, 10]
     assert decided(proven_steps=8, suspect=[40, 50]) == [50, 30, 20]
-    assert decided(proven_steps=20, back_to=[15, 45]) == [50, 40, 30, 10]
+    assert decided(proven_steps=19, back_to=[15, 45]) == [50, 40, 30, 10]
+
+
+@pytest.mark.parametrize(
+    ("every", "keep", "proven_steps"),
+    [(8, 1, 8), (4, 1, 8), (4, 2, 8), (2, 3, 8), (20, 3, 100), (50, 3, 100), (1, 1, 8)],
+)
+def test_a_run_always_has_a_proven_checkpoint_to_go_back_to(every, keep, proven_steps):
+    """Save by save: for trouble in any step, one is left that has its steps behind it before the step before that."""
+    kept: list[int] = []
+    for save in range(every, 1000, every):
+        rules = {"keep": keep, "keep_every": 0, "pinned": set(), "proven_steps": proven_steps}
+        reasons = retained([*kept, save], is_sound=lambda _: True, is_suspect=lambda _: False, **rules)
+        kept = sorted(step for step, reason in reasons.items() if reason)
+        for first in range(save + 1, save + every + 1):
+            limit = first - 2 - proven_steps
+            assert limit < every or kept[0] <= limit, (save, first, kept)
+        assert len(kept) <= keep + 2
 
 
 def test_the_newest_sound_checkpoint_always_stays():
