@@ -211,6 +211,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_TRENDS}::test_ratio_rules",),
     ),
     Mutant(
+        name="stop-before-a-measure",
+        what="a request to stop between two log lines loses the measure that is due",
+        file="trainer/loop.py",
+        before="if self.verdict is Verdict.STOP and self._is_roll_back(result):",
+        after="if self.verdict is Verdict.STOP and trainer.policy.judge(self.line):",
+        tests=("tests/unit/trainer/guard/test_guarded_runs.py::test_a_stop_between_two_log_lines_loses_no_measure",),
+    ),
+    Mutant(
         name="explosion-of-a-usual-norm",
         what="a run whose norm is always above the limit has an alert without end",
         file="trainer/guard/trends.py",

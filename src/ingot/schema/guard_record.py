@@ -152,9 +152,9 @@ def back_to(path: Path, state: GuardState | None = None, proven_steps: int = 0) 
     """Return up to which steps the run may have to go back: to a proven checkpoint, or, if there is none, to one from
     before the trouble by more than one step.
 
-    path: the record, with the last trouble that was trained again; nothing if there is none, or it cannot be read, which
-    the run will report. state: of the newest checkpoint, whose skipped steps may become trouble. proven_steps: of the
-    guard.
+    path: the record, with the last trouble that was trained again; nothing if there is none, or it cannot be read,
+    which the run will report. state: of the newest checkpoint, whose skipped steps may become trouble. proven_steps:
+    of the guard.
     """
     skipped = min((step for step, _ in state.skipped), default=0) if state else 0
     may_be = (skipped - 2 - proven_steps, skipped - 2) if skipped else ()

@@ -153,8 +153,9 @@ class RunLoop:
                 self._go_back()
                 return
             self._ask_callbacks()
-            if self.verdict is Verdict.STOP:
-                trainer.policy.judge(self.line)
+            # A measure that is due now would be due no more when the run goes on; the next vote has the request again.
+            if self.verdict is Verdict.STOP and self._is_roll_back(result):
+                self.verdict = Verdict.ROLL_BACK
 
         if self.verdict is Verdict.SKIP:
             require_vetoed(self.line[-1])
@@ -163,6 +164,9 @@ class RunLoop:
         self.save_is_due = not back and (bool(due_save) or self.stopped)
         self._weights_alone = due_save == WEIGHTS and not self.stopped
         self._evaluation_is_due = self._evaluation_is_due and not back
+
+    def _is_roll_back(self, result: StepResult) -> bool:
+        return self.trainer.policy.verdict(replace(result, line=self.line)) is Verdict.ROLL_BACK
 
     def _write_line(self, *, saves: bool) -> None:
         self.line, self._is_damaged = log_interval(self.trainer, self._recent, self._interval, saves=saves)
@@ -247,12 +251,14 @@ class RunLoop:
     def stop(self) -> None:
         """Stop after the last completed step, as on request: it is judged, and saved if it is not."""
         if self._recent:
+            result = self._recent[-1]
             self._write_line(saves=True)
             if self._is_damaged:
                 self._go_back()
             else:
                 self._ask_callbacks()
-                self.trainer.policy.judge(self.line)
+                if self._is_roll_back(result):
+                    self.verdict = Verdict.ROLL_BACK
         self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         settle(self.trainer, wait=True)
         is_new = self.verdict is not Verdict.ROLL_BACK and self.done > last_saved(self.trainer)

@@ -15,6 +15,7 @@ from ingot.report.lineage.exposure import RunTokens
 from ingot.report.lineage.order_sections import windows_of
 from ingot.report.lineage.prove import prove_run
 from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, Measure, read_measures, write_measures
+from ingot.schema.launch import Launch
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer import step as trainer_step
@@ -22,6 +23,7 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.loader.ledger import of_step, read_ledger
 from ingot.trainer.loader.reader import Windows
 from ingot.trainer.optim.schedule import learning_rate
+from ingot.trainer.resilience.stop_requests import StopRequest
 from ingot.trainer.step import train_step
 
 GUARD = {"window": 16, "ready": 8, "settle_steps": 4, "loss_spread": 0.2, "norm_spread": 0.5}
@@ -34,6 +36,12 @@ def shuffled(batch):
 
 def train_hurting(rank, world, folder, bad, until_step=None, times=math.inf):
     """Train `folder`, with batches that hurt in the steps `bad`, the first `times` that they come."""
+    loop.train_step = train_step_with(bad, times)
+    return run_rank(rank, world, folder, until_step)
+
+
+def train_step_with(bad, times=math.inf):
+    """The function that trains a step, with batches that hurt in the steps `bad`, the first `times` that they come."""
     seen = []
 
     def step(parts, batch, lr):
@@ -41,8 +49,7 @@ def train_hurting(rank, world, folder, bad, until_step=None, times=math.inf):
         hurts = batch.step in bad and seen.count(batch.step) <= times
         return train_step(parts, shuffled(batch) if hurts else batch, lr)
 
-    loop.train_step = step
-    return run_rank(rank, world, folder, until_step)
+    return step
 
 
 def train_with(fork_ranks, folder, bad, ranks=2, until_step=None, times=math.inf):
@@ -110,6 +117,32 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
     train_with(fork_ranks, killed, bad)
     assert files_of(killed) == files_of(found)
     assert [(one.action, one.last) for one in read_measures(killed.guard)] == [(AGAIN, 22), (PASS, 22)]
+
+
+def test_a_stop_between_two_log_lines_loses_no_measure(fork_ranks, make_run):
+    """Three steps hurt after a line, and a request to stop comes before the next one: the run goes back first."""
+    run = {"steps": 40, "guard": GUARD, "lr": 2e-2, "log_every": 10}
+    bad, folder, through = {21, 22, 23}, make_run("stopped", **run), make_run("through", **run)
+
+    def stopping(rank, world):
+        hurting = train_step_with(bad)
+
+        def step(parts, batch, lr):
+            if batch.step == 24 and not folder.guard.exists():
+                StopRequest.now("SIGTERM", Launch()).write(folder.stop_request)
+            return hurting(parts, batch, lr)
+
+        loop.train_step = step
+        return run_rank(rank, world, folder)
+
+    (((step, stopped), _),) = fork_ranks(stopping, 1)
+    assert stopped and step < 24 and [one.action for one in read_measures(folder.guard)] == [AGAIN]
+    folder.stop_request.unlink()
+    train_with(fork_ranks, folder, bad, ranks=1)
+    train_with(fork_ranks, through, bad, ranks=1)
+    assert saved_tensors(folder) == saved_tensors(through) and read_measures(folder.guard) == read_measures(
+        through.guard
+    )
 
 
 def test_a_kill_before_the_run_has_gone_back_changes_nothing(fork_ranks, make_run, monkeypatch):
