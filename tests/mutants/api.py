@@ -71,8 +71,8 @@ MUTANTS: list[Mutant] = [
         name="left-loop-unjudged",
         what="the steps of a loop that is left are saved before the policy and callbacks have seen them",
         file="trainer/loop.py",
-        before="        if self._recent:\n            self._write_line(saves=True)",
-        after="        if not self._recent:\n            self._write_line(saves=True)",
+        before="        if self._recent:\n            result = self._recent[-1]",
+        after="        if False:\n            result = self._recent[-1]",
         tests=("tests/unit/api/test_trainer.py::test_leaving_the_loop_saves_and_an_error_does_not",),
     ),
     Mutant(

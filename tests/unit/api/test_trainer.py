@@ -150,6 +150,7 @@ def test_leaving_the_loop_saves_and_an_error_does_not(run_file, tmp_path, whole,
     forked(leave)
     assert ingot.Run(tmp_path / "run").checkpoints()[-1].step == 2
     assert [e["step"] for e in ingot.Run(tmp_path / "run").events("stopped")] == [2]
+    assert [e["step"] for e in ingot.Run(tmp_path / "run").events("step")] == [1, 2]
     forked(interrupted)
     assert ingot.Run(tmp_path / "run").checkpoints()[-1].step == 2
     forked(lambda: loop(run_file, tmp_path / "run"))

@@ -15,7 +15,6 @@ from ingot.report.lineage.exposure import RunTokens
 from ingot.report.lineage.order_sections import windows_of
 from ingot.report.lineage.prove import prove_run
 from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, Measure, read_measures, write_measures
-from ingot.schema.launch import Launch
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer import step as trainer_step
@@ -23,7 +22,7 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.loader.ledger import of_step, read_ledger
 from ingot.trainer.loader.reader import Windows
 from ingot.trainer.optim.schedule import learning_rate
-from ingot.trainer.resilience.stop_requests import StopRequest
+from ingot.trainer.resilience.stop_requests import StopRequest, StopRequests
 from ingot.trainer.step import train_step
 
 GUARD = {"window": 16, "ready": 8, "settle_steps": 4, "loss_spread": 0.2, "norm_spread": 0.5}
@@ -121,23 +120,23 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
 
 def test_a_stop_between_two_log_lines_loses_no_measure(fork_ranks, make_run):
     """Three steps hurt after a line, and a request to stop comes before the next one: the run goes back first."""
-    run = {"steps": 40, "guard": GUARD, "lr": 2e-2, "log_every": 10}
+    run = {"steps": 40, "guard": GUARD, "lr": 2e-2, "log_every": 10, "every_steps": 10}
     bad, folder, through = {21, 22, 23}, make_run("stopped", **run), make_run("through", **run)
 
     def stopping(rank, world):
-        hurting = train_step_with(bad)
+        hurting, requests = train_step_with(bad), []
 
         def step(parts, batch, lr):
-            if batch.step == 24 and not folder.guard.exists():
-                StopRequest.now("SIGTERM", Launch()).write(folder.stop_request)
+            if batch.step == 24:
+                requests.append(StopRequest("SIGTERM"))
             return hurting(parts, batch, lr)
 
         loop.train_step = step
+        StopRequests.current = lambda self: requests[0] if requests else None
         return run_rank(rank, world, folder)
 
     (((step, stopped), _),) = fork_ranks(stopping, 1)
     assert stopped and step < 24 and [one.action for one in read_measures(folder.guard)] == [AGAIN]
-    folder.stop_request.unlink()
     train_with(fork_ranks, folder, bad, ranks=1)
     train_with(fork_ranks, through, bad, ranks=1)
     assert saved_tensors(folder) == saved_tensors(through) and read_measures(folder.guard) == read_measures(
