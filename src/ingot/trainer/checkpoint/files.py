@@ -198,7 +198,7 @@ class CheckpointFiles:
 
     def _require_folder(self) -> None:
         if self.epoch:  # otherwise it is a folder of a program's own
-            require_folder(self.folder)
+            self._on_disk(self.folder.config, lambda: require_folder(self.folder))
 
     def discard(self) -> None:
         """Remove what a failed save has left."""

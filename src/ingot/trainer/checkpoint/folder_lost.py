@@ -7,6 +7,7 @@ from pathlib import Path
 from ingot.errors import ResourceError
 from ingot.schema.run_folder import RunFolder
 
+MAY_PASS = (errno.EIO, errno.ETIMEDOUT)  # as of a network file system that is mounted soft
 # What a file system answers that is gone, or has become read-only. Lack of space and permissions are other errors.
 _LOST = {
     errno.EIO,
@@ -33,10 +34,13 @@ def is_loss(root: Path, error: OSError) -> bool:
 
 
 def require_folder(folder: RunFolder) -> None:
-    """Raise ResourceError if the folder of a run that trains has no run file, or cannot be read."""
+    """Raise ResourceError if the folder of a run that trains has no run file, or cannot be read; OSError if that may
+    pass."""
     try:
         folder.config.stat()
     except OSError as error:
+        if error.errno in MAY_PASS:  # the launcher decides whether it stays
+            raise
         missing = isinstance(error, FileNotFoundError)
         raise folder_lost(folder.root, "its run file is not there" if missing else str(error.strerror)) from error
 

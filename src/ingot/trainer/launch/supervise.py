@@ -14,7 +14,7 @@ from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.folder_lost import folder_lost, is_loss
+from ingot.trainer.checkpoint.folder_lost import is_loss
 from ingot.trainer.checkpoint.folders import remove_leftovers, remove_saves_of
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.checkpoint.vanished import require_checkpoints
@@ -72,9 +72,9 @@ def supervise(
             received[:0] = stopping.own
         raise
     except OSError as error:
-        if not is_loss(folder.root, error):
-            raise
-        raise folder_lost(folder.root, error.strerror or str(error)) from error
+        if watch is not None and is_loss(folder.root, error):  # or it is of one file, or of something else
+            watch.require(writable=True, met=error)
+        raise
     finally:
         job.close()
     return job.result(time.monotonic() - started)
@@ -157,10 +157,12 @@ class _SupervisedJob:
         running, seen, stopping = self._running, self._seen, self._stopping
         planned: PlannedRestart | None = None
         while running.running():
-            if self._watch is not None:
-                self._watch.require()
+            is_there = self._watch is None or self._watch.require()
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
+            if not is_there:
+                running.wait(_LOOK_SECONDS)
+                continue
             seen.read()
             for number, machine in running.signals():
                 stopping.signal(number, machine)

@@ -287,8 +287,12 @@ def test_an_error_of_the_file_system_is_one_of_the_run_folder(act, monkeypatch):
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(reader.path))
 
     monkeypatch.setattr(EventLogReader, "read", read)
-    with refused("E-RUN-FOLDER-LOST", run=str(act.folder.root), why=os.strerror(errno.ESTALE)):
-        act("wait")
+    with pytest.raises(OSError, match="events"):  # the folder itself answers
+        act("wait", watched=True)
+    monkeypatch.setattr(FolderWatch, "_touch", _read_only)
+    with refused("E-RUN-FOLDER-LOST", run=str(act.folder.root)) as lost:
+        act("wait", watched=True)
+    assert str(act.folder.events) in lost.value.facts["why"]
 
 
 def test_a_rank_that_does_not_leave_a_finished_job_costs_no_more_than_the_watchdog(act):
