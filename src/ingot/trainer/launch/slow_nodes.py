@@ -32,8 +32,7 @@ class SlowRank:
 
     @classmethod
     def of(cls, event: Mapping[str, Any]) -> "SlowRank | None":
-        """Return the rank of a `straggler` event; None if its machine may not be drained for it. It may also when the
-        newest steps, which are few, show that the rank is slow no more."""
+        """Return the rank of a `straggler` event; None if its machine may not be drained for it."""
         if not event.get("slowdown"):
             return None
         return cls(event["rank"], event["factor"], event["since"], event["slowdown"])
@@ -48,6 +47,7 @@ class SlowNodes:
     def __init__(self, folder: RunFolder, ranks: int):
         self._folder, self._ranks = folder, ranks
         self._stay: set[tuple[int, str]] = set()  # the reported places of nodes, each with the reason why it stays
+        self._drained: dict[int, float] | None = None  # by place: when a node there was, the last time
 
     def judge(self, slow: SlowRank, node: str, hindrance: str) -> HealthFinding | None:
         """Return what follows for a node; None if that was reported before.
@@ -62,6 +62,7 @@ class SlowNodes:
         words = f"rank {slow.rank} takes {slow.factor:.1f} times as long as its peers since step {slow.since}"
         report = HealthReport(kind="slow", device=f"{_RANK}{slow.rank}", words=words, node=node)
         if not hindrance:
+            self._drain_times()[place] = time.time()
             return HealthFinding(HealthVerdict.DRAIN, report, words)
         if (place, hindrance) in self._stay:
             return None
@@ -70,12 +71,13 @@ class SlowNodes:
 
     def _was_replaced(self, place: int) -> bool:
         """Return whether a node in this place was drained a short time ago because it was slow."""
-        drained = [
-            int(event["device"].removeprefix(_RANK)) // self._ranks
-            for event in read_events(self._folder.events, events.HEALTH)
-            if event["report"] == "slow"
-            and event["verdict"] == "drain"
-            and event["device"].startswith(_RANK)
-            and event["time"] > time.time() - _SAME_CAUSE_SECONDS
-        ]
-        return place in drained
+        return self._drain_times().get(place, 0.0) > time.time() - _SAME_CAUSE_SECONDS
+
+    def _drain_times(self) -> dict[int, float]:
+        if self._drained is None:  # the whole log is read once: the leader asks several times a second
+            self._drained = {
+                int(event["device"].removeprefix(_RANK)) // self._ranks: event["time"]
+                for event in read_events(self._folder.events, events.HEALTH)
+                if event["report"] == "slow" and event["verdict"] == "drain" and event["device"].startswith(_RANK)
+            }
+        return self._drained

@@ -124,5 +124,7 @@ def test_a_place_counts_as_slow_by_its_work_for_a_day(cluster):
             drained = {"report": "slow", "verdict": "drain", "device": device, "time": now - ago}
             log.write(json.dumps({"kind": events.HEALTH, **drained}) + "\n")
     nodes = SlowNodes(cluster.folder, ranks=2)
-    found = [nodes.judge(SlowRank(rank, 2.0, 1, 2.0), "n", "").verdict.name for rank in (2, 3, 5)]
-    assert found == ["DRAIN", "DRAIN", "WARN"]
+    found = [nodes.judge(SlowRank(2, 2.0, 1, 2.0), "n", "").verdict.name]
+    cluster.folder.events.unlink()  # it is not read again at each look
+    found += [nodes.judge(SlowRank(rank, 2.0, 1, 2.0), "n", "").verdict.name for rank in (3, 5, 7)]
+    assert found == ["DRAIN", "WARN", "WARN", "DRAIN"]
