@@ -181,6 +181,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_MACHINES}::test_a_machine_that_recovers_may_be_drained_no_more",),
     ),
     Mutant(
+        name="recovered-and-drained",
+        what="a run says that a rank is slow no more, and drains its machine",
+        file="trainer/telemetry/slow_machines.py",
+        before="if not (one.ended and self._slowdown(one.rank))]",
+        after="]",
+        tests=(f"{_MACHINES}::test_jitter_is_no_break",),
+    ),
+    Mutant(
         name="slow-fleet-is-drained",
         what="half of the machines are slower than the others, and lose their places",
         file="trainer/telemetry/slow_machines.py",

@@ -82,6 +82,8 @@ class SlowMachines:
         ]
         self._counts = {rank: self._counts[rank] for rank in slow}
         settled = [self._settle(rank, now[rank]) for rank in slow if self._is_enough(rank, now[rank])]
+        # Reports end by fewer steps. While the machine may be drained, none says that the rank is slow no more.
+        news = [one for one in news if not (one.ended and self._slowdown(one.rank))]
         found = {one.rank: one for one in (*over, *news, *settled)}
         return [replace(one, slowdown=self._slowdown(rank)) for rank, one in found.items()]
 

@@ -22,6 +22,7 @@ def play(own, *, data=None, log_every=1, each=1, seconds=WAITED):
         news = watch.take(end, log_every, np.median(own[line], axis=0), np.median(data[line], axis=0))
         news = machines.take(end, log_every, float(own[line].max(axis=1).mean()), watch, news)
         for one in news:
+            assert not (one.ended and one.slowdown)
             if (one.slowdown is None) == (one.rank in drained):
                 found.append((end, one))
                 drained ^= {one.rank}
