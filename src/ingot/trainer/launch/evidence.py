@@ -18,7 +18,7 @@ from ingot.errors import ConfigError
 from ingot.machine.processes import SignalState, signal_state
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
-from ingot.trainer.launch.native_stacks import add_native_stacks
+from ingot.trainer.launch.native_stacks import NATIVE_SECONDS, add_native_stacks
 from ingot.trainer.launch.watchdog import STOPPED, Hang, state_of
 from ingot.trainer.resilience.collective_calls import CollectiveCall, as_json, find_blame, from_json
 from ingot.trainer.resilience.heartbeat import Beat, Phase
@@ -26,6 +26,7 @@ from ingot.trainer.resilience.incidents import JobIncident, differing
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 
 _ANSWER_SECONDS = 0.5
+QUESTION_SECONDS = _ANSWER_SECONDS + NATIVE_SECONDS  # at most, apart from the reading of files
 _POLL_SECONDS = 0.02
 _IN_KERNEL = "D"  # state of a process in /proc
 _DEAF = {SignalState.IGNORED: "ignores", SignalState.BLOCKED: "blocks", SignalState.DEFAULT: "has no handler for"}

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.launch.evidence import Answers, examine, incident_of, question, waits_for
+from ingot.trainer.launch.evidence import QUESTION_SECONDS, Answers, examine, incident_of, question, waits_for
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.nodes import Node
 from ingot.trainer.launch.watchdog import Hang
@@ -17,7 +17,7 @@ from ingot.trainer.resilience.heartbeat import Beat
 from ingot.trainer.resilience.incidents import JobIncident
 
 _POLL_SECONDS = 0.02
-_ANSWER_SECONDS = 12.0  # to a question about a hang, native frames included
+_ANSWER_SECONDS = QUESTION_SECONDS + 3.0  # to a question about a hang: also for its way, and slow machines
 
 
 class HangsOnNodes:

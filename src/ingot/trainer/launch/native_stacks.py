@@ -35,6 +35,7 @@ _PROGRAMS = (
     _Program("py-spy", ("dump", "--native", "--pid", "{pid}"), 3.0, True),
     _Program("gdb", ("-p", "{pid}", "-batch", "-nx", "-ex", f"thread apply all backtrace {_FRAMES}"), 10.0, False),
 )
+NATIVE_SECONDS = sum(program.seconds for program in _PROGRAMS)  # if each takes its time
 
 
 def add_native_stacks(beats: Mapping[int, Beat], place: Path, unanswered: Collection[int]) -> None:
