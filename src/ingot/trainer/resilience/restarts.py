@@ -73,7 +73,7 @@ class Restarts:
         if incident.signature and same + 1 >= SAME:
             raise RunFailed(
                 "E-RUN-REPEATS",
-                f"{what}, {same + 1} times in a row",
+                f"{what}, {same + 1} times",
                 rule=f"the same failure {SAME} times at the same step is a bug; starting again will not help",
                 fix=go_on,
                 **facts,
