@@ -253,8 +253,11 @@ def test_a_stop_during_the_wait_for_a_restart_starts_nothing(act, monkeypatch):
     assert "in 20 s (2 of 3)" in act.printed[1]
 
 
-def test_a_run_folder_that_vanishes_ends_the_job(act):
-    """The files stay open, as after the end of a mount, and the path shows another folder."""
+def test_a_run_folder_that_vanishes_ends_the_job(act, monkeypatch):
+    """The files stay open, as after the end of a mount, and the path shows another folder. Not only the look after the
+    end of the attempt finds that."""
+    require = FolderWatch.require
+    monkeypatch.setattr(FolderWatch, "require", lambda watch, **options: bool(options) or require(watch))
 
     def work():
         while len(list(read_events(act.folder.events, events.PROGRESS))) < 2:
