@@ -132,7 +132,7 @@ def test_leaving_the_loop_saves_and_an_error_does_not(run_file, tmp_path, whole,
         pass
 
     def leave():
-        with ingot.Trainer(run_file, tmp_path / "run") as trainer:
+        with ingot.Trainer(run_file, tmp_path / "run", overrides=["watch.log_every=10"]) as trainer:
             for batch in trainer.batches():
                 trainer.forward_backward(batch)
                 if batch.step == 3:  # a step that is not complete is not a part of the run
