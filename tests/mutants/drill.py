@@ -176,4 +176,12 @@ MUTANTS: list[Mutant] = [
         after="            (own / path.name).symlink_to(path.resolve())",
         tests=(f"{_QUIET}test_the_tokens_of_the_run_are_not_touched",),
     ),
+    Mutant(
+        name="drill-takes-listed-documents-for-damage",
+        what="the judge of a damaged shard counts all records of the quarantine",
+        file="drill/shards.py",
+        before="(trial.folder.quarantine) if one.code == _CODE]",
+        after="(trial.folder.quarantine)]",
+        tests=(f"{_QUIET}test_listed_documents_are_no_damage_of_the_shard",),
+    ),
 ]

@@ -14,10 +14,12 @@ from ingot.drill.oracles import RunFacts
 from ingot.drill.trial import DrilledRun, Trial
 from ingot.errors import DataError
 from ingot.schema import events
+from ingot.schema.quarantine import listed_in
 from ingot.schema.quarantine_record import read_quarantine, write_quarantine
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest, training_tokens
+from ingot.trainer.loader.listed import record_of
 from ingot.trainer.loader.order import Order
 
 _CODE = "E-SHARD-HASH"
@@ -29,11 +31,13 @@ def tokens_of(run: Path) -> Path:
 
 
 def _place_of(run: DrilledRun) -> tuple[str, int]:
-    """Return the shard, and the byte in it, of a token that the last step reads."""
+    """Return the shard, and the byte in it, of a token that the last step reads. It is of no listed document."""
     config = run.config
     folder = training_tokens(run.run_file.parent / config.data.tokens)
     manifest = read_token_manifest(folder)
-    order = Order(manifest, config.train.seq_len, config.seed, config.data.weights)
+    listed = listed_in(folder, [run.run_file.parent / path for path in config.data.quarantine])
+    records = [(0, record_of(one, 1)) for one in listed]
+    order = Order(manifest, config.train.seq_len, config.seed, config.data.weights, quarantine=records)
     window = order.step(run.steps, config.train.global_batch)[:1]
     shard, first = (int(one[0]) for one in order.locate(window))
     return manifest.shards[shard].name, (first + config.train.seq_len // 2) * (2 if manifest.dtype == "uint16" else 4)
@@ -91,10 +95,13 @@ def _named(trial: Trial) -> str:
 def _left_out(trial: Trial) -> str:
     shard, byte = _place_of(trial.run)
     width = 2 if read_token_manifest(tokens_of(trial.folder.root)).dtype == "uint16" else 4
-    found = [(one.shard, one.code) for one in read_quarantine(trial.folder.quarantine) if one.begin * width <= byte]
-    logged = len(trial.found(events.QUARANTINED))
-    if found != [(shard, _CODE)] or logged != 1:
-        return f"{found} is in quarantine, in {logged} events, and not the damaged block of {shard}"
+    # Listed documents and what a filter leaves out are in the same record, and are no damage.
+    found = [one for one in read_quarantine(trial.folder.quarantine) if one.code == _CODE]
+    right = [one for one in found if one.shard == shard and one.begin * width <= byte < one.end * width]
+    logged = sum(event["code"] == _CODE for event in trial.found(events.QUARANTINED))
+    if len(found) != 1 or found != right or logged != 1:
+        spans = [(one.shard, one.begin, one.end) for one in found]
+        return f"{spans} is in quarantine, in {logged} events, and not the damaged block of {shard}"
     return ""
 
 

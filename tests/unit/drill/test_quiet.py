@@ -12,9 +12,10 @@ import torch
 from tests.checkpoints import write_checkpoint
 from tests.expect import refused
 
-from ingot.drill import guarded, planted
+from ingot.drill import guarded, planted, shards
 from ingot.drill.fault import DrillFault, play
 from ingot.drill.faults import FAULTS
+from ingot.drill.guarded import with_settings
 from ingot.drill.job import RUN_VARIABLE
 from ingot.drill.oracles import Recovery, RunFacts, Verdicts, read_facts
 from ingot.drill.plan import FaultPlan, PlannedFault
@@ -23,7 +24,10 @@ from ingot.drill.shards import SHARD_FAULTS, tokens_of
 from ingot.drill.trial import DrilledRun, Silence, judge_recovered
 from ingot.drill.undisturbed import DrillReference
 from ingot.schema.guard_record import AGAIN, PASS, Measure, write_measures
+from ingot.schema.quarantine import QuarantineEntry, add_to_quarantine
+from ingot.schema.quarantine_record import Quarantined, write_quarantine
 from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import DOCUMENT_DTYPE, read_token_manifest
 from ingot.theory.rules import load_run
 from ingot.trainer.loader.ledger import write_segment
 
@@ -328,6 +332,30 @@ def test_the_tokens_of_the_run_are_not_touched(reference, tmp_path):
     assert (own / "walk.tokens").read_bytes() == before["walk.tokens"]
     leaves_out = quarantine.prepare(reference.run, place.with_name("other")).config.data
     assert (leaves_out.on_damage, leaves_out.max_quarantined) == ("quarantine", 1.0)
+
+
+def test_listed_documents_are_no_damage_of_the_shard(reference, trial, tmp_path):
+    """They are in the record of the copy as well, and the bit that flips is in none of them."""
+    quarantine, tokens = SHARD_FAULTS[1], tmp_path / "tokens"
+    shard, place = read_token_manifest(tokens).shards[0], shards._place_of(reference.run)
+    token = place[1] // 2
+    index = np.array([(0, token, b"a" * 16), (token, 40, b"b" * 16)], DOCUMENT_DTYPE)
+    index.tofile(tokens / f"{shard.name}.documents")
+    entry = QuarantineEntry(document=(b"b" * 16).hex(), reason="x", date="2026-11-28")
+    add_to_quarantine(tmp_path / "list.jsonl", [entry])
+    one = trial({"kind": "quarantined", "code": "E-SHARD-HASH"}, {"kind": "quarantined", "code": "E-FILTER"})
+    one.run = quarantine.prepare(with_settings(reference.run, {"data.quarantine": ("list.jsonl",)}), one.folder.root)
+    moved = shards._place_of(one.run)
+    assert moved != place and not token <= moved[1] // 2 < token + 40
+
+    def record(begin, end, code):
+        return Quarantined(step=1, shard=shard.name, blocks_sha256=shard.blocks_sha256, begin=begin, end=end, code=code)
+
+    listed, at = record(0, 10**6, "E-DOCUMENT-LISTED"), moved[1] // 2
+    for damaged, named in (((at, at + 1), ""), ((at + 1, at + 9), "not the damaged block"), ((0, at), "not the")):
+        write_quarantine(one.folder.quarantine, (listed, record(*damaged, "E-SHARD-HASH")))
+        found = quarantine.expects(one)
+        assert named in found if named else found == ""
 
 
 def test_a_run_that_cannot_have_a_fault_leaves_it_out(run_file):
