@@ -53,7 +53,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                                                                       written by the rank; a rolled_back event follows
   state_replayed step (of the damage), ranks [..], named (true: all of them are damaged; false: one of them), verdict
                  ("transient", "persistent", or "other": other ranks were damaged)   the steps were trained again
-  rolled_back    from_step, to_step, reason ("guard", or "damage"), why (this checkpoint, in words),
+  rolled_back    from_step, to_step, reason ("guard", or "damage"), why (this checkpoint, in words; "": unknown),
                  passed_over [{step, reason} ..] (newer ones)         training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), snapshot_seconds (of these, for the copy of the state
                  in memory; null: training waited for the files), write_seconds (until it was verified), verify_seconds

@@ -396,4 +396,5 @@ def report_roll_back(trainer: RunParts, step: int, back_at: int, reason: str, so
     s = "s" * (step - back_at != 1)
     trainer.say(f"rollback  from step {step} to step {back_at}: {step - back_at} step{s} trained again")
     others = "".join(f"; not step {at}: {reason}" for at, reason in choice.passed_over)
-    trainer.say(f"          why step {back_at}: {choice.why}{others}")
+    if choice.why:
+        trainer.say(f"          why step {back_at}: {choice.why}{others}")

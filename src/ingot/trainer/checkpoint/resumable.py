@@ -90,8 +90,9 @@ def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:
 
 @dataclass(frozen=True)
 class RollBackChoice:
-    """The reason why a run went back to a checkpoint. why: as the rest of a sentence, "it is the newest". passed_over:
-    newer checkpoints, the newest first, as (step, reason why it did not go back to them)."""
+    """The reason why a run went back to a checkpoint. why: as the rest of a sentence, "it is the newest"; "": unknown,
+    the folder could not be read. passed_over: newer checkpoints, the newest first, as (step, reason why it did not go
+    back to them)."""
 
     why: str
     passed_over: tuple[tuple[int, str], ...]
@@ -102,7 +103,10 @@ def roll_back_choice(folder: RunFolder, step: int, sound: str = "") -> RollBackC
 
     sound: why the weights of a checkpoint without doubt are sound, as the rest of a sentence; "": nothing is known.
     """
-    listed = judged_checkpoints(folder)
+    try:
+        listed = judged_checkpoints(folder)
+    except OSError:  # the state is loaded: a disk that fails now costs the reason, not a rank that others wait for
+        return RollBackChoice("", ())
     newer = [one for one in listed if one.step > step]
     passed_over = tuple(
         (one.step, one.damage or one.doubt.reason or "it was damaged when it was read") for one in newer

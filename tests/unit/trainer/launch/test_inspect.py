@@ -9,8 +9,9 @@ from ingot.cli.main import main
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.checkpoint import Health
+from ingot.trainer.checkpoint import resumable
 from ingot.trainer.checkpoint.manifest import parse_manifest, read_manifest, write_manifest
-from ingot.trainer.checkpoint.resumable import resume_step
+from ingot.trainer.checkpoint.resumable import RollBackChoice, resume_step, roll_back_choice
 from ingot.trainer.launch.inspect import RESUMES_HERE, WEIGHTS_ALONE, inspect_checkpoints
 
 from .conftest import write_checkpoint
@@ -105,3 +106,13 @@ def test_the_verb_prints_a_table_or_json(three, capsys):
     facts = json.loads(capsys.readouterr().out)
     assert facts["checkpoints"][0]["step"] == 10 and facts["exit_code"] == 0
     assert main(["ckpt", "verify", str(three.root / "nothing")]) == 2
+
+
+def test_a_folder_that_cannot_be_read_costs_a_roll_back_its_reason(folder, monkeypatch):
+    """The state is loaded on all ranks then: an error on rank 0 would leave the others waiting for it."""
+
+    def fails(folder):
+        raise OSError("Input/output error")
+
+    monkeypatch.setattr(resumable, "list_checkpoints", fails)
+    assert roll_back_choice(folder, 4) == RollBackChoice("", ())
