@@ -8,10 +8,8 @@ from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
-from ingot.trainer.loader.quarantine import QuarantinedWindows, require_few
+from ingot.trainer.loader.quarantine import LISTED, QuarantinedWindows, require_few
 from ingot.trainer.loader.reader import Windows
-
-LISTED = "E-DOCUMENT-LISTED"
 
 
 def listed_windows(config: RunConfig, folder: RunFolder) -> dict[Path, tuple[int, int]]:

@@ -17,6 +17,13 @@ from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.tokens import TokenManifest
 from ingot.trainer.loader.reader import Windows
 
+LISTED = "E-DOCUMENT-LISTED"  # the code of a record of a document that is on a list
+_PURGE = "remove the listed documents from the tokens: ingot data purge DIR --quarantine LIST"
+_COPY = (
+    "copy the damaged shards again from their origin, and delete quarantine.json of the run folder if there is no "
+    "checkpoint yet; ingot data verify DIR finds all damage"
+)
+
 
 def touched(windows: Windows, shard: int, begin: int, end: int) -> range:
     """Return the ids of the windows of a shard, by its index in the manifest, that have a token of begin..end-1.
@@ -65,20 +72,22 @@ class QuarantinedWindows:
         self._manifest, self._windows, self._key = manifest, windows, derive(key, "replacement")
         index = {(shard.name, shard.blocks_sha256): number for number, shard in enumerate(manifest.shards)}
         by_sample: dict[int, list[range]] = {}
+        codes: dict[str, set[str]] = {}
         for sample, one in records:
             number = index.get((one.shard, one.blocks_sha256))
             if number is not None and (own := touched(windows, number, one.begin, one.end)):
                 by_sample.setdefault(sample, []).append(own)
+                codes.setdefault(manifest.shards[number].source, set()).add(one.code)
         self._spans = [_Spans.of(sample, own) for sample, own in by_sample.items()]
         self._shard_of_source: dict[str, np.ndarray] = {}
         for source, (out, among) in self.shares().items():
             if out == among:
+                fixes = {_PURGE: LISTED in codes[source], _COPY: codes[source] != {LISTED}}
                 raise DataError(
                     "E-QUARANTINE-LIMIT",
                     f"all {among:,} windows of source {source!r} are in quarantine",
                     rule="a window is replaced by another one of its source, so one has to be left",
-                    fix="copy the damaged shards again from their origin, and delete quarantine.json of the run folder "
-                    "if there is no checkpoint yet; ingot data verify DIR finds all damage",
+                    fix="; ".join(text for text, holds in fixes.items() if holds),
                     source=source,
                     windows=among,
                 )

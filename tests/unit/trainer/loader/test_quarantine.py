@@ -1,5 +1,7 @@
 """The order of samples with tokens in quarantine: other windows of the same source, and nothing else changes."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.expect import refused
@@ -48,5 +50,10 @@ def test_a_record_of_other_tokens_has_no_effect_and_a_source_needs_a_window(make
     order = Order(manifest, SEQ_LEN, 7, quarantine=[(0, other)])
     assert not order.quarantine
     assert np.array_equal(order.samples(0, 500), Order(manifest, SEQ_LEN, 7).samples(0, 500))
-    with refused("E-QUARANTINE-LIMIT", source="books"):
-        Order(manifest, SEQ_LEN, 7, quarantine=[(0, record("books-00001", 0, 5_000, 1))])
+    whole = record("books-00001", 0, 5_000, 1)
+    with refused("E-QUARANTINE-LIMIT", source="books") as damaged:
+        Order(manifest, SEQ_LEN, 7, quarantine=[(0, whole)])
+    with refused("E-QUARANTINE-LIMIT", source="books") as listed:
+        Order(manifest, SEQ_LEN, 7, quarantine=[(0, replace(whole, code="E-DOCUMENT-LISTED"))])
+    ways = [("ingot data purge" in one.value.fix, "copy the damaged" in one.value.fix) for one in (damaged, listed)]
+    assert ways == [(False, True), (True, False)]
