@@ -160,6 +160,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_SPIKE}::test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens",),
     ),
     Mutant(
+        name="check-passes-too-many-listed-windows",
+        what="a check passes a run whose start is refused because of its lists",
+        file="api/checking.py",
+        before='if error.code == "E-QUARANTINE-LIMIT":',
+        after="if False:",
+        tests=(f"{_SPIKE}::test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens",),
+    ),
+    Mutant(
         name="list-beside-the-run-folder",
         what="the path of a list stays relative to the run file when the run folder is made",
         file="trainer/launch/prepare.py",

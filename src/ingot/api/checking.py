@@ -17,7 +17,7 @@ from ingot.planner.run.feasibility import Feasibility, feasibility
 from ingot.planner.show.explain import timeline_lines
 from ingot.planner.show.fallbacks import fallback_notes
 from ingot.schema.cluster import Cluster
-from ingot.schema.quarantine import listed_in, read_quarantine
+from ingot.schema.quarantine import read_quarantine
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import FOLDER_NAME_RULE, RunFolder, is_folder_name
 from ingot.theory.layout import require_layout
@@ -208,9 +208,15 @@ def _init_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) ->
 
 
 def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) -> Iterator[Finding]:
-    """Yield a finding for a quarantine list that cannot be read, or with documents that are in the tokens."""
-    where = _place(path, overrides, "data.quarantine") if config.data.quarantine else ""
+    """Yield a finding for a quarantine list that cannot be read, or with documents that are in the tokens. They are an
+    error if the run may not leave out so many windows."""
+    if not config.data.quarantine:
+        return
+    from ingot.trainer.loader.listed import listed_windows  # numpy, which few checks need
+
+    where = _place(path, overrides, "data.quarantine")
     tokens = (path.parent / config.data.tokens).resolve()
+    names: dict[Path, str] = {}
     for name in config.data.quarantine:
         listed = (path.parent / name).resolve()
         try:
@@ -218,17 +224,19 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
         except IngotError as error:
             yield Finding("error", where, error.found, error.fix, missing_here=not listed.exists())
             continue
-        count = 0
-        with contextlib.suppress(IngotError, OSError):  # the check of the tokens names what is missing of them
-            count = len(listed_in(tokens, [listed]))
-        if count:
-            fix = f"ingot data purge {tokens.parent.parent} --quarantine {listed}"
-            yield Finding(
-                "warning",
-                where,
-                f"documents of the list {name} in the tokens: {count:,}; the run leaves out their windows",
-                fix,
-            )
+        names.setdefault(listed, name)
+    readable, found = replace(config.data, quarantine=tuple(map(str, names))), dict[Path, tuple[int, int]]()
+    try:
+        found = listed_windows(replace(config, data=readable), RunFolder(path.parent))
+    except IngotError as error:
+        if error.code == "E-QUARANTINE-LIMIT":  # the check of the tokens names what is missing of them
+            yield Finding("error", where, error.found, error.fix)
+    except OSError:
+        pass
+    for listed, (documents, windows) in found.items():
+        message = f"documents of the list {names[listed]} in the tokens: {documents:,}; the run leaves out {windows:,} "
+        fix = f"ingot data purge {tokens.parent.parent} --quarantine {listed}"
+        yield Finding("warning", where, f"{message}windows", fix)
 
 
 def _place(path: Path, overrides: tuple[str, ...], key: str) -> str:

@@ -248,9 +248,16 @@ def test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens(run, tmp_pat
     add_to_quarantine(listed, [entry, replace(entry, document="f" * 32)])
     add_to_quarantine(clean, [replace(entry, document="f" * 32)])
     purge = f"ingot data purge {tmp_path / 'data'} --quarantine {listed}"
-    assert main(["check", str(run), "--set", 'data.quarantine=["../list.jsonl", "../clean.jsonl"]']) in (0, 2)
+    again = tmp_path / "again.jsonl"  # a document that is on two lists is of the first
+    add_to_quarantine(again, [entry])
+    lists = ["--set", 'data.quarantine=["../list.jsonl", "../clean.jsonl", "../again.jsonl"]']
+    assert main(["check", str(run), *lists]) == 3  # as the start refuses it
     out = " ".join(capsys.readouterr().out.split())
-    assert "documents of the list ../list.jsonl in the tokens: 1" in out and purge in out
+    assert "windows of source 'web' would be in quarantine. The tokens have 1 document of" in out
+    main(["check", str(run), *lists, "--set", "data.max_quarantined=0.1"])
+    out = " ".join(capsys.readouterr().out.split())
+    assert "documents of the list ../list.jsonl in the tokens: 1; the run leaves out 10 windows" in out and purge in out
+    assert "would be in quarantine" not in out and "of the list ../again.jsonl" not in out
     assert "of the list ../clean.jsonl" not in out
     config, lines = recorded_run(RunFolder(run).config), []
     named = replace(config, data=replace(config.data, quarantine=("../list.jsonl", "../clean.jsonl")))
