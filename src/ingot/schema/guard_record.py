@@ -26,9 +26,9 @@ STOP: Action = "stop"
 
 @dataclass(frozen=True, kw_only=True)
 class Measure:
-    """A measure that was taken because the updates of steps first..last were skipped, one after the other.
+    """A measure that was taken because updates of the steps first..last were skipped: those of a row, or a share.
 
-    skipped: how many of these updates were skipped, if others were made between them; 0: all were skipped.
+    skipped: how many of these updates were skipped, if it was a share; 0: it was a row, so no other was between them.
     found: the kinds of what was found in them. proven_to: the last step that had guard.proven_steps good steps after it
     when the trouble began: weights of later ones are in doubt. With "earlier" and "lower", `first` is one step earlier.
     lr_factor, clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient

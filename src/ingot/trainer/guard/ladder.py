@@ -132,7 +132,10 @@ class Ladder:
         proven_to = max(first - 2 - self.guard.proven_steps, 0)  # for all measures, the step before counts as trouble
         if action in (EARLIER, LOWER):
             began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
+            found_from = first
             first = max(began - 1, 1)
+            if skipped and first > found_from:  # the trouble began before that of the measures so far
+                skipped = sum(step >= first for step in self._skipped) or skipped
             proven_to = max(min(proven_to, began - 2 - self.guard.proven_steps), 0)
         measure = Measure(action=action, first=first, last=last, found=found, skipped=skipped, proven_to=proven_to)
         if action != LOWER:
@@ -148,7 +151,7 @@ class Ladder:
             "E-GUARD-STOPPED",
             f"{of_them} of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
             "back, trained them again and passed their data",
-            rule="the guard takes each measure once before it stops for a person; no weights of these steps were saved",
+            rule="the guard takes each measure once before it stops for a person; weights of these steps are in doubt",
             fix=f"look for the cause: {self._explanation(measure)}. Then choose the next measure, as in `ingot guard "
             f"{self.folder.root} --take lower` (or pass, earlier, accept), or lower optim.lr, and run the same "
             "command: it continues from a checkpoint",

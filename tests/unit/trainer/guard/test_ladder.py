@@ -127,6 +127,15 @@ def test_a_share_of_skipped_steps_is_trouble_although_no_row_is(tmp_path, is_bad
     assert read_measures(tmp_path / "guard.json") == ladder.measures
 
 
+def test_skipped_steps_before_those_of_a_measure_are_not_counted(tmp_path):
+    """A share of them began earlier than the row whose next measure it is met by."""
+    row = Measure(action=AGAIN, first=20, last=22, found=(SPIKE,))
+    ladder = ladder_of(tmp_path, [row, replace(row, action=PASS)], skip_share=0.25, calm_steps=20)
+    assert ask(ladder, 10, "x.x.x......x.x") is Verdict.ROLL_BACK
+    (*_, taken) = ladder.measures
+    assert (taken.action, taken.first, taken.last, taken.skipped) == (EARLIER, 19, 23, 2)
+
+
 def test_isolated_skipped_steps_are_no_trouble_at_twenty_times_the_usual_rate(tmp_path):
     random, ladder = Random(7), ladder_of(tmp_path)
     bad = {step for step in range(1, 5001) if random.random() < 0.02}
