@@ -51,6 +51,10 @@ def main(arguments: list[str]) -> int:
         parser.error(f"{', '.join(sorted(unknown))}: not a row that runs; those are {', '.join(r.id for r in ALL)}")
     rows = [row for row in ALL if not args.rows or row.id in args.rows]
     ids = {row.id for row in rows}
+    if args.write and (parts := [(name, of) for name, of in CASES.items() if ids & {*of} and not ids >= {*of}]):
+        name, of = parts[0]
+        wanted = f"the table {name!r} has {', '.join(of)}"
+        parser.error(f"--write: {wanted}: ask for all, those of before with --lines")
     recorded = [json.loads(text) for file in args.lines for text in file.read_text().splitlines()]
     lines = [line for line in recorded if line["id"] in ids]
     known = {(line["id"], line["seed"]) for line in lines}
@@ -79,7 +83,8 @@ def main(arguments: list[str]) -> int:
         if not args.rows:
             write(f"{played_on(lines)}: {summary}.\n\n{table_of(lines)}")
         for name, of in CASES.items():
-            if found := [line for line in lines if line["id"] in of and "outcomes" in line]:
+            found = [line for line in lines if line["id"] in of and "outcomes" in line]
+            if {line["id"] for line in found} == {*of}:  # a row that was not played would be lost from the table
                 names = ", ".join(sorted({line["id"] for line in found}))
                 seeds = ", ".join(map(str, sorted({line["seed"] for line in found})))
                 write(f"{played_on(found)}: {names}, seeds {seeds}.\n\n{cases_of(found)}", name)

@@ -88,6 +88,19 @@ def test_tables_are_written_between_their_marks(tmp_path, monkeypatch):
     assert "**RED**" in written["crash points, "][-2]
 
 
+def test_a_table_is_not_written_without_some_of_its_rows(tmp_path, monkeypatch, capsys):
+    page = tmp_path / "page.md"
+    page.write_text("old")
+    monkeypatch.setattr(board, "PAGE", page)
+    monkeypatch.setattr(board, "play", lambda *_: pytest.fail("it was played"))
+    monkeypatch.setattr(board.killpoints, "missing", lambda: "")
+    with pytest.raises(SystemExit):
+        board.main(["--rows", "RS13,RS09", "--write"])
+    refusal = capsys.readouterr().err
+    assert "'store faults' has RS13, RS13 killed, RS31 store: ask for all" in refusal and "--lines" in refusal
+    assert page.read_text() == "old"
+
+
 def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
     """The board takes an hour: what an earlier run has recorded counts, and each line is recorded at once."""
     played = []
