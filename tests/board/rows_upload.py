@@ -85,6 +85,10 @@ def rs31_store(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         process = bench.start(name, *on_store(_URL, seed), env=server.environment)
         while process.poll() is None and not server.failed:
             time.sleep(0.01)
+        if not server.failed:
+            ended = bench.ended(process)
+            verdicts.judge("o6", name, f"it ended with {ended.code} before request {k}: {ended.output[-300:]}")
+            return
         away = bench.last_step(name)
         wanted, where = min(away + _DOWN_STEPS, last), f"away from request {k}, step {away} on"
         bench.wait_for_step(name, wanted, process)
