@@ -47,7 +47,7 @@ class Launch:
       slow ranks are not looked for.
     on_straggler: what follows for the machine of a rank that stays slow in its computation. "report": nothing. "drain":
       the run saves and goes on without it, if a spare can take its place, or if it is faster with fewer machines
-      (`min_ranks`); otherwise it stays. A rank that waits for its data never costs a machine.
+      (`min_ranks`); otherwise it stays. A rank that waits for its data never costs a machine. On CPUs only so far.
     straggler_seconds: how long the other ranks have waited for such a rank, in total and without a break, before its
       machine leaves: about as long as a drain takes, with its save and start. Then a drain at most doubles what the
       slow rank has cost already, and what passes within minutes costs no machine.
