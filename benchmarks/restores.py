@@ -20,7 +20,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -30,7 +29,7 @@ from tests.board.bench import Bench, options
 from tests.board.rows_launchers import Launchers
 from tests.s3_server import BUCKET, S3Server
 
-from ingot.drill.job import gone_within, marked_processes
+from ingot.drill.job import gone_within, marked_processes, send
 from ingot.events import read_events
 from ingot.schema import events
 
@@ -64,8 +63,7 @@ def _from_memory(bench: Bench, name: str) -> dict[str, float]:
     with Launchers(bench, name, _MEMORY) as nodes:
         nodes.start(3)
         nodes.wait_for_step(_LOST_AT)
-        for pid in nodes.of_node(nodes.started[1]):
-            os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, nodes.of_node(nodes.started[1]))
         for launcher in (nodes.started[0], nodes.started[2]):
             ended = bench.ended(launcher)
             assert ended.code == 0, ended.output
@@ -83,9 +81,7 @@ def _from_store(bench: Bench, name: str) -> dict[str, float]:
         process = bench.start(name, *settings, env=server.environment)
         while process.poll() is None and not list(read_events(folder.events, events.CHECKPOINT_STORED)):
             time.sleep(0.02)
-        for pid in [process.pid, *marked_processes(folder.root)]:
-            with suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        send(signal.SIGKILL, [process.pid, *marked_processes(folder.root)])
         bench.ended(process)
         gone_within(5, lambda: marked_processes(folder.root))
         shutil.rmtree(folder.root)
