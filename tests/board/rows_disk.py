@@ -20,7 +20,8 @@ from .row import INTERVAL, MODES, Row, judge_recovered, mode_of, newest_valid, r
 SEEDS = 5  # as many seeds have all crash points together
 SAVED, DURING = 4, 8  # steps of the checkpoint before, and of the save that is disturbed
 _SLOW_STEPS = 80
-TAKES_ROOM = ("create", "write")  # others may fail without an effect, as mkdir of a folder that exists
+TAKES_ROOM = ("create", "write")
+NO_EFFECT = ("mkdir", "unlink", "rmdir")  # they may fail without a report, as mkdir of a folder that exists
 PREVIOUS = ("checkpoint.keep=1",)  # the strictest: the checkpoint before goes as soon as the new one is there
 
 
@@ -134,7 +135,8 @@ def _fails(bench: Bench, verdicts: Verdicts, mode: str, fault: str, k: int, **ho
     named = set(failed) <= {("E-CKPT-WRITE", True)} and (lasts or len(failed) <= 1)
     verdicts.judge("o6", where, "" if named else f"failed saves {failed}")
     outcome = "training went on" if failed else "no save failed"
-    silent = call[0] in TAKES_ROOM and not failed and not ended.code
+    matters = call[0] not in NO_EFFECT and killpoints.file_of(call[1]) != "old checkpoint"
+    silent = matters and not failed and not ended.code
     verdicts.judge("o6", where, "it failed without a report" if silent else "")
     if ended.code:
         may_end = mode == "sync" or lasts
