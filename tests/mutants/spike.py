@@ -163,7 +163,7 @@ MUTANTS: list[Mutant] = [
         name="check-passes-too-many-listed-windows",
         what="a check passes a run whose start is refused because of its lists",
         file="api/checking.py",
-        before='if error.code == "E-QUARANTINE-LIMIT":',
+        before="if error.code == LIMIT:",
         after="if False:",
         tests=(f"{_SPIKE}::test_a_check_and_a_start_warn_of_listed_documents_in_the_tokens",),
     ),

@@ -213,6 +213,7 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
     if not config.data.quarantine:
         return
     from ingot.trainer.loader.listed import listed_windows  # numpy, which few checks need
+    from ingot.trainer.loader.quarantine import LIMIT
 
     where = _place(path, overrides, "data.quarantine")
     tokens = (path.parent / config.data.tokens).resolve()
@@ -229,7 +230,7 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
     try:
         found = listed_windows(replace(config, data=readable), RunFolder(path.parent))
     except IngotError as error:
-        if error.code == "E-QUARANTINE-LIMIT":  # the check of the tokens names what is missing of them
+        if error.code == LIMIT:  # the check of the tokens names what is missing of them
             yield Finding("error", where, error.found, error.fix)
     except OSError:
         pass

@@ -17,6 +17,7 @@ from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.tokens import TokenManifest
 from ingot.trainer.loader.reader import Windows
 
+LIMIT = "E-QUARANTINE-LIMIT"
 LISTED = "E-DOCUMENT-LISTED"  # the code of a record of a document that is on a list
 _PURGE = "remove the listed documents from the tokens: ingot data purge DIR --quarantine LIST"
 _COPY = (
@@ -84,7 +85,7 @@ class QuarantinedWindows:
             if out == among:
                 fixes = {_PURGE: LISTED in codes[source], _COPY: codes[source] != {LISTED}}
                 raise DataError(
-                    "E-QUARANTINE-LIMIT",
+                    LIMIT,
                     f"all {among:,} windows of source {source!r} are in quarantine",
                     rule="a window is replaced by another one of its source, so one has to be left",
                     fix="; ".join(text for text, holds in fixes.items() if holds),
@@ -148,7 +149,7 @@ def require_few(left_out: QuarantinedWindows, most: float, found: str, fix: str)
     for source, (out, among) in left_out.shares().items():
         if out > most * among:
             raise DataError(
-                "E-QUARANTINE-LIMIT",
+                LIMIT,
                 f"{out:,} of the {among:,} windows of source {source!r} would be in quarantine. {found}",
                 rule=f"at most data.max_quarantined = {most:g} of the windows of a source are replaced by others of it",
                 fix=f"{fix}, or raise data.max_quarantined; then run the same command again: it continues",
