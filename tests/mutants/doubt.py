@@ -42,7 +42,7 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="removed-before-it-is-proven",
-        what="retention removes every checkpoint before it has its steps behind it, if few are kept",
+        what="retention removes every checkpoint before its steps follow, if few are kept",
         file="trainer/checkpoint/retention.py",
         before="waits = waits if proven_steps else 0",
         after="waits = 0",

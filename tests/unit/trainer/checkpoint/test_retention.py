@@ -85,7 +85,7 @@ def test_what_the_rules_keep():
     [(8, 1, 8), (4, 1, 8), (4, 2, 8), (2, 3, 8), (20, 3, 100), (50, 3, 100), (1, 1, 8)],
 )
 def test_a_run_always_has_a_proven_checkpoint_to_go_back_to(every, keep, proven_steps):
-    """Save by save: for trouble in any step, one is left that has its steps behind it before the step before that."""
+    """Save by save: for trouble in any step, one is left whose steps follow before the step before that."""
     kept: list[int] = []
     for save in range(every, 1000, every):
         rules = {"keep": keep, "keep_every": 0, "pinned": set(), "proven_steps": proven_steps}
