@@ -22,7 +22,8 @@ SAVED, DURING = 4, 8  # steps of the checkpoint before, and of the save that is 
 _SLOW_STEPS = 80
 TAKES_ROOM = ("create", "write")
 NO_EFFECT = ("mkdir", "unlink", "rmdir")  # they may fail without a report, as mkdir of a folder that exists
-PREVIOUS = ("checkpoint.keep=1",)  # the strictest: the checkpoint before goes as soon as the new one is there
+# The strictest: the checkpoint before goes as soon as the new one is there.
+PREVIOUS = ("checkpoint.keep=1", "guard.proven_steps=0")
 
 
 def calls_of_a_save(bench: Bench, mode: str) -> list[tuple[str, str]]:

@@ -25,7 +25,7 @@ from ingot.trainer.launch.inspect import inspect_checkpoints
 from .test_background_saves import fill_disk, free_disk, run_rank
 from .test_loop import files_of, ledger_proof, step_facts
 
-RUN = {"dp_shard": 2, "steps": 12, "every_steps": 4, "mode": "async"}
+RUN = {"dp_shard": 2, "steps": 12, "every_steps": 4, "mode": "async", "guard": {"proven_steps": 0}}
 
 
 @pytest.fixture

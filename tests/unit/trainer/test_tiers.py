@@ -15,7 +15,7 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoin
 from .test_background_saves import run_rank
 from .test_loop import files_of, ledger_proof, step_facts
 
-RUN = {"dp_shard": 2, "steps": 12, "every_steps": 4}
+RUN = {"dp_shard": 2, "steps": 12, "every_steps": 4, "guard": {"proven_steps": 0}}
 
 
 def stored(folder, kind=events.CHECKPOINT_STORED):
