@@ -25,7 +25,8 @@ from ingot.stores.store import AlreadyStored, read_object
 from ingot.trainer.checkpoint.manifest import verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier
 
-pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(missing()), reason=missing())]
+_MISSING = missing()
+pytestmark = [pytest.mark.nightly, pytest.mark.skipif(bool(_MISSING), reason=_MISSING)]
 
 URL = f"s3://{BUCKET}/run"
 # The file of each rank has more than one part of a multipart upload (16 MiB), and an upload takes some seconds.
