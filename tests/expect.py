@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import pytest
 
 from ingot.errors import IngotError
+from ingot.trainer.checkpoint.meter import Meter
 
 
 @contextmanager
@@ -74,3 +75,21 @@ def settled(read: Callable[[], int], most: float, seconds: float = 20.0) -> int:
     while (found := read()) > most and time.monotonic() < deadline:
         time.sleep(0.01)
     return found
+
+
+class RecordedMeter(Meter):
+    """Records the bytes that a command counts: [what, total, done] of each part."""
+
+    def __init__(self):
+        self.parts: list[list] = []
+
+    def begin(self, what: str, total: int) -> None:
+        self.parts.append([what, total, 0])
+
+    def add(self, size: int) -> None:
+        self.parts[-1][2] += size
+
+    def require_whole(self, *expected: str) -> None:
+        """Fail unless the parts are `expected`, and each counted all its bytes once."""
+        assert [what for what, _, _ in self.parts] == list(expected)
+        assert all(total == done > 0 for _, total, done in self.parts), self.parts

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from tests.checkpoints import ledger_of
-from tests.expect import refused
+from tests.expect import RecordedMeter, refused
 
 from ingot.cli.ckpt_ls import layout_text
 from ingot.config import to_toml
@@ -97,7 +97,9 @@ def test_equals_what_the_ranks_of_that_layout_save(fork_ranks, tmp_path, case):
     arch, first, second = CASES[case]
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")
     saved_in(fork_ranks, old, arch, first)
-    found = reshard_checkpoint(old.root, new.root, text_of(second))
+    meter = RecordedMeter()
+    found = reshard_checkpoint(old.root, new.root, text_of(second), meter)
+    meter.require_whole("verifying", "writing")
     verified = verify_checkpoint(new.checkpoint(2))
     # The ranks of the second layout load the old checkpoint and save it.
     run = load_run(new.config)

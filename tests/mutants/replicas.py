@@ -303,4 +303,15 @@ MUTANTS: list[Mutant] = [
         after="if False:",
         tests=(f"{_REPLICAS}::test_the_ranks_survive_in_the_memory_of_their_own_node",),
     ),
+    Mutant(
+        name="copies-by-number-alone",
+        what="racks of nodes do not decide which node keeps copies",
+        file="machine/topology.py",
+        before="key=lambda number: (paths[number], number)",
+        after="key=lambda number: number",
+        tests=(
+            "tests/unit/machine/test_topology.py::test_copies_are_apart_and_every_node_keeps_as_many",
+            f"{_REPLICAS}::test_copies_of_a_node_are_in_another_rack",
+        ),
+    ),
 ]

@@ -4,6 +4,7 @@ import argparse
 import shlex
 
 from ingot.cli.arguments import count, path, place
+from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -112,7 +113,7 @@ def _reshard(args: argparse.Namespace, terminal: Terminal) -> int:
     require("torch", "train")
     from ingot.trainer.convert.reshard import read_layout, reshard_checkpoint
 
-    found = reshard_checkpoint(args.source, args.out, read_layout(args.layout))
+    found = reshard_checkpoint(args.source, args.out, read_layout(args.layout), ByteBar(terminal))
     ranks = f"{found.ranks} rank{'s' if found.ranks != 1 else ''}"
     terminal.say(
         f"written   step {found.step:,} for {ranks} ({degrees_text(found.layout)}), {format_bytes(found.bytes)}"
@@ -154,7 +155,7 @@ def _import(args: argparse.Namespace, terminal: Terminal) -> int:
     require("torch", "train")
     from ingot.trainer.convert.imported import import_dcp
 
-    imported = import_dcp(args.source, args.out, arch, eot_id=eot_id, prefix=args.prefix)
+    imported = import_dcp(args.source, args.out, arch, eot_id=eot_id, prefix=args.prefix, meter=ByteBar(terminal))
     terminal.say(f"imported  {format_count(imported.parameters)} parameters, {imported.dtype}, to {imported.path}")
     terminal.say(f"names     {imported.system}'s" + (f", after {imported.prefix!r}" if imported.prefix else ""))
     if imported.left:

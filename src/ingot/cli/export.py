@@ -5,6 +5,7 @@ import shlex
 
 from ingot.cli.arguments import path
 from ingot.cli.options import add_checkpoint
+from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
 
 EXAMPLES = (
@@ -27,12 +28,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.api.model import export
-    from ingot.trainer.mesh.start import spin_briefly
+    from ingot.errors import require
     from ingot.units import format_bytes
 
+    require("torch", "train")
+    from ingot.trainer.export.huggingface import export_run
+    from ingot.trainer.mesh.start import spin_briefly
+
     spin_briefly()
-    exported = export(args.run, args.out, dtype=args.dtype)
+    exported = export_run(args.run, args.out, dtype=args.dtype, meter=ByteBar(terminal))
     size_bytes = sum(exported.files.values())
     terminal.say(f"exported step {exported.step:,} to {exported.path} ({format_bytes(size_bytes)}, {args.dtype})")
     terminal.say(f"read back: largest logit difference {exported.max_logit_difference:.3g} (limit 1e-05)")

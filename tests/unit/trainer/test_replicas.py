@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from ingot.events import read_events
+from ingot.machine.topology import VARIABLE
 from ingot.schema import events
 from ingot.schema.checkpoint import WEIGHTS, file_of
 from ingot.schema.run import RemoteCheckpoints
@@ -32,7 +33,7 @@ from ingot.trainer.checkpoint.keeper import (
     start_keeper,
 )
 from ingot.trainer.checkpoint.message import pack_json, read_message, unpack_json
-from ingot.trainer.checkpoint.replicas import Replicas, other_nodes
+from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
@@ -328,15 +329,20 @@ def test_a_job_that_cannot_replace_a_lost_node_says_so(fork_ranks, make_run, nod
     assert "TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1" in warning
 
 
-def test_nodes_keep_copies_far_away():
-    assert other_nodes(0, 8, 1) == [4]
-    assert other_nodes(6, 8, 3) == [0, 2, 4]
-    assert other_nodes(1, 2, 1) == [0]
-    assert other_nodes(0, 1, 0) == []
-    for nodes_ in range(1, 9):
-        for copies in range(nodes_):
-            found = other_nodes(0, nodes_, copies)
-            assert len({0, *found}) == copies + 1
+RACKS = {0: "west/rack1", 1: "east/rack3", 2: "west/rack2", 3: "east/rack4"}
+
+
+def keep_on(rank, ranks, folder, owners):
+    """Return the nodes that keep the snapshots of this rank's node, without and with known racks."""
+    os.environ |= {"LOCAL_WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
+    by_number = replicas.open_replicas(1, folder, owners[rank], rank, print).keep_on
+    os.environ[VARIABLE] = RACKS[rank]
+    return by_number, replicas.open_replicas(1, folder, owners[rank], rank, print).keep_on
+
+
+def test_copies_of_a_node_are_in_another_rack(fork_ranks, tmp_path, nodes):
+    found = fork_ranks(keep_on, RANKS, RunFolder(tmp_path), nodes(RANKS).owners)
+    assert found == [([2], [1]), ([3], [0]), ([0], [3]), ([1], [2])]  # by number, west would keep the copies of west
 
 
 def image(**changes):

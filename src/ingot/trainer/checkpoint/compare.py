@@ -13,14 +13,14 @@ from typing import Any
 import torch
 
 from ingot.errors import EXIT_OK
-from ingot.schema.checkpoint import CheckpointManifest, TensorEntry
+from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import setting_changes
 from ingot.trainer.checkpoint.accepted import DATA
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.manifest import MANIFEST, read_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.reader import read_blocks
-from ingot.trainer.checkpoint.rules import DTYPES, damaged
+from ingot.trainer.checkpoint.rules import DTYPES, damaged, tensor_bytes
 from ingot.trainer.checkpoint.state import MODEL, OPTIM, StateBlock
 
 _BLOCK_ELEMENTS = 1 << 20  # 8 MiB in float64, for each of both
@@ -93,7 +93,7 @@ def compare_checkpoints(a: Path, b: Path, meter: Meter = SILENT) -> Comparison:
     both, only_a, only_b, reshaped = _sorted_names(first, second)
     weights = [name for name in both if name.startswith(MODEL)]
     state = [name for name in both if name.startswith(OPTIM) and not name.startswith(STEP)]
-    meter.begin("comparing", sum(_bytes(m.tensors[name]) for m in (first, second) for name in weights + state))
+    meter.begin("comparing", sum(tensor_bytes(m.tensors[name]) for m in (first, second) for name in weights + state))
     changes = {name: _change(name, pair, meter) for name in weights + state}
     parameters = [
         TensorChange(
@@ -176,10 +176,6 @@ def _sorted_names(
 
 def _is_weight(name: str) -> bool:
     return name.startswith(MODEL)
-
-
-def _bytes(entry: TensorEntry) -> int:
-    return math.prod(entry.shape) * DTYPES[entry.dtype][0]
 
 
 @dataclass

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import CheckpointError, IngotError, ResourceError
+from ingot.machine.topology import far_apart, node_path
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import CheckpointManifest, FileEntry, LedgerSegment, file_of, segments_of
 from ingot.schema.run_folder import RunFolder
@@ -47,20 +48,21 @@ def open_replicas(
             return None
         start_keeper(name, owner, _own_address())
         with contextlib.closing(asking(name)) as keeper:
-            return keeper.ask({"do": "where"})
+            return {"peer": keeper.ask({"do": "where"}), "path": node_path()}
 
     try:
         found: list[dict | None] = from_all_ranks(own_keeper, list)
     except (IngotError, OSError) as error:
         warn(f"WARNING   no snapshot is kept in memory: {getattr(error, 'found', error)}")
         return None
-    nodes = [Peer(**where) for where in found if where is not None]
+    nodes = [Peer(**where["peer"]) for where in found if where is not None]
+    paths = [tuple(where["path"]) for where in found if where is not None]
     node = sum(where is not None for where in found[: first_rank + 1]) - 1
     others = len(nodes) - 1
     if copies > others:
         room = f"the job has {others} other nodes" if others else "the job has one node, whose snapshots end with it"
         warn(f"note      checkpoint.replicas = {copies}, but {room}")
-    return Replicas(name, nodes, node, first_rank, min(copies, others))
+    return Replicas(name, nodes, node, first_rank, far_apart(paths, node, min(copies, others)))
 
 
 def _own_address() -> str:
@@ -76,12 +78,6 @@ def _own_address() -> str:
             probe.connect((_ELSEWHERE, 9))
             found = probe.getsockname()[0]
     return found
-
-
-def other_nodes(node: int, nodes: int, copies: int) -> list[int]:
-    """Return the nodes that keep copies of the snapshots of `node`, as far from it as possible: nodes with near numbers
-    often share a switch and a power supply."""
-    return [(node + i * nodes // (copies + 1)) % nodes for i in range(1, copies + 1)]
 
 
 @dataclass
@@ -100,14 +96,14 @@ class Copied:
 class Replicas:
     """The keepers that this rank uses. name: of its node. nodes: where all keepers listen. node: this one's number.
 
-    first_rank: the lowest rank of this node. copies: on how many other nodes its snapshots are kept.
+    first_rank: the lowest rank of this node. keep_on: the numbers of the nodes that keep copies of its snapshots.
     """
 
     name: str
     nodes: list[Peer]
     node: int
     first_rank: int
-    copies: int
+    keep_on: list[int]
     _saves: int = 0
 
     def begin(self) -> None:
@@ -138,7 +134,7 @@ class Replicas:
         about = [b64encode(blocks.to_bytes())]
         if rank() == 0:
             about.append(pack_json({"facts": facts, "ledger": ledger, "segment": b64encode(segment).decode()}))
-        peers = [self.nodes[number] for number in other_nodes(self.node, len(self.nodes), self.copies)]
+        peers = [self.nodes[number] for number in self.keep_on]
         return Copying(self.name, fd, image, about, peers)
 
     def held(self) -> list[tuple[KeptImage, bytes]]:

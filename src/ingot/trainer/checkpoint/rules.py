@@ -14,6 +14,7 @@ from ingot.schema.checkpoint import (
     WEIGHTS,
     BlockLayout,
     CheckpointManifest,
+    TensorEntry,
     file_of,
     key_of,
     pack_crc32,
@@ -45,6 +46,11 @@ _LEDGER = (
     "checkpoint lists it too: do not delete any, their weights may be sound"
 )
 _NEXT_OLDER = "delete or restore this folder; training then continues from the next older checkpoint"
+
+
+def tensor_bytes(entry: TensorEntry) -> int:
+    """Return the size of a tensor of a checkpoint, without what its files add."""
+    return math.prod(entry.shape) * DTYPES[entry.dtype][0]
 
 
 def check_rules(folder: Path | str, manifest: CheckpointManifest) -> None:

@@ -72,6 +72,11 @@ class DcpTensor:
     blocks: tuple[Block, ...]
     places: dict[tuple[int, ...], DcpPlace]
 
+    @property
+    def bytes(self) -> int:
+        """The size of the tensor; 0 for a dtype that is not read."""
+        return math.prod(self.shape) * DTYPES[self.dtype].itemsize if self.dtype in DTYPES else 0
+
 
 class DcpFolder:
     """The tensors in `folder`. others: the names of entries that are no tensors, such as step counters.

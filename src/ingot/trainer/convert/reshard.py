@@ -30,9 +30,11 @@ from ingot.toml import toml_value
 from ingot.trainer.checkpoint.files import CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.folders import find_checkpoint, publish
 from ingot.trainer.checkpoint.load import OTHER_MODEL
-from ingot.trainer.checkpoint.manifest import VERSION, verify_checkpoint, write_manifest
+from ingot.trainer.checkpoint.manifest import VERSION, read_manifest, verify_checkpoint, write_manifest
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
 from ingot.trainer.checkpoint.reader import found_file, read_blocks
+from ingot.trainer.checkpoint.rules import tensor_bytes
 from ingot.trainer.checkpoint.segments import verify_segments
 from ingot.trainer.checkpoint.state import CPU, CUDA, StateBlock
 from ingot.trainer.checkpoint.tensors import bytes_of, part_of
@@ -73,24 +75,27 @@ class Resharded:
         return asdict(self) | paths | {"exit_code": EXIT_OK}
 
 
-def reshard_checkpoint(source: Path, out: Path, layout: Mapping[str, str]) -> Resharded:
+def reshard_checkpoint(source: Path, out: Path, layout: Mapping[str, str], meter: Meter = SILENT) -> Resharded:
     """Write the checkpoint `source` (of a run folder the newest) in another layout, into the new run folder `out`.
 
     layout: settings of LAYOUT_SETTINGS with their values as after --set; those that are not given have their defaults
     (degrees 1), except _KEPT. `out` gets the run file with this layout and without a store, the ledger and the accepted
-    changes. Random states are kept if the number of ranks is the same, as when a run continues in another layout. The
-    process must not have a process group. Raises UsageError for an unknown setting or if `out` is not new, ConfigError
-    for a layout that breaks a rule, CheckpointError if the checkpoint is damaged or of another model than the run file,
-    ResourceError without enough space.
+    changes. Random states are kept if the number of ranks is the same, as when a run continues in another layout.
+    meter: counts the bytes. The process must not have a process group. Raises UsageError for an unknown setting or if
+    `out` is not new, ConfigError for a layout that breaks a rule, CheckpointError if the checkpoint is damaged or of
+    another model than the run file, ResourceError without enough space.
     """
     folder, checkpoint = find_checkpoint(source)
     overrides = layout_overrides(layout)
     config = load_run(folder.config, [f"{key}={value}" for key, value in overrides.items()])
     with new_folder(out) as temporary:
-        manifest = verify_checkpoint(checkpoint)
+        manifest = read_manifest(checkpoint)
+        meter.begin("verifying", sum(file.bytes for file in manifest.files.values()))
+        manifest = verify_checkpoint(checkpoint, meter.add)
         new = RunFolder(temporary)
         files = CheckpointFiles(new, manifest.step)
-        resharded = _write_files(files, checkpoint, manifest, config)
+        meter.begin("writing", sum(map(tensor_bytes, manifest.tensors.values())))
+        resharded = _write_files(files, checkpoint, manifest, config, meter)
         own = config.settings()
         resharded = replace(
             resharded, settings={k: own[k] if k in overrides else v for k, v in manifest.settings.items()}
@@ -156,7 +161,7 @@ def layout_overrides(layout: Mapping[str, str]) -> dict[str, str]:
 
 
 def _write_files(
-    files: CheckpointFiles, checkpoint: Path, manifest: CheckpointManifest, config: RunConfig
+    files: CheckpointFiles, checkpoint: Path, manifest: CheckpointManifest, config: RunConfig, meter: Meter
 ) -> CheckpointManifest:
     """Write the file of each rank of `config`, and return the manifest with these files."""
     world = config.parallel.world_size
@@ -173,7 +178,8 @@ def _write_files(
             _random_states(found_file(checkpoint, manifest, file_of(rank))) if same_world and not manifest.rng else []
         )
         whole = replace(contents, parts=(*contents.parts, *(part_of(key, tensor) for key, tensor in random)))
-        stored, states = _stored_bytes(checkpoint, manifest, contents), bytes_of([tensor for _, tensor in random])
+        stored = _stored_bytes(checkpoint, manifest, contents, meter)
+        states = bytes_of([tensor for _, tensor in random])
         parts.append(files.write(rank, whole, itertools.chain(stored, states)))
     cuts, tensors = assemble(parts)
     if missing := sorted(manifest.tensors.keys() - tensors.keys()):
@@ -191,7 +197,9 @@ def _write_files(
     )
 
 
-def _stored_bytes(checkpoint: Path, manifest: CheckpointManifest, contents: FileContents) -> Iterator[memoryview]:
+def _stored_bytes(
+    checkpoint: Path, manifest: CheckpointManifest, contents: FileContents, meter: Meter
+) -> Iterator[memoryview]:
     """Yield the bytes of the blocks of a new file, read from the old ones, some blocks at a time."""
     waiting: list[StateBlock] = []
     held = 0
@@ -199,10 +207,12 @@ def _stored_bytes(checkpoint: Path, manifest: CheckpointManifest, contents: File
         entry = manifest.tensors[name]
         if waiting and held + part.bytes > _TOGETHER_BYTES:
             yield from _read(checkpoint, manifest, waiting)
+            meter.add(held)
             waiting, held = [], 0
         waiting.append(StateBlock(name, entry.shape, offsets, torch.empty(sizes, dtype=getattr(torch, entry.dtype))))
         held += part.bytes
     yield from _read(checkpoint, manifest, waiting)
+    meter.add(held)
 
 
 def _read(checkpoint: Path, manifest: CheckpointManifest, blocks: Sequence[StateBlock]) -> Iterator[memoryview]:

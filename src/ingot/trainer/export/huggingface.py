@@ -22,6 +22,7 @@ from ingot.storage import fsync_dir, require_free, sha256_file, write_atomic, wr
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.load import load_model
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.export.card import model_card
 from ingot.trainer.export.model_folder import DTYPES, import_huggingface, write_model
 from ingot.trainer.model.transformer import Transformer
@@ -51,12 +52,15 @@ class Exported:
         return asdict(self) | {"path": str(self.path)}
 
 
-def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", "bfloat16"] = "float32") -> Exported:
+def export_run(
+    run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", "bfloat16"] = "float32", meter: Meter = SILENT
+) -> Exported:
     """Write a checkpoint or a save of the weights alone, of a run the newest of both, to `out` in Hugging Face format,
     and compare logits.
 
-    An earlier export in `out` is replaced. Raises UsageError if `out` is any other folder that is not empty,
-    CheckpointError if the checkpoint is damaged or the written folder gives different logits.
+    An earlier export in `out` is replaced. meter: counts the bytes that are written. Raises UsageError if `out` is any
+    other folder that is not empty, CheckpointError if the checkpoint is damaged or the written folder gives different
+    logits.
     """
     folder, checkpoint = find_weights(run_or_checkpoint)
     _require_replaceable(out)
@@ -69,7 +73,7 @@ def export_run(run_or_checkpoint: Path, out: Path, *, dtype: Literal["float32", 
     temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
     try:
         temporary.mkdir(parents=True)
-        write_model(temporary, run.model, model.state_dict(), eot_id=tokens.eot_id, dtype=dtype)
+        write_model(temporary, run.model, model.state_dict(), eot_id=tokens.eot_id, dtype=dtype, meter=meter)
         write_tokenizer(temporary, tokenizer_file(folder.root, run.data), tokens, run.model.max_seq_len)
         difference, rounding = _prove(temporary, model, DTYPES[dtype])
         write_atomic(temporary / "README.md", model_card(folder, run, tokens, manifest, dtype))

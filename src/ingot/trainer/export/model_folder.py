@@ -16,6 +16,7 @@ from ingot.hub.config_file import CONFIG, read_config, require_fit
 from ingot.hub.kinds import huggingface_names
 from ingot.schema.arch import Arch
 from ingot.storage import write_json
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.state import BIAS as ROUTER_BIAS
 from ingot.trainer.export.weights import StoredWeights, write_weights
 from ingot.trainer.model.transformer import Transformer
@@ -34,10 +35,12 @@ def write_model(
     eot_id: int,
     dtype: str = "float32",
     max_file_bytes: int = 5 * 10**9,
+    meter: Meter = SILENT,
 ) -> None:
     """Write `state` (under ingot's names) as `dtype` into the existing `folder`, without tensors only training needs.
 
-    Raises CheckpointError if `state` does not fit `arch`, ConfigError for a shape without a Hugging Face class.
+    meter: counts the bytes. Raises CheckpointError if `state` does not fit `arch`, ConfigError for a shape without a
+    Hugging Face class.
     """
     if dtype not in DTYPES:
         raise UsageError(
@@ -61,7 +64,7 @@ def write_model(
         )
     write_json(folder / CONFIG, config)
     write_json(folder / "generation_config.json", {"bos_token_id": eot_id, "eos_token_id": eot_id, "do_sample": False})
-    write_weights(folder, to_huggingface(arch, state), DTYPES[dtype], max_file_bytes, wide=WIDE)
+    write_weights(folder, to_huggingface(arch, state), DTYPES[dtype], max_file_bytes, wide=WIDE, meter=meter)
 
 
 class ModelFolder:

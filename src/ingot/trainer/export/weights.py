@@ -15,6 +15,7 @@ from safetensors.torch import save_file
 
 from ingot.errors import CheckpointError, ConfigError
 from ingot.storage import write_json
+from ingot.trainer.checkpoint.meter import SILENT, Meter
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -23,21 +24,29 @@ _INDEX_LIMIT_BYTES = 64 << 20
 
 
 def write_weights(
-    folder: Path, tensors: dict[str, torch.Tensor], dtype: torch.dtype, max_file_bytes: int, *, wide: str
+    folder: Path,
+    tensors: dict[str, torch.Tensor],
+    dtype: torch.dtype,
+    max_file_bytes: int,
+    *,
+    wide: str,
+    meter: Meter = SILENT,
 ) -> list[str]:
     """Write `tensors` as `dtype` into `folder`; no file exceeds `max_file_bytes` unless one tensor does.
 
-    wide: the suffix of the names of tensors that are always stored as float32. Returns the file names. Only the
-    converted tensors of one file are in memory at a time.
+    wide: the suffix of the names of tensors that are always stored as float32. meter: counts the bytes. Returns the
+    file names. Only the converted tensors of one file are in memory at a time.
     """
     dtypes = {name: torch.float32 if name.endswith(wide) else dtype for name in tensors}
     groups, total_bytes = _split({n: t.numel() * dtypes[n].itemsize for n, t in tensors.items()}, max_file_bytes)
     names = [SINGLE] if len(groups) == 1 else _numbered(len(groups))
     weight_map = {}
+    meter.begin("writing", total_bytes)
     for file_name, group in zip(names, groups, strict=True):
         cast = {name: tensors[name].detach().to("cpu", dtypes[name]).contiguous() for name in group}
         _save(cast, folder / file_name)
         weight_map |= dict.fromkeys(group, file_name)
+        meter.add(sum(tensor.nbytes for tensor in cast.values()))
     if len(groups) > 1:
         write_json(folder / INDEX, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
     return names

@@ -219,7 +219,7 @@ def test_whatever_a_keeper_answers_a_run_has_its_checkpoints(error, monkeypatch)
     with refused("E-REPLICA-LOST", rank=0):
         memory_checkpoint(Asked(error), 8).find(file_of(0), ["a"])
     monkeypatch.setattr(replicas, "asking", lambda name: Asked(error))
-    own, lines, log = Replicas("name", [PEER], 0, 0, 0), [], []
+    own, lines, log = Replicas("name", [PEER], 0, 0, []), [], []
     if not isinstance(error, ValueError):  # which no order of ingot's gets
         own.retain("7-0-1")
     folder = SimpleNamespace(checkpoints=Path("nowhere"))

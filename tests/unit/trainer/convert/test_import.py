@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from tests.expect import named, refused, reported
+from tests.expect import RecordedMeter, named, refused, reported
 
 torch = pytest.importorskip("torch")
 
@@ -85,7 +85,9 @@ def assert_imported(folder, arch, state):
 def test_torchtitans_names(save_dcp, tmp_path, arch, dtype):
     state = weights(arch, dtype)
     folder = save_dcp({"model": torchtitan(arch, state), "train_state": {"step": torch.tensor(3)}, "epoch": 2})
-    found = import_dcp(folder, tmp_path / "out", arch, eot_id=0)
+    meter = RecordedMeter()
+    found = import_dcp(folder, tmp_path / "out", arch, eot_id=0, meter=meter)
+    meter.require_whole("reading", "writing", "comparing")
     assert (found.system, found.prefix, found.left) == ("torchtitan", "model.", 3)
     assert found.dtype == ("bfloat16" if dtype == torch.bfloat16 else "float32")
     assert found.parameters == sum(tensor.numel() for tensor in state.values())

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.checkpoints import ledger_of
-from tests.expect import named, refused
+from tests.expect import RecordedMeter, named, refused
 
 from ingot.config import to_dict, to_toml
 from ingot.events import EventLog, read_events
@@ -143,7 +143,9 @@ def test_transformers_gives_the_logits_of_the_run(run, tmp_path):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_run_with_experts_is_exported(arch, dtype, tmp_path):
     run = make_run(tmp_path, arch)
-    exported = export_run(run, tmp_path / "hf", dtype=dtype)
+    meter = RecordedMeter()
+    exported = export_run(run, tmp_path / "hf", dtype=dtype, meter=meter)
+    meter.require_whole("writing")
     assert exported.max_logit_difference <= 1e-5
     if dtype == "float32":
         require_same_logits(run, exported.path)

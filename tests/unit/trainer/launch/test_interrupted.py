@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from tests.checkpoints import model_settings, write_checkpoint
+from tests.expect import RecordedMeter
 
 from ingot.cli.main import main
 from ingot.cli.progress import ByteBar
@@ -193,21 +194,8 @@ def test_ctrl_c_while_it_collects_garbage_removes_nothing_else(run, tmp_path, ct
     assert keys.calls >= 7 and kept() == sound
 
 
-class Meter:
-    """Records what a command counts: (what, total, done)."""
-
-    def __init__(self):
-        self.parts = []
-
-    def begin(self, what, total):
-        self.parts.append([what, total, 0])
-
-    def add(self, size):
-        self.parts[-1][2] += size
-
-
 def test_every_byte_is_counted_once(run, tmp_path):
-    meters = [Meter() for _ in range(3)]
+    meters = [RecordedMeter() for _ in range(3)]
     inspect_checkpoints(run.root, hash_files=True, meter=meters[0])
     fetch_checkpoint(run.root, meter=meters[1])
     (tmp_path / "store/checkpoints/step-00000020/manifest.json").unlink()
