@@ -22,6 +22,8 @@ from collections.abc import Callable
 from email.utils import formatdate
 from pathlib import Path
 
+import pytest
+
 from ingot.machine.processes import die_with_parent
 
 PROGRAMS = ("ceph", "ceph-mon", "ceph-osd", "monmaptool", "radosgw", "radosgw-admin")
@@ -46,6 +48,8 @@ mon_max_pg_per_osd = 2000
 mon_data_avail_crit = 1
 mon_data_avail_warn = 1
 osd_crush_chooseleaf_type = 0
+osd_crush_update_on_start = false
+osd_class_update_on_start = false
 osd_objectstore = memstore
 memstore_device_bytes = 2147483648
 osd_class_load_list = *
@@ -72,6 +76,9 @@ def missing() -> str:
     )
 
 
+NEEDED = pytest.mark.skipif(bool(missing()), reason=missing())
+
+
 class CephGateway:
     """A Ceph cluster of one node with a gateway, and the bucket BUCKET in it. A context manager."""
 
@@ -94,6 +101,8 @@ class CephGateway:
                 daemon.send_signal(signal.SIGKILL)  # also one that is stopped
             daemon.wait()
         shutil.rmtree(self.folder, ignore_errors=True)
+
+    secret_variable = "AWS_SECRET_ACCESS_KEY"
 
     @property
     def environment(self) -> dict[str, str]:

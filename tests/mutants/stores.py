@@ -113,7 +113,7 @@ MUTANTS: list[Mutant] = [
         name="bucket-gone-unnoticed",
         what="removing an object of a bucket that does not exist succeeds",
         file="stores/objects.py",
-        before="""        if "NoSuchBucket" in str(error):""",
+        before="        if _NO_BUCKET.search(str(error)):",
         after="""        if False:""",
         tests=(f"{_HOSTILE}::test_a_fault_that_stays_is_an_error_without_a_secret",),
     ),

@@ -28,12 +28,19 @@ from ingot.stores.store import (
     not_stored,
 )
 
-SCHEMES = ("s3", "gs", "az")
+# Variables that name a server of one's own, by scheme; the first that is set counts.
+_ENDPOINTS = {
+    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": (),
+    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+}
+SCHEMES = tuple(_ENDPOINTS)
 _PART_BYTES = 16 << 20
 _PARTS_AT_ONCE = 4  # memory of an upload: this many parts
 _PRIVATE = re.compile(
     r"(?i)\b([\w-]*(?:authorization|credential|signature|key|secret|token)[\w-]*)(\s*[=:]\s*)[^\s&,;]+"
 )
+_NO_BUCKET = re.compile(r"<Code>(NoSuchBucket|ContainerNotFound)</Code>")
 _DENIED = re.compile(r"\b40[13] (Forbidden|Unauthorized)")
 _NO_CREDENTIALS = re.compile(r"169\.254\.169\.254|metadata\.google|CredentialsNotLoaded|(?i:missing credentials)")
 
@@ -201,7 +208,7 @@ class _Translated:
         if not isinstance(error, Exception):
             return
         exceptions = require("obstore.exceptions", "train")
-        if "NoSuchBucket" in str(error):
+        if _NO_BUCKET.search(str(error)):
             raise _refused(self._store.url, "there is no such bucket") from None
         if isinstance(error, exceptions.NotFoundError | FileNotFoundError):
             raise not_stored(self._store, self._name) from None
@@ -254,8 +261,8 @@ def _open(url: str, patience: Patience) -> Any:
             fix="check the place; give credentials in environment variables",
         )
     store = require("obstore.store", "train")
-    endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or ""
-    config: dict[str, Any] = {"endpoint": endpoint} if scheme == "s3" and endpoint else {}
+    endpoint = next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), "")
+    config: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
     return store.from_url(
         url,
         client_options={

@@ -1,10 +1,12 @@
-"""The promises of every store: a folder, memory, the object stores of the library (its store in memory, and S3)."""
+"""The promises of every store: a folder, memory, the object stores of the library (its store in memory, S3, Azure)."""
 
+import contextlib
 import os
 import stat
 import threading
 
 import pytest
+from tests import azurite, ceph
 from tests.expect import refused
 from tests.s3_server import BUCKET, S3Server
 
@@ -23,7 +25,35 @@ def object_store():
     return ObjectStore("s3://bucket/runs", pytest.importorskip("obstore.store").MemoryStore())
 
 
-@pytest.fixture(params=["local", "memory", "objects", "s3"])
+# Servers that people use, every night where they are installed: started once, with a place for each test.
+SERVERS = {
+    "ceph": (ceph.CephGateway, f"s3://{ceph.BUCKET}", ceph.NEEDED),
+    "azure": (azurite.Azurite, f"az://{azurite.CONTAINER}", azurite.NEEDED),
+}
+
+
+@pytest.fixture(scope="module")
+def servers():
+    with contextlib.ExitStack() as stack:
+        running = {}
+
+        def place_of(name):
+            if name not in running:
+                running[name] = stack.enter_context(SERVERS[name][0]())
+            return SERVERS[name][1], running[name].environment
+
+        yield place_of
+
+
+@pytest.fixture(
+    params=[
+        "local",
+        "memory",
+        "objects",
+        "s3",
+        *(pytest.param(name, marks=[pytest.mark.nightly, needed]) for name, (_, _, needed) in SERVERS.items()),
+    ]
+)
 def store(request, tmp_path, monkeypatch):
     if request.param == "s3":
         pytest.importorskip("obstore")
@@ -31,6 +61,12 @@ def store(request, tmp_path, monkeypatch):
             for name, value in server.environment.items():
                 monkeypatch.setenv(name, value)
             yield ObjectStore(f"s3://{BUCKET}/runs")
+    elif request.param in SERVERS:
+        pytest.importorskip("obstore")
+        bucket, variables = request.getfixturevalue("servers")(request.param)
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+        yield ObjectStore(f"{bucket}/{tmp_path.name}")
     elif request.param == "objects":
         yield object_store()
     else:
