@@ -317,6 +317,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_EVIDENCE}::test_a_rank_that_takes_no_question_is_not_said_to_hold_its_lock",),
     ),
     Mutant(
+        name="deaf-ranks-blamed-by-time",
+        what="of ranks that take no question, the one that waits for the other is blamed if it began the step first",
+        file="trainer/launch/evidence.py",
+        before="(beats[rank].waits, beats[rank].since)",
+        after="beats[rank].since",
+        tests=(f"{_EVIDENCE}::test_of_ranks_that_take_no_question_one_that_waits_for_no_other_is_blamed",),
+    ),
+    Mutant(
+        name="waits-without-a-heartbeat",
+        what="the heartbeat of a rank does not say that it waits for another one",
+        file="trainer/run.py",
+        before="WaitClock(heartbeat.set_waiting)",
+        after="WaitClock()",
+        tests=("tests/unit/trainer/test_loop.py::test_the_heartbeat_says_when_a_rank_waits_for_another_one",),
+    ),
+    Mutant(
         name="question-ends-a-rank",
         what="a rank without a handler for the question is killed by it",
         file="trainer/launch/evidence.py",

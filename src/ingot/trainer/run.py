@@ -118,7 +118,7 @@ def build_trainer(
     epoch, stops, heartbeat, clock: as in `run_rank`. Collective. Raises ConfigError, DataError or CheckpointError
     before anything is trained.
     """
-    clock = clock or StartClock()
+    clock, heartbeat = clock or StartClock(), heartbeat or open_heartbeat()
     event_log = EventLog(folder.events)
     event_log.write(
         events.RANK_STARTED, rank=place.rank, pid=os.getpid(), host=socket.gethostname(), attempt=place.attempt
@@ -184,9 +184,9 @@ def build_trainer(
         ),
         stop_vote=StopVote(stops or StopRequests(folder.stop_request if place.is_first else None)),
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
-        heartbeat=heartbeat or open_heartbeat(),
+        heartbeat=heartbeat,
         clock=clock,
-        waits=WaitClock(),
+        waits=WaitClock(heartbeat.set_waiting),
         stragglers=stragglers,
         slow_machines=stragglers and slow_machines(config, parts.mesh, place, on_rank_zero),
         alerts=alert_watch(config, folder, parts, first_step, log, is_first=place.is_first),

@@ -25,6 +25,7 @@ from ingot.trainer.loader.ledger import prove, read_ledger
 from ingot.trainer.loader.order import Order
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.resilience.heartbeat import Heartbeat
 from ingot.trainer.run import build_trainer
 from ingot.trainer.step import train_step
 from ingot.trainer.telemetry.usage import KINDS
@@ -119,6 +120,19 @@ def test_a_run_from_start_to_end(fork_ranks, make_run):
     assert ledger_proof(folder, config).layout == {"dp_shard": 2}
     first, second = random_states(folder)
     assert first != second  # each rank has random numbers of its own
+
+
+def waits_of_the_heart(rank, ranks, folder):
+    waits = []
+    Heartbeat.set_waiting = lambda _, value: waits.append(value)
+    run_rank(rank, ranks, folder, until_step=3)
+    return waits
+
+
+def test_the_heartbeat_says_when_a_rank_waits_for_another_one(fork_ranks, make_run):
+    for waits in fork_ranks(waits_of_the_heart, 2, make_run("run", dp_shard=2)):
+        assert waits[:1] == [False] and len(waits) > 6  # of three steps
+        assert waits[1:] == [True, False] * (len(waits) // 2)
 
 
 def test_stopping_and_resuming_gives_the_bits_of_an_undisturbed_run(fork_ranks, make_run):

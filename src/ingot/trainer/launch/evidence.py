@@ -127,6 +127,7 @@ def _write(hang: Hang, place: Path, cause: HangCause, answers: Answers) -> None:
                     "step": beat.step,
                     "process_state": states[rank],
                     "answered": calls[rank] is not None,
+                    "waits": beat.waits,
                     "deaf": answers.deaf.get(rank, ""),
                     "collectives": as_json(calls[rank] or ()),
                 }
@@ -199,12 +200,17 @@ def judge(hang: Hang, answers: Answers) -> HangCause:
         held = quiet[0] in answers.with_stacks
         why = "native code holds its interpreter lock" if held else "it does not answer"
         return HangCause(quiet, f"hung {seconds} {hang.beats[quiet[0]].phase.words}: {why}")
-    ranks = blame.ranks if blame else (min(hang.beats, key=lambda rank: hang.beats[rank].since),)
+    ranks = blame.ranks if blame else (_first_to_stop(hang.beats),)
     found = [blame.words] if blame else []
     if deaf := answers.deaf.get(ranks[0]):
         found.append(deaf)
     words = "; ".join(found)
     return HangCause(ranks, f"hung {seconds} {hang.beats[ranks[0]].phase.words}{': ' if words else ''}{words}")
+
+
+def _first_to_stop(beats: Mapping[int, Beat]) -> int:
+    """Return the rank whose phase began first, of those that wait for no other rank, or of all."""
+    return min(beats, key=lambda rank: (beats[rank].waits, beats[rank].since))
 
 
 def _new_folder(folder: RunFolder) -> Path:

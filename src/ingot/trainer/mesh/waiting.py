@@ -15,12 +15,15 @@ import torch.distributed as dist
 class WaitClock:
     """The seconds that the thread which started this clock has waited. One clock runs at a time.
 
+    set_waiting: called with True when such a wait begins, and with False when it ends.
+
     FSDP2 and torch's own blocking functions wait inside of torch, so the clock takes the place of `Work.wait`, with
     which all of them wait. Operators of compiled code wait elsewhere (see `collectives.finish`), and are not counted.
     """
 
-    def __init__(self):
+    def __init__(self, set_waiting: Callable[[bool], object] = bool):
         self.seconds = 0.0
+        self._set_waiting = set_waiting
         self._wait: Any = None
 
     def start(self) -> None:
@@ -45,9 +48,11 @@ class WaitClock:
         if threading.get_ident() != self._thread:
             return wait(*args, **kwargs)
         began = time.monotonic()
+        self._set_waiting(True)
         try:
             return wait(*args, **kwargs)
         finally:
+            self._set_waiting(False)
             self.seconds += time.monotonic() - began
 
 

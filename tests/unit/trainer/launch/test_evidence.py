@@ -163,6 +163,15 @@ def test_of_ranks_that_take_no_question_the_one_that_others_wait_for_is_blamed()
     assert cause.ranks == (1,) and "rank 0 waits for rank 1" in cause.words and "it ignores SIGUSR2" in cause.words
 
 
+def test_of_ranks_that_take_no_question_one_that_waits_for_no_other_is_blamed():
+    """Both are in the same step, and the one that waits began it first."""
+    deaf = dict.fromkeys((0, 1), "it ignores SIGUSR2, which asks it what it does")
+    silence = Answers({0: "S", 1: "S"}, {0: None, 1: None}, set(), deaf)
+    for waits, blamed in (((True, False), 1), ((False, True), 0), ((False, False), 0), ((True, True), 0)):
+        beats = {rank: replace(BEAT, since=5.0 + rank, waits=waits[rank]) for rank in (0, 1)}
+        assert judge(Hang(beats, 3.04, 3.0, SETTING), silence).ranks == (blamed,), waits
+
+
 def test_a_rank_that_is_gone_is_no_obstacle(hung):
     hang, folder = hung(_wait)
     gone = replace(hang.beats[0], pid=2**22 + 1)

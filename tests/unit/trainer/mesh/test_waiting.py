@@ -65,6 +65,26 @@ def test_other_threads_do_not_count(fork_ranks):
     assert fork_ranks(partial(seconds, exchange=blocking, inner=True), 2) == [0.0, 0.0]
 
 
+def marks(rank, world):
+    """Return what a clock reports in its own thread, in another one, and of a wait that fails."""
+    found = []
+    clock = WaitClock(found.append)
+    clock.start()
+    blocking()
+    blocking()
+    thread = threading.Thread(target=blocking)
+    thread.start()
+    thread.join()
+    with pytest.raises(ZeroDivisionError):
+        clock.time(lambda: 1 / 0)
+    clock.stop()
+    return found
+
+
+def test_the_clock_reports_when_a_wait_begins_and_ends(fork_ranks):
+    assert fork_ranks(marks, 2) == [[True, False] * 3] * 2
+
+
 def test_a_stopped_clock_leaves_torch_as_it_was():
     wait, clock = dist.Work.wait, WaitClock()
     clock.start()

@@ -36,6 +36,23 @@ def test_another_process_beats_in_memory_that_both_share(beats):
     assert beats.read(0).count == beats.read(2).count == 0  # of its neighbors
 
 
+def test_a_rank_says_whether_it_waits_for_another_one(beats):
+    heart = open_heartbeat(1)
+    heart.enter(Phase.STEP, 5)
+    heart.set_waiting(True)
+    assert [beats.read(rank).waits for rank in range(3)] == [False, True, False]
+    heart.enter(Phase.STEP, 6)  # from another place than its wait: nothing is lost
+    assert beats.read(1).waits
+    heart.set_waiting(False)
+    assert not beats.read(1).waits
+    heart.set_waiting(True)
+    open_heartbeat(1)  # the rank starts again
+    assert not beats.read(1).waits
+    heart.set_waiting(True)
+    beats.begin()
+    assert not beats.read(1).waits
+
+
 def test_an_attempt_begins_without_the_beats_of_the_last(beats):
     open_heartbeat(0).enter(Phase.STEP, 5)
     before = beats.read(0).since
