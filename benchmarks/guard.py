@@ -28,6 +28,7 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 import torch.distributed as dist
+from intervals import ratio_in_percent
 from record import record
 
 from ingot import train
@@ -76,8 +77,8 @@ def main() -> None:
     record("guard", found, ["torch"])
 
 
-def cost(rounds: int = 60) -> dict[str, float]:
-    """Return the CPU seconds of a step and of a judgment, and their ratio in percent."""
+def cost(rounds: int = 60) -> dict[str, object]:
+    """Return the CPU seconds of a step and of all that the guard adds, and their ratio with its interval."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     tiny = load_model("tiny")
@@ -121,8 +122,8 @@ def cost(rounds: int = 60) -> dict[str, float]:
             seconds["alerts"].append((time.process_time() - between) / len(line))
     dist.destroy_process_group()
     medians = {part: statistics.median(each) for part, each in seconds.items()}
-    rest = sum(medians[part] for part in ("judgment", "alerts", "range"))
-    return medians | {"percent": round(100 * rest / medians["step"], 3)}
+    added = [seconds[part] for part in ("judgment", "alerts", "range")]
+    return medians | ratio_in_percent(added, seconds["step"])
 
 
 def run_of(tokens: Path, steps: int, seed: int, *, warmup: int = 50, preset: str = "watch") -> RunConfig:

@@ -19,6 +19,7 @@ from types import SimpleNamespace
 
 import torch
 import torch.distributed as dist
+from intervals import ratio_in_percent
 from record import record
 
 from ingot.planner.request.presets import load_model
@@ -51,7 +52,9 @@ def main() -> None:
     for name in args.models.split(","):
         arch, seq_len, batch = model(name)
         found = ranks(lambda rank, name=name: measure(rank, name, args.rounds))
-        step, check = (statistics.mean(rank[part] for rank in found) for part in ("step", "check"))
+        steps, checks = ([s for rank in found for s in rank[part]] for part in ("step", "check"))
+        step, check = statistics.median(steps), statistics.median(checks)
+        share = ratio_in_percent([[one / Guard.hash_every for one in checks]], steps)
         figures[name] = {
             "parameters": count_parameters(arch),
             "tokens per step of a rank": seq_len * batch // RANKS,
@@ -59,13 +62,13 @@ def main() -> None:
             "CPU seconds of a check": round(check, 5),
             "check over step, in percent": round(100 * check / step, 3),
             "default": Guard.hash_every,
-            "cost at the default, in percent of a step": round(100 * check / step / Guard.hash_every, 4),
+            "cost at the default": share,
         }
         print(name, figures[name])
     record("state_hashes", figures, ["torch"])
 
 
-def ranks(function) -> list[dict[str, float]]:
+def ranks(function) -> list[dict]:
     """Run `function(rank)` on ranks in processes of their own. Returns their results in order."""
     context = multiprocessing.get_context("fork")
     with tempfile.TemporaryDirectory() as folder:
@@ -87,8 +90,8 @@ def ranks(function) -> list[dict[str, float]]:
     return found
 
 
-def measure(rank: int, name: str, rounds: int) -> dict[str, float]:
-    """Return the median CPU seconds of a step and of a check on this rank."""
+def measure(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of steps and of checks on this rank."""
     torch.set_num_threads(1)
     arch, seq_len, batch = model(name)
     run = RunConfig(
@@ -114,7 +117,7 @@ def measure(rank: int, name: str, rounds: int) -> dict[str, float]:
         if step > 1:  # the first step allocates
             seconds["step"].append(between - began)
             seconds["check"].append(time.process_time() - between)
-    return {part: statistics.median(found) for part, found in seconds.items()}
+    return seconds
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from ingot.schema import events
 
 from .bench import Bench, options
 from .row import Row, judge_recovered, random_of
-from .rows_launchers import SETTINGS, Launchers
+from .rows_launchers import CANONICAL, SETTINGS, SHRINKS, Launchers
 
 BITS = (0, 3, 22, 30)
 _PLUGIN = ('plugins.modules=["flipped"]', 'plugins.folder="lab"', "callbacks.flipped={}", "guard.hash_every=1")
@@ -66,7 +66,8 @@ def _wrong_names(bench: Bench, name: str, flips: list[tuple[int, int, int, str]]
 
 
 def rs19_persistent(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """A bit of the machine "node-b" flips in each step from one on: with a spare, and on this machine alone."""
+    """A bit of the machine "node-b" flips in each step from one on: with a spare, with a run that may go on with fewer
+    machines, and on this machine alone."""
     random, step = random_of("RS19 persistent", seed), random_of("RS19 persistent", seed).randrange(9, 60)
     bit = random.choice(BITS)
     _lab(bench)
@@ -81,6 +82,16 @@ def rs19_persistent(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     drained = [(e["node"], e["report"]) for e in read_events(bench.folder(name).events, events.HEALTH)]
     verdicts.judge("o6", where, "" if drained == [("node-b", "wrong_state")] else f"health {drained}")
     judge_recovered(bench, verdicts, name, where, bench.reference(*SETTINGS[:1], *_PLUGIN), faults=2)
+
+    name, own = f"persistent-shrinks-{seed}", (*CANONICAL, *_PLUGIN)
+    with Launchers(bench, name, (*own, *SHRINKS, *_NODES)) as nodes:
+        for letter in "ab":
+            nodes.start(node=f"node-{letter}", env=flips)
+        codes = [bench.ended(one).code for one in nodes.started]
+    verdicts.judge("o6", where, "" if codes == expected[:2] else f"exit codes {codes} instead of {expected[:2]}")
+    sizes = [event["world_size"] for event in read_events(bench.folder(name).events, events.RUN_STARTED)]
+    verdicts.judge("o6", where, "" if sizes == [2, 1] else f"trained on {sizes} ranks")
+    judge_recovered(bench, verdicts, name, f"{where}, shrinks", bench.reference(*own), faults=2, all_layouts=True)
 
     name, own = f"persistent-alone-{seed}", ("train.steps=120", *_PLUGIN)
     ended = bench.train(name, *options(own), env={**flips, "SLURMD_NODENAME": "node-b"})

@@ -19,14 +19,14 @@ from .row import Row, judge_recovered, random_of
 SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")
 _REFERENCE = SETTINGS[:1]
 # With canonical sums, one and two ranks compute the same bits.
-_CANONICAL = (
+CANONICAL = (
     "train.steps=400",
     "parallel.dp_shard=1",
     "parallel.dp_replicate=2",
     "parallel.reduce=canonical",
     "parallel.virtual_ranks=2",
 )
-_SHRINKS = ("launch.nodes=2", "launch.min_ranks=1", "launch.shrink_seconds=0.5", "launch.grow_seconds=1")
+SHRINKS = ("launch.nodes=2", "launch.min_ranks=1", "launch.shrink_seconds=0.5", "launch.grow_seconds=1")
 
 
 class Launchers:
@@ -125,7 +125,7 @@ def rs07_shrink(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     random, name = random_of("RS07 shrink", seed), f"shrink-{seed}"
     step, restart = random.randrange(9, 60), ("full", "partial")[seed % 2]
     where = f"{restart} restarts at step {step}"
-    settings = (*_CANONICAL, *_SHRINKS, "launch.node_seconds=3", f"launch.restart={restart}")
+    settings = (*CANONICAL, *SHRINKS, "launch.node_seconds=3", f"launch.restart={restart}")
     with Launchers(bench, name, settings) as nodes:
         nodes.start(2)
         nodes.wait_for_step(step)
@@ -145,7 +145,7 @@ def rs07_shrink(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         expected = {"full": 3, "partial": 1}[restart]
         verdicts.judge("o6", where, "" if len(pids) == expected else f"rank 0 had processes {pids}, not {expected}")
         verdicts.time(nodes.folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_CANONICAL), all_layouts=True)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*CANONICAL), all_layouts=True)
 
 
 def rs31_leader(bench: Bench, seed: int, verdicts: Verdicts) -> None:
