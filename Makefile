@@ -9,7 +9,7 @@ run: $(VENV)/.installed-all
 
 # tests/conftest.py sets the number of workers, and keeps the tests of a file on one of them. DONE=FILE leaves out the
 # tests whose names are lines of FILE.
-PYTEST := $(BIN)/python -m pytest -n auto
+PYTEST := $(BIN)/python -m pytest -n auto --durations=60 --durations-min=2
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not nightly" $(if $(DONE),--except=$(DONE))
 
