@@ -112,7 +112,8 @@ def _judge_stop(bench: Bench, verdicts: Verdicts, random: Random, name: str, kin
     shutil.copytree(bench.root / "tokens-sound", tokens)
     again = bench.train(name, *_options(tokens))
     verdicts.judge("o6", f"{name}, repaired", "" if again.code == 0 else again.output[-300:])
-    judge_recovered(bench, verdicts, name, name, bench.reference(*_settings(bench.root / "tokens-sound")), faults=0)
+    # Steps before the one that reads the damage are trained twice, as after any end between two checkpoints.
+    judge_recovered(bench, verdicts, name, name, bench.reference(*_settings(bench.root / "tokens-sound")), faults=1)
 
 
 def _judge_quarantine(bench: Bench, verdicts: Verdicts, random: Random, name: str, kind: _Kind) -> None:
