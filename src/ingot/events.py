@@ -67,10 +67,14 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
 
 
 class NewEvents:
-    """A reader of a log that grows: each call of `read` returns the events since the last one, whole lines only."""
+    """A reader of a log that grows: each call of `read` returns the events since the last one, whole lines only.
 
-    def __init__(self, path: Path):
-        self.path, self._position = path, 0
+    kinds: if given, only events of these kinds are returned, and others are not parsed. position: the byte from which
+    the first call reads on, the beginning of a line."""
+
+    def __init__(self, path: Path, *kinds: str, position: int = 0):
+        self.path, self._position = path, position
+        self._kinds, self._marks = kinds, tuple(json.dumps(kind).encode() for kind in kinds)
 
     def read(self) -> list[dict]:
         """Return the events that were written since the last call, in order. Torn lines are left out."""
@@ -82,6 +86,9 @@ class NewEvents:
             return []
         lines = added[: added.rfind(b"\n") + 1]
         self._position += len(lines)
+        if self._marks:
+            kept = (line for line in lines.splitlines() if any(mark in line for mark in self._marks))
+            return [event for line in kept if (event := _event_of(line)) is not None and event["kind"] in self._kinds]
         return [event for line in lines.splitlines() if (event := _event_of(line)) is not None]
 
 

@@ -26,6 +26,7 @@ RECEIVERS = {
     "RunConfig": {"config", "run"},
     "Arch": {"arch", "model"},
     "Evaluate": {"evaluate", "wanted"},
+    "BackgroundEvaluation": {"settings"},
     "WatchSettings": {"watch"},
     "Guard": {"guard"},
     "LoadFilter": {"rules"},

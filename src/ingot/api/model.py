@@ -12,6 +12,7 @@ if TYPE_CHECKING:
 
     from ingot.schema.run import RunConfig
     from ingot.tokenizer.encoder import Encoder
+    from ingot.trainer.background_eval.scores import TaskScores
     from ingot.trainer.evaluate import Evaluation
     from ingot.trainer.export.huggingface import Exported
     from ingot.trainer.model.transformer import Transformer
@@ -58,6 +59,18 @@ class LanguageModel:
         from ingot.trainer import trained
 
         return trained.evaluate_trained(self._trained, Path(tokens) if tokens is not None else None, max_tokens)
+
+    def score_tasks(self, tasks: Sequence[str], *, folder: str | Path | None = None, examples: int = 0) -> "TaskScores":
+        """Return the scores of the model on tasks of lm-eval (pip install 'ingot[eval]').
+
+        folder: a folder of task files (YAML) besides the tasks of lm-eval. examples: of each task, at most; 0: all.
+        Raises UsageError for a task that there is not, MissingPartError without lm-eval.
+
+            model.score_tasks(["arc_easy"], examples=100).scores["arc_easy"]["acc"]
+        """
+        from ingot.trainer.background_eval import scores
+
+        return scores.score_tasks(self._trained, tasks, Path(folder) if folder is not None else None, examples)
 
     def generate(
         self,

@@ -100,7 +100,9 @@ def _changed(config: RunConfig, many_faults: bool) -> RunConfig:
         config,
         launch=launch,
         checkpoint=saves,
-        evaluate=replace(config.evaluate, every_steps=0, prompts=()),
+        evaluate=replace(
+            config.evaluate, every_steps=0, prompts=(), background=replace(config.evaluate.background, every="")
+        ),
         watch=replace(config.watch, log_every=1),
         parallel=replace(config.parallel, offload_folder=_own_folder(config)),
     )

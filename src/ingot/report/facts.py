@@ -41,6 +41,8 @@ _NUMBERS = {
     kinds.CHECKPOINT_SKIPPED: ("step",),
     kinds.EVALUATION: ("step", "tokens"),
     kinds.SAMPLE: ("step",),
+    kinds.TASK_SCORES: ("step",),
+    kinds.BACKGROUND_EVALUATION: ("step",),
     kinds.STAGE: ("seconds",),
     kinds.FINISHED: ("step", "tokens"),
     kinds.SETTING_CHANGED: ("step",),
@@ -54,9 +56,12 @@ _PERHAPS_NOT_FINITE = {
     kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
     kinds.SANITY: ("loss",),
 }
+# Events by which the ranks show that they run.
+_OF_RANKS = (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED)
 # Lists of an `experts` event with one value per layer, and such lists that may be null.
 _BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")
 _BEYOND = ("dropped", "fallback")
+VOID = "void"
 _YEAR_5000_SECONDS = 95_617_584_000
 
 
@@ -114,6 +119,8 @@ class RunData:
     changed_settings: list[dict] = field(default_factory=list)
     evaluations: list[dict] = field(default_factory=list)
     samples: list[dict] = field(default_factory=list)
+    task_scores: list[dict] = field(default_factory=list)
+    background: list[dict] = field(default_factory=list)
     stages: list[dict] = field(default_factory=list)
     faults: list[FaultRecord] = field(default_factory=list)
     vetoes: list[dict] = field(default_factory=list)
@@ -136,6 +143,12 @@ class RunData:
     @property
     def last_step(self) -> int:
         return max((*self.steps, *self.progress, 0))
+
+    def go_back(self, step: int) -> None:
+        """Mark the evaluations and samples of steps after `step` as void, because the run was there again."""
+        for event in (*self.evaluations, *self.samples, *self.task_scores):
+            if event["step"] > step:
+                event[VOID] = True
 
 
 def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, stages: Path | None = None) -> RunData:
@@ -235,6 +248,8 @@ def read_run_events(data: RunData) -> None:
         kinds.SETTING_CHANGED: data.changed_settings,
         kinds.EVALUATION: data.evaluations,
         kinds.SAMPLE: data.samples,
+        kinds.TASK_SCORES: data.task_scores,
+        kinds.BACKGROUND_EVALUATION: data.background,
         kinds.STAGE: data.stages,
         kinds.RUN_STARTED: data.starts,
         kinds.SKIPPED: data.vetoes,
@@ -252,6 +267,8 @@ def read_run_events(data: RunData) -> None:
         faults.see(event)
         if kind in KINDS:
             data.timeline.append(event)
+        if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
+            data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
         if kind in lists:
             lists[kind].append(event)
         elif kind == kinds.STEP:
@@ -272,7 +289,7 @@ def read_run_events(data: RunData) -> None:
         if kind == kinds.RUN_STARTED:
             data.active_seconds += max(alive - started, 0.0) if started and alive else 0.0
             started = alive = event["time"]
-        elif kind in (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED):
+        elif kind in _OF_RANKS and not event.get("background"):
             alive = event["time"]
     if kind is None:
         raise DataError(

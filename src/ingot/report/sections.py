@@ -6,14 +6,14 @@ The function of a section takes the run's data, and returns None if the run has 
 from statistics import median
 
 from ingot.planner.show.layout import degrees_text
-from ingot.report.facts import RunData, is_finite, is_number
+from ingot.report.evaluations import number_text
+from ingot.report.facts import RunData, is_finite
 from ingot.report.render.charts import loss_chart, optimizer_charts, settled, throughput_charts, throughput_summary
 from ingot.report.render.page import (
     Bar,
     Bars,
     Block,
     LabeledValues,
-    Sample,
     Section,
     TableBlock,
     Text,
@@ -88,69 +88,6 @@ def training_section(data: RunData) -> Section | None:
     if summary := throughput_summary(data):
         blocks.append(LabeledValues(summary))
     return Section("training", "Training", blocks) if blocks else None
-
-
-def evaluation_section(data: RunData) -> Section | None:
-    """Return the section on evaluation: bits per byte by source for the last evaluation, and by step for all."""
-    if not data.evaluations:
-        return None
-    last = data.evaluations[-1]
-    header = ("Held-out text", "Tokens", "Bits per byte", "Unigram", "Lower by")
-    rows = [_evaluation_row("all", last)]
-    sources = last.get("by_source")
-    rows += [_evaluation_row(str(name), part) for name, part in sorted(_items(sources)) if isinstance(part, dict)]
-    blocks: list[Block] = [
-        Text(
-            f"At step {last['step']:,}, on {last['tokens']:,} tokens the model never trained on. The unigram knows "
-            "only how often each token occurs in the training set. Lower is better."
-        ),
-        TableBlock(header, rows, right=(1, 2, 3, 4)),
-    ]
-    if len(data.evaluations) > 1:
-        earlier = [(f"{e['step']:,}", f"{e['bpb']:.4f}", f"{e['loss']:.4f}") for e in data.evaluations]
-        caption = f"All {len(earlier)} evaluations"
-        blocks.append(
-            TableBlock(("Step", "Bits per byte", "Loss"), earlier, right=(0, 1, 2), caption=caption, folded=True)
-        )
-    return Section("evaluation", "Evaluation", blocks)
-
-
-def _evaluation_row(name: str, part: dict) -> tuple[str, ...]:
-    bpb, unigram = part.get("bpb"), part.get("unigram_bpb")
-    lower = ""
-    if is_number(bpb) and is_number(unigram) and unigram > 0:
-        lower = f"{1 - bpb / unigram:.1%}"
-    return (
-        name,
-        _number(part.get("tokens"), ",.0f"),
-        _number(bpb, ".4f"),
-        _number(unigram, ".4f"),
-        lower,
-    )
-
-
-def _number(value, spec: str) -> str:
-    return format(value, spec) if is_number(value) else ""
-
-
-def samples_section(data: RunData) -> Section | None:
-    """Return the samples of the last step that has samples, and a folded table of earlier samples."""
-    if not data.samples:
-        return None
-    last = max(e["step"] for e in data.samples)
-    blocks: list[Block] = [
-        Text(f"What the model writes after step {last:,}. Model output: not edited, and not to be trusted.")
-    ]
-    blocks += [Sample(*_prompt_and_text(e)) for e in data.samples if e["step"] == last]
-    earlier = [(f"{e['step']:,}", *_prompt_and_text(e)) for e in data.samples if e["step"] != last]
-    if earlier:
-        header = ("Step", "Prompt", "Continuation")
-        blocks.append(TableBlock(header, earlier, right=(0,), caption="Samples of earlier steps", folded=True))
-    return Section("samples", "Samples", blocks)
-
-
-def _prompt_and_text(event: dict) -> tuple[str, str]:
-    return str(event.get("prompt", "")), str(event.get("text", ""))
 
 
 def checkpoints_section(data: RunData) -> Section | None:
@@ -319,7 +256,7 @@ def provenance_section(data: RunData) -> Section | None:
     if found and trained.get("data_fingerprint") not in (None, found):
         blocks.append(Text("The token folder that run.toml names is not the one that was trained on: it has changed."))
     if data.exported:
-        difference = _number(data.exported.get("max_logit_difference"), ".3g")
+        difference = number_text(data.exported.get("max_logit_difference"), ".3g")
         blocks.append(
             Text(f"Exported to {data.exported.get('path')}; read back, its logits differ by at most {difference}.")
         )

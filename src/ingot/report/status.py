@@ -215,7 +215,8 @@ class _Log:
         """Take in the next event."""
         kind = event.get("kind", "")
         self.latest = event.get("time", self.latest)
-        self.last[kind] = event
+        if kind != events.EVALUATION or event.get("step", 0) >= self.last.get(kind, {}).get("step", 0):
+            self.last[kind] = event  # an evaluation in the background may come after one of a later step
         if kind in KINDS:
             with suppress(AttributeError, KeyError, TypeError, ValueError):  # of a version that wrote other fields
                 self.happened = entry_of(event) or self.happened
@@ -278,6 +279,8 @@ class _Log:
 
     def _go_back(self, to: int) -> None:
         self.losses = {step: loss for step, loss in self.losses.items() if step <= to}
+        if self.last.get(events.EVALUATION, {}).get("step", 0) > to:
+            del self.last[events.EVALUATION]
 
 
 def _still_seconds(progress: dict, log_every: int, now: float) -> float | None:

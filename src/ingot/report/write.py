@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot import __version__
+from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
 from ingot.report.facts import RunData, gather, is_finite, is_number
 from ingot.report.metrics import metrics_section
@@ -16,12 +17,10 @@ from ingot.report.sections import (
     changed_settings_section,
     checkpoints_section,
     comparison_section,
-    evaluation_section,
     funnel_section,
     machine_section,
     plural,
     provenance_section,
-    samples_section,
     settings_section,
     stages_section,
     training_section,
@@ -113,8 +112,8 @@ def _state(data: RunData) -> str:
 
 def _headline(data: RunData) -> list[HeadlineFigure]:
     figures: list[HeadlineFigure] = []
-    if data.evaluations:
-        last = data.evaluations[-1]
+    if evaluations := evaluated(data):
+        last = evaluations[-1]
         better = 1 - last["bpb"] / last["unigram_bpb"] if last["unigram_bpb"] > 0 else 0.0
         note = f"unigram baseline {last['unigram_bpb']:.3f}, {abs(better):.0%} {'lower' if better >= 0 else 'higher'}"
         figures.append(HeadlineFigure("Held-out bits per byte", f"{last['bpb']:.3f}", note, good=better > 0))

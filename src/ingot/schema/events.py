@@ -76,8 +76,16 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
   snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
   evaluation     step, bpb, loss, tokens, by_source {name: {bpb, loss, tokens, unigram_bpb}}, unigram_bpb,
-                 seconds
-  sample         step, prompt, text
+                 seconds, background (true: made while the run trained, by background_eval/; absent: by the ranks)
+  sample         step, prompt, text, background (as above)
+                 With background, events of later steps may precede these. A roll-back, and a start from an older step,
+                 make those of later steps void.
+  task_scores    step, scores {task: {metric: value}}, lower_is_better ["task/metric" ..], examples {task: number},
+                 seconds, background                                  tasks of lm-eval
+  background_evaluation  step, what ("full", or "weights" alone: the save), seconds, reason ("": all went well)
+                                                                      an evaluation in the background has ended
+  best_checkpoint  step, metric, value, pinned (false: a user had pinned it), unpinned (step of the best one before it;
+                 null: none)                                          evaluate.background.keep_best
   fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings",
                  "node" or "job"), cause, step (last seen), detected_by ("supervisor", "watchdog"), evidence (path in
                  the run folder; "": none), seconds (since a rank last made progress; null: the rank ended)
@@ -149,6 +157,9 @@ SNAPSHOT_KEPT = "snapshot_kept"
 SNAPSHOT_RESTORED = "snapshot_restored"
 EVALUATION = "evaluation"
 SAMPLE = "sample"
+TASK_SCORES = "task_scores"
+BACKGROUND_EVALUATION = "background_evaluation"
+BEST_CHECKPOINT = "best_checkpoint"
 FAULT = "fault"
 NODE = "node"
 HEALTH = "health"

@@ -16,7 +16,6 @@ from ingot.ranges import (
     Factor,
     LearningRate,
     Positive,
-    PositiveCount,
     PositiveQueue,
     PositiveSteps,
     Queue,
@@ -30,6 +29,7 @@ from ingot.ranges import (
 )
 from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
+from ingot.schema.evaluate import BPB, Evaluate
 from ingot.schema.guard import Guard
 from ingot.schema.launch import Launch
 from ingot.schema.load_filter import LoadFilter
@@ -256,18 +256,6 @@ _HOURLY = "60 min"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Evaluate:
-    """Evaluation every `every_steps` steps (0: only at the end): held-out bits per byte on at most `max_tokens` tokens,
-    and for each prompt a sample of `sample_tokens` tokens.
-    """
-
-    every_steps: Steps = 0
-    max_tokens: PositiveCount = 200_000
-    prompts: tuple[str, ...] = ()
-    sample_tokens: Tokens = 48
-
-
-@dataclass(frozen=True, kw_only=True)
 class WatchSettings:
     """Logging. log_every: steps per log line. Between two lines, metrics stay on the device."""
 
@@ -320,6 +308,11 @@ class RunConfig:
             yield "data.filter.ngram", f"{found}; a window has to have several n-grams"
         if self.data.filter.max_broken < 1 and not self.data.tokenizer:
             yield "data.filter.max_broken", "needs data.tokenizer, to read windows as text"
+        background = self.evaluate.background
+        if background.tasks and not self.data.tokenizer:
+            yield "evaluate.background.tasks", "needs data.tokenizer, to encode the text of tasks"
+        if background.keep_best == BPB and not self.data.heldout:
+            yield "evaluate.background.keep_best", "is 'bpb', which needs the held-out text of data.heldout"
         if self.train.seq_len > self.model.max_seq_len:
             yield "train.seq_len", f"{self.train.seq_len} exceeds model.max_seq_len={self.model.max_seq_len}"
         if self.model.sliding_window >= self.model.max_seq_len:

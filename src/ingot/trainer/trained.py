@@ -15,7 +15,7 @@ from ingot.theory.rules import load_run
 from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.load import load_model
-from ingot.trainer.evaluate import Evaluation, evaluate, local_nats
+from ingot.trainer.evaluate import Evaluation, evaluate, local_nats, sample_prompts
 from ingot.trainer.heldout import data_path, open_encoder, open_heldout
 from ingot.trainer.mesh.start import choose_device, rank_threads
 from ingot.trainer.model.generate import cached, generate
@@ -35,9 +35,9 @@ class Trained:
     device: torch.device
 
 
-def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") -> Trained:
+def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto", gpu: int = 0) -> Trained:
     """Load and verify a checkpoint or a save of the weights alone, of a run the newest of both, in the compute dtype of
-    its run.
+    its run. gpu: the number of the GPU that is used, if one is.
 
     Raises CheckpointError for a damaged checkpoint, ConfigError for a device that is not there, or an OMP_NUM_THREADS
     that is not a number.
@@ -45,7 +45,7 @@ def load_trained(path: Path, device: Literal["auto", "cpu", "cuda"] = "auto") ->
     rank_threads(ranks=1)
     folder, checkpoint = find_weights(path)
     config = load_run(folder.config)
-    chosen = choose_device(device, local_rank=0)
+    chosen = choose_device(device, local_rank=gpu)
     model = Transformer(config.model).to(chosen, COMPUTE[config.train.precision])
     manifest = load_model(checkpoint, model)
     tokens = read_token_manifest(data_path(folder, config.data.tokens))
@@ -77,7 +77,24 @@ def evaluate_trained(trained: Trained, tokens: Path | None = None, max_tokens: i
             fix="set data.heldout, or name a token folder with --tokens DIR",
             run_file=str(folder.config),
         )
-    return evaluate(local_nats(trained.model), heldout, micro_batch=config.train.micro_batch, device=trained.device)
+    with torch.no_grad():
+        return evaluate(local_nats(trained.model), heldout, micro_batch=config.train.micro_batch, device=trained.device)
+
+
+def samples_of_run(trained: Trained) -> list[tuple[str, str]]:
+    """Return (prompt, continuation) for each prompt of the run file, as the ranks of the run draw it after their last
+    step; none without prompts."""
+    config, encoder = trained.config, trained.encoder
+    if encoder is None or not config.evaluate.prompts:
+        return []
+    return sample_prompts(
+        lambda: cached(trained.model, config.model, config.model.max_seq_len),
+        config.model,
+        encoder,
+        config.evaluate.prompts,
+        max_tokens=config.evaluate.sample_tokens,
+        seed=config.seed,
+    )
 
 
 def sample_trained(

@@ -63,6 +63,7 @@ REPLACED = (
     ("ingot.trainer.launch.retain", "prune_checkpoints"),
     ("ingot.report.lineage.prove", "prove_run"),
     ("ingot.trainer.trained", "evaluate_trained"),
+    ("ingot.trainer.background_eval.scores", "score_tasks"),
     ("ingot.trainer.trained", "sample_trained"),
     ("ingot.trainer.export.huggingface", "export_run"),
     ("ingot.trainer.convert.imported", "import_dcp"),

@@ -169,7 +169,7 @@ def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, A
     last = data.finished["step"] if data.finished else 0
     periodic = [event for event in data.checkpoints if (event["step"] % every == 0 if every else event["step"] != last)]
     saves = [event["stall_seconds"] for event in periodic]
-    between = [event for event in data.evaluations if event["step"] != last]
+    between = [event for event in data.evaluations if event["step"] != last and not event.get("background")]
     timed = [event["seconds"] for event in between if is_finite(event.get("seconds"))]
     back = [fault for fault in data.faults if fault.recover_seconds is not None]
     redone = sum(fault.redone_steps or 0 for fault in back)

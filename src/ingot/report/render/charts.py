@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from html import escape
 from statistics import fmean, median
 
+from ingot.report.evaluations import evaluated
 from ingot.report.facts import RunData, is_finite
 from ingot.report.render.page import Chart, Charts, TableBlock
 from ingot.units import format_count
@@ -219,11 +220,11 @@ def loss_chart(data: RunData) -> Chart | None:
     window = max(len(raw) // 40, 5) | 1
     lines = [Line("raw", thin(raw)), Line("main", thin(smooth(raw, window), 400))]
     legend = [("main", f"training loss, mean of {window} logged steps"), ("raw", "each logged step")]
-    held_out = [(float(e["step"]), float(e["loss"])) for e in data.evaluations]
+    held_out = [(float(e["step"]), float(e["loss"])) for e in evaluated(data)]
     if held_out:
         lines.append(Line("dots", held_out))
         legend.append(("dots", "held-out loss"))
-        last = data.evaluations[-1]
+        last = evaluated(data)[-1]
         if last["bpb"] > 0:  # for the same tokens, nats per token are proportional to bits per byte
             unigram = last["loss"] * last["unigram_bpb"] / last["bpb"]
             lines.append(Line("baseline", [(raw[0][0], unigram), (raw[-1][0], unigram)]))

@@ -233,9 +233,13 @@ def with_paths_from(config: RunConfig, base: Path, root: Path) -> RunConfig:
         quarantine=tuple(map(moved, data.quarantine)),
     )
     parallel = replace(config.parallel, offload_folder=moved(config.parallel.offload_folder))
+    background = config.evaluate.background
+    background = replace(background, task_folder=moved(background.task_folder))
+    evaluate = replace(config.evaluate, background=background)
     own = config.plugins
     plugins = replace(own, folder=moved(own.folder)) if own.modules else own
-    return replace(config, init=moved(config.init), data=data, parallel=parallel, plugins=plugins)
+    changed = {"data": data, "evaluate": evaluate, "parallel": parallel, "plugins": plugins}
+    return replace(config, init=moved(config.init), **changed)
 
 
 def _keep_run_file(folder: RunFolder, config: RunConfig) -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.interrupts import PendingSignals
+from ingot.trainer.launch.evaluations import BackgroundEvaluations, require_lm_eval
 from ingot.trainer.launch.folder_watch import FolderWatch
 from ingot.trainer.launch.health import HealthWatch
 from ingot.trainer.launch.job_here import JobHere
@@ -69,6 +71,7 @@ def train(
         given=given,
     )
     folder, config, nodes = request.folder, request.written, request.written.launch.nodes
+    require_lm_eval(config)
     here = bool(given) and config.parallel.world_size == 1
     references = [] if here else given.references()
 
@@ -80,13 +83,15 @@ def train(
     def lead(signals: PendingSignals) -> JobResult:
         watching: contextlib.AbstractContextManager[FolderWatch | None]
         watching = contextlib.nullcontext() if here else FolderWatch(folder.root, config.launch)
-        with watching as watch, RunLock(folder.lock), open_lease(folder, request.config) as lease:
+        with watching as watch, RunLock(folder.lock), open_lease(folder, request.config) as lease, ExitStack() as ends:
             if ended := request.prepare(lease, say):
                 return ended
             if plan_fallbacks is not None and not here:
                 plan_fallbacks(request.path.parent, folder, config)
             terms = {"epoch": lease.epoch, "until_step": until_step}
             job, launch = job_of(terms), config.launch
+            evaluations = BackgroundEvaluations(folder, config, ranks=job.processes, say=say)
+            ends.callback(evaluations.close)
             if here:
                 from ingot.trainer.launch.here import train_here  # only this imports torch
 

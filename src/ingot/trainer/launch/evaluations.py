@@ -1,0 +1,243 @@
+"""Evaluation in the background of a run that trains: a thread of the launcher starts a process for each save that is
+due, ends it at its limits, and writes its results to the event log (docs/design/evaluation.md). No torch."""
+
+import contextlib
+import json
+import math
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from ingot.errors import IngotError, missing_part
+from ingot.events import EventLog, NewEvents, read_events
+from ingot.schema import events
+from ingot.schema.checkpoint import FULL, SaveKind
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.trainer.background_eval.due import KINDS, DueEvaluation, is_better, value_of
+from ingot.trainer.background_eval.process import GONE, REASON
+from ingot.trainer.checkpoint.pins import pinned_steps
+from ingot.trainer.launch.retain import pin_checkpoint, unpin_checkpoint
+from ingot.trainer.launch.stopping import report
+
+_PROCESS = "ingot.trainer.background_eval.process"
+_LOOK_SECONDS = 1.0  # between two looks at the event log
+_POLL_SECONDS = 0.2  # between two looks whether the job has ended, during an evaluation
+_PAUSE_SECONDS = 60.0  # after an error
+_CLOSE_SECONDS = 5.0
+_TRIES = 3  # with saves that were removed while they were read
+
+
+def has_work(config: RunConfig) -> bool:
+    """Return whether the run evaluates anything in the background."""
+    evaluate = config.evaluate
+    is_given = config.data.heldout or (evaluate.prompts and config.data.tokenizer) or evaluate.background.tasks
+    return evaluate.background.interval is not None and bool(is_given)
+
+
+def require_lm_eval(config: RunConfig) -> None:
+    """Raise MissingPartError if the run has tasks, and lm-eval is not installed."""
+    if has_work(config) and config.evaluate.background.tasks and find_spec("lm_eval") is None:
+        raise missing_part("lm_eval", "eval")
+
+
+class BackgroundEvaluations:
+    """The evaluations of a run in the background, from now on until `close`. The caller holds the run's lock.
+
+    ranks: of the run on this machine. say: called with a line per evaluation, in a thread.
+    """
+
+    def __init__(self, folder: RunFolder, config: RunConfig, *, ranks: int, say: Callable[[str], None]):
+        self._folder, self._config, self._ranks, self._say = folder, config, ranks, say
+        self._settings = config.evaluate.background
+        self._due = DueEvaluation(self._settings)
+        self._log: NewEvents | None = None
+        self._trouble = ""  # the last error of the thread, which is reported once
+        self._ends = threading.Event()
+        self._lock = threading.Lock()  # of the process
+        self._process: subprocess.Popen[bytes] | None = None
+        self._thread = threading.Thread(target=self._run, name="ingot-evaluations", daemon=True)
+        if has_work(config):
+            self._thread.start()
+
+    def close(self) -> None:
+        """End an evaluation that runs, and the thread. One that waits for the run folder is left to it; it writes
+        nothing any more."""
+        self._ends.set()
+        with self._lock:
+            self._kill()
+        if self._thread.ident is not None:
+            self._thread.join(_CLOSE_SECONDS)
+
+    # -- the thread --
+
+    def _run(self) -> None:
+        while not self._ends.wait(_LOOK_SECONDS):
+            try:
+                self._read_log()
+                self._evaluate_if_due()
+            except Exception as error:  # the thread must not end: the folder may answer again
+                if (text := f"{type(error).__name__}: {error}") != self._trouble and not self._ends.is_set():
+                    report(self._say, f"evaluation in the background failed: {text}; trying again every minute")
+                self._trouble = text
+                self._ends.wait(_PAUSE_SECONDS)
+
+    def _read_log(self) -> None:
+        if self._log is None:
+            path = self._folder.events
+            position = path.stat().st_size if path.exists() else 0
+            for event in read_events(path, *KINDS):  # a line at a time: the log may be long
+                self._take(event)
+            whole = _end_of_line(path, position)
+            self._log = NewEvents(path, *KINDS, position=whole)
+        for event in self._log.read():
+            self._take(event)
+
+    def _take(self, event: dict) -> None:
+        with contextlib.suppress(KeyError, TypeError, ValueError):  # an event of a version that wrote other fields
+            self._due.take(event)
+
+    def _evaluate_if_due(self) -> None:
+        for tries_left in range(_TRIES - 1, -1, -1):
+            found = self._due.find(self._folder, time.time())
+            if found is None or self._ends.is_set():
+                return
+            step, kind, path = found
+            began = time.monotonic()
+            results = self._evaluate(path)
+            if self._ends.is_set():
+                return
+            self._read_log()
+            if GONE in results[-1] and tries_left:
+                continue
+            self._record(step, kind, results, time.monotonic() - began)
+            return
+
+    def _evaluate(self, path: Path) -> list[dict[str, Any]]:
+        """Evaluate a save in a process. Returns its answers, the last one with REASON or GONE."""
+        self._folder.logs.mkdir(parents=True, exist_ok=True)
+        root, me = str(self._folder.root.absolute()), str(os.getpid())
+        command = [sys.executable, "-P", "-m", _PROCESS, root, str(path.absolute()), me, str(self._ranks)]
+        with (self._folder.logs / "evaluation.log").open("wb") as errors:
+            with self._lock:
+                if self._ends.is_set():
+                    return [{REASON: "the job ended"}]
+                self._process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    start_new_session=True,  # Ctrl-C is for the launcher; and all that it starts can be killed with it
+                )
+            output, is_late = self._follow(self._process)
+        answers = [answer for line in output.split(b"\n") if (answer := _answer(line)) is not None]
+        if not answers or not ({REASON, GONE} & answers[-1].keys()):
+            answers.append({REASON: _ended(self._process.returncode, self._settings.seconds if is_late else 0.0)})
+        return answers
+
+    def _follow(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
+        """Wait for the end of a process. Returns its standard output, and whether its time was over."""
+        end, is_late = time.monotonic() + self._settings.seconds, False
+        while True:
+            try:
+                output, _ = process.communicate(timeout=_POLL_SECONDS)
+                return output, is_late
+            except subprocess.TimeoutExpired:
+                is_late = is_late or time.monotonic() > end
+                if is_late or self._ends.is_set():
+                    with self._lock:
+                        self._kill()
+
+    def _kill(self) -> None:
+        if self._process is not None and self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    # -- results --
+
+    def _record(self, step: int, kind: SaveKind, results: list[dict[str, Any]], seconds: float) -> None:
+        *found, last = results
+        reason = last.get(REASON, "the save was removed while it was read")
+        if self._due.is_void(step):
+            found, reason = [], "the run went back to a step before it"
+        by_kind = {result["kind"]: result for result in found}
+        with contextlib.closing(EventLog(self._folder.events)) as log:
+            for result in found:
+                log.write(result.pop("kind"), **{"step": step} | result | {"background": True})
+            what = {"step": step, "what": kind, "seconds": round(seconds, 3), "reason": reason}
+            log.write(events.BACKGROUND_EVALUATION, **what)
+            self._read_log()
+            evaluation, tasks = by_kind.get(events.EVALUATION), by_kind.get(events.TASK_SCORES)
+            if line := _line(evaluation, tasks):
+                report(self._say, f"held-out  step {step}, in the background: {line}")
+            if reason:
+                report(self._say, f"evaluation of step {step} failed: {reason}; the run goes on")
+            if kind == FULL and self._settings.keep_best:
+                value = value_of(self._settings.keep_best, evaluation, tasks)
+                if value is not None and math.isfinite(value[0]):
+                    self._keep_if_best(log, step, *value)
+
+    def _keep_if_best(self, log: EventLog, step: int, value: float, lower: bool) -> None:
+        best, before, metric = self._due.best, self._due.pinned, self._settings.keep_best
+        if best is not None and not is_better(value, best[1], lower=lower):
+            return
+        try:
+            was_pinned = step in pinned_steps(self._folder) and step != before
+            pin_checkpoint(self._folder.root, step)
+            unpinned = before if before != step else None
+            if unpinned is not None:
+                with contextlib.suppress(IngotError):  # a user has removed the pin, or the store does not answer
+                    unpin_checkpoint(self._folder.root, unpinned)
+        except IngotError as error:
+            report(self._say, f"the best checkpoint, of step {step}, is not pinned: {error.found}")
+            return
+        facts = {"step": step, "metric": metric, "value": value, "pinned": not was_pinned, "unpinned": unpinned}
+        log.write(events.BEST_CHECKPOINT, **facts)
+        report(self._say, f"best      step {step} is pinned: {metric} {value:.4f}")
+        self._read_log()
+
+
+def _end_of_line(path: Path, position: int) -> int:
+    """Return the end of the last whole line in the first `position` bytes of a log."""
+    if not position:
+        return 0
+    with path.open("rb") as file:
+        while position > 0:
+            begin = max(position - 65536, 0)
+            file.seek(begin)
+            if (at := file.read(position - begin).rfind(b"\n")) >= 0:
+                return begin + at + 1
+            position = begin
+    return 0
+
+
+def _answer(line: bytes) -> dict[str, Any] | None:
+    """Return the answer in a line; None for one that is torn."""
+    try:
+        answer = json.loads(line)
+    except ValueError:
+        return None
+    return answer if isinstance(answer, dict) else None
+
+
+def _ended(code: int, seconds: float) -> str:
+    if seconds:
+        return f"it was not done after {seconds:g} s (evaluate.background.seconds)"
+    how = f"was killed (signal {-code})" if code < 0 else f"exited with code {code}"
+    return f"its process {how}; see logs/evaluation.log"
+
+
+def _line(evaluation: dict[str, Any] | None, tasks: dict[str, Any] | None) -> str:
+    """Return the results for people: bits per byte, and the first metric of each task."""
+    parts = [f"bpb {evaluation['bpb']:.3f}  unigram {evaluation['unigram_bpb']:.3f}"] if evaluation else []
+    for task, scores in (tasks or {"scores": {}})["scores"].items():
+        for metric, value in list(scores.items())[:1]:
+            parts.append(f"{task} {metric} {value:.3f}")
+    return "  ".join(parts)
