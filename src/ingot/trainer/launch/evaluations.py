@@ -123,8 +123,7 @@ class BackgroundEvaluations:
     def _evaluate(self, path: Path) -> list[dict[str, Any]]:
         """Evaluate a save in a process. Returns its answers, the last one with REASON or GONE."""
         self._folder.logs.mkdir(parents=True, exist_ok=True)
-        root, me = str(self._folder.root.absolute()), str(os.getpid())
-        command = [sys.executable, "-P", "-m", _PROCESS, root, str(path.absolute()), me, str(self._ranks)]
+        command = _command(self._folder.root.absolute(), path.absolute(), self._ranks)
         with (self._folder.logs / "evaluation.log").open("wb") as errors:
             with self._lock:
                 if self._ends.is_set():
@@ -202,6 +201,10 @@ class BackgroundEvaluations:
         log.write(events.BEST_CHECKPOINT, **facts)
         report(self._say, f"best      step {step} is pinned: {metric} {value:.4f}")
         self._read_log()
+
+
+def _command(run: Path, save: Path, ranks: int) -> list[str]:
+    return [sys.executable, "-P", "-m", _PROCESS, str(run), str(save), str(os.getpid()), str(ranks)]
 
 
 def _end_of_line(path: Path, position: int) -> int:

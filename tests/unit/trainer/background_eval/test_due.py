@@ -1,0 +1,96 @@
+"""The save that is evaluated in the background, and when."""
+
+import pytest
+from tests.checkpoints import write_checkpoint
+
+from ingot.schema.evaluate import BackgroundEvaluation
+from ingot.trainer.background_eval.due import DueEvaluation, is_better, value_of
+
+HOUR = 3600.0
+START = {"kind": "run_started", "time": 1000.0, "from_step": 0}
+
+
+def saved(step, kind="weights_saved"):
+    return {"kind": kind, "step": step, "time": 1000.0}
+
+
+def ended(step, time, seconds=100.0, reason=""):
+    return {"kind": "background_evaluation", "step": step, "time": time, "seconds": seconds, "reason": reason}
+
+
+def state(*events, **settings):
+    due = DueEvaluation(BackgroundEvaluation(**settings))
+    for event in events:
+        due.take(event)
+    return due
+
+
+def test_the_first_is_an_interval_after_the_run_began_also_in_a_later_launcher():
+    again = {"kind": "run_started", "time": 4000.0, "from_step": 10}
+    due = state(START, saved(10), again, saved(20))
+    assert due.due(1000 + HOUR - 1) == []
+    assert due.due(1000 + HOUR) == [20, 10]
+    assert state(saved(20)).due(1e9) == []  # no run has begun
+
+
+def test_the_next_is_an_interval_after_the_last_one_began_and_of_another_save():
+    due = state(START, saved(10), ended(10, time=5000.0, seconds=100.0))
+    assert due.due(1e9) == []
+    due.take(saved(20))
+    assert due.due(4900 + HOUR - 1) == [] and due.due(4900 + HOUR) == [20]
+    failed = state(START, saved(10), ended(10, time=5000.0, reason="it was killed"))
+    assert failed.due(1e9) == []  # the next save, not the same again
+
+
+def test_an_interval_in_steps():
+    due = state(START, saved(30), ended(30, time=1001.0), saved(60), saved(70), every="40 steps")
+    assert due.due(1001.0) == [70]
+    assert state(START, saved(30), every="").due(1e9) == []
+
+
+@pytest.mark.parametrize("back", [{"kind": "rolled_back", "to_step": 15}, START | {"from_step": 15}])
+def test_saves_of_steps_that_the_run_went_back_from_are_void(back):
+    due = state(START, saved(10), saved(20), ended(20, time=1000.0), back, every="1 step")
+    assert due.is_void(20) and not due.is_void(10)
+    assert due.due(1e9) == []  # 10 is older than the newest one that was evaluated and holds: none
+    due.take(saved(18))
+    assert due.due(1e9) == [18]
+
+
+def test_with_a_best_checkpoint_only_full_saves_count():
+    due = state(START, saved(10, "checkpoint"), saved(20), keep_best="bpb")
+    assert due.due(1e9) == [10]
+
+
+def test_the_best_value_of_a_void_step_does_not_count_but_its_pin_is_known():
+    best = {"kind": "best_checkpoint", "step": 20, "metric": "bpb", "value": 1.0, "pinned": True}
+    due = state(START, best, keep_best="bpb")
+    assert (due.best, due.pinned) == ((20, 1.0), 20)
+    due.take({"kind": "rolled_back", "to_step": 15})
+    assert (due.best, due.pinned) == (None, 20)
+    assert state(START, best | {"pinned": False}, keep_best="bpb").pinned is None
+    assert state(START, best | {"metric": "a/acc"}, keep_best="bpb").best is None
+
+
+def test_a_save_that_is_unfinished_or_in_doubt_is_passed_over(tmp_path, make_run):
+    folder = make_run()
+    due = state(START, *(saved(step, "checkpoint") for step in (5, 10, 15, 20)), every="1 step")
+    for step in (5, 10, 15):
+        write_checkpoint(folder, step)
+    assert due.find(folder, 1e9) == (15, "full", folder.checkpoint(15))
+    manifest = folder.checkpoint(15) / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"state":"unknown"', '"state":"suspect"'))
+    assert '"suspect"' in manifest.read_text()
+    assert due.find(folder, 1e9) == (10, "full", folder.checkpoint(10))
+    next(folder.checkpoint(10).glob("*.safetensors")).write_bytes(b"")
+    assert due.find(folder, 1e9) == (5, "full", folder.checkpoint(5))
+
+
+def test_the_value_of_a_metric_and_its_direction():
+    tasks = {"scores": {"a": {"acc": 0.5, "ppl": 3.0}}, "lower_is_better": ["a/ppl"]}
+    assert value_of("bpb", {"bpb": 1.5}, tasks) == (1.5, True)
+    assert value_of("a/acc", None, tasks) == (0.5, False)
+    assert value_of("a/ppl", None, tasks) == (3.0, True)
+    assert value_of("bpb", None, tasks) is value_of("b/acc", None, tasks) is value_of("a/acc", {"bpb": 1}, None) is None
+    assert is_better(1.0, 2.0, lower=True) and not is_better(1.0, 2.0, lower=False)
+    assert not is_better(2.0, 2.0, lower=True) and not is_better(float("nan"), 2.0, lower=True)

@@ -1,0 +1,198 @@
+"""Evaluations in the background as the launcher sees them. Their process is a script here that answers or fails."""
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import replace
+
+import pytest
+from tests.checkpoints import write_checkpoint
+
+from ingot.config import to_toml
+from ingot.errors import MissingPartError
+from ingot.events import EventLog, read_events
+from ingot.machine.processes import identity_of, is_gone
+from ingot.schema import events
+from ingot.schema.evaluate import BackgroundEvaluation
+from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.pins import pin, pinned_steps
+from ingot.trainer.launch import evaluations
+from ingot.trainer.launch.evaluations import BackgroundEvaluations, has_work, require_lm_eval
+
+SCORE = {"kind": "evaluation", "bpb": 1.5, "unigram_bpb": 2.0}
+DONE = {"reason": ""}
+
+
+class Launcher:
+    """A launcher whose run saves steps; `scripts` has what the process of each save does."""
+
+    def __init__(self, folder, monkeypatch, **settings):
+        self.folder, self.lines, self.scripts = folder, [], {}
+        config = load_run(folder.config)
+        background = BackgroundEvaluation(**{"every": "1 step", **settings})
+        self.config = replace(config, evaluate=replace(config.evaluate, background=background))
+        folder.config.write_text(to_toml(self.config))
+        monkeypatch.setattr(evaluations, "_LOOK_SECONDS", 0.01)
+        monkeypatch.setattr(evaluations, "_POLL_SECONDS", 0.02)
+        monkeypatch.setattr(evaluations, "_command", self._command)
+        self.log = EventLog(folder.events)
+        self.log.write(events.RUN_STARTED, from_step=0)
+        self.watch = BackgroundEvaluations(folder, self.config, ranks=1, say=self.lines.append)
+
+    def _command(self, run, save, ranks):
+        return [sys.executable, "-S", "-c", self.scripts[int(save.name[5:])]]
+
+    def save(self, step, script):
+        self.scripts[step] = script
+        write_checkpoint(self.folder, step)
+        self.log.write(events.CHECKPOINT, step=step)
+
+    def ended(self, count=1):
+        """The events of the evaluations that have ended, once there are so many."""
+        deadline = time.monotonic() + 30
+        while len(found := list(read_events(self.folder.events, events.BACKGROUND_EVALUATION))) < count:
+            assert time.monotonic() < deadline, self.lines
+            time.sleep(0.01)
+        return found
+
+
+@pytest.fixture
+def launch(make_run, monkeypatch):
+    made = []
+
+    def make(**settings):
+        made.append(Launcher(make_run(), monkeypatch, **settings))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.watch.close()
+        one.log.close()
+
+
+def answers(*lines):
+    return f"print({chr(10).join(map(json.dumps, lines))!r})"
+
+
+def test_results_are_logged_at_the_step_of_the_save(launch):
+    job = launch()
+    sample = {"kind": "sample", "prompt": "a", "text": "b"}
+    job.save(5, answers(SCORE, sample, DONE))
+    (ended,) = job.ended()
+    assert (ended["step"], ended["what"], ended["reason"]) == (5, "full", "")
+    (found,) = read_events(job.folder.events, events.EVALUATION)
+    assert found.pop("time") and found == SCORE | {"step": 5, "background": True}
+    assert next(read_events(job.folder.events, events.SAMPLE))["step"] == 5
+    assert job.lines == ["held-out  step 5, in the background: bpb 1.500  unigram 2.000"]
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("import os; os.kill(os.getpid(), 9)", "was killed (signal 9)"),
+        ("import time; time.sleep(600)", "not done after 0.5 s"),
+        (answers({"reason": "ValueError: x"}), "ValueError: x"),
+        ("print('{torn')", "exited with code 0"),
+    ],
+)
+def test_a_process_that_fails_costs_its_results_and_the_next_save_is_evaluated(launch, script, reason):
+    job = launch(seconds=0.5 if "sleep" in script else 60.0)
+    job.save(5, f"print({json.dumps(SCORE)!r}, flush=True); {script}")
+    (failed,) = job.ended()
+    assert failed["step"] == 5 and reason in failed["reason"]
+    assert [e["step"] for e in read_events(job.folder.events, events.EVALUATION)] == [5]  # what it had printed
+    assert any(line.startswith("evaluation of step 5 failed: ") and reason in line for line in job.lines)
+    job.save(6, answers(DONE) if "sleep" not in script else script)
+    assert job.ended(2)[1]["step"] == 6
+
+
+def test_a_late_process_ends_with_all_that_it_started(launch, tmp_path):
+    job, mark = launch(seconds=1.5), tmp_path / "pids"
+    child = "import subprocess, os, time; c = subprocess.Popen(['sleep', '600'])"
+    write = f"open({str(mark)!r}, 'w').write(f'{{os.getpid()}} {{c.pid}}')"
+    job.save(5, f"{child}; {write}; time.sleep(600)")
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.01)
+    alive = [identity_of(int(pid)) for pid in mark.read_text().split()]
+    job.ended()
+    deadline = time.monotonic() + 10
+    while not all(map(is_gone, alive)):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_a_save_that_was_removed_while_it_was_read_is_replaced_by_the_newest(launch):
+    job = launch()
+    job.scripts[6] = answers(SCORE, DONE)
+    write_checkpoint(job.folder, 6)
+    path = str(job.folder.checkpoint(5))
+    saved = json.dumps({"kind": "checkpoint", "time": 1, "step": 6})
+    log = f"open({str(job.folder.events)!r}, 'a').write({saved!r} + chr(10))"
+    job.save(5, f"import shutil; shutil.rmtree({path!r}); {log}; {answers({'gone': True})}")
+    (ended,) = job.ended()
+    assert (ended["step"], ended["reason"]) == (6, "")
+
+
+def test_results_of_a_step_that_the_run_went_back_from_are_not_logged(launch):
+    job = launch()
+    back = json.dumps({"kind": "rolled_back", "time": 1, "from_step": 6, "to_step": 4})
+    job.save(5, f"open({str(job.folder.events)!r}, 'a').write({back!r} + chr(10)); {answers(SCORE, DONE)}")
+    (ended,) = job.ended()
+    assert ended["reason"] == "the run went back to a step before it"
+    assert list(read_events(job.folder.events, events.EVALUATION)) == []
+
+
+def test_the_end_of_the_job_ends_an_evaluation_at_once_and_it_is_due_again(launch, tmp_path):
+    job, mark = launch(), tmp_path / "pid"
+    job.save(5, f"import os, time; open({str(mark)!r}, 'w').write(str(os.getpid())); time.sleep(600)")
+    while not (mark.exists() and mark.read_text()):
+        time.sleep(0.01)
+    process = identity_of(int(mark.read_text()))
+    job.watch.close()
+    assert is_gone(process)
+    assert list(read_events(job.folder.events, events.BACKGROUND_EVALUATION)) == []
+
+
+def test_a_run_folder_that_fails_once_does_not_end_the_evaluations(launch, monkeypatch):
+    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
+    job = launch()
+    shutil.rmtree(job.folder.logs, ignore_errors=True)
+    job.folder.logs.write_bytes(b"")  # no folder: the log of the process cannot be opened
+    job.save(5, answers(SCORE, DONE))
+    while not job.lines:
+        time.sleep(0.01)
+    assert "failed" in job.lines[0]
+    job.folder.logs.unlink()
+    assert job.ended()[0]["reason"] == ""
+
+
+def test_the_best_checkpoint_is_pinned_and_the_one_before_it_is_not_any_more(launch):
+    job = launch(keep_best="bpb")
+    pin(job.folder, 7)
+    for number, (step, bpb) in enumerate([(5, 2.0), (6, 1.5), (7, 1.0), (8, 1.2), (9, 0.9)], 1):
+        job.save(step, answers(SCORE | {"bpb": bpb}, DONE))
+        job.ended(number)
+    deadline = time.monotonic() + 10
+    while len(best := list(read_events(job.folder.events, events.BEST_CHECKPOINT))) < 4:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    assert [(e["step"], e["pinned"], e["unpinned"]) for e in best] == [
+        (5, True, None), (6, True, 5), (7, False, 6), (9, True, None)
+    ]  # fmt: skip
+    assert pinned_steps(job.folder) == {7, 9}  # 7 was pinned by a user
+
+
+def test_a_run_with_nothing_to_evaluate_starts_nothing(make_run):
+    config = load_run(make_run().config)
+    none = replace(config, data=replace(config.data, heldout="", tokenizer=""))
+    assert has_work(config) and not has_work(none)
+    off = replace(config.evaluate, background=BackgroundEvaluation(every=""))
+    assert not has_work(replace(config, evaluate=off))
+    tasks = replace(config, evaluate=replace(config.evaluate, background=BackgroundEvaluation(tasks=("a",))))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(evaluations, "find_spec", lambda name: None)
+        require_lm_eval(config)
+        with pytest.raises(MissingPartError):
+            require_lm_eval(tasks)
