@@ -16,14 +16,6 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_DUE}::test_a_save_that_is_unfinished_or_in_doubt_is_passed_over",),
     ),
     Mutant(
-        name="evaluates-unfinished-saves",
-        what="a save without all of its files is evaluated",
-        file="trainer/background_eval/due.py",
-        before=" and is_finished(path) and",
-        after=" and",
-        tests=(f"{_DUE}::test_a_save_that_is_unfinished_or_in_doubt_is_passed_over",),
-    ),
-    Mutant(
         name="evaluates-void-steps",
         what="saves of steps that the run went back from are still evaluated",
         file="trainer/background_eval/due.py",

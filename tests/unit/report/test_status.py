@@ -55,6 +55,18 @@ def test_a_finished_run(folder):
     assert status.eta_seconds is None  # nothing is on its way
 
 
+def test_the_evaluation_is_that_of_the_last_step_although_one_in_the_background_came_later(folder):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    log.write(events.EVALUATION, step=10, bpb=2.6)
+    log.write(events.EVALUATION, step=5, bpb=2.9, background=True)
+    assert read_status(folder.root).heldout_bpb == 2.6
+    log.write(events.ROLLED_BACK, from_step=12, to_step=7)
+    assert read_status(folder.root).heldout_bpb is None
+    log.write(events.EVALUATION, step=7, bpb=2.7, background=True)
+    assert read_status(folder.root).heldout_bpb == 2.7
+
+
 @pytest.mark.parametrize(
     ("nodes", "reason", "why"),
     [

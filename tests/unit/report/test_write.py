@@ -180,6 +180,38 @@ def test_a_fault_that_ended_the_run_is_not_called_recovered(tmp_path, logs):
     assert f"at step {logs.KILL - 1}" in report.markdown.read_text()
 
 
+def test_evaluations_are_in_the_order_of_steps_and_void_ones_are_left_out(tmp_path, logs):
+    """Those in the background come late; the run went back from step 30."""
+
+    def at(step, bpb, **fields):
+        return {"kind": "evaluation", "time": logs.START + 1, "step": step, "bpb": bpb, "loss": 4.0, "tokens": 9,
+                "unigram_bpb": 3.0, "by_source": {}, "seconds": 2.0, **fields}  # fmt: skip
+
+    def scores(step, value):
+        return {"kind": "task_scores", "time": logs.START, "step": step, "scores": {"arc": {"acc": value,
+                "acc_stderr": 0.0125}}, "lower_is_better": [], "examples": {"arc": 40}, "background": True}  # fmt: skip
+
+    events = [
+        logs.started(logs.START, 0, 0),
+        at(30, 1.0101, background=True),
+        scores(30, 0.9),
+        {"kind": "sample", "time": logs.START, "step": 30, "prompt": "p", "text": "void"},
+        {"kind": "rolled_back", "time": logs.START, "from_step": 31, "to_step": 20},
+        at(25, 1.2525),
+        {"kind": "sample", "time": logs.START, "step": 25, "prompt": "p", "text": "holds"},
+        {"kind": "sample", "time": logs.START, "step": 25, "prompt": "p", "text": "holds", "background": True},
+        at(20, 1.2020, background=True),
+        scores(20, 0.25),
+        {"kind": "background_evaluation", "time": logs.START, "step": 22, "what": "full", "seconds": 1.0,
+         "reason": "it was killed"},
+    ]  # fmt: skip
+    text = write_report(logs.write_events(tmp_path, events)).markdown.read_text()
+    assert "At step 25" in text and text.index("1.2020") < text.rindex("1.2525") and "1.0101" not in text
+    assert "| arc | acc | 0.2500 | 0.0125 | 40 |" in text and "0.9000" not in text
+    assert "1 of 1 evaluation in the background failed, the last one at step 22: it was killed." in text
+    assert text.count("holds") == 1 and "void" not in text
+
+
 def test_not_a_number_is_left_out_of_lines(tmp_path, logs):
     events = logs.drilled_events()
     for event in events:

@@ -7,13 +7,7 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.evaluate import BPB, BackgroundEvaluation
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.checkpoint.manifest import (
-    candidate_folders,
-    files_elsewhere,
-    grade_of_doubt,
-    is_finished,
-    read_manifest,
-)
+from ingot.trainer.checkpoint.manifest import candidate_folders, files_elsewhere, grade_of_doubt, read_manifest
 
 KINDS = (
     events.RUN_STARTED,
@@ -90,11 +84,11 @@ class DueEvaluation:
         for step in self.due(now):
             kind = self._saves[step]
             path = folder.of(kind).checkpoint(step)
-            if path in candidate_folders(path.parent) and is_finished(path) and not grade_of_doubt(path):
+            if path in candidate_folders(path.parent) and not grade_of_doubt(path):
                 try:
                     if not files_elsewhere(path, read_manifest(path)):
                         return step, kind, path
-                except (IngotError, OSError):
+                except (IngotError, OSError):  # it is not complete, or was just removed
                     continue
         return None
 

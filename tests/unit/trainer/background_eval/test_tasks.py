@@ -114,7 +114,7 @@ def test_a_continuation_is_greedy_and_ends_before_its_stop_text(trained):
 
 def test_a_local_task_is_scored_without_a_network(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [{"q": f"stone {word}", "a": f"{word} ore"} for word in ("ingot", "pour", "stamp")]
+    rows = [{"q": f"stone {word}", "a": f" {word} ore"} for word in ("ingot", "pour", "stamp")]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "nats.yaml").write_text(YAML.format(data=tmp_path / "rows.jsonl"))
     scores = score_tasks(trained, ["nats"], tmp_path, examples=2)
@@ -124,7 +124,7 @@ def test_a_local_task_is_scored_without_a_network(trained, tmp_path, monkeypatch
         sums = []
         for row in rows[:2]:
             head = encode(row["q"])
-            sums.append(nats_of(trained, head, encode(row["q"] + " " + row["a"])[len(head) :])[0])
+            sums.append(nats_of(trained, head, encode(row["q"] + row["a"])[len(head) :])[0])
     assert scores.scores["nats"]["perplexity"] == pytest.approx(math.exp(-sum(sums) / 2), rel=1e-4)
     with pytest.raises(UsageError) as error:
         score_tasks(trained, ["nat"], tmp_path)
