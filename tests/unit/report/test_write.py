@@ -181,7 +181,7 @@ def test_a_fault_that_ended_the_run_is_not_called_recovered(tmp_path, logs):
 
 
 def test_evaluations_are_in_the_order_of_steps_and_void_ones_are_left_out(tmp_path, logs):
-    """Those in the background come late; the run went back from step 30."""
+    """Evaluations in the background come late, and the run went back from step 30."""
 
     def at(step, bpb, **fields):
         return {"kind": "evaluation", "time": logs.START + 1, "step": step, "bpb": bpb, "loss": 4.0, "tokens": 9,
