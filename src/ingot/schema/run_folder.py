@@ -53,6 +53,11 @@ class RunFolder:
         return self.root / "events.jsonl"
 
     @property
+    def metrics(self) -> Path:
+        """A folder with the numbers of every rank and step (schema/metrics.py)."""
+        return self.root / "metrics"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger"
 

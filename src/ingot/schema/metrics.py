@@ -1,0 +1,258 @@
+"""The numbers of a run: their names, and the readers of their files (metric_files.py). No torch.
+
+A metric of the run has one value per step; a metric of a rank has one per rank and step. A name in braces stands for
+any word: `data/loss/{source}` is the name of `data/loss/web`. Values that are measured at log lines are missing in the
+rows of other steps.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, zip_longest
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ingot.schema.metric_files import (
+    BUCKET,
+    LEVELS,
+    SEGMENT_ROWS,
+    Lineage,
+    Segment,
+    is_missing,
+    merged,
+    open_segment,
+    read_lineages,
+    read_segments,
+    row_type,
+)
+
+Owner = Literal["run", "rank"]
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A metric. unit: "" if it has none. meaning: in words. owner: "run" or "rank". at: "step": in the row of every
+    step; "line": in the row of the last step of a log line."""
+
+    name: str
+    unit: str
+    owner: Owner
+    at: Literal["step", "line"]
+    meaning: str
+
+
+METRICS = (
+    Metric("train/loss", "nats per token", "run", "step", "mean loss of the step's tokens"),
+    Metric("train/bpb", "bits per byte", "run", "step", "the same loss per byte of text"),
+    Metric("train/grad_norm", "", "run", "step", "norm of the whole gradient, before clipping"),
+    Metric("train/lr", "", "run", "step", "learning rate, with the factor of the guard"),
+    Metric("train/tokens", "tokens", "run", "step", "tokens from the start of the run to this step"),
+    Metric("train/skipped", "", "run", "step", "1 if the update was skipped, or the step's data were passed; else 0"),
+    Metric("perf/tokens_per_second", "tokens/s", "run", "line", "of the whole run, mean since the last log line"),
+    Metric("perf/mfu", "", "run", "line", "model FLOPs (forward, backward, causal attention) over the published peak"),
+    Metric("perf/eta_seconds", "s", "run", "line", "time to the last step, at the speed of this log line"),
+    Metric("run/cost_usd", "USD", "run", "line", "cost so far, of all attempts"),
+    Metric("run/cost_to_come_usd", "USD", "run", "line", "cost of the steps to come, at the speed of this log line"),
+    Metric("experts/load_cv", "", "run", "line", "standard deviation of the load of experts (mean 1), all layers"),
+    Metric("experts/max_load", "", "run", "line", "largest load of an expert in any layer"),
+    Metric("experts/dropped", "", "run", "line", "share of assignments beyond the capacity, which were dropped"),
+    Metric("experts/fallback", "", "run", "line", "share of assignments beyond the capacity, to the fallback expert"),
+    Metric("perf/step_seconds", "s", "rank", "step", "time of the step, without saves and evaluation"),
+    Metric("perf/wait_seconds", "s", "rank", "step", "of it, waiting for other ranks; 0 on GPUs, where no host waits"),
+    Metric("perf/pipeline_wait_seconds", "s", "rank", "step", "of these, waiting for a pipeline neighbor"),
+    Metric("data/wait_seconds", "s", "rank", "step", "of the step, waiting for the batch"),
+    Metric("perf/computing_seconds", "s", "rank", "line", "CPU time of the training thread per step"),
+    Metric("perf/queued_seconds", "s", "rank", "line", "time per step that the thread was ready without a core"),
+    Metric("perf/reading_seconds", "s", "rank", "line", "time per step of waiting for results of the device"),
+    Metric("perf/blocked_seconds", "s", "rank", "line", "time per step of other waits"),
+    Metric("memory/peak_bytes", "bytes", "rank", "line", "peak memory: of the device, or of the process on a CPU"),
+    Metric("checkpoint/stall_seconds", "s", "rank", "step", "time before this step that training waited for a save"),
+)
+_BY_NAME = {metric.name: metric for metric in METRICS}
+_BY_PREFIX = {metric.name.partition("{")[0]: metric for metric in METRICS if "{" in metric.name}
+
+
+def metric_of(name: str) -> Metric | None:
+    """Return the metric that has the name `name`; None for an unknown one."""
+    found = _BY_NAME.get(name)
+    return found or next((metric for start, metric in _BY_PREFIX.items() if name.startswith(start)), None)
+
+
+# -- series --
+
+
+@dataclass(frozen=True)
+class Series:
+    """A metric over the steps of one lineage, all valid or all void, as arrays of equal length in the order of steps.
+
+    lineage: its number. valid: no later lineage trained these steps again. first, last: int64, the steps of each point.
+    time: float64, Unix seconds of its last step. mean, least, most: float64; all three equal the value where first
+    equals last. A NaN among the values makes the mean NaN, and has no effect on least and most.
+    """
+
+    lineage: int
+    valid: bool
+    first: np.ndarray
+    last: np.ndarray
+    time: np.ndarray
+    mean: np.ndarray
+    least: np.ndarray
+    most: np.ndarray
+
+
+def read_series(
+    metrics: Path,
+    rank: int | None,
+    name: str,
+    first_step: int = 1,
+    last_step: int | None = None,
+    points: int = 1000,
+) -> list[Series]:
+    """Return the values of a metric in the steps first_step..last_step, by lineage, oldest first.
+
+    metrics: the folder of the numbers. rank: None for metrics of the run. last_step: None for the newest. points: about
+    the most that all series have together. If there are fewer rows, each has a point; otherwise a point is a bucket of
+    rows, and so it is where rows were removed because of their age. A bucket counts even if only a part of it is within
+    these steps.
+    """
+    lineages = read_lineages(metrics)
+    parts: list[tuple[Lineage, bool, int, int]] = []
+    border = math.inf  # the least first step of later lineages
+    for lineage in reversed(lineages):
+        newest = _newest_step(lineage.table(rank))
+        end = newest if last_step is None else min(newest, last_step)
+        begin = max(first_step, lineage.first_step)
+        if border <= end:
+            parts.append((lineage, False, max(begin, int(border)), end))
+            end = int(border) - 1
+        parts.append((lineage, True, begin, end))
+        border = min(border, lineage.first_step)
+    parts = [part for part in reversed(parts) if part[2] <= part[3]]
+    total = sum(end - begin + 1 for _, _, begin, end in parts)
+    found = []
+    for lineage, valid, begin, end in parts:
+        share = max(points * (end - begin + 1) // total, 1)
+        rows = thinned(_read_rows(lineage.table(rank), name, begin, end, share), share)
+        if len(rows):
+            columns = np.moveaxis(rows["values"][:, 0], -1, 0)
+            found.append(Series(lineage.number, valid, rows["first"], rows["last"], rows["time"], *columns[1:]))
+    return found
+
+
+def _newest_step(table: Path) -> int:
+    """Return the step of the newest row; 0 without rows."""
+    newest = _newest(table)
+    return newest.step if newest else 0
+
+
+def _read_rows(table: Path, name: str, begin: int, end: int, points: int) -> np.ndarray:
+    """Return the rows of a metric that overlap begin..end, as buckets of one name, from the level that has `points`
+    rows or more; from others where this one has none."""
+    segments = read_segments(table)
+    level = 0
+    while level + 1 < LEVELS and (end - begin + 1) // BUCKET ** (level + 1) >= points:
+        level += 1
+    found = [_column(segments[level], name, begin, end)]
+    for lower in reversed(range(level)):  # the newest steps, whose bucket is not complete
+        after = int(found[-1]["last"][-1]) + 1 if len(found[-1]) else begin
+        if len(newer := _column(segments[lower], name, after, end)):
+            found.append(newer)
+    for higher in range(level + 1, LEVELS):  # the oldest ones, whose rows were removed
+        before = int(found[0]["first"][0]) - 1 if len(found[0]) else end
+        if len(older := _column(segments[higher], name, begin, before)):
+            found.insert(0, older)
+    rows = np.concatenate(found)
+    return rows[rows["values"][:, 0, 0] > 0]
+
+
+def _column(segments: Sequence[Segment], name: str, begin: int, end: int) -> np.ndarray:
+    """Return the rows of these segments of one level that overlap begin..end, as buckets, if they have the name."""
+    found = [np.zeros(0, row_type(1, 1))]
+    for segment, following in zip_longest(segments, segments[1:]):
+        if begin > end or segment.first_step > end or (following is not None and following.first_step <= begin):
+            continue
+        with open_segment(segment) as opened:
+            if opened is None or name not in opened.names:
+                continue
+            rows = opened.read(0, min(opened.rows, SEGMENT_ROWS))
+            column = opened.names.index(name)
+        buckets = np.zeros(len(rows), row_type(1, 1))
+        if segment.level == 0:
+            value = rows["values"][:, column]
+            buckets["first"] = buckets["last"] = rows["step"]
+            buckets["values"][:, 0] = np.stack((~is_missing(value), value, value, value), axis=-1)
+        else:
+            buckets["first"], buckets["last"] = rows["first"], rows["last"]
+            buckets["values"][:, 0] = rows["values"][:, column]
+        buckets["time"] = rows["time"]
+        found.append(buckets[(buckets["last"] >= max(begin, 1)) & (buckets["first"] <= end)])
+    return np.concatenate(found)
+
+
+def thinned(rows: np.ndarray, points: int) -> np.ndarray:
+    """Return `rows`, buckets of one name, merged into at most `points` buckets of about equally many rows."""
+    if len(rows) <= points:
+        return rows
+    borders = np.linspace(0, len(rows), points + 1).astype(int)
+    return np.concatenate([merged(rows[a:b], 1) for a, b in pairwise(borders.tolist())])
+
+
+# -- the newest rows --
+
+
+class NewestRow(NamedTuple):
+    """The newest row of a rank. time: Unix seconds. values: by name, each the newest that was measured."""
+
+    step: int
+    time: float
+    values: dict[str, float]
+
+
+def newest_rows(metrics: Path) -> dict[int, NewestRow]:
+    """Return the newest row of every rank of the newest lineage that has rows, by rank.
+
+    Metrics of the run are among the values of rank 0. Empty if nothing is recorded. Reads some kilobytes per rank.
+    """
+    for lineage in reversed(read_lineages(metrics)):
+        found = {rank: row for rank in lineage.ranks() if (row := _newest(lineage.table(rank))) is not None}
+        run = _newest(lineage.table(None))
+        if run is not None:
+            own = found.get(0, run)
+            found[0] = NewestRow(own.step, own.time, {**run.values, **own.values})
+        if found:
+            return found
+    return {}
+
+
+def _newest(table: Path) -> NewestRow | None:
+    newest: NewestRow | None = None
+    for rows, names in _last_rows(table):
+        if newest is None:
+            newest = NewestRow(int(rows["step"][-1]), float(rows["time"][-1]), {})
+        there = ~is_missing(rows["values"])
+        last = len(rows) - 1 - np.argmax(there[::-1], axis=0)
+        for column, name in enumerate(names):
+            if there[:, column].any() and name not in newest.values:
+                newest.values[name] = float(rows["values"][last[column], column])
+    return newest
+
+
+def _last_rows(table: Path) -> Iterator[tuple[np.ndarray, tuple[str, ...]]]:
+    """Yield the last rows of a table and their names, newest segment first: as many as two log lines have."""
+    read = 0
+    for segment in reversed(read_segments(table)[0]):
+        with open_segment(segment) as opened:
+            if opened is None:
+                continue
+            line = opened.facts.get("line_steps")
+            wanted = min(2 * line, SEGMENT_ROWS) if isinstance(line, int) and line > 0 else 1
+            rows = opened.read(opened.rows - wanted + read, opened.rows)
+            names = opened.names
+        rows = rows[rows["step"] >= 1]
+        read += len(rows)
+        if len(rows):
+            yield rows, names
+        if read >= wanted:
+            return
