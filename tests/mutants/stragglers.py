@@ -47,9 +47,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="own-time-with-waits",
         what="the time in which a rank waits for others is its own",
-        file="trainer/log.py",
-        before="since = time.monotonic() - self.began.wall - (self.waits.seconds - self.waited_before)",
-        after="since = time.monotonic() - self.began.wall",
+        file="trainer/record.py",
+        before="since = passed - waited",
+        after="since = passed",
         tests=(f"{_RUNS}::test_a_wait_for_the_slow_rank_is_no_work",),
     ),
     Mutant(

@@ -29,6 +29,7 @@ RECEIVERS = {
     "BackgroundEvaluation": {"settings"},
     "WatchSettings": {"watch"},
     "Guard": {"guard"},
+    "MetricSettings": {"metrics"},
     "LoadFilter": {"rules"},
     "Cluster": {"cluster"},
     "DataRecipe": {"recipe"},

@@ -48,6 +48,7 @@ _NUMBERS = {
     kinds.SETTING_CHANGED: ("step",),
     kinds.ROLLED_BACK: ("from_step", "to_step"),
     kinds.FINDING: ("step",),
+    kinds.METRICS_LOST: ("step", "rows"),
     kinds.SANITY: ("step",),
     kinds.GRADIENT_RANGE: ("step",),
 }

@@ -169,6 +169,11 @@ def _listed(event: Mapping[str, Any]) -> str:
     )
 
 
+def _metrics_lost(event: Mapping[str, Any]) -> str:
+    what = "the rest of the attempt is not recorded" if event["ended"] else "more may follow"
+    return f"metrics of rank {event['rank']}: {event['rows']:,} rows dropped, {what}: {event['reason']}"
+
+
 def _sanity(event: Mapping[str, Any]) -> str | None:
     if not event["suspect"]:
         return None
@@ -193,6 +198,7 @@ _TEXTS = {
     kinds.ALERT: lambda event: f"alert: {alert_text(alert_of(event))}",
     kinds.QUARANTINED: _quarantined,
     kinds.LISTED: _listed,
+    kinds.METRICS_LOST: _metrics_lost,
     kinds.SANITY: _sanity,
     kinds.STATE_DAMAGED: _damaged,
     kinds.STATE_REPLAYED: _replayed,

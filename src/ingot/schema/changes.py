@@ -48,6 +48,7 @@ _TABLE = {
         "plateau_window plateau_ratio plateau_sigmas still_steps dead_ratio scale_floor "
         "scale_halvings scale_window precision_every underflow_share saturation_share",
         "cost": "usd_per_hour",
+        "metrics": "record keep_steps",
         "plugins": "modules folder",  # the identity of their code is compared
     },
     ChangeClass.SAME_MATHEMATICS: {

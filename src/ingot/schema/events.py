@@ -31,6 +31,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
   metrics        step, by (name of a callback), values {name: number}  one per log line and callback that has any
+  metrics_lost   rank, step (newest), rows (of this attempt that were dropped so far), reason, ended (true: the rest of
+                 the attempt is not recorded)                        numbers that RUN/metrics lacks (schema/metrics.py)
   skipped        steps [..] (steps whose updates were vetoed)         one per log line that has any
   passed         steps [..] (steps whose data were passed)            one per log line that has any
   finding        step, found [kinds], loss, grad_norm, loss_sigmas, norm_sigmas, norm_factor, skipped
@@ -130,6 +132,7 @@ QUARANTINED = "quarantined"
 LISTED = "listed"
 EXPERTS = "experts"
 METRICS = "metrics"
+METRICS_LOST = "metrics_lost"
 SKIPPED = "skipped"
 PASSED = "passed"
 FINDING = "finding"

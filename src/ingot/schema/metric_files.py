@@ -292,7 +292,7 @@ class _LevelWriter:
 def merged(rows: np.ndarray, names: int) -> np.ndarray:
     """Return one bucket, a structured array [1] of a level above 0, of `rows` of any level."""
     bucket = np.zeros(1, row_type(1, names))
-    if "step" in rows.dtype.names:
+    if "step" in (rows.dtype.names or ()):
         bucket["first"], bucket["last"] = rows["step"][0], rows["step"][-1]
         values = rows["values"]
         there = ~is_missing(values)

@@ -33,6 +33,7 @@ from ingot.schema.evaluate import BPB, Evaluate
 from ingot.schema.guard import Guard
 from ingot.schema.launch import Launch
 from ingot.schema.load_filter import LoadFilter
+from ingot.schema.metric_settings import MetricSettings
 from ingot.schema.parallel import Parallel
 from ingot.schema.plugins import Plugins
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
@@ -297,6 +298,7 @@ class RunConfig:
     launch: Launch = field(default_factory=Launch)
     guard: Guard = field(default_factory=Guard, metadata=LEFT_OUT_AT_DEFAULT)
     cost: Cost = field(default_factory=Cost)
+    metrics: MetricSettings = field(default_factory=MetricSettings, metadata=LEFT_OUT_AT_DEFAULT)
     plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: dict[str, dict[str, Any]] = field(default_factory=dict)

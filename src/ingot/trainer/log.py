@@ -7,7 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from statistics import fmean
 from typing import Any
 
@@ -33,52 +33,14 @@ from ingot.trainer.loader.retry import DataTrouble
 from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts
+from ingot.trainer.record import Interval, record_line
 from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.stragglers import Straggler
 from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
 from ingot.units import format_seconds
-
-
-@dataclass
-class Interval:
-    """The steps between two log lines, on this rank's clocks. Saving and evaluation are not part of an interval.
-
-    pipeline_before, waited_before: the total seconds that this rank had waited, for pipeline neighbors and for any
-    other rank, when the interval began. own: the seconds of each step without its waits for other ranks. data: of
-    these, those that it waited for data. counted: the sum of `own`.
-    """
-
-    began: ThreadTime
-    waits: WaitClock
-    pipeline_before: float
-    waited_before: float
-    own: list[float] = field(default_factory=list)
-    data: list[float] = field(default_factory=list)
-    counted: float = 0.0
-
-    @classmethod
-    def begin(cls, trainer: RunParts) -> "Interval":
-        waits = trainer.waits
-        return cls(ThreadTime.now(), waits, trainer.program.channels.waited_seconds, waits.seconds)
-
-    def add(self, data_wait_seconds: float) -> None:
-        """Count a step that has ended now."""
-        since = time.monotonic() - self.began.wall - (self.waits.seconds - self.waited_before)
-        self.own.append(since - self.counted)
-        self.counted = since
-        self.data.append(data_wait_seconds)
-
-    @property
-    def steps(self) -> int:
-        return len(self.own)
-
-    @property
-    def data_wait_seconds(self) -> float:
-        return sum(self.data)
 
 
 def log_interval(
@@ -101,6 +63,7 @@ def log_interval(
     passed = ThreadTime.now().since(interval.began)
     waited = trainer.waits.seconds - interval.waited_before
     step_seconds = passed.wall / interval.steps
+    memory = peak_memory_bytes(trainer.place.device)
     for result, own in zip(recent, numbers, strict=True):
         if not own.passed:
             trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
@@ -124,10 +87,11 @@ def log_interval(
         step_seconds=step_seconds,
         eta_seconds=(steps - step) * step_seconds,
         cost_usd=trainer.cost.usd(),
-        peak_memory_bytes=peak_memory_bytes(trainer.place.device),
+        peak_memory_bytes=memory,
         **log_experts(trainer, recent, with_loads=saves),
     )
     trainer.log(events.PROGRESS, **asdict(progress))
+    record_line(trainer, recent, numbers, progress)
     log_loss_terms(trainer, step)
     pipeline = trainer.program.channels.waited_seconds - interval.pipeline_before
     waits = Waits.of(
@@ -137,6 +101,7 @@ def log_interval(
         collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
+    interval.add_line(waits, memory)
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
     any_damaged, unchanged = log_waits(
         trainer, step, interval, waits, step_seconds=step_seconds, damaged=damaged, unchanged=still

@@ -18,7 +18,6 @@ from ingot.trainer.damaged_data import next_batch
 from ingot.trainer.integrity.watch import STATE_CHANGED
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.log import (
-    Interval,
     log_data_trouble,
     log_evaluation,
     log_interval,
@@ -29,6 +28,7 @@ from ingot.trainer.log import (
 from ingot.trainer.mesh.collectives import any_rank
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import RunParts
+from ingot.trainer.record import STALL, Interval
 from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult, passed_step
 from ingot.trainer.resilience.stop_requests import PLANNED, REQUESTED, RESTART, StopRequest
@@ -124,10 +124,17 @@ class RunLoop:
 
     def judge(self, batch: Batch, result: StepResult) -> None:
         """Record the samples of a completed step, write the log line if one is due, and decide how to continue."""
+        try:
+            self._judge(batch, result)
+        finally:  # a step that ends the run, too
+            if self.trainer.recorder is not None:
+                self.trainer.recorder.step(batch.step, self._interval.last)
+
+    def _judge(self, batch: Batch, result: StepResult) -> None:
         trainer, config, step = self.trainer, self.trainer.config, batch.step
         self._recent.append(result)
         trainer.ledger.record(step, batch.sample_ids)
-        self._interval.add(batch.wait_seconds)
+        self._interval.add(batch.wait_seconds, trainer.program.channels.waited_seconds)
         self.done, self.line = step, []
 
         due_save = FULL if step == trainer.until_step else trainer.schedule.take(step)
@@ -196,6 +203,7 @@ class RunLoop:
         A stop before the end of `launch.grace` begins no save that would not end in time.
         """
         self.trainer.heartbeat.enter(Phase.SAVE, self.done)
+        began = time.monotonic()
         if self._weights_alone:
             self._save(WEIGHTS)
         elif self.stopped and not fits(self.trainer, self.done, self._request.deadline):
@@ -203,6 +211,8 @@ class RunLoop:
         elif self._save(FULL, last=self.stopped or self.done == self.steps):
             self.saved = self.done
         self.save_is_due = self._weights_alone = False
+        if self.trainer.recorder is not None:
+            self.trainer.recorder.note(STALL, time.monotonic() - began)
 
     def _save(self, kind: SaveKind, *, last: bool = False) -> bool:
         """Save, and return whether a save was made or began. If the state is damaged, or changed while it was copied,
@@ -239,6 +249,8 @@ class RunLoop:
             require_progress(self.trainer, self.done, self._roll_backs)
             go_back = replace_damaged if self._is_damaged else roll_back
             self.done = self.saved = go_back(self.trainer, self.done)
+            if self.trainer.recorder is not None:
+                self.trainer.recorder.went_back(self.done + 1)
             self._is_damaged = False
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)

@@ -38,6 +38,7 @@ from ingot.trainer.resilience.policy import Policy
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save_schedule import SaveSchedule
+from ingot.trainer.telemetry.recorder import Recorder
 from ingot.trainer.telemetry.slow_machines import SlowMachines
 from ingot.trainer.telemetry.stragglers import StragglerWatch
 from ingot.trainer.telemetry.usage import CostMeter
@@ -99,6 +100,7 @@ class RunParts(StepParts):
     waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
     slow_machines: decides for which of them the machine may be drained; None if none may. alerts: of the guard; None
     with [guard] preset = "off".
+    recorder: of the numbers of this rank; None with metrics.record = false.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -130,6 +132,7 @@ class RunParts(StepParts):
     stragglers: StragglerWatch | None
     slow_machines: SlowMachines | None
     alerts: AlertWatch | None
+    recorder: Recorder | None
     event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]
@@ -149,4 +152,6 @@ class RunParts(StepParts):
                 self.uploader.close()
             self.optimizer.close()
             self.model.close()
+            if self.recorder is not None:
+                self.recorder.close()
             self.event_log.close()

@@ -37,6 +37,7 @@ from ingot.trainer.mesh.mesh import cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts
+from ingot.trainer.record import open_recorder
 from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
 from ingot.trainer.resilience.leaving import with_peers
 from ingot.trainer.resilience.start_times import StartClock
@@ -190,6 +191,7 @@ def build_trainer(
         stragglers=stragglers,
         slow_machines=stragglers and slow_machines(config, parts.mesh, place, on_rank_zero),
         alerts=alert_watch(config, folder, parts, first_step, log, is_first=place.is_first),
+        recorder=open_recorder(config, folder, place, first_step, event_log.write),
         event_log=event_log,
         log=log,
         say=on_rank_zero,

@@ -101,7 +101,9 @@ def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     assert text_of([old]) == ["3 rolled back to the checkpoint of step 2; 1 step trained again"]
     wrong = damage(1.0, sign="recomputed", tensor="w", bit=None)
     assert text_of([wrong])[0].startswith("55 the hashes of the gradients found damage of rank 1 on node-b: tensor w; ")
-    assert {event["kind"] for event in (*troubled(1.0), lists)} == KINDS - {"alert", "quarantined"}
+    lost = {"kind": "metrics_lost", "time": 1.0, "rank": 3, "step": 8, "rows": 1200, "reason": "slow", "ended": False}
+    assert text_of([lost]) == ["8 metrics of rank 3: 1,200 rows dropped, more may follow: slow"]
+    assert {event["kind"] for event in (*troubled(1.0), lists, lost)} == KINDS - {"alert", "quarantined"}
 
 
 @pytest.fixture

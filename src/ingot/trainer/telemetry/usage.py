@@ -59,6 +59,10 @@ class CostMeter:
             return None
         return self._spent_usd + (time.monotonic() - self._began) * self._usd_per_second
 
+    def usd_of(self, seconds: float) -> float | None:
+        """Return the cost of `seconds` in US dollars; None if the price is unknown."""
+        return seconds * self._usd_per_second if self._usd_per_second else None
+
 
 # -- time --
 

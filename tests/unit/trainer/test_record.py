@@ -1,0 +1,122 @@
+"""The numbers of whole runs: those of the events, of every rank and step, with what a roll-back made void."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from tests.unit.trainer.test_loop import Scripted
+
+from ingot.events import read_events
+from ingot.plugins.callback import Verdict
+from ingot.schema.metric_files import read_lineages
+from ingot.schema.metrics import METRICS, newest_rows, read_series
+from ingot.theory.rules import load_run
+from ingot.trainer.loop import train
+from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.run import build_trainer
+
+
+def run_rank(rank, ranks, folder, until_step=None, script=None):
+    """Train as run.py does, without the environment of a rank. script: step -> the verdict of the policy."""
+    place = RankInfo(
+        rank=rank,
+        world_size=ranks,
+        local_rank=rank,
+        local_world_size=ranks,
+        attempt=0,
+        device=torch.device("cpu"),
+    )
+    run = build_trainer(load_run(folder.config), folder, place, until_step=until_step, say=lambda line: None)
+    if script:
+        run.policy = Scripted(folder, script)
+    try:
+        train(run)
+    finally:
+        run.close()
+
+
+def values_of(folder, name, rank=None):
+    """The valid values of a metric: step -> value."""
+    series = [one for one in read_series(folder.metrics, rank, name) if one.valid]
+    return {int(step): float(value) for one in series for step, value in zip(one.first, one.mean, strict=True)}
+
+
+def test_every_rank_and_step_has_its_numbers(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+    fork_ranks(run_rank, 2, folder)
+    steps = list(read_events(folder.events, "step"))
+    for name, field in (("train/loss", "loss"), ("train/grad_norm", "grad_norm"), ("train/lr", "lr")):
+        assert values_of(folder, name) == {e["step"]: e[field] for e in steps}  # all bits
+    for progress in read_events(folder.events, "progress"):
+        step = progress["step"]
+        for name in ("perf/tokens_per_second", "perf/eta_seconds"):
+            assert values_of(folder, name)[step] == progress[name.partition("/")[2]]
+        assert values_of(folder, "train/bpb")[step] == pytest.approx(progress["bpb"], rel=1e-12)
+        assert values_of(folder, "memory/peak_bytes", 0)[step] == progress["peak_memory_bytes"]
+        assert values_of(folder, "train/tokens")[step] == progress["tokens"]
+    lines = list(read_events(folder.events, "waits"))
+    for rank in range(2):
+        seconds = values_of(folder, "perf/step_seconds", rank)
+        assert list(seconds) == list(range(1, 13)) and min(seconds.values()) > 0
+        assert all(0 <= wait <= seconds[step] for step, wait in values_of(folder, "perf/wait_seconds", rank).items())
+        assert list(values_of(folder, "checkpoint/stall_seconds", rank)) == [6, 11]
+        assert list(values_of(folder, "memory/peak_bytes", rank)) == [line["step"] for line in lines]
+    for line in lines:  # two clocks, of which an event keeps the range over ranks
+        own = [values_of(folder, "perf/computing_seconds", rank)[line["step"]] for rank in range(2)]
+        assert [min(own), max(own)] == pytest.approx([line["computing"]["least"], line["computing"]["most"]], abs=1e-6)
+        waits = [
+            np.mean([values_of(folder, "data/wait_seconds", rank)[step] for step in covered(line)]) for rank in range(2)
+        ]
+        assert max(waits) == pytest.approx(line["data"]["most"], abs=1e-6)
+    rows = newest_rows(folder.metrics)
+    assert sorted(rows) == [0, 1] and {row.step for row in rows.values()} == {12}
+    assert rows[0].values["train/loss"] == steps[-1]["loss"] and "train/loss" not in rows[1].values
+    assert not list(read_events(folder.events, "metrics_lost"))
+
+
+def covered(line):
+    return range(line["step"] - line["steps"] + 1, line["step"] + 1)
+
+
+def test_a_roll_back_keeps_the_void_steps(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+    fork_ranks(run_rank, 2, folder, None, {8: Verdict.ROLL_BACK})
+    for rank in (None, 0, 1):
+        name = "train/lr" if rank is None else "perf/step_seconds"
+        found = read_series(folder.metrics, rank, name)
+        assert [(one.valid, one.first.tolist()) for one in found] == [
+            (True, [1, 2, 3, 4, 5]),
+            (False, [6, 7, 8]),
+            (True, list(range(6, 13))),
+        ]
+    first, second = (e["loss"] for e in read_events(folder.events, "step") if e["step"] == 7)
+    _, void, again = read_series(folder.metrics, None, "train/loss")
+    assert (void.mean[1], again.mean[1]) == (first, second)
+
+
+def test_another_attempt_is_another_lineage(fork_ranks, make_run):
+    folder = make_run()
+    fork_ranks(run_rank, 1, folder, 4)
+    fork_ranks(run_rank, 1, folder)
+    assert [(one.number, one.first_step) for one in read_lineages(folder.metrics)] == [(1, 1), (2, 5)]
+    assert list(values_of(folder, "train/loss")) == list(range(1, 13))
+
+
+def test_a_run_may_do_without(fork_ranks, make_run):
+    folder = make_run()
+    text = folder.config.read_text()
+    folder.config.write_text(text + "\n[metrics]\nrecord = false\n")
+    fork_ranks(run_rank, 1, folder, 2)
+    assert not folder.metrics.exists()
+
+
+def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run):
+    """A name in the table that nothing writes would be an empty chart."""
+    folder = make_run(dp_shard=2)
+    fork_ranks(run_rank, 2, folder)
+    rows = newest_rows(folder.metrics)
+    missing = {one.name for one in METRICS} - rows[0].values.keys() - rows[1].values.keys()
+    experts = {one.name for one in METRICS if one.name.startswith("experts/")}
+    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | experts
+    assert all(not math.isnan(value) for row in rows.values() for value in row.values.values())
