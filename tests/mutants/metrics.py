@@ -114,4 +114,28 @@ MUTANTS: list[Mutant] = [
         after="self._thread.join()",
         tests=(f"{_RECORDER}::test_a_disk_that_hangs_does_not_keep_the_run_from_its_end",),
     ),
+    Mutant(
+        name="copies-count-in-the-norm",
+        what="each rank counts the weights that it has a copy of",
+        file="trainer/optim/update_size.py",
+        before="[shard for shard in shards if shard.owner and shard.value.numel()]",
+        after="[shard for shard in shards if shard.value.numel()]",
+        tests=(f"{_RUNS}::test_the_sizes_of_weights_and_updates_in_any_layout",),
+    ),
+    Mutant(
+        name="samples-without-weight",
+        what="the update of a large model is that of the elements that were kept",
+        file="trainer/optim/update_size.py",
+        before="squares.append(change * (shard.value.numel() / before.numel()))",
+        after="squares.append(change)",
+        tests=("tests/unit/trainer/optim/test_update_size.py::test_a_few_elements_stand_for_all",),
+    ),
+    Mutant(
+        name="waits-in-the-phases",
+        what="the time of a phase has the waits for other ranks in it",
+        file="trainer/mesh.step_times.py",
+        before="return time.monotonic() - self._waits.seconds",
+        after="return time.monotonic()",
+        tests=("tests/unit/trainer/mesh/test_step_times.py::test_the_clock_of_a_phase_stops_while_a_rank_waits",),
+    ),
 ]

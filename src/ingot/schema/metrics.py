@@ -47,6 +47,10 @@ METRICS = (
     Metric("train/loss", "nats per token", "run", "step", "mean loss of the step's tokens"),
     Metric("train/bpb", "bits per byte", "run", "step", "the same loss per byte of text"),
     Metric("train/grad_norm", "", "run", "step", "norm of the whole gradient, before clipping"),
+    Metric("train/param_norm", "", "run", "line", "norm of all weights after the step"),
+    Metric(
+        "train/update_ratio", "", "run", "line", "norm of the step's update over that of the weights; see the manual"
+    ),
     Metric("train/lr", "", "run", "step", "learning rate, with the factor of the guard"),
     Metric("train/tokens", "tokens", "run", "step", "tokens from the start of the run to this step"),
     Metric("train/skipped", "", "run", "step", "1 if the update was skipped, or the step's data were passed; else 0"),
@@ -63,6 +67,11 @@ METRICS = (
     Metric("perf/wait_seconds", "s", "rank", "step", "of it, waiting for other ranks; 0 on GPUs, where no host waits"),
     Metric("perf/pipeline_wait_seconds", "s", "rank", "step", "of these, waiting for a pipeline neighbor"),
     Metric("data/wait_seconds", "s", "rank", "step", "of the step, waiting for the batch"),
+    Metric(
+        "perf/forward_seconds", "s", "rank", "line", "forward per step: on CPUs without waits, on GPUs by the device"
+    ),
+    Metric("perf/backward_seconds", "s", "rank", "line", "backward per step, with recomputation, in the same way"),
+    Metric("perf/optimizer_seconds", "s", "rank", "line", "update of the weights per step, in the same way"),
     Metric("perf/computing_seconds", "s", "rank", "line", "CPU time of the training thread per step"),
     Metric("perf/queued_seconds", "s", "rank", "line", "time per step that the thread was ready without a core"),
     Metric("perf/reading_seconds", "s", "rank", "line", "time per step of waiting for results of the device"),

@@ -91,7 +91,6 @@ def log_interval(
         **log_experts(trainer, recent, with_loads=saves),
     )
     trainer.log(events.PROGRESS, **asdict(progress))
-    record_line(trainer, recent, numbers, progress)
     log_loss_terms(trainer, step)
     pipeline = trainer.program.channels.waited_seconds - interval.pipeline_before
     waits = Waits.of(
@@ -101,11 +100,13 @@ def log_interval(
         collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
-    interval.add_line(waits, memory)
+    times = trainer.program.times
+    interval.add_line(waits, memory, times.take() if times is not None else {})
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
-    any_damaged, unchanged = log_waits(
-        trainer, step, interval, waits, step_seconds=step_seconds, damaged=damaged, unchanged=still
-    )
+    sizes = trainer.update_size.read() if trainer.update_size is not None else (0.0, 0.0)
+    rows = log_waits(trainer, step, interval, waits, (*sizes, damaged, *still), step_seconds=step_seconds)
+    any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:]
+    record_line(trainer, recent, numbers, progress, rows[:, :2])
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
@@ -172,24 +173,24 @@ def log_waits(
     step: int,
     interval: Interval,
     waits: Waits,
+    more: Sequence[float],
     *,
     step_seconds: float,
-    damaged: bool,
-    unchanged: tuple[int, int],
-) -> tuple[bool, np.ndarray]:
+) -> np.ndarray:
     """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow, or
-    whose machine may be drained now. Returns whether some rank is `damaged`, and `unchanged` of all ranks. Collective:
-    one exchange of a few numbers per rank."""
+    whose machine may be drained now. Returns `more` of all ranks, [ranks, len(more)]. Collective: one exchange of a few
+    numbers per rank."""
     typical = np.median([interval.own, interval.data], axis=1)
-    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, [damaged], unchanged]))
-    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(rows[:, :-5], interval.steps))
+    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, more]))
+    own, typical, others = np.split(rows, [-2 - len(more), -len(more)], axis=1)
+    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(own, interval.steps))
     if trainer.stragglers is not None:
-        news = trainer.stragglers.take(step, interval.steps, rows[:, -5], rows[:, -4])
+        news = trainer.stragglers.take(step, interval.steps, *typical.T)
         if trainer.slow_machines is not None:
             news = trainer.slow_machines.take(step, interval.steps, step_seconds, trainer.stragglers, news)
         for found in news:
             log_straggler(trainer, step, found)
-    return bool(rows[:, -3].any()), rows[:, -2:]
+    return others
 
 
 def log_straggler(trainer: RunParts, step: int, found: Straggler) -> None:

@@ -30,6 +30,7 @@ from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.optim.gradients import LossScale
 from ingot.trainer.optim.optimizer import Optimizer
+from ingot.trainer.optim.update_size import UpdateSize
 from ingot.trainer.parallel.apply import ShardedModel
 from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.pipeline import PipelineExecutor
@@ -56,7 +57,8 @@ class StepParts:
     step_judge: judges the step before its update; None in a run with [guard] preset = "off", and where nobody looks.
     hashes: those of the state, None outside of a run and with guard.hash_every = 0. gradients: those that two ranks
     compute, None outside of a run and with guard.recompute_every = 0.
-    gradient_range: that of each layer, None outside of a run, and where nothing is measured.
+    gradient_range: that of each layer, None outside of a run, and where nothing is measured. update_size: that of the
+    weights and of updates, None outside of a run, and with metrics.record = false.
     """
 
     config: RunConfig
@@ -76,6 +78,7 @@ class StepParts:
     hashes: StateHashes | None = None
     gradients: RecomputedGradients | None = None
     gradient_range: GradientRange | None = None
+    update_size: UpdateSize | None = None
 
 
 @dataclass(kw_only=True)

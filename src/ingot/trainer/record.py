@@ -4,8 +4,10 @@ values that the log line has read. Nothing here waits for the device.
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from ingot.plugins.callback import StepNumbers
 from ingot.schema.metrics import METRICS
@@ -92,10 +94,11 @@ class Interval:
     def data_wait_seconds(self) -> float:
         return sum(self.data)
 
-    def add_line(self, waits: Waits, memory_bytes: int) -> None:
-        """Add what a log line has measured to the numbers of the newest step. waits: seconds of the whole interval."""
+    def add_line(self, waits: Waits, memory_bytes: int, times: Mapping[str, float]) -> None:
+        """Add what a log line has measured to the numbers of the newest step. waits, times: seconds of the whole
+        interval; times by phase (mesh.step_times.py)."""
         steps = self.steps
-        self.last |= {
+        self.last |= {f"perf/{phase}_seconds": seconds / steps for phase, seconds in times.items()} | {
             "perf/computing_seconds": waits.computing / steps,
             "perf/queued_seconds": waits.queued / steps,
             "perf/reading_seconds": waits.reading / steps,
@@ -105,9 +108,16 @@ class Interval:
 
 
 def record_line(
-    trainer: RunParts, recent: Sequence[StepResult], numbers: Sequence[StepNumbers], progress: ProgressLine
+    trainer: RunParts,
+    recent: Sequence[StepResult],
+    numbers: Sequence[StepNumbers],
+    progress: ProgressLine,
+    squares: np.ndarray,
 ) -> None:
-    """Record the numbers of the run in the steps of a log line. On rank 0."""
+    """Record the numbers of the run in the steps of a log line. On rank 0.
+
+    squares: of the norms of weights and update of each rank (optim/update_size.py), [ranks, 2].
+    """
     if trainer.recorder is None or not trainer.place.is_first:
         return
     per_byte, tokens_per_step = trainer.tokens_per_byte / math.log(2), trainer.config.tokens_per_step
@@ -121,7 +131,10 @@ def record_line(
                 "train/grad_norm": own.grad_norm,
             }
         rows.append((result.step, values))
+    weights, update = np.sqrt(squares.sum(0))
     line = {
+        "train/param_norm": weights,
+        "train/update_ratio": None if math.isnan(update) else update / weights,
         "perf/tokens_per_second": progress.tokens_per_second,
         "perf/mfu": progress.mfu,
         "perf/eta_seconds": progress.eta_seconds,

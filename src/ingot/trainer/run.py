@@ -35,7 +35,9 @@ from ingot.trainer.loop import Ending, train
 from ingot.trainer.mesh.environment import ordered_overrides
 from ingot.trainer.mesh.mesh import cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
+from ingot.trainer.mesh.step_times import StepTimes
 from ingot.trainer.mesh.waiting import WaitClock
+from ingot.trainer.optim.update_size import UpdateSize
 from ingot.trainer.parts import RunParts
 from ingot.trainer.record import open_recorder
 from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
@@ -156,6 +158,8 @@ def build_trainer(
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     parts.gradient_range = range_of_gradients(config, parts)
+    if config.metrics.record:
+        parts.update_size = UpdateSize(parts.model.shards, config.watch.log_every)
     recorded = recorded_quarantine(folder, loaded.restored)
     quarantine = leave_out_listed(config, folder, recorded, first_step, log, on_rank_zero)
     stragglers = straggler_watch(config, parts.mesh, place, on_rank_zero)
@@ -196,6 +200,8 @@ def build_trainer(
         log=log,
         say=on_rank_zero,
     )
+    if trainer.recorder is not None:
+        trainer.program.times = StepTimes(place.device, trainer.waits)
     open_guards(trainer, policy)
     log_start(trainer)
     trainer.waits.start()

@@ -56,14 +56,19 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     parts.callbacks.gradients(step)
     if parts.hashes is not None:
         parts.hashes.before_update(step)
+    if parts.update_size is not None:
+        parts.update_size.before_update(step)
     overflow = parts.policy.veto(loss, grad_norm)
     veto, judged = _judge(parts, step, mean_loss, grad_norm, overflow)
-    with _errors_of_rules(parts.config.optim.kind):
+    times = parts.program.times
+    with _errors_of_rules(parts.config.optim.kind), times.phase("optimizer") if times else nullcontext():
         limit = parts.config.optim.clip_norm * limit_factor(parts.policy.measures(), step)
         factor = clip_factor(grad_norm, limit, scale=scale)
         parts.optimizer.step(lr, scale=factor, found_inf=veto)
     if parts.loss_scale and overflow is not None:
         parts.loss_scale.update(overflow)
+    if parts.update_size is not None:
+        parts.update_size.after_update()
     parts.model.publish()
     if parts.hashes is not None:
         parts.hashes.after_update(step)

@@ -1,6 +1,7 @@
 """The numbers of whole runs: those of the events, of every rank and step, with what a roll-back made void."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -8,12 +9,13 @@ import torch
 from tests.unit.trainer.test_loop import Scripted
 
 from ingot.events import read_events
-from ingot.plugins.callback import Verdict
+from ingot.plugins.callback import StepCallback, Verdict
 from ingot.schema.metric_files import read_lineages
 from ingot.schema.metrics import METRICS, newest_rows, read_series
 from ingot.theory.rules import load_run
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.run import build_trainer
 
 
@@ -77,6 +79,77 @@ def test_every_rank_and_step_has_its_numbers(fork_ranks, make_run):
 
 def covered(line):
     return range(line["step"] - line["steps"] + 1, line["step"] + 1)
+
+
+def slow_rank(rank, ranks, folder):
+    """Train; the forward of rank 1 sleeps, and rank 0 waits for it."""
+    if rank == 1:
+        forward = PipelineExecutor._forward
+
+        def slow(*arguments):
+            time.sleep(0.02)
+            forward(*arguments)
+
+        PipelineExecutor._forward = slow
+    run_rank(rank, ranks, folder)
+
+
+def test_the_phases_of_a_step_have_no_waits_for_other_ranks(fork_ranks, make_run):
+    folder = make_run(dp_shard=2)
+    fork_ranks(slow_rank, 2, folder)
+    forward, backward, update = (
+        [values_of(folder, f"perf/{phase}_seconds", rank) for rank in range(2)]
+        for phase in ("forward", "backward", "optimizer")
+    )
+    lines = {event["step"]: event["steps"] for event in read_events(folder.events, "waits")}
+    for rank in range(2):
+        seconds, waits = (values_of(folder, f"perf/{name}_seconds", rank) for name in ("step", "wait"))
+        assert list(forward[rank]) == list(backward[rank]) == list(update[rank]) == list(lines)
+        for step, steps in lines.items():
+            covered = range(step - steps + 1, step + 1)
+            own = sum(seconds[one] - waits[one] for one in covered) / steps
+            parts = [phase[rank][step] for phase in (forward, backward, update)]
+            assert min(parts) > 0 and sum(parts) < own
+    accumulation = load_run(folder.config).accumulation
+    assert min(forward[1].values()) >= 0.02 * accumulation
+    # The sleep of rank 1 is no work of rank 0, and none of its own update.
+    assert sum(forward[0].values()) < sum(forward[1].values()) and sum(update[1].values()) < sum(forward[1].values())
+
+
+class Sizes(StepCallback):
+    """A plain reference: the weights before and after each update, whole."""
+
+    def __init__(self, run, options):
+        self.run, self.owned = run, [piece for piece in run.pieces if piece.owner]
+
+    def on_gradients(self, step):
+        self.before = [piece.value.double() for piece in self.owned]
+
+    def on_update(self, step):
+        pairs = zip(self.owned, self.before, strict=True)
+        nothing = torch.zeros((), dtype=torch.float64)  # a rank may own no piece
+        change = sum((((piece.value.double() - before) ** 2).sum() for piece, before in pairs), nothing)
+        weights = sum(((piece.value.double() ** 2).sum() for piece in self.owned), nothing)
+        self.squares = self.run.sum_over_ranks(torch.stack((change, weights)))
+
+    def on_line(self, steps):
+        change, weights = self.squares.sqrt().tolist()
+        return {"norm": weights, "ratio": change / weights}
+
+
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2}, {"dp_replicate": 2}, {"pp": 2}], ids=lambda layout: next(iter(layout))
+)
+def test_the_sizes_of_weights_and_updates_in_any_layout(fork_ranks, make_run, register, layout):
+    register(Sizes)
+    folder = make_run(**layout)
+    folder.config.write_text(folder.config.read_text() + "\n[callbacks.probe]\n")
+    fork_ranks(run_rank, 2, folder)
+    expected = {event["step"]: event["values"] for event in read_events(folder.events, "metrics")}
+    norms, ratios = values_of(folder, "train/param_norm"), values_of(folder, "train/update_ratio")
+    assert list(norms) == list(expected) and list(ratios) == [3, 6, 9, 12]  # of saves between lines, no ratio
+    assert norms == pytest.approx({step: values["norm"] for step, values in expected.items()}, rel=1e-6)
+    assert ratios == pytest.approx({step: expected[step]["ratio"] for step in ratios}, rel=1e-5)
 
 
 def test_a_roll_back_keeps_the_void_steps(fork_ranks, make_run):

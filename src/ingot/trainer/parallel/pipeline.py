@@ -26,9 +26,12 @@ from ingot.theory.context import token_multiple
 from ingot.theory.schedule import Action, Channel, ScheduleTable
 from ingot.theory.schedule.table import needed_by, sent_by
 from ingot.trainer.mesh.mesh import Mesh, own_group
+from ingot.trainer.mesh.step_times import StepPhase, StepTimes
 from ingot.trainer.parallel.channels import Channels
 from ingot.trainer.parallel.context import TokenShare
 from ingot.trainer.parallel.split_backward import SplitBackward, WeightGradients
+
+_PHASES: dict[str, StepPhase] = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
 
 class DataParallel(Protocol):
@@ -83,7 +86,7 @@ class PipelineExecutor:
     stages: stage number -> module, of this rank. dtype: the dtype of the hidden states between stages. sequence_ranks:
     the number of parts into which tensor parallelism divides a cp rank's hidden states along the sequence.
     router_loss: makes a RouterLoss (model/routing.py) from (keys_B, weight); None for a model without experts. split:
-    the model's SplitBackward, needed for a table with I and W.
+    the model's SplitBackward, needed for a table with I and W. times: of the phases of steps; None: not measured.
 
     A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [router_loss=])`. x: this
     rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: for whole sequences. A
@@ -107,6 +110,7 @@ class PipelineExecutor:
         self.stages, self.table, self.data = stages, table, data
         self.d_model, self.dtype, self.device, self.sequence_ranks = d_model, dtype, device, sequence_ranks
         self.share, self.router_loss = TokenShare(mesh), router_loss
+        self.times: StepTimes | None = None
         self.data_rank, self.data_ranks = mesh.data_rank, mesh.data_ranks
         self.rank = mesh.index("pp")
         self.row = table.rows[self.rank]
@@ -149,7 +153,8 @@ class PipelineExecutor:
             for upcoming in (action, following):
                 if upcoming is not None and (parcel := needed_by(self.table, upcoming)):
                     self.channels.expect(parcel, shape)
-            self._execute[action.kind](action, step)
+            with nullcontext() if self.times is None else self.times.phase(_PHASES[action.kind]):
+                self._execute[action.kind](action, step)
         self.channels.finish()
         return step.loss
 

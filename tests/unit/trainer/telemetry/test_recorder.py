@@ -71,13 +71,25 @@ def test_all_rows_are_written_and_notes_count_for_the_next_step(start, tmp_path,
     assert log == []
 
 
+def hang(monkeypatch) -> tuple[threading.Event, threading.Event]:
+    """Let the disk hang. Returns the events that it does, and that it hangs no more."""
+    hangs, released, plain = threading.Event(), threading.Event(), TableWriter.flush
+
+    def flush(writer):
+        hangs.set()
+        released.wait(30)
+        plain(writer)
+
+    monkeypatch.setattr(TableWriter, "flush", flush)
+    return hangs, released
+
+
 def test_a_full_queue_drops_rows_and_counts_them(start, tmp_path, log, monkeypatch):
     """The disk hangs for a while: training goes on."""
-    released, plain = threading.Event(), TableWriter.flush
-    monkeypatch.setattr(TableWriter, "flush", lambda writer: released.wait(30) and plain(writer))
+    hangs, released = hang(monkeypatch)
     one = start()
     one.step(1, {WAIT: 0.0})
-    until(lambda: one._own.waiting == 0)
+    hangs.wait(30)
     for step in range(2, QUEUE_ROWS + 12):
         one.step(step, {WAIT: 0.0})
     assert (one._own.waiting, one._own.dropped, log) == (QUEUE_ROWS, 10, [])
@@ -90,11 +102,11 @@ def test_a_full_queue_drops_rows_and_counts_them(start, tmp_path, log, monkeypat
 
 
 def test_a_disk_that_hangs_does_not_keep_the_run_from_its_end(start, log, monkeypatch):
-    released, plain = threading.Event(), TableWriter.flush
-    monkeypatch.setattr(TableWriter, "flush", lambda writer: released.wait(30) and plain(writer))
+    hangs, released = hang(monkeypatch)
     monkeypatch.setattr(recorder, "_CLOSE_SECONDS", 0.01)
     one = start()
     one.step(1, {WAIT: 0.0})
+    hangs.wait(30)
     one.close()
     assert one._thread.is_alive()
     monkeypatch.setattr(TableWriter, "flush", fails)
