@@ -133,9 +133,17 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="waits-in-the-phases",
         what="the time of a phase has the waits for other ranks in it",
-        file="trainer/mesh.step_times.py",
+        file="trainer/mesh/step_times.py",
         before="return time.monotonic() - self._waits.seconds",
         after="return time.monotonic()",
         tests=("tests/unit/trainer/mesh/test_step_times.py::test_the_clock_of_a_phase_stops_while_a_rank_waits",),
+    ),
+    Mutant(
+        name="void-steps-count-as-goodput",
+        what="steps that were trained again count twice",
+        file="trainer/telemetry/goodput.py",
+        before="for one in found if one.valid)",
+        after="for one in found)",
+        tests=("tests/unit/trainer/telemetry/test_goodput.py::test_steps_that_count_over_all_time",),
     ),
 ]

@@ -57,6 +57,7 @@ METRICS = (
     Metric("perf/tokens_per_second", "tokens/s", "run", "line", "of the whole run, mean since the last log line"),
     Metric("perf/mfu", "", "run", "line", "model FLOPs (forward, backward, causal attention) over the published peak"),
     Metric("perf/eta_seconds", "s", "run", "line", "time to the last step, at the speed of this log line"),
+    Metric("run/goodput", "", "run", "line", "share of the time since the first start in steps that count (ETTR)"),
     Metric("run/cost_usd", "USD", "run", "line", "cost so far, of all attempts"),
     Metric("run/cost_to_come_usd", "USD", "run", "line", "cost of the steps to come, at the speed of this log line"),
     Metric("experts/load_cv", "", "run", "line", "standard deviation of the load of experts (mean 1), all layers"),

@@ -18,6 +18,7 @@ from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult
+from ingot.trainer.telemetry.goodput import Goodput
 from ingot.trainer.telemetry.progress import ProgressLine
 from ingot.trainer.telemetry.recorder import Recorder, next_lineage
 from ingot.trainer.telemetry.usage import ThreadTime, Waits
@@ -32,7 +33,7 @@ def open_recorder(
     if not config.metrics.record:
         return None
     by_owner = {owner: [one.name for one in METRICS if one.owner == owner] for owner in ("run", "rank")}
-    return Recorder(
+    recorder = Recorder(
         folder.metrics,
         rank=place.rank,
         lineage=from_rank_zero(lambda: next_lineage(folder.metrics)),
@@ -44,6 +45,9 @@ def open_recorder(
         keep_steps=config.metrics.keep_steps,
         log=log,
     )
+    if place.is_first:
+        recorder.goodput = Goodput(folder.metrics, folder.events, first_step, time.time())
+    return recorder
 
 
 @dataclass
@@ -145,5 +149,8 @@ def record_line(
         "experts/dropped": progress.dropped,
         "experts/fallback": progress.fallback,
     }
+    if (goodput := trainer.recorder.goodput) is not None:
+        goodput.add(progress.step, progress.step_seconds * len(numbers))
+        line["run/goodput"] = goodput.share(time.time())
     rows[-1][1].update({name: value for name, value in line.items() if value is not None})
     trainer.recorder.run_steps(rows)

@@ -71,6 +71,8 @@ def test_every_rank_and_step_has_its_numbers(fork_ranks, make_run):
             np.mean([values_of(folder, "data/wait_seconds", rank)[step] for step in covered(line)]) for rank in range(2)
         ]
         assert max(waits) == pytest.approx(line["data"]["most"], abs=1e-6)
+    shares = values_of(folder, "run/goodput")
+    assert len(shares) == len(lines) and all(0 < share < 1 for share in shares.values())
     rows = newest_rows(folder.metrics)
     assert sorted(rows) == [0, 1] and {row.step for row in rows.values()} == {12}
     assert rows[0].values["train/loss"] == steps[-1]["loss"] and "train/loss" not in rows[1].values

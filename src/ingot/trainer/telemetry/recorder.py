@@ -15,6 +15,7 @@ from pathlib import Path
 from ingot.errors import ResourceError
 from ingot.schema import events
 from ingot.schema.metric_files import TableWriter, lineage_folder, read_lineages, thin
+from ingot.trainer.telemetry.goodput import Goodput
 
 QUEUE_ROWS = 4096
 _FLUSH_SECONDS = 0.5  # a killed process loses the rows of this time
@@ -84,7 +85,7 @@ class Recorder:
     metrics: the folder, in a run folder that exists. lineage: the number of its first lineage, the same on all ranks; a
     step back begins the next one. first_step: the next step. names, run_names: the values of this rank, and those of
     the run, on rank 0; () elsewhere. line_steps: steps per log line. keep_steps: see metric_files.thin. log: writes an
-    event.
+    event. goodput: of the run, on rank 0.
     """
 
     def __init__(
@@ -109,6 +110,7 @@ class Recorder:
         self._tables = [table for table in (self._own, self._run) if table is not None]
         self._ends, self._ended, self._reported = threading.Event(), False, 0
         self._noted: dict[str, float] = {}
+        self.goodput: Goodput | None = None
         self._thread = threading.Thread(target=self._write_rows, name="metrics", daemon=True)
         self._thread.start()
 
@@ -131,6 +133,8 @@ class Recorder:
     def went_back(self, first_step: int) -> None:
         """Begin another lineage: the run continues with `first_step`. On all ranks."""
         self._lineage = self._lineage[0] + 1, first_step
+        if self.goodput is not None:
+            self.goodput.went_back(first_step - 1)
 
     def _put(self, table: TableRecorder, step: int, at: float, values: Mapping[str, float]) -> None:
         if not self._ended:
