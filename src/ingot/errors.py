@@ -124,6 +124,13 @@ PARTS = {
     "trafilatura": "trafilatura",
     "starlette": "web",
     "uvicorn": "web",
+    "prometheus_client": "prometheus",
+    "tensorboard": "tensorboard",
+    "opentelemetry": "otlp",
+    "wandb": "wandb",
+    "clearml": "clearml",
+    "mlflow": "mlflow",
+    "trackio": "trackio",
 }
 
 

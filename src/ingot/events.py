@@ -78,18 +78,26 @@ class NewEvents:
 
     def read(self) -> list[dict]:
         """Return the events that were written since the last call, in order. Torn lines are left out."""
+        return [event for _, event in self.read_at()]
+
+    def read_at(self, most_bytes: int = -1) -> list[tuple[int, dict]]:
+        """Return the events as `read` does, each with the position after its line. most_bytes: after that
+        many the call ends with a whole line, so that a long log is read in parts; -1: all."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self._position)
-                added = file.read()
+                added = file.read(most_bytes) + file.readline()
         except FileNotFoundError:
             return []
-        lines = added[: added.rfind(b"\n") + 1]
-        self._position += len(lines)
-        if self._marks:
-            kept = (line for line in lines.splitlines() if any(mark in line for mark in self._marks))
-            return [event for line in kept if (event := _event_of(line)) is not None and event["kind"] in self._kinds]
-        return [event for line in lines.splitlines() if (event := _event_of(line)) is not None]
+        found = []
+        for line in added[: added.rfind(b"\n") + 1].splitlines(keepends=True):
+            self._position += len(line)
+            if self._marks and not any(mark in line for mark in self._marks):
+                continue
+            event = _event_of(line)
+            if event is not None and (not self._kinds or event["kind"] in self._kinds):
+                found.append((self._position, event))
+        return found
 
 
 def _event_of(line: bytes) -> dict | None:

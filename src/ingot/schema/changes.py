@@ -9,7 +9,7 @@ from typing import Any
 
 MIXTURE = "data.weights"
 # Settings that are tables with free keys: each is one setting, however many entries it has.
-TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "loss", "plugins.code", "model.options")
+TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "loss", "sinks", "plugins.code", "model.options")
 UNSET = "not set"
 
 
@@ -29,7 +29,7 @@ class ChangeClass(enum.StrEnum):
 
 _TABLE = {
     ChangeClass.SAME_BITS: {
-        "": "name",
+        "": "name sinks",
         # The token stream is compared by its fingerprint, not by its path.
         "data": "tokens heldout tokenizer prefetch on_damage max_quarantined",
         "parallel": "prefetch reshard offload_folder",

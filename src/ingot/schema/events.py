@@ -116,6 +116,10 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  (of the newest checkpoint)                           stopped on request; later steps are lost
   finished       step, tokens, seconds
   setting_changed  key, old, new, step                                the user accepted it; valid for steps after `step`
+  sink_failed    sink (its name), reason ("raised", "hung", "ended" or "refused"), words, left_out (calls)
+                                                                      the first trouble of a sink in a start of the run
+  sink_closed    sink, sent, left_out (calls), starts (of its process), finished (it has seen all and closed)
+                                                                      the run ends, and the sink had trouble
   exported       path, max_logit_difference
   stage          name, seconds, summary                               a stage of quickstart
 """
@@ -174,5 +178,7 @@ DRILL = "drill"
 STOPPED = "stopped"
 FINISHED = "finished"
 SETTING_CHANGED = "setting_changed"
+SINK_FAILED = "sink_failed"
+SINK_CLOSED = "sink_closed"
 EXPORTED = "exported"
 STAGE = "stage"

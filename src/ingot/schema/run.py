@@ -281,6 +281,7 @@ class RunConfig:
       experiment's identity, but the tensors are not hashed: other weights at that path have the same identity.
     callbacks: name of a registered callback -> its settings. All are called, in this order (plugins/callback.py).
     loss: name of a registered loss term -> its `weight` and its own settings (plugins/loss.py).
+    sinks: name of a registered sink -> its settings: where numbers and events go, too (plugins/sink.py).
     """
 
     name: str
@@ -302,6 +303,7 @@ class RunConfig:
     plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: dict[str, dict[str, Any]] = field(default_factory=dict)
+    sinks: dict[str, dict[str, Any]] = field(default_factory=dict)
 
     def problems(self):
         """Yield the broken rules between sections; the rules of layouts are in theory/rules."""
@@ -343,8 +345,11 @@ class RunConfig:
         return self.schedule.warmup_steps + self.guard.settle_steps
 
     def settings(self) -> dict[str, Any]:
-        """Return all settings, flat: "optim.lr" -> 0.003. A callback without settings of its own has the value {}."""
-        return _flat(to_dict(self)) | {f"callbacks.{name}": {} for name, own in self.callbacks.items() if not own}
+        """Return all settings, flat: "optim.lr" -> 0.003. A callback or sink without settings of its own has the
+        value {}."""
+        tables = {"callbacks": self.callbacks, "sinks": self.sinks}
+        empty = {f"{table}.{name}": {} for table, own in tables.items() for name, values in own.items() if not values}
+        return _flat(to_dict(self)) | empty
 
     def training_sha256(self) -> str:
         """Return the identity of the experiment: equal for two runs that may continue each other's checkpoints."""

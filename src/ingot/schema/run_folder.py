@@ -132,6 +132,11 @@ class RunFolder:
         return self.root / "logs"
 
     @property
+    def sinks(self) -> Path:
+        """A folder with what sinks keep (ingot/observe): for each, how far it has read, and a subfolder of its own."""
+        return self.root / "sinks"
+
+    @property
     def incidents(self) -> Path:
         """A folder with the evidence of each hang (trainer/launch/evidence.py), one subfolder per hang."""
         return self.root / "incidents"

@@ -23,6 +23,7 @@ from ingot.plugins.optimizer import MatrixRule, OptimizerPart, UpdateRule
 from ingot.plugins.piece import ParameterShard
 from ingot.plugins.registry import Part, options_of, options_problems
 from ingot.plugins.schedule import SchedulePart
+from ingot.plugins.sink import Sink, SinkLimits, SinkPart, SinkPlace
 from ingot.quickstart.run import VOCAB_SIZE
 from ingot.schema.run import Optim
 from ingot.theory.rules import load_run
@@ -40,6 +41,7 @@ CONTRACTS = {
     "optimizer": [UpdateRule, MatrixRule, OptimizerPart],
     "schedule": [SchedulePart],
     "callback": [StepCallback, CallbackPart, CallbackRun, ParameterShard],
+    "sink": [Sink, SinkPart, SinkPlace, SinkLimits],
     "feed_forward": [FeedForwardPart],
     "norm": [NormPart],
     "attention": [AttentionPart, Attention],
@@ -51,6 +53,7 @@ SHOWN = {
     "optimizer": ["muon"],
     "schedule": ["inverse_sqrt"],
     "callback": ["loss_metric", "noise_scale"],
+    "sink": ["csv_sink"],
     "feed_forward": ["squared_relu"],
     "norm": ["layer_norm"],
     "attention": ["gated_attention"],

@@ -4,6 +4,7 @@ If a section has a problem, only the checks that need this section are skipped.
 Nothing is written or started, and only small files are read: the run file, manifests and tables of hashes.
 """
 
+import importlib.util
 import re
 import shutil
 from collections.abc import Iterator, Set
@@ -12,13 +13,14 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Literal
 
-from ingot.errors import ConfigError, DataError
+from ingot.errors import PARTS, ConfigError, DataError
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.planner.run.advice import check_warnings, degrees, memory_warnings
 from ingot.planner.run.scaling import least_warmup_steps
 from ingot.plugins.callback import CALLBACKS
 from ingot.plugins.optimizer import OPTIMIZERS
+from ingot.plugins.sink import SINKS
 from ingot.schema.cluster import Cluster
 from ingot.schema.run import RunConfig
 from ingot.schema.tokens import TokenManifest, read_token_manifest
@@ -77,6 +79,7 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
             manifest = read if key == "tokens" else manifest
         findings += _tokenizer(run, path.parent, manifest, sound)
         findings += _sources(run, manifest)
+    findings += _sinks(run, sound)
     if sound >= {"model", "train", "checkpoint", "optim", "callbacks"} and _has_known_state(run):
         findings += _disk(run, path.parent)
     if sound >= {f.name for f in fields(RunConfig) if is_dataclass(f.type)}:
@@ -128,6 +131,16 @@ def _config_finding(problem: str) -> Finding:
     """Return the finding for a problem that ingot.config reported as "place: message"."""
     match = re.match(r"(--set \S+?|.*?\.toml(?::\d+)?): (.*)", problem, re.DOTALL)
     return Finding("error", match[1], match[2]) if match else Finding("error", "", problem)
+
+
+def _sinks(run, sound: Set[str]) -> Iterator[Finding]:
+    """Yield the sinks whose library is not installed."""
+    for name in run.sinks if "sinks" in sound else ():
+        package = SINKS[name].package if name in SINKS else ""
+        if package and importlib.util.find_spec(package) is None:
+            extra = f" 'ingot[{PARTS[package]}]'" if package in PARTS else f" {package}"
+            message = f"[sinks.{name}] needs the package {package!r}, which is not installed"
+            yield Finding("error", f"sinks.{name}", message, f"pip install{extra}", True, "E-PART-MISSING")
 
 
 def _devices(run, machine: Cluster, cores: int) -> Iterator[Finding]:

@@ -13,6 +13,7 @@ from ingot.plugins.loss import LOSS_TERMS, TermWeight
 from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import INGOT, MAIN, Registry, options_of, options_problems
 from ingot.plugins.schedule import SCHEDULES
+from ingot.plugins.sink import SINKS, SinkLimits, split_limits
 from ingot.schema.arch import Arch
 from ingot.schema.run import Optim, RunConfig, Schedule
 
@@ -31,7 +32,8 @@ def with_known_parts(run: RunConfig) -> RunConfig:
         schedule = replace(schedule, kind=Schedule.kind, options={})
     callbacks = {name: own for name, own in run.callbacks.items() if name in CALLBACKS}
     loss = {name: own for name, own in run.loss.items() if name in LOSS_TERMS}
-    return replace(run, model=model, optim=optim, schedule=schedule, callbacks=callbacks, loss=loss)
+    sinks = {name: own for name, own in run.sinks.items() if name in SINKS}
+    return replace(run, model=model, optim=optim, schedule=schedule, callbacks=callbacks, loss=loss, sinks=sinks)
 
 
 def parts_of_plugins(run: RunConfig) -> Iterator[str]:
@@ -64,6 +66,10 @@ def part_rules(run: RunConfig) -> Problems:
         own = {option: value for option, value in values.items() if option != "weight"}
         yield from _chosen(LOSS_TERMS, name, key, own, key, run)
         yield from problems_of(TermWeight, {"weight": values["weight"]} if "weight" in values else {}, key)
+    for name, values in run.sinks.items():
+        key, (limits, own) = f"sinks.{name}", split_limits(values)
+        yield from _chosen(SINKS, name, key, own, key, run)
+        yield from problems_of(SinkLimits, limits, key)
     yield from _offload_rules(run)
     yield from _layer_rules(run)
 

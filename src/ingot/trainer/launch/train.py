@@ -23,6 +23,7 @@ from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.node_messages import own_facts
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.prepare import RunRequest
+from ingot.trainer.launch.sink_feed import feeding_sinks
 from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.start import worker_environment
@@ -86,6 +87,7 @@ def train(
         with watching as watch, RunLock(folder.lock), open_lease(folder, request.config) as lease, ExitStack() as ends:
             if ended := request.prepare(lease, say):
                 return ended
+            ends.enter_context(feeding_sinks(folder, config.sinks, say))
             if plan_fallbacks is not None and not here:
                 plan_fallbacks(request.path.parent, folder, config)
             terms = {"epoch": lease.epoch, "until_step": until_step}

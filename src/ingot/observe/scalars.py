@@ -1,0 +1,128 @@
+"""The numbers that events of the log have, by the names under which sinks send them."""
+
+from collections.abc import Iterator, Mapping
+from statistics import fmean
+from typing import Any, NamedTuple
+
+from ingot.schema import events
+
+
+class ScalarMeaning(NamedTuple):
+    """A number. unit: "" for one without."""
+
+    unit: str
+    meaning: str
+
+
+_PER_STEP = "per step, mean over ranks"
+USES = {
+    "data": "waiting for the next batch",
+    "pipeline": "waiting for another stage of the pipeline",
+    "collectives": "waiting in exchanges with other ranks",
+    "reading": "waiting for the results of steps, on a GPU until it has computed them",
+    "computing": "computing on a core",
+    "queued": "ready, but without a core",
+    "blocked": "waiting for anything else",
+}
+# name -> its unit and meaning. Names that depend on a source, a callback or a prompt are not listed: eval/SOURCE/bpb,
+# eval/SOURCE/loss, callbacks/NAME/METRIC.
+SCALARS: dict[str, ScalarMeaning] = {
+    "train/loss": ScalarMeaning("nats", "mean loss per token of the global batch"),
+    "train/grad_norm": ScalarMeaning("", "global norm of the gradient, before clipping"),
+    "train/lr": ScalarMeaning("", "learning rate"),
+    "train/bpb": ScalarMeaning("bits", "loss in bits per byte of text"),
+    "train/tokens": ScalarMeaning("tokens", "trained on since step 0"),
+    "train/underflow_share": ScalarMeaning("share", "gradient elements that are 0 or subnormal; the worst layer"),
+    "train/saturation_share": ScalarMeaning("share", "gradient elements near the largest number; the worst layer"),
+    "perf/tokens_per_second": ScalarMeaning("tokens/s", "of the whole run"),
+    "perf/mfu": ScalarMeaning("share", "of the peak FLOP/s of all devices"),
+    "perf/step_seconds": ScalarMeaning("s", "of a step"),
+    **{f"perf/{use}_seconds": ScalarMeaning("s", f"{words}, {_PER_STEP}") for use, words in USES.items()},
+    **{
+        f"perf/{use}_seconds_most": ScalarMeaning("s", f"{words}, the rank with the most")
+        for use, words in USES.items()
+    },
+    "data/wait_seconds": ScalarMeaning("s", "that a step waits for its batch"),
+    "memory/peak_bytes": ScalarMeaning("bytes", "most memory of a device since the start"),
+    "run/eta_seconds": ScalarMeaning("s", "until the last step"),
+    "run/cost_usd": ScalarMeaning("USD", "of the run until now"),
+    "run/start_seconds": ScalarMeaning("s", "from the fault, or the command, to the first steps"),
+    "experts/load_cv": ScalarMeaning("", "coefficient of variation of the loads of experts, mean over layers"),
+    "experts/max_load": ScalarMeaning("", "load of the busiest expert, in units of the mean; the worst layer"),
+    "experts/min_load": ScalarMeaning("", "load of the idlest expert, in units of the mean; the worst layer"),
+    "experts/entropy": ScalarMeaning("", "of the router, mean over layers"),
+    "experts/dropped": ScalarMeaning("share", "tokens without a place at their expert, mean over layers"),
+    "experts/fallback": ScalarMeaning("share", "tokens that another expert took, mean over layers"),
+    "checkpoint/stall_seconds": ScalarMeaning("s", "that training waited for a checkpoint"),
+    "checkpoint/write_seconds": ScalarMeaning("s", "until a checkpoint was verified"),
+    "checkpoint/bytes": ScalarMeaning("bytes", "of a checkpoint"),
+    "eval/bpb": ScalarMeaning("bits", "per byte of held-out text"),
+    "eval/loss": ScalarMeaning("nats", "per token of held-out text"),
+    "eval/unigram_bpb": ScalarMeaning("bits", "per byte of held-out text, by the frequencies of tokens alone"),
+    "eval/seconds": ScalarMeaning("s", "of an evaluation"),
+    "eval/sanity_loss": ScalarMeaning("nats", "per token of a fixed batch, before a save"),
+}
+# kind of event -> its field -> the name of the number.
+_FIELDS = {
+    events.STEP: {"loss": "train/loss", "grad_norm": "train/grad_norm", "lr": "train/lr"},
+    events.PROGRESS: {
+        "bpb": "train/bpb",
+        "tokens": "train/tokens",
+        "tokens_per_second": "perf/tokens_per_second",
+        "mfu": "perf/mfu",
+        "step_seconds": "perf/step_seconds",
+        "data_wait_seconds": "data/wait_seconds",
+        "peak_memory_bytes": "memory/peak_bytes",
+        "eta_seconds": "run/eta_seconds",
+        "cost_usd": "run/cost_usd",
+    },
+    events.CHECKPOINT: {
+        "stall_seconds": "checkpoint/stall_seconds",
+        "write_seconds": "checkpoint/write_seconds",
+        "bytes": "checkpoint/bytes",
+    },
+    events.EVALUATION: {name: f"eval/{name}" for name in ("bpb", "loss", "unigram_bpb", "seconds")},
+    events.SANITY: {"loss": "eval/sanity_loss"},
+    events.START_TIMES: {"total_seconds": "run/start_seconds"},
+}
+_OF_EXPERTS = {
+    **dict.fromkeys(("load_cv", "entropy", "dropped", "fallback"), fmean),
+    "max_load": max,
+    "min_load": min,
+}
+
+
+def scalars_of(event: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of an event by name; null and everything that is no number is left out. {} for most kinds."""
+    return {name: float(value) for name, value in _found(event) if _is_number(value)}
+
+
+def _found(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    kind = event["kind"]
+    yield from ((name, event.get(field)) for field, name in _FIELDS.get(kind, {}).items())
+    if kind == events.WAITS:
+        for use in USES:
+            own = event.get(use)
+            if isinstance(own, Mapping):
+                yield f"perf/{use}_seconds", own.get("mean")
+                yield f"perf/{use}_seconds_most", own.get("most")
+    elif kind == events.EXPERTS:
+        for field, over in _OF_EXPERTS.items():
+            yield f"experts/{field}", _over(over, event.get(field))
+    elif kind == events.GRADIENT_RANGE:
+        for field in ("underflow", "saturation"):
+            yield f"train/{field}_share", _over(max, event.get(field))
+    elif kind == events.EVALUATION:
+        for source, own in (event.get("by_source") or {}).items():
+            yield from ((f"eval/{source}/{field}", own.get(field)) for field in ("bpb", "loss"))
+    elif kind == events.METRICS:
+        yield from ((f"callbacks/{event.get('by')}/{name}", own) for name, own in (event.get("values") or {}).items())
+
+
+def _over(function: Any, values: Any) -> float | None:
+    numbers = [one for one in values or () if _is_number(one)]
+    return function(numbers) if numbers else None
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)

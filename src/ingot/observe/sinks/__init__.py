@@ -1,0 +1,1 @@
+"""Ingot's own sinks, a file each. Their contract is in plugins/sink.py."""

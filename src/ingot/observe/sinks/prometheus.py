@@ -1,0 +1,186 @@
+"""The newest numbers for Prometheus, of the run and of its ranks: on a port, and in a file for node_exporter."""
+
+import contextlib
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from ingot.errors import require
+from ingot.observe.ranks import RankRow, rank_rows
+from ingot.observe.scalars import SCALARS, USES
+from ingot.plugins.sink import Sink, SinkPlace
+from ingot.plugins.sink_options import PrometheusOptions
+from ingot.schema import events
+
+_SCRAPED_SECONDS = 60.0  # a server that scraped within them will again
+_FILE_SECONDS = 1.0  # between two versions of the textfile
+# Kinds whose number alerts look at: they are shown from the start, because a counter that begins at 1 has no increase.
+COUNTED = (
+    *(events.FAULT, events.RESTART, events.PLANNED_RESTART, events.ROLLED_BACK, events.GUARD, events.FINDING),
+    *(events.ALERT, events.STRAGGLER, events.HEALTH, events.STATE_DAMAGED, events.DATA_TROUBLE, events.QUARANTINED),
+    *(events.CHECKPOINT, events.CHECKPOINT_FAILED, events.CHECKPOINT_SKIPPED, events.CHECKPOINT_NOT_STORED),
+    *(events.SKIPPED, events.SINK_FAILED),
+)
+_STATE = {
+    "ingot_run_step": "the newest step of a log line",
+    "ingot_run_steps": "the last step of the run",
+    "ingot_run_attempt": "starts of the ranks and roll-backs, from 0",
+    "ingot_run_ended": "1 after the run finished or stopped on request, else 0",
+    "ingot_run_started_timestamp_seconds": "Unix time of the start of this attempt",
+    "ingot_run_progress_timestamp_seconds": "Unix time of the newest log line",
+    "ingot_checkpoint_timestamp_seconds": "Unix time of the newest verified checkpoint",
+}
+
+
+class PrometheusSink(Sink):
+    """Metrics ingot_GROUP_NAME of the run, ingot_rank_NAME by rank, and ingot_events_total by kind of event. Each has
+    the label `run`."""
+
+    def __init__(self, place: SinkPlace, options: PrometheusOptions):
+        self._library = require("prometheus_client", "prometheus")
+        self._families = require("prometheus_client.core", "prometheus")
+        self._textfile = place.run / options.textfile if options.textfile else None
+        self._lock = threading.Lock()
+        self._run = ""
+        self._state: dict[str, float] = {}
+        self._values: dict[str, float] = {}
+        self._rows: dict[int, RankRow] = {}
+        self._hosts: dict[int, str] = {}
+        self._slow: dict[int, float] = {}
+        self._counts: Counter[str] = Counter()
+        self._written_at = self._scraped_at = float("-inf")
+        self._scraped = threading.Event()
+        self._server = None
+        self._registry = self._library.CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+        if options.port:
+            self._server, _ = self._library.start_http_server(options.port, options.address, self._registry)
+
+    def open(self, run_id: str, attempt: int, config: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._run = str(config["name"])
+            self._state["ingot_run_attempt"] = attempt
+            self._state["ingot_run_steps"] = config["train.steps"]
+
+    def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
+        with self._lock:
+            self._values |= values
+
+    def event(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
+        with self._lock:
+            self._take(kind, step, facts)
+        if self._textfile and time.monotonic() >= self._written_at + _FILE_SECONDS:
+            self._write()
+
+    def _take(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
+        self._counts[kind] += 1
+        if kind == events.RUN_STARTED:
+            self._state |= {"ingot_run_started_timestamp_seconds": facts["time"], "ingot_run_ended": 0}
+            self._rows, self._slow = {}, {}
+            self._hosts = {rank: host for rank, host in self._hosts.items() if rank < facts["world_size"]}
+        elif kind == events.RANK_STARTED:
+            self._hosts[facts["rank"]] = facts["host"]
+        elif kind == events.PROGRESS and step is not None:
+            self._state |= {"ingot_run_step": step, "ingot_run_progress_timestamp_seconds": facts["time"]}
+        elif kind == events.WAITS:
+            self._rows = rank_rows({**facts, "step": step})
+        elif kind == events.STRAGGLER:
+            self._slow[facts["rank"]] = 0.0 if facts["ended"] else facts["factor"]
+        elif kind == events.CHECKPOINT:
+            self._state["ingot_checkpoint_timestamp_seconds"] = facts["time"]
+        elif kind in (events.FINISHED, events.STOPPED):
+            self._state["ingot_run_ended"] = 1
+
+    def close(self, deadline: float) -> None:
+        """Write the textfile, and wait for one more scrape if somebody scrapes, so that the end of the run is seen."""
+        if self._textfile:
+            self._write()
+        if self._server is None:
+            return
+        if time.monotonic() < self._scraped_at + _SCRAPED_SECONDS:
+            self._scraped.clear()
+            self._scraped.wait(max(deadline - 1.0, 0.0))
+        self._server.shutdown()
+
+    def _write(self) -> None:
+        assert self._textfile is not None
+        self._written_at = time.monotonic()
+        with self._without_scrape():
+            self._library.write_to_textfile(str(self._textfile), self._registry)
+
+    @contextlib.contextmanager
+    def _without_scrape(self) -> Iterator[None]:
+        before = self._scraped_at
+        yield
+        self._scraped_at = before
+
+    # -- the collector of prometheus_client --
+
+    def collect(self) -> Iterator[Any]:
+        """Yield all metrics, as families of prometheus_client. Called by another thread at each scrape."""
+        with self._lock:
+            families = list(self._collected())
+        yield from families
+        self._scraped_at = time.monotonic()
+        self._scraped.set()
+
+    def _collected(self) -> Iterator[Any]:
+        if not self._run:
+            return
+        run = {"run": self._run}
+        for name, words in _STATE.items():
+            if name in self._state:
+                yield self._gauge(name, words, [(run, self._state[name])])
+        yield from self._gauges({name: own for name, own in self._values.items() if name in SCALARS}, run)
+        yield from self._of_sources(run)
+        ranks = [({**run, "rank": str(rank), "host": host}, 1.0) for rank, host in sorted(self._hosts.items())]
+        yield self._gauge("ingot_rank_info", "1 for each rank of this attempt, with its machine", ranks)
+        for use, words in USES.items():
+            rows = [
+                ({**run, "rank": str(rank)}, row.values[name])
+                for rank, row in sorted(self._rows.items())
+                if (name := f"perf/{use}_seconds") in row.values
+            ]
+            yield self._gauge(f"ingot_rank_{use}_seconds", f"{words}, per step; of the rank with the most", rows)
+        slow = [({**run, "rank": str(rank)}, factor) for rank, factor in sorted(self._slow.items())]
+        yield self._gauge("ingot_rank_slow_factor", "of the time of its peers, for a slow rank; 0: no more", slow)
+        counts = dict.fromkeys(COUNTED, 0) | self._counts
+        family = self._families.CounterMetricFamily("ingot_events", "events by kind", labels=["run", "kind"])
+        for kind, count in counts.items():
+            family.add_metric([self._run, kind], count)
+        yield family
+
+    def _gauges(self, values: Mapping[str, float], run: Mapping[str, str]) -> Iterator[Any]:
+        for name, value in values.items():
+            unit, words = SCALARS[name]
+            yield self._gauge(metric_name(name), f"{words} ({unit})" if unit else words, [(run, value)])
+
+    def _of_sources(self, run: Mapping[str, str]) -> Iterator[Any]:
+        """Yield the numbers whose names depend on a source of data or on a callback, with these as labels."""
+        own: dict[str, list[tuple[dict[str, str], float]]] = {}
+        for name, value in self._values.items():
+            group, _, rest = name.partition("/")
+            label, _, metric = rest.rpartition("/")
+            if name in SCALARS or not label:
+                continue
+            if group == "callbacks":
+                own.setdefault("ingot_callback", []).append(({**run, "callback": label, "metric": metric}, value))
+            else:
+                own.setdefault(f"ingot_{group}_source_{metric}", []).append(({**run, "source": label}, value))
+        for name, rows in own.items():
+            yield self._gauge(name, "by source of the data" if "source" in name else "of callbacks", rows)
+
+    def _gauge(self, name: str, words: str, rows: list[tuple[Mapping[str, str], float]] | Any) -> Any:
+        labels = list(rows[0][0]) if rows else []
+        family = self._families.GaugeMetricFamily(name, words, labels=labels)
+        for own, value in rows:
+            family.add_metric(list(own.values()), value)
+        return family
+
+
+def metric_name(name: str) -> str:
+    """Return the name that a number has in Prometheus: "train/loss" -> "ingot_train_loss"."""
+    return "ingot_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)

@@ -1,0 +1,40 @@
+"""The numbers of events, by the names that sinks send."""
+
+import re
+
+from ingot.events import read_events
+from ingot.observe.ranks import rank_rows
+from ingot.observe.scalars import SCALARS, scalars_of
+from ingot.schema import events
+
+from .planted import PlantedRun, planted
+
+
+def test_numbers_of_a_line_have_the_names_of_the_table(tmp_path):
+    run = PlantedRun(folder := planted(tmp_path))
+    run.line(3)
+    step, progress, waits = read_events(folder.events)
+    assert scalars_of(step) == {"train/loss": 2.0, "train/grad_norm": 1.0, "train/lr": 1e-3}
+    assert scalars_of(progress) == {"train/bpb": 1.0, "train/tokens": 48.0, "perf/tokens_per_second": 100.0}
+    assert scalars_of(waits)["perf/computing_seconds"] == 0.5
+    assert {name for event in (step, progress, waits) for name in scalars_of(event)} <= SCALARS.keys()
+    assert rank_rows(waits)[1].values == {"perf/computing_seconds": 0.75}
+
+
+def test_numbers_by_layer_source_and_callback():
+    experts = {"kind": events.EXPERTS, "load_cv": [0.5, 1.5], "max_load": [2.0, 3.0], "min_load": [0.1, 0.2]}
+    assert scalars_of(experts | {"dropped": None}) == {
+        "experts/load_cv": 1.0,
+        "experts/max_load": 3.0,
+        "experts/min_load": 0.1,
+    }
+    evaluation = {"kind": events.EVALUATION, "bpb": 1.0, "loss": 2.0, "by_source": {"web": {"bpb": 1.5, "loss": 2.5}}}
+    assert scalars_of(evaluation)["eval/web/bpb"] == 1.5
+    metrics = {"kind": events.METRICS, "by": "own", "values": {"x": 1, "words": "no", "flag": True}}
+    assert scalars_of(metrics) == {"callbacks/own/x": 1.0}
+    assert scalars_of({"kind": events.FINISHED, "seconds": 3.0}) == {}
+
+
+def test_names_are_groups_with_a_slash_and_have_meanings():
+    groups = r"(train|perf|data|memory|run|experts|checkpoint|eval)/[a-z_]+"
+    assert [name for name, own in SCALARS.items() if not re.fullmatch(groups, name) or not own.meaning] == []

@@ -1,0 +1,190 @@
+"""The way of events to a sink: attempts, positions, errors, and rows that a full disk cut."""
+
+import json
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+from tests.expect import refused
+
+from ingot.observe.sink_process import EventDelivery, make_sink
+from ingot.observe.sink_state import SinkStateFile, read_sink_state
+from ingot.observe.sinks.jsonl import JsonlSink
+from ingot.plugins.sink import Sink, SinkPlace
+from ingot.plugins.sink_options import JsonlOptions
+from ingot.schema import events
+from ingot.theory.rules import load_run, recorded_run
+
+from .planted import PlantedRun, planted
+
+
+class Recorder(Sink):
+    """A sink that keeps its calls. fails: the names of methods that raise."""
+
+    def __init__(self, *fails: str):
+        self.calls: list[tuple] = []
+        self.fails = fails
+
+    def _call(self, name: str, *facts: Any) -> None:
+        if name in self.fails:
+            raise OSError(f"no {name}")
+        self.calls.append((name, *facts))
+
+    def open(self, run_id: str, attempt: int, config: Mapping[str, Any]) -> None:
+        self._call("open", run_id, attempt)
+
+    def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
+        self._call("scalars", step, tokens, *values)
+
+    def event(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
+        self._call("event", kind, step)
+
+    def text(self, step: int, name: str, text: str) -> None:
+        self._call("text", step, name, text)
+
+    def of(self, name: str) -> list[tuple]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A function that delivers the events of a planted run to a sink, as one process does; and the run's writer."""
+    folder = planted(tmp_path)
+    folder.sinks.mkdir()
+    config, answers = recorded_run(folder.config), []
+
+    def deliver(sink: Sink) -> EventDelivery:
+        states = SinkStateFile(folder.sinks / "x.json")
+        delivery = EventDelivery(folder, config, sink, states, answers.append)
+        while delivery.look():
+            pass
+        return delivery
+
+    deliver.folder, deliver.answers = folder, answers  # pyright: ignore[reportFunctionMemberAccess]
+    return deliver, PlantedRun(folder)
+
+
+def test_a_sink_gets_everything_once_also_over_processes(run):
+    deliver, log = run
+    log.start()
+    log.line(1)
+    log.write(events.SAMPLE, step=1, prompt="Once", text="upon a time")
+    first, second = Recorder(), Recorder()
+    deliver(first)
+    log.line(2)
+    deliver(second)
+    assert first.of("scalars")[0] == (1, 16, "train/loss", "train/grad_norm", "train/lr")
+    assert first.of("text") == [(1, "sample/Once", "upon a time")]
+    assert [step for step, *_ in second.of("scalars")] == [2, 2, 2]
+    assert first.of("open") == second.of("open")
+    assert first.of("event")[2] == (events.RUN_STARTED, None)
+
+
+def test_each_start_and_each_roll_back_begins_an_attempt(run):
+    deliver, log = run
+    log.start()
+    log.line(1)
+    log.start()
+    log.line(1)
+    sink = Recorder()
+    deliver(sink)
+    log.write(events.ROLLED_BACK, from_step=1, to_step=0, reason="guard")
+    log.line(1)
+    later = Recorder()
+    deliver(later)
+    assert [attempt for _, attempt in sink.of("open")] == [0, 1]
+    assert [attempt for _, attempt in later.of("open")] == [2]
+
+
+def test_what_a_call_raises_costs_its_own_data_and_is_reported_once(run):
+    deliver, log = run
+    log.start()
+    log.line(1)
+    log.line(2)
+    sink = Recorder("scalars")
+    delivery = deliver(sink)
+    assert len(sink.of("event")) == 9 and sink.of("scalars") == []
+    assert (delivery.state.sent, delivery.state.left_out) == (9, 6)
+    assert [answer for answer in deliver.answers if "raised" in answer] == [{"raised": "OSError: no scalars"}]
+
+
+def test_an_open_that_raises_loses_no_event(run):
+    deliver, log = run
+    log.start()
+    log.line(1)
+    with pytest.raises(OSError, match="no open"):
+        deliver(Recorder("open"))
+    sink = Recorder()
+    deliver(sink)
+    assert len(sink.of("event")) == 6
+
+
+def test_a_call_that_did_not_return_is_counted_and_not_repeated(run):
+    deliver, log = run
+    log.start()
+    log.line(1)
+
+    class Ends(Recorder):
+        def scalars(self, step, tokens, values):
+            raise KeyboardInterrupt  # which nothing catches, as SIGKILL
+
+    with pytest.raises(KeyboardInterrupt):
+        deliver(Ends())
+    sink = Recorder()
+    delivery = deliver(sink)
+    assert [names[-1] for _, _, *names in sink.of("scalars")] == [
+        "perf/tokens_per_second",
+        "perf/computing_seconds_most",
+    ]
+    assert (delivery.state.sent, delivery.state.left_out) == (7, 2)
+
+
+def test_a_state_that_is_damaged_begins_anew(tmp_path):
+    path = tmp_path / "x.json"
+    path.write_text('{"position": "no')
+    assert read_sink_state(path).position == read_sink_state(tmp_path / "none.json").position == 0
+
+
+def test_rows_of_json(tmp_path):
+    place = SinkPlace(run=tmp_path, own=tmp_path)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"attempt": 0, "st')  # of a killed process
+    sink = JsonlSink(place, JsonlOptions())
+    sink.open("x", 1, {})
+    sink.scalars(3, 48, {"train/loss": float("nan"), "train/lr": 1e-3})
+    sink.text(3, "sample/Once", "upon\na time")
+    _torn, *rows = path.read_text().splitlines()
+    assert [json.loads(row) for row in rows] == [
+        {"attempt": 1, "step": 3, "tokens": 48, "train/loss": "nan", "train/lr": 1e-3},
+        {"attempt": 1, "step": 3, "name": "sample/Once", "text": "upon\na time"},
+    ]
+
+
+def test_a_full_disk_leaves_no_part_of_a_row(tmp_path, monkeypatch):
+    sink = JsonlSink(SinkPlace(run=tmp_path, own=tmp_path), JsonlOptions())
+    sink.scalars(1, 16, {"x": 1.0})
+    whole = (tmp_path / "metrics.jsonl").read_bytes()
+    file = sink._file
+
+    class Full:
+        seek, truncate = file.seek, file.truncate
+        write = staticmethod(lambda line: os.write(file.fileno(), line[:5]))
+
+    monkeypatch.setattr(sink, "_file", Full)
+    with pytest.raises(OSError, match="only 5 of"):
+        sink.scalars(2, 32, {"x": 1.0})
+    assert (tmp_path / "metrics.jsonl").read_bytes() == whole
+
+
+def test_the_run_file_names_sinks_and_their_settings(tmp_path):
+    (tmp_path / "a").mkdir()
+    good = planted(tmp_path / "a", "[sinks.jsonl]\nfile = 'rows.jsonl'\nclose_seconds = 3\n")
+    run = load_run(good.config)
+    sink, limits = make_sink(good, run, "jsonl")
+    assert isinstance(sink, JsonlSink) and limits.close_seconds == 3.0 and (good.root / "rows.jsonl").exists()
+    assert run.training_sha256() == load_run(good.config, ["sinks.jsonl.file='other.jsonl'"]).training_sha256()
+    wrong = ["sinks.jsonl.files", "sinks.jsonl.timeout_seconds", "sinks.wand", "sinks.prometheus.port"]
+    bad = "[sinks.jsonl]\nfiles = 'x'\ntimeout_seconds = 0\n[sinks.wand]\n[sinks.prometheus]\nport = 0\n"
+    with refused("E-CONFIG-SETTINGS", keys=wrong):
+        load_run(planted(tmp_path, bad).config)
