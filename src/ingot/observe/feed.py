@@ -182,6 +182,8 @@ def _read(descriptor: int) -> bytes:
 def keep_sinks(sinks: list[SinkKeeper], requests: int) -> None:
     """Keep the processes of `sinks` until "end" can be read from the descriptor `requests`, then until they closed, or
     their time is over. Without "end" before it is closed: the supervisor is gone, and nothing is awaited."""
+    for sink in sinks:
+        sink.look(time.monotonic())  # also for a run that has ended already
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         while not selector.select(_OWN_LOOK_SECONDS):

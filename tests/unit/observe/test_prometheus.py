@@ -1,0 +1,69 @@
+"""The sink for Prometheus: its port, its textfile, its labels, and the scrape that its end waits for."""
+
+import threading
+import urllib.request
+from pathlib import Path
+from socket import create_server
+
+import pytest
+
+from ingot.observe.sinks.prometheus import PrometheusSink
+from ingot.plugins.sink import SinkPlace
+from ingot.plugins.sink_options import PrometheusOptions
+from ingot.schema import events
+
+parser = pytest.importorskip("prometheus_client.parser", reason="pip install -c constraints.txt '.[prometheus]'")
+
+
+def free_port() -> int:
+    with create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+def sink(root: Path, **options) -> PrometheusSink:
+    made = PrometheusSink(SinkPlace(run=root, own=root), PrometheusOptions(address="127.0.0.1", **options))
+    made.open("x-1", 2, {"name": "x", "train.steps": 10})
+    for rank in range(8):
+        made.event(events.RANK_STARTED, None, {"time": 1.0, "rank": rank, "host": f"node{rank // 4}"})
+    made.event(events.RUN_STARTED, None, {"time": 2.0, "world_size": 8})
+    made.scalars(3, 48, {"train/loss": float("nan"), "eval/web/bpb": 1.5, "callbacks/own/x": 7.0})
+    waits = {"computing": {"mean": 0.5, "least": 0.25, "most": 0.75, "rank": 6}}
+    made.event(events.WAITS, 3, {"time": 3.0, **waits})
+    made.event(events.FAULT, 3, {"time": 4.0})
+    return made
+
+
+def samples(text: str) -> dict[tuple, float]:
+    """(name, values of labels besides the run's) -> value."""
+    found = [own for family in parser.text_string_to_metric_families(text) for own in family.samples]
+    return {(own.name, *(v for k, v in sorted(own.labels.items()) if k != "run")): own.value for own in found}
+
+
+def test_ranks_sources_callbacks_and_counts_are_scraped(tmp_path):
+    made = sink(tmp_path, port=(port := free_port()))
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        found = samples(answer.read().decode())
+    assert [key[2] for key in found if key[0] == "ingot_rank_info"] == [str(rank) for rank in range(8)]
+    assert ("ingot_rank_info", "node1", "7") in found
+    assert found["ingot_rank_computing_seconds", "6"] == 0.75
+    assert found["ingot_train_loss",] != found["ingot_train_loss",]
+    assert found["ingot_eval_source_bpb", "web"] == 1.5 and found["ingot_callback", "own", "x"] == 7.0
+    assert found["ingot_events_total", "fault"] == 1.0 and found["ingot_events_total", "restart"] == 0.0
+    assert (found["ingot_run_attempt",], found["ingot_run_ended",]) == (2.0, 0.0)
+    seen = threading.Event()
+    closing = threading.Thread(target=lambda: (made.close(30.0), seen.set()))
+    made.event(events.FINISHED, 10, {"time": 5.0})
+    closing.start()
+    assert not seen.wait(0.2)  # the end of the run has to be scraped
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+        assert samples(answer.read().decode())["ingot_run_ended",] == 1.0
+    assert seen.wait(20.0)
+
+
+def test_the_textfile_has_the_same_metrics(tmp_path):
+    made = sink(tmp_path, port=0, textfile="ingot.prom")
+    made.event(events.STOPPED, 3, {"time": 5.0})
+    made.close(30.0)
+    found = samples((tmp_path / "ingot.prom").read_text())
+    assert found["ingot_run_ended",] == 1.0 and found["ingot_events_total", "fault"] == 1.0
+    assert [path.name for path in tmp_path.iterdir()] == ["ingot.prom"]
