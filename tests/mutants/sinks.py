@@ -2,6 +2,7 @@
 
 from .mutant import Mutant
 
+_PROMETHEUS = "tests/unit/observe/test_prometheus.py"
 _PROCESS, _FEED = "tests/unit/observe/test_sink_process.py", "tests/unit/observe/test_feed.py"
 
 MUTANTS = [
@@ -60,5 +61,29 @@ MUTANTS = [
         before="            self._file.truncate(self._file.seek(0, 2) - written)\n",
         after="",
         tests=(f"{_PROCESS}::test_a_full_disk_leaves_no_part_of_a_row",),
+    ),
+    Mutant(
+        name="sink-end-unseen",
+        what="the sink for Prometheus closes its port before the end of the run was scraped",
+        file="observe/sinks/prometheus.py",
+        before="            self._scraped.wait(max(deadline - 1.0, 0.0))\n",
+        after="",
+        tests=(f"{_PROMETHEUS}::test_ranks_sources_callbacks_and_counts_are_scraped",),
+    ),
+    Mutant(
+        name="ranks-of-an-attempt-lost",
+        what="the start of an attempt forgets the machines of its ranks, which were reported before it",
+        file="observe/sinks/prometheus.py",
+        before='if rank < facts["world_size"]',
+        after='if rank >= facts["world_size"]',
+        tests=(f"{_PROMETHEUS}::test_ranks_sources_callbacks_and_counts_are_scraped",),
+    ),
+    Mutant(
+        name="sink-never-started",
+        what="a run that ends before its feed looks starts no sink",
+        file="observe/feed.py",
+        before="        sink.look(time.monotonic())  # also for a run that has ended already",
+        after="        pass",
+        tests=(f"{_FEED}::test_a_run_that_ended_at_once_is_sent",),
     ),
 ]

@@ -62,6 +62,15 @@ def test_bad_sinks_cost_their_own_data_and_are_reported_once(tmp_path):
     assert [row["step"] for row in rows] == [1, 1, 1, 2, 2, 2, 3, 3, 3]
 
 
+def test_a_run_that_ended_at_once_is_sent(tmp_path):
+    folder = planted(tmp_path, "[sinks.jsonl]\nclose_seconds = 60\n")
+    log = PlantedRun(folder)
+    log.start()
+    log.line(1)
+    assert start(folder.root).communicate("end\n", timeout=90)[0] == ""
+    assert len((folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines()) == 3
+
+
 def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path):
     own = "SINKS.register(SinkPart(name='own', make=Own))\n"
     folder = planted(tmp_path, "[sinks.own]\n", own)
