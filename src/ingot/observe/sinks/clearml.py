@@ -26,15 +26,15 @@ class ClearMlSink(Sink):
 
     def open(self, run_id: str, attempt: int, config: Mapping[str, Any]) -> None:
         if self._task is None:
-            self._start(run_id, config)
+            self._task = self._start(run_id, config)
         self._task.set_parameter("General/attempt", attempt)
 
-    def _start(self, run_id: str, config: Mapping[str, Any]) -> None:
+    def _start(self, run_id: str, config: Mapping[str, Any]) -> Any:
         online = self._options.mode == "online"
         if not online:
             self._library.Task.set_offline(True)
         earlier = self._id_file.read_text() if online and self._id_file.exists() else False
-        self._task = self._library.Task.init(
+        task = self._library.Task.init(
             project_name=self._options.project,
             task_name=run_id,
             reuse_last_task_id=False,
@@ -44,10 +44,11 @@ class ClearMlSink(Sink):
             auto_resource_monitoring=False,
             auto_connect_streams=False,
         )
-        self._task.set_initial_iteration(0)  # a continued task would add its last step to all steps
-        self._task.connect({name.replace("/", "."): value for name, value in config.items()}, name="run")
+        task.set_initial_iteration(0)  # a continued task would add its last step to all steps
+        task.connect({name.replace("/", "."): value for name, value in config.items()}, name="run")
         if online:
-            self._id_file.write_text(self._task.id)
+            self._id_file.write_text(task.id)
+        return task
 
     def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         logger = self._task.get_logger()
