@@ -8,8 +8,9 @@ back gives exactly the bits that were computed.
 
 import json
 import os
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ingot.errors import ResourceError
@@ -69,34 +70,44 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
 class NewEvents:
     """A reader of a log that grows: each call of `read` returns the events since the last one, whole lines only.
 
-    kinds: if given, only events of these kinds are returned, and others are not parsed. position: the byte from which
-    the first call reads on, the beginning of a line."""
+    kinds: if given, only events of these kinds are returned, and others are not parsed. without: kinds that are left
+    out, most of whose lines are not parsed. most_bytes: that a call reads; a line that is longer is left out. position:
+    the bytes of the log that were read; at first, the beginning of the line to read on from.
+    """
 
-    def __init__(self, path: Path, *kinds: str, position: int = 0):
-        self.path, self._position = path, position
+    def __init__(
+        self,
+        path: Path,
+        *kinds: str,
+        without: Collection[str] = (),
+        most_bytes: int = sys.maxsize,
+        position: int = 0,
+    ):
+        self.path, self.position, self._most = path, position, most_bytes
         self._kinds, self._marks = kinds, tuple(json.dumps(kind).encode() for kind in kinds)
+        self._without = tuple(b'{"kind": "%b"' % kind.encode() for kind in without)
 
     def read(self) -> list[dict]:
         """Return the events that were written since the last call, in order. Torn lines are left out."""
         return [event for _, event in self.read_at()]
 
-    def read_at(self, most_bytes: int = -1) -> list[tuple[int, dict]]:
-        """Return the events as `read` does, each with the position after its line. most_bytes: after that
-        many the call ends with a whole line, so that a long log is read in parts; -1: all."""
+    def read_at(self) -> list[tuple[int, dict]]:
+        """Return the events as `read` does, each with the position after its line."""
         try:
             with self.path.open("rb") as file:
-                file.seek(self._position)
-                added = file.read(most_bytes) + file.readline()
+                file.seek(self.position)
+                added = file.read(self._most) if self._most < sys.maxsize else file.read()
         except FileNotFoundError:
             return []
-        found = []
-        for line in added[: added.rfind(b"\n") + 1].splitlines(keepends=True):
-            self._position += len(line)
-            if self._marks and not any(mark in line for mark in self._marks):
+        lines, found, at = added[: added.rfind(b"\n") + 1], [], self.position
+        self.position += len(lines) or (len(added) if len(added) == self._most else 0)
+        for line in lines.splitlines(keepends=True):
+            at += len(line)
+            if line.startswith(self._without) or (self._marks and not any(mark in line for mark in self._marks)):
                 continue
             event = _event_of(line)
             if event is not None and (not self._kinds or event["kind"] in self._kinds):
-                found.append((self._position, event))
+                found.append((at, event))
         return found
 
 

@@ -13,12 +13,23 @@ from ingot.ranges import Range
 from ingot.units import parse_count
 
 _LONGEST_SHOWN = 200
+_ADDRESS = re.compile(r"(https?://)[^\s'\"]+")
+# Control characters except tab and line feed, characters that change the text direction, and lone surrogates.
+_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str) -> str:
+    """Return crawled text in which U+FFFD replaces all characters that could move the cursor, change colors or reverse
+    the line.
+    """
+    return _UNSAFE.sub("\ufffd", text)
 
 
 def shown(value) -> str:
-    """Return a value as an error shows it: its start, if it is long."""
+    """Return a value as an error shows it: its start, if it is long, and of a web address only that it is one: those
+    of webhooks are secrets."""
     try:
-        return cut(repr(value))
+        return cut(_ADDRESS.sub(r"\1...", repr(value)))
     except ValueError:
         return "a number with thousands of digits"
 

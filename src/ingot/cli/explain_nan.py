@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ingot.cli.arguments import add_run_and_step
-from ingot.cli.terminal import Terminal, printable
+from ingot.cli.terminal import Terminal
+from ingot.value_names import printable
 
 if TYPE_CHECKING:
     from ingot.rehearse.replay.found import NotFiniteOrigin, Replayed

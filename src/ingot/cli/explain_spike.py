@@ -7,7 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ingot.cli.arguments import add_run_and_step, path
-from ingot.cli.terminal import Terminal, printable
+from ingot.cli.terminal import Terminal
+from ingot.value_names import printable
 
 if TYPE_CHECKING:
     from ingot.report.diagnose.spike import BatchDocument, SpikeBatch, SpikeReport

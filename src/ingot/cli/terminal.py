@@ -5,23 +5,13 @@ Colors are used only on terminals, and never if NO_COLOR is set (https://no-colo
 
 import itertools
 import os
-import re
 import sys
 from collections.abc import Sequence
 
 from ingot.errors import IngotError
 
-# Control characters except tab and line feed, characters that change the text direction, and lone surrogates.
-_UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 _TABLE_WIDTH, _NARROWEST = 80, 12  # characters of a table, and of a column whose text is broken
 _STYLES = {"bold": "1", "dim": "2", "red": "31", "green": "32", "yellow": "33", "blue": "34"}
-
-
-def printable(text: str) -> str:
-    """Return crawled text in which U+FFFD replaces all characters that could move the cursor, change colors or reverse
-    the line.
-    """
-    return _UNSAFE.sub("\ufffd", text)
 
 
 def _colored(text: str, style: str) -> str:

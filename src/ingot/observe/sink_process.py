@@ -43,14 +43,14 @@ class EventDelivery:
     def __init__(self, folder: RunFolder, config: RunConfig, sink: Sink, states: SinkStateFile, answer: Answer):
         self._config, self._sink, self._states, self._answer = config, sink, states, answer
         self.state = states.read()
-        self._events = NewEvents(folder.events, self.state.position)
+        self._events = NewEvents(folder.events, position=self.state.position, most_bytes=_MOST_BYTES)
         self._folder = folder
         self._opened = -1
         self._raised = False
 
     def look(self) -> bool:
         """Give the sink the events since the last call, or a part of many. Returns whether there were any."""
-        found = self._events.read_at(_MOST_BYTES)
+        found = self._events.read_at()
         for position, event in found:
             self._give(position, event)
         return bool(found)

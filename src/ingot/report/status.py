@@ -14,6 +14,7 @@ from ingot.schema.alert import described as alert_text
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.guard_record import described, measure_of
 from ingot.schema.run_folder import RunFolder
+from ingot.theory.late_lines import late_after_seconds
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import MANIFEST
 from ingot.trainer.checkpoint.resumable import find_resume_point
@@ -21,8 +22,6 @@ from ingot.trainer.resilience.lock import is_locked
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
-# A running job makes no progress if the newest line of its log is older than this many lines take, and so many seconds.
-_STILL_LINES, _STILL_SECONDS = 5.0, 3.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -288,7 +287,7 @@ def _still_seconds(progress: dict, log_every: int, now: float) -> float | None:
     if not progress.get("step_seconds"):
         return None
     seconds = now - progress["time"]
-    return seconds if seconds > max(_STILL_LINES * log_every * progress["step_seconds"], _STILL_SECONDS) else None
+    return seconds if seconds > late_after_seconds(log_every, progress["step_seconds"]) else None
 
 
 def _time_of(folder: RunFolder, step: int) -> float | None:

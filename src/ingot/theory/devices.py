@@ -127,3 +127,8 @@ def cluster_of(device: Device, count: int, *, name: str, per_node: int = 0, doma
         host_bandwidth=device.host_bandwidth,
         watts=device.watts,
     )
+
+
+def priced_devices(ranks: int, machines: int, *, on_gpu: bool) -> int:
+    """Return the number of devices that a price per hour counts: GPUs, one per rank, or machines without any."""
+    return ranks if on_gpu else max(machines, 1)

@@ -24,7 +24,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.step_ranges import steps_text
-from ingot.theory.devices import peak_flops
+from ingot.theory.devices import peak_flops, priced_devices
 from ingot.theory.flops import model_flops_utilization
 from ingot.theory.params import count_parameters
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompts, sanity_loss
@@ -330,7 +330,8 @@ def _extra_layout(parallel: Parallel) -> dict[str, int | str]:
 
 def devices_in_use(place: RankInfo) -> int:
     """Return the number of devices that a price per hour counts: GPUs, or machines if the run is on CPUs."""
-    return place.world_size if place.device.type == "cuda" else max(place.world_size // place.local_world_size, 1)
+    machines = place.world_size // place.local_world_size
+    return priced_devices(place.world_size, machines, on_gpu=place.device.type == "cuda")
 
 
 def total_peak(config: RunConfig, place: RankInfo) -> float | None:

@@ -5,8 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ingot.cli.arguments import count, place
-from ingot.cli.terminal import Terminal, printable
+from ingot.cli.terminal import Terminal
 from ingot.schema.corpus import FunnelStage
+from ingot.value_names import printable
 
 _EXCERPT_CHARACTERS = 300
 

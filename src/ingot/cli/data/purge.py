@@ -4,7 +4,8 @@ import argparse
 from pathlib import Path
 
 from ingot.cli.arguments import place
-from ingot.cli.terminal import Terminal, printable
+from ingot.cli.terminal import Terminal
+from ingot.value_names import printable
 
 _SHOWN = 10
 

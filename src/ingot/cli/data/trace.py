@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 
 from ingot.cli.arguments import MOST_STEPS, count, place
-from ingot.cli.terminal import Terminal, printable
+from ingot.cli.terminal import Terminal
 from ingot.errors import DataMissing, UsageError
+from ingot.value_names import printable
 
 _SHOWN_USES = 10
 

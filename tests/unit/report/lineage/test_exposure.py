@@ -211,6 +211,6 @@ def test_the_verbs(data, run, folders, capsys, tmp_path):
 
 
 def test_a_page_cannot_write_on_the_terminal():
-    from ingot.cli.terminal import printable
+    from ingot.value_names import printable
 
     assert printable("a\x1b[2Jb\r\u202ec\ud800\td\n") == "a\ufffd[2Jb\ufffd\ufffdc\ufffd\td\n"
