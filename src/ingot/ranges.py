@@ -46,7 +46,9 @@ Seconds = Annotated[float, Range(0.0, 365 * _DAY)]
 Deadline = Annotated[float, Range(0.01, 30 * _DAY)]
 Rate = Annotated[float, Range(0.0, 1e24)]  # bytes or operations per second
 Usd = Annotated[float, Range(0.0, 1e6)]
+Budget = Annotated[float, Range(0.0, 1e12)]  # US dollars of a whole run
 Watts = Annotated[float, Range(0.0, 1e6)]
+Port = Annotated[int, Range(1, 65_535)]  # of a server
 # Training
 Steps = Annotated[int, Range(0, 10**9)]
 PositiveSteps = Annotated[int, Range(1, 10**9)]

@@ -31,6 +31,8 @@ RECEIVERS = {
     "Guard": {"guard"},
     "MetricSettings": {"metrics"},
     "LoadFilter": {"rules"},
+    "UrlChannel": {"channel"},
+    "EmailChannel": {"email"},
     "Cluster": {"cluster"},
     "DataRecipe": {"recipe"},
 }

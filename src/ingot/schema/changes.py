@@ -49,6 +49,12 @@ _TABLE = {
         "scale_halvings scale_window precision_every underflow_share saturation_share",
         "cost": "usd_per_hour",
         "metrics": "record keep_steps",
+        "alerts": "terminal mfu_target mfu_least communication_most throughput_least goodput_least goodput_seconds "
+        "checkpoint_intervals silent_seconds disk_hours mix_drift budget_usd lines repeat_seconds most",
+        "alerts.webhook": "url_env",
+        "alerts.slack": "url_env",
+        "alerts.alertmanager": "url_env",
+        "alerts.email": "host port security sender to user_env password_env",
         "plugins": "modules folder",  # the identity of their code is compared
     },
     ChangeClass.SAME_MATHEMATICS: {

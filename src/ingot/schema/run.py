@@ -27,6 +27,7 @@ from ingot.ranges import (
     Usd,
     Weight,
 )
+from ingot.schema.alerting import Alerts
 from ingot.schema.arch import Arch
 from ingot.schema.changes import SettingChange, compare, identity
 from ingot.schema.evaluate import BPB, Evaluate
@@ -300,6 +301,7 @@ class RunConfig:
     guard: Guard = field(default_factory=Guard, metadata=LEFT_OUT_AT_DEFAULT)
     cost: Cost = field(default_factory=Cost)
     metrics: MetricSettings = field(default_factory=MetricSettings, metadata=LEFT_OUT_AT_DEFAULT)
+    alerts: Alerts = field(default_factory=Alerts, metadata=LEFT_OUT_AT_DEFAULT)
     plugins: Plugins = field(default_factory=Plugins, metadata=LEFT_OUT_AT_DEFAULT)
     callbacks: dict[str, dict[str, Any]] = field(default_factory=dict)
     loss: dict[str, dict[str, Any]] = field(default_factory=dict)

@@ -58,6 +58,16 @@ class RunFolder:
         return self.root / "metrics"
 
     @property
+    def alerts(self) -> Path:
+        """A file with the alerts that fired, and their ends, an object per line (schema/alert_record.py)."""
+        return self.root / "alerts.jsonl"
+
+    @property
+    def alerts_sent(self) -> Path:
+        """A file with the place in `alerts` up to which each channel has sent them (observe/alerts/outbox.py)."""
+        return self.root / "alerts-sent.json"
+
+    @property
     def ledger(self) -> Path:
         return self.root / "ledger"
 

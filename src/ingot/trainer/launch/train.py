@@ -21,6 +21,7 @@ from ingot.trainer.launch.layouts import open_layouts
 from ingot.trainer.launch.leading import leading
 from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.node_messages import own_facts
+from ingot.trainer.launch.observing import alerting
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.prepare import RunRequest
 from ingot.trainer.launch.sink_feed import feeding_sinks
@@ -88,6 +89,7 @@ def train(
             if ended := request.prepare(lease, say):
                 return ended
             ends.enter_context(feeding_sinks(folder, config.sinks, say))
+            ends.enter_context(alerting(folder, config.alerts, quiet=quiet, say=say))
             if plan_fallbacks is not None and not here:
                 plan_fallbacks(request.path.parent, folder, config)
             terms = {"epoch": lease.epoch, "until_step": until_step}

@@ -1,0 +1,140 @@
+"""Alerts as a reader of a run's events: `AlertSink` takes them one by one, and the time when none comes."""
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from ingot.config import from_dict
+from ingot.errors import IngotError
+from ingot.observe.alerts.channels import ALERTMANAGER_SECONDS, channels_of
+from ingot.observe.alerts.outbox import Outbox, is_news, read_lines, said_on
+from ingot.observe.alerts.rules import DISK_EVENT, AlertRules
+from ingot.schema import events
+from ingot.schema.alert_record import FIRED, RESOLVED, AlertRecord, record_of, summarized
+from ingot.schema.plan import Plan
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.theory.rules import recorded_run
+
+UNREAD = (events.STEP, events.EXPERTS, events.GRADIENT_RANGE, events.SAMPLE)  # kinds that the rules do not need
+_DISK_SECONDS, _DISK_LINE_SECONDS = 60.0, 600.0  # between two looks at a disk, and two lines about it
+_OUT = 1
+
+
+def read_plan(folder: RunFolder) -> Plan | None:
+    """Return the plan of a run; None if it has none that can be read."""
+    try:
+        return from_dict(Plan, json.loads(folder.plan.read_bytes()))
+    except (OSError, ValueError, RecursionError, IngotError):
+        return None
+
+
+class AlertSink:
+    """The alerts of the run in the folder `run`, while it runs. out: the file descriptor of lines for people.
+
+    Its caller gives it the whole log from the first event on, also when the run goes on: what fired before, by
+    alerts.jsonl, does not fire again. `idle` is called when all events were given, and then once in a second or so.
+    """
+
+    def __init__(self, run: Path, out: int = _OUT):
+        self._folder = RunFolder(run)
+        self._config: RunConfig = recorded_run(self._folder.config)
+        self._rules = AlertRules(self._config, read_plan(self._folder), str(run))
+        lines = read_lines(self._folder.alerts)
+        self._disk_lines = [line for line in lines if line.get("kind") == DISK_EVENT]
+        known = []
+        for line in lines:
+            with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                known.append(record_of(line))
+        self._fired_before = Counter((record.id, record.state) for record in known)
+        self._known = summarized(known)
+        self._outbox = Outbox(self._folder, channels_of(self._config, self._folder, out), lines, said_on(out))
+        self._caught_up = False
+        self._old: list[AlertRecord] = []  # what fires while events of earlier are read
+        self._arrived = self._asked_disk = self._sent_again = time.monotonic()
+        self._disk_line = float("-inf")
+
+    def event(self, event: Mapping[str, Any]) -> None:
+        """Take in the next event of the log."""
+        self._arrived = time.monotonic()
+        while not self._caught_up and self._disk_lines and _earlier(self._disk_lines[0], event):
+            self._take(self._rules.take(self._disk_lines.pop(0)))
+        self._take(self._rules.take(event))
+
+    def idle(self) -> None:
+        """Take in that time passes without an event. The clock of the run is that of its log."""
+        if not self._caught_up:
+            self._catch_up()
+        now = time.monotonic()
+        if self._rules.last_time is None:
+            return
+        at = self._rules.last_time + (now - self._arrived)
+        self._take(self._rules.tick(at))
+        if now - self._asked_disk >= _DISK_SECONDS:
+            self._asked_disk = now
+            self._look_at_disks(at, now)
+        if now - self._sent_again >= ALERTMANAGER_SECONDS:
+            self._sent_again = now
+            self._outbox.send_again(self._rules.open)
+
+    def close(self, seconds: float, *, ended: bool) -> None:
+        """Send what waits, for at most `seconds`. ended: the launcher is gone, so the run has ended, well or not."""
+        if not self._caught_up:
+            self._catch_up()
+        if ended and self._rules.last_time is not None:
+            self._take(self._rules.end(self._rules.last_time + (time.monotonic() - self._arrived)))
+        self._outbox.close(seconds)
+
+    def _take(self, records: list[AlertRecord]) -> None:
+        for record in records:
+            key = record.id, record.state
+            if self._fired_before[key] > 0:
+                self._fired_before[key] -= 1
+            elif self._caught_up:
+                self._outbox.add(record)
+            else:
+                self._old.append(record)
+
+    def _catch_up(self) -> None:
+        """Go on with the alerts of before: open ones stay open, and what was missed is written, and sent if it is news
+        or not over."""
+        self._caught_up = True
+        is_open = {record.id for record in self._rules.open}
+        for record in self._old:
+            # An end is news if its begin was sent.
+            begun = any(own.last.id == record.id for own in self._known) and record.state == RESOLVED
+            self._outbox.add(record, send=begun or is_news(record) or record.id in is_open)
+        ended = {record.id for record in self._old if record.state == RESOLVED}
+        self._old.clear()
+        for own in self._known:
+            if own.over is None and own.last.id not in is_open | ended and own.last.state == FIRED:
+                self._rules.adopt(own.last)
+        self._fired_before.clear()
+        self._known.clear()
+
+    def _look_at_disks(self, at: float, now: float) -> None:
+        disks = [Path(disk) for disk in self._config.checkpoint.disks if "{" not in disk]
+        for path in (self._folder.root, *disks):
+            try:
+                found = os.statvfs(path)
+            except OSError:
+                continue
+            free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+            event = {"kind": DISK_EVENT, "time": at, "path": str(path), "free_bytes": free, "total_bytes": total}
+            self._take(self._rules.take(event))
+            if now - self._disk_line >= _DISK_LINE_SECONDS:
+                self._outbox.write(event)
+        if now - self._disk_line >= _DISK_LINE_SECONDS:
+            self._disk_line = now
+
+
+def _earlier(line: Mapping[str, Any], event: Mapping[str, Any]) -> bool:
+    try:
+        return line["time"] <= event["time"]
+    except (KeyError, TypeError):
+        return True
