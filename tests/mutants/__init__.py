@@ -7,6 +7,7 @@ A new guard or proof comes with its mutant: an entry in the file of its area. do
 """
 
 from . import (
+    alerts,
     api,
     board,
     checkpoint,
@@ -91,6 +92,7 @@ AREAS: dict[str, list[Mutant]] = {
         replay,
         integrity,
         spike,
+        alerts,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]
