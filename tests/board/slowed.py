@@ -23,7 +23,7 @@ class Slowed(StepCallback):
 
     def _slow_get(self):
         def get(loader):
-            if loader._next_step >= self.slow_from:
+            if loader.next_step >= self.slow_from:
                 time.sleep(self.seconds)
             return self.get(loader)
 
