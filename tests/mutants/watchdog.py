@@ -317,6 +317,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_EVIDENCE}::test_a_rank_that_takes_no_question_is_not_said_to_hold_its_lock",),
     ),
     Mutant(
+        name="first-step-is-another-hang",
+        what="a hang in a step is another failure if the step is the first one after a restart",
+        file="trainer/launch/evidence.py",
+        before="    if phase is Phase.COMPILE:",
+        after="    if False:",
+        tests=(f"{_EVIDENCE}::test_a_hang_is_an_incident_and_a_mismatch_an_error",),
+    ),
+    Mutant(
         name="deaf-ranks-blamed-by-time",
         what="of ranks that take no question, the one that waits for the other is blamed if it began the step first",
         file="trainer/launch/evidence.py",

@@ -167,6 +167,8 @@ def incident_of(hang: Hang, cause: HangCause, evidence: Path | None, step: int) 
     """
     phase = max(hang.beats.values(), key=lambda beat: beat.step).phase
     accident = cause.accident or phase is Phase.START
+    if phase is Phase.COMPILE:  # the first step of an attempt, which may repeat a later one of the attempt before
+        phase = Phase.STEP
     return JobIncident(
         rank=cause.ranks[0],
         kind="bug" if cause.mismatch else "hang",

@@ -207,6 +207,8 @@ def test_a_hang_is_an_incident_and_a_mismatch_an_error(tmp_path):
     assert (incident.rank, incident.step, incident.kind, incident.detected_by) == (1, 8, "hang", "watchdog")
     assert incident.error is None and incident.setting == SETTING and incident.evidence == tmp_path
     assert incident.signature == "hung in a step"  # again at the same step: no accident
+    first = Hang({rank: replace(beat, phase=Phase.COMPILE) for rank, beat in HANG.beats.items()}, 3.04, 3.0, SETTING)
+    assert incident_of(first, cause, None, 5).signature == "hung in a step"  # it is the first step after a restart
     assert incident_of(HANG, cause, None, 12).step == 12
     bug = incident_of(HANG, replace(cause, mismatch=True), tmp_path, 5)
     assert bug.kind == "bug" and bug.error is not None and bug.error.code == "E-COLLECTIVES-DIFFER"
