@@ -6,6 +6,7 @@ Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats a
 back gives exactly the bits that were computed.
 """
 
+import contextlib
 import json
 import os
 import sys
@@ -36,6 +37,8 @@ class EventLog:
         line = json.dumps({"kind": kind, "time": round(time.time(), 6), **facts}, ensure_ascii=False) + "\n"
         data = line.encode()
         if (written := os.write(self._fd, data)) < len(data):
+            with contextlib.suppress(OSError):  # or the next event of any process would be a part of this line
+                os.write(self._fd, b"\n")
             raise ResourceError(
                 "E-EVENTS-WRITE",
                 f"{self.path}: only {written} of {len(data)} bytes of an event could be written",

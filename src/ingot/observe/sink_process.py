@@ -7,6 +7,7 @@ with a line of JSON while it lives, and at its first trouble; "end" on standard 
 import hashlib
 import json
 import os
+import re
 import signal
 import sys
 import threading
@@ -29,6 +30,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 
 LOOK_SECONDS = 0.5  # between two looks at the log
+_ADDRESS = re.compile(r"\b(\w[\w+.-]*)://[^\s'\"<>)]+")  # addresses may hold passwords and keys
 _MOST_BYTES = 1 << 22  # of the log that one look reads
 END = b"end\n"
 _BEGINS = (events.RUN_STARTED, events.ROLLED_BACK)
@@ -109,7 +111,7 @@ def run_id_of(folder: RunFolder, config: RunConfig) -> str:
 def described(error: BaseException) -> str:
     """Return an error in one line."""
     words = f"{error.found}; {error.fix}" if isinstance(error, IngotError) else f"{type(error).__name__}: {error}"
-    return " ".join(words.split())[:300]
+    return _ADDRESS.sub(r"\1://...", " ".join(words.split()))[:300]
 
 
 def make_sink(folder: RunFolder, config: RunConfig, name: str) -> tuple[Sink, SinkLimits]:

@@ -84,7 +84,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  make those of later steps void.
   task_scores    step, scores {task: {metric: value}}, lower_is_better ["task/metric" ..], examples {task: number},
                  seconds, background                                  tasks of lm-eval
-  background_evaluation  step, what ("full", or "weights" alone: the save), seconds, reason ("": all went well)
+  background_evaluation  step, what ("full", or "weights" alone: the save), seconds, reason ("": all went well), void
+                 (the run went back to a step before this save meanwhile)
                                                                       an evaluation in the background has ended
   best_checkpoint  step, metric, value, pinned (false: a user had pinned it), unpinned (step of the best one before it;
                  null: none)                                          evaluate.background.keep_best

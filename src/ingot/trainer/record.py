@@ -100,8 +100,12 @@ class Interval:
 
     def add_line(self, waits: Waits, memory_bytes: int, times: Mapping[str, float]) -> None:
         """Add what a log line has measured to the numbers of the newest step. waits, times: seconds of the whole
-        interval; times by phase (mesh.step_times.py)."""
+        interval; times by phase (mesh.step_times.py).
+
+        The wait for the device, which comes here, is a part of the newest step.
+        """
         steps = self.steps
+        self.last["perf/step_seconds"] += waits.reading
         self.last |= {f"perf/{phase}_seconds": seconds / steps for phase, seconds in times.items()} | {
             "perf/computing_seconds": waits.computing / steps,
             "perf/queued_seconds": waits.queued / steps,

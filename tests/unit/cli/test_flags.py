@@ -215,6 +215,7 @@ def project(tmp_path_factory) -> Path:
         }
         log = [begin, step | {"step": 1}, step | {"step": 2}, *(progress | {"step": n} for n in (1, 2, 3, 4))]
         write_lines(demo.events, [{"time": 1.7e9 + n} | event for n, event in enumerate(log)])
+    (folder / "runs/demo/alerts.jsonl").touch()  # none were sent
     return folder
 
 
@@ -282,8 +283,8 @@ def tables(monkeypatch):
 def nothing_trains(monkeypatch):
     for module, name in REPLACED:
         monkeypatch.setattr(f"{module}.{name}", called(name))
-    evaluate = SimpleNamespace(prompts=())
-    trained = SimpleNamespace(config=SimpleNamespace(evaluate=evaluate), step=1)
+    config = SimpleNamespace(name="demo", evaluate=SimpleNamespace(prompts=()), train=SimpleNamespace(precision="fp32"))
+    trained = SimpleNamespace(config=config, step=1, device="cpu")
 
     def load(*args):
         print("load_trained", args)

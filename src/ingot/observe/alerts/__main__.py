@@ -54,7 +54,7 @@ def main(arguments: list[str]) -> int:
         print("usage: python -m ingot.observe.alerts [--supervised] RUN", file=sys.stderr)
         return 2
     if supervised:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
             signal.signal(number, signal.SIG_IGN)  # the launcher decides
     try:
         follow(Path(folders[0]), supervised=supervised)

@@ -29,7 +29,8 @@ class DueEvaluation:
 
     def __init__(self, settings: BackgroundEvaluation):
         self._settings = settings
-        self._saves: dict[int, SaveKind] = {}  # of the steps that the run has trained, without those it went back from
+        # Of the steps that the run has trained, without those it went back from: the kind, and the time of the event.
+        self._saves: dict[int, tuple[SaveKind, float]] = {}
         self._evaluated = 0  # the newest step that was evaluated, successfully or not
         self._since: float | None = None  # Unix seconds: the begin of the last evaluation, else of the run
         self.best: tuple[int, float] | None = None
@@ -44,9 +45,10 @@ class DueEvaluation:
         elif kind == events.ROLLED_BACK:
             self._go_back(event["to_step"])
         elif kind in _SAVES:
-            self._saves[event["step"]] = _SAVES[kind]
+            self._saves[event["step"]] = _SAVES[kind], event["time"]
         elif kind == events.BACKGROUND_EVALUATION:
-            self._evaluated = event["step"]
+            if not event.get("void", False):
+                self._evaluated = event["step"]
             self._since = event["time"] - event["seconds"]
         elif kind == events.BEST_CHECKPOINT:
             if event["metric"] == self._settings.keep_best:
@@ -54,14 +56,15 @@ class DueEvaluation:
             self.pinned = event["step"] if event["pinned"] else None
 
     def _go_back(self, step: int) -> None:
-        self._saves = {one: kind for one, kind in self._saves.items() if one <= step}
+        self._saves = {one: save for one, save in self._saves.items() if one <= step}
         self._evaluated = min(self._evaluated, step)
         if self.best is not None and self.best[0] > step:
             self.best = None
 
-    def is_void(self, step: int) -> bool:
-        """Return whether the run went back before `step`, a step that was saved."""
-        return step not in self._saves
+    def saved_at(self, step: int) -> float | None:
+        """Return the time at which the save of `step` was logged, by which it is known from a later one of the same
+        step; None if the run went back before this step."""
+        return self._saves[step][1] if step in self._saves else None
 
     def due(self, now: float) -> list[int]:
         """Return the steps whose saves may be evaluated now, the newest first. now: in Unix seconds."""
@@ -74,7 +77,7 @@ class DueEvaluation:
         return steps if now >= since + interval.seconds else []
 
     def _fits(self, step: int) -> bool:
-        return self._saves[step] == FULL or not self._settings.keep_best
+        return self._saves[step][0] == FULL or not self._settings.keep_best
 
     def find(self, folder: RunFolder, now: float) -> tuple[int, SaveKind, Path] | None:
         """Return the step, kind and folder of the save to evaluate now; None if none is due.
@@ -82,7 +85,7 @@ class DueEvaluation:
         It is complete and on this machine, and its weights are not in doubt. No hash is computed.
         """
         for step in self.due(now):
-            kind = self._saves[step]
+            kind, _ = self._saves[step]
             path = folder.of(kind).checkpoint(step)
             if path in candidate_folders(path.parent) and not grade_of_doubt(path):
                 try:

@@ -23,6 +23,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.background_eval.due import KINDS, DueEvaluation, is_better, value_of
 from ingot.trainer.background_eval.process import GONE, REASON
+from ingot.trainer.checkpoint.manifest import grade_of_doubt
 from ingot.trainer.checkpoint.pins import pinned_steps
 from ingot.trainer.launch.retain import pin_checkpoint, unpin_checkpoint
 from ingot.trainer.launch.stopping import report
@@ -71,8 +72,10 @@ class BackgroundEvaluations:
         """End an evaluation that runs, and the thread. One that waits for the run folder is left to it; it writes
         nothing any more."""
         self._ends.set()
-        with self._lock:
+        # A process that does not start, as from a mount that hangs, holds the lock; the kernel ends it with this one.
+        if self._lock.acquire(timeout=_CLOSE_SECONDS):
             self._kill()
+            self._lock.release()
         if self._thread.ident is not None:
             self._thread.join(_CLOSE_SECONDS)
 
@@ -110,14 +113,19 @@ class BackgroundEvaluations:
             if found is None or self._ends.is_set():
                 return
             step, kind, path = found
-            began = time.monotonic()
+            began, saved_at = time.monotonic(), self._due.saved_at(step)
             results = self._evaluate(path)
             if self._ends.is_set():
                 return
             self._read_log()
             if GONE in results[-1] and tries_left:
                 continue
-            self._record(step, kind, results, time.monotonic() - began)
+            is_void = self._due.saved_at(step) != saved_at  # there may be another save of this step now
+            if is_void:
+                results = [{REASON: "the run went back to a step before it"}]
+            elif path.exists() and grade_of_doubt(path):
+                results = [{REASON: "a trouble began before it was saved"}]
+            self._record(step, kind, results, time.monotonic() - began, is_void=is_void)
             return
 
     def _evaluate(self, path: Path) -> list[dict[str, Any]]:
@@ -161,16 +169,16 @@ class BackgroundEvaluations:
 
     # -- results --
 
-    def _record(self, step: int, kind: SaveKind, results: list[dict[str, Any]], seconds: float) -> None:
+    def _record(
+        self, step: int, kind: SaveKind, results: list[dict[str, Any]], seconds: float, *, is_void: bool
+    ) -> None:
         *found, last = results
         reason = last.get(REASON, "the save was removed while it was read")
-        if self._due.is_void(step):
-            found, reason = [], "the run went back to a step before it"
         by_kind = {result["kind"]: result for result in found}
         with contextlib.closing(EventLog(self._folder.events)) as log:
             for result in found:
                 log.write(result.pop("kind"), **{"step": step} | result | {"background": True})
-            what = {"step": step, "what": kind, "seconds": round(seconds, 3), "reason": reason}
+            what = {"step": step, "what": kind, "seconds": round(seconds, 3), "reason": reason, "void": is_void}
             log.write(events.BACKGROUND_EVALUATION, **what)
             self._read_log()
             evaluation, tasks = by_kind.get(events.EVALUATION), by_kind.get(events.TASK_SCORES)

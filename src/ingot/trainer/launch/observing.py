@@ -13,6 +13,7 @@ from ingot.schema.run_folder import RunFolder
 
 _ALERTS = "ingot.observe.alerts"  # by its name: the trainer imports nothing that observes it
 _END_SECONDS = 15.0  # that the last alerts of a run may take
+_KILLED_SECONDS = 1.0
 
 
 @contextlib.contextmanager
@@ -42,4 +43,5 @@ def alerting(folder: RunFolder, alerts: Alerts, *, quiet: bool, say: Callable[[s
             process.wait(_END_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-            process.wait()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may be inside of a mount that does not answer
+                process.wait(_KILLED_SECONDS)

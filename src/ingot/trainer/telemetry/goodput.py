@@ -43,5 +43,8 @@ class Goodput:
 
 def _trained_seconds(metrics: Path, last_step: int) -> float:
     """Return the seconds of the valid steps up to `last_step`, on rank 0."""
-    found = read_series(metrics, 0, "perf/step_seconds", 1, last_step) if last_step else []
+    try:
+        found = read_series(metrics, 0, "perf/step_seconds", 1, last_step) if last_step else []
+    except (OSError, ValueError):  # a disk that fails, or a file that is not ours: goodput is less, the run goes on
+        return 0.0
     return sum(float(((one.last - one.first + 1) * one.mean).sum()) for one in found if one.valid)

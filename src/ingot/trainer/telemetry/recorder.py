@@ -26,7 +26,10 @@ _Row = tuple[int, float, Mapping[str, float]]
 
 def next_lineage(metrics: Path) -> int:
     """Return the number of a lineage that begins now: larger than all in the folder `metrics`."""
-    return max((lineage.number for lineage in read_lineages(metrics)), default=0) + 1
+    try:
+        return max((lineage.number for lineage in read_lineages(metrics)), default=0) + 1
+    except OSError:  # the thread that writes the rows finds the same, and reports it
+        return 1
 
 
 class TableRecorder:

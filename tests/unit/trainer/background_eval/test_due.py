@@ -52,7 +52,7 @@ def test_an_interval_in_steps():
 @pytest.mark.parametrize("back", [{"kind": "rolled_back", "to_step": 15}, START | {"from_step": 15}])
 def test_saves_of_steps_that_the_run_went_back_from_are_void(back):
     due = state(START, saved(10), saved(20), ended(20, time=1000.0), back, every="1 step")
-    assert due.is_void(20) and not due.is_void(10)
+    assert due.saved_at(20) is None and due.saved_at(10) is not None
     assert due.due(1e9) == []  # 10 is older than the newest one that was evaluated and holds: none
     due.take(saved(18))
     assert due.due(1e9) == [18]
