@@ -65,10 +65,10 @@ class EventDelivery:
         if attempt != self._opened:  # what this raises ends the process: the event is given to the next one
             self._sink.open(run_id_of(self._folder, self._config), attempt, self._config.settings())
             self._opened = attempt
-        step, values = event.get("step"), scalars_of(event)
+        step = event.get("step")
         if isinstance(step, int):
+            values, tokens = self._numbers(step, event)
             if values:
-                tokens = int(values.get("train/tokens", step * self._config.tokens_per_step))
                 calls.append(lambda: self._sink.scalars(step, tokens, values))
             if event["kind"] == events.SAMPLE:
                 calls.append(lambda: self._sink.text(step, f"sample/{event['prompt']}", str(event["text"])))
@@ -85,6 +85,17 @@ class EventDelivery:
                 state.left_out += 1
                 self.report(error)
         self._states.write(state)
+
+    def _numbers(self, step: int, event: Mapping[str, Any]) -> tuple[dict[str, float], int]:
+        """Return the numbers of an event, and the tokens of its step. An event that is not as it should be, such as one
+        of another version, costs its numbers, and not those after it."""
+        try:
+            values = scalars_of(event)
+            return values, int(values.get("train/tokens", step * self._config.tokens_per_step))
+        except (ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
+            self.state.left_out += 1
+            self.report(error)
+            return {}, 0
 
     def report(self, error: Exception) -> None:
         """Answer with the first error of a call."""

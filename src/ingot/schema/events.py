@@ -125,6 +125,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   stage          name, seconds, summary                               a stage of quickstart
 """
 
+from collections.abc import Mapping
+from typing import Any
+
 RUN_STARTED = "run_started"
 RANK_STARTED = "rank_started"
 START_TIMES = "start_times"
@@ -183,3 +186,11 @@ SINK_FAILED = "sink_failed"
 SINK_CLOSED = "sink_closed"
 EXPORTED = "exported"
 STAGE = "stage"
+
+PLANNED_STOPS = ("restart", "drain")  # reasons of stops after which the supervisor starts the job again
+
+
+def ends_run(kind: str, facts: Mapping[str, Any]) -> bool:
+    """Return whether an event is the end of the run: it has finished, or stopped and is not started again. facts: the
+    fields of the event."""
+    return kind == FINISHED or (kind == STOPPED and facts.get("reason") not in PLANNED_STOPS)

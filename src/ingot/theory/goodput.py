@@ -31,7 +31,7 @@ class GoodputMeter:
     def take(self, event: Mapping[str, Any]) -> None:
         """Take in the next event of the log."""
         kind, time = event["kind"], float(event["time"])
-        if kind in (events.STOPPED, events.FINISHED):
+        if events.ends_run(kind, event):
             self._pass(time)
             self._last = None
         elif kind == events.RUN_STARTED and (self._last is not None or self.elapsed):

@@ -254,6 +254,20 @@ def test_a_run_that_just_ended_is_an_alert_until_steps_come_again(history):
     assert [(one.id, one.state) for one in run.line()] == [(fired.id, RESOLVED)]
 
 
+def test_a_planned_restart_is_no_end_and_no_late_checkpoint(history):
+    run = history(checkpoint=Checkpoint(every="10 min"))
+    run.lines(2)
+    assert run.event(events.STOPPED, step=20, reason="drain", saved_step=20) == []
+    assert [one.kind for one in run.rules.tick(run.time + 9999)] == [kinds.RUN_SILENT]  # if it does not start again
+    (fired,) = run.rules.end(run.time + 10_000)
+    assert fired.kind == kinds.RUN_ENDED
+    again = history(checkpoint=Checkpoint(every="10 min"))
+    again.lines(2)
+    again.time += 9 * 3600  # its launcher was killed
+    again.event(events.RANK_STARTED, rank=0, pid=1, host="a", attempt=0)
+    assert again.rules.tick(again.time + 60) == []  # the model is being built
+
+
 def test_a_disk_that_fills(history):
     run = history(checkpoint=Checkpoint(every="10 min", keep=2))
 

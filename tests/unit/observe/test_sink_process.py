@@ -109,6 +109,18 @@ def test_what_a_call_raises_costs_its_own_data_and_is_reported_once(run):
     assert [answer for answer in deliver.answers if "raised" in answer] == [{"raised": "OSError: no scalars"}]
 
 
+def test_an_event_that_is_not_as_it_should_be_costs_its_numbers_alone(run):
+    deliver, log = run
+    log.start()
+    log.write(events.METRICS, step=1, by="mine", values={"huge": 10**400, "bad": []})
+    log.write(events.PROGRESS, step=1, tokens=float("inf"))
+    log.line(2)
+    sink = Recorder()
+    delivery = deliver(sink)
+    assert {step for step, *_ in sink.of("scalars")} == {2} and delivery.state.left_out >= 1
+    assert [kind for kind, _ in sink.of("event")][3:5] == [events.METRICS, events.PROGRESS]
+
+
 def test_an_open_that_raises_loses_no_event(run):
     deliver, log = run
     log.start()

@@ -72,7 +72,7 @@ class AlertRules:
             records += self._incidents.quiet(self._state.now)
         if self._incidents.is_open(kinds.RUN_SILENT):
             records += self._incidents.end(End(kinds.RUN_SILENT, why="events come again"), self._state.now)
-        if kind in (events.STOPPED, events.FINISHED):
+        if events.ends_run(kind, event):
             why = "the run has finished" if kind == events.FINISHED else "the run was stopped"
             but = {kinds.OVER_BUDGET, kinds.GUARD_STOPPED, kinds.NOT_STORED}
             records += self._incidents.end_all(self._state.now, why, but=frozenset(but))

@@ -93,7 +93,7 @@ class RunState:
             self.step = int(event["to_step"])
         elif kind == events.LAYOUT:
             self.adapted = bool(event["overrides"])
-        elif kind == events.FAULT:
-            self.failed = True
-        elif kind in (events.STOPPED, events.FINISHED):
+        elif events.ends_run(kind, event):
             self.alive = self.failed = False
+        elif kind in (events.FAULT, events.RANK_STARTED, events.STOPPED):  # the next attempt starts
+            self.failed = True

@@ -91,7 +91,7 @@ class PrometheusSink(Sink):
             self._slow[facts["rank"]] = 0.0 if facts["ended"] else facts["factor"]
         elif kind == events.CHECKPOINT:
             self._state["ingot_checkpoint_timestamp_seconds"] = facts["time"]
-        elif kind in (events.FINISHED, events.STOPPED):
+        elif events.ends_run(kind, facts):
             self._state["ingot_run_ended"] = 1
 
     def close(self, deadline: float) -> None:

@@ -10,7 +10,6 @@ from ingot.machine.health.report import node_name
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.incidents import JobIncident
-from ingot.trainer.resilience.stop_requests import PLANNED
 
 # Of this process, which began before it joined anything. A container that is started again has the same name and id.
 _STARTED = time.time()
@@ -40,7 +39,7 @@ def earlier_job(folder: RunFolder) -> EarlierJob | None:
                 takes_part, members, restarts, is_checked = False, set(), [], False
             members.add(who)
             takes_part = takes_part or (who == own and event["time"] >= _STARTED)
-        elif kind == events.FINISHED or (kind == events.STOPPED and event["reason"] not in PLANNED):
+        elif events.ends_run(kind, event):
             takes_part, members, restarts, is_checked = False, set(), [], False
         elif kind == events.RESTART:
             restarts.append((max(time.time() - event["time"], 0.0), _incident(event)))

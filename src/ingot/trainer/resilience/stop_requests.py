@@ -10,6 +10,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from ingot.schema.events import PLANNED_STOPS
 from ingot.schema.launch import Launch
 from ingot.storage import write_atomic
 from ingot.units import format_seconds
@@ -18,7 +19,7 @@ from ingot.units import format_seconds
 STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 REQUESTED, TIME_LIMIT = "requested", "launch.stop_after"
 # The supervisor starts the ranks again after they have saved; DRAIN: without a machine that may have their files.
-RESTART, DRAIN = PLANNED = "restart", "drain"
+RESTART, DRAIN = PLANNED = PLANNED_STOPS
 REASONS = (REQUESTED, TIME_LIMIT, *PLANNED, *(number.name for number in STOP_SIGNALS))
 
 
