@@ -101,14 +101,17 @@ class Incidents:
             return self._begin(key, sign, now)
         known.last_step = now.step
         grown = sign.severity == CRITICAL and known.record.severity != CRITICAL
-        if known.sent_at is None:
+        if known.sent_at is None and not grown and not self._has_room(sign.kind, now):
             self._counted[sign.kind] += not sign.goes_on
             return []
-        if not grown and now.elapsed - known.sent_at < self._alerts.repeat_seconds:
+        if known.sent_at is not None and not grown and now.elapsed - known.sent_at < self._alerts.repeat_seconds:
             known.more += not sign.goes_on
             return []
         again = self._record(sign, subject, now)
         again = replace(again, id=known.record.id, began=known.record.began, since=known.record.since)
+        if known.sent_at is None:  # it was one too many at first, and goes on
+            self._sent[sign.kind].append(now.elapsed)
+            known.more = self._counted.pop(sign.kind, 0)
         return [self._send(known, replace(again, more=known.more), now)]
 
     def end(self, end: End, now: Instant) -> list[AlertRecord]:
@@ -137,13 +140,18 @@ class Incidents:
             self._counted[sign.kind] += 1
             return []
         self._number[sign.kind] += 1
-        record, sent = self._record(sign, key[1], now), self._sent[sign.kind]
+        record = self._record(sign, key[1], now)
         known = self._open[key] = _Open(record, sign.quiet_steps, now.step, None, now.elapsed)
-        if len(sent) == sent.maxlen and now.elapsed - sent[0] < self._alerts.repeat_seconds:
+        if not self._has_room(sign.kind, now):
             self._counted[sign.kind] += 1
             return []
-        sent.append(now.elapsed)
+        self._sent[sign.kind].append(now.elapsed)
         return [self._send(known, replace(record, more=self._counted.pop(sign.kind, 0)), now)]
+
+    def _has_room(self, kind: str, now: Instant) -> bool:
+        """Return whether fewer alerts of a kind than may be sent in `repeat_seconds` were."""
+        sent = self._sent[kind]
+        return len(sent) < (sent.maxlen or 0) or now.elapsed - sent[0] >= self._alerts.repeat_seconds
 
     def _send(self, known: _Open, record: AlertRecord, now: Instant) -> AlertRecord:
         known.record, known.sent_at, known.more = record, now.elapsed, 0
