@@ -60,6 +60,15 @@ def test_ranks_sources_callbacks_and_counts_are_scraped(tmp_path):
     assert seen.wait(20.0)
 
 
+def test_a_process_that_begins_in_the_middle_of_an_attempt_has_what_the_rules_need(tmp_path):
+    made = PrometheusSink(SinkPlace(run=tmp_path, own=tmp_path), PrometheusOptions(port=0, textfile="ingot.prom"))
+    made.open("x-1", 0, {"name": "x", "train.steps": 10})
+    made.event(events.PROGRESS, 3, {"time": 5.0})
+    made.close(30.0)
+    found = samples((tmp_path / "ingot.prom").read_text())
+    assert found["ingot_run_ended",] == 0.0 and found["ingot_run_progress_timestamp_seconds",] == 5.0
+
+
 def test_the_textfile_has_the_same_metrics(tmp_path):
     made = sink(tmp_path, port=0, textfile="ingot.prom")
     made.event(events.STOPPED, 3, {"time": 5.0})

@@ -64,6 +64,7 @@ class PrometheusSink(Sink):
             self._run = str(config["name"])
             self._state["ingot_run_attempt"] = attempt
             self._state["ingot_run_steps"] = config["train.steps"]
+            self._state.setdefault("ingot_run_ended", 0)  # this process may begin in the middle of an attempt
 
     def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         with self._lock:

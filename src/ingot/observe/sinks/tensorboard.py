@@ -26,7 +26,7 @@ class TensorBoardSink(Sink):
         self._purges = attempt > 0
 
     def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
-        if self._purges:
+        if self._purges and "train/loss" in values:  # an evaluation in the background is of an earlier step
             self._purges = False
             start = self._event.SessionLog(status=self._event.SessionLog.START)
             self._writer.add_event(self._event.Event(wall_time=time.time(), step=step, session_log=start))
