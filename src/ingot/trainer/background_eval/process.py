@@ -30,6 +30,7 @@ from ingot.trainer.heldout import data_path
 
 REASON, GONE = "reason", "gone"
 _OOM_SCORE = Path("/proc/self/oom_score_adj")
+_AUTOGROUP = Path("/proc/self/autogroup")  # sched(7), "The autogroup feature"
 Emit = Callable[..., None]  # (kind of an event, its fields)
 
 
@@ -66,6 +67,9 @@ def keep_limits(settings: BackgroundEvaluation) -> int:
     """Take the claims to cores and memory that the settings allow, before torch is imported. Returns the limit of
     memory in bytes."""
     os.nice(settings.nice)
+    # Where the kernel makes a group of each session, and shares the cores out by group, niceness counts inside of it.
+    with contextlib.suppress(OSError):
+        _AUTOGROUP.write_text(str(settings.nice))
     with contextlib.suppress(OSError):  # a machine without /proc
         _OOM_SCORE.write_text("1000")  # the kernel kills this process before a rank
     # A thread of a library that has its own pool counts, too.
