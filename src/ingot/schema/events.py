@@ -190,7 +190,7 @@ STAGE = "stage"
 PLANNED_STOPS = ("restart", "drain")  # reasons of stops after which the supervisor starts the job again
 
 
-def ends_run(kind: str, facts: Mapping[str, Any]) -> bool:
+def ends_run(kind: str | None, facts: Mapping[str, Any]) -> bool:
     """Return whether an event is the end of the run: it has finished, or stopped and is not started again. facts: the
     fields of the event."""
     return kind == FINISHED or (kind == STOPPED and facts.get("reason") not in PLANNED_STOPS)
