@@ -63,7 +63,7 @@ class EventDelivery:
         attempt = max(begun - 1, 0)
         self._answer({"alive": True})
         if attempt != self._opened:  # what this raises ends the process: the event is given to the next one
-            self._sink.open(run_id_of(self._folder, self._config), attempt, self._config.settings())
+            self._sink.open(run_id_of(self._folder, self._config), attempt, public_settings(self._config))
             self._opened = attempt
         step = event.get("step")
         if isinstance(step, int):
@@ -110,6 +110,12 @@ class EventDelivery:
             self._sink.close(seconds)
         except Exception as error:
             self.report(error)
+
+
+def public_settings(config: RunConfig) -> dict[str, Any]:
+    """Return the settings of a run for trackers, without those of sinks and alerts: addresses may hold passwords."""
+    private = ("sinks.", "alerts.")
+    return {name: value for name, value in config.settings().items() if not f"{name}.".startswith(private)}
 
 
 def run_id_of(folder: RunFolder, config: RunConfig) -> str:

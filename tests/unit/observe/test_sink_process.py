@@ -3,12 +3,13 @@
 import json
 import os
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from tests.expect import refused
 
-from ingot.observe.sink_process import EventDelivery, make_sink
+from ingot.observe.sink_process import EventDelivery, make_sink, public_settings
 from ingot.observe.sink_state import SinkStateFile, read_sink_state
 from ingot.observe.sinks.jsonl import JsonlSink
 from ingot.plugins.sink import Sink, SinkPlace
@@ -16,6 +17,7 @@ from ingot.plugins.sink_options import JsonlOptions
 from ingot.schema import events
 from ingot.theory.rules import load_run, recorded_run
 
+from .conftest import run_of
 from .planted import PlantedRun, planted
 
 
@@ -107,6 +109,13 @@ def test_what_a_call_raises_costs_its_own_data_and_is_reported_once(run):
     assert len(sink.of("event")) == 9 and sink.of("scalars") == []
     assert (delivery.state.sent, delivery.state.left_out) == (9, 6)
     assert [answer for answer in deliver.answers if "raised" in answer] == [{"raised": "OSError: no scalars"}]
+
+
+def test_trackers_do_not_get_the_settings_of_sinks_and_alerts():
+    tables = {"mlflow": {"tracking_uri": "postgresql://user:password@host"}}
+    given = public_settings(replace(run_of(), sinks=tables))
+    assert "train.steps" in given and not any("password" in str(value) for value in given.values())
+    assert not any(name.startswith(("sinks", "alerts")) for name in given)
 
 
 def test_an_event_that_is_not_as_it_should_be_costs_its_numbers_alone(run):
