@@ -42,20 +42,22 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--ranks", type=int, nargs="*", default=[1, 2])
     parser.add_argument(
-        "--stores", nargs="*", choices=STORES, default=["folder", "s3"] + ["ceph"] * (not ceph.missing())
+        "--stores",
+        nargs="*",
+        choices=[name for name in STORES if name != NONE],
+        default=["folder", "s3"] + ["ceph"] * (not ceph.missing()),
     )
     args = parser.parse_args()
     found: dict[str, object] = {"load_before": round(os.getloadavg()[0], 1), "rounds": args.rounds}
-    with Bench() as bench, contextlib.ExitStack() as servers:
-        places = {name: servers.enter_context(STORES[name](bench)) for name in args.stores}
+    with Bench() as bench:
         for ranks in args.ranks:
             rounds: dict[str, list[dict[str, float]]] = defaultdict(list)
             for number in range(args.rounds):
                 names = [NONE, *args.stores]
                 for name in names[number % len(names) :] + names[: number % len(names)]:
-                    url, variables = places.get(name, ("", {}))
                     run = f"{name}-{ranks}-{number}"
-                    rounds[name].append(_run(bench, run, ranks, args.steps, url and f"{url}/{run}", variables))
+                    with STORES[name](bench) as (url, variables):  # a new one for each run: they keep objects in memory
+                        rounds[name].append(_run(bench, run, ranks, args.steps, url and f"{url}/{run}", variables))
             of_ranks = {name: _against(rounds[name], rounds[NONE]) for name in args.stores}
             of_ranks[NONE] = {key: statistics.median(one[key] for one in rounds[NONE]) for key in ("median", "mean")}
             found[f"ranks {ranks}"] = of_ranks
@@ -102,6 +104,11 @@ def _against(own: list[dict[str, float]], none: list[dict[str, float]]) -> dict[
 
 
 @contextlib.contextmanager
+def _none(bench: Bench) -> Iterator[tuple[str, dict[str, str]]]:
+    yield "", {}
+
+
+@contextlib.contextmanager
 def _folder(bench: Bench) -> Iterator[tuple[str, dict[str, str]]]:
     yield f"file://{bench.root}/stored", {}
 
@@ -118,7 +125,7 @@ def _ceph(bench: Bench) -> Iterator[tuple[str, dict[str, str]]]:
         yield f"s3://{ceph.BUCKET}", gateway.environment
 
 
-STORES = {"folder": _folder, "s3": _s3, "ceph": _ceph}
+STORES = {NONE: _none, "folder": _folder, "s3": _s3, "ceph": _ceph}
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """The cost of the supervisor and of heartbeats: processor time of a run's processes, and microseconds per heartbeat.
 
-    python benchmarks/watchdog.py [STEPS]
+    python -m benchmarks.watchdog [STEPS]
 
 Trains the run of the board (two ranks) for STEPS steps, default 1,500, and reads from the kernel what supervisor and
 ranks used between two log lines. Then alternates sums over two ranks with and without torch's flight recorder.
