@@ -19,11 +19,13 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.board.bench import Bench, options
 from tests.board.rows_bits import BITS
 
+from ingot.drill.job import ended
 from ingot.events import read_events
 from ingot.schema import events
 
 _BOARD = Path(__file__).parents[1] / "tests" / "board"
 _STRETCH = 50  # steps with one flip
+_DEADLINE_SECONDS = 3600.0
 _LAYOUTS = {
     "two copies": (2, ("parallel.dp_shard=1", "parallel.dp_replicate=2")),
     "three copies": (3, ("parallel.dp_shard=1", "parallel.dp_replicate=3", "train.global_batch=12")),
@@ -70,8 +72,8 @@ def play(settings: tuple[str, ...], every: int, flips: list[Flip]) -> dict[str, 
     )
     with Bench() as bench:
         text = ",".join(" ".join(map(str, flip)) for flip in flips)
-        ended = bench.train("run", *options(own), env={"BOARD_FLIPS": text})
-        assert ended.code == 0, ended.output[-2000:]
+        result = ended(bench.start("run", *options(own), env={"BOARD_FLIPS": text}), _DEADLINE_SECONDS)
+        assert result.code == 0, result.output[-2000:]
         log = list(read_events(bench.folder("run").events, events.STATE_DAMAGED, events.STATE_REPLAYED))
     damaged = [event["step"] for event in log if event["kind"] == events.STATE_DAMAGED]
     replayed = [event for event in log if event["kind"] == events.STATE_REPLAYED]

@@ -81,6 +81,8 @@ class S3Server:
     kill: whom the faults that kill end, a client or this server itself.
     """
 
+    handler: "type[Handler]"
+
     def __init__(self, *faults: Fault, page: int = 1000):
         self.faults, self.page = list(faults), page
         self.objects: dict[str, Stored] = {}
@@ -95,7 +97,7 @@ class S3Server:
         self._http = self._listening(0)
 
     def _listening(self, port: int) -> ThreadingHTTPServer:
-        http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (_Handler,), {"s3": self}))
+        http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (self.handler,), {"s3": self}))
         http.daemon_threads, http.block_on_close = True, False
         return http
 
@@ -178,7 +180,7 @@ def md5(data: bytes) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-class _Handler(BaseHTTPRequestHandler):
+class Handler(BaseHTTPRequestHandler):
     s3: S3Server
     protocol_version = "HTTP/1.1"
     wbufsize, disable_nagle_algorithm = -1, True
@@ -220,12 +222,12 @@ class _Handler(BaseHTTPRequestHandler):
         if torn or do in ("silent", "kill-before"):
             self._reset()
         elif do == "error-in-200":
-            self._answer(200, _error("InternalError"))
+            self._answer(200, error_of("InternalError"))
         elif do in REFUSALS:
             number, code = REFUSALS[do]
-            self._answer(number, _error(code), {"Retry-After": f"{fault.seconds:g}"} if fault.seconds else {})
+            self._answer(number, error_of(code), {"Retry-After": f"{fault.seconds:g}"} if fault.seconds else {})
         elif bucket != BUCKET:
-            self._answer(404, _error("NoSuchBucket"))
+            self._answer(404, error_of("NoSuchBucket"))
         else:
             number, body, headers = getattr(self, f"_{call.partition(' ')[0].lower()}")(key, query, body, fault)
             if do == "wrong-tag" and "ETag" in headers:
@@ -258,7 +260,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _get(self, key, query, body, fault):
         if key not in self.s3.objects:
-            return 404, _error("NoSuchKey"), {}
+            return 404, error_of("NoSuchKey"), {}
         found = self.s3.objects[key]
         headers = {"ETag": f'"{found.tag}"', "Last-Modified": "Thu, 01 Jan 2026 00:00:00 GMT", "Accept-Ranges": "bytes"}
         if asked := re.fullmatch(r"bytes=(\d+)-(\d*)", self.headers.get("Range") or ""):
@@ -275,9 +277,14 @@ class _Handler(BaseHTTPRequestHandler):
         data = _changed(body) if fault and fault.do == "other-bytes" else body
         return self._store(key, data, md5(data))
 
+    @property
+    def only_new(self) -> bool:
+        """The request stores its object only if there is none of that name."""
+        return self.headers.get("If-None-Match") == "*"
+
     def _store(self, key, data, tag, answer=b""):
-        if not self.s3.put(key, data, tag, new=self.headers.get("If-None-Match") == "*"):
-            return 412, _error("PreconditionFailed"), {}
+        if not self.s3.put(key, data, tag, new=self.only_new):
+            return 412, error_of("PreconditionFailed"), {}
         return 200, answer, {"ETag": f'"{tag}"'}
 
     def _delete(self, key, query, body, fault):
@@ -285,30 +292,34 @@ class _Handler(BaseHTTPRequestHandler):
         keys = [unescape(one) for one in re.findall("<Key>(.*?)</Key>", body.decode())]
         for one in keys or [key]:
             self.s3.delete(one)
-        return 200, _xml("DeleteResult", "".join(f"<Deleted><Key>{escape(one)}</Key></Deleted>" for one in keys)), {}
+        return 200, xml_of("DeleteResult", "".join(f"<Deleted><Key>{escape(one)}</Key></Deleted>" for one in keys)), {}
 
     def _begin(self, key, query, body, fault):
         upload = f"upload-{len(self.s3.calls)}"
         self.s3.uploads[upload] = {}
-        return 200, _xml("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>"), {}
+        return 200, xml_of("InitiateMultipartUploadResult", f"<UploadId>{upload}</UploadId>"), {}
 
     def _part(self, key, query, body, fault):
         if (parts := self.s3.uploads.get(query["uploadId"])) is None:
-            return 404, _error("NoSuchUpload"), {}
+            return 404, error_of("NoSuchUpload"), {}
         data = _changed(body) if fault and fault.do == "other-bytes" else body
         parts[int(query["partNumber"])] = Stored(data, md5(data), "")
         return 200, b"", {"ETag": f'"{md5(data)}"'}
 
     def _end(self, key, query, body, fault):
         if (parts := self.s3.uploads.get(query["uploadId"])) is None:
-            return 404, _error("NoSuchUpload"), {}
+            return 404, error_of("NoSuchUpload"), {}
         wanted = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
         if wanted != sorted(parts):
-            return 400, _error("InvalidPart"), {}
-        tag = f"{md5(b''.join(bytes.fromhex(parts[number].tag) for number in wanted))}-{len(wanted)}"
+            return 400, error_of("InvalidPart"), {}
+        tag = self.tag_of([parts[number] for number in wanted])
         del self.s3.uploads[query["uploadId"]]
         whole = b"".join(parts[number].data for number in wanted)
-        return self._store(key, whole, tag, _xml("CompleteMultipartUploadResult", f"<ETag>&quot;{tag}&quot;</ETag>"))
+        return self._store(key, whole, tag, xml_of("CompleteMultipartUploadResult", f"<ETag>&quot;{tag}&quot;</ETag>"))
+
+    @staticmethod
+    def tag_of(parts: list[Stored]) -> str:
+        return f"{md5(b''.join(bytes.fromhex(part.tag) for part in parts))}-{len(parts)}"
 
     def _abort(self, key, query, body, fault):
         self.s3.uploads.pop(query["uploadId"], None)
@@ -325,16 +336,19 @@ class _Handler(BaseHTTPRequestHandler):
             for name in page
         )
         more = f"<NextContinuationToken>{escape(page[-1])}</NextContinuationToken>" if rest else ""
-        return 200, _xml("ListBucketResult", f"<IsTruncated>{str(bool(rest)).lower()}</IsTruncated>{rows}{more}"), {}
+        return 200, xml_of("ListBucketResult", f"<IsTruncated>{str(bool(rest)).lower()}</IsTruncated>{rows}{more}"), {}
+
+
+S3Server.handler = Handler
 
 
 def _changed(data: bytes) -> bytes:
     return data[:-1] + bytes([data[-1] ^ 1]) if data else b"?"
 
 
-def _xml(name: str, inner: str) -> bytes:
+def xml_of(name: str, inner: str) -> bytes:
     return f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}>{inner}</{name}>'.encode()
 
 
-def _error(code: str) -> bytes:
-    return _xml("Error", f"<Code>{code}</Code><Message>by the script of the test</Message>")
+def error_of(code: str) -> bytes:
+    return xml_of("Error", f"<Code>{code}</Code><Message>by the script of the test</Message>")

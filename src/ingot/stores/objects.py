@@ -28,11 +28,11 @@ from ingot.stores.store import (
     not_stored,
 )
 
-# Variables that name a server of one's own, by scheme; the first that is set counts.
+# Variables that name a server of one's own, by scheme, the first that is set counts; and how obstore calls the setting.
 _ENDPOINTS = {
-    "s3": ("AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
-    "gs": (),
-    "az": ("AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
+    "s3": ("endpoint", "AWS_ENDPOINT_URL_S3", "AWS_ENDPOINT_URL"),
+    "gs": ("base_url", "GOOGLE_BASE_URL"),
+    "az": ("endpoint", "AZURE_STORAGE_ENDPOINT", "AZURE_ENDPOINT"),
 }
 SCHEMES = tuple(_ENDPOINTS)
 _PART_BYTES = 16 << 20
@@ -261,8 +261,9 @@ def _open(url: str, patience: Patience) -> Any:
             fix="check the place; give credentials in environment variables",
         )
     store = require("obstore.store", "train")
-    endpoint = next((os.environ[name] for name in _ENDPOINTS[scheme] if os.environ.get(name)), "")
-    config: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    setting, *variables = _ENDPOINTS[scheme]
+    endpoint = next((os.environ[name] for name in variables if os.environ.get(name)), "")
+    config: dict[str, Any] = {setting: endpoint} if endpoint else {}
     return store.from_url(
         url,
         client_options={

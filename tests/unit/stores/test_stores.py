@@ -8,6 +8,7 @@ import threading
 import pytest
 from tests import azurite, ceph
 from tests.expect import refused
+from tests.gcs_server import GoogleServer
 from tests.s3_server import BUCKET, S3Server
 
 from ingot.errors import ConfigError
@@ -51,16 +52,17 @@ def servers():
         "memory",
         "objects",
         "s3",
+        "gs",
         *(pytest.param(name, marks=[pytest.mark.nightly, needed]) for name, (_, _, needed) in SERVERS.items()),
     ]
 )
 def store(request, tmp_path, monkeypatch):
-    if request.param == "s3":
+    if request.param in ("s3", "gs"):
         pytest.importorskip("obstore")
-        with S3Server(page=1) as server:
+        with {"s3": S3Server, "gs": GoogleServer}[request.param](page=1) as server:
             for name, value in server.environment.items():
                 monkeypatch.setenv(name, value)
-            yield ObjectStore(f"s3://{BUCKET}/runs")
+            yield ObjectStore(f"{request.param}://{BUCKET}/runs")
     elif request.param in SERVERS:
         pytest.importorskip("obstore")
         bucket, variables = request.getfixturevalue("servers")(request.param)
@@ -226,6 +228,20 @@ def test_other_places_are_refused_without_their_secrets(url):
         open_store(url)
     assert "secret" not in str(error.value)
     assert "token=1" not in str(error.value)
+
+
+def test_google_refuses_a_wrong_token_and_bucket_at_once_and_without_the_secret(monkeypatch):
+    pytest.importorskip("obstore")
+    with GoogleServer() as server:
+        for name, value in server.environment.items():
+            monkeypatch.setenv(name, value)
+        with refused("E-STORE-REFUSED") as error:
+            open_store("gs://nowhere/run").write("a", [b"1"])
+        assert "no such bucket" in error.value.found
+        monkeypatch.setenv(server.secret_variable, "another-t0k3n")
+        with refused("E-STORE-REFUSED") as error:
+            open_store(f"gs://{BUCKET}/run").list()
+    assert "denies access" in error.value.found and "t0k3n" not in str(error.value)
 
 
 def test_errors_of_the_library_are_shown_without_credentials():
