@@ -1,6 +1,7 @@
 """The sections of a report on evaluation: held-out text, tasks, and samples."""
 
-from ingot.report.facts import VOID, RunData, is_number
+from ingot.report.facts import VOID, RunData
+from ingot.report.readable import is_number
 from ingot.report.render.page import Block, Sample, Section, TableBlock, Text
 
 _STDERR = "_stderr"  # the end of the name of a metric's standard error, in lm-eval

@@ -10,7 +10,8 @@ from html import escape
 from itertools import groupby
 from statistics import fmean
 
-from ingot.report.facts import RunData, is_finite
+from ingot.report.facts import RunData
+from ingot.report.readable import is_finite
 from ingot.report.render.charts import expert_charts, spread
 from ingot.report.render.page import Block, Chart, Section, TableBlock, Text
 

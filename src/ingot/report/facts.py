@@ -8,13 +8,13 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeGuard
 
 from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
-from ingot.report.timeline import KINDS, entry_of
+from ingot.report.readable import is_readable
+from ingot.report.timeline import KINDS
 from ingot.schema import events as kinds
 from ingot.schema.corpus import CorpusManifest
 from ingot.schema.plan import Plan
@@ -25,45 +25,9 @@ from ingot.storage import sha256_file
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.resumable import find_resume_point
 
-# Fields that an event of a kind must have as finite numbers, and fields that may be NaN or infinite.
-_NUMBERS = {
-    kinds.RUN_STARTED: ("from_step", "world_size"),
-    kinds.START_TIMES: ("attempt", "total_seconds"),
-    kinds.STEP: ("step",),
-    kinds.PROGRESS: ("step", "tokens", "tokens_per_second", "step_seconds", "data_wait_seconds"),
-    kinds.WAITS: ("step", "steps"),
-    kinds.EXPERTS: ("step", "steps"),
-    kinds.METRICS: ("step",),
-    kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
-    kinds.WEIGHTS_SAVED: ("step", "bytes", "stall_seconds"),
-    kinds.CHECKPOINT_STORED: ("step", "bytes", "seconds"),
-    kinds.CHECKPOINT_FAILED: ("step",),
-    kinds.CHECKPOINT_SKIPPED: ("step",),
-    kinds.EVALUATION: ("step", "tokens"),
-    kinds.SAMPLE: ("step",),
-    kinds.TASK_SCORES: ("step",),
-    kinds.BACKGROUND_EVALUATION: ("step",),
-    kinds.STAGE: ("seconds",),
-    kinds.FINISHED: ("step", "tokens"),
-    kinds.SETTING_CHANGED: ("step",),
-    kinds.ROLLED_BACK: ("from_step", "to_step"),
-    kinds.FINDING: ("step",),
-    kinds.METRICS_LOST: ("step", "rows"),
-    kinds.SANITY: ("step",),
-    kinds.GRADIENT_RANGE: ("step",),
-}
-_PERHAPS_NOT_FINITE = {
-    kinds.STEP: ("loss", "grad_norm", "lr"),
-    kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
-    kinds.SANITY: ("loss",),
-}
 # Events by which the ranks show that they run.
 _OF_RANKS = (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED)
-# Lists of an `experts` event with one value per layer, and such lists that may be null.
-_BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")
-_BEYOND = ("dropped", "fallback")
 VOID = "void"
-_YEAR_5000_SECONDS = 95_617_584_000
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,61 +202,10 @@ def _read_json(kind, path: Path):
 
 def read_run_events(data: RunData) -> None:
     """Read the event log of `data.folder` into `data`. Raises DataError if no event can be read."""
-    faults = FaultReader(data.steps)
-    lists = {
-        kinds.CHECKPOINT: data.checkpoints,
-        kinds.WEIGHTS_SAVED: data.weights_saves,
-        kinds.CHECKPOINT_STORED: data.stored,
-        kinds.CHECKPOINT_REFUSED: data.refused,
-        kinds.CHECKPOINT_FAILED: data.unsaved,
-        kinds.CHECKPOINT_SKIPPED: data.unsaved,
-        kinds.SETTING_CHANGED: data.changed_settings,
-        kinds.EVALUATION: data.evaluations,
-        kinds.SAMPLE: data.samples,
-        kinds.TASK_SCORES: data.task_scores,
-        kinds.BACKGROUND_EVALUATION: data.background,
-        kinds.STAGE: data.stages,
-        kinds.RUN_STARTED: data.starts,
-        kinds.SKIPPED: data.vetoes,
-        kinds.ROLLED_BACK: data.roll_backs,
-        kinds.PASSED: data.passed,
-        kinds.GUARD: data.measures,
-        kinds.FINDING: data.findings,
-        kinds.SANITY: data.sanity,
-        kinds.START_TIMES: data.start_times,
-        kinds.HEALTH: data.health,
-    }
-    started = alive = kind = None
-    for event in _readable_events(data.folder.events, data):
-        kind = event["kind"]
-        faults.see(event)
-        if kind in KINDS:
-            data.timeline.append(event)
-        if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
-            data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
-        if kind in lists:
-            lists[kind].append(event)
-        elif kind == kinds.STEP:
-            data.steps[event["step"]] = event
-        elif kind == kinds.PROGRESS:
-            data.progress[event["step"]] = event
-        elif kind == kinds.WAITS:
-            data.waits[event["step"]] = event
-        elif kind == kinds.EXPERTS:
-            data.experts[event["step"]] = event
-        elif kind == kinds.GRADIENT_RANGE:
-            data.ranges[event["step"]] = event
-        elif kind == kinds.METRICS:
-            for name, value in event["values"].items():
-                data.metrics.setdefault((event["by"], name), {})[event["step"]] = value
-        elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
-            setattr(data, kind, event)
-        if kind == kinds.RUN_STARTED:
-            data.active_seconds += max(alive - started, 0.0) if started and alive else 0.0
-            started = alive = event["time"]
-        elif kind in _OF_RANKS and not event.get("background"):
-            alive = event["time"]
-    if kind is None:
+    reader, read = EventReader(data), 0
+    for read, event in enumerate(read_events(data.folder.events), 1):
+        reader.take(event)
+    if read <= data.unreadable_events:
         raise DataError(
             "E-LOG-NO-EVENTS",
             f"{data.folder.events} has no event that can be read",
@@ -300,91 +213,86 @@ def read_run_events(data: RunData) -> None:
             fix="restore the file from a copy; checkpoints do not depend on the event log",
             path=str(data.folder.events),
         )
-    data.active_seconds += max(alive - started, 0.0) if started and alive else 0.0
-    data.faults = faults.found
+
+
+class EventReader:
+    """Takes the events of a log, in order, into `data`. One that lacks what its kind requires is counted there, and not
+    used."""
+
+    def __init__(self, data: RunData):
+        self._data, self._faults = data, FaultReader(data.steps)
+        self._started = self._alive = None  # of this attempt, in Unix seconds
+        self._earlier_seconds = 0.0
+        self._lists = {
+            kinds.CHECKPOINT: data.checkpoints,
+            kinds.WEIGHTS_SAVED: data.weights_saves,
+            kinds.CHECKPOINT_STORED: data.stored,
+            kinds.CHECKPOINT_REFUSED: data.refused,
+            kinds.CHECKPOINT_FAILED: data.unsaved,
+            kinds.CHECKPOINT_SKIPPED: data.unsaved,
+            kinds.SETTING_CHANGED: data.changed_settings,
+            kinds.EVALUATION: data.evaluations,
+            kinds.SAMPLE: data.samples,
+            kinds.TASK_SCORES: data.task_scores,
+            kinds.BACKGROUND_EVALUATION: data.background,
+            kinds.STAGE: data.stages,
+            kinds.RUN_STARTED: data.starts,
+            kinds.SKIPPED: data.vetoes,
+            kinds.ROLLED_BACK: data.roll_backs,
+            kinds.PASSED: data.passed,
+            kinds.GUARD: data.measures,
+            kinds.FINDING: data.findings,
+            kinds.SANITY: data.sanity,
+            kinds.START_TIMES: data.start_times,
+            kinds.HEALTH: data.health,
+        }
+        self._by_step = {
+            kinds.STEP: data.steps,
+            kinds.PROGRESS: data.progress,
+            kinds.WAITS: data.waits,
+            kinds.EXPERTS: data.experts,
+            kinds.GRADIENT_RANGE: data.ranges,
+        }
+
+    def take(self, event) -> bool:
+        """Take in an event, as it was read. Return whether it is used."""
+        data = self._data
+        if not is_readable(event):
+            data.unreadable_events += 1
+            return False
+        kind = event["kind"]
+        self._faults.see(event)
+        data.faults = self._faults.found
+        if kind in KINDS:
+            data.timeline.append(event)
+        if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
+            data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
+        if kind in self._lists:
+            self._lists[kind].append(event)
+        elif kind in self._by_step:
+            self._by_step[kind][event["step"]] = event
+        elif kind == kinds.METRICS:
+            for name, value in event["values"].items():
+                data.metrics.setdefault((event["by"], name), {})[event["step"]] = value
+        elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
+            setattr(data, kind, event)
+        self._count_time(kind, event)
+        return True
+
+    def _count_time(self, kind: str, event: dict) -> None:
+        if kind == kinds.RUN_STARTED:
+            self._earlier_seconds = self._data.active_seconds
+            self._started = self._alive = event["time"]
+        elif kind in _OF_RANKS and not event.get("background"):
+            self._alive = event["time"]
+        if self._started and self._alive:
+            self._data.active_seconds = self._earlier_seconds + max(self._alive - self._started, 0.0)
 
 
 def _readable_events(path: Path, data: RunData) -> Iterator[dict]:
     """Yield the events of the log `path` that have the fields that their kind requires; count the others in `data`."""
     for event in read_events(path):
-        if _is_readable(event):
+        if is_readable(event):
             yield event
         else:
             data.unreadable_events += 1
-
-
-def _is_readable(event) -> bool:
-    kind = event.get("kind") if isinstance(event, dict) else None
-    if not isinstance(kind, str) or not is_finite(event.get("time")) or abs(event["time"]) > _YEAR_5000_SECONDS:
-        return False
-    step = event.get("step")
-    if step is not None and not (isinstance(step, int) and is_finite(step)):
-        return False
-    if kind == kinds.EXPERTS and not _has_numbers_by_layer(event):
-        return False
-    if kind in (kinds.SKIPPED, kinds.PASSED) and not _has_steps(event):
-        return False
-    if kind == kinds.METRICS and not has_values(event):
-        return False
-    if kind == kinds.FINDING and not _has_kinds(event):
-        return False
-    if kind == kinds.GRADIENT_RANGE and not _has_shares_by_layer(event):
-        return False
-    finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
-    finite = finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
-    return finite and (kind not in KINDS or _has_text(event))
-
-
-def _has_text(event: dict) -> bool:
-    try:
-        entry_of(event)
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return False
-    return True
-
-
-def _has_kinds(event: dict) -> bool:
-    found = event.get("found")
-    names = ("loss", "grad_norm", "loss_sigmas", "norm_sigmas")
-    texts = isinstance(found, list) and bool(found) and all(isinstance(one, str) for one in found)
-    return texts and all(is_number(event.get(name)) for name in names)
-
-
-def _has_steps(event: dict) -> bool:
-    steps = event.get("steps")
-    return isinstance(steps, list) and bool(steps) and all(isinstance(step, int) for step in steps)
-
-
-def has_values(event: dict) -> bool:
-    """Check whether a `metrics` event has numbers by name, and the name of the callback that wrote them."""
-    values = event.get("values")
-    return (
-        isinstance(event.get("by"), str)
-        and isinstance(values, dict)
-        and all(isinstance(value, float) or is_finite(value) for value in values.values())
-    )
-
-
-def _has_numbers_by_layer(event: dict) -> bool:
-    names = (*_BY_LAYER, *(name for name in _BEYOND if event.setdefault(name, None) is not None))
-    columns = [column for name in names if isinstance(column := event.get(name), list) and column]
-    if len(columns) < len(names) or len({len(column) for column in columns}) > 1:
-        return False
-    return all(is_finite(value) or value != value for column in columns for value in column)
-
-
-def _has_shares_by_layer(event: dict) -> bool:
-    columns = [event.get(name) for name in ("layers", "underflow", "saturation")]
-    if not all(isinstance(column, list) for column in columns) or len({len(column or ()) for column in columns}) > 1:
-        return False
-    return all(is_number(share) for column in columns[1:] for share in column or ())
-
-
-def is_number(value) -> TypeGuard[float]:
-    """Check whether `value` is an int or a float; True and False do not count."""
-    return isinstance(value, int | float) and not isinstance(value, bool)
-
-
-def is_finite(value) -> TypeGuard[float]:
-    """Check whether `value` is a number below 1e18 in absolute value, so neither NaN nor infinite."""
-    return is_number(value) and abs(value) < 1e18

@@ -3,9 +3,10 @@
 import time
 from collections.abc import Sequence
 
-from ingot.report.facts import RunData, is_finite
+from ingot.report.facts import RunData
 from ingot.report.faults import FaultRecord
 from ingot.report.lineage.order_sections import windows_of
+from ingot.report.readable import is_finite
 from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
 from ingot.report.sections import plural
 from ingot.report.timeline import size_of, timeline

@@ -7,7 +7,8 @@ from statistics import median
 
 from ingot.planner.show.layout import degrees_text
 from ingot.report.evaluations import number_text
-from ingot.report.facts import RunData, is_finite
+from ingot.report.facts import RunData
+from ingot.report.readable import is_finite
 from ingot.report.render.charts import loss_chart, optimizer_charts, settled, throughput_charts, throughput_summary
 from ingot.report.render.page import (
     Bar,

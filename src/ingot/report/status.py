@@ -6,7 +6,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from ingot.events import read_events
-from ingot.report.facts import has_values, no_run_folder
+from ingot.report.facts import no_run_folder
+from ingot.report.readable import has_values
 from ingot.report.timeline import KINDS, TimelineEntry, entry_of
 from ingot.schema import events
 from ingot.schema.alert import alert_of

@@ -8,8 +8,9 @@ from pathlib import Path
 from ingot import __version__
 from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
-from ingot.report.facts import RunData, gather, is_finite, is_number
+from ingot.report.facts import RunData, gather
 from ingot.report.metrics import metrics_section
+from ingot.report.readable import is_finite, is_number
 from ingot.report.recovery import recovery_section
 from ingot.report.render.markup import render_html, render_markdown
 from ingot.report.render.page import HeadlineFigure, ReportPage

@@ -22,7 +22,7 @@ from ingot.report.diagnose.evidence import (
     less_recompute,
     shorter_bubbles,
 )
-from ingot.report.facts import is_finite
+from ingot.report.readable import is_finite
 from ingot.schema import events as kinds
 from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
 from ingot.units import format_seconds

@@ -13,7 +13,8 @@ from typing import Any, Literal, get_args
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.exposed import NAMES
 from ingot.planner.predict.time.step_time import step_seconds
-from ingot.report.facts import RunData, is_finite
+from ingot.report.facts import RunData
+from ingot.report.readable import is_finite
 from ingot.schema.cluster import Cluster
 from ingot.schema.parallel import PipelineSchedule
 from ingot.schema.run import RunConfig

@@ -12,7 +12,8 @@ from html import escape
 from statistics import fmean, median
 
 from ingot.report.evaluations import evaluated
-from ingot.report.facts import RunData, is_finite
+from ingot.report.facts import RunData
+from ingot.report.readable import is_finite
 from ingot.report.render.page import Chart, Charts, TableBlock
 from ingot.units import format_count
 
