@@ -57,7 +57,8 @@ class RunData:
     findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
     have an entry in it (timeline.py), in the order of the log. sanity: the `sanity` events. ranges: the last
     `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and
-    `checkpoint_skipped` events. weights_saves, stored: the `weights_saved` and `checkpoint_stored` events. hashes: the
+    `checkpoint_skipped` events. weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`,
+    `snapshot_kept` and `straggler` events. hashes: the
     SHA-256 of each named item. active_seconds: the time from the start of each attempt to its last event, summed;
     pauses between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not
     resume from it.
@@ -79,6 +80,8 @@ class RunData:
     checkpoints: list[dict] = field(default_factory=list)
     weights_saves: list[dict] = field(default_factory=list)
     stored: list[dict] = field(default_factory=list)
+    snapshots: list[dict] = field(default_factory=list)
+    stragglers: list[dict] = field(default_factory=list)
     refused: list[dict] = field(default_factory=list)
     unsaved: list[dict] = field(default_factory=list)
     changed_settings: list[dict] = field(default_factory=list)
@@ -227,6 +230,8 @@ class EventReader:
             kinds.CHECKPOINT: data.checkpoints,
             kinds.WEIGHTS_SAVED: data.weights_saves,
             kinds.CHECKPOINT_STORED: data.stored,
+            kinds.SNAPSHOT_KEPT: data.snapshots,
+            kinds.STRAGGLER: data.stragglers,
             kinds.CHECKPOINT_REFUSED: data.refused,
             kinds.CHECKPOINT_FAILED: data.unsaved,
             kinds.CHECKPOINT_SKIPPED: data.unsaved,

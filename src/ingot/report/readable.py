@@ -17,6 +17,8 @@ _NUMBERS = {
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
     kinds.WEIGHTS_SAVED: ("step", "bytes", "stall_seconds"),
     kinds.CHECKPOINT_STORED: ("step", "bytes", "seconds"),
+    kinds.SNAPSHOT_KEPT: ("step", "nodes"),
+    kinds.STRAGGLER: ("step", "rank", "factor"),
     kinds.CHECKPOINT_FAILED: ("step",),
     kinds.CHECKPOINT_SKIPPED: ("step",),
     kinds.EVALUATION: ("step", "tokens"),

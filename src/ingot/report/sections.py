@@ -19,6 +19,7 @@ from ingot.report.render.page import (
     TableBlock,
     Text,
 )
+from ingot.report.tiers import tiers_table
 from ingot.schema import events as kinds
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import FULL
@@ -113,6 +114,8 @@ def checkpoints_section(data: RunData) -> Section | None:
         blocks.append(TableBlock(("Step", "Why it was refused"), refused, right=(0,), caption="Refused on load"))
     if data.unsaved:
         blocks.append(_unsaved(data))
+    if (tiers := tiers_table(data)) is not None:
+        blocks.append(tiers)
     right, caption = tuple(range(len(header))), f"All {len(rows)} checkpoints"
     if "Verify" in header:
         caption += "; most of Verify passes during Write"

@@ -6,10 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot import __version__
+from ingot.report.alert_list import alerts_section
+from ingot.report.cost import cost_section
+from ingot.report.data_mix import data_mix_section
 from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
 from ingot.report.facts import RunData, gather
 from ingot.report.metrics import metrics_section
+from ingot.report.ranks import ranks_section
 from ingot.report.readable import is_finite, is_number
 from ingot.report.recovery import recovery_section
 from ingot.report.render.markup import render_html, render_markdown
@@ -70,9 +74,10 @@ def write_report(
 def build_page(data: RunData, command: str) -> ReportPage:
     """Return the report page of a run. command: the command that reproduces the run."""
     sections = (
-        training_section, metrics_section, experts_section, evaluation_section, samples_section, recovery_section,
-        comparison_section, stages_section, funnel_section, checkpoints_section, settings_section,
-        changed_settings_section, machine_section, provenance_section,
+        training_section, metrics_section, ranks_section, experts_section, evaluation_section, samples_section,
+        recovery_section, alerts_section, comparison_section, cost_section, stages_section, funnel_section,
+        data_mix_section, checkpoints_section, settings_section, changed_settings_section, machine_section,
+        provenance_section,
     )  # fmt: skip
     name = data.run.name if data.run else data.folder.root.resolve().name
     footer = f"Written by ingot {__version__} from the event log of the run."

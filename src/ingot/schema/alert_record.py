@@ -96,11 +96,16 @@ def summarized(records: Iterable[AlertRecord]) -> list[ShownAlert]:
     """Return one entry per alert, in the order in which they fired first."""
     found: dict[str, ShownAlert] = {}
     for record in records:
-        own = found.get(record.id)
-        if own is None:
-            found[record.id] = ShownAlert(last=record, over=record.time if record.state == RESOLVED else None)
-        elif record.state == RESOLVED:
-            own.over, own.count = record.time, own.count + record.more
-        else:
-            own.last, own.over, own.count = record, None, own.count + 1 + record.more
+        add_record(found, record)
     return list(found.values())
+
+
+def add_record(found: dict[str, ShownAlert], record: AlertRecord) -> None:
+    """Add the next record to the entries in `found`, by id."""
+    own = found.get(record.id)
+    if own is None:
+        found[record.id] = ShownAlert(last=record, over=record.time if record.state == RESOLVED else None)
+    elif record.state == RESOLVED:
+        own.over, own.count = record.time, own.count + record.more
+    else:
+        own.last, own.over, own.count = record, None, own.count + 1 + record.more

@@ -157,7 +157,7 @@ def thinned(points: Points, buckets: int) -> np.ndarray:
         return np.arange(len(steps))
     buckets = max(buckets, 1)
     span = int(steps[-1] - steps[0]) + 1
-    bucket = ((steps - steps[0]) * buckets) // span
+    bucket = np.minimum(((steps - steps[0]) * (buckets / span)).astype(np.int64), buckets - 1)
     starts = np.flatnonzero(np.r_[True, np.diff(bucket) > 0])
     sizes = np.diff(np.r_[starts, len(steps)])
     finite = np.isfinite(values)

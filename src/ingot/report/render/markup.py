@@ -15,6 +15,7 @@ from ingot.report.render.page import (
     Charts,
     Folded,
     HeadlineFigure,
+    HeatMap,
     LabeledValues,
     ReportPage,
     Sample,
@@ -99,6 +100,8 @@ svg.chart{display:block;width:100%;height:auto}
 .above-1{--load:color-mix(in srgb,var(--metal) 35%,var(--page))}
 .above-2{--load:color-mix(in srgb,var(--metal) 68%,var(--page))}
 .chart rect{fill:var(--load)}
+.heat td{background:color-mix(in srgb,var(--load) 45%,var(--page));padding:5px 9px;border:1px solid var(--page)}
+.heat td.even{background:var(--grid)}.heat th{padding:5px 9px 5px 0}
 .legend{display:flex;flex-wrap:wrap;gap:2px 20px;list-style:none;margin:6px 0 0;padding:0;font-size:13px;
 color:var(--soft)}
 .legend i{display:inline-block;width:20px;height:0;border-top:3px solid var(--metal);vertical-align:middle;
@@ -182,6 +185,8 @@ def _html_block(block: Block) -> str:
             return _html_folded_table(block) if block.folded else _html_table(block)
         case Bars():
             return _html_bars(block)
+        case HeatMap():
+            return _html_heat(block)
         case Chart():
             return _html_chart(block)
         case Charts(charts):
@@ -232,6 +237,24 @@ def _html_bars(bars: Bars) -> str:
     return f'<div class="scroll"><table class="bars">{head}<tbody>{"".join(rows)}</tbody></table></div>'
 
 
+def _html_heat(heat: HeatMap) -> str:
+    rows = []
+    for row in heat.rows:
+        cells = "".join(
+            f'<td class="r {level_class(level)}">{escape(value)}</td>'
+            for value, level in zip(row.values, row.levels, strict=True)
+        )
+        note = f'<span class="ran">{escape(row.note)}</span>' if row.note else ""
+        rows.append(f'<tr><th scope="row">{escape(row.label)}{note}</th>{cells}</tr>')
+    head = _html_head(heat.header, tuple(range(1, len(heat.header))))
+    return f'<div class="scroll"><table class="heat">{head}<tbody>{"".join(rows)}</tbody></table></div>'
+
+
+def level_class(level: int) -> str:
+    """Return the CSS class of a shade: level is -3 (far below the usual) to 3 (far above it)."""
+    return "even" if level == 0 else f"above-{level}" if level > 0 else f"below-{-level}"
+
+
 def _html_chart(chart: Chart) -> str:
     """Return a figure with both sizes of the SVG; the style sheet shows the size that fits the screen."""
     legend = "".join(f'<li><i class="{escape(kind)}"></i>{escape(text)}</li>' for kind, text in chart.legend)
@@ -268,6 +291,9 @@ def _markdown_block(block: Block) -> str:
         case Bars():
             rows = [(bar.label, *bar.values, bar.note) for bar in block.rows]
             return _markdown_table(TableBlock((*block.header, ""), rows, right=tuple(range(1, len(block.header)))))
+        case HeatMap():
+            heat = [(f"{row.label} ({row.note})" if row.note else row.label, *row.values) for row in block.rows]
+            return _markdown_table(TableBlock(block.header, heat, right=tuple(range(1, len(block.header)))))
         case Chart(title=title, table=table):
             return f"**{_markdown_escape(title)}**\n\n{_markdown_table(replace(table, caption=''))}"
         case Charts(charts):

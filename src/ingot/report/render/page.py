@@ -55,6 +55,25 @@ class Bars:
 
 
 @dataclass(frozen=True)
+class HeatRow:
+    """A row of `HeatMap`. values: one per column after the first. levels: the shade of each, from -3 (far below the
+    usual) to 3 (far above it). note: what is wrong with the row; "": nothing."""
+
+    label: str
+    values: tuple[str, ...]
+    levels: tuple[int, ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A table of shaded cells."""
+
+    header: tuple[str, ...]
+    rows: list[HeatRow]
+
+
+@dataclass(frozen=True)
 class Chart:
     """A chart. wide, narrow: the same chart as <svg> for wide and for narrow screens.
 
@@ -91,7 +110,7 @@ class Folded:
     blocks: "list[Block]"
 
 
-Block = Text | LabeledValues | TableBlock | Bars | Chart | Charts | Sample | Folded
+Block = Text | LabeledValues | TableBlock | Bars | HeatMap | Chart | Charts | Sample | Folded
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,186 @@
+"""What a page or a terminal shows of a run besides its charts: its state in figures, and chapters of text and tables.
+
+A chapter is a section of the report, made by the same function, so that all three say the same (report/). A caller
+holds the lock of the run while another thread refreshes it. Charts over steps are in charts.py.
+"""
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from ingot.errors import IngotError
+from ingot.report.alert_list import alert_blocks
+from ingot.report.cost import cost_section
+from ingot.report.data_mix import mix_blocks, source_shares
+from ingot.report.evaluations import evaluated, evaluation_section, samples_section
+from ingot.report.experts import experts_section
+from ingot.report.ranks import rank_blocks
+from ingot.report.recovery import recovery_section
+from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
+from ingot.report.sections import checkpoints_section, comparison_section
+from ingot.units import format_count, format_seconds, format_usd
+from ingot.watch.charts import Question
+from ingot.watch.live import LiveRun
+
+_INCIDENTS = 100  # in the table
+_DAMAGED = "This run's record is not whole"
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchHead:
+    """The state of a run. state: in a word (LiveRun.state). note: what is wrong with it; "": nothing. steps: of the run
+    file, 0 if unknown. last_event: Unix seconds; None without one. figures: in the order of their importance."""
+
+    name: str
+    state: str
+    note: str
+    step: int
+    steps: int
+    last_event: float | None
+    figures: tuple[HeadlineFigure, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class WatchChapter:
+    """A section with the question that it helps to answer."""
+
+    question: Question
+    section: Section
+
+
+def head(run: LiveRun, now: float | None = None) -> WatchHead:
+    """Return the state of a run in figures. now: Unix seconds; None: the time of the call."""
+    now = time.time() if now is None else now
+    still = run.still_seconds(now)
+    notes = [f"no step for {format_seconds(still)}"] if still else []
+    if run.behind:
+        notes.append(f"reading its record: {1 - run.behind:.0%}")
+    return WatchHead(
+        name=run.name,
+        state=run.state,
+        note="; ".join(notes),
+        step=run.last_step,
+        steps=run.total_steps,
+        last_event=run.last_event,
+        figures=tuple(_figures(run, now, still is not None)),
+    )
+
+
+def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
+    newest = run.lines.newest
+    if (loss := run.steps.newest("loss")) is not None:
+        bpb = newest("bpb")
+        yield HeadlineFigure("Loss", f"{loss:.4f}", f"{bpb:.3f} bits per byte" if bpb is not None else "nats per token")
+    if evaluations := evaluated(run.data):
+        last = evaluations[-1]
+        unigram = last["unigram_bpb"]
+        good = None if unigram <= 0 else last["bpb"] < unigram
+        note = f"bits per byte, at step {last['step']:,}"
+        yield HeadlineFigure("Held-out", f"{last['bpb']:.3f}", note, good=good)
+    if (speed := newest("tokens_per_second")) is not None and not still:
+        seconds = newest("step_seconds")
+        yield HeadlineFigure("Tokens/s", format_count(speed), f"{format_seconds(seconds)} a step" if seconds else "")
+    if (mfu := newest("mfu")) is not None:
+        plan = run.data.plan.mfu if run.data.plan else None
+        yield HeadlineFigure("MFU", f"{mfu:.1%}", f"plan {plan:.1%}" if plan else "")
+    eta = newest("eta_seconds")
+    if run.state == "running" and eta is not None and not still:
+        done = f"{run.last_step / run.total_steps:.1%} done" if run.total_steps else ""
+        yield HeadlineFigure("Time left", format_seconds(eta), done)
+    if (cost := newest("cost_usd")) is not None:
+        yield HeadlineFigure("Cost", format_usd(cost), "so far")
+    if run.ranks and (goodput := run.ranks.get(0)) and "run/goodput" in goodput.values:
+        yield HeadlineFigure("Goodput", f"{goodput.values['run/goodput']:.1%}", "time in steps that count")
+    if run.data.checkpoints:
+        last = run.data.checkpoints[-1]
+        age = f"{format_seconds(max(now - last['time'], 0.0))} ago" if run.state == "running" else "the newest"
+        yield HeadlineFigure("Checkpoint", f"step {last['step']:,}", age)
+    if faults := len(run.data.faults):
+        back = sum(fault.resumed_at is not None for fault in run.data.faults)
+        yield HeadlineFigure("Faults", f"{faults:,}", f"{back:,} recovered", good=None if back == faults else False)
+    if still_open := sum(alert.over is None for alert in run.alerts.values()):
+        yield HeadlineFigure("Alerts", f"{still_open:,} open", "", good=False)
+
+
+def chapters(run: LiveRun) -> list[WatchChapter]:
+    """Return the chapters of a run that have content, in the order of their questions."""
+    data = run.data
+    found: list[tuple[Question, Section | None]] = [
+        ("learning", evaluation_section(data)),
+        ("learning", samples_section(data)),
+        ("learning", _mix(run)),
+        ("fast", comparison_section(data)),
+        ("fast", _ranks(run)),
+        ("healthy", _record(run)),
+        ("healthy", _alerts(run)),
+        ("healthy", _incidents(run)),
+        ("healthy", recovery_section(data)),
+        ("healthy", _of_files(checkpoints_section, run)),
+        ("healthy", experts_section(data)),
+        ("cost", cost_section(data)),
+    ]
+    return [
+        WatchChapter(question=question, section=replace(section, blocks=list(_without_charts(section.blocks))))
+        for question, section in found
+        if section and section.blocks
+    ]
+
+
+def _without_charts(blocks: list[Block]) -> Iterator[Block]:
+    """Yield blocks without charts, which a page draws from the numbers; their tables stay, folded."""
+    for block in blocks:
+        if isinstance(block, Chart):
+            yield replace(block.table, caption=block.title, folded=True)
+        elif isinstance(block, Folded):
+            yield replace(block, blocks=list(_without_charts(block.blocks)))
+        elif not isinstance(block, Charts):
+            yield block
+
+
+def _of_files(section, run: LiveRun) -> Section | None:
+    """Return a section that reads files of the run folder, which may vanish meanwhile."""
+    try:
+        return section(run.data)
+    except (IngotError, OSError, ValueError):
+        return None
+
+
+def _mix(run: LiveRun) -> Section | None:
+    shares, counted = source_shares(run.folder.root, run.last_step)
+    return Section("mix", "Data mix", mix_blocks(shares, counted, run.last_step)) if len(shares) > 1 else None
+
+
+def _ranks(run: LiveRun) -> Section | None:
+    return Section("ranks", "Ranks", rank_blocks(run.ranks, run.slow_ranks())) if len(run.ranks) > 1 else None
+
+
+def _alerts(run: LiveRun) -> Section | None:
+    if not run.alerts:
+        return None
+    return Section("alerts", "Alerts", alert_blocks(list(run.alerts.values()), run.alerts_left_out))
+
+
+def _record(run: LiveRun) -> Section | None:
+    """Return what is wrong with the record of the run; None if nothing is."""
+    lines = list(run.problems.values())
+    if run.data.unreadable_events:
+        lines.append(f"{run.data.unreadable_events:,} events cannot be read: they are damaged, or of another version.")
+    if run.clock_jumps:
+        lines.append(f"The clock went back {run.clock_jumps:,} times, so durations across these times are wrong.")
+    if len(run.names) > 1:
+        lines.append(f"The log has events of {len(run.names)} runs: {', '.join(list(run.names)[:5])}.")
+    if run.steps.skipped:
+        lines.append(f"{run.steps.skipped:,} of the oldest steps are left out of the charts, without their extremes.")
+    return Section("record", _DAMAGED, [Text(line) for line in lines]) if lines else None
+
+
+def _incidents(run: LiveRun) -> Section | None:
+    """Return the newest incidents, newest first."""
+    if not run.incidents:
+        return None
+    total = run.incident_counts.total()
+    shown = list(run.incidents)[-_INCIDENTS:][::-1]
+    rows = [(f"{one.step:,}", time.strftime("%m-%d %H:%M:%S", time.gmtime(one.time)), one.text) for one in shown]
+    words = f"All {total:,}" if total == len(shown) else f"The newest {len(shown)} of {total:,}"
+    table = TableBlock(("Step", "Time (UTC)", "Incident"), rows, right=(0,), caption=f"{words}, newest first")
+    return Section("incidents", "Incidents", [table])

@@ -1,0 +1,340 @@
+"""The record of a run folder, read as it grows, in bounded memory. No torch; nothing is written.
+
+A `LiveRun` keeps the numbers of every step as arrays (series.py), and of all else the newest: what the report needs
+(report/facts.py), incidents to mark, and alerts. Logs may be cut, damaged, of other versions, or of several runs.
+"""
+
+import json
+import math
+import os
+import threading
+import time
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+
+from ingot.config import from_dict
+from ingot.errors import IngotError
+from ingot.observe.scalars import USES
+from ingot.report.facts import EventReader, RunData
+from ingot.report.ranks import open_stragglers
+from ingot.report.readable import is_number
+from ingot.schema import events
+from ingot.schema.alert_record import ShownAlert, add_record, record_of
+from ingot.schema.metric_files import MISSING
+from ingot.schema.metrics import NewestRow, newest_rows
+from ingot.schema.plan import Plan
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import read_token_manifest
+from ingot.theory.late_lines import late_after_seconds
+from ingot.theory.rules import recorded_run
+from ingot.trainer.resilience.lock import is_locked
+from ingot.watch.growing import GrowingFile, parsed
+from ingot.watch.incidents import Incident, incident_of
+from ingot.watch.series import StepSeries
+
+STEP_COLUMNS = ("loss", "grad_norm", "lr")
+LINE_COLUMNS = (
+    "bpb", "tokens", "tokens_per_second", "mfu", "step_seconds", "data_wait_seconds", "peak_memory_bytes", "cost_usd",
+    "eta_seconds",
+)  # fmt: skip
+EXPERT_COLUMNS = ("load_cv", "max_load", "min_load", "entropy", "dropped", "fallback")
+_READ_BYTES = 2 << 20  # of a file in one look: readers wait for it
+_MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 5_000, 1_000, 64
+_MOST_TEXT = 8_000  # characters of a sample or document
+_RANKS_SECONDS = 2.0  # between two looks at the numbers of the ranks
+_JUMP_SECONDS = 60.0
+
+
+class LiveRun:
+    """A run folder as it is. Call `refresh` now and then; hold `lock` while you read, if another thread refreshes.
+
+    generation: counts how often numbers became void or were read anew; until then, rows are only added. version: counts
+    the looks that found anything new. steps: loss, gradient norm and learning rate of every logged step. lines: the
+    numbers of log lines. uses, uses_most: the seconds per step of each use of a rank's time, mean over ranks and of the
+    rank with the most. experts: over layers (means; largest and least load). own: numbers of callbacks and loss terms,
+    as BY/NAME. data: what the sections of the report need; of events of a kind, the newest. incidents: the newest;
+    incident_counts: all, by kind. alerts: the newest, by id; alerts_left_out: older ones. ranks: the newest row of each
+    rank. names: of the runs in the log. problems: what cannot be read, in words. clock_jumps: how often the clock went
+    back. last_event: Unix seconds of the newest event.
+    """
+
+    def __init__(self, root: Path):
+        self.folder = RunFolder(root)
+        self.lock = threading.RLock()
+        self.generation = self.version = 0
+        self._begin()
+
+    def _begin(self) -> None:
+        """Forget everything: the log is read from its beginning."""
+        self.generation += 1
+        self.version += 1
+        self.steps = StepSeries(*STEP_COLUMNS)
+        self.lines = StepSeries(*LINE_COLUMNS)
+        self.uses, self.uses_most = StepSeries(*USES), StepSeries(*USES)
+        self.experts = StepSeries(*EXPERT_COLUMNS)
+        self.own: dict[str, StepSeries] = {}
+        self.data = RunData(folder=self.folder)
+        self.incidents: deque[Incident] = deque(maxlen=_MOST_INCIDENTS)
+        self.incident_counts: Counter[str] = Counter()
+        self.alerts: dict[str, ShownAlert] = {}
+        self.alerts_left_out = self.clock_jumps = 0
+        self.ranks: dict[int, NewestRow] = {}
+        self.names: dict[str, None] = {}
+        self.problems: dict[str, str] = {}
+        self.last_event: float | None = None
+        self.running = False
+        self._end = ""
+        self._reader = EventReader(self.data)
+        self._log = GrowingFile(self.folder.events, _READ_BYTES)
+        self._alert_lines = GrowingFile(self.folder.alerts, _READ_BYTES)
+        self._files: dict[Path, tuple[int, int] | None] = {}
+        self._ranks_read = 0.0
+
+    # -- looks --
+
+    def refresh(self) -> bool:
+        """Read what was added since the last look, some megabytes at most. Return whether anything is new; then look
+        again soon, because more may be there."""
+        before = self.version
+        with self.lock:
+            self._read_artifacts()
+            if (lines := self._log.read_lines()) is None:
+                self._begin()
+                return True
+            if lines:
+                self._take(parsed(lines))
+                self.version += 1
+            if (lines := self._alert_lines.read_lines()) is None:
+                self.alerts.clear()
+                self.alerts_left_out = 0
+            elif lines:
+                self._take_alerts(parsed(lines))
+                self.version += 1
+            self._read_ranks()
+            if (running := is_locked(self.folder.lock)) != self.running:
+                self.running = running
+                self.version += 1
+        return self.version > before
+
+    def read_all(self) -> "LiveRun":
+        """Read the whole record, and return this object."""
+        while self.refresh() and self.behind:
+            pass
+        return self
+
+    @property
+    def behind(self) -> float:
+        """The share of the event log that is not read yet, as of the last look: 0 to 1."""
+        return self._log.left_bytes / self._log.size if self._log.size else 0.0
+
+    # -- the state --
+
+    @property
+    def name(self) -> str:
+        """The name of the run, that of its folder without a run file."""
+        return self.data.run.name if self.data.run else self.folder.root.resolve().name
+
+    @property
+    def last_step(self) -> int:
+        """The newest step that is not void; 0 without one."""
+        return max(self.steps.last_step, self.lines.last_step)
+
+    @property
+    def total_steps(self) -> int:
+        """The steps of the run file; 0 if it cannot be read."""
+        return self.data.run.train.steps if self.data.run else 0
+
+    @property
+    def state(self) -> str:
+        """In words: "running", "finished", "stopped", "failed", "interrupted" or "not started"."""
+        if self.running:
+            return "running"
+        ends = {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}
+        return ends.get(self._end, "interrupted") if self._end else "not started"
+
+    def still_seconds(self, now: float | None = None) -> float | None:
+        """Return the time since the newest log line of a running run, if the next one is late; else None. now: Unix
+        seconds; None: the time of the call."""
+        step_seconds, written = self.lines.newest("step_seconds"), self.lines.time_of(self.lines.last_step)
+        if not (self.running and self.data.run and step_seconds and written):
+            return None
+        seconds = (time.time() if now is None else now) - written
+        return seconds if seconds > late_after_seconds(self.data.run.watch.log_every, step_seconds) else None
+
+    def slow_ranks(self) -> dict[int, dict]:
+        """Return the `straggler` events of the ranks that are slow, by rank."""
+        return open_stragglers(self.data)
+
+    def all_series(self) -> Iterable[StepSeries]:
+        """Yield every series of the log."""
+        yield from (self.steps, self.lines, self.uses, self.uses_most, self.experts, *self.own.values())
+
+    # -- events --
+
+    def _take(self, found: list) -> None:
+        pending: list[dict] = []
+        for event in found:
+            if not self._reader.take(event):
+                continue
+            if event["kind"] == events.STEP:
+                pending.append(event)
+                continue
+            self._take_steps(pending)
+            pending = []
+            with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):  # of another version
+                self._take_event(event)
+        self._take_steps(pending)
+        self._prune()
+
+    def _take_steps(self, found: list[dict]) -> None:
+        if not found:
+            return
+        rows = self.steps.new_rows(len(found))
+        rows["step"] = [event["step"] for event in found]
+        rows["time"] = [event["time"] for event in found]
+        rows["values"] = [[_number(event[name]) for name in STEP_COLUMNS] for event in found]
+        self._add_rows(self.steps, rows)
+        self._see_time(found[0]["time"])
+        self._see_time(found[-1]["time"])
+
+    def _take_event(self, event: dict) -> None:
+        kind, step = event["kind"], event.get("step")
+        self._see_time(event["time"])
+        if kind in (events.RUN_STARTED, events.STOPPED, events.FINISHED, events.FAULT):
+            self._end = kind
+        if kind == events.RUN_STARTED:
+            self.names[str(event.get("run", ""))[:200]] = None
+            self._go_back(event["from_step"])
+        elif kind == events.ROLLED_BACK:
+            self._go_back(event["to_step"])
+        elif kind == events.PROGRESS:
+            self._add(self.lines, event, LINE_COLUMNS)
+        elif kind == events.WAITS:
+            for series, part in ((self.uses, "mean"), (self.uses_most, "most")):
+                self._add(series, {**event, **{use: (event.get(use) or {}).get(part) for use in USES}}, tuple(USES))
+        elif kind == events.EXPERTS:
+            self._add(self.experts, _over_layers(event), EXPERT_COLUMNS)
+        elif kind == events.METRICS:
+            for name, value in event["values"].items():
+                name = f"{event['by']}/{name}"[:200]
+                if len(self.own) < _MOST_SERIES or name in self.own:
+                    self._add(self.own.setdefault(name, StepSeries("value")), {**event, "value": value}, ("value",))
+        elif kind == events.SAMPLE:
+            for field in ("prompt", "text"):
+                if len(text := str(event.get(field, ""))) > _MOST_TEXT:
+                    event[field] = text[:_MOST_TEXT] + " …"
+        if (incident := incident_of(event, self.last_step)) is not None:
+            self.incidents.append(incident)
+            self.incident_counts[kind] += 1
+
+    def _add(self, series: StepSeries, event: Mapping, columns: tuple[str, ...]) -> None:
+        row = series.new_rows(1)
+        row["step"], row["time"], row["values"] = event["step"], event["time"], [_number(event.get(c)) for c in columns]
+        self._add_rows(series, row)
+
+    def _add_rows(self, series: StepSeries, rows: np.ndarray) -> None:
+        before, thinned = series.last_step, series.skipped
+        series.extend(rows)
+        if rows["step"][0] <= before or series.skipped > thinned:
+            self.generation += 1
+
+    def _go_back(self, step: int) -> None:
+        if any([series.go_back(step) for series in self.all_series()]):
+            self.generation += 1
+
+    def _see_time(self, seconds: float) -> None:
+        if self.last_event is not None and seconds < self.last_event - _JUMP_SECONDS:
+            self.clock_jumps += 1
+        self.last_event = seconds
+
+    def _prune(self) -> None:
+        """Leave of the events of each kind the newest ones."""
+        for name, found in vars(self.data).items():
+            most = _MOST_STEPS if name == "steps" else _MOST_EVENTS
+            if isinstance(found, list) and len(found) > 2 * most:
+                del found[:-most]
+            elif isinstance(found, dict) and name != "hashes" and len(found) > 2 * most:
+                for key in list(found)[:-most]:
+                    del found[key]
+        for values in self.data.metrics.values():
+            if len(values) > 2 * _MOST_EVENTS:
+                for key in list(values)[:-_MOST_EVENTS]:
+                    del values[key]
+
+    def _take_alerts(self, found: list) -> None:
+        for values in found:
+            with suppress(KeyError, TypeError, ValueError, OverflowError):
+                add_record(self.alerts, record_of(values))
+        if len(self.alerts) > 2 * _MOST_ALERTS:  # those that are over first, then the oldest
+            ids = sorted(self.alerts, key=lambda one: self.alerts[one].over is None)
+            for one in ids[: len(ids) - _MOST_ALERTS]:
+                del self.alerts[one]
+                self.alerts_left_out += 1
+
+    # -- other files --
+
+    def _read_artifacts(self) -> None:
+        if self._changed(self.folder.config):
+            self.data.run = self._read("run.toml", lambda: recorded_run(self.folder.config))
+            if self.data.run:
+                tokens = self.folder.root / self.data.run.data.tokens
+                if (tokens / "manifest.json").is_file():
+                    self.data.tokens = self._read("tokens", lambda: read_token_manifest(tokens))
+        if self._changed(self.folder.plan):
+            self.data.plan = self._read("plan.json", self._plan)
+
+    def _plan(self) -> Plan:
+        return from_dict(Plan, json.loads(self.folder.plan.read_bytes()), where=lambda key: f"plan.json ({key})")
+
+    def _read(self, name: str, read):
+        self.version += 1
+        self.problems.pop(name, None)
+        try:
+            return read()
+        except IngotError as error:
+            self.problems[name] = error.found
+        except (OSError, ValueError, RecursionError, TypeError) as error:
+            self.problems[name] = f"{name} cannot be read: {error}"
+        return None
+
+    def _changed(self, path: Path) -> bool:
+        try:
+            found = os.stat(path)
+            state = (found.st_mtime_ns, found.st_ino)
+        except OSError:
+            state = None
+        before = self._files.get(path)
+        self._files[path] = state
+        return state is not None and state != before
+
+    def _read_ranks(self) -> None:
+        now = time.monotonic()
+        if now - self._ranks_read < _RANKS_SECONDS and self.ranks:
+            return
+        self._ranks_read = now
+        with suppress(OSError, ValueError):  # segments are removed while they are read
+            found = newest_rows(self.folder.metrics)
+            if found != self.ranks:
+                self.ranks = found
+                self.version += 1
+
+
+def _number(value) -> float:
+    try:
+        return float(value) if is_number(value) else MISSING
+    except OverflowError:  # an integer of hundreds of digits
+        return math.inf
+
+
+def _over_layers(event: Mapping) -> dict:
+    """Return an `experts` event with one number per column: means over layers, the largest and the least load."""
+    found = {"step": event["step"], "time": event["time"]}
+    for name in EXPERT_COLUMNS:
+        values = event.get(name) or []
+        over = {"max_load": max, "min_load": min}.get(name, lambda own: sum(own) / len(own))
+        found[name] = over(values) if values else None
+    return found
