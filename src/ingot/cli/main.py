@@ -30,6 +30,7 @@ VERBS = {
     "train": "start a run, or continue it with the same command",
     "drill": "break copies of a run on purpose, and show that they recover bit for bit",
     "status": "show the state of a run: step, loss, speed, newest checkpoint, faults",
+    "watch": "show runs while they train: charts, ranks, incidents, cost; on a page with --web",
     "alerts": "show which alerts of a run fired, or would have fired with other limits",
     "guard": "show what the guard of a run did, and answer its question",
     "ckpt": "list, verify, compare, move and clean up checkpoints; prove which samples a run consumed",

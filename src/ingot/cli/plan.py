@@ -6,7 +6,7 @@ from pathlib import Path
 from shlex import quote
 from typing import TYPE_CHECKING
 
-from ingot.cli import plan_web
+from ingot.cli import plan_web, serving
 from ingot.cli.arguments import count, path
 from ingot.cli.options import add_choices, add_subject, planning_of
 from ingot.cli.terminal import Terminal
@@ -51,7 +51,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK, ConfigError, UsageError
 
-    if plan_web.is_asked(args):
+    if serving.is_asked(args, "plan", plan_web.PORT):
         return plan_web.serve(args, terminal)
     if args.force and not args.out:
         raise UsageError(

@@ -1,9 +1,8 @@
 """`ingot plan --web`: serve the planner as a web page on this machine."""
 
 import argparse
-import contextlib
 
-from ingot.cli.arguments import count
+from ingot.cli.serving import add_address, listen, run_until_interrupted
 from ingot.cli.terminal import Terminal
 
 PORT = 8737
@@ -18,29 +17,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     page.add_argument(
         "--web", action="store_true", help="serve the planner as a web page on this machine, until Ctrl-C"
     )
-    page.add_argument(
-        "--port",
-        type=count("port", 0, 65_535),
-        metavar="N",
-        help=f"port of the page (default: {PORT}; 0: any free port)",
-    )
-    page.add_argument(
-        "--host", metavar="NAME", help="address of the page (default: 127.0.0.1, reachable from this machine only)"
-    )
-
-
-def is_asked(args: argparse.Namespace) -> bool:
-    """Return True if --web is given. Raises UsageError for --port or --host without --web."""
-    from ingot.errors import UsageError
-
-    if not args.web and (args.port is not None or args.host):
-        raise UsageError(
-            "E-WEB-OPTION-ALONE",
-            "--port or --host is given without --web",
-            rule="--port and --host are options of the web page",
-            fix="add --web: ingot plan --web --port 8737",
-        )
-    return args.web
+    add_address(page, PORT)
 
 
 def serve(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -53,7 +30,7 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.web.app import LOOPBACK, make_app
 
     host = args.host or "127.0.0.1"
-    listening = _listen(host, PORT if args.port is None else args.port)
+    listening = listen(host, PORT if args.port is None else args.port)
     port = listening.getsockname()[1]
     local = host in ("localhost", *LOOPBACK, "::1")
     name = f"[{host}]" if ":" in host else host
@@ -63,43 +40,8 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"{terminal.style('warn', 'yellow')}      everyone who can reach {name}:{port} can use the page")
     terminal.result({"url": url, "port": port})
     app = make_app(LOOPBACK if local else ("*",))
-    config = uvicorn.Config(app, log_level="warning", access_log=False, timeout_keep_alive=20, lifespan="off")
-    with contextlib.suppress(KeyboardInterrupt):  # Ctrl-C ends the page
-        uvicorn.Server(config).run(sockets=[listening])
+    run_until_interrupted(uvicorn, app, listening)
     return EXIT_OK
-
-
-def _listen(host: str, port: int):
-    import socket
-
-    from ingot.errors import ResourceError, UsageError
-
-    try:
-        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError:
-        raise UsageError(
-            "E-WEB-HOST",
-            f"--host {host} cannot be resolved to an address",
-            rule="--host is an address or a name of this machine",
-            fix="use --host 127.0.0.1",
-            host=host,
-        ) from None
-    listening = socket.socket(family, socket.SOCK_STREAM)
-    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        listening.bind(address)
-    except OSError as error:
-        listening.close()
-        raise ResourceError(
-            "E-WEB-PORT",
-            f"cannot listen on {host}:{port}: {error.strerror}",
-            rule="the web page needs a port that no other program uses",
-            fix="use another port; --port 0 takes any free port",
-            host=host,
-            port=port,
-        ) from None
-    listening.listen(128)
-    return listening
 
 
 def _link(args: argparse.Namespace) -> str:

@@ -146,8 +146,13 @@ def _of_files(section, run: LiveRun) -> Section | None:
 
 
 def _mix(run: LiveRun) -> Section | None:
-    shares, counted = source_shares(run.folder.root, run.last_step)
-    return Section("mix", "Data mix", mix_blocks(shares, counted, run.last_step)) if len(shares) > 1 else None
+    """Return the shares of the sources, counted again when the run is a few percent farther."""
+    step = run.last_step
+    before, found = run.memo.get("mix", (-1, ([], 0)))
+    if not before <= step <= before * 1.02 + 1:
+        before, found = run.memo["mix"] = step, source_shares(run.folder.root, step)
+    shares, counted = found
+    return Section("mix", "Data mix", mix_blocks(shares, counted, before)) if len(shares) > 1 else None
 
 
 def _ranks(run: LiveRun) -> Section | None:

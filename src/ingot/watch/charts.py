@@ -5,7 +5,7 @@ Callers hold the locks of the runs while another thread refreshes them.
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -35,12 +35,14 @@ _MARK_TEXTS = 6
 class WatchLine:
     """A line of a chart. run: its number among the runs of the chart. style: "main"; "raw": pale, under its smoothed
     line; "dots": single points; "void": steps from which the run went back; "expected": by the plan. points: thinned;
-    values that are not finite are gaps."""
+    values that are not finite are gaps. feed: (series, column, factor): new values of that column of the LiveRun's
+    series, times the factor, continue this line; None: only another chart does."""
 
     name: str
     style: Literal["main", "raw", "dots", "void", "expected"]
     points: Points
     run: int = 0
+    feed: tuple[str, str, float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,26 +113,31 @@ class _Request:
     last: int | None
     runs: int
 
-    def line(self, series: StepSeries, column: str, name: str, run: int, scale: float = 1.0) -> Iterable[WatchLine]:
-        points = series.points(column, self.first, self.last)
+    def line(
+        self, run: LiveRun, series: str, column: str, name: str, number: int, scale: float = 1.0
+    ) -> Iterable[WatchLine]:
+        """Yield the line of a column, times `scale`; nothing without points."""
+        points = getattr(run, series).points(column, self.first, self.last)
         if len(points.steps):
-            yield WatchLine(name=name, style="main", points=Points(points.steps, points.values * scale), run=run)
+            scaled = points if scale == 1.0 else Points(points.steps, points.values * scale)
+            yield WatchLine(name=name, style="main", points=scaled, run=number, feed=(series, column, scale))
 
     def void(self, series: StepSeries, column: str, run: int) -> Iterable[WatchLine]:
+        """Yield the values of void steps, which the run trained again."""
         for points in series.void_points(column, self.first, self.last):
             yield WatchLine(name="rolled back", style="void", points=points, run=run)
 
-    def smoothed(self, series: StepSeries, column: str, name: str, run: int) -> Iterable[WatchLine]:
+    def smoothed(self, run: LiveRun, column: str, name: str, number: int) -> Iterable[WatchLine]:
         """Yield the line of each step and its mean over a window, like the report."""
-        points = series.points(column, self.first, self.last)
+        points = run.steps.points(column, self.first, self.last)
         if not len(points.steps):
             return
         window = max(len(points.steps) // 40, 5) | 1
         if self.runs <= 2:
-            yield WatchLine(name="each logged step", style="raw", points=points, run=run)
-        smooth = moving_mean(points, window)
-        words = f"{name}, mean of {window} logged steps"
-        yield WatchLine(name=words, style="main", points=smooth, run=run)
+            own = ("steps", column, 1.0)
+            yield WatchLine(name="each logged step", style="raw", points=points, run=number, feed=own)
+        words = f"{name}, mean of {window:,} logged steps"
+        yield WatchLine(name=words, style="main", points=moving_mean(points, window), run=number)
 
 
 def moving_mean(points: Points, window: int) -> Points:
@@ -148,7 +155,7 @@ def moving_mean(points: Points, window: int) -> Points:
 
 def _loss(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
     yield from asked.void(run.steps, "loss", number)
-    yield from asked.smoothed(run.steps, "loss", "training loss", number)
+    yield from asked.smoothed(run, "loss", "training loss", number)
     held_out = _evaluations(asked, run, lambda event: event["loss"])
     if len(held_out.steps):
         yield WatchLine(name="held-out loss", style="dots", points=held_out, run=number)
@@ -199,15 +206,15 @@ def _of_source(event: dict, source: str) -> float:
 
 def _grad_norm(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
     yield from asked.void(run.steps, "grad_norm", number)
-    yield from asked.smoothed(run.steps, "grad_norm", "norm before clipping", number)
+    yield from asked.smoothed(run, "grad_norm", "norm before clipping", number)
 
 
 def _learning_rate(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
-    yield from asked.line(run.steps, "lr", "learning rate", number)
+    yield from asked.line(run, "steps", "lr", "learning rate", number)
 
 
 def _speed(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
-    yield from asked.line(run.lines, "tokens_per_second", "tokens per second", number)
+    yield from asked.line(run, "lines", "tokens_per_second", "tokens per second", number)
     plan = run.data.plan
     if plan and plan.step_seconds:
         low, high = (plan.tokens_per_step / s for s in (_high(plan), plan.step_seconds_low or plan.step_seconds))
@@ -219,7 +226,7 @@ def _high(plan) -> float:
 
 
 def _step_time(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
-    yield from asked.line(run.lines, "step_seconds", "a step", number)
+    yield from asked.line(run, "lines", "step_seconds", "a step", number)
     plan = run.data.plan
     if plan and plan.step_seconds:
         low = plan.step_seconds_low or plan.step_seconds
@@ -227,39 +234,39 @@ def _step_time(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine
 
 
 def _mfu(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
-    yield from asked.line(run.lines, "mfu", "MFU", number, 100.0)
+    yield from asked.line(run, "lines", "mfu", "MFU", number, 100.0)
     if run.data.plan and run.data.plan.mfu:
         yield WatchBand(name="the plan", low=run.data.plan.mfu * 100, high=run.data.plan.mfu * 100, run=number)
 
 
 def _uses(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
     for use in USES if number == 0 else ():
-        yield from asked.line(run.uses, use, use, number)
+        yield from asked.line(run, "uses", use, use, number)
 
 
 def _memory(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
-    yield from asked.line(run.lines, "peak_memory_bytes", "peak of rank 0", number, 1 / _GIB)
+    yield from asked.line(run, "lines", "peak_memory_bytes", "peak of rank 0", number, 1 / _GIB)
     if run.data.plan:
         expected = run.data.plan.total_memory_bytes / _GIB
         yield WatchBand(name="the plan", low=expected, high=expected, run=number)
 
 
 def _loads(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
-    yield from asked.line(run.experts, "max_load", "busiest expert", number)
-    yield from asked.line(run.experts, "min_load", "idlest expert", number)
+    yield from asked.line(run, "experts", "max_load", "busiest expert", number)
+    yield from asked.line(run, "experts", "min_load", "idlest expert", number)
 
 
 def _dropped(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
-    yield from asked.line(run.experts, "dropped", "dropped", number, 100.0)
-    yield from asked.line(run.experts, "fallback", "to the fallback expert", number, 100.0)
+    yield from asked.line(run, "experts", "dropped", "dropped", number, 100.0)
+    yield from asked.line(run, "experts", "fallback", "to the fallback expert", number, 100.0)
 
 
 def _entropy(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
-    yield from asked.line(run.experts, "entropy", "entropy of a token's scores", number)
+    yield from asked.line(run, "experts", "entropy", "entropy of a token's scores", number)
 
 
 def _cost(asked: _Request, run: LiveRun, number: int) -> Iterable[WatchLine]:
-    yield from asked.line(run.lines, "cost_usd", "cost", number)
+    yield from asked.line(run, "lines", "cost_usd", "cost", number)
 
 
 CHARTS: dict[str, _Kind] = {
@@ -316,9 +323,10 @@ def chart(
             total += len(part.points.steps)
             chosen = thinned(part.points, pixels // 2)
             points = Points(part.points.steps[chosen], part.points.values[chosen])
-            lines.append(WatchLine(name=part.name, style=part.style, points=points, run=part.run))
-    begin = min((int(line.points.steps[0]) for line in lines if len(line.points.steps)), default=first)
-    end = max((int(line.points.steps[-1]) for line in lines if len(line.points.steps)), default=last or first)
+            lines.append(replace(part, points=points))
+    lines = [line for line in lines if len(line.points.steps)]
+    begin = min((int(line.points.steps[0]) for line in lines), default=first)
+    end = max((int(line.points.steps[-1]) for line in lines), default=last or first)
     marks = tuple(m for n, run in enumerate(runs) for m in _marks(run, n, begin, end, pixels)) if kind.marked else ()
     return WatchChart(
         key=key, title=kind.title, unit=kind.unit, question=kind.question, lines=tuple(lines), bands=tuple(bands),
@@ -328,7 +336,8 @@ def chart(
 
 def _own(asked: _Request, run: LiveRun, number: int, name: str) -> Iterable[WatchLine]:
     if name in run.own:
-        yield from asked.line(run.own[name], "value", name.partition("/")[2], number)
+        points = run.own[name].points("value", asked.first, asked.last)
+        yield WatchLine(name=name.partition("/")[2], style="main", points=points, run=number)
 
 
 _ORDER: tuple[Severity, ...] = ("info", "warn", "bad")

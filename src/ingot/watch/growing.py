@@ -9,10 +9,11 @@ _LINES_AT_ONCE = 1000
 
 class GrowingFile:
     """A file of lines that another process appends to. most_bytes: that a look reads at most; a longer line is left
-    out. position: the bytes that were read. size: of the file at the last look."""
+    out. position: the bytes that were read. size: of the file at the last look. left_bytes: of these, those after what
+    that look read."""
 
     def __init__(self, path: Path, most_bytes: int):
-        self.path, self.position, self.size, self._most = path, 0, 0, most_bytes
+        self.path, self.position, self.size, self.left_bytes, self._most = path, 0, 0, 0, most_bytes
         self._file: tuple[int, int] | None = None
 
     def read_lines(self) -> list[bytes] | None:
@@ -23,21 +24,17 @@ class GrowingFile:
                 found = os.fstat(file.fileno())
                 own = (found.st_dev, found.st_ino)
                 if self._file not in (None, own) or found.st_size < self.position:
-                    self._file, self.position, self.size = None, 0, 0
+                    self._file, self.position, self.size, self.left_bytes = None, 0, 0, 0
                     return None
                 self._file, self.size = own, found.st_size
                 file.seek(self.position)
                 added = file.read(self._most)
         except (FileNotFoundError, NotADirectoryError, PermissionError):
             return []
+        self.left_bytes = max(self.size - self.position - len(added), 0)
         lines = added[: added.rfind(b"\n") + 1]
         self.position += len(lines) or (len(added) if len(added) == self._most else 0)
         return lines.splitlines()
-
-    @property
-    def left_bytes(self) -> int:
-        """The bytes that were there at the last look and are not read yet."""
-        return self.size - self.position
 
 
 def parsed(lines: list[bytes]) -> list:

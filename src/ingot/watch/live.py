@@ -13,6 +13,7 @@ from collections import Counter, deque
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -58,7 +59,7 @@ class LiveRun:
     rank with the most. experts: over layers (means; largest and least load). own: numbers of callbacks and loss terms,
     as BY/NAME. data: what the sections of the report need; of events of a kind, the newest. incidents: the newest;
     incident_counts: all, by kind. alerts: the newest, by id; alerts_left_out: older ones. ranks: the newest row of each
-    rank. names: of the runs in the log. problems: what cannot be read, in words. clock_jumps: how often the clock went
+    rank. memo: for what takes long to find, which readers keep here. names: of the runs in the log. problems: what cannot be read, in words. clock_jumps: how often the clock went
     back. last_event: Unix seconds of the newest event.
     """
 
@@ -85,8 +86,9 @@ class LiveRun:
         self.ranks: dict[int, NewestRow] = {}
         self.names: dict[str, None] = {}
         self.problems: dict[str, str] = {}
+        self.memo: dict[str, Any] = {}
         self.last_event: float | None = None
-        self.running = False
+        self.running = self._is_late = False
         self._end = ""
         self._reader = EventReader(self.data)
         self._log = GrowingFile(self.folder.events, _READ_BYTES)
@@ -115,9 +117,10 @@ class LiveRun:
                 self._take_alerts(parsed(lines))
                 self.version += 1
             self._read_ranks()
-            if (running := is_locked(self.folder.lock)) != self.running:
-                self.running = running
-                self.version += 1
+            state = self.running, self._is_late
+            self.running = is_locked(self.folder.lock)
+            self._is_late = self.still_seconds() is not None
+            self.version += (self.running, self._is_late) != state
         return self.version > before
 
     def read_all(self) -> "LiveRun":

@@ -106,6 +106,11 @@ class StepSeries:
                 return float(value)
         return None
 
+    def added(self, since: int) -> np.ndarray:
+        """Return the valid rows that were added after the first `since` rows, as they are: fields as in `new_rows`."""
+        valid = self._valid[: self._kept]
+        return self._rows[valid[np.searchsorted(valid, since) :]]
+
     def time_of(self, step: int) -> float | None:
         """Return when the newest valid row at or before `step` was written, in Unix seconds; None without one."""
         steps = self._rows["step"][self._valid[: self._kept]]

@@ -305,7 +305,7 @@ def nothing_trains(monkeypatch):
 
     monkeypatch.setattr("ingot.trainer.checkpoint.compare.compare_checkpoints", compare)
     monkeypatch.setattr("ingot.trainer.trained.load_trained", load)
-    monkeypatch.setattr("ingot.cli.plan_web._listen", listen)
+    monkeypatch.setattr("ingot.cli.plan_web.listen", listen)
     monkeypatch.setattr("ingot.rehearse.calibrate.calibrate.calibrate", measure)
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     monkeypatch.setattr("time.time", lambda: 1.8e9)

@@ -24,7 +24,6 @@ from urllib.parse import parse_qsl
 import anyio
 import anyio.to_thread
 from starlette.applications import Starlette
-from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
@@ -32,7 +31,6 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ingot.errors import IngotError, UsageError
 from ingot.planner.show.layout import layout_text
@@ -47,26 +45,13 @@ from ingot.planner.web.views import bubble, verdict, view
 from ingot.schema.plan import Plan
 from ingot.theory.failures import DAY_SECONDS
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
+from ingot.web.design import STATIC as SHARED
+from ingot.web.guards import LOOPBACK, SecurityHeaders
 
 STATIC = Path(__file__).parent / "static"
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 _THREADS = 2
 _MOST_WAITING = 16
 _MOST_SEARCHES = 4  # each occupies one core
-# Headers of every response. The page loads nothing from other sites, cannot be embedded in other pages, and is not
-# cached.
-_HEADERS = {
-    "Content-Security-Policy": (
-        "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src 'self'; "
-        "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
-    ),
-    "X-Content-Type-Options": "nosniff",
-    "Referrer-Policy": "no-referrer",
-    "Cross-Origin-Opener-Policy": "same-origin",
-    "Cross-Origin-Resource-Policy": "same-origin",
-    "Permissions-Policy": "camera=(), geolocation=(), microphone=()",
-    "Cache-Control": "no-store",
-}
 
 
 def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
@@ -79,6 +64,7 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
     routes = [
         Route("/", _page),
         Mount("/static", StaticFiles(directory=STATIC)),
+        Mount("/shared", StaticFiles(directory=SHARED)),
         Route("/api/options", _json(desk, lambda request: options())),
         Route("/api/plan", _json(desk, _plan)),
         Route("/api/fixes", _json(desk, _fixes)),
@@ -88,7 +74,7 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
         Route("/api/run.toml", _run_file(desk)),
     ]
     middleware = [
-        Middleware(_SecurityHeaders),
+        Middleware(SecurityHeaders),
         Middleware(TrustedHostMiddleware, allowed_hosts=[h.strip("[]") for h in hosts]),
     ]
     handlers = {IngotError: _refused, HTTPException: _no_such_thing, Exception: _broken}
@@ -247,25 +233,6 @@ async def _broken(request: Request, error: Exception) -> Response:
     traceback.print_exception(error, file=sys.stderr)
     found = "the planner failed on these settings; the terminal of `ingot plan --web` shows where"
     return JSONResponse({"found": found, "rule": "", "fix": "report it with the link"}, status_code=500)
-
-
-class _SecurityHeaders:
-    """Middleware that adds _HEADERS to every response."""
-
-    def __init__(self, app: ASGIApp):
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-
-        async def protected(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                MutableHeaders(scope=message).update(_HEADERS)
-            await send(message)
-
-        await self._app(scope, receive, protected)
 
 
 # -- two plans side by side --

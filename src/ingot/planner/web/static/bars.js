@@ -1,6 +1,6 @@
 // The bars of memory, of the parts of a step, and of communication. The server computes their lengths.
 
-import { el, find, show } from "./dom.js";
+import { el, find, show } from "/shared/dom.js";
 
 const part = (p) => el("span", { class: `part k-${word(p.kind)}`, share: p.share, title: `${p.kind}: ${p.text}` });
 const word = (kind) => kind.replaceAll(/[^a-z]+/g, "-");

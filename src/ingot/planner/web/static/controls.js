@@ -1,6 +1,6 @@
 // The form on the left: the legal values, and why other values are illegal. Both come from the server.
 
-import { el, show } from "./dom.js";
+import { el, show } from "/shared/dom.js";
 
 const SLIDERS = [
   ["tp", "Tensor parallel", "tp"],

@@ -3,7 +3,7 @@
 import { Line } from "./api.js";
 import { showCommunication, showMemory, showStep } from "./bars.js";
 import { Controls } from "./controls.js";
-import { find } from "./dom.js";
+import { find } from "/shared/dom.js";
 import { showComparison, showHead, showNotes, showRefusal, showSearch, showTrouble } from "./panels.js";
 import { Settings } from "./state.js";
 import { Timeline } from "./timeline.js";

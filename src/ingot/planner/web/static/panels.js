@@ -1,6 +1,6 @@
 // The head of the plan, its problems, found layouts, the comparison, and notes.
 
-import { el, find, show } from "./dom.js";
+import { el, find, show } from "/shared/dom.js";
 
 export function showHead(view) {
   const { plan, model, cluster } = view;

@@ -1,6 +1,6 @@
 // The simulated schedule as SVG, with one row for each pipeline rank. The server computes all positions.
 
-import { el, find, show, svg } from "./dom.js";
+import { el, find, show, svg } from "/shared/dom.js";
 
 const WINDOWS = [["step", "whole step"], ["start", "its start"], ["end", "its end"]];
 const WORDS = { F: "forward", B: "backward", I: "backward, inputs", W: "backward, weights", M: "forward and backward in turn" };
