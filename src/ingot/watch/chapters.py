@@ -19,7 +19,7 @@ from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
 from ingot.report.sections import checkpoints_section, comparison_section
 from ingot.units import format_count, format_seconds, format_usd
-from ingot.watch.charts import Question
+from ingot.watch.drawn import Question
 from ingot.watch.live import LiveRun
 
 _INCIDENTS = 100  # in the table

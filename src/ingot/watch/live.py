@@ -6,7 +6,6 @@ A `LiveRun` keeps the numbers of every step as arrays (series.py), and of all el
 
 import json
 import math
-import os
 import threading
 import time
 from collections import Counter, deque
@@ -306,7 +305,7 @@ class LiveRun:
 
     def _changed(self, path: Path) -> bool:
         try:
-            found = os.stat(path)
+            found = path.stat()
             state = (found.st_mtime_ns, found.st_ino)
         except OSError:
             state = None

@@ -21,8 +21,8 @@ class Points(NamedTuple):
 class StepSeries:
     """Rows of numbers by step. A step back makes later rows void; a step that comes again makes its earlier row void.
 
-    names: of the columns. most_rows: beyond so many, the older half is thinned to an eighth, with its extremes. skipped:
-    how many rows were left out in that way.
+    names: of the columns. most_rows: beyond so many, the older half is thinned to an eighth, with its extremes.
+    skipped: how many rows were left out in that way.
     """
 
     def __init__(self, *names: str, most_rows: int = MOST_ROWS):
@@ -141,7 +141,9 @@ class StepSeries:
             thinned(Points(steps, self._rows["values"][older, column]), len(older) // (32 * len(self.names)))
             for column in range(len(self.names))
         ]
-        rows = self._rows[np.concatenate((older[np.unique(np.concatenate(kept))], newer))] if kept else self._rows[newer]
+        rows = (
+            self._rows[np.concatenate((older[np.unique(np.concatenate(kept))], newer))] if kept else self._rows[newer]
+        )
         self.skipped += self._count - len(rows)
         self._count = self._kept = 0
         self._make_room(len(rows))

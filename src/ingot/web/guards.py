@@ -72,10 +72,10 @@ class OnlyHere:
             return refused(400, "the host name of the request is unknown", "use the address that the command printed")
         if origin is not None and origin.lower() not in (f"http://{host.lower()}", f"https://{host.lower()}"):
             return refused(403, "the request comes from another web site", "open the page itself")
-        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none"):
-            # A link on another site may lead to the page, but no site may ask for its data.
-            if headers.get("sec-fetch-mode") != "navigate" or headers.get("sec-fetch-dest") != "document":
-                return refused(403, "the request comes from another web site", "open the page itself")
+        # A link on another site may lead to the page, but no site may ask for its data.
+        is_link = headers.get("sec-fetch-mode") == "navigate" and headers.get("sec-fetch-dest") == "document"
+        if headers.get("sec-fetch-site", "none") not in ("same-origin", "none") and not is_link:
+            return refused(403, "the request comes from another web site", "open the page itself")
         if scope["method"] not in ("GET", "HEAD"):
             return refused(405, "the page is read-only", "use GET")
         return None

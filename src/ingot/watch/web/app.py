@@ -29,7 +29,9 @@ from starlette.staticfiles import StaticFiles
 
 from ingot.errors import IngotError, UsageError
 from ingot.watch.chapters import chapters, head
-from ingot.watch.charts import CHARTS, QUESTIONS, chart
+from ingot.watch.charts import chart
+from ingot.watch.drawn import QUESTIONS
+from ingot.watch.kinds import CHARTS
 from ingot.watch.live import LiveRun
 from ingot.watch.web.as_json import chapters_json, chart_json, encoded, head_json
 from ingot.watch.web.hub import MOST_PAGES, Hub
@@ -128,9 +130,7 @@ def _runs(hub: Hub, request: Request) -> dict:
     for run in hub.runs:
         with run.lock:
             found.append(head_json(head(run)) | {"version": run.version})
-    kinds = {
-        key: {"title": kind.title, "unit": kind.unit, "question": kind.question} for key, kind in CHARTS.items()
-    }
+    kinds = {key: {"title": kind.title, "unit": kind.unit, "question": kind.question} for key, kind in CHARTS.items()}
     return {"runs": found, "questions": QUESTIONS, "kinds": kinds, "charts": hub.keys()}
 
 

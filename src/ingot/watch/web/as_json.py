@@ -19,7 +19,7 @@ from ingot.report.render.page import (
     Text,
 )
 from ingot.watch.chapters import WatchChapter, WatchHead
-from ingot.watch.charts import WatchChart
+from ingot.watch.drawn import WatchChart
 from ingot.watch.live import LiveRun
 from ingot.watch.series import StepSeries
 

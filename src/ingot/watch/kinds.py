@@ -1,0 +1,249 @@
+"""The kinds of charts: which lines of a run each one has, and what the plan expects there."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ingot.observe.scalars import USES
+from ingot.planner.run.scaling import BESIROGLU
+from ingot.report.evaluations import evaluated
+from ingot.schema.metrics import read_series
+from ingot.schema.plan import Plan
+from ingot.watch.drawn import Question, WatchBand, WatchLine
+from ingot.watch.live import LiveRun
+from ingot.watch.series import Points, StepSeries
+
+OWN = "own:"  # begins the keys of charts of callbacks and loss terms
+_GIB = 2**30
+_FIT_PARAMETERS = 40e6  # the smallest models of the fit of Besiroglu et al.
+_EARLY_POINTS = 2000
+
+
+@dataclass(frozen=True)
+class ChartKind:
+    """A kind of chart. build: yields its lines, not thinned, and bands for a run and its number. series, column: it is
+    shown for runs that have numbers there."""
+
+    title: str
+    unit: str
+    question: Question
+    build: Callable[["ChartRequest", LiveRun, int], Iterable[WatchLine | WatchBand]]
+    series: str
+    column: str
+    stacked: bool = False
+    from_zero: bool = False
+    log: bool = False
+    marked: bool = False
+
+
+@dataclass(frozen=True)
+class ChartRequest:
+    """The steps that a chart shows, and the number of runs in it."""
+
+    first: int
+    last: int | None
+    runs: int
+
+    def line(
+        self, run: LiveRun, series: str, column: str, name: str, number: int, scale: float = 1.0
+    ) -> Iterable[WatchLine]:
+        """Yield the line of a column, times `scale`; nothing without points."""
+        points = getattr(run, series).points(column, self.first, self.last)
+        if len(points.steps):
+            scaled = points if scale == 1.0 else Points(points.steps, points.values * scale)
+            yield WatchLine(name=name, style="main", points=scaled, run=number, feed=(series, column, scale))
+
+    def void(self, series: StepSeries, column: str, run: int) -> Iterable[WatchLine]:
+        """Yield the values of void steps, which the run trained again."""
+        for points in series.void_points(column, self.first, self.last):
+            yield WatchLine(name="rolled back", style="void", points=points, run=run)
+
+    def smoothed(self, run: LiveRun, column: str, name: str, number: int) -> Iterable[WatchLine]:
+        """Yield the line of each step and its mean over a window, like the report."""
+        if run.behind:
+            yield from self.recorded(run, column, name, number)
+            return
+        points = run.steps.points(column, self.first, self.last)
+        if not len(points.steps):
+            return
+        window = max(len(points.steps) // 40, 5) | 1
+        if self.runs <= 2:
+            own = ("steps", column, 1.0)
+            yield WatchLine(name="each logged step", style="raw", points=points, run=number, feed=own)
+        words = f"{name}, mean of {window:,} logged steps"
+        yield WatchLine(name=words, style="main", points=moving_mean(points, window), run=number)
+
+    def recorded(self, run: LiveRun, column: str, name: str, number: int) -> Iterable[WatchLine]:
+        """Yield the line from the recorded metrics, which open at once, while the log is still being read."""
+        parts = read_series(run.folder.metrics, None, f"train/{column}", self.first, self.last, _EARLY_POINTS)
+        for part in parts:
+            style = "main" if part.valid else "void"
+            yield WatchLine(name=name, style=style, points=Points(part.last, part.mean), run=number)
+
+
+def moving_mean(points: Points, window: int) -> Points:
+    """Return the centered moving mean over up to `window` finite points; the window shrinks at both ends."""
+    finite = np.isfinite(points.values)
+    steps, values = points.steps[finite], points.values[finite]
+    sums = np.r_[0.0, np.cumsum(values)]
+    index = np.arange(len(values))
+    half = np.minimum(np.minimum(window // 2, index), len(values) - 1 - index)
+    return Points(steps, (sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
+
+
+# -- the charts --
+
+
+def _loss(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
+    yield from asked.void(run.steps, "loss", number)
+    yield from asked.smoothed(run, "loss", "training loss", number)
+    held_out = _evaluations(asked, run, lambda event: event["loss"])
+    if len(held_out.steps):
+        yield WatchLine(name="held-out loss", style="dots", points=held_out, run=number)
+    expected = _expected_loss(asked, run)
+    if len(expected.steps):
+        words = f"of this size and tokens, by {BESIROGLU.source}, on other text"
+        yield WatchLine(name=words, style="expected", points=expected, run=number)
+
+
+def _expected_loss(asked: ChartRequest, run: LiveRun) -> Points:
+    """Return the loss by a published fit at log lines; none for models smaller than those of the fit."""
+    parameters = run.data.plan.parameters if run.data.plan else 0
+    if parameters < _FIT_PARAMETERS:
+        return Points(np.zeros(0, np.int64), np.zeros(0))
+    steps, tokens = run.lines.points("tokens", asked.first, asked.last)
+    steps, tokens = steps[tokens > 0], tokens[tokens > 0]
+    fit = BESIROGLU
+    return Points(steps, fit.e + fit.a / parameters**fit.alpha + fit.b / tokens**fit.beta)
+
+
+def _evaluations(asked: ChartRequest, run: LiveRun, value: Callable[[dict], float]) -> Points:
+    found = [
+        (event["step"], value(event))
+        for event in evaluated(run.data)
+        if event["step"] >= asked.first and (asked.last is None or event["step"] <= asked.last)
+    ]
+    return Points(np.array([step for step, _ in found], np.int64), np.array([own for _, own in found], float))
+
+
+def _held_out(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    every = _evaluations(asked, run, lambda event: event["bpb"])
+    if not len(every.steps):
+        return
+    yield WatchLine(name="held-out text", style="main", points=every, run=number)
+    unigram = _evaluations(asked, run, lambda event: event["unigram_bpb"])
+    yield WatchLine(name="frequencies of tokens alone", style="expected", points=unigram, run=number)
+    sources = dict.fromkeys(source for event in evaluated(run.data) for source in event.get("by_source") or {})
+    for source in list(sources)[:8] if asked.runs == 1 and len(sources) > 1 else ():
+        points = _evaluations(asked, run, lambda event, own=source: _of_source(event, own))
+        yield WatchLine(name=str(source), style="main", points=points, run=number)
+
+
+def _of_source(event: dict, source: str) -> float:
+    own = (event.get("by_source") or {}).get(source)
+    value = own.get("bpb") if isinstance(own, dict) else None
+    return float(value) if isinstance(value, int | float) else math.nan
+
+
+def _grad_norm(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    yield from asked.void(run.steps, "grad_norm", number)
+    yield from asked.smoothed(run, "grad_norm", "norm before clipping", number)
+
+
+def _learning_rate(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    yield from asked.line(run, "steps", "lr", "learning rate", number)
+
+
+def _speed(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
+    yield from asked.line(run, "lines", "tokens_per_second", "tokens per second", number)
+    plan = run.data.plan
+    if plan and plan.step_seconds:
+        low, high = (plan.tokens_per_step / s for s in (_high(plan), plan.step_seconds_low or plan.step_seconds))
+        yield WatchBand(name="the plan", low=low, high=high, run=number)
+
+
+def _high(plan: Plan) -> float:
+    return plan.step_seconds_high or plan.step_seconds
+
+
+def _step_time(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
+    yield from asked.line(run, "lines", "step_seconds", "a step", number)
+    plan = run.data.plan
+    if plan and plan.step_seconds:
+        low = plan.step_seconds_low or plan.step_seconds
+        yield WatchBand(name="the plan", low=low, high=_high(plan), run=number)
+
+
+def _mfu(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
+    yield from asked.line(run, "lines", "mfu", "MFU", number, 100.0)
+    if run.data.plan and run.data.plan.mfu:
+        yield WatchBand(name="the plan", low=run.data.plan.mfu * 100, high=run.data.plan.mfu * 100, run=number)
+
+
+def _uses(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    for use in USES if number == 0 else ():
+        yield from asked.line(run, "uses", use, use, number)
+
+
+def _memory(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
+    yield from asked.line(run, "lines", "peak_memory_bytes", "peak of rank 0", number, 1 / _GIB)
+    if run.data.plan:
+        expected = run.data.plan.total_memory_bytes / _GIB
+        yield WatchBand(name="the plan", low=expected, high=expected, run=number)
+
+
+def _loads(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    yield from asked.line(run, "experts", "max_load", "busiest expert", number)
+    yield from asked.line(run, "experts", "min_load", "idlest expert", number)
+
+
+def _dropped(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    yield from asked.line(run, "experts", "dropped", "dropped", number, 100.0)
+    yield from asked.line(run, "experts", "fallback", "to the fallback expert", number, 100.0)
+
+
+def _entropy(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    yield from asked.line(run, "experts", "entropy", "entropy of a token's scores", number)
+
+
+def _cost(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    yield from asked.line(run, "lines", "cost_usd", "cost", number)
+
+
+CHARTS: dict[str, ChartKind] = {
+    "loss": ChartKind("Loss", "nats per token", "learning", _loss, "steps", "loss", log=True, marked=True),
+    "heldout": ChartKind("Held-out text", "bits per byte", "learning", _held_out, "", ""),
+    "grad_norm": ChartKind("Gradient norm", "", "learning", _grad_norm, "steps", "grad_norm", log=True, marked=True),
+    "lr": ChartKind("Learning rate", "", "learning", _learning_rate, "steps", "lr", from_zero=True),
+    "speed": ChartKind(
+        "Tokens per second", "tokens/s", "fast", _speed, "lines", "tokens_per_second", from_zero=True, marked=True
+    ),
+    "mfu": ChartKind("MFU", "%", "fast", _mfu, "lines", "mfu", from_zero=True),
+    "step_time": ChartKind("Time of a step", "s", "fast", _step_time, "lines", "step_seconds", from_zero=True),
+    "uses": ChartKind(
+        "Parts of a step, mean over ranks", "s", "fast", _uses, "uses", "computing", stacked=True, from_zero=True
+    ),
+    "memory": ChartKind("Memory", "GiB", "healthy", _memory, "lines", "peak_memory_bytes", from_zero=True),
+    "loads": ChartKind("Load of experts", "x mean", "healthy", _loads, "experts", "max_load", from_zero=True),
+    "dropped": ChartKind(
+        "Beyond the capacity of experts", "%", "healthy", _dropped, "experts", "dropped", from_zero=True
+    ),
+    "entropy": ChartKind("Router", "nats", "healthy", _entropy, "experts", "entropy"),
+    "cost": ChartKind("Cost", "USD", "cost", _cost, "lines", "cost_usd", from_zero=True),
+}
+
+
+def kind_of(key: str) -> ChartKind | None:
+    """Return the kind of the chart with a key of CHARTS, or of one of a callback or loss term; None for another key."""
+    if not key.startswith(OWN):
+        return CHARTS.get(key)
+    name = key.removeprefix(OWN)
+    return ChartKind(name, "", "learning", lambda asked, run, number: _own(asked, run, number, name), "own", name)
+
+
+def _own(asked: ChartRequest, run: LiveRun, number: int, name: str) -> Iterable[WatchLine]:
+    if name in run.own:
+        points = run.own[name].points("value", asked.first, asked.last)
+        yield WatchLine(name=name.partition("/")[2], style="main", points=points, run=number)
