@@ -39,14 +39,15 @@ def mix_blocks(shares: list[SourceShare], counted: int, last_step: int) -> list[
     """Return the shares as bars, the largest first. counted: the steps whose samples were counted."""
     which = "all steps" if counted == last_step else f"{counted:,} of {last_step:,} steps, evenly spread"
     shown = sorted(shares, key=lambda own: -own.found)[:_SHOWN]
-    rows = [
-        Bar(own.source, own.found, (f"{own.found:.1%}", f"{own.asked:.1%}", f"{own.found - own.asked:+.1%}", f"{own.epochs:.2f}"))
-        for own in shown
-    ]  # fmt: skip
+    rows = [Bar(own.source, own.found, _cells(own)) for own in shown]
     words = f"Shares of the samples, counted in {which}, and what the run file asks for."
     if len(shares) > _SHOWN:
         words += f" The {_SHOWN} largest of {len(shares):,} sources."
     return [Text(words), Bars(("Source", "Trained on", "Asked for", "Difference", "Epochs"), rows)]
+
+
+def _cells(own: SourceShare) -> tuple[str, ...]:
+    return f"{own.found:.1%}", f"{own.asked:.1%}", f"{own.found - own.asked:+.1%}", f"{own.epochs:.2f}"
 
 
 def source_shares(root: Path, last_step: int) -> tuple[list[SourceShare], int]:

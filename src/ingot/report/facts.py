@@ -205,10 +205,9 @@ def _read_json(kind, path: Path):
 
 def read_run_events(data: RunData) -> None:
     """Read the event log of `data.folder` into `data`. Raises DataError if no event can be read."""
-    reader, read = EventReader(data), 0
-    for read, event in enumerate(read_events(data.folder.events), 1):
-        reader.take(event)
-    if read <= data.unreadable_events:
+    reader = EventReader(data)
+    used = [reader.take(event) for event in read_events(data.folder.events)]
+    if not any(used):
         raise DataError(
             "E-LOG-NO-EVENTS",
             f"{data.folder.events} has no event that can be read",

@@ -53,8 +53,8 @@ class _Cell(NamedTuple):
 
 
 def rank_blocks(rows: Mapping[int, NewestRow], slow: Mapping[int, dict]) -> list[Block]:
-    """Return the map of ranks and phases: seconds per step, shaded by the ratio to the median rank. Of many ranks, those
-    that differ most are shown. slow: the `straggler` events of slow ranks."""
+    """Return the map of ranks and phases: seconds per step, shaded by the ratio to the median rank. Of many ranks,
+    those that differ most are shown. slow: the `straggler` events of slow ranks."""
     steps = [row.values.get("perf/step_seconds", 0.0) for row in rows.values()]
     if not any(steps):
         return []

@@ -1,4 +1,4 @@
-"""Checks of the events of a log: which of them have what their kind requires. Logs can be damaged or of other versions."""
+"""Checks of the events of a log: which have what their kind requires. Logs can be damaged or of other versions."""
 
 from typing import TypeGuard
 

@@ -57,9 +57,10 @@ class LiveRun:
     numbers of log lines. uses, uses_most: the seconds per step of each use of a rank's time, mean over ranks and of the
     rank with the most. experts: over layers (means; largest and least load). own: numbers of callbacks and loss terms,
     as BY/NAME. data: what the sections of the report need; of events of a kind, the newest. incidents: the newest;
-    incident_counts: all, by kind. alerts: the newest, by id; alerts_left_out: older ones. ranks: the newest row of each
-    rank. memo: for what takes long to find, which readers keep here. names: of the runs in the log. problems: what cannot be read, in words. clock_jumps: how often the clock went
-    back. last_event: Unix seconds of the newest event.
+    incident_counts: all, by kind. alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest
+    row of each rank. memo: for what takes long to find, which readers keep here. names: of the runs in the log.
+    problems: what cannot be read, in words. clock_jumps: how often the clock went back. last_event: Unix seconds of the
+    newest event.
     """
 
     def __init__(self, root: Path):
@@ -204,7 +205,7 @@ class LiveRun:
         self._see_time(found[-1]["time"])
 
     def _take_event(self, event: dict) -> None:
-        kind, step = event["kind"], event.get("step")
+        kind = event["kind"]
         self._see_time(event["time"])
         if kind in (events.RUN_STARTED, events.STOPPED, events.FINISHED, events.FAULT):
             self._end = kind
@@ -245,7 +246,8 @@ class LiveRun:
             self.generation += 1
 
     def _go_back(self, step: int) -> None:
-        if any([series.go_back(step) for series in self.all_series()]):
+        went = [series.go_back(step) for series in self.all_series()]
+        if any(went):
             self.generation += 1
 
     def _see_time(self, seconds: float) -> None:

@@ -1,0 +1,181 @@
+"""A run folder that is read as it grows: cut, mixed, of other versions, with clocks that jump."""
+
+import json
+import os
+
+import pytest
+from tests.watched import START, WatchedRun
+
+from ingot.schema.run_folder import RunFolder
+from ingot.watch import live
+from ingot.watch.chapters import chapters, head
+from ingot.watch.live import LiveRun
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[str]:
+    return [json.dumps(event) + "\n" for event in WatchedRun().events()]
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    (tmp_path / "run").mkdir()
+    return RunFolder(tmp_path / "run")
+
+
+def append(folder: RunFolder, text: str | bytes) -> None:
+    with folder.events.open("ab") as file:
+        file.write(text.encode() if isinstance(text, str) else text)
+
+
+def test_what_is_added_is_found_and_nothing_is_read_twice(folder, lines):
+    append(folder, "".join(lines[:100]))
+    run = LiveRun(folder.root).read_all()
+    version, rows = run.version, len(run.steps)
+    assert not run.refresh() and run.version == version
+    append(folder, "".join(lines[100:]))
+    assert run.refresh()
+    again = LiveRun(folder.root).read_all()
+    assert rows < len(run.steps) == len(again.steps)
+    assert run.steps.points("loss").values.tolist() == again.steps.points("loss").values.tolist()
+    assert [one.text for one in run.incidents] == [one.text for one in again.incidents]
+
+
+def test_small_looks_read_the_same(folder, lines, monkeypatch):
+    append(folder, "".join(lines))
+    whole = LiveRun(folder.root).read_all()
+    monkeypatch.setattr(live, "_READ_BYTES", 3000)
+    parts = LiveRun(folder.root).read_all()
+    assert parts.version > whole.version
+    assert parts.behind == 0
+    assert parts.steps.points("loss").steps.tolist() == whole.steps.points("loss").steps.tolist()
+
+
+def test_a_restart_makes_steps_void_and_a_page_asks_again(folder, lines):
+    append(folder, "".join(lines))
+    run = LiveRun(folder.root).read_all()
+    (void,) = run.steps.void_points("loss")
+    assert void.steps.tolist() == list(range(201, 251))
+    assert run.last_step == 400
+    generation = run.generation
+    append(folder, json.dumps({"kind": "rolled_back", "time": START + 60, "from_step": 400, "to_step": 300,
+                               "reason": "guard", "why": "", "passed_over": []}) + "\n")  # fmt: skip
+    run.refresh()
+    assert run.generation > generation
+    assert run.last_step == 300
+    assert [part.steps[-1] for part in run.steps.void_points("loss")] == [250, 400]
+    assert run.incidents[-1].text.startswith("rolled back to the checkpoint of step 300")
+
+
+def test_a_torn_line_waits_for_its_rest(folder, lines):
+    append(folder, "".join(lines[:50]) + lines[50][:20])
+    run = LiveRun(folder.root).read_all()
+    assert run.behind == 0
+    seen = len(run.steps) + len(run.lines)
+    append(folder, lines[50][20:] + lines[51])
+    run.refresh()
+    assert len(run.steps) + len(run.lines) > seen
+    assert run.data.unreadable_events == 0
+
+
+def test_a_log_that_was_cut_or_replaced_is_read_anew(folder, lines):
+    append(folder, "".join(lines))
+    run = LiveRun(folder.root).read_all()
+    generation = run.generation
+    folder.events.write_text("".join(lines[:120]))
+    run.read_all()
+    assert run.generation > generation
+    assert 0 < run.last_step < 250 and not run.data.faults
+    other = folder.root / "other"
+    other.write_text("".join(lines))
+    os.replace(other, folder.events)
+    run.read_all()
+    assert run.last_step == 400 and len(run.data.faults) == 1
+
+
+def test_damaged_lines_and_other_versions_are_left_out(folder, lines):
+    junk = [b"\xff\xfe\x00junk\n", b"[1, 2\n", b"3\n", b"{}\n", b"null\n", b"\n", b'{"kind": "step", "time": 1e400}\n',
+            b'{"kind": 7, "time": 1}\n', b'{"kind": "progress", "time": 1780000001, "step": 5}\n',
+            b'{"kind": "of_the_future", "time": 1780000001, "step": 5}\n', b"[" * 100_000 + b"\n",
+            b'{"kind": "waits", "time": 1780000001, "step": 9, "steps": 1, "data": 3}\n',
+            b'{"kind": "restart", "time": 1780000001}\n',
+            b'{"kind": "metrics", "time": 1780000001, "step": 9, "by": "x", "values": {"v": 1e999}}\n',
+            b'{"kind": "step", "time": 1780000001, "step": 3, "loss": ' + b"9" * 400 + b', "grad_norm": 1, "lr": 1}\n',
+            b'{"kind": "run_started", "time": 1780000001, "from_step": 99999999999999999999, "world_size": 1}\n']  # fmt: skip
+    append(folder, b"".join(junk) + "".join(lines).encode())
+    run = LiveRun(folder.root).read_all()
+    assert run.last_step == 400
+    assert run.data.unreadable_events >= 6
+    record = next(one for one in chapters(run) if one.section.anchor == "record")
+    assert "cannot be read" in record.section.blocks[0].text
+
+
+def test_values_that_are_not_finite_are_values(folder):
+    for step, loss in enumerate(("1.5", "NaN", "Infinity", "2.5"), 1):
+        append(
+            folder, f'{{"kind": "step", "time": {START}, "step": {step}, "loss": {loss}, "grad_norm": 1, "lr": 0}}\n'
+        )
+    run = LiveRun(folder.root).read_all()
+    assert [str(value) for value in run.steps.points("loss").values] == ["1.5", "nan", "inf", "2.5"]
+    assert head(run).figures[0].value == "2.5000"
+
+
+def test_two_runs_in_one_folder_are_named(folder):
+    first, second = WatchedRun(name="a"), WatchedRun(name="b", ended=300, back=None)
+    mixed = [event for pair in zip(first.events(), second.events(), strict=False) for event in pair]
+    append(folder, "".join(json.dumps(event) + "\n" for event in mixed))
+    run = LiveRun(folder.root).read_all()
+    steps = run.steps.points("loss").steps.tolist()
+    assert steps == sorted(set(steps))
+    texts = [block.text for one in chapters(run) if one.section.anchor == "record" for block in one.section.blocks]
+    assert any("events of 2 runs: a, b" in text for text in texts)
+
+
+def test_a_clock_that_jumps_is_mentioned_and_moves_no_step(folder, lines):
+    jumped = [json.loads(line) for line in lines]
+    for event in jumped[300:]:
+        event["time"] -= 7200
+    append(folder, "".join(json.dumps(event) + "\n" for event in jumped))
+    run = LiveRun(folder.root).read_all()
+    assert run.clock_jumps == 1
+    assert run.steps.points("loss").steps.tolist() == list(range(1, 401))
+    assert run.still_seconds(now=START) is None
+
+
+def test_many_incidents_and_alerts_stay_bounded(folder, monkeypatch):
+    for name, most in (("_MOST_EVENTS", 50), ("_MOST_ALERTS", 20), ("_MOST_STEPS", 100)):
+        monkeypatch.setattr(live, name, most)
+    event = {"kind": "health", "time": START, "node": "n", "device": "0", "report": "xid", "code": 79, "count": 1,
+             "words": "fell off the bus", "verdict": "warn"}  # fmt: skip
+    append(folder, "".join(json.dumps(event) + "\n" for _ in range(6000)))
+    (alert, *_) = WatchedRun().alerts()
+    with folder.alerts.open("w") as file:
+        file.writelines(json.dumps(alert.as_dict() | {"id": f"a{number}"}) + "\n" for number in range(500))
+    run = LiveRun(folder.root).read_all()
+    assert len(run.incidents) == 5000 and run.incident_counts["health"] == 6000
+    assert len(run.data.health) <= 100
+    assert len(run.alerts) <= 40
+    assert len(run.alerts) + run.alerts_left_out == 500
+    sections = {one.section.anchor: one.section for one in chapters(run)}
+    assert "6,000" in sections["incidents"].blocks[0].caption
+    assert "500 open" not in sections["alerts"].blocks[0].text and "500 alerts" in sections["alerts"].blocks[0].text
+
+
+def test_a_run_without_its_artifacts_is_still_shown(folder, lines):
+    append(folder, "".join(lines))
+    folder.config.write_text("not toml [")
+    run = LiveRun(folder.root).read_all()
+    assert run.name == "run" and run.total_steps == 0 and run.state == "failed" or run.state == "interrupted"
+    assert "run.toml" in run.problems
+    assert head(run).step == 400
+
+
+def test_a_late_run_says_so(folder, lines, monkeypatch):
+    WatchedRun().write(folder.root / "own")
+    run = LiveRun(folder.root / "own").read_all()
+    run.running = True
+    assert run.still_seconds(now=START + 50) is None
+    assert run.still_seconds(now=START + 5000) > 4000
+    shown = head(run, now=START + 5000)
+    assert shown.note.startswith("no step for")
+    assert "Time left" not in [figure.label for figure in shown.figures]
