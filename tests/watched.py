@@ -103,8 +103,9 @@ class WatchedRun:
                 yield {"kind": "sample", "time": clock, "step": step, "prompt": self.text("Once"),
                        "text": self.text(" upon a time")}  # fmt: skip
             if back and step == back[0]:
-                yield {"kind": "fault", "time": clock, "rank": 1, "failure": "killed",
-                       "cause": self.text("was killed (SIGKILL)"), "step": step, "detected_by": "supervisor"}  # fmt: skip
+                cause = self.text("was killed (SIGKILL)")
+                yield {"kind": "fault", "time": clock, "rank": 1, "failure": "killed", "cause": cause, "step": step,
+                       "detected_by": "supervisor"}  # fmt: skip
                 yield {"kind": "restart", "time": clock + 1, "attempt": 1, "of": 3, "wait_seconds": 1.0, "kept": 0}
                 clock += 4
                 yield self.started(clock, 1, back[1])
@@ -126,8 +127,9 @@ class WatchedRun:
         loss = self.loss(step)
         yield {
             "kind": "progress", "time": clock, "step": step, "steps": self.steps, "loss": loss, "bpb": loss / 2.4,
-            "grad_norm": 0.9, "lr": 3e-4, "tokens": step * 4096, "tokens_per_second": 40_960 * (1 + 0.02 * math.sin(step)),
-            "mfu": 0.38 + 0.01 * math.sin(step), "data_wait_seconds": 0.001, "step_seconds": 0.1,
+            "grad_norm": 0.9, "lr": 3e-4, "tokens": step * 4096,
+            "tokens_per_second": 40_960 * (1 + 0.02 * math.sin(step)), "mfu": 0.38 + 0.01 * math.sin(step),
+            "data_wait_seconds": 0.001, "step_seconds": 0.1,
             "eta_seconds": (self.steps - step) * 0.1, "cost_usd": step * 1e-4, "peak_memory_bytes": 290 * MIB,
         }  # fmt: skip
         uses = {"data": 0.002, "pipeline": 0.0, "collectives": 0.02, "reading": 0.01, "computing": 0.06,

@@ -1,7 +1,6 @@
 """A run folder that is read as it grows: cut, mixed, of other versions, with clocks that jump."""
 
 import json
-import os
 
 import pytest
 from tests.watched import START, WatchedRun
@@ -88,7 +87,7 @@ def test_a_log_that_was_cut_or_replaced_is_read_anew(folder, lines):
     assert 0 < run.last_step < 250 and not run.data.faults
     other = folder.root / "other"
     other.write_text("".join(lines))
-    os.replace(other, folder.events)
+    other.replace(folder.events)
     run.read_all()
     assert run.last_step == 400 and len(run.data.faults) == 1
 
@@ -101,7 +100,8 @@ def test_damaged_lines_and_other_versions_are_left_out(folder, lines):
             b'{"kind": "restart", "time": 1780000001}\n',
             b'{"kind": "metrics", "time": 1780000001, "step": 9, "by": "x", "values": {"v": 1e999}}\n',
             b'{"kind": "step", "time": 1780000001, "step": 3, "loss": ' + b"9" * 400 + b', "grad_norm": 1, "lr": 1}\n',
-            b'{"kind": "run_started", "time": 1780000001, "from_step": 99999999999999999999, "world_size": 1}\n']  # fmt: skip
+            b'{"kind": "run_started", "time": 1780000001, "from_step": 99999999999999999999, "world_size": 1}\n',
+            ]  # fmt: skip
     append(folder, b"".join(junk) + "".join(lines).encode())
     run = LiveRun(folder.root).read_all()
     assert run.last_step == 400
@@ -165,7 +165,7 @@ def test_a_run_without_its_artifacts_is_still_shown(folder, lines):
     append(folder, "".join(lines))
     folder.config.write_text("not toml [")
     run = LiveRun(folder.root).read_all()
-    assert run.name == "run" and run.total_steps == 0 and run.state == "failed" or run.state == "interrupted"
+    assert (run.name, run.total_steps, run.state) == ("run", 0, "interrupted")
     assert "run.toml" in run.problems
     assert head(run).step == 400
 
