@@ -106,7 +106,8 @@ class LiveRun:
             self._read_artifacts()
             if (lines := self._log.read_lines()) is None:
                 self._begin()
-                return True
+                self._read_artifacts()
+                lines = self._log.read_lines()
             if lines:
                 self._take(parsed(lines))
                 self.version += 1

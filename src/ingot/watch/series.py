@@ -90,10 +90,11 @@ class StepSeries:
         """Return a column over void steps: one part for each stretch that was trained, the newest ones."""
         void = np.ones(self._count, bool)
         void[self._valid[: self._kept]] = False
-        rows = self._rows[: self._count][void]
+        indices = np.flatnonzero(void)
+        rows = self._rows[indices]
         if not len(rows):
             return []
-        parts = np.split(rows, np.flatnonzero(np.diff(rows["step"]) <= 0) + 1)
+        parts = np.split(rows, np.flatnonzero((np.diff(rows["step"]) <= 0) | (np.diff(indices) > 1)) + 1)
         within = [p[(p["step"] >= first) & (p["step"] <= (p["step"] if last is None else last))] for p in parts]
         return [self._column(part, name) for part in within if len(part)][-_VOID_SHOWN:]
 

@@ -18,7 +18,10 @@ pytest.importorskip("httpx2", reason="needs httpx2, which asks the server")
 
 TOKEN = "a-token-of-the-test"
 STATIC = Path(ingot.watch.web.__file__).parent / "static"
-VENDORED = {"uPlot.iife.min.js": "", "uPlot.min.css": ""}  # name -> SHA-256
+VENDORED = {  # name -> SHA-256, of uPlot 1.6.32
+    "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
+    "uPlot.min.css": "df630c6a8d6f8eeaff264b50f73ce5b114f646ffd9a0bb74f049b0a00135fa04",
+}
 
 
 @pytest.fixture(scope="module")
