@@ -46,6 +46,7 @@ from . import (
     stopping,
     stores,
     stragglers,
+    watch,
     watchdog,
 )
 from .mutant import Mutant
@@ -93,6 +94,7 @@ AREAS: dict[str, list[Mutant]] = {
         integrity,
         spike,
         alerts,
+        watch,
     )
 }
 ALL: list[Mutant] = [mutant for mutants in AREAS.values() for mutant in mutants]

@@ -2,7 +2,7 @@
 
 import argparse
 
-from ingot.cli.serving import add_address, listen, run_until_interrupted
+from ingot.cli import serving
 from ingot.cli.terminal import Terminal
 
 PORT = 8737
@@ -17,7 +17,7 @@ def add_page(parser: argparse.ArgumentParser) -> None:
     page.add_argument(
         "--web", action="store_true", help="serve the planner as a web page on this machine, until Ctrl-C"
     )
-    add_address(page, PORT)
+    serving.add_address(page, PORT)
 
 
 def serve(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -30,7 +30,7 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.web.app import LOOPBACK, make_app
 
     host = args.host or "127.0.0.1"
-    listening = listen(host, PORT if args.port is None else args.port)
+    listening = serving.listen(host, PORT if args.port is None else args.port)
     port = listening.getsockname()[1]
     local = host in ("localhost", *LOOPBACK, "::1")
     name = f"[{host}]" if ":" in host else host
@@ -40,7 +40,7 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"{terminal.style('warn', 'yellow')}      everyone who can reach {name}:{port} can use the page")
     terminal.result({"url": url, "port": port})
     app = make_app(LOOPBACK if local else ("*",))
-    run_until_interrupted(uvicorn, app, listening)
+    serving.run_until_interrupted(uvicorn, app, listening)
     return EXIT_OK
 
 

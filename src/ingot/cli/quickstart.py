@@ -47,5 +47,6 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.next(
         f"ingot sample {folder / 'run'} --prompt 'The function returns'",
         "ingot init my-run",
+        f"ingot watch {folder / 'run'} --web",
     )
     return 0

@@ -305,8 +305,9 @@ def nothing_trains(monkeypatch):
 
     monkeypatch.setattr("ingot.trainer.checkpoint.compare.compare_checkpoints", compare)
     monkeypatch.setattr("ingot.trainer.trained.load_trained", load)
-    monkeypatch.setattr("ingot.cli.plan_web.listen", listen)
+    monkeypatch.setattr("ingot.cli.serving.listen", listen)
     monkeypatch.setattr("ingot.rehearse.calibrate.calibrate.calibrate", measure)
+    monkeypatch.setattr("secrets.token_urlsafe", lambda size: "token")
     monkeypatch.setattr("time.monotonic", lambda: 0.0)
     monkeypatch.setattr("time.time", lambda: 1.8e9)
     utc = time.gmtime

@@ -55,6 +55,7 @@ STARTS = (
     "ingot.data.classify.make.make_classifier",
     "ingot.data.mixture.dsir.select",
     "ingot.planner.web.app.make_app",
+    "ingot.watch.web.app.make_app",
     "socket.getaddrinfo",
     "subprocess.Popen",
 )

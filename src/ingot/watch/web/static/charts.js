@@ -36,7 +36,7 @@ export class Chart {
       onclick: () => { this.#log = !this.#log; this.#logButton.setAttribute("aria-pressed", String(this.#log)); this.#build(); },
     });
     const head = el("h2", {}, kind.title, kind.unit ? el("small", { text: kind.unit }) : null);
-    this.element = el("figure", { class: tall ? "wide" : null, id: `chart-${key}` }, el("figcaption", {}, head, this.#logButton, this.#last), this.#box, this.#legend);
+    this.element = el("figure", { class: tall || key === "uses" ? "wide" : null, id: `chart-${key}` }, el("figcaption", {}, head, this.#logButton, this.#last), this.#box, this.#legend);
     this.#box.append(this.#tip);
     this.#box.addEventListener("keydown", (event) => this.#key(event));
     this.#box.addEventListener("blur", () => this.#hideTip());
@@ -156,7 +156,7 @@ export class Chart {
     this.#plot = new uPlot(
       {
         width, height: this.#height,
-        padding: [14, 10, 0, 0],
+        padding: [14, 18, 0, 0],
         legend: { show: false },
         cursor: {
           sync: { key: "steps", setSeries: false }, drag: { x: true, y: false, setScale: false },
@@ -298,8 +298,10 @@ export class Chart {
     return this.#view.runs.length > 1 ? `${this.#view.runs[line.run]}: ${line.name}` : line.name;
   }
 
-  #keyOf(line) {
+  /** Return the sample of a line in a legend. neutral: in grey, for what lines of all runs have in common. */
+  #keyOf(line, neutral = false) {
     const look = this.#look(line, this.#data.lines.indexOf(line));
+    if (neutral) look.stroke = css("--soft");
     const key = svg("svg", { viewBox: "0 0 18 10", width: 18, height: 10, "aria-hidden": "true" });
     if (look.fill) key.append(svg("rect", { width: 12, height: 10, x: 3, fill: look.fill, rx: 2 }));
     else if (look.dots) key.append(svg("circle", { cx: 9, cy: 5, r: 4, fill: look.stroke }));
@@ -309,21 +311,22 @@ export class Chart {
 
   #showLegend() {
     const seen = new Set(), entries = [];
+    const several = this.#view.runs.length > 1;
     for (const line of this.#data.lines) {
-      const name = this.#nameOf(line);
+      const name = several ? (line.style === "main" ? this.#view.runs[line.run] : line.name) : line.name;
       if (seen.has(name)) continue;
       seen.add(name);
-      entries.push(el("li", {}, this.#keyOf(line), name));
+      entries.push(el("li", {}, this.#keyOf(line, several && line.style !== "main"), name));
     }
     const bands = new Map(this.#data.bands.map((band) => [band.name, band]));
     for (const [name, band] of bands) {
       const key = svg("svg", { viewBox: "0 0 18 10", width: 18, height: 10, "aria-hidden": "true" }, svg("line", { x1: 0, x2: 18, y1: 5, y2: 5, stroke: css("--plan"), "stroke-width": 2, "stroke-dasharray": "5 3" }));
-      const range = band.low === band.high ? short(band.low) : `${short(band.low)} to ${short(band.high)}`;
+      const range = band.low === band.high ? short(band.low) : `${short(band.low, 3)} to ${short(band.high, 3)}`;
       entries.push(el("li", {}, key, this.#data.bands.length > 1 ? name : `${name}: ${range}`));
     }
-    show(this.#legend, entries.length > 1 || this.#view.runs.length > 1 ? entries : []);
+    show(this.#legend, entries.length > 1 || several ? entries : []);
     const newest = this.#data.lines.find((line) => line.style === "raw") ?? this.#data.lines.find((line) => line.style === "main");
-    this.#last.textContent = newest && this.#view.runs.length === 1 && !this.#data.stacked ? short(newest.y[newest.y.length - 1], 5) : "";
+    this.#last.textContent = newest && this.#view.runs.length === 1 && !this.#data.stacked ? short(newest.y[newest.y.length - 1]) : "";
     this.#describe();
   }
 
