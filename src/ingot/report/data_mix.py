@@ -14,7 +14,7 @@ from ingot.report.lineage.order_sections import OrderByStep
 from ingot.report.render.page import Bar, Bars, Block, Section, Text
 from ingot.schema.tokens import TokenManifest
 
-_STEPS = 200  # whose samples are counted
+_STEPS = 500  # whose samples are counted
 _SHOWN = 30
 
 

@@ -8,7 +8,7 @@ from ingot.schema.checkpoint import FULL
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.units import format_bytes
 
-_SHOWN = 20
+_SHOWN = 8
 
 
 @dataclass

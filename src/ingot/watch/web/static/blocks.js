@@ -26,7 +26,7 @@ function table(block) {
   const rows = block.rows.map((row) => el("tr", {}, row.map(cell)));
   const compact = block.right.length === block.header.length ? "compact" : null;
   return el(
-    "div", { class: block.header.length > 3 ? "scroll many" : "scroll" },
+    "div", { class: block.header.length - block.right.length > 2 ? "scroll many" : "scroll" },
     el("table", { class: compact }, block.caption ? el("caption", { text: block.caption }) : null, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)),
   );
 }

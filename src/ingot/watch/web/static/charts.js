@@ -36,7 +36,7 @@ export class Chart {
       onclick: () => { this.#log = !this.#log; this.#logButton.setAttribute("aria-pressed", String(this.#log)); this.#build(); },
     });
     const head = el("h2", {}, kind.title, kind.unit ? el("small", { text: kind.unit }) : null);
-    this.element = el("figure", { class: tall || key === "uses" ? "wide" : null, id: `chart-${key}` }, el("figcaption", {}, head, this.#logButton, this.#last), this.#box, this.#legend);
+    this.element = el("figure", { "data-wide": tall || key === "uses", id: `chart-${key}` }, el("figcaption", {}, head, this.#logButton, this.#last), this.#box, this.#legend);
     this.#box.append(this.#tip);
     this.#box.addEventListener("keydown", (event) => this.#key(event));
     this.#box.addEventListener("blur", () => this.#hideTip());

@@ -114,10 +114,22 @@ function showCharts(anew = false) {
   for (const key of [...charts.keys()]) if (!wanted.includes(key) || anew) charts.delete(key);
   for (const key of wanted) if (!charts.has(key)) charts.set(key, new Chart(key, kindOf(key), view, TALL.has(key)));
   const ordered = wanted.map((key) => charts.get(key));
+  fillRows(ordered.map((chart) => chart.element));
   const empty = el("p", { class: "empty", text: "No numbers yet: they come with the first log line." });
   show(find("charts"), ordered.length ? ordered.map((chart) => chart.element) : question === "cost" ? null : empty);
   for (const key of wanted) refetch(key, 0);
   showSpans();
+}
+
+/** Make the last chart of a row wide if it has no neighbor. */
+function fillRows(figures) {
+  let alone = null;
+  for (const figure of [...figures, null]) {
+    const wide = figure === null || figure.dataset.wide !== undefined;
+    figure?.classList.toggle("wide", wide);
+    if (wide && alone) alone.classList.add("wide");
+    alone = wide || alone ? null : figure;
+  }
 }
 
 const kindOf = (key) => kinds[key] ?? { title: key.slice(key.indexOf(":") + 1), unit: "", question: "learning" };
