@@ -33,7 +33,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="recorded-skips-made",
         what="the replay makes the updates that the run skipped",
-        file="rehearse/replay/replay.py",
+        file="rehearse/replay/opened.py",
         before="return ~torch.isfinite(grad_norm) | (self.step in self.steps)",
         after="return ~torch.isfinite(grad_norm)",
         tests=(f"{_WATCH}::test_updates_that_the_run_skipped_are_skipped_again",),
@@ -57,7 +57,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="weights-before-the-load",
         what="the replay computes with the first weights, because the loaded ones are not published",
-        file="rehearse/replay/replay.py",
+        file="rehearse/replay/opened.py",
         before="            parts.model.publish()\n            parts.callbacks.restore",
         after="            parts.callbacks.restore",
         tests=(f"{_RUNS}::test_a_token_of_one_batch_names_its_documents",),

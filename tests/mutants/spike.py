@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="best-finding-first",
         what="the smallest findings are explained, and the worst are left out",
-        file="report/diagnose/spike.py",
+        file="report/diagnose/troubled.py",
         before="key=lambda one: (-one.size, one.step)",
         after="key=lambda one: (one.size, one.step)",
         tests=(f"{_SPIKE}::test_without_a_step_the_worst_findings_are_explained",),

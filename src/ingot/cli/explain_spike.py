@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ingot.cli import explain_replay
 from ingot.cli.arguments import add_run_and_step, path
 from ingot.cli.terminal import Terminal
 from ingot.value_names import printable
@@ -20,6 +21,18 @@ _SUSPECTS, _REASONS, _OTHERS, _SAMPLES = 10, 4, 3, 6  # shown
 def configure(parser: argparse.ArgumentParser) -> None:
     add_run_and_step(parser, "those in which the guard found trouble, the worst first")
     parser.add_argument(
+        "--replay",
+        action="store_true",
+        help="train the worst step again in this process, from the checkpoint before, for a verdict: data, state or "
+        "hardware",
+    )
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to replay (default: auto, a GPU if there is one)",
+    )
+    parser.add_argument(
         "--quarantine",
         type=path,
         metavar="LIST",
@@ -28,9 +41,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> None:
+    from ingot.errors import require
     from ingot.report.diagnose.spike import explain_spike
     from ingot.schema.quarantine import read_quarantine
 
+    if args.replay:
+        require("torch", "train")
     if args.quarantine and args.quarantine.exists():
         read_quarantine(args.quarantine)  # a damaged list is reported before the work
     found = explain_spike(args.run, args.step, terminal.progress)
@@ -42,6 +58,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     )
     for batch in found.batches:
         _show_batch(batch, terminal)
+        if not args.replay and len(found.batches) == 1:
+            terminal.say("verdict   needs a replay from the checkpoint before: --replay")
     _show_repeated(found, terminal)
     if found.more:
         steps = ", ".join(map(str, found.more[:_SAMPLES])) + (", ..." if len(found.more) > _SAMPLES else "")
@@ -49,7 +67,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     for sentence in found.unknown:
         terminal.say(f"unknown   {sentence}")
     added = _quarantine(found, args.quarantine, terminal) if args.quarantine else []
-    terminal.result(_facts(found, added))
+    replay = explain_replay.replayed_facts(args, found, terminal) if args.replay else None
+    terminal.result(_facts(found, added) | ({"replay": replay} if args.replay else {}))
     terminal.next(*_commands(args, found))
 
 
@@ -82,6 +101,7 @@ def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
     skipped = "; its update was skipped" if step.skipped else ""
     what = ", ".join(step.found) or "the log has nothing against it"
     terminal.say(f"\n{terminal.style(f'step {step.step}', 'bold')}: {printable(what)}; {values}{skipped}")
+    _show_text(batch, terminal)
     for text in batch.changes or ("nothing in the data changed at this step",):
         terminal.say(f"changes   {printable(text)}")
     if len(batch.sources) > 1:
@@ -104,6 +124,27 @@ def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
     for document in batch.documents[: 0 if suspects else _OTHERS]:
         nearest = document.signs[0].words if document.signs else "too short to compare"
         terminal.say(f"nearest   {document.id[:12]}  {printable(document.url or document.source)}: {nearest}")
+
+
+def _show_text(batch: "SpikeBatch", terminal: Terminal) -> None:
+    """Show the learning rate, the lengths and repetitions of the batch, and a change of its sources."""
+    text, change = batch.text, batch.source_change
+    if math.isfinite(batch.lr):
+        terminal.say(f"lr        {batch.lr:.3g}")
+    terminal.say(
+        f"batch     {text.tokens:,} tokens of {text.documents:,} documents; tokens of one: {text.shortest:,} to "
+        f"{text.longest:,}, median {text.median:,}"
+    )
+    if text.most_repeated:
+        terminal.say(f"repeated  {text.repeated:.1%} of the tokens are in sequences of 8 that occur again in the batch")
+    for one in text.most_repeated:
+        documents = f"{one.documents:,} documents" if one.documents > 1 else "1 document"
+        terminal.say(f"          {one.times:,} times in {documents}: {printable(one.text or str(list(one.tokens)))!r}")
+    if change is not None:
+        terminal.say(
+            f"source    the step is at a change of the data source: from step {change.step} on, {change.after:.0%} of "
+            f"the samples are of {printable(change.source)}, before {change.before:.0%}"
+        )
 
 
 def _show_document(number: int, document: "BatchDocument", terminal: Terminal) -> None:
@@ -133,6 +174,8 @@ def _commands(args: argparse.Namespace, found: "SpikeReport") -> list[str]:
         else:
             step = f" --step {args.step}" if args.step else ""
             commands.append(f"ingot explain spike {args.run}{step} --quarantine quarantine.jsonl")
+    if not args.replay:
+        commands.append(f"ingot explain spike {args.run} --step {found.batches[0].step.step} --replay")
     if any("not finite" in kind for batch in found.batches for kind in batch.step.found):
         commands.append(f"ingot explain nan {args.run}")
     return [*commands, f"ingot ckpt ls {args.run}"]
@@ -152,11 +195,16 @@ def _facts(found: "SpikeReport", added: "list[QuarantineEntry]") -> dict[str, An
 
 
 def _batch_facts(batch: "SpikeBatch") -> dict[str, Any]:
+    from dataclasses import asdict
+
     step = {
         name: None if isinstance(one, float) and not math.isfinite(one) else one
         for name, one in vars(batch.step).items()
     }
     return step | {
+        "lr": batch.lr if math.isfinite(batch.lr) else None,
+        "text": asdict(batch.text),
+        "source_change": asdict(batch.source_change) if batch.source_change else None,
         "changes": list(batch.changes),
         "sources": {name: {"step": own, "healthy": usual} for name, (own, usual) in batch.sources.items()},
         "documents": [_document_facts(document) for document in batch.documents],

@@ -72,6 +72,7 @@ REPLACED = (
     ("ingot.trainer.experiments.ablation", "ablate"),
     ("ingot.rehearse.dryrun.dry_run", "simulate"),
     ("ingot.rehearse.replay.replay", "replay"),
+    ("ingot.rehearse.replay.spike", "replay_spike"),
     ("ingot.planner.published.fit", "Fit"),
     ("ingot.quickstart.run", "QuickstartRun"),
     ("ingot.drill.drill", "drill"),

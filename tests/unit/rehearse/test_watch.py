@@ -7,7 +7,7 @@ pytest.importorskip("torch")
 import torch
 from torch import nn
 
-from ingot.rehearse.replay.replay import RecordedSkips
+from ingot.rehearse.replay.opened import RecordedSkips
 from ingot.rehearse.replay.watch import FiniteWatch
 
 MASK = torch.tensor([[True, False, False], [True, True, False], [True, True, True]])

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from typing import Literal
 
+import numpy as np
+
 Phase = Literal["", "forward", "backward", "gradient norm", "update"]
 
 
@@ -108,6 +110,56 @@ class Replayed:
     own_tokens: tuple[int, ...]
     loss_scale: float | None
     finite_unscaled: bool | None
+    device: str
+    precision: str
+    notes: tuple[str, ...]
+
+
+# -- a step with a spike --
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerNorms:
+    """The norms of one layer: a block, or what is before or after all blocks.
+
+    gradient: in the step, before clipping. gradient_before: the median over the replayed steps before it; NaN without
+    one. gradient_other: of another batch on the same weights; NaN without one. weights_before, weights_after: of the
+    weights before and after the update of the step; equal if it was skipped.
+    """
+
+    name: str
+    gradient: float
+    gradient_before: float
+    gradient_other: float
+    weights_before: float
+    weights_after: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class ReplayedSpike:
+    """A step replayed in one process, with experiments on its weights and its batch.
+
+    checkpoint, unused, device, precision, notes: as in Replayed. steps: those before it, in order. own: the step.
+    nats: float32 [samples, T], the loss of every target of its batch on the weights before its update.
+    other_step: a step whose batch is compared with it, on the same weights; 0: there is none. other_loss,
+    other_grad_norm: of that batch; NaN without one. other_nats: float32 [samples, T]; None without one.
+    other_loss_after: of that batch after the update of the step.
+    early_loss, early_other_loss: of both batches on the weights of the checkpoint.
+    """
+
+    checkpoint: int
+    unused: tuple[str, ...]
+    steps: tuple[ReplayedStep, ...]
+    own: ReplayedStep
+    nats: np.ndarray
+    other_step: int
+    other_loss: float
+    other_grad_norm: float
+    other_nats: np.ndarray | None
+    other_loss_after: float
+    early_loss: float
+    early_other_loss: float
+    layers: tuple[LayerNorms, ...]
     device: str
     precision: str
     notes: tuple[str, ...]

@@ -4,7 +4,6 @@ Steps before the one that is looked for run as in training. If the numbers of a 
 vetoed: the weights are as before it, and its forward and backward run once more under a FiniteWatch.
 """
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -14,54 +13,23 @@ import torch
 from torch import Tensor
 
 from ingot.errors import CheckpointError
-from ingot.rehearse.replay.config import one_process
 from ingot.rehearse.replay.found import NotFiniteOrigin, Phase, Replayed, ReplayedStep, TensorRange
+from ingot.rehearse.replay.opened import RecordedSkips, open_replay
 from ingot.rehearse.replay.watch import FiniteWatch, is_finite, range_of
-from ingot.rng import derive
-from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.guard_record import Measure, lr_factor, read_measures
-from ingot.schema.quarantine_record import continued, read_quarantine
-from ingot.schema.run import RunConfig, setting_changes
-from ingot.schema.run_folder import RunFolder
-from ingot.schema.tokens import read_token_manifest
-from ingot.theory.rules import load_run, recorded_run
-from ingot.trainer.build import build_parts
-from ingot.trainer.checkpoint.load import load_checkpoint
+from ingot.schema.guard_record import lr_factor
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, verify_tensors
 from ingot.trainer.checkpoint.reader import read_blocks
-from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.state import StateBlock
-from ingot.trainer.heldout import data_path
-from ingot.trainer.launch.here import own_process
 from ingot.trainer.loader.loader import Batch
-from ingot.trainer.mesh.start import start
 from ingot.trainer.optim.gradients import gradient_norm
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import StepParts
-from ingot.trainer.resilience.policy import Unwatched
-from ingot.trainer.restore import open_loader
 from ingot.trainer.step import forward_backward, loss_scale, update
 
 MORE_STEPS = 5  # beyond the step that is looked for: another layout rounds otherwise, and the end may come later
 _SAMPLED = 4096  # elements of each matrix that show the size of an update
 _LINE_SECONDS = 5.0
 _NAMED = 8  # tensors that are looked for in older checkpoints, and token ids that are named
-
-
-class RecordedSkips(Unwatched):
-    """The policy of a replay: skip the updates that the run skipped, and those whose gradient is not finite.
-
-    measures: of the guard, whose factors hold.
-    """
-
-    def __init__(self, steps: Iterable[int], measures: Sequence[Measure] = ()):
-        self.steps, self.step, self._measures = frozenset(steps), 0, measures
-
-    def measures(self) -> Sequence[Measure]:
-        return self._measures
-
-    def veto(self, loss: Tensor, grad_norm: Tensor) -> Tensor:
-        return ~torch.isfinite(grad_norm) | (self.step in self.steps)
 
 
 def replay(
@@ -79,41 +47,19 @@ def replay(
     Raises ConfigError for a run file that cannot be used here, ResourceError if this machine has too little memory,
     DataError for damaged tokens, CheckpointError if a checkpoint vanishes meanwhile.
     """
-    folder = RunFolder(root)
-    config, notes = one_process(load_run(folder.config), device, say)
-    # Those taken because of the step are from after it was trained.
-    measures = [one for one in read_measures(folder.guard) if not one.first <= wanted <= one.last]
-    policy = RecordedSkips(skipped, measures)
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(own_process({}, alone=True))
-        place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
-        torch.manual_seed(derive(config.seed, "torch", 0))
-        checkpoint, manifest, older, unused = _newest(folder, wanted)
-        parts = build_parts(config, place.device, folder.root, policy, continues=checkpoint is not None)
-        stack.callback(parts.optimizer.close)
-        stack.callback(parts.model.close)
-        if checkpoint is not None and manifest is not None:
-            load_checkpoint(checkpoint.path, manifest, parts.state, lambda read: None)
-            parts.model.publish()
-            parts.callbacks.restore(manifest.callbacks)
-            notes += _differences(folder, manifest, config)
-        first = checkpoint.step if checkpoint else 0
-        say(f"replay    from {f'the checkpoint of step {first}' if first else 'the first weights'} to step {wanted}")
+    with open_replay(root, wanted, skipped=skipped, device=device, say=say) as opened:
+        config, parts = opened.parts.config, opened.parts
         bad = _bad_state(parts)
-        player = _Player(parts, policy, say, progress, watch_state=not bad)
-        left_out = read_quarantine(folder.quarantine)
-        if manifest is not None:
-            left_out = continued(left_out, manifest.quarantine, manifest.step)
-        with open_loader(config, folder, parts.mesh, place.device, first + 1, measures, left_out, None) as loader:
-            player.play(loader, first, wanted)
+        player = _Player(parts, opened.policy, say, progress, watch_state=not bad)
+        player.play(opened.loader, opened.first, wanted)
         found = Replayed(
-            checkpoint=first,
-            unused=unused,
+            checkpoint=opened.first,
+            unused=opened.unused,
             wanted=wanted,
             steps=tuple(player.steps),
             loaded_bad=bool(bad),
             bad_state=bad or player.bad_state,
-            finite_at=_finite_at(older, bad) if bad else None,
+            finite_at=_finite_at(opened.older, bad) if bad else None,
             step=player.step,
             phase=player.phase,
             origin=player.origin,
@@ -122,42 +68,12 @@ def replay(
             own_tokens=player.own_tokens,
             loss_scale=player.scale,
             finite_unscaled=player.finite_unscaled,
-            device=place.device.type,
+            device=opened.device.type,
             precision=config.train.precision,
-            notes=tuple(notes),
+            notes=opened.notes,
         )
         del player, parts  # before the group ends
         return found
-
-
-def _newest(
-    folder: RunFolder, wanted: int
-) -> tuple[ListedCheckpoint | None, CheckpointManifest | None, list[ListedCheckpoint], tuple[str, ...]]:
-    """Return the newest usable checkpoint before step `wanted` with its manifest, the older ones, and why newer ones
-    were not used."""
-    unused = []
-    before = [one for one in judged_checkpoints(folder) if one.step < wanted]
-    for number, one in enumerate(before):
-        try:
-            if one.damage:
-                unused.append(f"the checkpoint of step {one.step}: {one.damage}")
-                continue
-            return one, verify_tensors(one.path), before[number + 1 :], tuple(unused)
-        except CheckpointError as error:
-            unused.append(error.found)
-    return None, None, [], tuple(unused)
-
-
-def _differences(folder: RunFolder, manifest: CheckpointManifest, config: RunConfig) -> list[str]:
-    """Return a sentence for each difference between the run that saved `manifest` and its folder now."""
-    recorded, found = recorded_run(folder.config), []
-    changes = [one for one in setting_changes(manifest.settings, recorded.settings()) if not one.kind.is_free]
-    found += [f"since the checkpoint a setting changed: {change}" for change in changes]
-    if read_token_manifest(data_path(folder, config.data.tokens)).fingerprint() != manifest.data_fingerprint:
-        found.append("the tokens are not those of the checkpoint: batches may be others than in the run")
-    if recorded.plugins.code != config.plugins.code:
-        found.append("a plug-in has other code than the run recorded")
-    return found
 
 
 def _bad_state(parts: StepParts) -> tuple[TensorRange, ...]:

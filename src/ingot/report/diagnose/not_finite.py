@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import DataMissing
+from ingot.report.diagnose.troubled import skipped_steps
 from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.run import RunConfig
 from ingot.trainer.checkpoint.tensor_file import STATE_NOT_FINITE
@@ -81,7 +82,7 @@ def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
         guess=guess,
         healthy=any(one.step == found and one.is_finite and one.loss <= EXPLODED * guess for one in logged)
         and found not in _unsaved(data),
-        skipped=tuple(sorted(_skipped(data, found))),
+        skipped=tuple(own for own in skipped_steps(data, found) if own < found),
         running=is_locked(data.folder.lock),
     )
 
@@ -128,9 +129,3 @@ def _first_in_a_row(steps: list[int]) -> int:
     while first - 1 in steps:
         first -= 1
     return first
-
-
-def _skipped(data: RunData, step: int) -> set[int]:
-    """Return the steps before `step` whose updates were skipped in the attempt that reached it last."""
-    started = max((one["time"] for one in data.starts if one["from_step"] < step), default=0.0)
-    return {own for event in data.vetoes if event["time"] >= started for own in event["steps"] if own < step}

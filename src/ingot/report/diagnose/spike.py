@@ -14,7 +14,8 @@ import numpy as np
 
 from ingot.data.lineage.purge.history import TokenLayout
 from ingot.errors import DataError, DataMissing, IngotError, UsageError
-from ingot.report.diagnose.data_changes import changes_at, shares_of_sources
+from ingot.report.diagnose.batch_text import BatchText, describe_batch
+from ingot.report.diagnose.data_changes import SourceChange, changes_at, shares_of_sources, source_change
 from ingot.report.diagnose.document_signs import (
     DocumentSigns,
     HealthySigns,
@@ -22,6 +23,7 @@ from ingot.report.diagnose.document_signs import (
     UsualTokens,
     measure_signs,
 )
+from ingot.report.diagnose.troubled import TroubledStep, troubled_steps
 from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.report.lineage.exposure import RunTokens
 from ingot.report.lineage.trace import DocumentPart, check_ledger, origins_of, parts_of
@@ -38,26 +40,6 @@ _FEWEST = 16  # healthy documents to compare with
 _CUT = 3  # bytes of a character that a window may cut off at either end, each of which is decoded as U+FFFD
 
 Progress = Callable[[float, str], None]
-
-
-@dataclass(frozen=True, kw_only=True)
-class TroubledStep:
-    """A step in which the run found trouble. found: the kinds. loss, grad_norm: NaN if they are not in the log.
-    loss_sigmas, norm_sigmas: deviations above the median of healthy steps. skipped: its update was not made."""
-
-    step: int
-    found: tuple[str, ...]
-    loss: float = math.nan
-    grad_norm: float = math.nan
-    loss_sigmas: float = 0.0
-    norm_sigmas: float = 0.0
-    skipped: bool = False
-
-    @property
-    def size(self) -> float:
-        """The size of the trouble: infinite for values that are not finite, else in deviations."""
-        bad = any("not finite" in kind for kind in self.found)
-        return math.inf if bad else max(self.loss_sigmas, self.norm_sigmas)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,12 +70,18 @@ class BatchDocument:
 @dataclass(frozen=True, kw_only=True)
 class SpikeBatch:
     """A step and its documents, the most suspicious first. changes: in words, what changed in the data at or shortly
-    before the step. sources: source -> its share of the tokens of the step, and of the healthy ones."""
+    before the step. sources: source -> its share of the tokens of the step, and of the healthy ones. source_change: of
+    the mixture, shortly before the step; None: there is none. text: the lengths and repetitions of the batch. lr: the
+    learning rate of the step in the log, NaN if it is not there. parts: of documents, in the order of the batch."""
 
     step: TroubledStep
     documents: tuple[BatchDocument, ...]
     changes: tuple[str, ...]
     sources: dict[str, tuple[float, float]]
+    source_change: SourceChange | None
+    text: BatchText
+    lr: float
+    parts: tuple[DocumentPart, ...]
 
     @property
     def suspects(self) -> tuple[BatchDocument, ...]:
@@ -144,6 +132,10 @@ def explain_spike(root: Path, step: int | None = None, progress: Progress | None
                 documents=batches.documents(own, healthy, origin),
                 changes=tuple(changes_at(batches.tokens, batches.order, one.step)),
                 sources=shares_of_sources(own, healthy.parts),
+                source_change=source_change(batches.tokens, batches.order, one.step),
+                text=batches.text(own),
+                lr=data.steps.get(one.step, {}).get("lr", math.nan),
+                parts=tuple(own),
             )
         )
     named = {one.step for one in chosen}
@@ -159,30 +151,13 @@ def explain_spike(root: Path, step: int | None = None, progress: Progress | None
     )
 
 
-def troubled_steps(data: RunData) -> list[TroubledStep]:
-    """Return the steps in which the log has a finding or a skipped update, or values that are not finite; the worst
-    first."""
-    steps: dict[int, TroubledStep] = {}
-    for event in data.findings:
-        own = TroubledStep(
-            step=event["step"],
-            found=tuple(event["found"]),
-            loss=event["loss"],
-            grad_norm=event["grad_norm"],
-            loss_sigmas=event["loss_sigmas"],
-            norm_sigmas=event["norm_sigmas"],
-            skipped=bool(event.get("skipped")),
-        )
-        if own.step not in steps or own.size > steps[own.step].size:  # it may have been trained again
-            steps[own.step] = own
-    skipped = {step for event in data.vetoes for step in event["steps"]}
-    for step, event in data.steps.items():
-        kinds = [f"{name} not finite" for name in ("loss", "grad_norm") if not math.isfinite(event[name])]
-        if step not in steps and (kinds or step in skipped):
-            found = tuple(kind.replace("grad_norm", "gradient") for kind in kinds) or ("update skipped",)
-            loss, norm = event["loss"], event["grad_norm"]
-            steps[step] = TroubledStep(step=step, found=found, loss=loss, grad_norm=norm, skipped=step in skipped)
-    return sorted(steps.values(), key=lambda one: (-one.size, one.step))
+def parts_at(root: Path, step: int) -> list[DocumentPart]:
+    """Return the parts of documents in the batch of `step`, which may be still to come. Raises DataError if the tokens
+    are damaged."""
+    tokens = RunTokens(root)
+    layout = TokenLayout(tokens.manifest, (tokens.tokens,), True)
+    order = tokens.order(layout)
+    return list(parts_of(layout, order, order.step(step, tokens.config.train.global_batch)))
 
 
 def _chosen(data: RunData, found: Sequence[TroubledStep], step: int | None) -> list[TroubledStep]:
@@ -333,6 +308,11 @@ class _Batches:
         begin = part.start - window * seq_len
         tokens = row[begin : begin + part.tokens]
         return tokens[:-1] if len(tokens) and tokens[-1] == self.tokens.manifest.eot_id else tokens
+
+    def text(self, parts: Sequence[DocumentPart]) -> BatchText:
+        """Return the lengths of the documents of a batch, and what is repeated in it."""
+        decode = self._encoder.decode if self._encoder else None
+        return describe_batch([(part.document, self._read(part)) for part in parts], decode)
 
     def _signs(self, part: DocumentPart, usual: UsualTokens) -> DocumentSigns:
         tokens = self._read(part)
