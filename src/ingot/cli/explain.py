@@ -231,6 +231,9 @@ def _show_step(found, terminal: Terminal) -> None:
 def _show_causes(found, terminal: Terminal) -> None:
     from ingot.units import format_seconds
 
+    if found.classes:
+        shown = (f"{one.name} ({one.share:.0%} of a step, from {one.least:.0%} on)" for one in found.classes)
+        terminal.say(f"class     {', '.join(shown)}")
     if not found.causes:
         terminal.say("causes    none takes 1% of a step or more")
         return

@@ -25,7 +25,8 @@ from ingot.report.diagnose.evidence import (
 from ingot.report.readable import is_finite
 from ingot.schema import events as kinds
 from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
-from ingot.units import format_seconds
+from ingot.theory.layout import resolve_parallel
+from ingot.units import format_bytes, format_seconds
 
 # Data waits come in bursts if a tenth of the log lines has more than this share of them; this needs enough log lines.
 _IN_BURSTS, _LEAST_LINES = 0.5, 10
@@ -35,14 +36,7 @@ _MOST_BATCHES = 64
 def data_stall(case: Case) -> Iterator[Cause]:
     found = case.measured
     which = f"rank {found.waits['data'].rank} most" if "data" in found.waits else "on rank 0, others were not timed"
-    if found.bursts > _IN_BURSTS and found.intervals >= _LEAST_LINES:
-        settings = {"data.prefetch": _prefetch_for_pauses(case)}
-        text = f"data.prefetch = {settings['data.prefetch']}, or storage without pauses"
-        kind = f"in bursts, {found.bursts:.0%} of it in the worst tenth of the log lines"
-    else:
-        settings = {}
-        text = "put the token folder on faster or local storage; a larger data.prefetch would not help"
-        kind = "throughout: batches are read slower than they are used"
+    kind, text, settings = _kind_of_data_stall(case)
     remedy = Remedy(text=text, settings=settings, seconds=found.data_seconds, reason="all of it, with batches in time")
     yield Cause(
         name="data stall",
@@ -51,6 +45,23 @@ def data_stall(case: Case) -> Iterator[Cause]:
         evidence=f"the trainer waits for its next batch, {which}; {kind}",
         remedies=(remedy,),
     )
+
+
+def _kind_of_data_stall(case: Case) -> tuple[str, str, dict[str, int]]:
+    """Return why batches are late, in words, the remedy, and its settings: pauses, the loader's own work, or storage
+    that is slower than the training."""
+    found, data, train = case.measured, case.run.data, case.run.train
+    if found.bursts > _IN_BURSTS and found.intervals >= _LEAST_LINES:
+        settings = {"data.prefetch": _prefetch_for_pauses(case)}
+        text = f"data.prefetch = {settings['data.prefetch']}, or storage without pauses"
+        return f"in bursts, {found.bursts:.0%} of it in the worst tenth of the log lines", text, settings
+    if data.filter.is_on:
+        text = "the loader's thread decodes and checks each window (data.filter): filter in the data build instead"
+        return "throughout: the loader is slower than the training", text, {}
+    size = train.global_batch * (train.seq_len + 1) * (2 if case.run.model.vocab_size <= 1 << 16 else 4)
+    rate = format_bytes(size / found.step_seconds)
+    text = "put the token folder on faster or local storage; a larger data.prefetch would not help"
+    return f"throughout: the storage gives {rate}/s to all ranks, less than they use", text, {}
 
 
 def _prefetch_for_pauses(case: Case) -> int:
@@ -68,8 +79,11 @@ def straggler(case: Case) -> Iterator[Cause]:
     if slow := _slow_ranks(case):
         yield from (_slow_rank(event, case) for event in slow.values() if _works_longer(event))
         return
+    if not case.on_cpu:
+        yield from _slow_device(case)
+        return
     computing = case.measured.waits.get("computing")
-    if computing is None or not case.on_cpu or case.run.parallel.pp > 1:
+    if computing is None or case.run.parallel.pp > 1:
         return
     late = computing.most - computing.mean
     evidence = (
@@ -79,6 +93,25 @@ def straggler(case: Case) -> Iterator[Cause]:
     text = f"look at the machine of rank {computing.rank}: clock, thermal limit, memory, other load"
     remedy = Remedy(text=text, settings={}, seconds=late, reason="its time above the mean")
     yield Cause(name="straggler", seconds=late, source="measured", evidence=evidence, remedies=(remedy,))
+
+
+def _slow_device(case: Case) -> Iterator[Cause]:
+    """Yield the GPU whose forward takes longest, by its own clock, where no forward waits for other ranks."""
+    parallel, times = case.run.parallel, case.device_times
+    alone = max(parallel.tp, parallel.pp, parallel.cp, parallel.ep) == 1 and resolve_parallel(case.run).zero < 3
+    if times is None or times.ranks < 2 or not alone:
+        return
+    forward = times.forward
+    late = (forward.most - forward.mean) * (times.forward.mean + times.backward.mean) / max(forward.mean, 1e-12)
+    text = f"look at the GPU of rank {forward.rank}: clock, thermal limit, memory errors (ingot doctor --bench)"
+    yield Cause(
+        name="straggler",
+        seconds=late,
+        source="measured",
+        evidence=f"the forward of rank {forward.rank} takes {format_seconds(forward.most)} by the clock of its device, "
+        f"the mean is {format_seconds(forward.mean)}, and all wait for it",
+        remedies=(Remedy(text=text, settings={}, seconds=late, reason="its time above the mean"),),
+    )
 
 
 def _slow_ranks(case: Case) -> dict[int | None, dict]:
@@ -218,24 +251,32 @@ def small_micro_batches(case: Case) -> Iterator[Cause]:
 
 def host_and_launches(case: Case) -> Iterator[Cause]:
     """Yield the time that a GPU waits for its host. In a host-bound run, the host hardly waits for results."""
-    waits, planned = case.measured.waits, case.planned("launches")
+    waits, planned, times = case.measured.waits, case.planned("launches"), case.device_times
     if case.on_cpu or not waits.keys() >= {"reading", "computing"}:
         return
     waited, busy = waits["reading"].mean, waits["computing"].mean
     bound = waited < _HOST_BOUND * case.measured.step_seconds
-    if not bound and not (planned and planned[0]):
-        return
-    idle = case.measured.step_seconds - case.prospect.device_seconds if case.prospect else busy
     evidence = (
         f"the host computes for {format_seconds(busy)} of a step and waits {format_seconds(waited)} for the device"
     )
-    yield Cause(
-        name="host and launches",
-        seconds=max(min(idle, busy), 0.0) if bound else planned[0] if planned else 0.0,
-        source="measured" if bound else "planned",
-        evidence=evidence,
-        remedies=tuple(_host_remedies(case)),
-    )
+    seconds, source = planned[0] if planned else 0.0, "planned"
+    if bound:
+        idle = case.measured.step_seconds - case.prospect.device_seconds if case.prospect else busy
+        seconds, source = max(min(idle, busy), 0.0), "measured"
+    if times is not None:
+        # Between phases the device has no work; within one, the time of launches is in that of the phase.
+        between = max(times.idle(case.measured.step_seconds) - case.measured.data_seconds, 0.0)
+        evidence += f"; by its own clock the device has no work for {format_seconds(between)} between phases"
+        if between > seconds or not bound:
+            seconds, source = between, "measured"
+    if seconds > 0:
+        yield Cause(
+            name="host and launches",
+            seconds=seconds,
+            source=source,
+            evidence=evidence,
+            remedies=tuple(_host_remedies(case)),
+        )
 
 
 def _host_remedies(case: Case) -> Iterator[Remedy]:

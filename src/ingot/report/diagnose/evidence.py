@@ -13,6 +13,7 @@ from typing import Any, Literal, get_args
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.exposed import NAMES
 from ingot.planner.predict.time.step_time import step_seconds
+from ingot.report.diagnose.device_times import DeviceTimes, Spread
 from ingot.report.facts import RunData
 from ingot.report.readable import is_finite
 from ingot.schema.cluster import Cluster
@@ -21,16 +22,6 @@ from ingot.schema.run import RunConfig
 from ingot.theory.layout import layout_problems, resolve_parallel
 from ingot.theory.memory import Term
 from ingot.units import format_bytes, format_seconds
-
-
-@dataclass(frozen=True)
-class Spread:
-    """Seconds per step over ranks: mean, minimum, maximum, and the rank with the maximum."""
-
-    mean: float
-    least: float
-    most: float
-    rank: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -370,12 +361,13 @@ class Cause:
 @dataclass(frozen=True)
 class Case:
     """A run with its evidence. prospect: the planner's predictions; None if there is no plan for the machine on which
-    the run was trained."""
+    the run was trained. device_times: of GPUs, None without any."""
 
     data: RunData
     measured: MeasuredSteps
     run: RunConfig
     prospect: Prospect | None
+    device_times: DeviceTimes | None = None
 
     @property
     def on_cpu(self) -> bool:

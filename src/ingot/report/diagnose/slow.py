@@ -22,6 +22,8 @@ from ingot.report.diagnose.causes import (
     small_micro_batches,
     straggler,
 )
+from ingot.report.diagnose.classes import SlowClass, classes_of
+from ingot.report.diagnose.device_times import device_times
 from ingot.report.diagnose.evidence import Case, Cause, MeasuredSteps, Prospect, measure
 from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.cluster import Cluster
@@ -49,7 +51,7 @@ _DETECTORS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
 class Slowness:
     """The diagnosis of a run.
 
-    running: a process trains the run now. planned_seconds, formulas: the planned time of each part of a step and its
+    running: a process trains the run now. classes: what it is bound by, the largest share first (classes.py). planned_seconds, formulas: the planned time of each part of a step and its
     formula; empty if there is no comparable plan. unknown: one sentence for each fact that the log does not give.
     """
 
@@ -62,6 +64,7 @@ class Slowness:
     planned_seconds: dict[str, float]
     formulas: dict[str, str]
     causes: tuple[Cause, ...]
+    classes: tuple[SlowClass, ...]
     unknown: tuple[str, ...]
 
     @property
@@ -93,10 +96,12 @@ def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Clust
         )
     planned_for = cluster or (data.plan.cluster if data.plan else unplanned)
     prospect = Prospect(run, planned_for, found.step_seconds) if planned_for else None
-    unknown = tuple(_unknown(data, found, prospect, named=cluster is not None))
+    on_gpu = found.device not in ("", "cpu")
+    times = device_times(data.folder.metrics, run.parallel.world_size) if on_gpu else None
+    unknown = tuple(_unknown(data, found, prospect, named=cluster is not None, timed=times is not None))
     if prospect and not (prospect.seconds and _same_kind(found, prospect.cluster)):
         prospect = None
-    case = Case(data, found, run, prospect)
+    causes = find_causes(Case(data, found, run, prospect, times))
     return Slowness(
         name=run.name,
         running=running,
@@ -106,7 +111,8 @@ def explain_slow(root: Path, cluster: Cluster | None = None, *, unplanned: Clust
         measured=found,
         planned_seconds={name: term.value for name, term in prospect.terms.items()} if prospect else {},
         formulas={name: term.formula for name, term in prospect.terms.items()} if prospect else {},
-        causes=tuple(find_causes(case)),
+        causes=tuple(causes),
+        classes=classes_of(found, causes),
         unknown=unknown,
     )
 
@@ -122,8 +128,11 @@ def _same_kind(found: MeasuredSteps, cluster: Cluster) -> bool:
     return found.device in ("", cluster.device)
 
 
-def _unknown(data: RunData, found: MeasuredSteps, prospect: Prospect | None, *, named: bool) -> Iterator[str]:
-    """Yield a sentence for each fact that is not known, with the reason. named: the user gave --cluster."""
+def _unknown(
+    data: RunData, found: MeasuredSteps, prospect: Prospect | None, *, named: bool, timed: bool
+) -> Iterator[str]:
+    """Yield a sentence for each fact that is not known, with the reason. named: the user gave --cluster. timed: the
+    record has the times of the devices."""
     if prospect is None:
         yield "there is no plan.json: name the machine (--cluster) for planned times and the gains of remedies"
     else:
@@ -132,6 +141,8 @@ def _unknown(data: RunData, found: MeasuredSteps, prospect: Prospect | None, *, 
         yield f"there is no plan.json: planned now, with the run's settings, for {prospect.cluster.name}"
     if not found.waits:
         yield "the log is from a version without `waits` events: how long ranks wait for each other is not known"
+    elif timed:
+        yield "the clocks of the GPUs time phases, not single collectives: bubble and collectives are planned values"
     elif found.device != "cpu":
         yield "on GPUs only the host is timed: bubble and collectives are planned values, a slow GPU is not visible"
     if found.untimed_evaluations:
