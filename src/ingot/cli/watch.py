@@ -4,7 +4,7 @@ import argparse
 from typing import TYPE_CHECKING
 
 from ingot.cli import serving
-from ingot.cli.arguments import path
+from ingot.cli.arguments import fraction, path
 from ingot.cli.terminal import Terminal
 
 if TYPE_CHECKING:
@@ -12,11 +12,22 @@ if TYPE_CHECKING:
 
 PORT = 8738
 MOST_RUNS = 50
-EXAMPLES = ("ingot watch runs/demo --web", "ingot watch runs/small runs/large --web --port 0")
+EXAMPLES = (
+    "ingot watch runs/demo",
+    "ingot watch runs/demo --every 60 | tee log",
+    "ingot watch runs/demo --web",
+    "ingot watch runs/small runs/large --web --port 0",
+)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=path, nargs="+", metavar="RUN", help="run folder; several are shown together")
+    parser.add_argument(
+        "--every",
+        type=fraction("every", 0.1, 86_400),
+        metavar="SECONDS",
+        help="print the state as text every so many seconds, until the runs are finished",
+    )
     page = parser.add_argument_group("web page")
     page.add_argument("--web", action="store_true", help="serve a live page on this machine, until Ctrl-C")
     serving.add_address(page, PORT)
@@ -51,18 +62,18 @@ def _live_runs(args: argparse.Namespace) -> "list[LiveRun]":
 
 
 def _show(args: argparse.Namespace, terminal: Terminal) -> int:
-    """Show the state of the runs, and where the page is."""
+    """Follow the runs in the terminal, or print their state as JSON."""
     from dataclasses import asdict
 
     from ingot.errors import EXIT_OK
     from ingot.watch.chapters import head
+    from ingot.watch.terminal.follow import show
 
-    heads = [head(own.read_all()) for own in _live_runs(args)]
-    for one in heads:
-        steps = f"/{one.steps:,}" if one.steps else ""
-        figures = "   ".join(f"{figure.label} {figure.value}" for figure in one.figures)
-        terminal.say(f"{terminal.style(one.name, 'bold')}   {one.state}   step {one.step:,}{steps}   {figures}")
-    terminal.result({"runs": [asdict(one) for one in heads]})
+    runs = _live_runs(args)
+    if terminal.json_mode:
+        terminal.result({"runs": [asdict(head(own.read_all())) for own in runs]})
+    else:
+        show(runs, every=args.every, say=terminal.say)
     terminal.next(f"ingot watch {' '.join(map(str, args.run))} --web")
     return EXIT_OK
 

@@ -1,0 +1,192 @@
+"""Follow runs on a terminal: a full screen with keys, or plain screens where there is no terminal for it."""
+
+import contextlib
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ingot.errors import DataMissing
+from ingot.report.facts import no_run_folder
+from ingot.schema.run_folder import RunFolder
+from ingot.watch.chapters import head
+from ingot.watch.live import LiveRun
+from ingot.watch.terminal.canvas import STYLES, Canvas, glyphs_for
+from ingot.watch.terminal.views import WatchScreen
+
+_TICK_SECONDS = 1.0  # between two looks at the run
+_BUSY_SECONDS = 0.3  # of reading between two looks at the keys
+_PLAIN_WIDTH, _PLAIN_HEIGHT = 80, 24  # of a screen that is printed into a file
+
+
+def open_runs(roots: Sequence[Path]) -> list[LiveRun]:
+    """Return the runs in the folders `roots`. Raises UsageError for a folder that has neither a run file nor a log."""
+    for root in roots:
+        folder = RunFolder(root)
+        if not (folder.config.is_file() or folder.events.is_file()):
+            raise no_run_folder(root)
+    return [LiveRun(root) for root in roots]
+
+
+def show(roots: Sequence[Path], *, every: float | None, say: Callable[[str], None]) -> None:
+    """Show runs until a person quits. Without a terminal, or with `every`, print a plain screen instead.
+
+    every: seconds between two plain screens, until all runs are finished; None: one screen. say: prints text. Raises
+    UsageError for a folder without a run, DataMissing if a run folder vanishes.
+    """
+    runs = open_runs(roots)
+    if every is None and has_screen() and _full_screen(runs):
+        return
+    while True:
+        _read(runs, seconds=None)
+        say(plain(runs))
+        if every is None or all(run.state == "finished" for run in runs):
+            return
+        time.sleep(every)
+
+
+def facts(roots: Sequence[Path]) -> dict[str, Any]:
+    """Return the state of runs as values of JSON: name, state, steps and figures of each, by its folder."""
+    runs = open_runs(roots)
+    _read(runs, seconds=None)
+    return {"runs": {str(run.folder.root): asdict(head(run)) for run in runs}}
+
+
+def has_screen() -> bool:
+    """Return whether this process has a terminal that can be drawn on, and keys."""
+    return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def plain(runs: Sequence[LiveRun]) -> str:
+    """Return a screen as text without colors."""
+    import shutil
+
+    size = shutil.get_terminal_size((_PLAIN_WIDTH, _PLAIN_HEIGHT))
+    screen = WatchScreen(runs, glyphs_for(sys.stdout.encoding))
+    canvas = screen.draw(max(size.columns, 40), _PLAIN_HEIGHT, keys=False)
+    return "\n".join(canvas.lines()).rstrip()
+
+
+def _read(runs: Sequence[LiveRun], seconds: float | None) -> bool:
+    """Read what is new, for at most about `seconds`; None: all of it. Return whether more is there to read. Raises
+    DataMissing if a run folder vanished."""
+    ends = math.inf if seconds is None else time.monotonic() + seconds
+    more = False
+    for run in runs:
+        if not run.folder.root.is_dir():
+            raise DataMissing(
+                "E-WATCH-GONE",
+                f"{run.folder.root} is no longer there",
+                rule="a run is watched while its folder exists",
+                fix="if it was moved, name the new place: ingot watch RUN",
+                run=str(run.folder.root),
+            )
+        while (own := run.refresh() and run.behind > 0) and time.monotonic() < ends:
+            pass
+        more = more or own
+    return more
+
+
+def _full_screen(runs: Sequence[LiveRun]) -> bool:
+    """Follow runs on the full screen until a person quits. Return False, with nothing drawn, if this terminal cannot."""
+    try:
+        import curses
+    except ImportError:  # a Python without it
+        return False
+    import locale
+
+    with contextlib.suppress(locale.Error):
+        locale.setlocale(locale.LC_ALL, "")  # or curses writes no character beyond ASCII
+    try:
+        curses.setupterm()
+    except curses.error:  # a terminal that terminfo does not know
+        return False
+    for name in ("LINES", "COLUMNS"):  # curses would take them for the size, also after the window has another one
+        os.environ.pop(name, None)
+    before = signal.signal(signal.SIGTERM, _leave)
+    try:
+        _Follower(runs, curses).follow()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    return True
+
+
+def _leave(number: int, frame: object) -> None:
+    raise SystemExit(128 + number)  # so that the terminal gets back its own screen
+
+
+class _Follower:
+    """The loop over keys and looks at the runs. curses: the module, which not every Python has."""
+
+    def __init__(self, runs: Sequence[LiveRun], curses):
+        self.runs, self._curses = runs, curses
+        self._keys = {
+            curses.KEY_LEFT: "left", curses.KEY_RIGHT: "right", curses.KEY_UP: "up", curses.KEY_DOWN: "down",
+            curses.KEY_PPAGE: "page up", curses.KEY_NPAGE: "page down", curses.KEY_HOME: "home", 9: "tab",
+        }  # fmt: skip
+
+    def follow(self) -> None:
+        """Take the screen, follow the runs until a key ends it, and give the screen back as it was."""
+        curses = self._curses
+        window = curses.initscr()
+        try:
+            curses.noecho()
+            curses.cbreak()
+            curses.set_escdelay(25)
+            window.keypad(True)
+            with contextlib.suppress(curses.error):
+                curses.curs_set(0)
+            self._follow(window)
+        finally:
+            window.keypad(False)
+            curses.nocbreak()
+            curses.echo()
+            curses.endwin()
+
+    def _follow(self, window) -> None:
+        curses, attributes = self._curses, self._attributes()
+        screen = WatchScreen(self.runs, glyphs_for(window.encoding))
+        due = time.monotonic()
+        while True:
+            if time.monotonic() >= due:
+                more = _read(self.runs, _BUSY_SECONDS)
+                due = time.monotonic() + (0.0 if more else _TICK_SECONDS)
+            height, width = window.getmaxyx()
+            _paint(window, screen.draw(width, height), attributes, curses.error)
+            window.timeout(max(math.ceil(1000 * (due - time.monotonic())), 0))
+            key = window.getch()
+            if key == curses.KEY_RESIZE:
+                window.clear()
+            elif key >= 0 and not screen.press(self._keys.get(key, chr(key) if key < 128 else "")):
+                return
+
+    def _attributes(self) -> dict[str, int]:
+        """Return the attribute of each style: no colors if the terminal has none, or NO_COLOR is set."""
+        curses = self._curses
+        found = dict.fromkeys(STYLES, 0)
+        found |= {"bold": curses.A_BOLD, "dim": curses.A_DIM, "reverse": curses.A_REVERSE}
+        found |= {"red": curses.A_BOLD, "yellow": curses.A_BOLD}
+        if os.environ.get("NO_COLOR") or not curses.has_colors():
+            return found
+        curses.start_color()
+        curses.use_default_colors()
+        for number, name in enumerate(("red", "green", "yellow", "blue", "magenta", "cyan"), 1):
+            curses.init_pair(number, getattr(curses, f"COLOR_{name.upper()}"), -1)
+            found[name] = curses.color_pair(number)
+        return found
+
+
+def _paint(window, canvas: Canvas, attributes: dict[str, int], error: type[Exception]) -> None:
+    window.erase()
+    for y in range(canvas.height):
+        for x, text, style in canvas.runs(y):
+            with contextlib.suppress(error):  # of the last cell, after which the cursor has no place
+                window.addstr(y, x, text, attributes[style])
+    window.refresh()
