@@ -73,6 +73,7 @@ REPLACED = (
     ("ingot.rehearse.dryrun.dry_run", "simulate"),
     ("ingot.rehearse.replay.replay", "replay"),
     ("ingot.rehearse.replay.spike", "replay_spike"),
+    ("ingot.watch.terminal.follow", "show"),
     ("ingot.planner.published.fit", "Fit"),
     ("ingot.quickstart.run", "QuickstartRun"),
     ("ingot.drill.drill", "drill"),

@@ -22,6 +22,8 @@ from ingot.report.recovery import recovery_section
 from ingot.schema.arch import Arch
 from ingot.schema.cluster import Cluster
 from ingot.schema.launch import Launch
+from ingot.schema.load_filter import LoadFilter
+from ingot.schema.metric_files import TableWriter, lineage_folder
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Checkpoint, Data, Evaluate, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
@@ -279,6 +281,37 @@ def test_on_gpus_the_plan_speaks_for_collectives_and_the_host_for_launches(logge
     assert any("only the host is timed" in sentence for sentence in found.unknown)
     busy = explain_slow(logged([started(START, device="cuda"), *lines(computing=0.01, reading=0.08)], run, GPU))
     assert all(cause.source == "planned" for cause in busy.causes if cause.name == "host and launches")
+
+
+def test_the_clocks_of_gpus_show_the_slow_one_and_the_gaps_between_phases(logged):
+    run = run_config(parallel=Parallel(dp_replicate=2), train={"global_batch": 16, "micro_batch": 8})
+    root = logged([started(START, device="cuda"), *lines(computing=0.01, reading=0.08)], run, GPU)
+    for rank, forward in ((0, 0.02), (1, 0.03)):
+        table = lineage_folder(RunFolder(root).metrics, 1, 1) / f"rank-{rank:05}"
+        writer = TableWriter(table, [f"perf/{phase}_seconds" for phase in ("forward", "backward", "optimizer")], {})
+        for step in range(10, 101, 10):
+            slow = 9.0 if step == 10 else 1.0  # the first line of an attempt
+            values = {"perf/forward_seconds": forward * slow, "perf/backward_seconds": 0.03}
+            writer.add(step, START + step, values | {"perf/optimizer_seconds": 0.005})
+        writer.close()
+    causes = {cause.name: cause for cause in explain_slow(root).causes}
+    slow, host = causes["straggler"], causes["host and launches"]
+    assert slow.seconds == pytest.approx(0.005 * (0.025 + 0.03) / 0.025) and "rank 1" in slow.evidence
+    assert host.source == "measured" and host.seconds == pytest.approx(0.1 - 0.025 - 0.03 - 0.005)
+    assert [one.name for one in explain_slow(root).classes] == ["host-bound", "held up by a straggler"]
+
+
+def test_the_class_of_a_run_is_that_of_its_largest_wait(logged):
+    waits = {"data": (0.03, 0.0, 0.04, 1), "collectives": (0.03, 0.031, 0.05, 0)}
+    found = explain_slow(logged([started(START), *lines(**waits)]))
+    assert [one.name for one in found.classes] == ["data-bound", "communication-bound"]
+    assert "the storage gives" in found.causes[0].evidence
+    below = explain_slow(logged([started(START), *lines(collectives=(0.03, 0.029, 0.05, 0))]))
+    assert not below.classes and below.causes[0].name == "exposed collectives"
+    filtered = run_config(parallel=Parallel(dp_replicate=2))
+    filtered = replace(filtered, data=replace(filtered.data, filter=LoadFilter(max_repeated=0.5)))
+    stall = explain_slow(logged([started(START), *lines(**waits)], filtered)).causes[0]
+    assert "the loader is slower" in stall.evidence and "data.filter" in stall.remedies[0].text
 
 
 def test_remedies_are_legal_and_fit(logged):

@@ -197,6 +197,40 @@ def test_a_new_epoch_is_named(run):
     assert not explain_spike(run, begins - 1).batches[0].changes
 
 
+def test_the_batch_shows_its_lengths_its_repetitions_and_its_learning_rate(run):
+    batch = explain_spike(run, planted_uses(run)["repeated_text"][0]).batches[0]
+    text = batch.text
+    assert text.documents == len(batch.documents) and text.longest <= SEQ_LEN + 1 >= text.median >= text.shortest
+    first = text.most_repeated[0]
+    assert first.times > 4 and first.documents == 1 and first.text in PLANTED["repeated_text"]
+    assert text.repeated > 0.05 and batch.lr == 0.001 and batch.source_change is None
+
+
+def test_a_change_of_the_mixture_is_found_at_its_step(run, capsys):
+    """Documents of the second source are in the tokens, and the run begins to use them at step 31."""
+    manifest = run.parent / "data/tokens/train/manifest.json"
+    values = json.loads(manifest.read_text())
+    again = values["shards"][0] | {"name": "code-00000", "source": "code"}
+    old = manifest.parent / values["shards"][0]["name"]
+    for suffix in ("tokens", "documents", "blocks", "lineage.parquet"):
+        (manifest.parent / f"code-00000.{suffix}").write_bytes(old.with_name(f"{old.name}.{suffix}").read_bytes())
+    write_json(manifest, values | {"shards": [again, *values["shards"]]})
+    config = recorded_run(RunFolder(run).config)
+    later = replace(config, data=replace(config.data, weights={"web": 0.2, "code": 0.8}))
+    write_atomic(RunFolder(run).config, to_toml(later))
+    record = AcceptedChanges(
+        step=30, config_sha256="", data_fingerprint="", changes={"data.weights": ({"web": 1.0}, later.data.weights)}
+    )
+    write_accepted(RunFolder(run).accepted, [record])
+    for step, expected in ((30, None), (31, 31), (40, 31), (60, None)):
+        change = explain_spike(run, step).batches[0].source_change
+        assert (change and change.step) == expected, (step, change)
+    change = explain_spike(run, 40).batches[0].source_change
+    assert change and change.before + change.after == pytest.approx(1.0, abs=0.25)
+    main(["explain", "spike", str(run), "--step", "36"])
+    assert "at a change of the data source: from step 31 on" in capsys.readouterr().out
+
+
 def test_suspects_go_into_the_list_once(run, tmp_path, capsys):
     quarantine = tmp_path / "list.jsonl"
     step = planted_uses(run)["mojibake"][0]

@@ -1,0 +1,182 @@
+"""A real short run with three spikes, of the data, the weights and the hardware: each verdict is the one planted."""
+
+import hashlib
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch")
+
+from tests.unit.report.diagnose.test_slow_runs import ARCH
+
+from ingot.cli.main import main
+from ingot.config import to_dict, to_toml
+from ingot.rehearse.replay.found import ReplayedSpike, ReplayedStep
+from ingot.report.diagnose.batch_text import BatchText
+from ingot.report.diagnose.spike import SpikeBatch
+from ingot.report.diagnose.spike_verdict import judge_spike
+from ingot.report.diagnose.troubled import TroubledStep
+from ingot.report.facts import RunData
+from ingot.schema.guard import Guard
+from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Train, WatchSettings
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest, read_token_manifest
+from ingot.storage import sha256_bytes, write_atomic, write_json
+from ingot.trainer.loader.order import Order
+
+SMALL = replace(ARCH, num_layers=2, d_model=32, head_dim=8, d_ffn=48)
+SEQ_LEN, BATCH, STEPS, DOCUMENT = 32, 8, 30, 50
+TOKENS = 12_000
+NOISE = range(40, 52)  # documents of noise, among those of a slow walk
+HARMED, BROKEN = 20, 25  # after these steps the weights are changed: before the save of one, after that of 24
+
+
+def write_noisy_tokens(folder):
+    folder.mkdir(parents=True)
+    draw = np.random.default_rng(3)
+    ids = (1 + np.cumsum(draw.integers(-1, 2, TOKENS)) % 255).astype("<u2")
+    noise = slice(NOISE.start * DOCUMENT, NOISE.stop * DOCUMENT)
+    ids[noise] = draw.integers(1, 256, DOCUMENT * len(NOISE))
+    ids[DOCUMENT - 1 :: DOCUMENT] = 0
+    index = np.zeros(TOKENS // DOCUMENT, DOCUMENT_DTYPE)
+    index["start"], index["tokens"] = np.arange(len(index)) * DOCUMENT, DOCUMENT
+    index["id"] = [np.void(number.to_bytes(16, "big")) for number in range(len(index))]
+    data, block = ids.tobytes(), 4096
+    digests = b"".join(hashlib.sha256(data[i : i + block]).digest() for i in range(0, len(data), block))
+    for suffix, content in (("tokens", data), ("blocks", digests), ("documents", index.tobytes())):
+        (folder / f"walk.{suffix}").write_bytes(content)
+    shard = Shard(
+        name="walk", source="walk", tokens=TOKENS, documents=len(index), text_bytes=TOKENS,
+        blocks_sha256=sha256_bytes(digests), documents_sha256=sha256_bytes(index.tobytes()),
+    )  # fmt: skip
+    manifest = TokenManifest(
+        dtype="uint16", vocab_size=256, eot_id=0, tokenizer_sha256="0" * 64, corpus_sha256="0" * 64, split="train",
+        block_bytes=block, seed=0, shards=(shard,),
+    )  # fmt: skip
+    write_json(folder / "manifest.json", to_dict(manifest))
+
+
+def noisy_step(folder) -> int:
+    """Return the step with most windows of noise, among those after some training and before the weights change."""
+    order = Order(read_token_manifest(folder), SEQ_LEN, 1234)
+
+    def noise(step: int) -> int:
+        starts = order.locate(order.step(step, BATCH))[1]
+        return int(((starts >= NOISE.start * DOCUMENT) & (starts < (NOISE.stop - 1) * DOCUMENT)).sum())
+
+    return max(range(10, HARMED), key=lambda step: noise(step) - noise(step + 1))
+
+
+def train_rank(rank, ranks, folder, config):
+    import torch
+
+    from ingot.trainer.loop import train
+    from ingot.trainer.mesh.start import RankInfo
+    from ingot.trainer.run import build_trainer
+
+    place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
+    run = build_trainer(config, folder, place, say=lambda text: None)
+    verdict = run.policy.verdict
+    norm = next(shard.value for shard in run.model.shards if shard.name == "norm.weight")
+
+    def planted(result):
+        if result.step in (HARMED, BROKEN):
+            norm.mul_(8.0)
+        elif result.step in (HARMED + 1, BROKEN + 1):
+            norm.div_(8.0)
+        run.model.publish()
+        return verdict(result)
+
+    run.policy.verdict = planted
+    try:
+        train(run)
+    finally:
+        run.loader.close()
+
+
+def test_data_weights_and_hardware_are_distinguished(tmp_path, fork_ranks, capsys):
+    tokens, folder = tmp_path / "train", RunFolder(tmp_path / "run")
+    write_noisy_tokens(tokens)
+    config = RunConfig(
+        name="planted",
+        model=SMALL,
+        data=Data(tokens=str(tokens)),
+        train=Train(steps=STEPS, seq_len=SEQ_LEN, global_batch=BATCH, micro_batch=4, precision="fp32"),
+        optim=Optim(lr=1e-2),
+        checkpoint=Checkpoint(mode="sync", every_steps=4),
+        guard=Guard(preset="off", hash_every=0),
+        watch=WatchSettings(log_every=1),
+    )
+    write_atomic(folder.config, to_toml(config))
+    fork_ranks(train_rank, 1, folder, config)
+    before = {path: path.stat().st_mtime_ns for path in folder.root.rglob("*")}
+    noisy, found = noisy_step(tokens), {}
+    for step in (noisy, HARMED + 1, BROKEN + 1):
+        capsys.readouterr()
+        assert main(["explain", "spike", str(folder.root), "--step", str(step), "--replay", "--json"]) == 0
+        found[step] = json.loads(capsys.readouterr().out)["replay"]
+    assert {path: path.stat().st_mtime_ns for path in folder.root.rglob("*")} == before
+    data, state, broken = found.values()
+    assert data["verdict"]["cause"] in ("data", "data and state"), data["verdict"]
+    first = data["documents"][0]
+    assert int(first["document"], 16) in NOISE and first["loss"] > data["other_loss"] + 1
+    shown = sum(one["excess"] for one in data["documents"] if int(one["document"], 16) in NOISE)
+    assert shown > 0.6
+    assert state["verdict"]["cause"] == "state" and state["checkpoint"] == HARMED
+    assert broken["verdict"]["cause"] == "hardware" and broken["checkpoint"] == 24
+    assert broken["verdict"]["departs"] == BROKEN + 1
+    log = {one["step"]: one for one in map(json.loads, folder.events.read_text().splitlines()) if one["kind"] == "step"}
+    assert data["own"]["loss"] == log[noisy]["loss"] and data["own"]["grad_norm"] == log[noisy]["grad_norm"]
+    layers = {one["name"]: one for one in data["layers"]}
+    assert layers.keys() >= {"embed", "blocks.0", "blocks.1", "norm"}
+    whole = sum(one["gradient"] ** 2 for one in layers.values()) ** 0.5
+    assert whole == pytest.approx(log[noisy]["grad_norm"], rel=1e-4)
+    assert all(one["weights_before"] != one["weights_after"] for one in layers.values())
+    harmed = {one["name"]: one["weights_before"] for one in state["layers"]}
+    assert harmed["norm"] > 5 * layers["norm"]["weights_before"]
+    assert main(["explain", "spike", str(folder.root), "--step", str(BROKEN + 1), "--replay"]) == 0
+    out = capsys.readouterr().out
+    assert "verdict   hardware or layout" in out and "ingot doctor" in out and "layers    " in out
+
+
+MISSING = float("nan")
+CASES = [
+    # cause, logged (loss, norm), replayed (loss, norm), the other batch (loss, norm), loss of both on older weights
+    ("data", (6.0, 1.0), (6.0, 1.0), (3.0, 1.0), (6.5, 3.4)),
+    ("data and state", (6.0, 1.0), (6.0, 1.0), (3.0, 1.0), (3.5, 3.4)),
+    ("state", (6.0, 1.0), (6.0, 1.0), (5.0, 1.0), (3.5, 3.4)),
+    ("hardware", (6.0, 1.0), (3.1, 1.0), (3.0, 1.0), (3.5, 3.4)),
+    ("hardware", (float("inf"), 1.0), (3.1, 1.0), (3.0, 1.0), (3.5, 3.4)),
+    ("data", (3.0, 9.0), (3.0, 8.0), (3.0, 1.1), (3.0, 3.0)),
+    ("state", (3.0, 9.0), (3.0, 8.0), (3.0, 7.0), (3.0, 3.0)),
+    ("hardware", (3.0, 9.0), (3.0, 1.1), (3.0, 1.0), (3.0, 3.0)),
+    ("none", (3.05, 1.2), (3.05, 1.2), (3.0, 1.0), (3.0, 3.0)),
+    ("unknown", (6.0, 1.0), (6.0, 1.0), (MISSING, MISSING), (3.5, MISSING)),
+    ("unknown", (MISSING, MISSING), (6.0, 1.0), (3.0, 1.0), (3.5, 3.4)),
+]
+
+
+@pytest.mark.parametrize(("cause", "logged", "own", "other", "early"), CASES)
+def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other, early):
+    config = RunConfig(name="r", model=SMALL, data=Data(tokens="t"), train=Train(steps=99, seq_len=SEQ_LEN))
+    steps = {step: {"step": step, "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 40)}
+    data = RunData(folder=RunFolder(tmp_path), run=config, steps=steps)
+    text = BatchText(documents=0, tokens=0, shortest=0, median=0, longest=0, repeated=0.0, most_repeated=())
+    step = TroubledStep(step=40, found=("loss spike",), loss=logged[0], grad_norm=logged[1])
+    batch = SpikeBatch(
+        step=step, documents=(), changes=(), sources={}, source_change=None, text=text, lr=1e-3, parts=()
+    )
+
+    def made(step, loss, norm):
+        return ReplayedStep(step=step, loss=loss, grad_norm=norm, lr=1e-3, skipped=False, change=0.0)
+
+    replayed = ReplayedSpike(
+        checkpoint=30, unused=(), steps=(made(39, 3.0, 1.0),), own=made(40, *own), nats=np.zeros((1, 1), np.float32),
+        other_step=41, other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
+        early_loss=early[0], early_other_loss=early[1], layers=(), device="cpu", precision="fp32", notes=(),
+    )  # fmt: skip
+    verdict = judge_spike(data, batch, replayed)
+    assert verdict.cause == cause, verdict
+    assert bool(verdict.advice) == (cause not in ("none", "unknown"))

@@ -1,0 +1,159 @@
+"""`ingot watch` on pseudo-terminals: what a real terminal shows after keys, new steps, another size and the end."""
+
+import contextlib
+import fcntl
+import json
+import os
+import pty
+import select
+import signal
+import struct
+import subprocess
+import sys
+import termios
+import time
+
+import pytest
+from tests.unit.watch.terminal.test_views import START, write_run
+
+pyte = pytest.importorskip("pyte", reason="needs pyte: pip install -e '.[test]'")
+
+SECONDS = 60.0  # at most, for one thing to be shown
+
+
+class Session:
+    """`ingot watch` on a pseudo-terminal, and the screen as a terminal shows it."""
+
+    def __init__(self, *arguments, columns=80, rows=24, **environment):
+        self.screen = pyte.Screen(columns, rows)
+        self._stream, self.bytes = pyte.ByteStream(self.screen), b""
+        self._main, self.terminal = pty.openpty()
+        self.before = termios.tcgetattr(self.terminal)
+        self.resize(columns, rows)
+        env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "LC_ALL", "COLUMNS")}
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "ingot", "watch", *map(str, arguments)],
+            stdin=self.terminal, stdout=self.terminal, stderr=self.terminal, start_new_session=True,
+            env=env | {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | environment,
+        )  # fmt: skip
+
+    def resize(self, columns, rows):
+        fcntl.ioctl(self._main, termios.TIOCSWINSZ, struct.pack("HHHH", rows, columns, 0, 0))
+        self.screen.resize(rows, columns)
+
+    def press(self, keys):
+        os.write(self._main, keys)
+
+    def text(self):
+        return "\n".join(self.screen.display)
+
+    def wait(self, *words, gone=()):
+        """Wait until the screen has all words, and none of `gone`."""
+        ends = time.monotonic() + SECONDS
+        while not (all(word in self.text() for word in words) and not any(word in self.text() for word in gone)):
+            assert time.monotonic() < ends, f"{words} are not on the screen:\n{self.text()}"
+            self._read(0.5)
+
+    def _read(self, seconds):
+        if select.select([self._main], [], [], seconds)[0]:
+            with contextlib.suppress(OSError):
+                found = os.read(self._main, 1 << 16)
+                self.bytes += found
+                self._stream.feed(found)
+
+    def end(self):
+        """Wait for the end of the program. Return its exit code."""
+        ends = time.monotonic() + SECONDS
+        while self.process.poll() is None:
+            assert time.monotonic() < ends, self.text()
+            self._read(0.1)
+        while select.select([self._main], [], [], 0)[0]:
+            self._read(0)
+        assert termios.tcgetattr(self.terminal) == self.before  # lines, echo and signals as they were
+        return self.process.returncode
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        if self.process.poll() is None:
+            self.process.kill()
+            self.process.wait()
+        os.close(self._main)
+        os.close(self.terminal)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "run").mkdir()
+    return write_run(tmp_path / "run", ended=False)
+
+
+def test_a_session_with_keys_new_steps_and_another_size(folder):
+    with Session(folder.root) as session:
+        session.wait("demo", "1 overview", "Loss, nats per token", "q quit")
+        assert b"\x1b[?1049h" in session.bytes  # the alternate screen
+        session.press(b"2")
+        session.wait("2 loss", "training loss")
+        session.press(b"\x1b[C")
+        session.wait("3 gradient", "Gradient norm")
+        session.resize(200, 60)
+        session.process.send_signal(signal.SIGWINCH)
+        session.wait("+/- zoom", "Learning rate")
+        assert len(session.screen.display[-1].rstrip()) > 100
+        with folder.events.open("a") as log:
+            step = {"kind": "step", "time": START + 90, "step": 61, "loss": 1.0, "grad_norm": 1.0, "lr": 1e-3}
+            log.write(json.dumps(step) + "\n")
+        session.wait("step 61 of 100")
+        session.press(b"q")
+        assert session.end() == 0 and session.bytes.rstrip().endswith(b"\x1b[?1049l\x1b[23;0;0t\r\x1b[?1l\x1b>") or (
+            b"\x1b[?1049l" in session.bytes.rpartition(b"step 61")[2]
+        )
+
+
+def test_ctrl_c_leaves_a_terminal_without_colors_as_it_was(folder):
+    lock = subprocess.Popen(  # a trainer that is killed without a word
+        [sys.executable, "-c", "import fcntl, sys, time; f = open(sys.argv[1], 'a'); fcntl.flock(f, fcntl.LOCK_EX); "
+         "print('locked', flush=True); time.sleep(600)", folder.lock], stdout=subprocess.PIPE,
+    )  # fmt: skip
+    try:
+        assert lock.stdout and lock.stdout.readline() == b"locked\n"
+        with Session(folder.root, NO_COLOR="1", LC_ALL="C") as session:
+            session.wait("demo  running", "^", "*")
+            lock.kill()
+            session.wait("demo  interrupted", "no sign of life since")
+            session.press(b"\x03")
+            assert session.end() == 0 and b"\x1b[?1049l" in session.bytes and session.bytes.isascii()
+            for parameters in session.bytes.split(b"\x1b[")[1:]:
+                codes = parameters.partition(b"m")[0]
+                if codes.replace(b";", b"").isdigit() and parameters[len(codes) : len(codes) + 1] == b"m":
+                    assert not {code for code in codes.split(b";") if code[:1] in (b"3", b"4", b"9")} - {b"4"}, codes
+    finally:
+        lock.kill()
+        lock.wait()
+
+
+def test_a_folder_that_vanishes_ends_it(folder):
+    with Session(folder.root) as session:
+        session.wait("demo", "1 overview")
+        folder.root.rename(folder.root.with_name("moved"))
+        assert session.end() == 3
+        session.wait("E-WATCH-GONE", gone=("1 overview",))  # on the screen from before
+
+
+def test_a_terminal_that_cannot_be_drawn_on_gets_text(folder):
+    with Session(folder.root, TERM="dumb") as session:
+        assert session.end() == 0 and b"\x1b" not in session.bytes and b"Loss, nats per token" in session.bytes
+
+
+def test_plain_screens_for_files_until_the_run_is_finished(folder, capsys):
+    from ingot.cli.main import main
+
+    with folder.events.open("a") as log:
+        log.write(json.dumps({"kind": "finished", "time": START + 99, "step": 60}) + "\n")
+    assert main(["watch", str(folder.root), "--every", "60"]) == 0
+    out = capsys.readouterr().out
+    assert "demo  finished  step 60 of 100" in out and "\x1b" not in out and "q quit" not in out
+    assert main(["watch", str(folder.root), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["runs"][str(folder.root)]["step"] == 60
+    assert main(["watch", str(folder.root.parent)]) == 2
