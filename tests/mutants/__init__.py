@@ -46,6 +46,7 @@ from . import (
     stopping,
     stores,
     stragglers,
+    terminal,
     watch,
     watchdog,
 )
@@ -85,6 +86,7 @@ AREAS: dict[str, list[Mutant]] = {
         saves,
         start_times,
         stragglers,
+        terminal,
         metrics,
         watchdog,
         nodes,

@@ -2,11 +2,60 @@
 
 from .mutant import Mutant
 
+_REPLAY = "tests/unit/report/diagnose/test_spike_replay.py"
 _SPIKE = "tests/unit/report/diagnose/test_spike.py"
 _LIST = "tests/unit/schema/test_quarantine.py"
 _BUILD = "tests/unit/data/build/test_quarantine.py"
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="every-spike-is-of-the-data",
+        what="a spike that another batch has on the same weights is blamed on the data",
+        file="report/diagnose/spike_verdict.py",
+        before="    if other >= HALF * again:",
+        after="    if other >= 100 * again:",
+        tests=(f"{_REPLAY}::test_the_verdict_follows_from_the_sizes",),
+    ),
+    Mutant(
+        name="hardware-never-blamed",
+        what="a spike that the replay does not have is blamed on the data",
+        file="report/diagnose/spike_verdict.py",
+        before="    if not again >= HALF * size:",
+        after="    if again == -size:",
+        tests=(f"{_REPLAY}::test_the_verdict_follows_from_the_sizes",),
+    ),
+    Mutant(
+        name="losses-of-the-next-document",
+        what="each document is given the losses of the tokens one further",
+        file="report/diagnose/spike_verdict.py",
+        before="        at += part.tokens\n",
+        after="        at += part.tokens + 20\n",
+        tests=(f"{_REPLAY}::test_data_weights_and_hardware_are_distinguished",),
+    ),
+    Mutant(
+        name="norms-of-the-next-gradient",
+        what="the norms of the layers are those of the batch that the step is compared with",
+        file="rehearse/replay/spike.py",
+        before="                gradient=self._norms.get(name, missing),",
+        after="                gradient=other_layers.get(name, missing),",
+        tests=(f"{_REPLAY}::test_data_weights_and_hardware_are_distinguished",),
+    ),
+    Mutant(
+        name="source-change-a-step-late",
+        what="a change of the mixture is named at the step after it",
+        file="report/diagnose/data_changes.py",
+        before="counts[: first - begin - 1].sum(0), counts[first - begin - 1 :].sum(0)",
+        after="counts[: first - begin].sum(0), counts[first - begin - 1 :].sum(0)",
+        tests=(f"{_SPIKE}::test_a_change_of_the_mixture_is_found_at_its_step",),
+    ),
+    Mutant(
+        name="repeated-once",
+        what="every sequence of tokens counts as repeated",
+        file="report/diagnose/batch_text.py",
+        before="again = often[which] > 1",
+        after="again = often[which] > 0",
+        tests=("tests/unit/report/diagnose/test_batch_text.py",),
+    ),
     Mutant(
         name="suspects-among-the-healthy",
         what="a document of the step is compared with other parts of itself",
