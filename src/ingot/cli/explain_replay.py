@@ -72,10 +72,9 @@ def _show_losses(
     known = {document.id: document for document in batch.documents}
     for number, one in enumerate(documents[:_DOCUMENTS]):
         excess = f", {one.excess:.0%} of the excess" if one.excess == one.excess else ""
-        terminal.say(
-            f"{'losses' if not number else '':<9} {one.document[:12]}  {one.loss:.4g} over {one.tokens:,} tokens{excess}"
-            f"  {printable(_place(known.get(one.document), one.source))}"
-        )
+        place = printable(_place(known.get(one.document), one.source))
+        label = "" if number else "losses"
+        terminal.say(f"{label:<9} {one.document[:12]}  {one.loss:.4g} over {one.tokens:,} tokens{excess}  {place}")
     if len(sources) > 1:
         shown = (f"{printable(one.source)} {_number(one.loss)} ({_number(one.other)})" for one in sources)
         terminal.say(f"sources   loss in the step, and in step {replayed.other_step} in brackets: {', '.join(shown)}")

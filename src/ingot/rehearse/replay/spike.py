@@ -43,8 +43,7 @@ def replay_spike(
     DataError for damaged tokens, CheckpointError if a checkpoint vanishes meanwhile.
     """
     with open_replay(root, wanted, skipped=skipped, device=device, say=say) as opened:
-        found = _SpikePlayer(opened, wanted, say, progress).play()
-    return found
+        return _SpikePlayer(opened, wanted, say, progress).play()
 
 
 class _SpikePlayer:
@@ -199,7 +198,9 @@ def _by_layer(tensors: Iterable[tuple[str, Tensor]]) -> dict[str, float]:
     squares: dict[str, list[Tensor]] = defaultdict(list)
     with torch.no_grad():
         for name, tensor in tensors:
-            squares[layer_of(name)].append(torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).cpu().square())
+            squares[layer_of(name)].append(
+                torch.linalg.vector_norm(tensor.detach(), dtype=torch.float64).cpu().square()
+            )
     return {name: math.sqrt(float(sum(own, torch.zeros((), dtype=torch.float64)))) for name, own in squares.items()}
 
 

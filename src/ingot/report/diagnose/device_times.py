@@ -1,4 +1,7 @@
-"""The time of GPUs by phase, which events in their streams marked (trainer/mesh/step_times.py), from the run's record."""
+"""The time of GPUs by phase, from the record of a run.
+
+Events in the stream of a device mark the borders (trainer/mesh/step_times.py).
+"""
 
 from dataclasses import dataclass
 from pathlib import Path

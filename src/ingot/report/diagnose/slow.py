@@ -51,8 +51,9 @@ _DETECTORS: tuple[Callable[[Case], Iterator[Cause]], ...] = (
 class Slowness:
     """The diagnosis of a run.
 
-    running: a process trains the run now. classes: what it is bound by, the largest share first (classes.py). planned_seconds, formulas: the planned time of each part of a step and its
-    formula; empty if there is no comparable plan. unknown: one sentence for each fact that the log does not give.
+    running: a process trains the run now. planned_seconds, formulas: the planned time of each part of a step and its
+    formula; empty if there is no comparable plan. classes: what it is bound by, the largest share first (classes.py).
+    unknown: one sentence for each fact that the log does not give.
     """
 
     name: str

@@ -93,7 +93,8 @@ def _read(runs: Sequence[LiveRun], seconds: float | None) -> bool:
 
 
 def _full_screen(runs: Sequence[LiveRun]) -> bool:
-    """Follow runs on the full screen until a person quits. Return False, with nothing drawn, if this terminal cannot."""
+    """Follow runs on the full screen until a person quits. Return False, with nothing drawn, if that is not possible
+    here."""
     try:
         import curses
     except ImportError:  # a Python without it

@@ -1,4 +1,6 @@
-"""Draw a chart (watch/charts.py) with the characters of a terminal: lines of dots, incidents below, values at the left.
+"""Draw a chart (watch/charts.py) with the characters of a terminal: lines of dots, values at the left, incidents below.
+
+A terminal without Unicode has one character per cell instead of 2 x 4 dots.
 """
 
 import math
@@ -133,8 +135,8 @@ class _Raster:
         self._styles = [[("", "")] * width for _ in range(height)]
 
     def draw(self, line: WatchLine, chart: WatchChart, scale: _Scale, *, one_run: bool) -> None:
-        """Draw a line over the steps of a chart; values that are not finite, or not positive on a logarithmic scale, are
-        gaps."""
+        """Draw a line over the steps of a chart. Values that are not finite are gaps, and on a logarithmic scale those
+        that are not positive, too."""
         steps, values = line.points
         fine = np.isfinite(values) & ((values > 0) if scale.log else True)
         span = max(chart.last - chart.first, 1)
@@ -157,9 +159,7 @@ class _Raster:
         for column in range(self.columns):
             self._dot(column, row, ("expected", "green"))
 
-    def _segment(
-        self, start: tuple[int, int], end: tuple[int, int], style: tuple[str, str], *, points: bool
-    ) -> None:
+    def _segment(self, start: tuple[int, int], end: tuple[int, int], style: tuple[str, str], *, points: bool) -> None:
         (x0, y0), (x1, y1) = start, end
         if points or x0 == x1:
             for row in range(min(y0, y1), max(y0, y1) + 1) if not points else (y1,):

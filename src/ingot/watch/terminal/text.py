@@ -124,6 +124,4 @@ def _heat(block: HeatMap, width: int) -> Iterator[StyledLine]:
 
 
 def _cells(row: HeatRow) -> list[tuple[str, str]]:
-    return [
-        (text + _SHADES[level][1], _SHADES[level][0]) for text, level in zip(row.values, row.levels, strict=False)
-    ]
+    return [(text + _SHADES[level][1], _SHADES[level][0]) for text, level in zip(row.values, row.levels, strict=False)]

@@ -197,7 +197,11 @@ def _uses(run: LiveRun) -> list[Block]:
         return []
     most = {use: run.uses_most.newest(use) for use in USES}
     rows = [
-        Bar(use, value / total, (format_seconds(value), f"{value / total:.0%}", f"most {format_seconds(most[use] or 0.0)}"))
+        Bar(
+            use,
+            value / total,
+            (format_seconds(value), f"{value / total:.0%}", f"most {format_seconds(most[use] or 0.0)}"),
+        )
         for use, value in values.items()
         if value > 0
     ]

@@ -43,7 +43,9 @@ def write_run(root, *, name="demo", steps=60, total=100, ended=True):
                                "tokens_per_second": 1000.0 + step, "step_seconds": 1.0, "data_wait_seconds": 0.1,
                                "peak_memory_bytes": 1 << 30, "cost_usd": step / 100, "eta_seconds": 40.0})  # fmt: skip
                 spread = {"mean": 0.1, "least": 0.05, "most": 0.2, "rank": 1}
-                events.append({"kind": "waits", "time": time, "step": step, "steps": 10, **dict.fromkeys(KINDS, spread)})
+                events.append(
+                    {"kind": "waits", "time": time, "step": step, "steps": 10, **dict.fromkeys(KINDS, spread)}
+                )
 
     train(1, 45)
     events.append({"kind": "fault", "time": START + 46, "rank": 1, "cause": "was killed", "step": 45})
@@ -151,7 +153,9 @@ def test_a_run_without_a_sign_of_life_says_since_when(tmp_path):
 def chart(**values):
     steps = np.arange(1, 101)
     line = WatchLine(name="loss", style="main", points=Points(steps, np.full(100, 2.0)))
-    return replace(WatchChart(key="loss", title="Loss", unit="", question="learning", lines=(line,), last=100), **values)
+    return replace(
+        WatchChart(key="loss", title="Loss", unit="", question="learning", lines=(line,), last=100), **values
+    )
 
 
 def drawn(found, glyphs=ASCII, width=69, height=14):
@@ -202,7 +206,10 @@ def test_tables_bars_and_heat_maps_fit():
         "computing " + "#" * 12 + "." * 12 + "  1 s",
         "data      " + "#" * 24 + " 20 s",
     ]
-    heat = HeatMap(("Rank", "waiting for ranks", "data"), [HeatRow("0", ("1 s", "2 s"), (3, 0)), HeatRow("1", ("1", "2"), (-1, 1), "slow")])
+    heat = HeatMap(
+        ("Rank", "waiting for ranks", "data"),
+        [HeatRow("0", ("1 s", "2 s"), (3, 0)), HeatRow("1", ("1", "2"), (-1, 1), "slow")],
+    )
     found = lines_of([heat], 60, ASCII)
     text = ["".join(own for own, _ in line) for line in found]
     assert text[2].split() == ["Rank", "ranks", "data"] and text[3].split() == ["0", "1", "s+++", "2", "s"]
