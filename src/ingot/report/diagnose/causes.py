@@ -108,7 +108,7 @@ def _slow_device(case: Case) -> Iterator[Cause]:
         name="straggler",
         seconds=late,
         source="measured",
-        evidence=f"the forward of rank {forward.rank} takes {format_seconds(forward.most)} by the clock of its device, "
+        evidence=f"the forward of rank {forward.rank} takes {format_seconds(forward.most)} on its device, "
         f"the mean is {format_seconds(forward.mean)}, and all wait for it",
         remedies=(Remedy(text=text, settings={}, seconds=late, reason="its time above the mean"),),
     )
@@ -266,7 +266,7 @@ def host_and_launches(case: Case) -> Iterator[Cause]:
     if times is not None:
         # Between phases the device has no work; within one, the time of launches is in that of the phase.
         between = max(times.idle(case.measured.step_seconds) - case.measured.data_seconds, 0.0)
-        evidence += f"; by its own clock the device has no work for {format_seconds(between)} between phases"
+        evidence += f"; the device itself has no work for {format_seconds(between)} between phases"
         if between > seconds or not bound:
             seconds, source = between, "measured"
     if seconds > 0:

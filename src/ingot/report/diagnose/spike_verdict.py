@@ -112,8 +112,8 @@ def _cause(
         return "data", (reason,)
     when = f"on the weights of step {replayed.checkpoint}" if replayed.checkpoint else "on the first weights"
     if early >= HALF * (replayed.own.loss - replayed.other_loss):
-        return "data", (reason, f"{when} the batch stands out as well, by {early:.3g} nats")
-    return "data and state", (reason, f"{when} the batch does not stand out ({early:+.3g} nats)")
+        return "data", (reason, f"{when} its loss is above that of the other batch, too, by {early:.3g} nats")
+    return "data and state", (reason, f"{when} its loss is that of the other batch ({early:+.3g} nats)")
 
 
 def _least_loss(data: RunData) -> float:

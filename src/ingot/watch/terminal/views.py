@@ -47,7 +47,7 @@ VIEWS = (
 
 
 class WatchScreen:
-    """What is shown of some runs: the view, the run whose text it has, the first line of it, and how many of the steps.
+    """The state of the screen: the view, the run whose text it has, the first line of it, and how many of the steps.
 
     zoom: charts show the newest 1/2^zoom of the steps.
     """
