@@ -7,14 +7,8 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from pathlib import Path
-from typing import Any
 
 from ingot.errors import DataMissing
-from ingot.report.facts import no_run_folder
-from ingot.schema.run_folder import RunFolder
-from ingot.watch.chapters import head
 from ingot.watch.live import LiveRun
 from ingot.watch.terminal.canvas import STYLES, Canvas, glyphs_for
 from ingot.watch.terminal.views import WatchScreen
@@ -24,22 +18,12 @@ _BUSY_SECONDS = 0.3  # of reading between two looks at the keys
 _PLAIN_WIDTH, _PLAIN_HEIGHT = 80, 24  # of a screen that is printed into a file
 
 
-def open_runs(roots: Sequence[Path]) -> list[LiveRun]:
-    """Return the runs in the folders `roots`. Raises UsageError for a folder that has neither a run file nor a log."""
-    for root in roots:
-        folder = RunFolder(root)
-        if not (folder.config.is_file() or folder.events.is_file()):
-            raise no_run_folder(root)
-    return [LiveRun(root) for root in roots]
-
-
-def show(roots: Sequence[Path], *, every: float | None, say: Callable[[str], None]) -> None:
+def show(runs: Sequence[LiveRun], *, every: float | None, say: Callable[[str], None]) -> None:
     """Show runs until a person quits. Without a terminal, or with `every`, print a plain screen instead.
 
     every: seconds between two plain screens, until all runs are finished; None: one screen. say: prints text. Raises
-    UsageError for a folder without a run, DataMissing if a run folder vanishes.
+    DataMissing if a run folder vanishes.
     """
-    runs = open_runs(roots)
     if every is None and has_screen() and _full_screen(runs):
         return
     while True:
@@ -48,13 +32,6 @@ def show(roots: Sequence[Path], *, every: float | None, say: Callable[[str], Non
         if every is None or all(run.state == "finished" for run in runs):
             return
         time.sleep(every)
-
-
-def facts(roots: Sequence[Path]) -> dict[str, Any]:
-    """Return the state of runs as values of JSON: name, state, steps and figures of each, by its folder."""
-    runs = open_runs(roots)
-    _read(runs, seconds=None)
-    return {"runs": {str(run.folder.root): asdict(head(run)) for run in runs}}
 
 
 def has_screen() -> bool:

@@ -153,5 +153,5 @@ def test_plain_screens_for_files_until_the_run_is_finished(folder, capsys):
     out = capsys.readouterr().out
     assert "demo  finished  step 60 of 100" in out and "\x1b" not in out and "q quit" not in out
     assert main(["watch", str(folder.root), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["runs"][str(folder.root)]["step"] == 60
+    assert json.loads(capsys.readouterr().out)["runs"][0]["step"] == 60
     assert main(["watch", str(folder.root.parent)]) == 2
