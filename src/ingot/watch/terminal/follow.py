@@ -14,6 +14,7 @@ from ingot.watch.terminal.canvas import STYLES, Canvas, glyphs_for
 from ingot.watch.terminal.views import WatchScreen
 
 _TICK_SECONDS = 1.0  # between two looks at the run
+_AGES_SECONDS = 5.0  # after which a screen is drawn again although nothing is new: times that passed are on it
 _BUSY_SECONDS = 0.3  # of reading between two looks at the keys
 _PLAIN_WIDTH, _PLAIN_HEIGHT = 80, 24  # of a screen that is printed into a file
 
@@ -131,15 +132,21 @@ class _Follower:
     def _follow(self, window) -> None:
         curses, attributes = self._curses, self._attributes()
         screen = WatchScreen(self.runs, glyphs_for(window.encoding))
-        due = time.monotonic()
+        due = drawn = 0.0
+        seen: list[int] | None = None  # None: draw again, whatever the runs have
         while True:
             if time.monotonic() >= due:
                 more = _read(self.runs, _BUSY_SECONDS)
                 due = time.monotonic() + (0.0 if more else _TICK_SECONDS)
-            height, width = window.getmaxyx()
-            _paint(window, screen.draw(width, height), attributes, curses.error)
+            versions = [run.version for run in self.runs]
+            if versions != seen or time.monotonic() - drawn >= _AGES_SECONDS:
+                height, width = window.getmaxyx()
+                _paint(window, screen.draw(width, height), attributes, curses.error)
+                seen, drawn = versions, time.monotonic()
             window.timeout(max(math.ceil(1000 * (due - time.monotonic())), 0))
             key = window.getch()
+            if key >= 0:
+                seen = None
             if key == curses.KEY_RESIZE:
                 window.clear()
             elif key >= 0 and not screen.press(self._keys.get(key, chr(key) if key < 128 else "")):

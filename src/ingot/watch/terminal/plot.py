@@ -68,10 +68,9 @@ def draw_chart(canvas: Canvas, chart: WatchChart, x: int, y: int, width: int, he
         raster.draw_level(band.low, scale)
         raster.draw_level(band.high, scale)
     raster.put(x + _LABEL, y + 1)
-    for share, row in ((1.0, 0), (0.5, (rows - 1) // 2), (0.0, rows - 1)):
-        if row not in (0, rows - 1) and rows < 5:
-            continue
-        canvas.put(x, y + 1 + row, f"{_label(scale.value(share)):>{_LABEL - 1}}", "dim", _LABEL - 1)
+    for row in (0, (rows - 1) // 2, rows - 1) if rows >= 5 else (0, rows - 1):
+        label = _label(scale.value(1 - row / (rows - 1)))
+        canvas.put(x, y + 1 + row, f"{label:>{_LABEL - 1}}", "dim", _LABEL - 1)
     for mark in chart.marks:
         at = x + _LABEL + _column(mark.step, chart, inner)
         canvas.put(at, y + 1 + rows, canvas.glyphs.mark, _MARK_STYLES[mark.severity], 1)
@@ -168,7 +167,8 @@ class _Raster:
         before = y0
         for column in range(x0, x1 + 1):
             row = round(y0 + (y1 - y0) * (column - x0) / (x1 - x0))
-            for own in range(min(before, row), max(before, row) + 1):
+            way = 1 if row > before else -1
+            for own in range(before + way, row + way, way) if row != before else (row,):
                 self._dot(column, own, style)
             before = row
 

@@ -95,22 +95,26 @@ class WatchScreen:
 
     def _draw_head(self, canvas: Canvas, now: float) -> int:
         """Draw the state of each run, and the figures of the chosen one. Return the next line."""
-        most = max(canvas.height // 4, 1)
-        for y, run in enumerate(self.runs[:most]):
+        y, most = 0, max(canvas.height // 4, 1)
+        for run in self.runs[:most]:
             own = head(run, now)
             x = canvas.put(0, y, own.name, "bold", canvas.width // 3) + 2
             style = {"running": "green", "failed": "red", "interrupted": "red"}.get(own.state, "")
             x = canvas.put(x, y, own.state, style) + 2
             done = f"step {own.step:,}" + (f" of {own.steps:,} ({own.step / own.steps:.0%})" if own.steps else "")
             x = canvas.put(x, y, done) + 2
-            canvas.put(x, y, "; ".join(filter(None, (_silence(run, now), own.note))), "yellow")
-        y = min(len(self.runs), most)
+            note = _silence(run, now) or own.note
+            if x + len(note) > canvas.width:
+                x, y = 2, y + 1
+            canvas.put(x, y, note, "yellow")
+            y += 1
         x = 0
         for figure in head(self.runs[self.chosen], now).figures:
             text = f"{figure.label.lower()} {figure.value}"
             if x and x + len(text) > canvas.width:
                 x, y = 0, y + 1
                 if y > most + 1:
+                    y -= 1
                     break
             style = "" if figure.good is None else "green" if figure.good else "red"
             x = canvas.put(x, y, text, style) + 3

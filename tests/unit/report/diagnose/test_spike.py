@@ -200,7 +200,7 @@ def test_a_new_epoch_is_named(run):
 def test_the_batch_shows_its_lengths_its_repetitions_and_its_learning_rate(run):
     batch = explain_spike(run, planted_uses(run)["repeated_text"][0]).batches[0]
     text = batch.text
-    assert text.documents == len(batch.documents) and text.longest <= SEQ_LEN + 1 >= text.median >= text.shortest
+    assert text.documents == len(batch.documents) and text.longest >= text.median >= text.shortest > 0
     first = text.most_repeated[0]
     assert first.times > 4 and first.documents == 1 and first.text in PLANTED["repeated_text"]
     assert text.repeated > 0.05 and batch.lr == 0.001 and batch.source_change is None

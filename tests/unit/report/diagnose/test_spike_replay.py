@@ -27,10 +27,10 @@ from ingot.storage import sha256_bytes, write_atomic, write_json
 from ingot.trainer.loader.order import Order
 
 SMALL = replace(ARCH, num_layers=2, d_model=32, head_dim=8, d_ffn=48)
-SEQ_LEN, BATCH, STEPS, DOCUMENT = 32, 8, 30, 50
+SEQ_LEN, BATCH, STEPS, DOCUMENT = 32, 8, 62, 50
 TOKENS = 12_000
 NOISE = range(40, 52)  # documents of noise, among those of a slow walk
-HARMED, BROKEN = 20, 25  # after these steps the weights are changed: before the save of one, after that of 24
+HARMED, BROKEN = 52, 57  # after these steps the weights are changed: before the save of one, after that of 56
 
 
 def write_noisy_tokens(folder):
@@ -66,7 +66,7 @@ def noisy_step(folder) -> int:
         starts = order.locate(order.step(step, BATCH))[1]
         return int(((starts >= NOISE.start * DOCUMENT) & (starts < (NOISE.stop - 1) * DOCUMENT)).sum())
 
-    return max(range(10, HARMED), key=lambda step: noise(step) - noise(step + 1))
+    return max(range(36, HARMED), key=lambda step: noise(step) - noise(step + 1))
 
 
 def train_rank(rank, ranks, folder, config):
@@ -106,7 +106,7 @@ def test_data_weights_and_hardware_are_distinguished(tmp_path, fork_ranks, capsy
         train=Train(steps=STEPS, seq_len=SEQ_LEN, global_batch=BATCH, micro_batch=4, precision="fp32"),
         optim=Optim(lr=1e-2),
         checkpoint=Checkpoint(mode="sync", every_steps=4),
-        guard=Guard(preset="off", hash_every=0),
+        guard=Guard(preset="off", hash_every=0, level=4),
         watch=WatchSettings(log_every=1),
     )
     write_atomic(folder.config, to_toml(config))
@@ -123,9 +123,9 @@ def test_data_weights_and_hardware_are_distinguished(tmp_path, fork_ranks, capsy
     first = data["documents"][0]
     assert int(first["document"], 16) in NOISE and first["loss"] > data["other_loss"] + 1
     shown = sum(one["excess"] for one in data["documents"] if int(one["document"], 16) in NOISE)
-    assert shown > 0.6
+    assert shown > 0.4
     assert state["verdict"]["cause"] == "state" and state["checkpoint"] == HARMED
-    assert broken["verdict"]["cause"] == "hardware" and broken["checkpoint"] == 24
+    assert broken["verdict"]["cause"] == "hardware" and broken["checkpoint"] == 56
     assert broken["verdict"]["departs"] == BROKEN + 1
     log = {one["step"]: one for one in map(json.loads, folder.events.read_text().splitlines()) if one["kind"] == "step"}
     assert data["own"]["loss"] == log[noisy]["loss"] and data["own"]["grad_norm"] == log[noisy]["grad_norm"]

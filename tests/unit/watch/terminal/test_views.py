@@ -134,7 +134,7 @@ def test_keys_change_the_view_the_text_and_the_zoom(run):
     shown.press("home")
     assert not shown.scroll and shown.press("tab") and shown.chosen == 1
     shown.press("2")
-    assert shown.press("+") and "step 30" in "\n".join(shown.draw(80, 24).lines())
+    assert shown.press("+") and "step 31" in "\n".join(shown.draw(80, 24).lines())
     assert shown.press("-") and "step 1 " in "\n".join(shown.draw(80, 24).lines())
     assert not shown.press("q")
 
@@ -142,12 +142,12 @@ def test_keys_change_the_view_the_text_and_the_zoom(run):
 def test_a_run_without_a_sign_of_life_says_since_when(tmp_path):
     write_run(tmp_path, ended=False)
     run = LiveRun(tmp_path).read_all()
-    text = screen(run).lines()[0]
-    assert "interrupted" in text and "no sign of life since 20" in text and "(20 s ago)" in text
+    first, second, *_ = screen(run).lines()
+    assert "interrupted" in first and "no sign of life since 20" in second and "(20 s ago)" in second
     run.running = True
     assert "no sign of life" not in "".join(screen(run).lines())  # its next line is not late yet
     late = WatchScreen([run], UNICODE).draw(80, 24, START + 4000)
-    assert "no sign of life since 20" in late.lines()[0]
+    assert "no sign of life since 20" in "".join(late.lines())
 
 
 def chart(**values):
@@ -178,7 +178,7 @@ def test_what_is_not_finite_is_a_gap_and_a_wide_range_is_logarithmic():
     values[40:60] = np.nan
     (line,) = chart().lines
     gap = drawn(chart(lines=(replace(line, points=Points(line.points.steps, values)),)))
-    row = next(text for text in gap if "*" in text)
+    row = next(text for text in gap[1:] if "*" in text)
     assert 10 <= row.count(" ", 9) <= 14
     values = np.where(np.arange(100) < 99, 1.0, 10_000.0)
     logarithmic = drawn(chart(log=True, lines=(replace(line, points=Points(line.points.steps, values)),)))
