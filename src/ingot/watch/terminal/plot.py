@@ -84,10 +84,10 @@ def _draw_legend(canvas: Canvas, chart: WatchChart, x: int, y: int, end: int) ->
     """Write the names of the lines, each with the character that draws it."""
     several = len({line.run for line in chart.lines}) > 1
     named = dict.fromkeys((line.style, line.run if several else 0, line.name) for line in chart.lines)
-    for style, run, name in named:
+    for style, run, name in sorted(named, key=lambda one: -_ORDER.index(one[0])):
         text = f"{_ASCII[style]} {name}" if not canvas.glyphs.braille else name
         if x + len(text) > end:
-            return
+            continue
         x = canvas.put(x, y, text, _style(style, run, one_run=not several)) + 2
 
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ingot.observe.scalars import USES
-from ingot.report.render.page import Bar, Bars, Block, Text
+from ingot.report.render.page import Bar, Bars, Block, TableBlock
 from ingot.units import format_seconds
 from ingot.watch.chapters import chapters, head
 from ingot.watch.charts import chart, chart_keys
@@ -34,7 +34,7 @@ class View:
 
 
 VIEWS = (
-    View(title="overview", charts=("loss", "speed"), recent=True),
+    View(title="run", charts=("loss", "speed"), recent=True),
     View(title="loss", charts=("loss", "heldout")),
     View(title="gradient", charts=("grad_norm", "lr")),
     View(title="speed", charts=("mfu", "step_time"), chapters=("prediction",), uses=True),
@@ -172,7 +172,7 @@ class WatchScreen:
                 x = canvas.put(x, y + row, text, style)
         below = len(lines) - self.scroll - room
         if below > 0 and room > 0:
-            canvas.right(bottom - 1, f" {below:,} more lines below ", "reverse")
+            canvas.right(bottom - 1, f" {below:,} more line{'s' * (below > 1)} below ", "reverse")
 
     def _draw_keys(self, canvas: Canvas) -> None:
         y, x = canvas.height - 1, 0
@@ -213,11 +213,11 @@ def _uses(run: LiveRun) -> list[Block]:
 
 
 def _recent(run: LiveRun, now: float) -> list[Block]:
-    """Return the open alerts and the newest incidents, one line each."""
-    found: list[Block] = []
-    for alert in [one for one in run.alerts.values() if one.over is None][-_RECENT:]:
-        found.append(Text(f"alert  step {alert.last.step:,}: {alert.last.evidence}; {alert.last.next}"))
+    """Return the open alerts and the newest incidents."""
+    rows = [
+        ("open alert", f"{alert.last.step:,}", f"{alert.last.evidence}; {alert.last.next}")
+        for alert in [one for one in run.alerts.values() if one.over is None][-_RECENT:]
+    ]
     for one in list(run.incidents)[-_RECENT:][::-1]:
-        age = format_seconds(max(now - one.time, 0.0))
-        found.append(Text(f"{age} ago  step {one.step:,}: {one.text}"))
-    return found
+        rows.append((f"{format_seconds(max(now - one.time, 0.0))} ago", f"{one.step:,}", one.text))
+    return [TableBlock(("", "Step", "Alerts and incidents"), rows, right=(1,))] if rows else []

@@ -286,6 +286,7 @@ def test_on_gpus_the_plan_speaks_for_collectives_and_the_host_for_launches(logge
 def test_the_clocks_of_gpus_show_the_slow_one_and_the_gaps_between_phases(logged):
     run = run_config(parallel=Parallel(dp_replicate=2), train={"global_batch": 16, "micro_batch": 8})
     root = logged([started(START, device="cuda"), *lines(computing=0.01, reading=0.08)], run, GPU)
+    RunFolder(root).metrics.mkdir()
     for rank, forward in ((0, 0.02), (1, 0.03)):
         table = lineage_folder(RunFolder(root).metrics, 1, 1) / f"rank-{rank:05}"
         writer = TableWriter(table, [f"perf/{phase}_seconds" for phase in ("forward", "backward", "optimizer")], {})

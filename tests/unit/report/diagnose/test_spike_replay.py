@@ -160,7 +160,12 @@ CASES = [
 
 @pytest.mark.parametrize(("cause", "logged", "own", "other", "early"), CASES)
 def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other, early):
-    config = RunConfig(name="r", model=SMALL, data=Data(tokens="t"), train=Train(steps=99, seq_len=SEQ_LEN))
+    config = RunConfig(
+        name="r",
+        model=SMALL,
+        data=Data(tokens="t"),
+        train=Train(steps=99, seq_len=SEQ_LEN, global_batch=8, micro_batch=8),
+    )
     steps = {step: {"step": step, "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 40)}
     data = RunData(folder=RunFolder(tmp_path), run=config, steps=steps)
     text = BatchText(documents=0, tokens=0, shortest=0, median=0, longest=0, repeated=0.0, most_repeated=())

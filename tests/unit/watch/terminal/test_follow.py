@@ -6,7 +6,6 @@ import json
 import os
 import pty
 import select
-import signal
 import struct
 import subprocess
 import sys
@@ -34,7 +33,8 @@ class Session:
         self.process = subprocess.Popen(
             [sys.executable, "-m", "ingot", "watch", *map(str, arguments)],
             stdin=self.terminal, stdout=self.terminal, stderr=self.terminal, start_new_session=True,
-            env=env | {"TERM": "xterm-256color", "LC_ALL": "C.UTF-8"} | environment,
+            preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C and the size reach it
+            env=env | {"TERM": "screen-256color", "LC_ALL": "C.UTF-8"} | environment,
         )  # fmt: skip
 
     def resize(self, columns, rows):
@@ -91,14 +91,13 @@ def folder(tmp_path):
 
 def test_a_session_with_keys_new_steps_and_another_size(folder):
     with Session(folder.root) as session:
-        session.wait("demo", "1 overview", "Loss, nats per token", "q quit")
+        session.wait("demo", "1 run", "Loss, nats per token", "q quit")
         assert b"\x1b[?1049h" in session.bytes  # the alternate screen
         session.press(b"2")
         session.wait("2 loss", "training loss")
         session.press(b"\x1b[C")
         session.wait("3 gradient", "Gradient norm")
         session.resize(200, 60)
-        session.process.send_signal(signal.SIGWINCH)
         session.wait("+/- zoom", "Learning rate")
         assert len(session.screen.display[-1].rstrip()) > 100
         with folder.events.open("a") as log:
@@ -133,10 +132,10 @@ def test_ctrl_c_leaves_a_terminal_without_colors_as_it_was(folder):
 
 def test_a_folder_that_vanishes_ends_it(folder):
     with Session(folder.root) as session:
-        session.wait("demo", "1 overview")
+        session.wait("demo", "1 run")
         folder.root.rename(folder.root.with_name("moved"))
         assert session.end() == 3
-        session.wait("E-WATCH-GONE", gone=("1 overview",))  # on the screen from before
+        session.wait("E-WATCH-GONE", gone=("1 run",))  # on the screen from before
 
 
 def test_a_terminal_that_cannot_be_drawn_on_gets_text(folder):
@@ -148,7 +147,9 @@ def test_plain_screens_for_files_until_the_run_is_finished(folder, capsys):
     from ingot.cli.main import main
 
     with folder.events.open("a") as log:
-        log.write(json.dumps({"kind": "finished", "time": START + 99, "step": 60}) + "\n")
+        log.write(
+            json.dumps({"kind": "finished", "time": START + 99, "step": 60, "tokens": 61440, "seconds": 99.0}) + "\n"
+        )
     assert main(["watch", str(folder.root), "--every", "60"]) == 0
     out = capsys.readouterr().out
     assert "demo  finished  step 60 of 100" in out and "\x1b" not in out and "q quit" not in out
