@@ -118,7 +118,6 @@ class _Follower:
         try:
             curses.noecho()
             curses.cbreak()
-            curses.set_escdelay(25)
             window.keypad(True)
             with contextlib.suppress(curses.error):
                 curses.curs_set(0)

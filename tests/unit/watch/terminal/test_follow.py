@@ -95,7 +95,7 @@ def test_a_session_with_keys_new_steps_and_another_size(folder):
         assert b"\x1b[?1049h" in session.bytes  # the alternate screen
         session.press(b"2")
         session.wait("2 loss", "training loss")
-        session.press(b"\x1b[C")
+        session.press(b"\x1bOC")  # right, as this terminal sends it
         session.wait("3 gradient", "Gradient norm")
         session.resize(200, 60)
         session.wait("+/- zoom", "Learning rate")
