@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.watch.charts import WatchChart, WatchLine
+from ingot.watch.drawn import WatchChart, WatchLine
 from ingot.watch.terminal.canvas import Canvas
 
 _LABEL = 9  # cells of the values at the left

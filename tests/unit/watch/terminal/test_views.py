@@ -16,7 +16,7 @@ from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.telemetry.usage import KINDS
-from ingot.watch.charts import WatchChart, WatchLine, WatchMark
+from ingot.watch.drawn import WatchChart, WatchLine, WatchMark
 from ingot.watch.live import LiveRun
 from ingot.watch.series import Points
 from ingot.watch.terminal.canvas import ASCII, UNICODE, Canvas, glyphs_for
