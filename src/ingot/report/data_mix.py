@@ -19,7 +19,7 @@ _SHOWN = 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceShare:
+class SourceMix:
     """A source of the training data. asked: its share of the samples by the run file, or by its size without weights.
     found: its share of the samples of counted steps. epochs: how often the run has passed over it."""
 
@@ -35,7 +35,7 @@ def data_mix_section(data: RunData) -> Section | None:
     return Section("mix", "Data mix", mix_blocks(shares, counted, data.last_step)) if len(shares) > 1 else None
 
 
-def mix_blocks(shares: list[SourceShare], counted: int, last_step: int) -> list[Block]:
+def mix_blocks(shares: list[SourceMix], counted: int, last_step: int) -> list[Block]:
     """Return the shares as bars, the largest first. counted: the steps whose samples were counted."""
     which = "all steps" if counted == last_step else f"{counted:,} of {last_step:,} steps, evenly spread"
     shown = sorted(shares, key=lambda own: -own.found)[:_SHOWN]
@@ -46,11 +46,11 @@ def mix_blocks(shares: list[SourceShare], counted: int, last_step: int) -> list[
     return [Text(words), Bars(("Source", "Trained on", "Asked for", "Difference", "Epochs"), rows)]
 
 
-def _cells(own: SourceShare) -> tuple[str, ...]:
+def _cells(own: SourceMix) -> tuple[str, ...]:
     return f"{own.found:.1%}", f"{own.asked:.1%}", f"{own.found - own.asked:+.1%}", f"{own.epochs:.2f}"
 
 
-def source_shares(root: Path, last_step: int) -> tuple[list[SourceShare], int]:
+def source_shares(root: Path, last_step: int) -> tuple[list[SourceMix], int]:
     """Return the shares of the sources of the run folder `root` after `last_step` steps, and how many steps were
     counted; ([], 0) if the order of samples is not known."""
     with suppress(IngotError, OSError, ValueError, StopIteration):
@@ -58,7 +58,7 @@ def source_shares(root: Path, last_step: int) -> tuple[list[SourceShare], int]:
     return [], 0
 
 
-def _source_shares(root: Path, last_step: int) -> tuple[list[SourceShare], int]:
+def _source_shares(root: Path, last_step: int) -> tuple[list[SourceMix], int]:
     if last_step < 1:
         return [], 0
     tokens = RunTokens(root)
@@ -79,7 +79,7 @@ def _source_shares(root: Path, last_step: int) -> tuple[list[SourceShare], int]:
     epochs = order.epochs(last_step * batch)
     names = sorted({*weights, *found})
     return [
-        SourceShare(
+        SourceMix(
             source=name,
             asked=weights.get(name, 0.0) / whole if whole else 0.0,
             found=found[name] / total,

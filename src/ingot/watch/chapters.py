@@ -1,4 +1,4 @@
-"""What a page or a terminal shows of a run besides its charts: its state in figures, and chapters of text and tables.
+"""The state of a run in figures, and its chapters of text and tables, for a page or a terminal.
 
 A chapter is a section of the report, made by the same function, so that all three say the same (report/). A caller
 holds the lock of the run while another thread refreshes it. Charts over steps are in charts.py.
@@ -53,8 +53,8 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
     now = time.time() if now is None else now
     still = run.still_seconds(now)
     notes = [f"no step for {format_seconds(still)}"] if still else []
-    if run.behind:
-        notes.append(f"reading its record: {1 - run.behind:.0%}")
+    if run.unread:
+        notes.append(f"reading its record: {1 - run.unread:.0%}")
     return WatchHead(
         name=run.name,
         state=run.state,

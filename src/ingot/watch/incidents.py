@@ -1,4 +1,4 @@
-"""What happened to a run, in words for people: faults, restarts, measures of the guard, saves that failed.
+"""The incidents of a run, in words for people: faults, restarts, measures of the guard, saves that failed.
 
 The timeline of the report has what guards found and did; here is all that is marked on a chart.
 """

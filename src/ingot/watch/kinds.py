@@ -62,7 +62,7 @@ class ChartRequest:
 
     def smoothed(self, run: LiveRun, column: str, name: str, number: int) -> Iterable[WatchLine]:
         """Yield the line of each step and its mean over a window, like the report."""
-        if run.behind:
+        if run.unread:
             yield from self.recorded(run, column, name, number)
             return
         points = run.steps.points(column, self.first, self.last)

@@ -126,12 +126,12 @@ class LiveRun:
 
     def read_all(self) -> "LiveRun":
         """Read the whole record, and return this object."""
-        while self.refresh() and self.behind:
+        while self.refresh() and self.unread:
             pass
         return self
 
     @property
-    def behind(self) -> float:
+    def unread(self) -> float:
         """The share of the event log that is not read yet, as of the last look: 0 to 1."""
         return self._log.left_bytes / self._log.size if self._log.size else 0.0
 
@@ -154,7 +154,7 @@ class LiveRun:
 
     @property
     def state(self) -> str:
-        """In words: "running", "finished", "stopped", "failed", "interrupted" or "not started"."""
+        """The state in a word: "running", "finished", "stopped", "failed", "interrupted" or "not started"."""
         if self.running:
             return "running"
         ends = {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}

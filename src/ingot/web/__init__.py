@@ -1,1 +1,1 @@
-"""What the pages of ingot share: their design, and the guards of their servers."""
+"""Parts that the pages of ingot share: their design, and the guards of their servers."""

@@ -5,7 +5,7 @@ from tests.watched import HOSTILE, START, WatchedRun
 
 from ingot.report.alert_list import alerts_section
 from ingot.report.cost import cost_rows
-from ingot.report.data_mix import SourceShare, mix_blocks, source_shares
+from ingot.report.data_mix import SourceMix, mix_blocks, source_shares
 from ingot.report.facts import RunData, read_run_events
 from ingot.report.ranks import level_of, open_stragglers, rank_blocks, ranks_section
 from ingot.report.render.markup import render_html, render_markdown
@@ -74,8 +74,8 @@ def test_a_checkpoint_that_is_gone_says_so(data):
 
 
 def test_the_mix_is_shown_beside_what_was_asked():
-    shares = [SourceShare(source="web", asked=0.7, found=0.75, epochs=1.5),
-              SourceShare(source="books", asked=0.3, found=0.25, epochs=0.2)]  # fmt: skip
+    shares = [SourceMix(source="web", asked=0.7, found=0.75, epochs=1.5),
+              SourceMix(source="books", asked=0.3, found=0.25, epochs=0.2)]  # fmt: skip
     _, bars = mix_blocks(shares, 10, 10)
     assert bars.rows[0].values == ("75.0%", "70.0%", "+5.0%", "1.50")
 

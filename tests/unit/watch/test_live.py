@@ -46,7 +46,7 @@ def test_small_looks_read_the_same(folder, lines, monkeypatch):
     monkeypatch.setattr(live, "_READ_BYTES", 3000)
     parts = LiveRun(folder.root).read_all()
     assert parts.version > whole.version
-    assert parts.behind == 0
+    assert parts.unread == 0
     assert parts.steps.points("loss").steps.tolist() == whole.steps.points("loss").steps.tolist()
 
 
@@ -69,7 +69,7 @@ def test_a_restart_makes_steps_void_and_a_page_asks_again(folder, lines):
 def test_a_torn_line_waits_for_its_rest(folder, lines):
     append(folder, "".join(lines[:50]) + lines[50][:20])
     run = LiveRun(folder.root).read_all()
-    assert run.behind == 0
+    assert run.unread == 0
     seen = len(run.steps) + len(run.lines)
     append(folder, lines[50][20:] + lines[51])
     run.refresh()

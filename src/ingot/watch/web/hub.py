@@ -43,7 +43,7 @@ class Hub:
             message = await anyio.to_thread.run_sync(self.look)
             if message:
                 self._send(message)
-            if any(run.behind for run in self.runs):
+            if any(run.unread for run in self.runs):
                 continue
             self._wake = anyio.Event()
             with anyio.move_on_after(_LOOK_SECONDS if self._pages else _IDLE_SECONDS):
