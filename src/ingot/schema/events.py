@@ -85,10 +85,13 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   task_scores    step, scores {task: {metric: value}}, lower_is_better ["task/metric" ..], examples {task: number},
                  seconds, background                                  tasks of lm-eval
   background_evaluation  step, what ("full", or "weights" alone: the save), seconds, reason ("": all went well), void
-                 (the run went back to a step before this save meanwhile)
+                 (the run went back to a step before this save meanwhile), best (null, or {metric, value, pinned}: it is
+                 the best checkpoint so far, and a pin for it follows unless a user has pinned it)
                                                                       an evaluation in the background has ended
-  best_checkpoint  step, metric, value, pinned (false: a user had pinned it), unpinned (step of the best one before it;
-                 null: none)                                          evaluate.background.keep_best
+  evaluation_skipped  step, what (as above), code, reason             a save that is due and cannot be evaluated
+  best_checkpoint  step, metric, value, pinned (false: a user had pinned it), unpinned [steps] (best ones before it),
+                 reason (why it could not be pinned; "": all went well)
+                                                                      the pins of evaluate.background.keep_best are set
   fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings",
                  "node" or "job"), cause, step (last seen), detected_by ("supervisor", "watchdog"), evidence (path in
                  the run folder; "": none), seconds (since a rank last made progress; null: the rank ended)
@@ -170,6 +173,7 @@ EVALUATION = "evaluation"
 SAMPLE = "sample"
 TASK_SCORES = "task_scores"
 BACKGROUND_EVALUATION = "background_evaluation"
+EVALUATION_SKIPPED = "evaluation_skipped"
 BEST_CHECKPOINT = "best_checkpoint"
 FAULT = "fault"
 NODE = "node"

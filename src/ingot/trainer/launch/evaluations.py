@@ -11,11 +11,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ingot.errors import IngotError, missing_part
+from ingot.errors import IngotError, UsageError, missing_part
 from ingot.events import EventLog, NewEvents, read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, SaveKind
@@ -33,7 +34,7 @@ _LOOK_SECONDS = 1.0  # between two looks at the event log
 _POLL_SECONDS = 0.2  # between two looks whether the job has ended, during an evaluation
 _PAUSE_SECONDS = 60.0  # after an error
 _CLOSE_SECONDS = 5.0
-_TRIES = 3  # with saves that were removed while they were read
+_TRIES = 3  # with saves that were removed while they were read, and with a process that does not start
 
 
 def has_work(config: RunConfig) -> bool:
@@ -61,6 +62,10 @@ class BackgroundEvaluations:
         self._due = DueEvaluation(self._settings)
         self._log: NewEvents | None = None
         self._trouble = ""  # the last error of the thread, which is reported once
+        self._failures = (0, 0)  # the step of the last save whose process did not start, and how often
+        # Events that are not in the log yet: the step, the time of its save, the kind and the fields.
+        self._unwritten: list[tuple[int, float | None, str, dict[str, Any]]] = []
+        self._pins_wait_until = -math.inf  # of time.monotonic
         self._ends = threading.Event()
         self._lock = threading.Lock()  # of the process
         self._process: subprocess.Popen[bytes] | None = None
@@ -85,12 +90,19 @@ class BackgroundEvaluations:
         while not self._ends.wait(_LOOK_SECONDS):
             try:
                 self._read_log()
+                self._log_unwritten()
                 self._evaluate_if_due()
+                self._settle_pins()
             except Exception as error:  # the thread must not end: the folder may answer again
-                if (text := f"{type(error).__name__}: {error}") != self._trouble and not self._ends.is_set():
-                    report(self._say, f"evaluation in the background failed: {text}; trying again every minute")
-                self._trouble = text
+                self._report_trouble(error)
                 self._ends.wait(_PAUSE_SECONDS)
+
+    def _report_trouble(self, error: Exception) -> None:
+        """Report an error, once as long as no other one follows it."""
+        text = f"{type(error).__name__}: {error.found if isinstance(error, IngotError) else error}"
+        if text != self._trouble and not self._ends.is_set():
+            report(self._say, f"evaluation in the background failed: {text}; trying again every minute")
+        self._trouble = text
 
     def _read_log(self) -> None:
         if self._log is None:
@@ -110,23 +122,37 @@ class BackgroundEvaluations:
     def _evaluate_if_due(self) -> None:
         for tries_left in range(_TRIES - 1, -1, -1):
             found = self._due.find(self._folder, time.time())
+            self._report_unusable()
             if found is None or self._ends.is_set():
                 return
             step, kind, path = found
             began, saved_at = time.monotonic(), self._due.saved_at(step)
-            results = self._evaluate(path)
-            if self._ends.is_set():
-                return
-            self._read_log()
-            if GONE in results[-1] and tries_left:
-                continue
-            is_void = self._due.saved_at(step) != saved_at  # there may be another save of this step now
-            if is_void:
-                results = [{REASON: "the run went back to a step before it"}]
-            elif path.exists() and grade_of_doubt(path):
-                results = [{REASON: "a trouble began before it was saved"}]
-            self._record(step, kind, results, time.monotonic() - began, is_void=is_void)
+            try:
+                results = self._evaluate(path)
+                if self._ends.is_set():
+                    return
+                self._read_log()
+                if GONE in results[-1] and tries_left:
+                    continue
+                if path.exists() and grade_of_doubt(path):
+                    results = [{REASON: "a trouble began before it was saved"}]
+                found = self._events_of(step, kind, results, time.monotonic() - began, saved_at)
+            except Exception as error:  # as without memory for a process, or room for its log
+                self._failures = (step, self._failures[1] + 1 if self._failures[0] == step else 1)
+                if self._failures[1] < _TRIES:
+                    raise
+                results = [{REASON: f"it failed {_TRIES} times: {type(error).__name__}: {error}"}]
+                found = self._events_of(step, kind, results, time.monotonic() - began, saved_at)
+            self._log_all(step, saved_at, found)
             return
+
+    def _report_unusable(self) -> None:
+        """Log and report the saves that are due and cannot be used."""
+        while self._due.unusable:
+            one = self._due.unusable.pop(0)
+            report(self._say, f"evaluation of step {one.step} is left out: {one.reason}")
+            facts = {"step": one.step, "what": one.kind, "code": one.code, "reason": one.reason}
+            self._log_all(one.step, self._due.saved_at(one.step), [(events.EVALUATION_SKIPPED, facts)])
 
     def _evaluate(self, path: Path) -> list[dict[str, Any]]:
         """Evaluate a save in a process. Returns its answers, the last one with REASON or GONE."""
@@ -150,17 +176,23 @@ class BackgroundEvaluations:
         return answers
 
     def _follow(self, process: subprocess.Popen[bytes]) -> tuple[bytes, bool]:
-        """Wait for the end of a process. Returns its standard output, and whether its time was over."""
-        end, is_late = time.monotonic() + self._settings.seconds, False
-        while True:
-            try:
-                output, _ = process.communicate(timeout=_POLL_SECONDS)
-                return output, is_late
-            except subprocess.TimeoutExpired:
+        """Wait for the end of a process, and kill what it started as soon as it has ended. Returns its standard output,
+        and whether its time was over."""
+        assert process.stdout is not None
+        end, is_late, output = time.monotonic() + self._settings.seconds, False, bytearray()
+        with process.stdout as pipe:
+            os.set_blocking(pipe.fileno(), False)
+            while not _has_ended(process):
                 is_late = is_late or time.monotonic() > end
                 if is_late or self._ends.is_set():
                     with self._lock:
                         self._kill()
+                output += _available(pipe.fileno())
+                time.sleep(_POLL_SECONDS)
+            with self._lock:
+                self._kill()  # no other group has its number as long as nobody has waited for it
+                process.wait()
+            return bytes(output + _available(pipe.fileno())), is_late
 
     def _kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
@@ -169,50 +201,102 @@ class BackgroundEvaluations:
 
     # -- results --
 
-    def _record(
-        self, step: int, kind: SaveKind, results: list[dict[str, Any]], seconds: float, *, is_void: bool
-    ) -> None:
+    def _events_of(
+        self, step: int, kind: SaveKind, results: list[dict[str, Any]], seconds: float, saved_at: float | None
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Report the results of the save of `step`, which was logged at `saved_at`, and return their events."""
         *found, last = results
         reason = last.get(REASON, "the save was removed while it was read")
         by_kind = {result["kind"]: result for result in found}
-        with contextlib.closing(EventLog(self._folder.events)) as log:
-            for result in found:
-                log.write(result.pop("kind"), **{"step": step} | result | {"background": True})
-            what = {"step": step, "what": kind, "seconds": round(seconds, 3), "reason": reason, "void": is_void}
-            log.write(events.BACKGROUND_EVALUATION, **what)
-            self._read_log()
-            evaluation, tasks = by_kind.get(events.EVALUATION), by_kind.get(events.TASK_SCORES)
+        evaluation, tasks = by_kind.get(events.EVALUATION), by_kind.get(events.TASK_SCORES)
+        end = {"step": step, "what": kind, "seconds": round(seconds, 3), "reason": reason, "void": False, "best": None}
+        if self._due.saved_at(step) == saved_at:
+            end["best"] = self._best(step, kind, evaluation, tasks)
             if line := _line(evaluation, tasks):
                 report(self._say, f"held-out  step {step}, in the background: {line}")
             if reason:
                 report(self._say, f"evaluation of step {step} failed: {reason}; the run goes on")
-            if kind == FULL and self._settings.keep_best:
-                value = value_of(self._settings.keep_best, evaluation, tasks)
-                if value is not None and math.isfinite(value[0]):
-                    self._keep_if_best(log, step, *value)
+        facts = [(result.pop("kind"), {"step": step} | result | {"background": True}) for result in found]
+        return [*facts, (events.BACKGROUND_EVALUATION, end)]
 
-    def _keep_if_best(self, log: EventLog, step: int, value: float, lower: bool) -> None:
-        best, before, metric = self._due.best, self._due.pinned, self._settings.keep_best
-        if best is not None and not is_better(value, best[1], lower=lower):
+    def _log_all(self, step: int, saved_at: float | None, found: list[tuple[str, dict[str, Any]]]) -> None:
+        """Log events of the save of `step`, which was logged at `saved_at`. Those for which there is no room now are
+        logged later, each once; before that nothing else is evaluated. Raises OSError and ResourceError."""
+        self._unwritten += [(step, saved_at, kind, facts) for kind, facts in found]
+        self._log_unwritten()
+
+    def _log_unwritten(self) -> None:
+        if not self._unwritten:
             return
-        try:
-            was_pinned = step in pinned_steps(self._folder) and step != before
-            pin_checkpoint(self._folder.root, step)
-            unpinned = before if before != step else None
-            if unpinned is not None:
-                with contextlib.suppress(IngotError):  # a user has removed the pin, or the store does not answer
-                    unpin_checkpoint(self._folder.root, unpinned)
-        except IngotError as error:
-            report(self._say, f"the best checkpoint, of step {step}, is not pinned: {error.found}")
-            return
-        facts = {"step": step, "metric": metric, "value": value, "pinned": not was_pinned, "unpinned": unpinned}
-        log.write(events.BEST_CHECKPOINT, **facts)
-        report(self._say, f"best      step {step} is pinned: {metric} {value:.4f}")
+        with contextlib.closing(EventLog(self._folder.events)) as log:
+            while self._unwritten:
+                step, saved_at, kind, facts = self._unwritten[0]
+                is_void = self._due.saved_at(step) != saved_at  # there may be another save of this step now
+                if is_void and kind == events.BACKGROUND_EVALUATION:
+                    facts |= {"reason": "the run went back to a step before it", "void": True, "best": None}
+                if not is_void or kind == events.BACKGROUND_EVALUATION:
+                    log.write(kind, **facts)
+                self._unwritten.pop(0)
         self._read_log()
+
+    # -- the best checkpoint --
+
+    def _best(
+        self, step: int, kind: SaveKind, evaluation: dict[str, Any] | None, tasks: dict[str, Any] | None
+    ) -> dict[str, Any] | None:
+        """Return what the log has of a best checkpoint before its pin is set; None if this one is not the best."""
+        metric, best = self._settings.keep_best, self._due.best
+        found = value_of(metric, evaluation, tasks) if kind == FULL and metric else None
+        if found is None or not math.isfinite(found[0]):
+            return None
+        value, lower = found
+        if best is not None and not is_better(value, best[1], lower=lower):
+            return None
+        of_a_user = step in pinned_steps(self._folder) and step not in self._due.ours
+        return {"metric": metric, "value": value, "pinned": not of_a_user}
+
+    def _settle_pins(self) -> None:
+        """Pin the best checkpoint, and unpin those that were the best before. The log has had this intent since the
+        evaluation, so a launcher that was killed in between leaves it to the next one; and it is tried again as long as
+        the disk or the store does not answer. Evaluations do not wait for it."""
+        best = self._due.wanted
+        if best is None or time.monotonic() < self._pins_wait_until:
+            return
+        root, reason, unpinned = self._folder.root, "", sorted(self._due.ours - {best.step})
+        try:
+            if best.pinned:
+                pin_checkpoint(root, best.step)
+            for step in unpinned:
+                with contextlib.suppress(UsageError):  # a user has removed the pin
+                    unpin_checkpoint(root, step)
+        except UsageError as error:
+            reason, unpinned = error.found, []
+        except (IngotError, OSError) as error:
+            self._pins_wait_until = time.monotonic() + _PAUSE_SECONDS
+            self._report_trouble(error)
+            return
+        what = f"is not pinned: {reason}" if reason else f"is pinned: {best.metric} {best.value:.4f}"
+        report(self._say, f"best      step {best.step} {what}")
+        facts = asdict(best) | {"pinned": best.pinned and not reason, "unpinned": unpinned, "reason": reason}
+        self._log_all(best.step, self._due.saved_at(best.step), [(events.BEST_CHECKPOINT, facts)])
 
 
 def _command(run: Path, save: Path, ranks: int) -> list[str]:
     return [sys.executable, "-P", "-m", _PROCESS, str(run), str(save), str(os.getpid()), str(ranks)]
+
+
+def _has_ended(process: subprocess.Popen[bytes]) -> bool:
+    """Return whether a process has ended. Nobody has waited for it: its number stays its own."""
+    return os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _available(pipe: int) -> bytes:
+    """Return what can be read now from a pipe that does not block."""
+    found = bytearray()
+    with contextlib.suppress(BlockingIOError):
+        while data := os.read(pipe, 1 << 16):
+            found += data
+    return bytes(found)
 
 
 def _end_of_line(path: Path, position: int) -> int:

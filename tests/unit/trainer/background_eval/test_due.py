@@ -5,7 +5,9 @@ from tests.checkpoints import write_checkpoint
 
 from ingot.schema.checkpoint import Health
 from ingot.schema.evaluate import BackgroundEvaluation
-from ingot.trainer.background_eval.due import DueEvaluation, is_better, value_of
+from ingot.trainer.background_eval import due as module
+from ingot.trainer.background_eval.due import BestCheckpoint, DueEvaluation, is_better, value_of
+from ingot.trainer.checkpoint.manifest import read_manifest
 
 HOUR = 3600.0
 START = {"kind": "run_started", "time": 1000.0, "from_step": 0}
@@ -64,13 +66,46 @@ def test_with_a_best_checkpoint_only_full_saves_count():
 
 
 def test_the_best_value_of_a_void_step_does_not_count_but_its_pin_is_known():
-    best = {"kind": "best_checkpoint", "step": 20, "metric": "bpb", "value": 1.0, "pinned": True}
+    best = {"kind": "best_checkpoint", "step": 20, "metric": "bpb", "value": 1.0, "pinned": True, "unpinned": None}
     due = state(START, best, keep_best="bpb")
-    assert (due.best, due.pinned) == ((20, 1.0), 20)
+    assert (due.best, due.ours) == ((20, 1.0), {20})
     due.take({"kind": "rolled_back", "to_step": 15})
-    assert (due.best, due.pinned) == (None, 20)
-    assert state(START, best | {"pinned": False}, keep_best="bpb").pinned is None
+    assert (due.best, due.ours) == (None, {20})
+    due.take(best | {"step": 18, "unpinned": [20]})
+    assert (due.best, due.ours) == ((18, 1.0), {18})
+    assert state(START, best | {"pinned": False}, keep_best="bpb").ours == set()
     assert state(START, best | {"metric": "a/acc"}, keep_best="bpb").best is None
+
+
+def test_an_intent_to_pin_is_known_until_the_pin_is_set_or_cannot_be():
+    intent = ended(20, time=5000.0) | {"best": {"metric": "bpb", "value": 1.0, "pinned": True}}
+    done = {"kind": "best_checkpoint", "step": 20, "metric": "bpb", "value": 1.0, "pinned": True, "unpinned": []}
+    due = state(START, saved(20, "checkpoint"), intent, keep_best="bpb")
+    assert due.wanted == BestCheckpoint(step=20, metric="bpb", value=1.0, pinned=True)
+    assert (due.best, due.ours) == ((20, 1.0), {20})
+    due.take(done | {"pinned": False, "reason": "it is gone"})
+    assert (due.wanted, due.best, due.ours) == (None, None, set())
+    due.take(intent)
+    due.take(done)
+    assert (due.wanted, due.best, due.ours) == (None, (20, 1.0), {20})
+
+
+def test_saves_that_cannot_be_used_are_read_once_until_the_folder_changes(make_run, monkeypatch):
+    folder, reads = make_run(), []
+    start = [START, saved(5, "checkpoint"), saved(10, "checkpoint")]
+    due = state(*start, every="1 step")
+    for step in (5, 10):
+        write_checkpoint(folder, step)
+        (folder.checkpoint(step) / "manifest.json").write_text("{}")
+    monkeypatch.setattr(module, "read_manifest", lambda path: reads.append(path.name) or read_manifest(path))
+    assert [due.find(folder, 1e9) for _ in range(3)] == [None] * 3
+    assert len(reads) == 2 and [one.step for one in due.unusable] == [10, 5]
+    due.unusable.clear()
+    write_checkpoint(folder, 15)  # not logged yet
+    assert due.find(folder, 1e9) is None and len(reads) == 4 and due.unusable == []
+    skipped = {"kind": "evaluation_skipped", "step": 10, "code": "E-CKPT-MANIFEST-HASH"}
+    later = state(*start, skipped, every="1 step")  # of a later launcher
+    assert later.find(folder, 1e9) is None and [one.step for one in later.unusable] == [5]
 
 
 def test_a_save_that_is_unfinished_or_in_doubt_is_passed_over(tmp_path, make_run):

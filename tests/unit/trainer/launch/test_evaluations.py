@@ -1,10 +1,9 @@
 """Evaluations in the background as the launcher sees them. Their process is a script here that answers or fails."""
 
 import json
-import shutil
 import sys
 import time
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 from tests.checkpoints import write_checkpoint
@@ -14,7 +13,9 @@ from ingot.errors import MissingPartError
 from ingot.events import EventLog, read_events
 from ingot.machine.processes import identity_of, is_gone
 from ingot.schema import events
+from ingot.schema.changes import class_of
 from ingot.schema.evaluate import BackgroundEvaluation
+from ingot.stores.store import StoreUnreachable
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.pins import pin, pinned_steps
 from ingot.trainer.launch import evaluations
@@ -159,17 +160,72 @@ def test_the_end_of_the_job_ends_an_evaluation_at_once_and_it_is_due_again(launc
     assert list(read_events(job.folder.events, events.BACKGROUND_EVALUATION)) == []
 
 
-def test_a_run_folder_that_fails_once_does_not_end_the_evaluations(launch, monkeypatch):
-    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
-    job = launch()
-    shutil.rmtree(job.folder.logs, ignore_errors=True)
-    job.folder.logs.write_bytes(b"")  # no folder: the log of the process cannot be opened
-    job.save(5, answers(SCORE, DONE))
-    while not job.lines:
-        time.sleep(0.01)
-    assert "failed" in job.lines[0]
-    job.folder.logs.unlink()
+def test_what_a_process_started_ends_as_soon_as_the_process_has_ended(launch, tmp_path):
+    job, mark = launch(seconds=600.0), tmp_path / "pid"
+    child = "import subprocess; c = subprocess.Popen(['sleep', '600'])"  # it keeps standard output open
+    job.save(5, f"{child}; open({str(mark)!r}, 'w').write(str(c.pid)); {answers(SCORE, DONE)}")
     assert job.ended()[0]["reason"] == ""
+    deadline = time.monotonic() + 10
+    while not is_gone(identity_of(int(mark.read_text()))):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+@pytest.mark.parametrize(("failures", "reason"), [(1, ""), (3, "it failed 3 times: OSError: [Errno 12] no memory")])
+def test_a_process_that_does_not_start_is_tried_again_but_not_for_ever(launch, monkeypatch, failures, reason):
+    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
+    tried, evaluate = [], BackgroundEvaluations._evaluate
+
+    def start(self, path):
+        tried.append(path)
+        if len(tried) <= failures:
+            raise OSError(12, "no memory")
+        return evaluate(self, path)
+
+    monkeypatch.setattr(BackgroundEvaluations, "_evaluate", start)
+    job = launch()
+    job.save(5, answers(SCORE, DONE))
+    assert [one["reason"] for one in job.ended()] == [reason]
+    assert "failed: OSError: [Errno 12] no memory; trying again" in job.lines[0]
+    job.save(6, answers(DONE))
+    assert [one["step"] for one in job.ended(2)] == [5, 6]
+
+
+def test_a_full_disk_repeats_no_evaluation_and_doubles_no_event(launch, monkeypatch, tmp_path):
+    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
+    written = []
+
+    class FullDisk(EventLog):
+        def write(self, kind, **facts):
+            written.append(kind)
+            if 1 < len(written) < 5:
+                raise OSError(28, "No space left on device")
+            super().write(kind, **facts)
+
+    monkeypatch.setattr(evaluations, "EventLog", FullDisk)
+    job, mark = launch(), tmp_path / "runs"
+    job.save(5, f"open({str(mark)!r}, 'a').write('x'); {answers(SCORE, {'kind': 'sample', 'prompt': 'a'}, DONE)}")
+    job.ended()
+    kinds = [event["kind"] for event in read_events(job.folder.events) if event["kind"] != "run_started"]
+    assert kinds == ["checkpoint", "evaluation", "sample", "background_evaluation"]
+    assert mark.read_text() == "x" and written[1:5] == ["sample"] * 4
+    assert len([line for line in job.lines if "No space left" in line]) == 1
+
+
+def test_a_save_that_cannot_be_used_is_reported_once_and_the_one_before_it_is_evaluated(launch):
+    job = launch()
+    write_checkpoint(job.folder, 6)
+    (job.folder.checkpoint(6) / "manifest.json").write_text("{}")
+    write_checkpoint(job.folder, 5)
+    job.scripts[5] = answers(SCORE, DONE)
+    job.log.write(events.CHECKPOINT, step=6)
+    job.log.write(events.CHECKPOINT, step=5)
+    assert job.ended()[0]["step"] == 5
+    job.save(7, answers(DONE))
+    job.ended(2)
+    (skipped,) = read_events(job.folder.events, events.EVALUATION_SKIPPED)
+    assert (skipped["step"], skipped["what"], skipped["code"]) == (6, "full", "E-CKPT-MANIFEST-HASH")
+    assert len([line for line in job.lines if line.startswith("evaluation of step 6 is left out")]) == 1
 
 
 def test_the_best_checkpoint_is_pinned_and_the_one_before_it_is_not_any_more(launch):
@@ -183,9 +239,74 @@ def test_the_best_checkpoint_is_pinned_and_the_one_before_it_is_not_any_more(lau
         assert time.monotonic() < deadline
         time.sleep(0.01)
     assert [(e["step"], e["pinned"], e["unpinned"]) for e in best] == [
-        (5, True, None), (6, True, 5), (7, False, 6), (9, True, None)
+        (5, True, []), (6, True, [5]), (7, False, [6]), (9, True, [])
     ]  # fmt: skip
     assert pinned_steps(job.folder) == {7, 9}  # 7 was pinned by a user
+
+
+def best_of(job, count):
+    deadline = time.monotonic() + 30
+    while len(found := list(read_events(job.folder.events, events.BEST_CHECKPOINT))) < count:
+        assert time.monotonic() < deadline, job.lines
+        time.sleep(0.01)
+    return [(e["step"], e["pinned"], e["unpinned"]) for e in found]
+
+
+def test_a_launcher_that_is_killed_while_it_pins_leaves_no_pin_for_ever(launch, monkeypatch):
+    def killed(root, step):
+        pin(job.folder, step)
+        raise SystemExit
+
+    with monkeypatch.context() as patch:
+        patch.setattr(evaluations, "pin_checkpoint", killed)
+        job = launch(keep_best="bpb")
+        job.save(5, answers(SCORE | {"bpb": 2.0}, DONE))
+        job.watch._thread.join(30)
+    assert pinned_steps(job.folder) == {5} and not list(read_events(job.folder.events, events.BEST_CHECKPOINT))
+    job.watch = BackgroundEvaluations(job.folder, job.config, ranks=1, say=job.lines.append)
+    assert best_of(job, 1) == [(5, True, [])]
+    job.save(6, answers(SCORE | {"bpb": 1.0}, DONE))
+    assert best_of(job, 2)[1] == (6, True, [5])
+    assert pinned_steps(job.folder) == {6}
+
+
+def test_a_store_or_disk_that_does_not_answer_delays_the_pins_alone(launch, monkeypatch):
+    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
+    failures = [StoreUnreachable("E-STORE-UNREACHABLE", "no answer"), OSError(28, "No space left on device")]
+    unpin = evaluations.unpin_checkpoint
+
+    def fails_twice(root, step):
+        if failures:
+            raise failures.pop(0)
+        return unpin(root, step)
+
+    monkeypatch.setattr(evaluations, "unpin_checkpoint", fails_twice)
+    job = launch(keep_best="bpb")
+    for number, (step, bpb) in enumerate([(5, 2.0), (6, 1.5), (7, 1.7)], 1):
+        job.save(step, answers(SCORE | {"bpb": bpb}, DONE))
+        job.ended(number)
+    assert best_of(job, 2) == [(5, True, []), (6, True, [5])]
+    assert pinned_steps(job.folder) == {6} and not failures
+    assert any("no answer; trying again" in line for line in job.lines)
+
+
+def test_a_best_checkpoint_that_is_gone_is_not_pinned_and_the_one_before_it_stays(launch):
+    job = launch(keep_best="bpb")
+    job.save(5, answers(SCORE | {"bpb": 2.0}, DONE))
+    job.ended()
+    path = str(job.folder.checkpoint(6))
+    job.save(6, f"import shutil; shutil.rmtree({path!r}); {answers(SCORE | {'bpb': 1.0}, DONE)}")
+    assert best_of(job, 2) == [(5, True, []), (6, False, [])]
+    job.save(7, answers(SCORE | {"bpb": 1.5}, DONE))  # better than 5, which is the best one that is there
+    assert best_of(job, 3)[2] == (7, True, [5])
+    assert pinned_steps(job.folder) == {7}
+
+
+def test_the_default_interval_cannot_change_what_a_run_computes():
+    """An older run file gets the default at its next start: only settings that change no number may have another one
+    than "as before" (schema/changes.py)."""
+    assert BackgroundEvaluation().interval is not None
+    assert all(class_of(f"evaluate.background.{one.name}").is_free for one in fields(BackgroundEvaluation))
 
 
 def test_a_run_with_nothing_to_evaluate_starts_nothing(make_run):
