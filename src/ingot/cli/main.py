@@ -38,6 +38,7 @@ VERBS = {
     "sample": "generate text from a checkpoint",
     "export": "write a Hugging Face model folder, and verify that it gives the same logits",
     "report": "write the report of a run, as HTML and Markdown",
+    "compare": "compare runs at equal tokens, FLOPs, steps or time: settings, metrics, charts",
 }
 # Actions of a verb that also has options itself, so that argparse subcommands do not fit. The module of "plan score" is
 # plan_score.

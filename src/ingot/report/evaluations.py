@@ -10,10 +10,11 @@ _STDERR = "_stderr"  # the end of the name of a metric's standard error, in lm-e
 def evaluated(data: RunData) -> list[dict]:
     """Return the evaluation of each step that has one, the newest of each, in the order of steps: those in the
     background come late. Steps that the run went back from have none."""
-    return _newest_by_step(data.evaluations)
+    return newest_by_step(data.evaluations)
 
 
-def _newest_by_step(found: list[dict]) -> list[dict]:
+def newest_by_step(found: list[dict]) -> list[dict]:
+    """Return the newest of `evaluation` or `task_scores` events for each step, without void ones, in order."""
     newest = {event["step"]: event for event in found if not event.get(VOID)}
     return [newest[step] for step in sorted(newest)]
 
@@ -21,7 +22,7 @@ def _newest_by_step(found: list[dict]) -> list[dict]:
 def evaluation_section(data: RunData) -> Section | None:
     """Return the section on evaluation: bits per byte by source for the last evaluation, and by step for all; the
     scores of tasks; and evaluations in the background that failed."""
-    blocks = [*_heldout(evaluated(data)), *_tasks(_newest_by_step(data.task_scores)), *_failed(data.background)]
+    blocks = [*_heldout(evaluated(data)), *_tasks(newest_by_step(data.task_scores)), *_failed(data.background)]
     return Section("evaluation", "Evaluation", blocks) if blocks else None
 
 

@@ -127,14 +127,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
     Raises UsageError if `run` has no event log, DataError if an artifact or the log cannot be read.
     """
     data = RunData(folder=RunFolder(run))
-    if not data.folder.events.is_file():
-        raise UsageError(
-            "E-RUN-NO-LOG",
-            f"{run} has no {data.folder.events.name}",
-            rule="reports and diagnoses are made from the event log that `ingot train` writes into the run folder",
-            fix="name the run folder: ingot report RUN, ingot explain slow RUN",
-            run=str(run),
-        )
+    require_log(data.folder)
     _read_artifacts(data, corpus)
     if twin:
         data.twin = _read_json(Twin, twin)
@@ -147,6 +140,18 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
     if stages:
         data.stages += [event for event in _readable_events(stages, data) if event["kind"] == kinds.STAGE]
     return data
+
+
+def require_log(folder: RunFolder) -> None:
+    """Raise UsageError if a run folder has no event log."""
+    if not folder.events.is_file():
+        raise UsageError(
+            "E-RUN-NO-LOG",
+            f"{folder.root} has no {folder.events.name}",
+            rule="reports and diagnoses are made from the event log that `ingot train` writes into the run folder",
+            fix="name the run folder: ingot report RUN, ingot explain slow RUN",
+            run=str(folder.root),
+        )
 
 
 def no_run_folder(root: Path) -> UsageError:

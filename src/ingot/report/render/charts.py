@@ -22,7 +22,8 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Line:
-    """A line of a chart. kind: the CSS class of the stroke ("raw", "main", "baseline"), or "dots" for single points."""
+    """A line of a chart. kind: the CSS class of the stroke ("raw", "main", "baseline", "run-1" to "run-6"), or "dots"
+    for single points, with a class of a run for those of one ("dots run-2")."""
 
     kind: str
     points: Sequence[Point]
@@ -63,13 +64,15 @@ def line_chart(
     height: int,
     label: str,
     x_label: str = "step",
+    x_format: str = ",.0f",
     y_format: str = "g",
     marks: Sequence[ChartMark] = (),
     from_zero: bool = False,
 ) -> str:
     """Return a line chart as an <svg> of `width` x `height` user units, with 12-unit text; "" if no point is finite.
 
-    label: a description for screen readers. y_format: the format spec of the y labels ("g", ".0%"; "si" gives 12k).
+    label: a description for screen readers. x_format, y_format: the format spec of the labels ("g", ".0%"; "si" gives
+    12k).
     from_zero: the y axis includes 0.
     """
     points = [p for line in lines for p in _finite(line.points)]
@@ -91,7 +94,7 @@ def line_chart(
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" role="img" '
         f'aria-label="{escape(label)}" class="chart"><title>{escape(label)}</title>'
     ]
-    parts += _axes(frame, y_ticks, labels, x_label, width)
+    parts += _axes(frame, y_ticks, labels, x_label, x_format, width)
     parts += _marks(frame, marks)
     parts += [_line(frame, line) for line in lines]
     return "".join(parts) + "</svg>"
@@ -135,7 +138,9 @@ def _tick_text(value: float, spec: str, ticks: Sequence[float]) -> str:
     return format(value, spec)
 
 
-def _axes(frame: _Frame, y_ticks: Sequence[float], labels: Sequence[str], x_label: str, width: int) -> list[str]:
+def _axes(
+    frame: _Frame, y_ticks: Sequence[float], labels: Sequence[str], x_label: str, x_format: str, width: int
+) -> list[str]:
     out = []
     for tick, label in zip(y_ticks, labels, strict=True):
         y = frame.y(tick)
@@ -144,7 +149,7 @@ def _axes(frame: _Frame, y_ticks: Sequence[float], labels: Sequence[str], x_labe
     x_ticks = nice_ticks(*frame.x_range, count=max(6, width // 80))
     for tick in x_ticks:
         if frame.x_range[0] <= tick <= frame.x_range[1]:
-            x, text = frame.x(tick), f"{tick:,.0f}"
+            x, text = frame.x(tick), _tick_text(tick, x_format, x_ticks)
             end = x + 3.5 * len(text) > frame.right + 12
             anchor = "end" if end else "middle"
             out.append(
@@ -176,8 +181,8 @@ def _marks(frame: _Frame, marks: Sequence[ChartMark]) -> list[str]:
 
 def _line(frame: _Frame, line: Line) -> str:
     points = _finite(line.points)
-    if line.kind == "dots":
-        return "".join(f'<circle class="dots" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in points)
+    if line.kind.startswith("dots"):
+        return "".join(f'<circle class="{line.kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in points)
     path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
     return f'<polyline class="{line.kind}" points="{path}"/>'
 
@@ -206,8 +211,9 @@ def thin(points: Sequence[Point], limit: int = 600) -> list[Point]:
     return out
 
 
-_WIDE, _NARROW = (900, 320), (350, 270)
-_SMALL = (430, 190), (350, 190)
+# The sizes of a chart on wide and on narrow screens: alone, and one of several side by side.
+WIDE = (900, 320), (350, 270)
+SMALL = (430, 190), (350, 190)
 
 
 def loss_chart(data: RunData) -> Chart | None:
@@ -234,7 +240,7 @@ def loss_chart(data: RunData) -> Chart | None:
     rows = [_loss_row(data, step) for step in spread(sorted(data.steps), 10)]
     table = TableBlock(("Step", "Loss", "Gradient norm", "Learning rate"), rows, right=(0, 1, 2, 3), caption=label)
     marks = _fault_marks(data)
-    return _chart("Loss (nats per token)", lines, table, label, (_WIDE, _NARROW), tuple(legend), marks)
+    return sized_chart("Loss (nats per token)", lines, table, label, WIDE, tuple(legend), marks)
 
 
 def _loss_row(data: RunData, step: int) -> tuple[str, ...]:
@@ -256,7 +262,8 @@ def _fault_marks(data: RunData, labeled: bool = True) -> list[ChartMark]:
     ]
 
 
-def _chart(title, lines, table, label, sizes, legend=(), marks=(), **options) -> Chart:
+def sized_chart(title, lines, table, label, sizes, legend=(), marks=(), **options) -> Chart:
+    """Return a chart in the two `sizes`, WIDE or SMALL. options: those of `line_chart`."""
     wide, narrow = (
         line_chart(lines, width=width, height=height, label=label, marks=marks, **options) for width, height in sizes
     )
@@ -307,7 +314,7 @@ def _small(title: str, points: Sequence[tuple[float, float]], spec: str, data: R
     row = tuple(format(v, spec) for v in (points[0][1], values[0], median(values), values[-1], points[-1][1]))
     header = ("First", "Lowest", "Median", "Highest", "Last")
     table = TableBlock(header, [row], right=(0, 1, 2, 3, 4), caption=title)
-    return _chart(title, lines, table, label, _SMALL, marks=_fault_marks(data, labeled=False), **options)
+    return sized_chart(title, lines, table, label, SMALL, marks=_fault_marks(data, labeled=False), **options)
 
 
 def metric_chart(data: RunData, by: str, name: str) -> Chart | None:

@@ -26,9 +26,10 @@ from ingot.report.render.page import (
 
 CSS = """
 :root{color-scheme:light dark;--page:#fbfaf8;--card:#fff;--ink:#1d1b19;--soft:#6a645d;--rule:#e4dfd8;--grid:#ece8e2;
---metal:#b4530f;--raw:#e3b690;--cool:#2f6690;--good:#2c7040;--bad:#b3261e}
+--metal:#b4530f;--raw:#e3b690;--cool:#2f6690;--good:#2c7040;--bad:#b3261e;--plum:#8a3b84;--teal:#1b7f86}
 @media (prefers-color-scheme:dark){:root{--page:#171513;--card:#1f1c1a;--ink:#ece7e1;--soft:#a49c93;--rule:#37322d;
---grid:#2b2724;--metal:#f09a50;--raw:#7b4f2c;--cool:#7fb4dc;--good:#7cc492;--bad:#ff8a80}}
+--grid:#2b2724;--metal:#f09a50;--raw:#7b4f2c;--cool:#7fb4dc;--good:#7cc492;--bad:#ff8a80;--plum:#d58fd0;
+--teal:#5cc4cb}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
@@ -94,6 +95,11 @@ svg.chart{display:block;width:100%;height:auto}
 .chart polyline.raw{stroke:var(--raw);stroke-width:1}
 .chart polyline.baseline{stroke:var(--cool);stroke-width:1.5;stroke-dasharray:7 5}
 .chart circle.dots{fill:var(--cool);stroke:var(--page);stroke-width:1.5}
+.run-1{--run:var(--metal)}.run-2{--run:var(--cool)}.run-3{--run:var(--good)}.run-4{--run:var(--plum)}
+.run-5{--run:var(--teal)}.run-6{--run:var(--soft)}
+.chart polyline[class^=run]{stroke:var(--run);stroke-width:1.75}.chart circle[class*=run]{fill:var(--run)}
+.chart polyline.run-3{stroke-dasharray:9 3}.chart polyline.run-4{stroke-dasharray:9 3 2 3}
+.chart polyline.run-5{stroke-dasharray:2 3}.chart polyline.run-6{stroke-dasharray:14 4}
 .even{--load:var(--rule)}.below-3{--load:var(--cool)}.above-3{--load:var(--metal)}
 .below-1{--load:color-mix(in srgb,var(--cool) 35%,var(--page))}
 .below-2{--load:color-mix(in srgb,var(--cool) 68%,var(--page))}
@@ -108,6 +114,8 @@ color:var(--soft)}
 margin-right:7px}
 .legend i.raw{border-top-color:var(--raw);border-top-width:1.5px}
 .legend i.baseline{border-top:2px dashed var(--cool)}
+.legend i[class^=run]{border-top-color:var(--run)}.legend i.run-3,.legend i.run-4,.legend i.run-6{
+border-top-style:dashed}.legend i.run-5{border-top-style:dotted}
 .legend i.dots{width:9px;height:9px;border:0;border-radius:50%;background:var(--cool)}
 .legend i.even,.legend i[class^=below],.legend i[class^=above]{width:14px;height:10px;border:0;background:var(--load)}
 blockquote{margin:0 0 12px;padding:11px 16px;background:var(--card);border:1px solid var(--rule);
@@ -128,7 +136,7 @@ th,td{padding-right:11px}th,th.r{white-space:normal;vertical-align:bottom}tbody 
 }
 @media print{
 :root{--page:#fff;--card:#fff;--ink:#000;--soft:#444;--rule:#ccc;--grid:#ddd;--metal:#9a4408;--raw:#dcb48f;
---cool:#24547a;--good:#1f5c31;--bad:#9c1c15}
+--cool:#24547a;--good:#1f5c31;--bad:#9c1c15;--plum:#6d2a68;--teal:#12636a}
 body{font-size:12px}nav{display:none}section{padding:16px 0 8px}
 figure,.tiles,blockquote,tr{break-inside:avoid}h2,h3{break-after:avoid}
 rect,.legend i,.track,.fill{print-color-adjust:exact;-webkit-print-color-adjust:exact}
@@ -148,10 +156,11 @@ def render_html(page: ReportPage) -> str:
         f'<meta http-equiv="Content-Security-Policy" content="{_POLICY}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="referrer" content="no-referrer">'
-        f"<title>{title} · ingot report</title><style>{CSS}</style></head><body>\n"
-        f'<header><p class="brand">ingot report</p><h1>{title}</h1><p class="subtitle">{escape(page.subtitle)}</p>'
+        f"<title>{title} · {escape(page.brand)}</title><style>{CSS}</style></head><body>\n"
+        f'<header><p class="brand">{escape(page.brand)}</p><h1>{title}</h1>'
+        f'<p class="subtitle">{escape(page.subtitle)}</p>'
         f'<dl class="tiles">{"".join(map(_html_tile, page.headline))}</dl>'
-        f'<div class="command"><p class="caption">The command that reproduces it</p>'
+        f'<div class="command"><p class="caption">{escape(page.about_command)}</p>'
         f"<pre><code>{escape(page.command)}</code></pre></div>"
         f'<nav aria-label="Sections">{links}</nav></header>\n'
         f"<main>{''.join(map(_html_section, page.sections))}</main>\n"
@@ -271,7 +280,7 @@ def render_markdown(page: ReportPage) -> str:
     headline = TableBlock(("", "", ""), [(t.label, t.value, t.note) for t in page.headline])
     parts = [f"# {_markdown_escape(page.title)}", _markdown_escape(page.subtitle)]
     parts += [_markdown_table(headline)] if page.headline else []
-    parts += ["The command that reproduces it:", _markdown_fence(page.command)]
+    parts += [f"{page.about_command}:", _markdown_fence(page.command)]
     parts += [_markdown_section(section) for section in page.sections]
     return "\n\n".join([*parts, "---", _markdown_escape(page.footer)]) + "\n"
 

@@ -122,9 +122,14 @@ class Section:
 
 @dataclass(frozen=True)
 class ReportPage:
+    """The content of a page. command: the command at its top, with the line `about_command` above it. brand: what the
+    page is."""
+
     title: str
     subtitle: str
     headline: list[HeadlineFigure]
     command: str
     sections: list[Section] = field(default_factory=list)
     footer: str = ""
+    brand: str = "ingot report"
+    about_command: str = "The command that reproduces it"

@@ -1,0 +1,229 @@
+"""A run as curves over steps, tokens, FLOPs or time, for a comparison with other runs. No torch.
+
+Steps that the run went back from, and has not trained again, are in no curve.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Literal, NamedTuple
+
+import numpy as np
+
+from ingot.errors import DataError, UsageError
+from ingot.events import read_events
+from ingot.report.evaluations import evaluated, newest_by_step
+from ingot.report.facts import RunData, is_finite, no_run_folder, read_run_events, require_log
+from ingot.schema import events
+from ingot.schema.run import RunConfig
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import TokenManifest, read_token_manifest
+from ingot.theory.flops import train_flops_per_token
+from ingot.theory.goodput import GoodputMeter
+from ingot.theory.rules import recorded_run
+from ingot.trainer.resilience.lock import is_locked
+
+Axis = Literal["tokens", "flops", "steps", "time"]
+AXES: tuple[Axis, ...] = ("tokens", "flops", "steps", "time")
+_STDERR = "_stderr"
+
+
+class Curve(NamedTuple):
+    """Values by x: float64 arrays of equal length, in the order of x."""
+
+    x: np.ndarray
+    y: np.ndarray
+
+
+@dataclass(kw_only=True)
+class ValidData(RunData):
+    """The data of a run without the steps and log lines that it went back from. last_times: number of attempts -> Unix
+    seconds of the newest step before the next attempt began."""
+
+    last_times: dict[int, float] = field(default_factory=dict)
+
+    def go_back(self, step: int) -> None:
+        """Drop what is after `step`, too: it was not trained again yet."""
+        super().go_back(step)
+        tables = (self.steps, self.progress)
+        newest = [table[next(reversed(table))]["time"] for table in tables if table]
+        attempts = len(self.starts)
+        self.last_times[attempts] = max(*newest, self.last_times.get(attempts, 0.0), 0.0)
+        for table in tables:
+            for late in [one for one in table if one > step]:
+                del table[late]
+
+    def trained_seconds(self, time: float) -> float:
+        """Return the time that the run had trained at the Unix time `time`: that of all attempts, from the start of
+        each to its last step, without the pauses between them."""
+        seconds, starts = 0.0, [start["time"] for start in self.starts]
+        for number, began in enumerate(starts):
+            if number + 1 == len(starts) or time < starts[number + 1]:
+                return seconds + max(time - began, 0.0)
+            seconds += max(self.last_times.get(number + 1, began) - began, 0.0)
+        return seconds
+
+
+class ComparedRun:
+    """A run of a comparison.
+
+    path: its folder, as it was named. config: its settings. data: its valid events. tokens, heldout: the manifests of
+    its token folders; None if they cannot be read. running: a process trains it now. first_step: the first one with a
+    finite loss. bytes_per_token: bits per byte are
+    the loss divided by it and by ln 2; None if the log has none.
+    Raises UsageError for a folder without a run, without an event log, or without a step in it; DataError or
+    ConfigError for files that cannot be read.
+    """
+
+    def __init__(self, path: Path):
+        self.path, folder = path, RunFolder(path)
+        if not folder.config.is_file():
+            raise no_run_folder(path)
+        require_log(folder)
+        self.config: RunConfig = recorded_run(folder.config)
+        self.data = ValidData(folder=folder)
+        read_run_events(self.data)
+        self.running = is_locked(folder.lock)
+        steps = [step for step, event in self.data.steps.items() if math.isfinite(event["loss"])]
+        if not steps:
+            raise UsageError(
+                "E-COMPARE-NO-STEPS",
+                f"{path} has no step in its log yet",
+                rule="a comparison needs the loss of some steps, which are logged every watch.log_every steps",
+                fix=f"wait for the first log line (ingot status {path}), or leave this run out",
+                run=str(path),
+            )
+        self.first_step = min(steps)
+        self.tokens = _manifest(path / self.config.data.tokens)
+        self.heldout = _manifest(path / self.config.data.heldout) if self.config.data.heldout else None
+        ratios = [one["loss"] / one["bpb"] / math.log(2) for one in self._lines("loss", "bpb") if one["bpb"] > 0]
+        self.bytes_per_token = median(ratios) if ratios else None
+
+    @property
+    def name(self) -> str:
+        return self.config.name
+
+    @property
+    def step(self) -> int:
+        """The last valid step in the log."""
+        return self.data.last_step
+
+    @property
+    def state(self) -> str:
+        """ "running", "finished" or "stopped": the run is not running, and has steps to go."""
+        if self.running:
+            return "running"
+        finished = self.data.finished
+        return "finished" if finished and finished["step"] >= self.step else "stopped"
+
+    def _lines(self, *names: str) -> list[dict]:
+        """Return the valid log lines that have these fields as finite numbers, in the order of steps."""
+        lines = (self.data.progress[step] for step in sorted(self.data.progress))
+        return [line for line in lines if all(is_finite(line.get(name)) for name in names)]
+
+    # -- axes --
+
+    def axis(self, by: Axis) -> Callable[[Iterable[float]], np.ndarray]:
+        """Return the function from steps to tokens, FLOPs, steps, or seconds of training. Raises UsageError if the
+        FLOPs of a token are not known."""
+        steps, x = {"tokens": self._tokens, "flops": self._flops, "steps": self._steps, "time": self._time}[by]()
+        x = np.maximum.accumulate(x)
+        return lambda wanted: np.interp(np.asarray([*wanted], float), steps, x)
+
+    def _steps(self) -> tuple[np.ndarray, np.ndarray]:
+        ends = np.array([0.0, max(self.step, 1)])
+        return ends, ends
+
+    def _tokens(self) -> tuple[np.ndarray, np.ndarray]:
+        lines = self._lines("tokens")
+        steps, tokens = [0.0, *(float(one["step"]) for one in lines)], [0.0, *(float(one["tokens"]) for one in lines)]
+        if self.step > steps[-1]:
+            tokens.append(tokens[-1] + (self.step - steps[-1]) * self.config.tokens_per_step)
+            steps.append(float(self.step))
+        return np.array(steps), np.array(tokens)
+
+    def _flops(self) -> tuple[np.ndarray, np.ndarray]:
+        steps, tokens = self._tokens()
+        rates = [(float(one["from_step"]), one.get("flops_per_token")) for one in self.data.starts]
+        if not all(is_finite(rate) and rate > 0 for _, rate in rates) or not rates:
+            rates = [(0.0, train_flops_per_token(self.config.model, self.config.train.seq_len))]
+        every = np.unique([*steps, *(step for step, _ in rates if step <= steps[-1])])
+        grown = np.diff(np.interp(every, steps, tokens))
+        attempt = np.searchsorted([step for step, _ in rates], every[:-1], side="right") - 1
+        rate = np.array([rate for _, rate in rates], float)[np.maximum(attempt, 0)]
+        return every, np.concatenate([[0.0], np.cumsum(grown * rate)])
+
+    def _time(self) -> tuple[np.ndarray, np.ndarray]:
+        found = {one["step"]: one["time"] for table in (self.data.steps, self.data.progress) for one in table.values()}
+        begin = float(self.data.starts[0]["from_step"]) if self.data.starts else 0.0
+        steps = [step for step in sorted(found) if step > begin]
+        seconds = [self.data.trained_seconds(found[step]) for step in steps]
+        return np.array([begin, *steps]), np.array([0.0, *seconds])
+
+    # -- curves, by step --
+
+    def of_steps(self, name: str) -> Curve:
+        """Return a field of the `step` events: "loss", "grad_norm" or "lr"; without values that are not finite."""
+        values = [(step, self.data.steps[step][name]) for step in sorted(self.data.steps)]
+        return _curve((step, value) for step, value in values if math.isfinite(value))
+
+    def of_lines(self, name: str) -> Curve:
+        """Return a field of the log lines, like "mfu"; without the first line of each attempt, which has the costs of
+        the start."""
+        first = {min((s for s, e in self.data.progress.items() if e["time"] >= one["time"]), default=0)
+                 for one in self.data.starts}  # fmt: skip
+        return _curve((one["step"], one[name]) for one in self._lines(name) if one["step"] not in first)
+
+    def evaluations(self) -> dict[str, Curve]:
+        """Return the results on held-out text and tasks, by the names of metrics: "eval/bpb", "eval/TASK/METRIC"."""
+        found: dict[str, list[tuple[float, float]]] = {}
+        for one in evaluated(self.data):
+            if math.isfinite(one["bpb"]):
+                found.setdefault("eval/bpb", []).append((one["step"], one["bpb"]))
+        for event in newest_by_step(self.data.task_scores):
+            for task, metric, value in _scores(event):
+                found.setdefault(f"eval/{task}/{metric}", []).append((event["step"], value))
+        return {name: _curve(values) for name, values in found.items()}
+
+    def goodput(self) -> Curve:
+        """Return the goodput of the run so far, by step (theory/goodput.py)."""
+        meter, found = GoodputMeter(math.inf), {}
+        kinds = (events.RUN_STARTED, events.PROGRESS, events.STOPPED, events.FINISHED)
+        for event in read_events(self.data.folder.events, *kinds):
+            try:
+                meter.take(event)
+                if event["kind"] == events.PROGRESS and meter.elapsed > 0:
+                    found[event["step"]] = min(meter.productive / meter.elapsed, 1.0)
+            except (KeyError, TypeError, ValueError):  # it was not used by the other curves either
+                continue
+        return _curve((step, found[step]) for step in sorted(self.data.progress) if step in found)
+
+    def incidents(self) -> Mapping[str, Sequence[int]]:
+        """Return faults, roll-backs and skipped updates by the names of their counts, each as the last valid step that
+        the run had trained before it."""
+        back = [one["to_step"] for one in self.data.roll_backs]
+        lost = [one.fault_step - 1 if one.resumed_from is None else one.resumed_from for one in self.data.faults]
+        skipped = [step - 1 for one in self.data.vetoes for step in one["steps"]]
+        return {"run/faults": lost, "run/roll_backs": back, "run/skipped_steps": skipped}
+
+
+def _curve(points: Iterable[tuple[float, float]]) -> Curve:
+    found = np.array([*points], float).reshape(-1, 2)
+    return Curve(found[:, 0], found[:, 1])
+
+
+def _scores(event: dict) -> Iterable[tuple[str, str, float]]:
+    scores = event.get("scores")
+    for task, values in scores.items() if isinstance(scores, dict) else ():
+        for metric, value in values.items() if isinstance(values, dict) else ():
+            if _STDERR not in metric and is_finite(value):
+                yield str(task), str(metric), float(value)
+
+
+def _manifest(folder: Path) -> TokenManifest | None:
+    try:
+        return read_token_manifest(folder) if (folder / "manifest.json").is_file() else None
+    except (DataError, OSError):
+        return None
