@@ -40,6 +40,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     import shlex
+    import textwrap
 
     from ingot.errors import EXIT_OK
     from ingot.report.compare.align import WINDOW, compare_runs
@@ -66,7 +67,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     ]
     terminal.table(rows, ("", "run", "state", "step", "tokens", "folder"), right=(3, 4))
     for note in found.notes:
-        terminal.say(f"note   {printable(note)}")
+        terminal.say(textwrap.fill(printable(note), 80, initial_indent="note   ", subsequent_indent="       "))
     _say_settings(found, terminal)
     last = found.points[-1]
     for first_other in range(1, len(found.runs), _OTHERS):
@@ -80,7 +81,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"\n{label_of(found.measure)} on the way")
         terminal.table(rows, header, right=range(len(header)))
     _say_curves(found, terminal)
-    terminal.say(f"\n{window_text(found, WINDOW)}")
+    terminal.say(f"\n{textwrap.fill(window_text(WINDOW), 80)}")
     if args.out:
         terminal.say(f"wrote {args.out}")
     terminal.result(found.as_dict() | {"html": str(args.out) if args.out else None, "exit_code": EXIT_OK})
@@ -105,8 +106,7 @@ def _say_settings(found: "RunComparison", terminal: Terminal) -> None:
     else:
         terminal.say("no setting differs that changes the numbers of a run")
     if more:
-        of_machine = ", ".join(one.key for one in found.settings if one.kind == MACHINE)
-        terminal.say(f"and {more} more, all with --json and --out" + (f"; of the machine: {of_machine}" * bool(of_machine)))
+        terminal.say(f"and {more} more, which --json and --out have")
 
 
 def _say_curves(found: "RunComparison", terminal: Terminal) -> None:

@@ -4,7 +4,7 @@ The first run is the one that the others are compared with.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -52,9 +52,6 @@ class ComparedPoint:
 
     def metric(self, name: str) -> ComparedMetric | None:
         return next((one for one in self.metrics if one.name == name), None)
-
-
-AxisFunction = Callable[[Sequence[float]], np.ndarray]  # steps -> values of the axis
 
 
 class AlignedRun:
@@ -149,8 +146,8 @@ class RunComparison:
 def compare_runs(paths: Sequence[Path], by: Axis = "tokens") -> RunComparison:
     """Compare two or more run folders, which may still be training.
 
-    Raises UsageError for fewer than two different folders, for a folder without a run or without logged steps, for runs
-    without a common range, and for `by` "flops" if the FLOPs of a token are not known.
+    Raises UsageError for fewer than two different folders, for a folder without a run or without logged steps, and for
+    runs without a common range; DataError or ConfigError for files that cannot be read.
     """
     if len({path.resolve() for path in paths}) < max(len(paths), 2):
         twice = len(paths) > 1

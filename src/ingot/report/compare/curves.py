@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
@@ -27,6 +27,7 @@ from ingot.trainer.resilience.lock import is_locked
 
 Axis = Literal["tokens", "flops", "steps", "time"]
 AXES: tuple[Axis, ...] = ("tokens", "flops", "steps", "time")
+AxisFunction = Callable[[Sequence[float] | np.ndarray], np.ndarray]  # steps -> values of the axis
 _STDERR = "_stderr"
 
 
@@ -125,12 +126,11 @@ class ComparedRun:
 
     # -- axes --
 
-    def axis(self, by: Axis) -> Callable[[Iterable[float]], np.ndarray]:
-        """Return the function from steps to tokens, FLOPs, steps, or seconds of training. Raises UsageError if the
-        FLOPs of a token are not known."""
+    def axis(self, by: Axis) -> AxisFunction:
+        """Return the function from steps to tokens, FLOPs, steps, or seconds of training."""
         steps, x = {"tokens": self._tokens, "flops": self._flops, "steps": self._steps, "time": self._time}[by]()
         x = np.maximum.accumulate(x)
-        return lambda wanted: np.interp(np.asarray([*wanted], float), steps, x)
+        return lambda wanted: np.interp(np.asarray(wanted, float), steps, x)
 
     def _steps(self) -> tuple[np.ndarray, np.ndarray]:
         ends = np.array([0.0, max(self.step, 1)])
@@ -146,7 +146,10 @@ class ComparedRun:
 
     def _flops(self) -> tuple[np.ndarray, np.ndarray]:
         steps, tokens = self._tokens()
-        rates = [(float(one["from_step"]), one.get("flops_per_token")) for one in self.data.starts]
+        rates: list[tuple[float, Any]] = []
+        for one in self.data.starts:
+            rates = [rate for rate in rates if rate[0] < one["from_step"]]  # of steps that were trained again
+            rates.append((float(one["from_step"]), one.get("flops_per_token")))
         if not all(is_finite(rate) and rate > 0 for _, rate in rates) or not rates:
             rates = [(0.0, train_flops_per_token(self.config.model, self.config.train.seq_len))]
         every = np.unique([*steps, *(step for step, _ in rates if step <= steps[-1])])

@@ -29,15 +29,13 @@ class SettingDifference:
 
 def differing_settings(runs: list[ComparedRun]) -> list[SettingDifference]:
     """Return what differs between runs: first what changes the numbers of a run, at last what changes none."""
-    settings = [_settings(run) for run in runs]
-    machines = [dict(_machine(run)) for run in runs]
-    found = [
-        SettingDifference(key=key, kind=kind, values=values)
-        for tables, kind_of in ((settings, lambda key: str(class_of(key))), (machines, lambda key: MACHINE))
-        for key in sorted({key for table in tables for key in table})
-        if any(one != values[0] for one in (values := [table.get(key) for table in tables])[1:])
-        for kind in [kind_of(key)]
-    ]
+    found = []
+    for tables, is_machine in (([_settings(run) for run in runs], False), ([dict(_machine(run)) for run in runs], True)):
+        for key in sorted({key for table in tables for key in table}):
+            values = [table.get(key) for table in tables]
+            if any(value != values[0] for value in values[1:]):
+                kind = MACHINE if is_machine else str(class_of(key))
+                found.append(SettingDifference(key=key, kind=kind, values=values))
     return sorted(found, key=lambda one: _ORDER.index(one.kind))
 
 
@@ -65,14 +63,15 @@ def _machine(run: ComparedRun) -> Iterator[tuple[str, Any]]:
 
 
 def same_tokens(runs: list[ComparedRun]) -> bool | None:
-    """Return whether the runs have the same tokenizer, by its hash in their tokens, else by the files and the
-    vocabulary; None if that is not known."""
-    if len({run.config.model.vocab_size for run in runs}) > 1 and not all(run.tokens for run in runs):
-        return False
-    if len({_fingerprint(run) for run in runs} - {None}) == 1 and all(_fingerprint(run) for run in runs):
+    """Return whether the runs have the same tokenizer: by the tokens that they were trained on, the hash in their token
+    folders, or the size of the vocabulary; None if that is not known."""
+    trained_on = {_fingerprint(run) for run in runs}
+    if len(trained_on) == 1 and None not in trained_on:
         return True
     if all(run.tokens for run in runs):
         return len({run.tokens.tokenizer_sha256 for run in runs if run.tokens}) == 1
+    if len({run.config.model.vocab_size for run in runs}) > 1:
+        return False
     paths = {(run.path / run.config.data.tokens).resolve() for run in runs}
     return True if len(paths) == 1 else None
 

@@ -134,7 +134,7 @@ def _metrics(found: RunComparison) -> Section:
     columns = tuple(_column(found, number) for number in every)
     right = tuple(range(1, len(columns) + 1))
     blocks: list[Block] = [
-        Text(f"At {x_text(found.by, last.x)}, the last that all runs have. {window_text(found, WINDOW)}"),
+        Text(f"At {x_text(found.by, last.x)}, the last that all runs have. {window_text(WINDOW)}"),
         TableBlock(("", *columns), metric_rows(last, every), right=right),
     ]
     header, rows = quarter_rows(found, every)
@@ -165,12 +165,11 @@ def _charts(found: RunComparison) -> Section:
 
 
 class _ChartMaker:
-    """The charts of a comparison. scale: the value of the axis that is 1 in the charts."""
+    """The charts of a comparison; curves are by the numbers of their runs. scale: the value of the axis that is 1 in the charts."""
 
     def __init__(self, found: RunComparison, scale: float, x_label: str):
         self._found, self._scale = found, scale
         self._options = {"x_label": x_label, "x_format": "g"}
-        self._legend = tuple((_kind(n), _column(found, n)) for n in range(len(found.runs)))
 
     def blocks(self) -> list[Block]:
         measure, first, last = self._found.measure, self._found.first, self._found.last
@@ -181,7 +180,7 @@ class _ChartMaker:
         if main := self._chart(f"{label_of(measure)}, smoothed", whole, WIDE, marks=marks):
             blocks.append(main)
         middle = (first + last) / 2
-        late = {kind: _between(points, middle / self._scale, last / self._scale) for kind, points in whole.items()}
+        late = {n: _between(points, middle / self._scale, last / self._scale) for n, points in whole.items()}
         pair = [
             self._chart(f"{label_of(measure)}, second half", late, SMALL, y_format="g"),
             self._differences(),
@@ -200,15 +199,15 @@ class _ChartMaker:
                 blocks.append(Charts(shown))
         return blocks or [Text("There are fewer than two points to draw.")]
 
-    def _curves(self, name: str, *, smoothed: bool = False) -> dict[str, list[Point]]:
-        """Return the points of each run that has the metric, by the kind of its line."""
+    def _curves(self, name: str, *, smoothed: bool = False) -> dict[int, list[Point]]:
+        """Return the points of each run that has the metric, by the number of the run."""
         found = {}
         for number, one in enumerate(self._found.aligned):
             if name in one.all:
                 points = self._points(one.all[name])
                 if smoothed:
                     points = smooth(points, max(len(points) // 40, 5) | 1)
-                found[_kind(number)] = points
+                found[number] = points
         return found
 
     def _points(self, curve: Curve) -> list[Point]:
@@ -221,7 +220,7 @@ class _ChartMaker:
             return None
         first, last = found.first + (found.last - found.first) * 0.05, found.last  # the first steps are far apart
         curves = {
-            _kind(number): self._points(difference_curve(found.aligned[0].all[measure], one.all[measure], first, last))
+            number: self._points(difference_curve(found.aligned[0].all[measure], one.all[measure], first, last))
             for number, one in enumerate(found.aligned[1:], 1)
             if measure in one.all and measure in found.aligned[0].all
         }
@@ -232,27 +231,28 @@ class _ChartMaker:
     def _chart(
         self,
         title: str,
-        curves: dict[str, list[Point]],
+        curves: dict[int, list[Point]],
         sizes: tuple[tuple[int, int], tuple[int, int]],
         *,
         dots: bool = False,
         extra: Sequence[Line] = (),
         **options,
     ) -> Chart | None:
-        """Return a chart of curves by the kind of their lines; None for fewer than two points in all."""
+        """Return a chart of curves by the numbers of their runs; None for fewer than two points in all."""
+        curves = {number: points for number, points in curves.items() if points}
         if sum(map(len, curves.values())) < 2:
             return None
-        lines = [*extra, *(Line(kind, thin(points, _POINTS)) for kind, points in curves.items())]
-        lines += [Line(f"dots {kind}", points) for kind, points in curves.items() if dots]
+        lines = [*extra, *(Line(_kind(number), thin(points, _POINTS)) for number, points in curves.items())]
+        lines += [Line(f"dots {_kind(number)}", points) for number, points in curves.items() if dots]
+        names = {number: _column(self._found, number) for number in curves}
         rows = [
-            (name, f"{len(curves[kind]):,}", *(f"{value:.4g}" for value in (curves[kind][0][1], curves[kind][-1][1])))
-            for kind, name in self._legend
-            if curves.get(kind)
+            (names[number], f"{len(points):,}", f"{points[0][1]:.4g}", f"{points[-1][1]:.4g}")
+            for number, points in curves.items()
         ]
         table = TableBlock(("Run", "Points", "First", "Last"), rows, right=(1, 2, 3), caption=title)
-        legend = [(kind, name) for kind, name in self._legend if curves.get(kind)]
+        legend = tuple((_kind(number), name) for number, name in names.items())
         label = f"{title}, of {len(legend)} runs, by {self._options['x_label']}"
-        return sized_chart(title, lines, table, label, sizes, tuple(legend), **{**self._options, **options})
+        return sized_chart(title, lines, table, label, sizes, legend, **{**self._options, **options})
 
 
 def _kind(number: int) -> str:

@@ -105,7 +105,7 @@ def quarter_rows(found: RunComparison, numbers: Sequence[int]) -> tuple[Row, lis
     return tuple(header), rows
 
 
-def window_text(found: RunComparison, window: float) -> str:
+def window_text(window: float) -> str:
     """Return how the losses were made. window: a share of the range that all runs have."""
     return (
         f"Losses are means over the last {window:.1%} of this range; σ is the standard error of a difference, from the "

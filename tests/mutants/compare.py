@@ -1,0 +1,48 @@
+"""Faults in the comparison of runs: where they are compared, with which steps, and how sure a difference is."""
+
+from .mutant import Mutant
+
+_TESTS = "tests/unit/report/test_compare.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="compares-void-steps",
+        what="steps that a run went back from are compared",
+        file="report/compare/curves.py",
+        before="            for late in [one for one in table if one > step]:\n                del table[late]\n",
+        after="            pass\n",
+        tests=(f"{_TESTS}::test_void_steps_and_pauses_count_for_nothing",),
+    ),
+    Mutant(
+        name="pauses-are-training-time",
+        what="the time between two attempts counts as training time",
+        file="report/compare/curves.py",
+        before="seconds += max(self.last_times.get(number + 1, began) - began, 0.0)",
+        after="seconds += starts[number + 1] - began",
+        tests=(f"{_TESTS}::test_void_steps_and_pauses_count_for_nothing",),
+    ),
+    Mutant(
+        name="aligns-by-steps",
+        what="runs are compared at equal steps where equal tokens were asked for",
+        file="report/compare/curves.py",
+        before='{"tokens": self._tokens,',
+        after='{"tokens": self._steps,',
+        tests=(f"{_TESTS}::test_runs_of_other_batches_and_log_lines_are_compared_at_equal_tokens",),
+    ),
+    Mutant(
+        name="compares-losses-of-other-tokenizers",
+        what="losses per token of different tokenizers are compared",
+        file="report/compare/align.py",
+        before='name: same is not False or name != "train/loss" for name in found',
+        after="name: True for name in found",
+        tests=(f"{_TESTS}::test_losses_of_other_tokenizers_are_not_compared",),
+    ),
+    Mutant(
+        name="slope-is-noise",
+        what="the fall of the loss counts as noise, so that differences seem to be less than they are",
+        file="report/compare/align.py",
+        before="float(np.median(np.abs(np.diff(values)))) * 1.4826 / math.sqrt(2)",
+        after="float(np.std(values))",
+        tests=(f"{_TESTS}::test_the_noise_has_no_part_from_a_slope_or_a_spike",),
+    ),
+]
