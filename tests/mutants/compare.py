@@ -45,4 +45,12 @@ MUTANTS: list[Mutant] = [
         after="float(np.std(values))",
         tests=(f"{_TESTS}::test_the_noise_has_no_part_from_a_slope_or_a_spike",),
     ),
+    Mutant(
+        name="pairs-other-samples",
+        what="runs with other samples in their steps are compared step by step",
+        file="report/compare/differing.py",
+        before="    return all(first.get(key) == second.get(key) for key in keys)\n",
+        after="    return True\n",
+        tests=(f"{_TESTS}::test_noise_of_the_same_samples_is_in_both_runs_and_not_in_their_difference",),
+    ),
 ]

@@ -73,6 +73,21 @@ def test_runs_of_other_batches_and_log_lines_are_compared_at_equal_tokens(make):
     assert found.same_tokens and found.notes == []
 
 
+def test_noise_of_the_same_samples_is_in_both_runs_and_not_in_their_difference(make, logs):
+    def events(shift, seed):
+        found = trained(logs, shift=shift)
+        return [one | {"loss": one["loss"] + random.Random(one["step"] + seed).gauss(0, 0.002)}
+                if one["kind"] == "step" else one for one in found]  # fmt: skip
+
+    a, b, c = make("a", events(0.0, 1000)), make("b", events(0.02, 2000)), make("c", events(0.02, 3000))
+    other_seed = RunFolder(c).config
+    other_seed.write_text(other_seed.read_text().replace("seed = 1234", "seed = 99"))
+    loss = metric(compare_runs([a, b, c]), "train/loss")
+    assert loss.paired == [False, True, False]
+    assert loss.sigmas[1] == pytest.approx(0.02 / (0.002 * math.sqrt(2 / 10)), rel=0.5)
+    assert 0 < loss.sigmas[2] < 1.5
+
+
 @pytest.mark.parametrize(
     ("by", "last", "steps"),
     [("steps", 300, [300, 300]), ("flops", 400 * BATCH * 7.2e6, [400, 100]), ("time", 30.0, [300, 300])],

@@ -12,7 +12,7 @@ import numpy as np
 
 from ingot.errors import UsageError
 from ingot.report.compare.curves import Axis, ComparedRun, Curve
-from ingot.report.compare.differing import SettingDifference, differing_settings, notes_of, same_tokens
+from ingot.report.compare.differing import SettingDifference, differing_settings, notes_of, same_samples, same_tokens
 from ingot.schema.metrics import metric_of
 
 SCHEMA = 1  # of the JSON form; a new field does not change it
@@ -20,6 +20,7 @@ SHARES = (0.25, 0.5, 0.75, 1.0)  # of the range that all runs have
 WINDOW = 0.025  # of that range: losses are means over it
 _LEAST_STEPS = 8  # of such a mean, where the run has them
 _NOISE_STEPS = 32  # least number of steps from which the noise is estimated
+_PAIRED = ("train/loss", "train/bpb")
 _LINES = {"perf/tokens_per_second": "tokens_per_second", "perf/mfu": "mfu"}
 _OWN_UNITS = {"eval/bpb": "bits per byte", "train/step": "", "run/train_seconds": "s", "train/flops": "FLOP"}
 
@@ -29,8 +30,8 @@ class ComparedMetric:
     """A metric of all runs at one point, as lists with a value per run; None: not known.
 
     noise: the standard error of each value, from the noise between steps. differences: to the value of the first run.
-    sigmas: each difference, divided by the standard error of both values. interpolated: the value is between two
-    evaluations.
+    sigmas: each difference, divided by its standard error. interpolated: the value is between two evaluations. paired:
+    the standard error is that of differences at equal steps, because both runs saw the same samples.
     """
 
     name: str
@@ -40,6 +41,7 @@ class ComparedMetric:
     differences: list[float | None]
     sigmas: list[float | None]
     interpolated: list[bool]
+    paired: list[bool]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,14 +176,17 @@ def compare_runs(paths: Sequence[Path], by: Axis = "tokens") -> RunComparison:
             last=last,
         )
     same = same_tokens(runs)
-    points, before = [], first
+    points, before, window = [], first, (last - first) * WINDOW
     for x in sorted({first + share * (last - first) for share in SHARES}):
         found: dict[str, list[_Value]] = {}
         for number, one in enumerate(aligned):
-            for name, value in _values(one, before, x, (last - first) * WINDOW).items():
+            for name, value in _values(one, before, x, window).items():
                 found.setdefault(name, [_NONE] * len(runs))[number] = value
         comparable = {name: same is not False or name != "train/loss" for name in found}
-        metrics = [_metric(name, values, comparable=comparable[name]) for name, values in found.items()]
+        metrics = [
+            _metric(name, values, _paired_errors(name, aligned, x, window), comparable=comparable[name])
+            for name, values in found.items()
+        ]
         share = (x - first) / (last - first) if last > first else 1.0
         points.append(ComparedPoint(share=round(share, 6), x=x, metrics=metrics))
         before = x
@@ -207,7 +212,34 @@ class _Value:
 _NONE = _Value(None)
 
 
-def _metric(name: str, values: list[_Value], *, comparable: bool) -> ComparedMetric:
+def _paired_errors(name: str, aligned: list[AlignedRun], x: float, window: float) -> list[float | None]:
+    """Return the standard error of the difference of each run to the first, where both saw the same samples in the same
+    steps: the noise of the samples is in both, and not in their difference. None: they did not."""
+    base = aligned[0]
+    return [
+        paired_error(base.all[name], one.all[name], x, window)
+        if name in _PAIRED and one is not base and name in base.all.keys() & one.all and same_samples(base.run, one.run)
+        else None
+        for one in aligned
+    ]
+
+
+def paired_error(base: Curve, other: Curve, x: float, window: float) -> float | None:
+    """Return the standard error of a difference of means, from the differences at equal places before `x`; None if the
+    means are not over the same places."""
+    common, first, second = np.intersect1d(base.x, other.x, return_indices=True)
+    begin, end = _part(common, x, window)
+    parts = [_part(curve.x, x, window) for curve in (base, other)]
+    if end - begin < _LEAST_STEPS or any(stop - start != end - begin for start, stop in parts):
+        return None
+    start = max(min(begin, end - _NOISE_STEPS), 0)
+    noise = noise_between_steps(other.y[second[start:end]] - base.y[first[start:end]])
+    return None if noise is None else noise / math.sqrt(end - begin)
+
+
+def _metric(
+    name: str, values: list[_Value], paired_errors: list[float | None], *, comparable: bool
+) -> ComparedMetric:
     base = values[0]
     differences: list[float | None] = [None] * len(values)
     sigmas: list[float | None] = [None] * len(values)
@@ -215,8 +247,11 @@ def _metric(name: str, values: list[_Value], *, comparable: bool) -> ComparedMet
         if not comparable or base.value is None or one.value is None:
             continue
         differences[number] = one.value - base.value
-        if base.noise is not None and one.noise is not None and (noise := math.hypot(base.noise, one.noise)) > 0:
-            sigmas[number] = (one.value - base.value) / noise
+        error = paired_errors[number]
+        if error is None and base.noise is not None and one.noise is not None:
+            error = math.hypot(base.noise, one.noise)
+        if error:
+            sigmas[number] = (one.value - base.value) / error
     known = metric_of(name)
     return ComparedMetric(
         name=name,
@@ -226,6 +261,7 @@ def _metric(name: str, values: list[_Value], *, comparable: bool) -> ComparedMet
         differences=differences,
         sigmas=sigmas,
         interpolated=[one.interpolated for one in values],
+        paired=[error is not None for error in paired_errors],
     )
 
 
@@ -256,13 +292,18 @@ def _values(one: AlignedRun, before: float, x: float, window: float) -> dict[str
 def mean_before(curve: Curve, x: float, window: float) -> _Value:
     """Return the mean over x - window to x, at least of 8 steps, with its standard error; no value if there is no step
     before `x`."""
-    end = int(np.searchsorted(curve.x, x, side="right"))
-    begin = min(int(np.searchsorted(curve.x, x - window, side="right")), max(end - _LEAST_STEPS, 0))
+    begin, end = _part(curve.x, x, window)
     part = curve.y[begin:end]
     if not len(part):
         return _NONE
     noise = noise_between_steps(curve.y[max(min(begin, end - _NOISE_STEPS), 0) : end])
     return _Value(float(part.mean()), None if noise is None else noise / math.sqrt(len(part)))
+
+
+def _part(places: np.ndarray, x: float, window: float) -> tuple[int, int]:
+    """Return the begin and the end of the places from x - window to x, at least of 8."""
+    end = int(np.searchsorted(places, x, side="right"))
+    return min(int(np.searchsorted(places, x - window, side="right")), max(end - _LEAST_STEPS, 0)), end
 
 
 def noise_between_steps(values: np.ndarray) -> float | None:

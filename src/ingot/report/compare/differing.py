@@ -14,6 +14,7 @@ _OTHER_NUMBERS, _SAME_BITS, MACHINE = ChangeClass.OTHER_NUMBERS, ChangeClass.SAM
 # Settings whose values are paths relative to the run folder.
 _PATHS = ("init", "data.tokens", "data.heldout", "data.tokenizer", "plugins.folder", "parallel.offload_folder")
 _ORDER = (ChangeClass.REFUSED, _OTHER_NUMBERS, ChangeClass.SAME_MATHEMATICS, MACHINE, _SAME_BITS)
+_OF_SAMPLES = ("seed", "train.seq_len", "train.global_batch")
 _DIGITS = 12  # of a hash
 
 
@@ -74,6 +75,19 @@ def same_tokens(runs: list[ComparedRun]) -> bool | None:
         return False
     paths = {(run.path / run.config.data.tokens).resolve() for run in runs}
     return True if len(paths) == 1 else None
+
+
+def same_samples(a: ComparedRun, b: ComparedRun) -> bool:
+    """Return whether two runs saw the same samples in the same steps: they have the same tokens, seed and batches."""
+    if (trained_on := _fingerprint(a)) is None or trained_on != _fingerprint(b):
+        return False
+    first, second = _settings(a), _settings(b)
+    keys = [
+        key
+        for key in first.keys() | second.keys()
+        if key in _OF_SAMPLES or (key.startswith("data.") and not class_of(key).is_free)
+    ]
+    return all(first.get(key) == second.get(key) for key in keys)
 
 
 def _fingerprint(run: ComparedRun) -> str | None:
