@@ -94,14 +94,14 @@ class BackgroundEvaluations:
                 self._evaluate_if_due()
                 self._settle_pins()
             except Exception as error:  # the thread must not end: the folder may answer again
-                self._report_trouble(error)
+                self._report_trouble("evaluation in the background failed", error)
                 self._ends.wait(_PAUSE_SECONDS)
 
-    def _report_trouble(self, error: Exception) -> None:
+    def _report_trouble(self, what: str, error: Exception) -> None:
         """Report an error, once as long as no other one follows it."""
-        text = f"{type(error).__name__}: {error.found if isinstance(error, IngotError) else error}"
+        text = f"{what}: {type(error).__name__}: {error.found if isinstance(error, IngotError) else error}"
         if text != self._trouble and not self._ends.is_set():
-            report(self._say, f"evaluation in the background failed: {text}; trying again every minute")
+            report(self._say, f"{text}; trying again every minute")
         self._trouble = text
 
     def _read_log(self) -> None:
@@ -226,7 +226,7 @@ class BackgroundEvaluations:
         self._log_unwritten()
 
     def _log_unwritten(self) -> None:
-        if not self._unwritten:
+        if not self._unwritten or self._ends.is_set():
             return
         with contextlib.closing(EventLog(self._folder.events)) as log:
             while self._unwritten:
@@ -260,7 +260,7 @@ class BackgroundEvaluations:
         evaluation, so a launcher that was killed in between leaves it to the next one; and it is tried again as long as
         the disk or the store does not answer. Evaluations do not wait for it."""
         best = self._due.wanted
-        if best is None or time.monotonic() < self._pins_wait_until:
+        if best is None or self._ends.is_set() or time.monotonic() < self._pins_wait_until:
             return
         root, reason, unpinned = self._folder.root, "", sorted(self._due.ours - {best.step})
         try:
@@ -273,7 +273,7 @@ class BackgroundEvaluations:
             reason, unpinned = error.found, []
         except (IngotError, OSError) as error:
             self._pins_wait_until = time.monotonic() + _PAUSE_SECONDS
-            self._report_trouble(error)
+            self._report_trouble("the pins of the best checkpoint are not set", error)
             return
         what = f"is not pinned: {reason}" if reason else f"is pinned: {best.metric} {best.value:.4f}"
         report(self._say, f"best      step {best.step} {what}")

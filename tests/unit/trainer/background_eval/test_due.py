@@ -88,6 +88,9 @@ def test_an_intent_to_pin_is_known_until_the_pin_is_set_or_cannot_be():
     due.take(intent)
     due.take(done)
     assert (due.wanted, due.best, due.ours) == (None, (20, 1.0), {20})
+    for step in (30, 40):
+        due.take(intent | {"step": step})
+    assert due.wanted.step == 40 and due.ours == {20, 30, 40}
 
 
 def test_saves_that_cannot_be_used_are_read_once_until_the_folder_changes(make_run, monkeypatch):
