@@ -131,8 +131,8 @@ MUTANTS: list[Mutant] = [
         name="pins-not-tried-again",
         what="a store that does not answer once leaves the pin of the best checkpoint before",
         file="trainer/launch/evaluations.py",
-        before='            self._report_trouble("the pins of the best checkpoint are not set", error)\n            return\n',
-        after="",
+        before='of the best checkpoint are not set", error)\n            return\n',
+        after='of the best checkpoint are not set", error)\n',
         tests=(f"{_LAUNCH}::test_a_store_or_disk_that_does_not_answer_delays_the_pins_alone",),
     ),
     Mutant(

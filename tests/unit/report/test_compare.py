@@ -120,7 +120,8 @@ def test_losses_of_other_tokenizers_are_not_compared(make, logs):
         shard = Shard(name="s-0", source="s", tokens=9, documents=1, text_bytes=9, blocks_sha256="5" * 64,
                       documents_sha256="6" * 64)  # fmt: skip
         manifest = TokenManifest(dtype="uint16", vocab_size=4096, eot_id=0, tokenizer_sha256=letter * 64,
-                                 corpus_sha256="1" * 64, split="train", block_bytes=1 << 20, seed=1, shards=(shard,))  # fmt: skip
+                                 corpus_sha256="1" * 64, split="train", block_bytes=1 << 20, seed=1,
+                                 shards=(shard,))  # fmt: skip
         write_json(tokens / "manifest.json", to_dict(manifest))
         text = RunFolder(run).config.read_text()
         RunFolder(run).config.write_text(text.replace('"../data/tokens/train"', '"tokens"'))
@@ -169,7 +170,9 @@ def test_the_page_has_a_line_per_run_and_hostile_names_stay_text(make, tmp_path,
     runs = [make("a"), make("b", shift=-0.3)]
     for run in runs:
         config = RunFolder(run).config
-        config.write_text(config.read_text().replace(f'name = "{run.name}"', f"name = {json.dumps(HOSTILE + run.name)}"))
+        config.write_text(
+            config.read_text().replace(f'name = "{run.name}"', f"name = {json.dumps(HOSTILE + run.name)}")
+        )
     events = [json.loads(line) for line in RunFolder(runs[1]).events.read_text().splitlines()]
     start = events[0] | {"versions": {HOSTILE: HOSTILE}}
     task = {"kind": "task_scores", "time": logs.START, "step": 100, "scores": {HOSTILE: {HOSTILE: 0.5}}}

@@ -95,9 +95,9 @@ class AlignedRun:
 class RunComparison:
     """The comparison of several runs.
 
-    first, last: the range of the axis that all runs have. same_tokens: the runs have the same tokenizer, so their losses
-    per token can be compared; None: not known. settings: those that differ. notes: sentences about limits of the
-    comparison.
+    first, last: the range of the axis that all runs have. same_tokens: the runs have the same tokenizer, so their
+    losses per token can be compared; None: not known. settings: those that differ. notes: sentences about limits of
+    the comparison.
     """
 
     by: Axis
@@ -237,9 +237,7 @@ def paired_error(base: Curve, other: Curve, x: float, window: float) -> float | 
     return None if noise is None else noise / math.sqrt(end - begin)
 
 
-def _metric(
-    name: str, values: list[_Value], paired_errors: list[float | None], *, comparable: bool
-) -> ComparedMetric:
+def _metric(name: str, values: list[_Value], paired_errors: list[float | None], *, comparable: bool) -> ComparedMetric:
     base = values[0]
     differences: list[float | None] = [None] * len(values)
     sigmas: list[float | None] = [None] * len(values)
@@ -350,4 +348,3 @@ def difference_curve(base: Curve, other: Curve, first: float, last: float, point
             found.append((float(x), b - a))
     rows = np.array(found).reshape(-1, 2)
     return Curve(rows[:, 0], rows[:, 1])
-

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from ingot.planner.show.layout import degrees_text
 from ingot.report.compare.curves import Axis, ComparedRun
@@ -31,7 +31,10 @@ class SettingDifference:
 def differing_settings(runs: list[ComparedRun]) -> list[SettingDifference]:
     """Return what differs between runs: first what changes the numbers of a run, at last what changes none."""
     found = []
-    for tables, is_machine in (([_settings(run) for run in runs], False), ([dict(_machine(run)) for run in runs], True)):
+    for tables, is_machine in (
+        ([_settings(run) for run in runs], False),
+        ([dict(_machine(run)) for run in runs], True),
+    ):
         for key in sorted({key for table in tables for key in table}):
             values = [table.get(key) for table in tables]
             if any(value != values[0] for value in values[1:]):

@@ -165,7 +165,8 @@ def _charts(found: RunComparison) -> Section:
 
 
 class _ChartMaker:
-    """The charts of a comparison; curves are by the numbers of their runs. scale: the value of the axis that is 1 in the charts."""
+    """The charts of a comparison; curves are by the numbers of their runs. scale: the value of the axis that is 1 in
+    the charts."""
 
     def __init__(self, found: RunComparison, scale: float, x_label: str):
         self._found, self._scale = found, scale

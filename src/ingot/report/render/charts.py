@@ -182,7 +182,9 @@ def _marks(frame: _Frame, marks: Sequence[ChartMark]) -> list[str]:
 def _line(frame: _Frame, line: Line) -> str:
     points = _finite(line.points)
     if line.kind.startswith("dots"):
-        return "".join(f'<circle class="{line.kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in points)
+        return "".join(
+            f'<circle class="{line.kind}" cx="{frame.x(x):.1f}" cy="{frame.y(y):.1f}" r="4"/>' for x, y in points
+        )
     path = " ".join(f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in points)
     return f'<polyline class="{line.kind}" points="{path}"/>'
 

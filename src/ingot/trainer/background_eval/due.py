@@ -143,9 +143,9 @@ class DueEvaluation:
     def find(self, folder: RunFolder, now: float) -> tuple[int, SaveKind, Path] | None:
         """Return the step, kind and folder of the save to evaluate now; None if none is due.
 
-        It is complete and on this machine, and its weights are not in doubt. No hash is computed. Saves that are due and
-        cannot be used are added to `unusable`, each once. While the folders of the saves stay as they are, no save that
-        was of no use is read again.
+        It is complete and on this machine, and its weights are not in doubt. No hash is computed. Saves that are due
+        and cannot be used are added to `unusable`, each once. While the folders of the saves stay as they are, no save
+        that was of no use is read again.
         """
         if not (steps := self.due(now)):
             return None
