@@ -133,17 +133,24 @@ def test_losses_of_other_tokenizers_are_not_compared(make, logs):
 
 def test_evaluations_are_compared_between_their_steps_and_not_beyond(make, logs):
     def scored(step, bpb):
-        task = {"kind": "task_scores", "time": logs.START, "step": step, "scores": {"t": {"acc": bpb / 10}}}
+        task = {
+            "kind": "task_scores",
+            "time": logs.START,
+            "step": step,
+            "scores": {"t": {"acc": bpb / 10, "acc_stderr": 0.03}},
+        }
         return [logs.evaluation(logs.START, step, bpb), task]
 
     a = make("a", events=[*trained(logs), *scored(100, 2.0), *scored(300, 1.0), *scored(400, 0.9)])
     b = make("b", events=[*trained(logs), *scored(200, 1.2)])
+    c = make("c", events=[*trained(logs), *scored(400, 1.5)])
     found = compare_runs([a, b], "steps")
     bits = [metric(found, "eval/bpb", point) for point in range(4)]
     assert [one.values[0] for one in bits] == pytest.approx([1.99875, 1.4975, 0.99975, 0.9], abs=0.01)
     assert bits[1].interpolated[0] and not bits[3].interpolated[0]
     assert [one.values[1] for one in bits] == [None, 1.2, None, None]
     assert metric(found, "eval/t/acc").values == [pytest.approx(0.09), None]
+    assert metric(compare_runs([a, c]), "eval/t/acc").sigmas[1] == pytest.approx(0.06 / (0.03 * math.sqrt(2)))
 
 
 def test_the_noise_has_no_part_from_a_slope_or_a_spike():

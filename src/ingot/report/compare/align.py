@@ -5,7 +5,7 @@ The first run is the one that the others are compared with.
 
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +29,7 @@ _OWN_UNITS = {"eval/bpb": "bits per byte", "train/step": "", "run/train_seconds"
 class ComparedMetric:
     """A metric of all runs at one point, as lists with a value per run; None: not known.
 
-    noise: the standard error of each value, from the noise between steps. differences: to the value of the first run.
+    noise: the standard error of each value, from the noise between steps, or of a task. differences: to the value of the first run.
     sigmas: each difference, divided by its standard error. interpolated: the value is between two evaluations. paired:
     the standard error is that of differences at equal steps, because both runs saw the same samples.
     """
@@ -58,7 +58,7 @@ class ComparedPoint:
 
 class AlignedRun:
     """The curves of a run along an axis, each made once. Attributes as the methods of ComparedRun; all: by the names
-    of metrics."""
+    of metrics; errors: standard errors of evaluations."""
 
     def __init__(self, run: ComparedRun, by: Axis):
         self.run, self.axis = run, run.axis(by)
@@ -71,7 +71,9 @@ class AlignedRun:
             "run/goodput": run.goodput(),
             **of_lines,
         }
-        self.evaluations = {name: self._moved(curve) for name, curve in run.evaluations().items()}
+        values, errors = run.evaluations()
+        self.evaluations = {name: self._moved(curve) for name, curve in values.items()}
+        self.errors = {name: self._moved(curve) for name, curve in errors.items()}
         self.all = {name: self._moved(curve) for name, curve in curves.items()} | self.evaluations
         if run.bytes_per_token:
             loss = self.all["train/loss"]
@@ -276,6 +278,8 @@ def _values(one: AlignedRun, before: float, x: float, window: float) -> dict[str
         found[name] = mean_before(curves[name], x, window) if name in curves else _NONE
     for name, curve in one.evaluations.items():
         found[name] = value_at(curve, x, window)
+        if name in one.errors:
+            found[name] = replace(found[name], noise=value_at(one.errors[name], x, window).value)
     found["train/grad_norm"] = _Value(mean_before(curves["train/grad_norm"], x, window).value)
     found["train/lr"] = value_at(curves["train/lr"], x, window)
     for name in _LINES:

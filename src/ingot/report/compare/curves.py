@@ -179,16 +179,23 @@ class ComparedRun:
                  for one in self.data.starts}  # fmt: skip
         return _curve((one["step"], one[name]) for one in self._lines(name) if one["step"] not in first)
 
-    def evaluations(self) -> dict[str, Curve]:
-        """Return the results on held-out text and tasks, by the names of metrics: "eval/bpb", "eval/TASK/METRIC"."""
-        found: dict[str, list[tuple[float, float]]] = {}
+    def evaluations(self) -> tuple[dict[str, Curve], dict[str, Curve]]:
+        """Return the results on held-out text and tasks, and the standard errors of those that have one, both by the
+        names of metrics: "eval/bpb", "eval/TASK/METRIC"."""
+        values: dict[str, list[tuple[float, float]]] = {}
+        errors: dict[str, list[tuple[float, float]]] = {}
         for one in evaluated(self.data):
             if math.isfinite(one["bpb"]):
-                found.setdefault("eval/bpb", []).append((one["step"], one["bpb"]))
+                values.setdefault("eval/bpb", []).append((one["step"], one["bpb"]))
         for event in newest_by_step(self.data.task_scores):
-            for task, metric, value in _scores(event):
-                found.setdefault(f"eval/{task}/{metric}", []).append((event["step"], value))
-        return {name: _curve(values) for name, values in found.items()}
+            for name, value, error in _scores(event):
+                values.setdefault(name, []).append((event["step"], value))
+                if error is not None:
+                    errors.setdefault(name, []).append((event["step"], error))
+        return (
+            {name: _curve(found) for name, found in values.items()},
+            {name: _curve(found) for name, found in errors.items()},
+        )
 
     def goodput(self) -> Curve:
         """Return the goodput of the run so far, by step (theory/goodput.py)."""
@@ -217,12 +224,16 @@ def _curve(points: Iterable[tuple[float, float]]) -> Curve:
     return Curve(found[:, 0], found[:, 1])
 
 
-def _scores(event: dict) -> Iterable[tuple[str, str, float]]:
+def _scores(event: dict) -> Iterable[tuple[str, float, float | None]]:
+    """Yield (name, value, standard error or None) of the scores of a `task_scores` event."""
     scores = event.get("scores")
     for task, values in scores.items() if isinstance(scores, dict) else ():
         for metric, value in values.items() if isinstance(values, dict) else ():
-            if _STDERR not in metric and is_finite(value):
-                yield str(task), str(metric), float(value)
+            if _STDERR in metric or not is_finite(value):
+                continue
+            name, _, filtered = metric.partition(",")
+            error = values.get(name + _STDERR + (f",{filtered}" if filtered else ""))
+            yield f"eval/{task}/{metric}", float(value), float(error) if is_finite(error) and error > 0 else None
 
 
 def _manifest(folder: Path) -> TokenManifest | None:
