@@ -29,9 +29,10 @@ _OWN_UNITS = {"eval/bpb": "bits per byte", "train/step": "", "run/train_seconds"
 class ComparedMetric:
     """A metric of all runs at one point, as lists with a value per run; None: not known.
 
-    noise: the standard error of each value, from the noise between steps, or of a task. differences: to the value of the first run.
-    sigmas: each difference, divided by its standard error. interpolated: the value is between two evaluations. paired:
-    the standard error is that of differences at equal steps, because both runs saw the same samples.
+    noise: the standard error of each value, from the noise between steps, or of a task. differences: to the value of
+    the first run. sigmas: each difference, divided by its standard error. interpolated: the value is between two
+    evaluations. paired: the standard error is that of differences at equal steps, because both runs saw the same
+    samples.
     """
 
     name: str
