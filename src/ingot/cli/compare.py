@@ -86,7 +86,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"wrote {args.out}")
     terminal.result(found.as_dict() | {"html": str(args.out) if args.out else None, "exit_code": EXIT_OK})
     folders = shlex.join(str(one) for one in args.runs)
-    terminal.next(*([] if args.out else [f"ingot compare {folders} --by {args.by} --out compare.html"]),
+    by = "" if args.by == "tokens" else f" --by {args.by}"
+    terminal.next(*([] if args.out else [f"ingot compare {folders}{by} --out compare.html"]),
                   f"ingot report {shlex.quote(str(args.runs[-1]))}")  # fmt: skip
     return EXIT_OK
 
@@ -110,7 +111,8 @@ def _say_settings(found: "RunComparison", terminal: Terminal) -> None:
 
 
 def _say_curves(found: "RunComparison", terminal: Terminal) -> None:
-    """Print the measure of each run over the range that all have, as lines of bars of one scale."""
+    """Print the measure of each run over the range that all have, as lines of bars of one scale; without the first
+    tenth, whose fall would hide all else."""
     import numpy as np
 
     from ingot.report.compare.align import WINDOW, mean_before
@@ -119,7 +121,7 @@ def _say_curves(found: "RunComparison", terminal: Terminal) -> None:
     from ingot.report.status import sparkline
 
     window = (found.last - found.first) * WINDOW
-    places = np.linspace(found.first, found.last, _SPARKS)
+    places = np.linspace(found.first + (found.last - found.first) / 10, found.last, _SPARKS)
     curves = {}
     for number, one in enumerate(found.aligned):
         if found.measure in one.all:

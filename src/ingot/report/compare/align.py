@@ -345,8 +345,8 @@ def _median_between(curve: Curve, before: float, x: float) -> float | None:
 
 
 def difference_curve(base: Curve, other: Curve, first: float, last: float, points: int = 200) -> Curve:
-    """Return other - base, each a mean over the window before x, where both have steps."""
-    window, found = (last - first) * WINDOW, []
+    """Return other - base, each a mean over 5% of the range before x, where both have steps."""
+    window, found = 2 * (last - first) * WINDOW, []
     for x in np.linspace(first, last, points):
         a, b = mean_before(base, float(x), window).value, mean_before(other, float(x), window).value
         if a is not None and b is not None:

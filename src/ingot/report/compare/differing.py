@@ -11,8 +11,8 @@ from ingot.report.compare.curves import Axis, ComparedRun
 from ingot.schema.changes import ChangeClass, class_of
 
 _OTHER_NUMBERS, _SAME_BITS, MACHINE = ChangeClass.OTHER_NUMBERS, ChangeClass.SAME_BITS, "machine"
-# Settings whose values are paths relative to the run folder.
-_PATHS = ("init", "data.tokens", "data.heldout", "data.tokenizer", "plugins.folder", "parallel.offload_folder")
+# Settings whose values are paths relative to the run folder. The code of plug-ins is compared, not its place.
+_PATHS = ("init", "data.tokens", "data.heldout", "data.tokenizer", "parallel.offload_folder")
 _ORDER = (ChangeClass.REFUSED, _OTHER_NUMBERS, ChangeClass.SAME_MATHEMATICS, MACHINE, _SAME_BITS)
 _OF_SAMPLES = ("seed", "train.seq_len", "train.global_batch")
 _DIGITS = 12  # of a hash

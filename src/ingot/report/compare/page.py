@@ -5,15 +5,18 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ingot import __version__
-from ingot.report.compare.align import WINDOW, RunComparison, difference_curve
+from ingot.report.compare.align import WINDOW, ComparedPoint, RunComparison, difference_curve
 from ingot.report.compare.curves import Axis, Curve
 from ingot.report.compare.differing import MACHINE, SettingDifference, letter_of, setting_text
 from ingot.report.compare.texts import (
+    LABELS,
     axis_label,
+    cells_of,
+    columns_of,
     difference_text,
     label_of,
-    metric_rows,
     quarter_rows,
+    shown_metrics,
     value_text,
     window_text,
     x_text,
@@ -54,7 +57,7 @@ _SMALL_CHARTS = (
     ("perf/mfu", ".0%", True),
     ("train/grad_norm", "g", False),
     ("train/lr", "g", False),
-    ("run/goodput", ".0%", False),
+    ("run/goodput", ".0%", True),
 )
 
 
@@ -86,12 +89,12 @@ def _column(found: RunComparison, number: int) -> str:
 def _headline(found: RunComparison) -> list[HeadlineFigure]:
     if (metric := found.points[-1].metric(found.measure)) is None:
         return []
-    figures = [HeadlineFigure(f"{label_of(metric.name)} of {_column(found, 0)}", value_text(metric, 0))]
+    figures = [HeadlineFigure(_title(f"{label_of(metric.name)} of {_column(found, 0)}"), value_text(metric, 0))]
     for number in range(1, min(len(found.runs), _TILES + 1)):
         sigmas, difference = metric.sigmas[number], metric.differences[number]
         sure = None if sigmas is None or difference is None or abs(sigmas) < 2 else difference < 0
         note = difference_text(metric, number)
-        label = f"{label_of(metric.name)} of {_column(found, number)}"
+        label = _title(f"{label_of(metric.name)} of {_column(found, number)}")
         figures.append(HeadlineFigure(label, value_text(metric, number), f"{note} to A" if note else "", good=sure))
     return figures
 
@@ -131,26 +134,26 @@ def _settings(found: RunComparison) -> Section:
 
 def _metrics(found: RunComparison) -> Section:
     every, last = range(len(found.runs)), found.points[-1]
-    columns = tuple(_column(found, number) for number in every)
-    right = tuple(range(1, len(columns) + 1))
+
+    def table(point: ComparedPoint, caption: str = "") -> TableBlock:
+        rows = [(_title(label_of(one.name)), *cells_of(one, every)) for one in shown_metrics(point)]
+        header = ("", *columns_of(every))
+        return TableBlock(header, rows, right=tuple(range(1, len(header))), caption=caption, folded=bool(caption))
+
+    header, rows = quarter_rows(found, every)
+    caption = f"{_title(label_of(found.measure))} on the way"
     blocks: list[Block] = [
         Text(f"At {x_text(found.by, last.x)}, the last that all runs have. {window_text(WINDOW)}"),
-        TableBlock(("", *columns), metric_rows(last, every), right=right),
+        table(last),
+        TableBlock(header, rows, right=tuple(range(len(header))), caption=caption),
+        *(table(point, f"All metrics at {x_text(found.by, point.x)}") for point in found.points[:-1]),
     ]
-    header, rows = quarter_rows(found, every)
-    caption = f"{label_of(found.measure)} on the way"
-    blocks.append(TableBlock(header, rows, right=tuple(range(len(header))), caption=caption))
-    for point in found.points[:-1]:
-        blocks.append(
-            TableBlock(
-                ("", *columns),
-                metric_rows(point, every),
-                right=right,
-                caption=f"All metrics at {x_text(found.by, point.x)}",
-                folded=True,
-            )
-        )
     return Section("metrics", f"At equal {axis_label(found.by)}", blocks)
+
+
+def _title(text: str) -> str:
+    """Return a label as a title; names of tasks stay as they are."""
+    return text[:1].upper() + text[1:] if text.startswith(LABELS) else text
 
 
 # -- charts --
@@ -176,7 +179,8 @@ class _ChartMaker:
         measure, first, last = self._found.measure, self._found.first, self._found.last
         whole = self._curves(measure, smoothed=True)
         ends = [float(one.axis([one.run.step])[0]) for one in self._found.aligned]
-        marks = [ChartMark(last / self._scale, "the last that all have")] if max(ends) > 1.02 * last else []
+        end = f"{letter_of(ends.index(min(ends)))} ends"
+        marks = [ChartMark(last / self._scale, end)] if max(ends) > 1.02 * last else []
         blocks: list[Block] = []
         if main := self._chart(f"{label_of(measure)}, smoothed", whole, WIDE, marks=marks):
             blocks.append(main)
@@ -227,11 +231,11 @@ class _ChartMaker:
         }
         zero = [(first / self._scale, 0.0), (last / self._scale, 0.0)]
         title = f"{label_of(measure)}, difference to {_column(found, 0)}"
-        return self._chart(title, curves, SMALL, extra=[Line("baseline", zero)])
+        return self._chart(title, curves, SMALL, extra=[Line("zero", zero)])
 
     def _chart(
         self,
-        title: str,
+        name: str,
         curves: dict[int, list[Point]],
         sizes: tuple[tuple[int, int], tuple[int, int]],
         *,
@@ -240,7 +244,7 @@ class _ChartMaker:
         **options,
     ) -> Chart | None:
         """Return a chart of curves by the numbers of their runs; None for fewer than two points in all."""
-        curves = {number: points for number, points in curves.items() if points}
+        title, curves = _title(name), {number: points for number, points in curves.items() if points}
         if sum(map(len, curves.values())) < 2:
             return None
         lines = [*extra, *(Line(_kind(number), thin(points, _POINTS)) for number, points in curves.items())]

@@ -30,6 +30,7 @@ _SHOWN: dict[str, tuple[str, Callable[[float], str], str]] = {
     "run/roll_backs": ("roll-backs", _COUNT, ""),
     "run/skipped_steps": ("skipped updates", _COUNT, ""),
 }
+LABELS = tuple(label for label, _, _ in _SHOWN.values())
 _UNITS = {"tokens": "tokens", "flops": "FLOP", "steps": "steps", "time": "training time"}
 
 
@@ -48,16 +49,19 @@ def value_text(metric: ComparedMetric, number: int) -> str:
 
 
 def difference_text(metric: ComparedMetric, number: int) -> str:
-    """Return the difference of a run to the first, with its size in deviations of noise; "" if it has none."""
+    """Return the difference of a run to the first, with its size in deviations of noise; "" if it has none, or none
+    to speak of."""
     difference, base, sigmas = metric.differences[number], metric.values[0], metric.sigmas[number]
     kind = _SHOWN[metric.name][2] if metric.name in _SHOWN else _ABSOLUTE
     if difference is None or not kind:
         return ""
-    if kind == _RELATIVE:
-        return f"{difference / base:+.1%}" if base else ""
-    if kind == _POINTS:
-        return f"{100 * difference:+.1f} points"
-    return f"{difference:+.4f}" + ("" if sigmas is None else f" ({sigmas:+.1f}σ)")
+    if kind == _ABSOLUTE:
+        size = "" if sigmas is None else f" ({sigmas:+.1f}σ)" if abs(sigmas) < 99.95 else " (over 99σ)"
+        return f"{difference:+.4f}{size}"
+    percent = 100 * difference / (base or 1.0) if kind == _RELATIVE else 100 * difference
+    if abs(percent) < 0.05 or not base:
+        return ""
+    return f"{percent:+.1f}" + ("%" if kind == _RELATIVE else " points")
 
 
 def x_text(by: Axis, x: float) -> str:
@@ -74,13 +78,32 @@ def axis_label(by: Axis) -> str:
     return _UNITS[by]
 
 
+def columns_of(numbers: Sequence[int]) -> Row:
+    """Return the header of tables with a value for each run, and its difference to the first."""
+    header = ["A"]
+    for number in numbers[1:]:
+        header += [letter_of(number), f"{letter_of(number)} to A"]
+    return tuple(header)
+
+
+def cells_of(metric: ComparedMetric, numbers: Sequence[int]) -> Row:
+    """Return the values of a metric for the columns of `columns_of`."""
+    cells = [value_text(metric, 0)]
+    for number in numbers[1:]:
+        cells += [value_text(metric, number), difference_text(metric, number)]
+    return tuple(cells)
+
+
+def shown_metrics(point: ComparedPoint) -> list[ComparedMetric]:
+    """Return the metrics of a point, without counts of incidents that no run had."""
+    return [metric for metric in point.metrics if not metric.name.startswith("run/") or any(metric.values)]
+
+
 def metric_rows(point: ComparedPoint, numbers: Sequence[int]) -> list[Row]:
     """Return the rows (label, value of each run) of the metrics at a point; below a metric that has differences, a row
     of them. numbers: of the runs to show, the first of which is 0."""
     rows: list[Row] = []
-    for metric in point.metrics:
-        if metric.name.startswith("run/") and not any(metric.values):
-            continue  # nothing happened
+    for metric in shown_metrics(point):
         rows.append((label_of(metric.name), *(value_text(metric, number) for number in numbers)))
         differences = [difference_text(metric, number) for number in numbers]
         if any(differences):
@@ -91,18 +114,9 @@ def metric_rows(point: ComparedPoint, numbers: Sequence[int]) -> list[Row]:
 def quarter_rows(found: RunComparison, numbers: Sequence[int]) -> tuple[Row, list[Row]]:
     """Return the header and the rows of the measure of the comparison at every point: x, then the value of each run
     with its difference to the first."""
-    header = [axis_label(found.by), "A"]
-    for number in numbers[1:]:
-        header += [letter_of(number), f"{letter_of(number)} to A"]
-    rows = []
-    for point in found.points:
-        if (metric := point.metric(found.measure)) is None:
-            continue
-        row = [x_text(found.by, point.x), value_text(metric, 0)]
-        for number in numbers[1:]:
-            row += [value_text(metric, number), difference_text(metric, number)]
-        rows.append(tuple(row))
-    return tuple(header), rows
+    measured = [(point.x, metric) for point in found.points if (metric := point.metric(found.measure))]
+    rows = [(x_text(found.by, x), *cells_of(metric, numbers)) for x, metric in measured]
+    return (axis_label(found.by), *columns_of(numbers)), rows
 
 
 def window_text(window: float) -> str:

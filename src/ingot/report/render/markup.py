@@ -95,6 +95,7 @@ svg.chart{display:block;width:100%;height:auto}
 .chart polyline.raw{stroke:var(--raw);stroke-width:1}
 .chart polyline.baseline{stroke:var(--cool);stroke-width:1.5;stroke-dasharray:7 5}
 .chart circle.dots{fill:var(--cool);stroke:var(--page);stroke-width:1.5}
+.chart polyline.zero{stroke:var(--soft);stroke-width:1}
 .run-1{--run:var(--metal)}.run-2{--run:var(--cool)}.run-3{--run:var(--good)}.run-4{--run:var(--plum)}
 .run-5{--run:var(--teal)}.run-6{--run:var(--soft)}
 .chart polyline[class^=run]{stroke:var(--run);stroke-width:1.75}.chart circle[class*=run]{fill:var(--run)}

@@ -252,6 +252,7 @@ def best_of(job, count):
     return [(e["step"], e["pinned"], e["unpinned"]) for e in found]
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_launcher_that_is_killed_while_it_pins_leaves_no_pin_for_ever(launch, monkeypatch):
     def killed(root, step):
         pin(job.folder, step)
