@@ -11,7 +11,7 @@ pytestmark = pytest.mark.slow
 
 def test_a_run_in_two_parts_equals_the_whole_one_and_another_rate_differs(project: Project):
     project.train("whole")
-    project.train("parts", "--until-step", "20")
+    project.train("parts", "--until-step", "20", code=10)
     project.train("parts")
     project.train("other", "--set", "optim.lr=0.01")
     runs = [str(project.folder(name).root) for name in ("whole", "parts", "other")]
