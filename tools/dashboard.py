@@ -21,11 +21,11 @@ PANELS = [
         ],
     ),
     (
-        "Slowest rank by use of time",
+        "Time of a step by rank",
         "s",
         [
             ("ingot_rank_computing_seconds", "computing, rank {{rank}}"),
-            ("ingot_rank_data_seconds", "data, rank {{rank}}"),
+            ("ingot_rank_data_wait_seconds", "data, rank {{rank}}"),
         ],
     ),
     ("Slow ranks", "none", [("ingot_rank_slow_factor", "rank {{rank}}")]),

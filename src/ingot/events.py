@@ -118,6 +118,6 @@ def _event_of(line: bytes) -> dict | None:
     """Return the event of a line; None if a killed writer tore it."""
     try:
         event = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return event if isinstance(event, dict) and "kind" in event else None

@@ -2,8 +2,8 @@
 
 Every sink is a process of its own (`sink_process`), which reads the run's event log and remembers how far. So a sink
 that is slow, or was away, goes on where it stopped, and nothing has to wait in memory. One that hangs is killed with
-all its children; one that ended is started again, after pauses that double. The first trouble of a sink is an event and
-a line, later ones are counted.
+all its children; one that ended is started again, after pauses that double, and once more at the end of the run. The
+first trouble of a sink is an event and a line, later ones are counted.
 
 The feed prints lines for people on standard output. "end" on standard input lets the sinks read the rest and close.
 """
@@ -48,11 +48,11 @@ class SinkKeeper:
         self._folder, self._record, self._say = folder, record, say
         self._process: subprocess.Popen[bytes] | None = None
         self._partial = b""
-        self._alive_at = self._start_at = 0.0
+        self._alive_at = self._start_at = self._started_at = 0.0
         self._answered = False
         self._pause = _PAUSE_SECONDS
         self._starts = 0
-        self._had_trouble = self._reported = self._closed = False
+        self._had_trouble = self._reported = self._closed = self._whole = False
         self._words = ""
         self._before = read_sink_state(folder.sinks / f"{name}.json")
         self._end_by: float | None = None
@@ -85,6 +85,8 @@ class SinkKeeper:
     def end(self, now: float) -> None:
         """Ask the process to read the rest and close, in the time that its limits give."""
         self._end_by = now + self.limits.close_seconds
+        if self._process is None and not self._closed:  # it waits for its next start
+            self._start(now)
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
                 self._process.stdin.write(END)
@@ -99,11 +101,12 @@ class SinkKeeper:
         if self._had_trouble:
             now, before = read_sink_state(self._folder.sinks / f"{self.name}.json"), self._before
             facts = {"sent": now.sent - before.sent, "left_out": now.left_out - before.left_out}
-            self._record(events.SINK_CLOSED, sink=self.name, **facts, starts=self._starts, finished=self._closed)
+            self._record(events.SINK_CLOSED, sink=self.name, **facts, starts=self._starts, finished=self._whole)
 
     def _start(self, now: float) -> None:
         self._starts += 1
-        self._alive_at, self._answered, self._partial, self._words = now, False, b"", ""
+        self._alive_at = self._started_at = now
+        self._answered, self._partial, self._words = False, b"", ""
         log = self._folder.logs / f"sink-{self.name}.log"
         with log.open("ab") as output:
             self._process = subprocess.Popen(
@@ -131,7 +134,7 @@ class SinkKeeper:
         elif "refused" in answer:
             self._words = answer["refused"]
         elif "closed" in answer:
-            self._closed = True
+            self._closed, self._whole = True, bool(answer.get("whole"))
 
     def _ended(self, now: float, code: int) -> None:
         self._kill()
@@ -145,6 +148,8 @@ class SinkKeeper:
         self._wait(now)
 
     def _wait(self, now: float) -> None:
+        if now > self._started_at + _LONGEST_PAUSE_SECONDS:  # it was well in between
+            self._pause = _PAUSE_SECONDS
         self._start_at = now + self._pause
         self._pause = min(2 * self._pause, _LONGEST_PAUSE_SECONDS)
 

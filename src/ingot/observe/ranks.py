@@ -1,26 +1,16 @@
 """The newest numbers of single ranks, for sinks that show every rank."""
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from pathlib import Path
 
-from ingot.observe.scalars import USES
+from ingot.schema.metrics import METRICS, NewestRow, newest_rows
 
-
-class RankRow(NamedTuple):
-    """The newest numbers of a rank, by name (scalars.py). time: Unix seconds."""
-
-    step: int
-    time: float
-    values: dict[str, float]
+RANK_METRICS = {metric.name: metric for metric in METRICS if metric.owner == "rank"}
 
 
-def rank_rows(waits: Mapping[str, Any]) -> dict[int, RankRow]:
-    """Return the newest numbers by rank. waits: the newest event of that kind, which has, for each use of time, the
-    rank with the most of it: other ranks have no row."""
-    rows: dict[int, RankRow] = {}
-    for use in USES:
-        own = waits.get(use)
-        if isinstance(own, Mapping):
-            row = rows.setdefault(int(own["rank"]), RankRow(int(waits["step"]), float(waits["time"]), {}))
-            row.values[f"perf/{use}_seconds"] = float(own["most"])
-    return rows
+def rank_rows(metrics: Path) -> dict[int, NewestRow]:
+    """Return the newest numbers of every rank by rank, without those of the run. metrics: the folder of the numbers.
+    Raises OSError."""
+    return {
+        rank: row._replace(values={name: value for name, value in row.values.items() if name in RANK_METRICS})
+        for rank, row in newest_rows(metrics).items()
+    }

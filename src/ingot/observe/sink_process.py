@@ -4,21 +4,23 @@ It reads the run's event log, also what was written before it started, and calls
 with a line of JSON while it lives, and at its first trouble; "end" on standard input lets it read the rest and close.
 """
 
-import hashlib
 import json
 import os
 import re
 import signal
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import IO, Any
 
 from ingot.errors import IngotError
 from ingot.events import NewEvents
 from ingot.machine.processes import die_with_parent
+from ingot.observe.patience import PatientCalls, Place, RunEnds, SinkCall
+from ingot.observe.run_id import run_id_of
 from ingot.observe.scalars import scalars_of
 from ingot.observe.sink_state import SinkStateFile
 from ingot.plugins.load import load_plugins
@@ -34,56 +36,82 @@ _ADDRESS = re.compile(r"\b(\w[\w+.-]*)://[^\s'\"<>)]+")  # addresses may hold pa
 _MOST_BYTES = 1 << 22  # of the log that one look reads
 END = b"end\n"
 _BEGINS = (events.RUN_STARTED, events.ROLLED_BACK)
+_MOST_TRIES = 3  # processes that a call may end, before it is left out
 
 Answer = Callable[[Mapping[str, Any]], None]
+Wait = Callable[[float], bool]
 
 
 class EventDelivery:
     """The events of a run on their way to its sink. answer: called with {"alive": True} before and after each event,
-    and with {"raised": words} at the first error of a call in this process."""
+    and with {"raised": words} at the first error of a call in this process. wait: as of PatientCalls."""
 
-    def __init__(self, folder: RunFolder, config: RunConfig, sink: Sink, states: SinkStateFile, answer: Answer):
+    def __init__(
+        self, folder: RunFolder, config: RunConfig, sink: Sink, states: SinkStateFile, answer: Answer, wait: Wait
+    ):
         self._config, self._sink, self._states, self._answer = config, sink, states, answer
-        self.state = states.read()
-        self._events = NewEvents(folder.events, position=self.state.position, most_bytes=_MOST_BYTES)
         self._folder = folder
+        self.state = state = states.read()
+        self._events = NewEvents(folder.events, position=state.position, most_bytes=_MOST_BYTES)
+        self._at = Place(state.position, state.begun, 0)
+        self._given, self._tries = state.done, state.tries  # by earlier processes: calls of the first event
+        self._calls = PatientCalls(lambda: self._record(self._tries + 1), self._note, wait)
+        self._calls.sent, self._calls.left_out = state.sent, state.left_out
         self._opened = -1
         self._raised = False
 
+    @property
+    def is_whole(self) -> bool:
+        """True if no call of what was read waits."""
+        return self._calls.first_held is None
+
     def look(self) -> bool:
-        """Give the sink the events since the last call, or a part of many. Returns whether there were any."""
+        """Give the sink the events since the last call, or a part of many. Returns whether there were any. Raises
+        RunEnds."""
         found = self._events.read_at()
         for position, event in found:
             self._give(position, event)
         return bool(found)
 
     def _give(self, position: int, event: Mapping[str, Any]) -> None:
-        state, calls = self.state, []
-        begun = state.begun + (event["kind"] in _BEGINS)
+        begun = self._at.begun + (event["kind"] in _BEGINS)
         attempt = max(begun - 1, 0)
         self._answer({"alive": True})
         if attempt != self._opened:  # what this raises ends the process: the event is given to the next one
             self._sink.open(run_id_of(self._folder, self._config), attempt, public_settings(self._config))
             self._opened = attempt
+        given, self._given = self._given, 0
+        for number, (method, call) in enumerate(self._calls_of(event)):
+            self._at = self._at._replace(done=number)
+            if number < given:
+                continue
+            if self._tries >= _MOST_TRIES:
+                self._calls.left_out += 1
+            else:
+                self._calls.give(SinkCall(method, call, self._at))
+            self._tries = 0
+        self._at = Place(position, begun, 0)
+        self._record()
+
+    def _calls_of(self, event: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], None]]]:
+        """Yield the calls that an event is, always in the same order, each with the name of its method."""
         step = event.get("step")
         if isinstance(step, int):
             values, tokens = self._numbers(step, event)
             if values:
-                calls.append(lambda: self._sink.scalars(step, tokens, values))
+                yield "scalars", lambda: self._sink.scalars(step, tokens, values)
             if event["kind"] == events.SAMPLE:
-                calls.append(lambda: self._sink.text(step, f"sample/{event['prompt']}", str(event["text"])))
+                yield "text", lambda: self._sink.text(step, f"sample/{event['prompt']}", str(event["text"]))
+        else:
+            step = None
         facts = {key: value for key, value in event.items() if key not in ("kind", "step")}
-        calls.append(lambda: self._sink.event(event["kind"], step, facts))
-        state.position, state.begun, state.pending = position, begun, len(calls)
-        self._states.write(state)
-        for call in calls:
-            state.pending -= 1
-            try:
-                call()
-                state.sent += 1
-            except Exception as error:
-                state.left_out += 1
-                self.report(error)
+        yield "event", lambda: self._sink.event(event["kind"], step, facts)
+
+    def _record(self, tries: int = 0) -> None:
+        """Record the counts, and the first place whose call has not been decided."""
+        state, calls = self.state, self._calls
+        state.position, state.begun, state.done = min(self._at, calls.first_held or self._at)
+        state.tries, state.sent, state.left_out = tries, calls.sent, calls.left_out
         self._states.write(state)
 
     def _numbers(self, step: int, event: Mapping[str, Any]) -> tuple[dict[str, float], int]:
@@ -93,9 +121,14 @@ class EventDelivery:
             values = scalars_of(event)
             return values, int(values.get("train/tokens", step * self._config.tokens_per_step))
         except (ValueError, TypeError, KeyError, OverflowError, AttributeError) as error:
-            self.state.left_out += 1
+            self._calls.left_out += 1
             self.report(error)
             return {}, 0
+
+    def _note(self, error: Exception) -> None:
+        """Take in the error of a call, which did return: it does not count as one that ends processes."""
+        self._record(self._tries)
+        self.report(error)
 
     def report(self, error: Exception) -> None:
         """Answer with the first error of a call."""
@@ -106,6 +139,8 @@ class EventDelivery:
     def close(self, seconds: float) -> None:
         """Close the sink, which has `seconds` for that."""
         self._answer({"alive": True})
+        self._calls.finish()
+        self._record()
         try:
             self._sink.close(seconds)
         except Exception as error:
@@ -116,13 +151,6 @@ def public_settings(config: RunConfig) -> dict[str, Any]:
     """Return the settings of a run for trackers, without those of sinks and alerts: addresses may hold passwords."""
     private = ("sinks.", "alerts.")
     return {name: value for name, value in config.settings().items() if not f"{name}.".startswith(private)}
-
-
-def run_id_of(folder: RunFolder, config: RunConfig) -> str:
-    """Return the name of a run for trackers: the same for the life of its folder, and no other run has it."""
-    with folder.events.open("rb") as log:
-        first = log.readline()
-    return f"{config.name}-{hashlib.sha256(first).hexdigest()[:8]}"
 
 
 def described(error: BaseException) -> str:
@@ -155,11 +183,13 @@ def main(root: str, name: str) -> int:
         answers.write(json.dumps(fact).encode() + b"\n")
         answers.flush()
 
-    folder = RunFolder(Path(root))
+    folder, whole = RunFolder(Path(root)), True
     try:
         config = recorded_run(folder.config)
         sink, limits = make_sink(folder, config, name)
-        delivery = EventDelivery(folder, config, sink, SinkStateFile(folder.sinks / f"{name}.json"), answer)
+        pauses = _Pauses(ends, limits.close_seconds / 2, answer)
+        states = SinkStateFile(folder.sinks / f"{name}.json")
+        delivery = EventDelivery(folder, config, sink, states, answer, pauses.wait)
         while True:
             ending = ends.is_set()
             if not delivery.look():
@@ -167,13 +197,37 @@ def main(root: str, name: str) -> int:
                     break
                 ends.wait(LOOK_SECONDS)
             answer({"alive": True})
+    except RunEnds:
+        whole = False
     except Exception as error:
         traceback.print_exc()
         answer({"refused": described(error)})
         return 1
     delivery.close(limits.close_seconds)
-    answer({"closed": True})
+    answer({"closed": True, "whole": whole and delivery.is_whole})
     return 0
+
+
+class _Pauses:
+    """The pauses between the attempts of a call. seconds: that attempts may go on after the run has ended."""
+
+    def __init__(self, ends: threading.Event, seconds: float, answer: Answer):
+        self._ends, self._seconds, self._answer = ends, seconds, answer
+        self._last: float | None = None
+
+    def wait(self, seconds: float) -> bool:
+        """Wait, with signs of life, and not for long once the run has ended. Returns whether its time is over."""
+        until = time.monotonic() + seconds
+        while (left := until - time.monotonic()) > 0 and not self._ends.is_set():
+            self._answer({"alive": True})
+            self._ends.wait(min(left, LOOK_SECONDS))
+        if not self._ends.is_set():
+            return False
+        now = time.monotonic()
+        self._last = now + self._seconds if self._last is None else self._last
+        self._answer({"alive": True})
+        time.sleep(min(LOOK_SECONDS, max(self._last - now, 0.0)))
+        return now >= self._last
 
 
 def _wait_for_end(requests: IO[bytes], ends: threading.Event) -> None:

@@ -37,7 +37,11 @@ class SinkPlace:
 
 class Sink(Contract):
     """The contract, as a base class. A sink is a process of its own, without torch, that reads the run folder: none of
-    its calls can slow a step, and it may wait for a server. What a call raises costs that call's data.
+    its calls can slow a step, and it may wait for a server.
+
+    A call that raises is made again, after a pause, and so is one that ends the process or hangs, up to three times:
+    what it has done until then must not count twice. One that raises an error of its own, such as ValueError, is left
+    out, and so is one that raises while later calls of the same method return.
     """
 
     required: ClassVar[tuple[tuple[str, ...], ...]] = (("scalars", "event", "text"),)

@@ -47,20 +47,24 @@ class AlertRecord:
 
 
 _TEXTS = ("id", "kind", "subject", "evidence", "next")
+_YEAR_5000_SECONDS = 95_617_584_000
 _STATES, _SEVERITIES = (FIRED, RESOLVED), (CRITICAL, WARNING)
 
 
 def record_of(values: Mapping[str, Any]) -> AlertRecord:
-    """Return the record of a line. Raises KeyError, TypeError or ValueError for other values."""
+    """Return the record of a line. Raises KeyError, TypeError, ValueError or OverflowError for other values."""
     if values["state"] not in _STATES or values["severity"] not in _SEVERITIES:
         raise ValueError(f"state {values['state']!r}, severity {values['severity']!r}")
+    time, began = float(values["time"]), float(values["began"])
+    if not (0 <= time < _YEAR_5000_SECONDS and 0 <= began < _YEAR_5000_SECONDS):  # which no clock shows; also NaN
+        raise ValueError(f"time {time}, began {began}")
     number = lambda name: None if values.get(name) is None else float(values[name])  # noqa: E731
     return AlertRecord(
         **{name: str(values[name]) for name in _TEXTS},
         severity=values["severity"],
         state=values["state"],
-        time=float(values["time"]),
-        began=float(values["began"]),
+        time=time,
+        began=began,
         step=int(values["step"]),
         since=None if values.get("since") is None else int(values["since"]),
         value=number("value"),

@@ -38,7 +38,7 @@ def follow(run: Path, *, supervised: bool) -> None:
                 break
             sink.idle()
             if supervised:
-                over = bool(select.select([sys.stdin], [], [], _LOOK_SECONDS)[0]) and not sys.stdin.buffer.read(1)
+                over = bool(select.select([sys.stdin], [], [], _LOOK_SECONDS)[0])  # a word, or its end: no launcher
             else:
                 time.sleep(_LOOK_SECONDS)
     except KeyboardInterrupt:

@@ -6,12 +6,14 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 
 from ingot.observe.alerts.posting import SendFailed, post_json, send_mail
 from ingot.observe.alerts.words import as_alertmanager, as_json, as_slack, headline, line_of, message_of
-from ingot.schema.alert_record import AlertRecord
+from ingot.observe.run_id import run_id_of
+from ingot.schema.alert_record import FIRED, RESOLVED, AlertRecord, Severity
 from ingot.schema.alerting import EmailChannel, UrlChannel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -20,7 +22,8 @@ _SECONDS = 10.0  # of one attempt
 _PAUSES_SECONDS = (1.0, 4.0)  # before the second attempt, and the third and last
 _MOST_WAITING, _MOST_AT_ONCE = 200, 20  # records of a channel; of one message
 ALERTMANAGER_SECONDS = 300.0  # between two messages about the same open alert
-_ALERTMANAGER_UNTIL_SECONDS = 3600.0
+# The end of an alert whose own end never comes, as of a run that died: nobody resolves what nobody has looked at.
+_ALERTMANAGER_UNTIL_SECONDS = 7 * 86_400.0
 
 
 class AlertChannel(ABC):
@@ -78,13 +81,25 @@ class AlertmanagerChannel(AlertChannel):
 
     name = "alertmanager"
 
-    def __init__(self, run: str, channel: UrlChannel):
-        self._run, self._variable = run, channel.url_env
+    def __init__(self, run: RunConfig, folder: RunFolder, channel: UrlChannel):
+        self._config, self._folder, self._variable = run, folder, channel.url_env
+        self._severities: dict[str, Severity] = {}  # of open alerts, by id: it is a part of their identity there
 
     def send(self, records: Sequence[AlertRecord]) -> None:
         newest = {record.id: record for record in records}  # it keeps one state of an alert
-        body = as_alertmanager(self._run, list(newest.values()), time.time() + _ALERTMANAGER_UNTIL_SECONDS)
+        sent = []
+        for record in newest.values():
+            before = self._severities.get(record.id, record.severity)
+            if before != record.severity:
+                sent.append(replace(record, severity=before, state=RESOLVED))
+            sent.append(record)
+        until = time.time() + _ALERTMANAGER_UNTIL_SECONDS
+        body = as_alertmanager(self._config.name, run_id_of(self._folder, self._config), sent, until)
         post_json(self._variable, body, _SECONDS, path="/api/v2/alerts")
+        for record in newest.values():
+            self._severities.pop(record.id, None)
+            if record.state == FIRED:
+                self._severities[record.id] = record.severity
 
 
 class MailChannel(AlertChannel):
@@ -115,7 +130,7 @@ def channels_of(run: RunConfig, folder: RunFolder, out: int) -> list[AlertChanne
     if alerts.slack.url_env:
         found.append(SlackChannel(run.name, alerts.slack))
     if alerts.alertmanager.url_env:
-        found.append(AlertmanagerChannel(run.name, alerts.alertmanager))
+        found.append(AlertmanagerChannel(run, folder, alerts.alertmanager))
     if alerts.email.host:
         found.append(MailChannel(run.name, alerts.email))
     return found

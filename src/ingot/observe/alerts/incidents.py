@@ -87,11 +87,23 @@ class Incidents:
         return self._number[kind] > 0
 
     def adopt(self, record: AlertRecord, now: Instant) -> None:
-        """Take in an alert that fired earlier and is not over. It is over after some steps, if nothing else ends it."""
+        """Take in an alert that fired earlier and is not over. It is over after some steps, if nothing else ends it. One
+        that is open has its id and its begin from now on."""
         key = record.kind, record.subject
-        if record.kind in KINDS and key not in self._open and self._number[record.kind] < _MOST_OPEN:
+        if (known := self._open.get(key)) is not None:
+            last = record if known.sent_at is None else known.record
+            known.record = replace(last, id=record.id, began=record.began, since=record.since)
+            known.sent_at = now.elapsed if known.sent_at is None else known.sent_at
+        elif record.kind in KINDS and key not in self._open and self._number[record.kind] < _MOST_OPEN:
             self._number[record.kind] += 1
             self._open[key] = _Open(record, _ADOPTED_QUIET_STEPS, now.step, now.elapsed, now.elapsed)
+
+    def forget(self, record: AlertRecord) -> None:
+        """Forget an alert, without a record of its end."""
+        key = record.kind, record.subject
+        if key in self._open:
+            del self._open[key]
+            self._number[record.kind] -= 1
 
     def add(self, sign: Sign, now: Instant) -> list[AlertRecord]:
         """Take in a sign; return the record to send, or []."""
@@ -177,7 +189,7 @@ class Incidents:
             evidence += f"; {format_usd(lost)} of each hour is lost"
         first = now.step if sign.since is None else sign.since
         return AlertRecord(
-            id=f"{sign.kind}/{subject}/{began:.0f}",
+            id=f"{sign.kind}/{subject}/{first}",  # not by a time: each process that reads the log finds the same
             kind=sign.kind,
             subject=subject,
             severity=sign.severity or kind.severity,

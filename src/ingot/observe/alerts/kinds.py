@@ -28,6 +28,7 @@ NOT_STORED = "checkpoint not stored"
 CHECKPOINT_REFUSED = "checkpoint refused"
 CHECKPOINT_OLD = "checkpoint old"
 DISK = "disk filling"
+DISK_SILENT = "disk silent"
 LOW_MFU = "low mfu"
 COMMUNICATION = "communication"
 THROUGHPUT = "throughput"
@@ -44,10 +45,12 @@ _CHECKPOINTS = "ingot ckpt ls {run}"
 
 @dataclass(frozen=True)
 class AlertKind:
-    """A kind of alert. command: the one that helps, with {run} and {step}; the step is that of the first sign."""
+    """A kind of alert. command: the one that helps, with {run} and {step}; the step is that of the first sign.
+    of_a_running_run: only a run that goes on can have it, so the end of the launcher ends it."""
 
     severity: Severity
     command: str
+    of_a_running_run: bool = False
 
     def next(self, run: str, step: int) -> str:
         """Return the command for the run folder `run`, as a shell reads it."""
@@ -55,28 +58,28 @@ class AlertKind:
 
 
 KINDS = {
-    SPIKE: AlertKind(WARNING, _EXPLAIN_SPIKE),
+    SPIKE: AlertKind(WARNING, _EXPLAIN_SPIKE, True),
     NOT_FINITE: AlertKind(WARNING, "ingot explain nan {run}"),
     GUARD_MEASURE: AlertKind(WARNING, "ingot guard {run}"),
     GUARD_STOPPED: AlertKind(CRITICAL, "ingot guard {run}"),
-    GUARD_ASKS: AlertKind(CRITICAL, "ingot guard {run}"),
-    guard.LOSS_RATIO: AlertKind(WARNING, _EXPLAIN_SPIKE),
-    guard.EXPLOSION: AlertKind(WARNING, _EXPLAIN_SPIKE),
-    guard.VANISHED: AlertKind(WARNING, "ingot report {run}"),
-    guard.PLATEAU: AlertKind(WARNING, "ingot report {run}"),
-    guard.UNIFORM: AlertKind(WARNING, "ingot report {run}"),
-    guard.UNCHANGED: AlertKind(CRITICAL, _STATUS),
-    guard.LOSS_SCALE: AlertKind(WARNING, "ingot report {run}"),
-    guard.UNDERFLOW: AlertKind(WARNING, "ingot report {run}"),
-    guard.SATURATION: AlertKind(WARNING, "ingot report {run}"),
+    GUARD_ASKS: AlertKind(CRITICAL, "ingot guard {run}", True),
+    guard.LOSS_RATIO: AlertKind(WARNING, _EXPLAIN_SPIKE, True),
+    guard.EXPLOSION: AlertKind(WARNING, _EXPLAIN_SPIKE, True),
+    guard.VANISHED: AlertKind(WARNING, "ingot report {run}", True),
+    guard.PLATEAU: AlertKind(WARNING, "ingot report {run}", True),
+    guard.UNIFORM: AlertKind(WARNING, "ingot report {run}", True),
+    guard.UNCHANGED: AlertKind(CRITICAL, _STATUS, True),
+    guard.LOSS_SCALE: AlertKind(WARNING, "ingot report {run}", True),
+    guard.UNDERFLOW: AlertKind(WARNING, "ingot report {run}", True),
+    guard.SATURATION: AlertKind(WARNING, "ingot report {run}", True),
     STATE_DAMAGED: AlertKind(CRITICAL, "ingot report {run}"),
     SUSPECT_WEIGHTS: AlertKind(WARNING, _CHECKPOINTS),
     DAMAGED_DATA: AlertKind(WARNING, _STATUS),
-    DATA_TROUBLE: AlertKind(WARNING, _STATUS),
-    STRAGGLER: AlertKind(WARNING, _SLOW),
+    DATA_TROUBLE: AlertKind(WARNING, _STATUS, True),
+    STRAGGLER: AlertKind(WARNING, _SLOW, True),
     RANK_LOST: AlertKind(CRITICAL, _STATUS),
-    RANK_SILENT: AlertKind(CRITICAL, _STATUS),
-    RUN_SILENT: AlertKind(CRITICAL, _STATUS),
+    RANK_SILENT: AlertKind(CRITICAL, _STATUS, True),
+    RUN_SILENT: AlertKind(CRITICAL, _STATUS, True),
     RUN_ENDED: AlertKind(CRITICAL, _STATUS),
     MACHINE_FAULT: AlertKind(CRITICAL, _STATUS),
     MACHINE_LOST: AlertKind(CRITICAL, _STATUS),
@@ -84,13 +87,14 @@ KINDS = {
     NOT_SAVED: AlertKind(CRITICAL, _CHECKPOINTS),
     NOT_STORED: AlertKind(WARNING, _CHECKPOINTS),
     CHECKPOINT_REFUSED: AlertKind(CRITICAL, "ingot ckpt verify {run}"),
-    CHECKPOINT_OLD: AlertKind(CRITICAL, _CHECKPOINTS),
+    CHECKPOINT_OLD: AlertKind(CRITICAL, _CHECKPOINTS, True),
     DISK: AlertKind(CRITICAL, "ingot ckpt gc {run}"),
-    LOW_MFU: AlertKind(WARNING, _SLOW),
-    COMMUNICATION: AlertKind(WARNING, _SLOW),
-    THROUGHPUT: AlertKind(WARNING, _SLOW),
-    GOODPUT: AlertKind(WARNING, "ingot report {run}"),
-    MIX_DRIFT: AlertKind(WARNING, "ingot data trace --run {run} --step {step}"),
+    DISK_SILENT: AlertKind(CRITICAL, _STATUS),
+    LOW_MFU: AlertKind(WARNING, _SLOW, True),
+    COMMUNICATION: AlertKind(WARNING, _SLOW, True),
+    THROUGHPUT: AlertKind(WARNING, _SLOW, True),
+    GOODPUT: AlertKind(WARNING, "ingot report {run}", True),
+    MIX_DRIFT: AlertKind(WARNING, "ingot data trace --run {run} --step {step}", True),
     OVER_BUDGET: AlertKind(CRITICAL, _STATUS),
-    BUDGET_FORECAST: AlertKind(WARNING, _STATUS),
+    BUDGET_FORECAST: AlertKind(WARNING, _STATUS, True),
 }

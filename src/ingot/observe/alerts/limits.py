@@ -316,6 +316,7 @@ class LimitRules:
         needed = _ROOM * state.saved_bytes
         if not limit:
             return
+        yield End(kinds.DISK_SILENT, path, "it answers again")
         if free < needed:
             yield Sign(
                 kind=kinds.DISK,
@@ -340,3 +341,14 @@ class LimitRules:
             )
         else:
             yield End(kinds.DISK, path, f"{format_bytes(free)} are free")
+
+    def silent_disk(self, path: str, seconds: float) -> Iterator[Verdict]:
+        """Yield the verdict on a disk that has not answered for so many seconds."""
+        if self._alerts.disk_hours:
+            yield Sign(
+                kind=kinds.DISK_SILENT,
+                goes_on=True,
+                subject=path,
+                evidence=f"{path} does not answer: nobody knows its free space for {format_seconds(seconds)}",
+                value=seconds,
+            )

@@ -5,13 +5,14 @@ process sends what this one could not. If the disk takes no more, the channels s
 """
 
 import contextlib
+import errno
 import json
 import os
 import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ingot.observe.alerts.channels import AlertChannel, AlertmanagerChannel, ChannelThread
 from ingot.schema.alert_record import FIRED, AlertRecord, record_of
@@ -64,9 +65,11 @@ class Outbox:
         """Append a line to alerts.jsonl."""
         data = json.dumps(values, ensure_ascii=False, allow_nan=False).encode() + b"\n"
         try:
-            with self._folder.alerts.open("ab") as file:
-                file.write(data)
-                file.flush()
+            with self._folder.alerts.open("a+b", buffering=0) as file:
+                if _is_torn(file):  # by a process that was killed, or by a disk that was full
+                    data = b"\n" + data
+                if (written := file.write(data)) < len(data):
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), f"{written} of {len(data)} bytes")
                 size = os.fstat(file.fileno()).st_size
             if size > _MOST_BYTES:
                 self._shorten()
@@ -111,6 +114,13 @@ class Outbox:
     def _note_failed(self, name: str, reason: str) -> None:
         self._say(f"alerts.{name} could not send: {reason}; it is tried with the next alert, and only shown again then "
                   "if it has worked in between")  # fmt: skip
+
+
+def _is_torn(file: IO[bytes]) -> bool:
+    """Return whether the last line of a file has no end."""
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(size - 1, 0))
+    return size > 0 and file.read(1) != b"\n"
 
 
 def said_on(out: int):

@@ -8,8 +8,9 @@ from typing import Any
 
 from ingot.config import load
 from ingot.events import NewEvents
+from ingot.observe.alerts.disks import DISK_EVENT
 from ingot.observe.alerts.outbox import read_lines
-from ingot.observe.alerts.rules import DISK_EVENT, AlertRules
+from ingot.observe.alerts.rules import AlertRules
 from ingot.observe.alerts.run_state import time_of
 from ingot.observe.alerts.sink import UNREAD, read_plan
 from ingot.schema.alert_record import AlertRecord

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ingot.observe.alerts import kinds
+from ingot.observe.alerts.disks import DISK_EVENT
 from ingot.observe.alerts.incidents import End, Incidents, Instant, Sign
 from ingot.observe.alerts.limits import LimitRules
 from ingot.observe.alerts.run_state import RunState, finite, time_of
@@ -17,7 +18,6 @@ from ingot.schema.alert_record import AlertRecord
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
 
-DISK_EVENT = "disk"  # not of the log of the run: what the process of alerts measured
 # Kinds of events that the launcher writes, or the first ranks of it.
 _FIRST_KINDS = {
     *(events.RUN_STARTED, events.RANK_STARTED, events.FLEET_CHECK, events.NODE, events.LAYOUT),
@@ -47,8 +47,13 @@ class AlertRules:
         return self._state.last_time
 
     def adopt(self, record: AlertRecord) -> None:
-        """Take in an alert that fired earlier and is not over, which these rules do not have: it ends as others do."""
+        """Take in an alert that fired earlier and is not over: it ends as others do. If these rules have it, too, it
+        keeps its earlier id."""
         self._incidents.adopt(record, self._state.now)
+
+    def forget(self, record: AlertRecord) -> None:
+        """Take in that an alert which these rules have was over before, by what its record shows."""
+        self._incidents.forget(record)
 
     def take(self, event: Mapping[str, Any]) -> list[AlertRecord]:
         """Take in the next event of the log. Events that cannot be read are counted and have no effect."""
@@ -86,16 +91,20 @@ class AlertRules:
         """Report that the launcher has ended. A run that neither finished nor stopped on request ended in a fault."""
         if not self._state.alive:
             return []
+        now = self._state.at(time)
+        lasting = frozenset(kind for kind, own in kinds.KINDS.items() if not own.of_a_running_run)
+        records = self._incidents.end_all(now, "the run ended", but=lasting)
         evidence = f"the run ended at step {self._state.step:,}, neither finished nor stopped on request"
-        sign = Sign(kind=kinds.RUN_ENDED, evidence=evidence, since=self._state.step)
-        return self._record([sign], self._state.at(time))
+        return records + self._record([Sign(kind=kinds.RUN_ENDED, evidence=evidence, since=self._state.step)], now)
 
     def _disk(self, event: Mapping[str, Any], time: float) -> list[AlertRecord]:
-        free, now = finite(event.get("free_bytes")), self._state.at(time)
-        if free is None:
+        path, now = str(event.get("path", "")), self._state.at(time)
+        if (silent := finite(event.get("silent_seconds"))) is not None:
+            return self._record(self._limits.silent_disk(path, silent), now)
+        if (free := finite(event.get("free_bytes"))) is None:
             self.unreadable += 1
             return []
-        return self._record(self._limits.disk(str(event.get("path", "")), free, now.elapsed), now)
+        return self._record(self._limits.disk(path, free, now.elapsed), now)
 
     def _record(self, verdicts: Iterable[Verdict], now: Instant) -> list[AlertRecord]:
         records = []

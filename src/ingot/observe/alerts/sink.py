@@ -2,18 +2,19 @@
 
 import contextlib
 import json
-import os
 import time
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from ingot.config import from_dict
 from ingot.errors import IngotError
 from ingot.observe.alerts.channels import ALERTMANAGER_SECONDS, channels_of
+from ingot.observe.alerts.disks import DISK_EVENT, DiskLooks
 from ingot.observe.alerts.outbox import Outbox, is_news, read_lines, said_on
-from ingot.observe.alerts.rules import DISK_EVENT, AlertRules
+from ingot.observe.alerts.rules import AlertRules
 from ingot.schema import events
 from ingot.schema.alert_record import FIRED, RESOLVED, AlertRecord, record_of, summarized
 from ingot.schema.plan import Plan
@@ -56,8 +57,10 @@ class AlertSink:
         self._outbox = Outbox(self._folder, channels_of(self._config, self._folder, out), lines, said_on(out))
         self._caught_up = False
         self._old: list[AlertRecord] = []  # what fires while events of earlier are read
-        self._arrived = self._asked_disk = self._sent_again = time.monotonic()
-        self._disk_line = float("-inf")
+        disks = [Path(disk) for disk in self._config.checkpoint.disks if "{" not in disk]
+        self._disks, self._silent = DiskLooks([self._folder.root, *disks]), set[str]()
+        self._arrived = self._asked_disk = time.monotonic()
+        self._sent_again = self._disk_line = float("-inf")
 
     def event(self, event: Mapping[str, Any]) -> None:
         """Take in the next event of the log."""
@@ -77,7 +80,8 @@ class AlertSink:
         self._take(self._rules.tick(at))
         if now - self._asked_disk >= _DISK_SECONDS:
             self._asked_disk = now
-            self._look_at_disks(at, now)
+            self._disks.ask()
+        self._take_disks(at, now)
         if now - self._sent_again >= ALERTMANAGER_SECONDS:
             self._sent_again = now
             self._outbox.send_again(self._rules.open)
@@ -101,35 +105,48 @@ class AlertSink:
                 self._old.append(record)
 
     def _catch_up(self) -> None:
-        """Go on with the alerts of before: open ones stay open, and what was missed is written, and sent if it is news
-        or not over."""
+        """Go on with the alerts of before: open ones stay open under their ids, and what was missed is written, and
+        sent if it is news or not over."""
         self._caught_up = True
-        is_open = {record.id for record in self._rules.open}
+        begun = {own.last.id for own in self._known}
+        earlier = {(own.last.kind, own.last.subject): own.last for own in self._known if own.over is None}
+        still_open = {record.id for record in self._rules.open}
         for record in self._old:
+            key = record.kind, record.subject
+            if (known := earlier.get(key)) is not None:  # it may be known from another measurement
+                own, record = record, replace(record, id=known.id, began=known.began, since=known.since)
+                if record.state == RESOLVED:
+                    del earlier[key]
+                elif own.id != known.id and own.severity == known.severity:
+                    continue
+                else:
+                    earlier[key] = record
             # An end is news if its begin was sent.
-            begun = any(own.last.id == record.id for own in self._known) and record.state == RESOLVED
-            self._outbox.add(record, send=begun or is_news(record) or record.id in is_open)
-        ended = {record.id for record in self._old if record.state == RESOLVED}
+            ends = record.state == RESOLVED and record.id in begun
+            self._outbox.add(record, send=ends or is_news(record) or record.id in still_open)
+        fired = {record.id for record in self._old if record.state == FIRED}
+        over = {own.last.id for own in self._known if own.over is not None} - fired
+        for record in self._rules.open:
+            if record.id in over:  # the end of a launcher, which no log shows, ended it
+                self._rules.forget(record)
+        for record in earlier.values():
+            self._rules.adopt(record)
         self._old.clear()
-        for own in self._known:
-            if own.over is None and own.last.id not in is_open | ended and own.last.state == FIRED:
-                self._rules.adopt(own.last)
         self._fired_before.clear()
         self._known.clear()
 
-    def _look_at_disks(self, at: float, now: float) -> None:
-        disks = [Path(disk) for disk in self._config.checkpoint.disks if "{" not in disk]
-        for path in (self._folder.root, *disks):
-            try:
-                found = os.statvfs(path)
-            except OSError:
-                continue
-            free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-            event = {"kind": DISK_EVENT, "time": at, "path": str(path), "free_bytes": free, "total_bytes": total}
+    def _take_disks(self, at: float, now: float) -> None:
+        """Take in what disks have answered. A line of it is written every ten minutes, and when a disk begins or ceases
+        to answer, so that a replay has it."""
+        is_due, written = now - self._disk_line >= _DISK_LINE_SECONDS, False
+        for answer in self._disks.answers():
+            event, path, is_silent = answer | {"time": at}, answer["path"], "silent_seconds" in answer
             self._take(self._rules.take(event))
-            if now - self._disk_line >= _DISK_LINE_SECONDS:
+            if is_due or is_silent != (path in self._silent):
                 self._outbox.write(event)
-        if now - self._disk_line >= _DISK_LINE_SECONDS:
+                written = True
+            (self._silent.add if is_silent else self._silent.discard)(path)
+        if is_due and written:
             self._disk_line = now
 
 

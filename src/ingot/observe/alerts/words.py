@@ -61,13 +61,15 @@ def _escaped(text: str) -> str:
     return text
 
 
-def as_alertmanager(run: str, records: Sequence[AlertRecord], until: float) -> list[dict[str, Any]]:
-    """Return alerts as Alertmanager's API v2 takes them. until: Unix seconds, the end of one that is not sent again."""
+def as_alertmanager(run: str, run_id: str, records: Sequence[AlertRecord], until: float) -> list[dict[str, Any]]:
+    """Return alerts as Alertmanager's API v2 takes them. run_id: other runs may have the same name. until: Unix
+    seconds, the end of one that is not sent again."""
     found = []
     for record in records:
         labels = {
             "alertname": f"Ingot{''.join(word.capitalize() for word in record.kind.split())}",
             "run": run,
+            "run_id": run_id,
             "severity": record.severity,
         }
         if record.subject:

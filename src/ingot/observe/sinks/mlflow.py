@@ -12,6 +12,8 @@ from ingot.plugins.sink_options import MlflowOptions
 
 _MOST_PARAMS, _MOST_CHARACTERS = 100, 500  # that MLflow takes in a batch, and in a value
 _TAG = "ingot.run_id"
+# Seven attempts of two minutes each, by default: a call would count as one that hangs. Ingot tries again, with pauses.
+_REQUESTS = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "15"}
 
 
 class MlflowSink(Sink):
@@ -19,6 +21,8 @@ class MlflowSink(Sink):
     values, each with its time."""
 
     def __init__(self, place: SinkPlace, options: MlflowOptions):
+        for name, value in _REQUESTS.items():
+            os.environ.setdefault(name, value)
         tracking = require("mlflow.tracking", "mlflow")
         self._entities = require("mlflow.entities", "mlflow")
         given = options.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI", "")

@@ -49,9 +49,9 @@ class OtlpSink(Sink):
             self._gauges[name].set(value)
 
     def event(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
-        self._counter.add(1, {"kind": kind})
         if kind == events.PROGRESS and time.monotonic() >= self._exported_at + _SECONDS:
-            self._export()
+            self._export()  # first: a call that raises is repeated, and would be counted twice
+        self._counter.add(1, {"kind": kind})
 
     def close(self, deadline: float) -> None:
         if self._reader is not None:

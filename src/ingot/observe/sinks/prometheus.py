@@ -5,18 +5,26 @@ import re
 import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from ingot.errors import require
-from ingot.observe.ranks import RankRow, rank_rows
-from ingot.observe.scalars import SCALARS, USES
+from ingot.events import read_events
+from ingot.observe.ranks import RANK_METRICS, rank_rows
+from ingot.observe.scalars import SCALARS, scalars_of
 from ingot.plugins.sink import Sink, SinkPlace
 from ingot.plugins.sink_options import PrometheusOptions
 from ingot.schema import events
+from ingot.schema.metrics import NewestRow
+from ingot.schema.run_folder import RunFolder
 
 _SCRAPED_SECONDS = 60.0  # a server that scraped within them will again
 _FILE_SECONDS = 1.0  # between two versions of the textfile
+_FRESH_SECONDS = 900.0  # events that are older when they are read are history: rules look at the last 15 minutes
+_RESTORED = (
+    *(events.RANK_STARTED, events.RUN_STARTED, events.PROGRESS, events.STRAGGLER, events.FINISHED, events.STOPPED),
+    *(events.CHECKPOINT, events.EVALUATION, events.SANITY, events.START_TIMES),
+)
 # Kinds whose number alerts look at: they are shown from the start, because a counter that begins at 1 has no increase.
 COUNTED = (
     *(events.FAULT, events.RESTART, events.PLANNED_RESTART, events.ROLLED_BACK, events.GUARD, events.FINDING),
@@ -37,17 +45,22 @@ _STATE = {
 
 class PrometheusSink(Sink):
     """Metrics ingot_GROUP_NAME of the run, ingot_rank_NAME by rank, and ingot_events_total by kind of event. Each has
-    the label `run`."""
+    the labels `run` and `run_id`."""
 
     def __init__(self, place: SinkPlace, options: PrometheusOptions):
         self._library = require("prometheus_client", "prometheus")
         self._families = require("prometheus_client.core", "prometheus")
+        self._folder = RunFolder(place.run)
         self._textfile = place.run / options.textfile if options.textfile else None
         self._lock = threading.Lock()
-        self._run = ""
+        self._began = time.time()
+        self._restored_at = float("-inf")  # the time of the newest event that was read before the first call
+        self._labels: dict[str, str] = {}
         self._state: dict[str, float] = {}
         self._values: dict[str, float] = {}
-        self._rows: dict[int, RankRow] = {}
+        self._rows: dict[int, NewestRow] = {}
+        self._rows_are_old = True
+        self._world_size: int | None = None
         self._hosts: dict[int, str] = {}
         self._slow: dict[int, float] = {}
         self._counts: Counter[str] = Counter()
@@ -60,34 +73,49 @@ class PrometheusSink(Sink):
             self._server, _ = self._library.start_http_server(options.port, options.address, self._registry)
 
     def open(self, run_id: str, attempt: int, config: Mapping[str, Any]) -> None:
+        if not self._labels:
+            self._restore()
         with self._lock:
-            self._run = str(config["name"])
+            self._labels = {"run": str(config["name"]), "run_id": run_id}
             self._state["ingot_run_attempt"] = attempt
             self._state["ingot_run_steps"] = config["train.steps"]
             self._state.setdefault("ingot_run_ended", 0)  # this process may begin in the middle of an attempt
+
+    def _restore(self) -> None:
+        """Take in what the log has already: this process may be the second one of an attempt."""
+        for event in read_events(self._folder.events, *_RESTORED):
+            with contextlib.suppress(KeyError, TypeError, ValueError):  # of another version
+                self._take(event["kind"], event.get("step"), event)
+                self._values |= scalars_of(event)
+                self._restored_at = max(self._restored_at, float(event["time"]))
 
     def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         with self._lock:
             self._values |= values
 
     def event(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
+        is_fresh = facts["time"] > self._began - _FRESH_SECONDS
         with self._lock:
-            self._take(kind, step, facts)
+            if facts["time"] > self._restored_at or events.ends_run(kind, facts):
+                self._take(kind, step, facts)
+            self._counts[kind] += is_fresh
         if self._textfile and time.monotonic() >= self._written_at + _FILE_SECONDS:
-            self._write()
+            try:
+                self._write()
+            except BaseException:
+                self._counts[kind] -= is_fresh  # the call is repeated
+                raise
 
     def _take(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
-        self._counts[kind] += 1
         if kind == events.RUN_STARTED:
             self._state |= {"ingot_run_started_timestamp_seconds": facts["time"], "ingot_run_ended": 0}
-            self._rows, self._slow = {}, {}
+            self._rows, self._slow, self._world_size = {}, {}, facts["world_size"]
             self._hosts = {rank: host for rank, host in self._hosts.items() if rank < facts["world_size"]}
         elif kind == events.RANK_STARTED:
             self._hosts[facts["rank"]] = facts["host"]
         elif kind == events.PROGRESS and step is not None:
             self._state |= {"ingot_run_step": step, "ingot_run_progress_timestamp_seconds": facts["time"]}
-        elif kind == events.WAITS:
-            self._rows = rank_rows({**facts, "step": step})
+            self._rows_are_old = True
         elif kind == events.STRAGGLER:
             self._slow[facts["rank"]] = 0.0 if facts["ended"] else facts["factor"]
         elif kind == events.CHECKPOINT:
@@ -122,16 +150,27 @@ class PrometheusSink(Sink):
 
     def collect(self) -> Iterator[Any]:
         """Yield all metrics, as families of prometheus_client. Called by another thread at each scrape."""
+        rows = self._read_rows() if self._rows_are_old else None
         with self._lock:
+            self._rows = self._rows if rows is None else rows
             families = list(self._collected())
         yield from families
         self._scraped_at = time.monotonic()
         self._scraped.set()
 
+    def _read_rows(self) -> dict[int, NewestRow] | None:
+        """Return the newest numbers of the ranks of this attempt; None if they cannot be read."""
+        self._rows_are_old = False
+        try:
+            found = rank_rows(self._folder.metrics)
+        except (OSError, ValueError):
+            return None
+        return {rank: row for rank, row in found.items() if self._world_size is None or rank < self._world_size}
+
     def _collected(self) -> Iterator[Any]:
-        if not self._run:
+        if not self._labels:
             return
-        run = {"run": self._run}
+        run = self._labels
         for name, words in _STATE.items():
             if name in self._state:
                 yield self._gauge(name, words, [(run, self._state[name])])
@@ -139,20 +178,23 @@ class PrometheusSink(Sink):
         yield from self._of_sources(run)
         ranks = [({**run, "rank": str(rank), "host": host}, 1.0) for rank, host in sorted(self._hosts.items())]
         yield self._gauge("ingot_rank_info", "1 for each rank of this attempt, with its machine", ranks)
-        for use, words in USES.items():
-            rows = [
-                ({**run, "rank": str(rank)}, row.values[name])
-                for rank, row in sorted(self._rows.items())
-                if (name := f"perf/{use}_seconds") in row.values
-            ]
-            yield self._gauge(f"ingot_rank_{use}_seconds", f"{words}, per step; of the rank with the most", rows)
+        yield self._gauge("ingot_rank_step", "the step of the newest numbers of a rank", self._of_ranks(lambda row: row.step))
+        for name, metric in RANK_METRICS.items():
+            words = f"{metric.meaning} ({metric.unit})" if metric.unit else metric.meaning
+            rows = self._of_ranks(lambda row, name=name: row.values.get(name))
+            if rows:
+                yield self._gauge(rank_metric_name(name), words, rows)
         slow = [({**run, "rank": str(rank)}, factor) for rank, factor in sorted(self._slow.items())]
         yield self._gauge("ingot_rank_slow_factor", "of the time of its peers, for a slow rank; 0: no more", slow)
         counts = dict.fromkeys(COUNTED, 0) | self._counts
-        family = self._families.CounterMetricFamily("ingot_events", "events by kind", labels=["run", "kind"])
+        family = self._families.CounterMetricFamily("ingot_events", "events by kind", labels=[*run, "kind"])
         for kind, count in counts.items():
-            family.add_metric([self._run, kind], count)
+            family.add_metric([*run.values(), kind], count)
         yield family
+
+    def _of_ranks(self, number: Callable[[NewestRow], float | None]) -> list[tuple[Mapping[str, str], float]]:
+        found = ((rank, number(row)) for rank, row in sorted(self._rows.items()))
+        return [({**self._labels, "rank": str(rank)}, value) for rank, value in found if value is not None]
 
     def _gauges(self, values: Mapping[str, float], run: Mapping[str, str]) -> Iterator[Any]:
         for name, value in values.items():
@@ -185,3 +227,8 @@ class PrometheusSink(Sink):
 def metric_name(name: str) -> str:
     """Return the name that a number has in Prometheus: "train/loss" -> "ingot_train_loss"."""
     return "ingot_" + re.sub(r"[^a-zA-Z0-9_]", "_", name)
+
+
+def rank_metric_name(name: str) -> str:
+    """Return the name that a number of a rank has: "perf/step_seconds" -> "ingot_rank_step_seconds"."""
+    return "ingot_rank_" + name.removeprefix("perf/").replace("/", "_")

@@ -21,10 +21,9 @@ from ingot.trainer.launch.layouts import open_layouts
 from ingot.trainer.launch.leading import leading
 from ingot.trainer.launch.node import follow, lead_or_follow
 from ingot.trainer.launch.node_messages import own_facts
-from ingot.trainer.launch.observing import alerting
+from ingot.trainer.launch.observing import observers_of, observing
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.launch.prepare import RunRequest
-from ingot.trainer.launch.sink_feed import feeding_sinks
 from ingot.trainer.launch.supervise import supervise
 from ingot.trainer.lease import open_lease
 from ingot.trainer.mesh.start import worker_environment
@@ -88,14 +87,14 @@ def train(
         with watching as watch, RunLock(folder.lock), open_lease(folder, request.config) as lease, ExitStack() as ends:
             if ended := request.prepare(lease, say):
                 return ended
-            ends.enter_context(feeding_sinks(folder, config.sinks, say))
-            ends.enter_context(alerting(folder, config.alerts, quiet=quiet, say=say))
+            observers = observers_of(folder, config, quiet=quiet)
+            at_end = ends.enter_context(observing(folder, observers, signals, say))
             if plan_fallbacks is not None and not here:
                 plan_fallbacks(request.path.parent, folder, config)
             terms = {"epoch": lease.epoch, "until_step": until_step}
             job, launch = job_of(terms), config.launch
             evaluations = BackgroundEvaluations(folder, config, ranks=job.processes, say=say)
-            ends.callback(evaluations.close)
+            at_end(evaluations.close)
             if here:
                 from ingot.trainer.launch.here import train_here  # only this imports torch
 
@@ -106,11 +105,12 @@ def train(
             running = JobHere(folder, job, launch, layouts=layouts, show_output=not quiet, health=health, say=say)
             if watch is not None:
                 watch.kills(running.kill)
+            signals.catch()  # from here on, none of them ends this process before its run has ended
+            options = {"lease": lease, "watch": watch, "began": began, "received": signals.received, "say": say}
             if nodes == 1:
-                return supervise(folder, running, launch, lease=lease, watch=watch, began=began, say=say)
-            facts, received = own_facts(config), signals.received
+                return supervise(folder, running, launch, **options)
+            facts = own_facts(config)
             with leading(folder, running, launch, layouts, terms=terms, facts=facts, signals=signals, say=say) as job:
-                options = {"lease": lease, "watch": watch, "began": began, "received": received, "say": say}
                 result = supervise(folder, job, launch, **options)
                 job.part(result.facts())
                 return result
