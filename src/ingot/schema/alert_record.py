@@ -47,7 +47,7 @@ class AlertRecord:
 
 
 _TEXTS = ("id", "kind", "subject", "evidence", "next")
-_YEAR_5000_SECONDS = 95_617_584_000
+YEAR_5000_SECONDS = 95_617_584_000
 _STATES, _SEVERITIES = (FIRED, RESOLVED), (CRITICAL, WARNING)
 
 
@@ -56,7 +56,7 @@ def record_of(values: Mapping[str, Any]) -> AlertRecord:
     if values["state"] not in _STATES or values["severity"] not in _SEVERITIES:
         raise ValueError(f"state {values['state']!r}, severity {values['severity']!r}")
     time, began = float(values["time"]), float(values["began"])
-    if not (0 <= time < _YEAR_5000_SECONDS and 0 <= began < _YEAR_5000_SECONDS):  # which no clock shows; also NaN
+    if not (0 <= time < YEAR_5000_SECONDS and 0 <= began < YEAR_5000_SECONDS):  # which no clock shows; also NaN
         raise ValueError(f"time {time}, began {began}")
     number = lambda name: None if values.get(name) is None else float(values[name])  # noqa: E731
     return AlertRecord(

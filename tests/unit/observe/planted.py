@@ -8,7 +8,9 @@ from typing import Any
 from tests.unit.plugins.test_registry import RUN
 
 from ingot.events import EventLog
+from ingot.observe.ranks import RANK_METRICS
 from ingot.schema import events
+from ingot.schema.metric_files import TableWriter, lineage_folder
 from ingot.schema.run_folder import RunFolder
 
 SINK = """
@@ -52,6 +54,15 @@ class PlantedRun:
         self.write(events.PROGRESS, step=step, steps=10, loss=loss, **facts)
         most = {"mean": 0.5, "least": 0.25, "most": 0.75, "rank": self.world_size - 1}
         self.write(events.WAITS, step=step, steps=1, computing=most, data=most | {"rank": 0})
+
+
+def write_ranks(folder: RunFolder, ranks: int, step: int = 3) -> None:
+    """Write a row for every rank: rank r has r + 1 in all its numbers."""
+    folder.metrics.mkdir(exist_ok=True)
+    for rank in range(ranks):
+        table = TableWriter(lineage_folder(folder.metrics, 1, 1) / f"rank-{rank:05}", list(RANK_METRICS), {"line_steps": 1})
+        table.add(step, time.time(), dict.fromkeys(RANK_METRICS, rank + 1.0))
+        table.close()
 
 
 def eventually(holds: Callable[[], object], seconds: float = 60.0) -> None:

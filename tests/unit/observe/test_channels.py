@@ -12,7 +12,7 @@ from tests.unit.observe.servers import http_server, smtp_server
 from ingot.observe.alerts import channels
 from ingot.observe.alerts.channels import ChannelThread, MailChannel, TerminalChannel, channels_of
 from ingot.observe.alerts.posting import SendFailed
-from ingot.schema.alert_record import RESOLVED, AlertRecord
+from ingot.schema.alert_record import CRITICAL, RESOLVED, AlertRecord
 from ingot.schema.alerting import Alerts, EmailChannel, UrlChannel
 from ingot.schema.run_folder import RunFolder
 from ingot.value_names import printable
@@ -75,10 +75,24 @@ def test_alertmanager_gets_alerts_with_labels_and_their_end(channel):
     ((path, (fired, resolved), headers),) = server.got
     assert path == "/am/api/v2/alerts" and headers["Authorization"].startswith("Basic ")
     labels = {"alertname": "IngotStraggler", "run": "demo", "severity": "warning", "subject": "rank 1"}
+    assert fired["labels"].pop("run_id") == "demo"  # there is no log yet
     assert fired["labels"] == labels and fired["annotations"]["next"] == f"ingot explain slow {RUN_DIR}"
     assert (
         fired["startsAt"] < fired["endsAt"] and resolved["startsAt"] < resolved["endsAt"] == "2026-05-28T20:26:45.000Z"
     )
+
+
+def test_alertmanager_gets_the_end_of_an_alert_that_is_now_critical(channel):
+    with http_server(200) as server:
+        own = channel("alertmanager", server.url)
+        own.send([record()])
+        own.send([record(severity=CRITICAL)])
+        own.send([record(severity=CRITICAL)])
+        own.send([record(severity=CRITICAL, state=RESOLVED)])
+        own.send([record()])
+    sent = [[(one["labels"]["severity"], one["endsAt"] < "2026-06") for one in body] for _, body, _ in server.got]
+    critical = ("critical", False)
+    assert sent == [[("warning", False)], [("warning", True), critical], [critical], [("critical", True)], [("warning", False)]]
 
 
 def test_a_mail_has_the_alerts_that_wait_in_one_message(monkeypatch):

@@ -7,7 +7,6 @@ import re
 import subprocess
 import sys
 import time
-from dataclasses import replace
 
 import pytest
 from tests.expect import reported
@@ -25,7 +24,8 @@ from ingot.schema.alert_record import FIRED, RESOLVED, read_records, summarized
 from ingot.schema.alerting import Alerts, UrlChannel
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
-from ingot.trainer.launch.observing import alerting
+from ingot.trainer.interrupts import PendingSignals
+from ingot.trainer.launch.observing import observers_of, observing
 
 ALERTS = Alerts(terminal=True, webhook=UrlChannel(url_env="HOOK"))
 
@@ -121,9 +121,9 @@ def test_the_process_sends_resumes_after_a_kill_and_reports_the_end_of_its_launc
             wait_for(lambda: received(server)[2:] == [(kinds.STRAGGLER, RESOLVED)])
             shown, _ = process.communicate(timeout=60)  # its standard input is closed: the launcher is gone
             assert process.returncode == 0
-        assert received(server)[3:] == [(kinds.RUN_ENDED, FIRED)]
+        assert received(server)[3:] == [(kinds.SPIKE, RESOLVED), (kinds.RUN_ENDED, FIRED)]
     assert [one.kind for one in read_records(folder.alerts)] == [kind for kind, _ in received(server)]
-    assert len(re.findall(rb"^alert     ", shown, re.MULTILINE)) == 3
+    assert len(re.findall(rb"^alert     ", shown, re.MULTILINE)) == 4
     assert b"s3cr3t" not in shown + b"".join(path.read_bytes() for path in folder.root.iterdir())
 
 
@@ -295,25 +295,12 @@ def test_damaged_lines_of_the_file_are_left_out(folder):
 # -- the launcher --
 
 
-def test_the_launcher_starts_a_process_only_for_a_channel_and_ends_it(folder, monkeypatch):
-    started = []
-    popen = subprocess.Popen
-
-    def start(*arguments, **options):
-        started.append(popen(*arguments, **options))
-        return started[-1]
-
-    monkeypatch.setattr("subprocess.Popen", start)
+def test_the_launcher_starts_a_process_only_for_a_channel_and_ends_it(folder):
     history = begin(folder)
     write(folder, history)
-    with alerting(folder, Alerts(), quiet=True, say=print):
-        pass
-    assert started == []
-    with alerting(folder, Alerts(terminal=True), quiet=True, say=print):
-        assert started[0].poll() is None
-    assert started[0].poll() == 0
-    monkeypatch.setattr("ingot.trainer.launch.observing.sys.executable", "/none")
-    shown = []
-    with alerting(folder, replace(ALERTS), quiet=True, say=shown.append):
-        pass
-    assert len(shown) == 1
+    assert observers_of(folder, run_of(), quiet=True) == []
+    (alerts,) = observers_of(folder, run_of(Alerts(terminal=True)), quiet=True)
+    lines = []
+    with observing(folder, [alerts], PendingSignals(), lines.append):
+        wait_for(lambda: (folder.root / "logs" / "alerts.log").exists())
+    assert lines == [] and [one.kind for one in read_records(folder.alerts)] == [kinds.RUN_ENDED]

@@ -14,12 +14,14 @@ import pytest
 from tools.dashboard import FILE, dashboard
 
 from ingot.observe.prometheus.__main__ import main
-from ingot.observe.sinks.prometheus import PrometheusSink
+from ingot.observe.ranks import RANK_METRICS
+from ingot.observe.sinks.prometheus import PrometheusSink, rank_metric_name
 from ingot.plugins.sink import SinkPlace
 from ingot.plugins.sink_options import PrometheusOptions
 from ingot.schema import events
+from ingot.schema.run_folder import RunFolder
 
-from .planted import eventually
+from .planted import eventually, write_ranks
 from .test_prometheus import free_port
 
 FILES = FILE.parent
@@ -39,16 +41,16 @@ def test_the_dashboard_is_written_by_its_tool_and_copied(tmp_path, capsys):
 
 
 # alert -> the series that make it fire, by the minute, and when it is looked at. Each also has a healthy run `ok`.
-RUNS = '{job="i",instance="a",run="x"}'
+RUNS = '{job="i",instance="a",run="x",run_id="x-1"}'
 FIRES = {
     "IngotStalled": ([("ingot_run_progress_timestamp_seconds" + RUNS, "0x30"), ("ingot_run_ended" + RUNS, "0x30")], 20),
-    "IngotLost": ([('up{job="i",instance="a"}', "1x10 0x20"), ("ingot_run_ended" + RUNS, "0x10 stale")], 20),
+    "IngotLost": ([("ingot_run_ended" + RUNS, "0x10 stale")], 25),
     "IngotLossNotFinite": ([("ingot_train_loss" + RUNS, "2x5 NaN NaN NaN NaN NaN")], 8),
-    "IngotRestarts": ([('ingot_events_total{job="i",instance="a",run="x",kind="restart"}', "0x20 1 2 3 4 4x10")], 28),
-    "IngotFault": ([('ingot_events_total{job="i",instance="a",run="x",kind="fault"}', "1x5")], 3),
-    "IngotGuard": ([('ingot_events_total{job="i",instance="a",run="x",kind="guard"}', "0x20 1x9")], 25),
+    "IngotRestarts": ([('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="restart"}', "0x20 1 2 3 4 4x10")], 28),
+    "IngotFault": ([('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="fault"}', "1x5")], 3),
+    "IngotGuard": ([('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="guard"}', "0x20 1x9")], 25),
     "IngotCheckpointFailed": (
-        [('ingot_events_total{job="i",instance="a",run="x",kind="checkpoint_failed"}', "0x20 1x9")],
+        [('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="checkpoint_failed"}', "0x20 1x9")],
         25,
     ),
     "IngotCheckpointOld": (
@@ -56,7 +58,7 @@ FIRES = {
         190,
     ),
     "IngotSlower": ([("ingot_perf_tokens_per_second" + RUNS, "100x60 50x60")], 100),
-    "IngotSlowRank": ([('ingot_rank_slow_factor{job="i",instance="a",run="x",rank="3"}', "2x20")], 10),
+    "IngotSlowRank": ([('ingot_rank_slow_factor{job="i",instance="a",run="x",run_id="x-1",rank="3"}', "2x20")], 10),
     "IngotWaitsForData": ([("ingot_data_wait_seconds" + RUNS, "1x30"), ("ingot_perf_step_seconds" + RUNS, "2x30")], 20),
 }
 # A run without trouble, and one that ended long ago: nothing fires.
@@ -68,11 +70,18 @@ CALM = [
     ("ingot_perf_tokens_per_second" + RUNS, "100x200"),
     ("ingot_data_wait_seconds" + RUNS, "0.01x200"),
     ("ingot_perf_step_seconds" + RUNS, "2x200"),
-    ('ingot_events_total{job="i",instance="a",run="x",kind="fault"}', "0x200"),
-    ('ingot_events_total{job="i",instance="a",run="x",kind="restart"}', "0x200"),
-    ('ingot_rank_slow_factor{job="i",instance="a",run="x",rank="3"}', "0x200"),
-    ('up{job="i",instance="b"}', "1x10 0x200"),
-    ('ingot_run_ended{job="i",instance="b",run="done"}', "0x9 1 stale"),
+    ('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="fault"}', "0x200"),
+    ('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="restart"}', "0x200"),
+    ('ingot_rank_slow_factor{job="i",instance="a",run="x",run_id="x-1",rank="3"}', "0x200"),
+    ('ingot_run_ended{job="i",instance="b",run="done",run_id="done-1"}', "0x9 1 stale"),
+    ('ingot_run_ended{job="i",instance="c",run="led",run_id="led-1"}', "0x10 stale"),  # the leader changes
+    ('ingot_run_ended{job="i",instance="d",run="led",run_id="led-1"}', "_x11 0x190"),
+    ('ingot_run_ended{job="i",instance="e",run="away",run_id="away-1"}', "0x10 stale _x6 0x190"),  # the longest pause
+    # Two runs of one name at once, and a sink that starts again: its counters begin at 0, as events go on.
+    ("ingot_perf_collectives_seconds" + RUNS, "0.1x200"),
+    ('ingot_perf_collectives_seconds{job="i",instance="f",run="x",run_id="x-2"}', "0.1x200"),
+    ('ingot_perf_step_seconds{job="i",instance="f",run="x",run_id="x-2"}', "2x200"),
+    ('ingot_events_total{job="i",instance="g",run="again",run_id="again-1",kind="restart"}', "0x3 1x20 2x60 0x100"),
 ]
 
 
@@ -83,9 +92,9 @@ def test_every_alert_fires_for_its_cause_and_none_without(tmp_path):
     names = [line.split()[2] for line in rules.read_text().splitlines() if line.strip().startswith("- alert:")]
     assert sorted(FIRES) == sorted(names)
     series, tests = [{"series": name, "values": values} for name, values in CALM], []
-    for minute in (5, 20, 100, 190):
-        for name in names:
-            tests.append(unit(series, f'ALERTS{{alertname="{name}",alertstate="firing"}}', minute, 0))
+    for minute in (5, 15, 20, 100, 190):
+        tests.append(unit(series, 'ALERTS{alertstate="firing"}', minute, 0))
+    tests.append(unit(series, "run:ingot_collectives_share", 20, 2))  # one for each of two runs of one name
     for name, (rows, minute) in FIRES.items():
         own = [{"series": one, "values": values} for one, values in rows]
         tests.append(unit(own, f'ALERTS{{alertname="{name}",alertstate="firing"}}', minute, 1))
@@ -96,8 +105,8 @@ def test_every_alert_fires_for_its_cause_and_none_without(tmp_path):
 
 
 def unit(series: list[dict], query: str, minute: int, count: int) -> dict:
-    """A test of promtool: `query` has `count` results, 0 or 1, at this minute."""
-    samples = [{"labels": "{}", "value": 1}] * count
+    """A test of promtool: `query` has `count` results at this minute."""
+    samples = [{"labels": "{}", "value": count}] if count else []
     found = {"expr": f"count({query})", "eval_time": f"{minute}m", "exp_samples": samples}
     return {"interval": "1m", "input_series": series, "promql_expr_test": [found]}
 
@@ -122,7 +131,10 @@ def test_a_prometheus_scrapes_8_ranks_shows_the_dashboard_and_alerts(tmp_path, m
     hook = HTTPServer(("127.0.0.1", 0), Hook)
     threading.Thread(target=hook.serve_forever, daemon=True).start()
     port, server, manager = free_port(), free_port(), free_port()
-    sink = PrometheusSink(SinkPlace(run=tmp_path, own=tmp_path), PrometheusOptions(address="127.0.0.1", port=port))
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    write_ranks(run, 8)
+    sink = PrometheusSink(SinkPlace(run=run.root, own=run.root), PrometheusOptions(address="127.0.0.1", port=port))
     programs = [*alertmanager(tmp_path, manager, hook.server_port), *prometheus(tmp_path, server, port, manager)]
     try:
         now = train(sink)
@@ -137,6 +149,9 @@ def test_a_prometheus_scrapes_8_ranks_shows_the_dashboard_and_alerts(tmp_path, m
 
         eventually(lambda: len(result("ingot_rank_info")) == 8)
         eventually(lambda: result("run:ingot_data_wait_share"))
+        for name in map(rank_metric_name, RANK_METRICS):  # every number of every rank
+            found = {one["metric"]["rank"]: float(one["value"][1]) for one in result(name)}
+            assert found == {str(rank): rank + 1.0 for rank in range(8)}, name
         assert {one["metric"]["rank"] for one in result("ingot_rank_info")} == {str(rank) for rank in range(8)}
         for query in [shown(one) for panel in dashboard()["panels"] for one in panel["targets"]]:
             eventually(lambda query=query: result(query), 20)  # an increase needs a second scrape

@@ -259,8 +259,8 @@ def test_a_planned_restart_is_no_end_and_no_late_checkpoint(history):
     run.lines(2)
     assert run.event(events.STOPPED, step=20, reason="drain", saved_step=20) == []
     assert [one.kind for one in run.rules.tick(run.time + 9999)] == [kinds.RUN_SILENT]  # if it does not start again
-    (fired,) = run.rules.end(run.time + 10_000)
-    assert fired.kind == kinds.RUN_ENDED
+    silent, fired = run.rules.end(run.time + 10_000)
+    assert (silent.kind, silent.state, fired.kind) == (kinds.RUN_SILENT, RESOLVED, kinds.RUN_ENDED)
     again = history(checkpoint=Checkpoint(every="10 min"))
     again.lines(2)
     again.time += 9 * 3600  # its launcher was killed

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from tests.expect import refused
 
+from ingot.observe.patience import RunEnds
 from ingot.observe.sink_process import EventDelivery, make_sink, public_settings
 from ingot.observe.sink_state import SinkStateFile, read_sink_state
 from ingot.observe.sinks.jsonl import JsonlSink
@@ -58,7 +59,7 @@ def run(tmp_path):
 
     def deliver(sink: Sink) -> EventDelivery:
         states = SinkStateFile(folder.sinks / "x.json")
-        delivery = EventDelivery(folder, config, sink, states, answers.append)
+        delivery = EventDelivery(folder, config, sink, states, answers.append, lambda seconds: False)
         while delivery.look():
             pass
         return delivery
@@ -99,16 +100,71 @@ def test_each_start_and_each_roll_back_begins_an_attempt(run):
     assert [attempt for _, attempt in later.of("open")] == [2]
 
 
-def test_what_a_call_raises_costs_its_own_data_and_is_reported_once(run):
+def test_a_tracker_that_is_away_gets_everything_later_and_in_order(run):
+    """Also from the next process: its position is before the first call that raised."""
     deliver, log = run
     log.start()
     log.line(1)
     log.line(2)
-    sink = Recorder("scalars")
-    delivery = deliver(sink)
-    assert len(sink.of("event")) == 9 and sink.of("scalars") == []
-    assert (delivery.state.sent, delivery.state.left_out) == (9, 6)
+    away = Recorder("scalars")
+    delivery = deliver(away)
+    assert away.of("scalars") == [] and len(away.of("event")) == 9
+    assert (delivery.state.sent, delivery.state.left_out, delivery.is_whole) == (9, 0, False)
     assert [answer for answer in deliver.answers if "raised" in answer] == [{"raised": "OSError: no scalars"}]
+    back = Recorder()
+    delivery = deliver(back)
+    assert [(step, names[0]) for step, _, *names in back.of("scalars")] == [
+        (step, name) for step in (1, 2) for name in ("train/loss", "train/bpb", "perf/data_seconds")
+    ]
+    assert delivery.is_whole and delivery.state.left_out == 0
+
+    class Returns(Recorder):
+        def scalars(self, step, tokens, values):
+            self.fails = ("scalars",) if len(self.of("tried")) < 9 else ()
+            self.calls.append(("tried",))
+            super().scalars(step, tokens, values)
+
+    log.line(3)
+    log.line(4)
+    log.line(5)
+    late = Returns()
+    delivery = deliver(late)  # two calls of the first line are held when it is back
+    assert [step for step, *_ in late.of("scalars")] == [3, 3, 3, 4, 4, 4, 5, 5, 5] and delivery.state.left_out == 0
+
+
+def test_a_call_that_is_at_fault_costs_itself_alone(run):
+    deliver, log = run
+
+    class Refuses(Recorder):
+        def scalars(self, step, tokens, values):
+            if "train/bpb" in values and step < 3:
+                raise OSError("refused")
+            if step == 3:
+                raise ValueError("no such value")
+            super().scalars(step, tokens, values)
+
+    log.start()
+    for step in (1, 2, 3, 4):
+        log.line(step)
+    sink = Refuses()
+    delivery = deliver(sink)
+    assert [step for step, *_ in sink.of("scalars")] == [1, 1, 2, 2, 4, 4, 4]
+    assert (delivery.state.left_out, delivery.is_whole) == (5, True)
+    assert [kind for kind, _ in sink.of("event")][-3:] == [events.STEP, events.PROGRESS, events.WAITS]
+
+
+def test_the_end_of_the_run_leaves_what_raises_to_the_next_start(run):
+    deliver, log = run
+    log.start()
+    log.line(1)
+    states = SinkStateFile(deliver.folder.sinks / "x.json")
+    config = recorded_run(deliver.folder.config)
+    ending = EventDelivery(deliver.folder, config, Recorder("scalars"), states, deliver.answers.append, lambda _: True)
+    with pytest.raises(RunEnds):
+        ending.look()
+    ending.close(1.0)
+    sink = Recorder()
+    assert deliver(sink).state.left_out == 0 and len(sink.of("scalars")) == 3
 
 
 def test_trackers_do_not_get_the_settings_of_sinks_and_alerts():
@@ -141,7 +197,7 @@ def test_an_open_that_raises_loses_no_event(run):
     assert len(sink.of("event")) == 6
 
 
-def test_a_call_that_did_not_return_is_counted_and_not_repeated(run):
+def test_a_call_that_ends_three_processes_is_left_out(run):
     deliver, log = run
     log.start()
     log.line(1)
@@ -150,15 +206,23 @@ def test_a_call_that_did_not_return_is_counted_and_not_repeated(run):
         def scalars(self, step, tokens, values):
             raise KeyboardInterrupt  # which nothing catches, as SIGKILL
 
-    with pytest.raises(KeyboardInterrupt):
-        deliver(Ends())
+    for _ in range(3):
+        with pytest.raises(KeyboardInterrupt):
+            deliver(Ends())
     sink = Recorder()
     delivery = deliver(sink)
     assert [names[-1] for _, _, *names in sink.of("scalars")] == [
         "perf/tokens_per_second",
         "perf/computing_seconds_most",
     ]
-    assert (delivery.state.sent, delivery.state.left_out) == (7, 2)
+    assert [kind for kind, _ in sink.of("event")] == [events.STEP, events.PROGRESS, events.WAITS]
+    assert (delivery.state.sent, delivery.state.left_out) == (8, 1)
+
+
+def test_a_state_of_another_version_keeps_its_place(tmp_path):
+    (tmp_path / "x.json").write_text('{"position": 7, "begun": 2, "sent": 5, "left_out": 1, "pending": 1}')
+    state = read_sink_state(tmp_path / "x.json")
+    assert (state.position, state.begun, state.sent, state.tries) == (7, 2, 5, 0)
 
 
 def test_a_state_that_is_damaged_begins_anew(tmp_path):

@@ -94,12 +94,18 @@ class AlertmanagerChannel(AlertChannel):
                 sent.append(replace(record, severity=before, state=RESOLVED))
             sent.append(record)
         until = time.time() + _ALERTMANAGER_UNTIL_SECONDS
-        body = as_alertmanager(self._config.name, run_id_of(self._folder, self._config), sent, until)
+        body = as_alertmanager(self._config.name, self._run_id(), sent, until)
         post_json(self._variable, body, _SECONDS, path="/api/v2/alerts")
         for record in newest.values():
             self._severities.pop(record.id, None)
             if record.state == FIRED:
                 self._severities[record.id] = record.severity
+
+    def _run_id(self) -> str:
+        try:
+            return run_id_of(self._folder, self._config)
+        except OSError:
+            return self._config.name
 
 
 class MailChannel(AlertChannel):

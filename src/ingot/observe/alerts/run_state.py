@@ -5,12 +5,12 @@ from typing import Any
 
 from ingot.observe.alerts.incidents import Instant
 from ingot.schema import events
+from ingot.schema.alert_record import YEAR_5000_SECONDS
 from ingot.schema.checkpoint import FULL
 from ingot.schema.run import RunConfig
 from ingot.theory.devices import priced_devices
 
 _LARGEST = 1e18
-_YEAR_5000_SECONDS = 95_617_584_000
 _LONGEST_GAP_SECONDS = 30 * 86_400.0  # a clock that jumps by more was wrong before or is wrong now
 
 
@@ -24,7 +24,7 @@ def finite(value: Any) -> float | None:
 def time_of(event: Any) -> float | None:
     """Return the Unix seconds of an event; None if it has none that can be."""
     time = finite(event.get("time")) if isinstance(event, dict) and isinstance(event.get("kind"), str) else None
-    return time if time is not None and 0 <= time < _YEAR_5000_SECONDS else None
+    return time if time is not None and 0 <= time < YEAR_5000_SECONDS else None
 
 
 class RunState:
