@@ -5,6 +5,7 @@ from .mutant import Mutant
 _RULES = "tests/unit/observe/test_rules.py"
 _CHANNELS = "tests/unit/observe/test_channels.py"
 _PROCESS = "tests/unit/observe/test_process.py"
+_STATE = "tests/unit/observe/test_alert_state.py"
 _VERDICT = f"{_RULES}::test_a_verdict_of_the_run_is_an_alert_until_it_is_over"
 _LINES = f"{_RULES}::test_lines_in_a_row_beyond_a_limit_are_an_alert_until_as_many_are_within_it"
 
@@ -178,6 +179,41 @@ MUTANTS: list[Mutant] = [
     _mutant("launcher-end-unseen", "a launcher that was killed alerts nobody", "__main__.py",
             "sink.close(END_SECONDS, ended=supervised and over)", "sink.close(END_SECONDS, ended=False)",
             f"{_PROCESS}::test_the_process_sends_resumes_after_a_kill_and_reports_the_end_of_its_launcher"),
+    _mutant("hung-disk-holds-all", "a disk that does not answer holds the process of alerts", "disks.py",
+            'threading.Thread(target=self._run, name="alerts-disk", daemon=True).start()', "self._run()",
+            f"{_STATE}::test_a_disk_that_does_not_answer_is_an_alert_and_holds_nothing"),
+    _mutant("hung-disk-unseen", "a disk that does not answer alerts nobody", "rules.py",
+            "self._limits.silent_disk(path, silent)", "[]",
+            f"{_STATE}::test_a_disk_that_does_not_answer_is_an_alert_and_holds_nothing"),
+    _mutant("ids-of-a-process", "each process of alerts has other ids for the same alert", "incidents.py",
+            'id=f"{sign.kind}/{subject}/{first}"', 'id=f"{sign.kind}/{subject}/{id(self)}"',
+            f"{_STATE}::test_an_alert_of_a_disk_keeps_its_id_over_processes_and_is_over_once"),
+    _mutant("known-alert-fires-again", "an alert that is known from another measurement fires again", "sink.py",
+            "                elif own.id != known.id and own.severity == known.severity:\n", "                elif False:\n",
+            f"{_STATE}::test_an_alert_of_a_disk_keeps_its_id_over_processes_and_is_over_once"),
+    _mutant("dead-run-has-low-mfu", "the end of a launcher ends no alert", "rules.py",
+            'self._incidents.end_all(now, "the run ended", but=lasting)', "[]",
+            f"{_STATE}::test_the_end_of_a_launcher_ends_the_alerts_that_only_a_running_run_has"),
+    _mutant("ended-alert-stays-open", "an alert that the end of a launcher ended is not sent again", "sink.py",
+            "                self._rules.forget(record)\n", "                pass\n",
+            f"{_STATE}::test_the_end_of_a_launcher_ends_the_alerts_that_only_a_running_run_has"),
+    _mutant("torn-line-eats-the-next", "an alert after a torn line of the file is a part of that line", "outbox.py",
+            '                    data = b"\\n" + data\n', "                    pass\n",
+            f"{_STATE}::test_a_torn_line_costs_no_other"),
+    _mutant("severity-left-open", "an alert that becomes critical is there twice", "channels.py",
+            "            if before != record.severity:\n", "            if False:\n",
+            f"{_CHANNELS}::test_alertmanager_gets_the_end_of_an_alert_that_is_now_critical"),
+    _mutant("dead-run-resolved", "the alerts of a dead run are resolved after an hour", "channels.py",
+            "_ALERTMANAGER_UNTIL_SECONDS = 7 * 86_400.0", "_ALERTMANAGER_UNTIL_SECONDS = -1.0",
+            f"{_CHANNELS}::test_alertmanager_gets_the_end_of_an_alert_that_is_now_critical"),
+    Mutant(
+        name="nested-line-ends-readers",
+        what="a line of the event log that is nested deeply ends what reads it",
+        file="events.py",
+        before="        event = json.loads(line)\n    except (ValueError, RecursionError):",
+        after="        event = json.loads(line)\n    except ValueError:",
+        tests=("tests/unit/observe/test_hostile_logs.py::test_a_replay_of_a_hostile_log",),
+    ),
     Mutant(
         name="secret-in-an-error",
         what="an error shows the address of a webhook that is in the wrong place of a run file",
@@ -190,8 +226,8 @@ MUTANTS: list[Mutant] = [
         name="alerts-never-start",
         what="a run whose run file names a channel starts no process",
         file="trainer/launch/observing.py",
-        before="    if not alerts.has_channel:\n",
-        after="    if alerts.has_channel:\n",
+        before="    if config.alerts.has_channel:\n",
+        after="    if not config.alerts.has_channel:\n",
         tests=(f"{_PROCESS}::test_the_launcher_starts_a_process_only_for_a_channel_and_ends_it",),
     ),
 ]  # fmt: skip

@@ -33,7 +33,7 @@ def hostile_log(count: int) -> Iterator[tuple[bytes, int | None]]:
     random, time = Random(0), START
     yield line(events.RUN_STARTED, time, run="one", **STARTED), None
     for step in range(1, count + 1):
-        time += random.choice((1.0, 1.0, 1.0, 1.0, -7200.0, 7200.0, 5e8, -5e8))
+        time = START + step + random.choice((0.0, 0.0, 0.0, 0.0, -7200.0, 7200.0, 5e8, -5e8))
         whole = line(events.STEP, time, step=step, loss=random.choice((2.0, float("nan"), 1e308)), grad_norm=1.0, lr=1e-3)
         yield whole, step
         other = line(events.STRAGGLER, time, **SLOW | {"rank": step, "host": HOSTILE})
@@ -41,6 +41,7 @@ def hostile_log(count: int) -> Iterator[tuple[bytes, int | None]]:
         yield random.choice(
             (
                 other,
+                line(events.FINDING, time, **FINDING),
                 other[:cut] + b"\n",  # of a writer that was killed
                 other[:cut] + line(events.FINDING, time, **FINDING) + other[cut:],  # two writers at once
                 line(events.PROGRESS, time, step=step, loss=2.0),  # without the fields of this version
