@@ -18,6 +18,6 @@ from .row import Row
 
 _FILES = [import_module(f"{__name__}.{file.name}") for file in iter_modules(__path__) if file.name.startswith("rows_")]
 ALL: tuple[Row, ...] = tuple(sorted((row for file in _FILES for row in file.ROWS), key=lambda row: row.id))
-# Rows of the design that nothing here carries out yet: their faults, and why. A row never disappears: it moves from here
-# to a file.
+# Rows of the design that nothing here carries out yet: their faults, and why. A row never disappears: it moves to a
+# file.
 MISSING: dict[str, tuple[str, str]] = {}

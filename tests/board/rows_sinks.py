@@ -1,4 +1,4 @@
-"""The row of sinks: whatever becomes of trackers and of what feeds them, the run has the bits of the undisturbed one."""
+"""The row of sinks: whatever becomes of trackers and of their feed, the run has the bits of the undisturbed one."""
 
 import contextlib
 import itertools
@@ -123,4 +123,6 @@ def _steps(folder: RunFolder) -> list[float]:
     return [after - before for before, after in itertools.pairwise(times)]
 
 
-ROWS = (Row("RS31 sinks", "sinks hang, wait 30 s, die, have a full disk or are killed; their feed is killed", rs31_sinks),)
+ROWS = (
+    Row("RS31 sinks", "sinks hang, wait 30 s, die, have a full disk or are killed; their feed is killed", rs31_sinks),
+)

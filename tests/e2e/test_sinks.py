@@ -34,7 +34,11 @@ for kind in (Hangs, Dies, Full):
     SINKS.register(SinkPart(name=kind.__name__.lower(), make=kind))
 """
 PLUGINS = '\n[plugins]\nmodules = ["bad_sinks"]\n'
-BAD = PLUGINS + "[sinks.hangs]\nclose_seconds = 0.5\n[sinks.dies]\nclose_seconds = 1\n[sinks.full]\nclose_seconds = 1\n[sinks.jsonl]\n"
+BAD = (
+    PLUGINS
+    + "[sinks.hangs]\nclose_seconds = 0.5\n[sinks.dies]\nclose_seconds = 1\n"
+    + "[sinks.full]\nclose_seconds = 1\n[sinks.jsonl]\n"
+)
 
 
 @pytest.fixture(scope="module")

@@ -189,7 +189,7 @@ MUTANTS: list[Mutant] = [
             'id=f"{sign.kind}/{subject}/{first}"', 'id=f"{sign.kind}/{subject}/{id(self)}"',
             f"{_STATE}::test_an_alert_of_a_disk_keeps_its_id_over_processes_and_is_over_once"),
     _mutant("known-alert-fires-again", "an alert that is known from another measurement fires again", "sink.py",
-            "                elif own.id != known.id and own.severity == known.severity:\n", "                elif False:\n",
+            "own.id != known.id and own.severity == known.severity:", "own.id == known.id:",
             f"{_STATE}::test_an_alert_of_a_disk_keeps_its_id_over_processes_and_is_over_once"),
     _mutant("dead-run-has-low-mfu", "the end of a launcher ends no alert", "rules.py",
             'self._incidents.end_all(now, "the run ended", but=lasting)', "[]",

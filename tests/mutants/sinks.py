@@ -140,7 +140,7 @@ MUTANTS = [
         what="the end of a run waits for its observers one after the other",
         file="trainer/launch/observing.py",
         before="        keeper.end() if seconds else keeper.kill()\n",
-        after="        keeper.end() if seconds else keeper.kill()\n        keeper.thread.join(1.0)\n        keeper.kill()\n",
+        after="        keeper.end()\n        keeper.thread.join(1.0)\n        keeper.kill()\n",
         tests=(f"{_OBSERVING}::test_all_end_at_once",),
     ),
     Mutant(

@@ -14,7 +14,15 @@ _FIRST_PAUSE_SECONDS, _LONGEST_PAUSE_SECONDS = 1.0, 300.0
 _ATTEMPTS = 5  # in a row, before a call is held
 _MOST_HELD = 64  # of a method; if all of them raise, the next one waits for as long as that takes
 # Errors that are the same in the next attempt. Those of connections and disks are others.
-_OF_THE_CALL = (ArithmeticError, AssertionError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
+_OF_THE_CALL = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NotImplementedError,
+    TypeError,
+    ValueError,
+)
 
 
 class Place(NamedTuple):
@@ -46,9 +54,7 @@ class PatientCalls:
     returns True if the run ends and its time is over. sent, left_out: the numbers of calls so far.
     """
 
-    def __init__(
-        self, begins: Callable[[], None], raised: Callable[[Exception], None], wait: Callable[[float], bool]
-    ):
+    def __init__(self, begins: Callable[[], None], raised: Callable[[Exception], None], wait: Callable[[float], bool]):
         self._begins, self._raised, self._wait = begins, raised, wait
         self._held: dict[str, deque[SinkCall]] = {}
         self.sent = self.left_out = 0

@@ -60,7 +60,9 @@ def write_ranks(folder: RunFolder, ranks: int, step: int = 3) -> None:
     """Write a row for every rank: rank r has r + 1 in all its numbers."""
     folder.metrics.mkdir(exist_ok=True)
     for rank in range(ranks):
-        table = TableWriter(lineage_folder(folder.metrics, 1, 1) / f"rank-{rank:05}", list(RANK_METRICS), {"line_steps": 1})
+        table = TableWriter(
+            lineage_folder(folder.metrics, 1, 1) / f"rank-{rank:05}", list(RANK_METRICS), {"line_steps": 1}
+        )
         table.add(step, time.time(), dict.fromkeys(RANK_METRICS, rank + 1.0))
         table.close()
 

@@ -52,6 +52,7 @@ def alerts_in(address: str) -> list[dict]:
 @pytest.mark.nightly
 def test_an_alert_is_active_until_it_is_resolved(address, monkeypatch, tmp_path):
     monkeypatch.setenv("ALERTMANAGER", address)
+
     def channel_of(first_line: str) -> AlertChannel:
         folder = RunFolder(tmp_path / first_line)
         folder.root.mkdir()

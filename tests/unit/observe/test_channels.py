@@ -96,7 +96,13 @@ def test_alertmanager_gets_the_end_of_an_alert_that_is_now_critical(channel):
         [f"{one['labels']['severity']} {'open' if _seconds(one['endsAt']) > day else 'over'}" for one in body]
         for _, body, _ in server.got
     ]
-    wanted = [["warning open"], ["warning over", "critical open"], ["critical open"], ["critical over"], ["warning open"]]
+    wanted = [
+        ["warning open"],
+        ["warning over", "critical open"],
+        ["critical open"],
+        ["critical over"],
+        ["warning open"],
+    ]
     assert sent == wanted
 
 

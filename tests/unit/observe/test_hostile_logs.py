@@ -34,26 +34,35 @@ def hostile_log(count: int) -> Iterator[tuple[bytes, int | None]]:
     yield line(events.RUN_STARTED, time, run="one", **STARTED), None
     for step in range(1, count + 1):
         time = START + step + random.choice((0.0, 0.0, 0.0, 0.0, -7200.0, 7200.0, 5e8, -5e8))
-        whole = line(events.STEP, time, step=step, loss=random.choice((2.0, float("nan"), 1e308)), grad_norm=1.0, lr=1e-3)
+        whole = line(
+            events.STEP, time, step=step, loss=random.choice((2.0, float("nan"), 1e308)), grad_norm=1.0, lr=1e-3
+        )
         yield whole, step
         other = line(events.STRAGGLER, time, **SLOW | {"rank": step, "host": HOSTILE})
         cut = random.randrange(1, len(other) - 1)
-        yield random.choice(
-            (
-                other,
-                line(events.FINDING, time, **FINDING),
-                other[:cut] + b"\n",  # of a writer that was killed
-                other[:cut] + line(events.FINDING, time, **FINDING) + other[cut:],  # two writers at once
-                line(events.PROGRESS, time, step=step, loss=2.0),  # without the fields of this version
-                line("of a later version", time, step=step, x=[HOSTILE]),
-                line(events.PROGRESS, float("nan"), step=step, tokens=float("inf"), tokens_per_second=float("-inf")),
-                line(events.FAULT, time, **FAULT | {"step": 10**30}),
-                line(events.METRICS, time, step=-step, by="x", values={"data/share/web": float("nan"), "y": 10**400}),
-                b"[" * 100_000 + b"\n" if step % 100 == 0 else b"[]\n",
-                b'{"kind": ["step"], "time": 1.0}\n{"kind": "step", "step": "1"}\n',
-                b"\x00\xff\xfe" * 50 + b"\n",
-            )
-        ), None
+        yield (
+            random.choice(
+                (
+                    other,
+                    line(events.FINDING, time, **FINDING),
+                    other[:cut] + b"\n",  # of a writer that was killed
+                    other[:cut] + line(events.FINDING, time, **FINDING) + other[cut:],  # two writers at once
+                    line(events.PROGRESS, time, step=step, loss=2.0),  # without the fields of this version
+                    line("of a later version", time, step=step, x=[HOSTILE]),
+                    line(
+                        events.PROGRESS, float("nan"), step=step, tokens=float("inf"), tokens_per_second=float("-inf")
+                    ),
+                    line(events.FAULT, time, **FAULT | {"step": 10**30}),
+                    line(
+                        events.METRICS, time, step=-step, by="x", values={"data/share/web": float("nan"), "y": 10**400}
+                    ),
+                    b"[" * 100_000 + b"\n" if step % 100 == 0 else b"[]\n",
+                    b'{"kind": ["step"], "time": 1.0}\n{"kind": "step", "step": "1"}\n',
+                    b"\x00\xff\xfe" * 50 + b"\n",
+                )
+            ),
+            None,
+        )
         if step == count // 2:
             yield line(events.FINISHED, time, step=step, tokens=1, seconds=1.0), None
             yield line(events.RUN_STARTED, time, run="two", **STARTED), None

@@ -46,7 +46,10 @@ FIRES = {
     "IngotStalled": ([("ingot_run_progress_timestamp_seconds" + RUNS, "0x30"), ("ingot_run_ended" + RUNS, "0x30")], 20),
     "IngotLost": ([("ingot_run_ended" + RUNS, "0x10 stale")], 25),
     "IngotLossNotFinite": ([("ingot_train_loss" + RUNS, "2x5 NaN NaN NaN NaN NaN")], 8),
-    "IngotRestarts": ([('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="restart"}', "0x20 1 2 3 4 4x10")], 28),
+    "IngotRestarts": (
+        [('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="restart"}', "0x20 1 2 3 4 4x10")],
+        28,
+    ),
     "IngotFault": ([('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="fault"}', "1x5")], 3),
     "IngotGuard": ([('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="guard"}', "0x20 1x9")], 25),
     "IngotCheckpointFailed": (

@@ -87,8 +87,8 @@ class Incidents:
         return self._number[kind] > 0
 
     def adopt(self, record: AlertRecord, now: Instant) -> None:
-        """Take in an alert that fired earlier and is not over. It is over after some steps, if nothing else ends it. One
-        that is open has its id and its begin from now on."""
+        """Take in an alert that fired earlier and is not over. It is over after some steps, if nothing else ends it. If
+        it is open here, it has that id and that begin from now on."""
         key = record.kind, record.subject
         if (known := self._open.get(key)) is not None:
             last = record if known.sent_at is None else known.record

@@ -178,7 +178,9 @@ class PrometheusSink(Sink):
         yield from self._of_sources(run)
         ranks = [({**run, "rank": str(rank), "host": host}, 1.0) for rank, host in sorted(self._hosts.items())]
         yield self._gauge("ingot_rank_info", "1 for each rank of this attempt, with its machine", ranks)
-        yield self._gauge("ingot_rank_step", "the step of the newest numbers of a rank", self._of_ranks(lambda row: row.step))
+        yield self._gauge(
+            "ingot_rank_step", "the step of the newest numbers of a rank", self._of_ranks(lambda row: row.step)
+        )
         for name, metric in RANK_METRICS.items():
             words = f"{metric.meaning} ({metric.unit})" if metric.unit else metric.meaning
             rows = self._of_ranks(lambda row, name=name: row.values.get(name))

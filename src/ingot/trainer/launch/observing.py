@@ -158,7 +158,8 @@ class ObserverKeeper:
                 self._reported = True
                 name = self._observer.name
                 report(
-                    self._say, f"{name:<9} their process {trouble}; it is started again in {pause:g} s (logs/{name}.log)"
+                    self._say,
+                    f"{name:<9} their process {trouble}; it is started again in {pause:g} s (logs/{name}.log)",
                 )
             self._ends.wait(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
