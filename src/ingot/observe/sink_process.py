@@ -43,8 +43,8 @@ Wait = Callable[[float], bool]
 
 
 class EventDelivery:
-    """The events of a run on their way to its sink. answer: called with {"alive": True} before and after each event,
-    and with {"raised": words} at the first error of a call in this process. wait: as of PatientCalls."""
+    """The events of a run on their way to its sink. answer: called with {"alive": True} now and then between calls, and
+    with {"raised": words} at the first error of a call in this process. wait: as of PatientCalls."""
 
     def __init__(
         self, folder: RunFolder, config: RunConfig, sink: Sink, states: SinkStateFile, answer: Answer, wait: Wait
@@ -55,10 +55,11 @@ class EventDelivery:
         self._events = NewEvents(folder.events, position=state.position, most_bytes=_MOST_BYTES)
         self._at = Place(state.position, state.begun, 0)
         self._given, self._tries = state.done, state.tries  # by earlier processes: calls of the first event
-        self._calls = PatientCalls(lambda: self._record(self._tries + 1), self._note, wait)
+        self._calls = PatientCalls(self._begin, self._note, wait)
         self._calls.sent, self._calls.left_out = state.sent, state.left_out
         self._opened = -1
         self._raised = False
+        self._answered_at = float("-inf")
 
     @property
     def is_whole(self) -> bool:
@@ -76,7 +77,7 @@ class EventDelivery:
     def _give(self, position: int, event: Mapping[str, Any]) -> None:
         begun = self._at.begun + (event["kind"] in _BEGINS)
         attempt = max(begun - 1, 0)
-        self._answer({"alive": True})
+        self._live()
         if attempt != self._opened:  # what this raises ends the process: the event is given to the next one
             self._sink.open(run_id_of(self._folder, self._config), attempt, public_settings(self._config))
             self._opened = attempt
@@ -106,6 +107,16 @@ class EventDelivery:
             step = None
         facts = {key: value for key, value in event.items() if key not in ("kind", "step")}
         yield "event", lambda: self._sink.event(event["kind"], step, facts)
+
+    def _begin(self) -> None:
+        self._live()
+        self._record(self._tries + 1)
+
+    def _live(self) -> None:
+        """Give a sign of life, unless there was one just now."""
+        if (now := time.monotonic()) > self._answered_at + LOOK_SECONDS / 2:
+            self._answered_at = now
+            self._answer({"alive": True})
 
     def _record(self, tries: int = 0) -> None:
         """Record the counts, and the first place whose call has not been decided."""

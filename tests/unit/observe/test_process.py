@@ -301,6 +301,6 @@ def test_the_launcher_starts_a_process_only_for_a_channel_and_ends_it(folder):
     assert observers_of(folder, run_of(), quiet=True) == []
     (alerts,) = observers_of(folder, run_of(Alerts(terminal=True)), quiet=True)
     lines = []
-    with observing(folder, [alerts], PendingSignals(), lines.append):
+    with PendingSignals() as signals, observing(folder, [alerts], signals, lines.append):
         wait_for(lambda: (folder.root / "logs" / "alerts.log").exists())
     assert lines == [] and [one.kind for one in read_records(folder.alerts)] == [kinds.RUN_ENDED]
