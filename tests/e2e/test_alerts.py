@@ -14,6 +14,7 @@ from ingot.schema import events
 from ingot.schema.alert_record import FIRED, RESOLVED
 
 from .conftest import ended, workers_of
+from .test_sinks import sink_processes
 
 CHANNELS = ("--set", "alerts.terminal=true", "--set", "alerts.webhook.url_env=HOOK")
 CALM = ("--set", "alerts.communication_most=0", "--set", "launch.straggler_factor=0")  # of two ranks on a busy machine
@@ -43,6 +44,22 @@ def test_a_killed_rank_reaches_people_and_is_over_when_steps_continue(project):
         assert [(alert["kind"], alert["over"] is not None) for alert in one["alerts"]] == [(kinds.RANK_LOST, True)]
     kept = b"".join(path.read_bytes() for path in folder.root.rglob("*") if path.is_file())
     assert b"s3cr3t" not in kept and "s3cr3t" not in output
+
+
+@pytest.mark.slow
+def test_alerts_reach_people_although_their_process_was_killed(project):
+    with http_server(200) as server:
+        process = project.start("unwatched", *CHANNELS, *CALM, HOOK=server.url)
+        folder, deadline = project.folder("unwatched"), time.monotonic() + 120
+        while not any(event["step"] >= 20 for event in read_events(folder.events, events.CHECKPOINT)):
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.02)
+        (alerts,) = sink_processes(folder.root)
+        os.kill(alerts, signal.SIGKILL)
+        os.kill(workers_of(folder)[1], signal.SIGKILL)
+        output = ended(process, 0)
+    assert received(server) == [(kinds.RANK_LOST, FIRED), (kinds.RANK_LOST, RESOLVED)]
+    assert output.count("alerts    their process was killed") == 1
 
 
 @pytest.mark.slow

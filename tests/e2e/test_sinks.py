@@ -30,14 +30,22 @@ class Full(Hangs):
         self.file = (place.own / "data").open("ab", buffering=0)
     def scalars(self, step, tokens, values): self.file.write(bytes(1 << 12))
 
-for kind in (Hangs, Dies, Full):
+class Away(Hangs):
+    def __init__(self, place, options):
+        self.file, self.calls = (place.own / "losses").open("a", buffering=1), 0
+    def scalars(self, step, tokens, values):
+        self.calls += 1
+        if self.calls < 5: raise ConnectionRefusedError("no server")
+        if "train/loss" in values: print(step, repr(values["train/loss"]), file=self.file)
+
+for kind in (Hangs, Dies, Full, Away):
     SINKS.register(SinkPart(name=kind.__name__.lower(), make=kind))
 """
 PLUGINS = '\n[plugins]\nmodules = ["bad_sinks"]\n'
 BAD = (
     PLUGINS
     + "[sinks.hangs]\nclose_seconds = 0.5\n[sinks.dies]\nclose_seconds = 1\n"
-    + "[sinks.full]\nclose_seconds = 1\n[sinks.jsonl]\n"
+    + "[sinks.full]\nclose_seconds = 1\n[sinks.jsonl]\n[sinks.away]\nclose_seconds = 20\n"
 )
 
 
@@ -57,13 +65,17 @@ def test_bad_sinks_cost_the_run_no_bit(project):
     assert project.facts("disturbed") == project.facts("undisturbed")
     folder = project.folder("disturbed")
     failed = {event["sink"]: event["reason"] for event in read_events(folder.events, events.SINK_FAILED)}
-    assert failed == {"hangs": "hung", "dies": "ended", "full": "raised"}
+    assert failed == {"hangs": "hung", "dies": "ended", "full": "raised", "away": "raised"}
     lines = [line.split()[1] for line in output.splitlines() if line.startswith("sink ")]
     assert sorted(lines) == sorted(failed)
     rows = map(json.loads, (folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines())
     assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == {
         step: loss for step, (loss, *_) in project.facts("disturbed").items()
     }
+    losses = dict(map(str.split, (folder.sinks / "away" / "losses").read_text().splitlines()))
+    assert losses == {str(step): repr(loss) for step, (loss, *_) in project.facts("disturbed").items()}
+    (away,) = [event for event in read_events(folder.events, events.SINK_CLOSED) if event["sink"] == "away"]
+    assert away["left_out"] == 0 and away["finished"]
     assert sink_processes(folder.root) == []
 
 

@@ -112,18 +112,21 @@ def test_the_process_sends_resumes_after_a_kill_and_reports_the_end_of_its_launc
             wait_for(lambda: folder.alerts_sent.exists() and "webhook" in folder.alerts_sent.read_text())
             assert received(server) == [(kinds.SPIKE, FIRED)]
             process.kill()
-        history.event(events.STRAGGLER, **SLOW)  # while nobody looks
+        history.event(events.FAULT, **FAULT)  # while nobody looks
+        history.line()
+        history.event(events.STRAGGLER, **SLOW)
         write(folder, history)
         with process_of(folder, secret) as process:
-            wait_for(lambda: received(server)[1:] == [(kinds.STRAGGLER, FIRED)])
+            lost = [(kinds.RANK_LOST, FIRED), (kinds.RANK_LOST, RESOLVED)]
+            wait_for(lambda: received(server)[1:] == [*lost, (kinds.STRAGGLER, FIRED)])
             history.event(events.STRAGGLER, **SLOW | {"ended": True})
             write(folder, history)
-            wait_for(lambda: received(server)[2:] == [(kinds.STRAGGLER, RESOLVED)])
+            wait_for(lambda: received(server)[4:] == [(kinds.STRAGGLER, RESOLVED)])
             shown, _ = process.communicate(timeout=60)  # its standard input is closed: the launcher is gone
             assert process.returncode == 0
-        assert received(server)[3:] == [(kinds.SPIKE, RESOLVED), (kinds.RUN_ENDED, FIRED)]
+        assert received(server)[5:] == [(kinds.SPIKE, RESOLVED), (kinds.RUN_ENDED, FIRED)]
     assert [one.kind for one in read_records(folder.alerts)] == [kind for kind, _ in received(server)]
-    assert len(re.findall(rb"^alert     ", shown, re.MULTILINE)) == 4
+    assert len(re.findall(rb"^alert     ", shown, re.MULTILINE)) == 6
     assert b"s3cr3t" not in shown + b"".join(path.read_bytes() for path in folder.root.iterdir())
 
 

@@ -121,9 +121,11 @@ class AlertSink:
                     continue
                 else:
                     earlier[key] = record
+            is_begin = record.state == FIRED
             # An end is news if its begin was sent.
-            ends = record.state == RESOLVED and record.id in begun
-            self._outbox.add(record, send=ends or is_news(record) or record.id in still_open)
+            send = is_news(record) or record.id in still_open if is_begin else record.id in begun
+            begun |= {record.id} if send else set()
+            self._outbox.add(record, send=send)
         fired = {record.id for record in self._old if record.state == FIRED}
         over = {own.last.id for own in self._known if own.over is not None} - fired
         for record in self._rules.open:
