@@ -188,7 +188,7 @@ MUTANTS: list[Mutant] = [
     _mutant("ids-of-a-process", "each process of alerts has other ids for the same alert", "incidents.py",
             'id=f"{sign.kind}/{subject}/{first}"', 'id=f"{sign.kind}/{subject}/{id(self)}"',
             f"{_STATE}::test_an_alert_of_a_disk_keeps_its_id_over_processes_and_is_over_once"),
-    _mutant("end-not-sent", "an alert that began and ended while its process was away is never over for people", "sink.py",
+    _mutant("end-not-sent", "an alert whose begin and end nobody saw is never over for people", "sink.py",
             "            begun |= {record.id} if send else set()\n", "",
             f"{_PROCESS}::test_the_process_sends_resumes_after_a_kill_and_reports_the_end_of_its_launcher"),
     _mutant("known-alert-fires-again", "an alert that is known from another measurement fires again", "sink.py",

@@ -5,6 +5,7 @@ import socket
 import time
 from datetime import datetime
 from email import message_from_string, policy
+from pathlib import Path
 
 import pytest
 from tests.unit.observe.conftest import HOSTILE, RUN_DIR, START
@@ -37,7 +38,7 @@ def channel(monkeypatch):
     def make(name: str, url: str):
         monkeypatch.setenv("ALERT_URL", url)
         alerts = Alerts(**{name: UrlChannel(url_env="ALERT_URL")})
-        (found,) = channels_of(run_of(alerts), RunFolder(RUN_DIR), 1)
+        (found,) = channels_of(run_of(alerts), RunFolder(Path(RUN_DIR)), 1)
         assert found.name == name
         return found
 

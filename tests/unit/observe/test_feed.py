@@ -32,11 +32,12 @@ class Refuses(Own):
 for kind in (Hangs, Dies, Raises, Refuses):
     SINKS.register(SinkPart(name=kind.__name__.lower(), make=kind))
 """
-TABLES = "[sinks.jsonl]\n[sinks.hangs]\ntimeout_seconds = 1\n[sinks.dies]\n[sinks.raises]\n[sinks.refuses]\n"
+TABLES = "[sinks.jsonl]\n[sinks.hangs]\ntimeout_seconds = 1\n[sinks.dies]\n[sinks.raises]\nclose_seconds = 1\n[sinks.refuses]\n"
 
 
 def start(root: Path) -> subprocess.Popen:
-    command = [sys.executable, "-P", "-m", "ingot.observe.feed", str(root)]
+    code = f"from ingot.observe import feed; feed._PAUSE_SECONDS = 0.05; feed.main({str(root)!r})"
+    command = [sys.executable, "-P", "-c", code]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
 
