@@ -172,7 +172,7 @@ MUTANTS: list[Mutant] = [
             "send = is_news(record) or record.id in still_open if is_begin else", "send = True if is_begin else",
             f"{_PROCESS}::test_old_trouble_is_written_and_sent_to_nobody_if_it_is_over"),
     _mutant("open-alert-forgotten", "an alert of before is never over", "sink.py",
-            "                self._rules.adopt(own.last)\n", "                pass\n",
+            "            self._rules.adopt(record)\n", "            pass\n",
             f"{_PROCESS}::test_an_alert_that_was_open_at_the_end_is_over_when_the_run_goes_on"),
     _mutant("file-not-bounded", "alerts fill the disk", "outbox.py", "if size > _MOST_BYTES:", "if size < 0:",
             f"{_PROCESS}::test_the_file_of_alerts_is_bounded"),

@@ -128,7 +128,7 @@ MUTANTS = [
         tests=(f"{_PROMETHEUS}::test_ranks_sources_callbacks_and_counts_are_scraped",),
     ),
     Mutant(
-        name="ranks-of-before",
+        name="attempt-not-restored",
         what="a second process of the sink for Prometheus does not know the ranks of the attempt",
         file="observe/sinks/prometheus.py",
         before="            self._restore()\n",
