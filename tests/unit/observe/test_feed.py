@@ -32,7 +32,10 @@ class Refuses(Own):
 for kind in (Hangs, Dies, Raises, Refuses):
     SINKS.register(SinkPart(name=kind.__name__.lower(), make=kind))
 """
-TABLES = "[sinks.jsonl]\n[sinks.hangs]\ntimeout_seconds = 1\n[sinks.dies]\n[sinks.raises]\nclose_seconds = 1\n[sinks.refuses]\n"
+TABLES = (
+    "[sinks.jsonl]\n[sinks.hangs]\ntimeout_seconds = 1\n[sinks.dies]\n[sinks.raises]\nclose_seconds = 1\n"
+    "[sinks.refuses]\n"
+)
 
 
 def start(root: Path) -> subprocess.Popen:
