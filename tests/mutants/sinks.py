@@ -52,7 +52,7 @@ MUTANTS = [
         what="an event counts as given before its attempt is opened, so a tracker that is away at the start loses it",
         file="observe/sink_process.py",
         before="        self._live()\n        if attempt",
-        after="        self._at = Place(position, begun, 0)\n        self._record()\n        if attempt",
+        after="        self._at = LogPlace(position, begun, 0)\n        self._record()\n        if attempt",
         tests=(f"{_PROCESS}::test_an_open_that_raises_loses_no_event",),
     ),
     Mutant(

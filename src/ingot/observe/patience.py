@@ -25,7 +25,7 @@ _OF_THE_CALL = (
 )
 
 
-class Place(NamedTuple):
+class LogPlace(NamedTuple):
     """A place in the event log between two calls of a sink. position: the end of the event before. begun: starts of
     ranks and roll-backs until there. done: calls of the event that came before this place."""
 
@@ -40,7 +40,7 @@ class SinkCall:
 
     method: str
     call: Callable[[], None]
-    place: Place
+    place: LogPlace
 
 
 class RunEnds(Exception):
@@ -60,7 +60,7 @@ class PatientCalls:
         self.sent = self.left_out = 0
 
     @property
-    def first_held(self) -> Place | None:
+    def first_held(self) -> LogPlace | None:
         """The place before the first call that is held; None without one."""
         return min((calls[0].place for calls in self._held.values() if calls), default=None)
 

@@ -19,7 +19,7 @@ from typing import IO, Any
 from ingot.errors import IngotError
 from ingot.events import NewEvents
 from ingot.machine.processes import die_with_parent
-from ingot.observe.patience import PatientCalls, Place, RunEnds, SinkCall
+from ingot.observe.patience import PatientCalls, LogPlace, RunEnds, SinkCall
 from ingot.observe.run_id import run_id_of
 from ingot.observe.scalars import scalars_of
 from ingot.observe.sink_state import SinkStateFile
@@ -53,7 +53,7 @@ class EventDelivery:
         self._folder = folder
         self.state = state = states.read()
         self._events = NewEvents(folder.events, position=state.position, most_bytes=_MOST_BYTES)
-        self._at = Place(state.position, state.begun, 0)
+        self._at = LogPlace(state.position, state.begun, 0)
         self._given, self._tries = state.done, state.tries  # by earlier processes: calls of the first event
         self._calls = PatientCalls(self._begin, self._note, wait)
         self._calls.sent, self._calls.left_out = state.sent, state.left_out
@@ -91,7 +91,7 @@ class EventDelivery:
             else:
                 self._calls.give(SinkCall(method, call, self._at))
             self._tries = 0
-        self._at = Place(position, begun, 0)
+        self._at = LogPlace(position, begun, 0)
         self._record()
 
     def _calls_of(self, event: Mapping[str, Any]) -> Iterator[tuple[str, Callable[[], None]]]:

@@ -69,7 +69,7 @@ def test_ranks_sources_callbacks_and_counts_are_scraped(tmp_path):
 
 
 def test_a_process_that_begins_in_the_middle_of_an_attempt_has_what_the_rules_need(tmp_path):
-    """Its counters have neither what was counted before, nor what is old."""
+    """The counters have neither what was counted before, nor what is old."""
     log = PlantedRun(RunFolder(tmp_path), world_size=8)
     log.start()
     log.line(3)
