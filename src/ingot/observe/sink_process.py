@@ -19,7 +19,7 @@ from typing import IO, Any
 from ingot.errors import IngotError
 from ingot.events import NewEvents
 from ingot.machine.processes import die_with_parent
-from ingot.observe.patience import PatientCalls, LogPlace, RunEnds, SinkCall
+from ingot.observe.patience import LogPlace, PatientCalls, RunEnds, SinkCall
 from ingot.observe.run_id import run_id_of
 from ingot.observe.scalars import scalars_of
 from ingot.observe.sink_state import SinkStateFile
