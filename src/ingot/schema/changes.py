@@ -48,7 +48,7 @@ _TABLE = {
         "plateau_window plateau_ratio plateau_sigmas still_steps dead_ratio scale_floor "
         "scale_halvings scale_window precision_every underflow_share saturation_share",
         "cost": "usd_per_hour",
-        "metrics": "record keep_steps",
+        "metrics": "record keep_steps layers_every",
         "alerts": "terminal mfu_target mfu_least communication_most throughput_least goodput_least goodput_seconds "
         "checkpoint_intervals silent_seconds disk_hours mix_drift budget_usd lines repeat_seconds most",
         "alerts.webhook": "url_env",

@@ -1,7 +1,9 @@
 """The files of the numbers of a run, under RUN/metrics/: rows of fixed width, written by one process each.
 
-    000003-step-00000121/          a lineage: an attempt, or what follows a roll-back, and the first step that it trains
+    000003-epoch-000002-step-00000121/   a lineage: an attempt, or what follows a roll-back; the epoch of the run's
+                                   lease, and the first step that it trains
         run/                       a table: the numbers of the whole run, written by rank 0
+        layers/, sources/, checks/ the same, for numbers that few steps have
         rank-00007/                the numbers of one rank
             0-00000121.rows        a segment: level 0, and the step of its first row
             1-00000121.rows        level 1: a bucket for every 16 rows of level 0
@@ -14,7 +16,11 @@ computation gives, stands for a value that was not measured; a bucket in which a
 
 Only the last row of a segment can be torn, and readers leave it out. Segments have equally many rows at all levels, so
 that all buckets of a segment are complete before the next one begins: a segment that is not the last one of its level
-can be removed without a loss at higher levels.
+can be removed without a loss at higher levels. The last ones of a closed lineage are completed first
+(metric_thinning.py).
+
+Two attempts can be alive at once, if a launcher lost the lease of its run and has not noticed. The epoch of the lease
+keeps their folders apart. Folders without an epoch are older than all others.
 """
 
 import contextlib
@@ -34,11 +40,12 @@ BUCKET = 16  # rows of a level in a bucket of the next one
 LEVELS = 4
 SEGMENT_ROWS = BUCKET ** (LEVELS - 1)
 RUN_TABLE = "run"
+EXTRA_TABLES = ("layers", "sources", "checks")  # of the run, too
 _FORMAT = 1
 _USUAL_HEADER_BYTES, _MOST_HEADER_BYTES = 1 << 14, 1 << 20
 _MOST_NAMES = 10_000
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[\w.-]+)+", re.ASCII)
-_LINEAGE = re.compile(r"(\d{6,12})-step-(\d{8,12})", re.ASCII)
+_LINEAGE = re.compile(r"(\d{6,12})(?:-epoch-(\d{6,12}))?-step-(\d{8,12})", re.ASCII)
 _RANK = re.compile(r"rank-(\d{5,9})", re.ASCII)
 _SEGMENT = re.compile(r"(\d)-(\d{8,12})\.rows", re.ASCII)
 _MISSING_BITS = 0x7FF8_0000_4E4F_4E45
@@ -63,31 +70,38 @@ def row_type(level: int, names: int) -> np.dtype:
 
 @dataclass(frozen=True, order=True)
 class Lineage:
-    """A part of a run's history without a step back. number: later ones are larger. first_step: the first step that it
-    trains; steps of earlier lineages from there on are void."""
+    """A part of a run's history without a step back; a later one is larger. epoch: that of the lease with which it was
+    written, 0 for folders without one. number: its number in the run. first_step: the first step that it trains; steps
+    of earlier lineages from there on are void."""
 
+    epoch: int
     number: int
     first_step: int
     folder: Path
 
     def table(self, rank: int | None) -> Path:
         """Return the folder of a rank's table; None: that of the run."""
-        return self.folder / (RUN_TABLE if rank is None else f"rank-{rank:05}")
+        return self.folder / (RUN_TABLE if rank is None else rank_table(rank))
 
     def ranks(self) -> list[int]:
         """Return the ranks that have a table."""
         return sorted(int(found[1]) for name in _names(self.folder) if (found := _RANK.fullmatch(name)))
 
 
-def lineage_folder(metrics: Path, number: int, first_step: int) -> Path:
+def rank_table(rank: int) -> str:
+    """Return the name of the table of a rank."""
+    return f"rank-{rank:05}"
+
+
+def lineage_folder(metrics: Path, number: int, first_step: int, epoch: int = 0) -> Path:
     """Return the folder of a lineage in the folder `metrics` of a run."""
-    return metrics / f"{number:06}-step-{first_step:08}"
+    return metrics / f"{number:06}{f'-epoch-{epoch:06}' if epoch else ''}-step-{first_step:08}"
 
 
 def read_lineages(metrics: Path) -> list[Lineage]:
-    """Return the lineages in the folder `metrics`, oldest first; none if the folder does not exist."""
+    """Return the lineages in the folder `metrics`, oldest first; none if the folder does not exist. Lists one folder."""
     found = [(match, name) for name in _names(metrics) if (match := _LINEAGE.fullmatch(name))]
-    return sorted(Lineage(int(match[1]), int(match[2]), metrics / name) for match, name in found)
+    return sorted(Lineage(int(match[2] or 0), int(match[1]), int(match[3]), metrics / name) for match, name in found)
 
 
 @dataclass(frozen=True, order=True)
@@ -117,8 +131,9 @@ def _names(folder: Path) -> list[str]:
 
 
 def thin(table: Path, newest_step: int, keep_steps: int) -> None:
-    """Remove segments of `table` that are older than `keep_steps` steps at level 0, and BUCKET times as many at each
-    further level. The last level stays, and so does the last segment of each. keep_steps: 0 keeps all."""
+    """Remove segments of `table`, which is being written, that are older than `keep_steps` steps at level 0, and BUCKET
+    times as many at each further level. The last level stays, and so does the last segment of each. keep_steps: 0 keeps
+    all."""
     if keep_steps:
         for level, segments in enumerate(read_segments(table)[:-1]):
             for segment, following in pairwise(segments):

@@ -16,6 +16,7 @@ import numpy as np
 
 from ingot.schema.metric_files import (
     BUCKET,
+    EXTRA_TABLES,
     LEVELS,
     SEGMENT_ROWS,
     Lineage,
@@ -34,15 +35,21 @@ Owner = Literal["run", "rank"]
 @dataclass(frozen=True)
 class Metric:
     """A metric. unit: "" if it has none. meaning: in words. owner: "run" or "rank". at: "step": in the row of every
-    step; "line": in the row of the last step of a log line."""
+    step; "line": in the row of the last step of a log line; "time": every ten seconds, in the row of the next step;
+    "layers": in steps that metrics.layers_every chooses, or somebody asks for; "check": where held-out text is scored
+    before a save. table: one of EXTRA_TABLES; "": that of the owner."""
 
     name: str
     unit: str
     owner: Owner
-    at: Literal["step", "line"]
+    at: Literal["step", "line", "time", "layers", "check"]
     meaning: str
+    table: str = ""
 
 
+_FLIPS = "share of the experts of held-out tokens that are others than at the check before"
+_NORM = "norm of the gradient of a layer, before clipping; {layer} is its number, or `other`"
+_RMS = "root mean square of the hidden states that a layer returns"
 METRICS = (
     Metric("train/loss", "nats per token", "run", "step", "mean loss of the step's tokens"),
     Metric("train/bpb", "bits per byte", "run", "step", "the same loss per byte of text"),
@@ -57,6 +64,7 @@ METRICS = (
     Metric("perf/tokens_per_second", "tokens/s", "run", "line", "of the whole run, mean since the last log line"),
     Metric("perf/mfu", "", "run", "line", "model FLOPs (forward, backward, causal attention) over the published peak"),
     Metric("perf/eta_seconds", "s", "run", "line", "time to the last step, at the speed of this log line"),
+    Metric("run/trained_seconds", "s", "run", "line", "time of all steps so far that count, of all attempts"),
     Metric("run/goodput", "", "run", "line", "share of the time since the first start in steps that count (ETTR)"),
     Metric("run/cost_usd", "USD", "run", "line", "cost so far, of all attempts"),
     Metric("run/cost_to_come_usd", "USD", "run", "line", "cost of the steps to come, at the speed of this log line"),
@@ -64,6 +72,12 @@ METRICS = (
     Metric("experts/max_load", "", "run", "line", "largest load of an expert in any layer"),
     Metric("experts/dropped", "", "run", "line", "share of assignments beyond the capacity, which were dropped"),
     Metric("experts/fallback", "", "run", "line", "share of assignments beyond the capacity, to the fallback expert"),
+    Metric("experts/route_flips", "", "run", "check", _FLIPS, "checks"),
+    Metric("eval/sanity_loss", "nats per token", "run", "check", "loss of a fixed batch of held-out text", "checks"),
+    Metric("layers/grad_norm/{layer}", "", "run", "layers", _NORM, "layers"),
+    Metric("layers/activation_rms/{layer}", "", "run", "layers", _RMS, "layers"),
+    Metric("data/loss/{source}", "nats per token", "run", "line", "mean loss of the tokens of a source", "sources"),
+    Metric("data/share/{source}", "", "run", "line", "share of a source in the tokens of a log line", "sources"),
     Metric("perf/step_seconds", "s", "rank", "step", "time of the step, without saves and evaluation"),
     Metric("perf/wait_seconds", "s", "rank", "step", "of it, waiting for other ranks; 0 on GPUs, where no host waits"),
     Metric("perf/pipeline_wait_seconds", "s", "rank", "step", "of these, waiting for a pipeline neighbor"),
@@ -79,7 +93,18 @@ METRICS = (
     Metric("perf/blocked_seconds", "s", "rank", "line", "time per step of other waits"),
     Metric("memory/peak_bytes", "bytes", "rank", "line", "peak memory: of the device, or of the process on a CPU"),
     Metric("checkpoint/stall_seconds", "s", "rank", "step", "time before this step that training waited for a save"),
+    Metric("device/utilization", "", "rank", "time", "share of the time in which the GPU computed something (NVML)"),
+    Metric("device/memory_bytes", "bytes", "rank", "time", "memory of the GPU in use, by all processes"),
+    Metric("device/power_watts", "W", "rank", "time", "power that the GPU draws"),
+    Metric("device/power_limit_watts", "W", "rank", "time", "limit of its power"),
+    Metric("device/sm_clock_mhz", "MHz", "rank", "time", "clock of its processors"),
+    Metric("device/memory_clock_mhz", "MHz", "rank", "time", "clock of its memory"),
+    Metric("device/temperature_celsius", "degrees Celsius", "rank", "time", "temperature of the GPU"),
+    Metric("device/throttle_reasons", "", "rank", "time", "why its clocks are lower than they could be: bits of NVML"),
+    Metric("device/ecc_corrected", "", "rank", "time", "memory errors since the driver was loaded that were corrected"),
+    Metric("device/ecc_uncorrected", "", "rank", "time", "and those that were not"),
 )
+_LAST_SEGMENTS = 2  # of a level, in which the newest value of a metric is looked for
 _BY_NAME = {metric.name: metric for metric in METRICS}
 _BY_PREFIX = {metric.name.partition("{")[0]: metric for metric in METRICS if "{" in metric.name}
 
@@ -127,11 +152,11 @@ def read_series(
     rows, and so it is where rows were removed because of their age. A bucket counts even if only a part of it is within
     these steps.
     """
-    lineages = read_lineages(metrics)
+    lineages, extra = read_lineages(metrics), _extra_table(rank, name)
     parts: list[tuple[Lineage, bool, int, int]] = []
     border = math.inf  # the least first step of later lineages
     for lineage in reversed(lineages):
-        newest = _newest_step(lineage.table(rank))
+        newest = _newest_step(_table(lineage, rank, extra))
         end = newest if last_step is None else min(newest, last_step)
         begin = max(first_step, lineage.first_step)
         if border <= end:
@@ -144,11 +169,39 @@ def read_series(
     found = []
     for lineage, valid, begin, end in parts:
         share = max(points * (end - begin + 1) // total, 1)
-        rows = thinned(_read_rows(lineage.table(rank), name, begin, end, share), share)
+        rows = thinned(_read_rows(_table(lineage, rank, extra), name, begin, end, share), share)
         if len(rows):
             columns = np.moveaxis(rows["values"][:, 0], -1, 0)
             found.append(Series(lineage.number, valid, rows["first"], rows["last"], rows["time"], *columns[1:]))
     return found
+
+
+def last_value(metrics: Path, rank: int | None, name: str, last_step: int) -> float | None:
+    """Return the newest value of a metric up to `last_step`, if it was measured in a step that is valid; None if not.
+
+    Of a bucket it is the largest value. Looks at the newest lineages only, until one has a value.
+    """
+    extra = _extra_table(rank, name)
+    for lineage in reversed(read_lineages(metrics)):
+        if lineage.first_step > last_step:
+            continue
+        for level in read_segments(_table(lineage, rank, extra)):
+            for segment in [one for one in level if one.first_step <= last_step][: -_LAST_SEGMENTS - 1 : -1]:
+                rows = _column([segment], name, 1, last_step)
+                rows = rows[(rows["values"][:, 0, 0] > 0) & (rows["last"] <= last_step)]
+                if len(rows):
+                    return float(rows["values"][-1, 0, 3])
+        last_step = lineage.first_step - 1
+    return None
+
+
+def _extra_table(rank: int | None, name: str) -> str:
+    metric = metric_of(name) if rank is None else None
+    return metric.table if metric else ""
+
+
+def _table(lineage: Lineage, rank: int | None, extra: str) -> Path:
+    return lineage.folder / extra if extra else lineage.table(rank)
 
 
 def _newest_step(table: Path) -> int:
@@ -161,8 +214,8 @@ def _read_rows(table: Path, name: str, begin: int, end: int, points: int) -> np.
     """Return the rows of a metric that overlap begin..end, as buckets of one name, from the level that has `points`
     rows or more; from others where this one has none."""
     segments = read_segments(table)
-    level = 0
-    while level + 1 < LEVELS and (end - begin + 1) // BUCKET ** (level + 1) >= points:
+    level, every = 0, _steps_per_row(segments[0]) if table.name in EXTRA_TABLES else 1.0
+    while level + 1 < LEVELS and (end - begin + 1) // (every * BUCKET ** (level + 1)) >= points:
         level += 1
     found = [_column(segments[level], name, begin, end)]
     for lower in reversed(range(level)):  # the newest steps, whose bucket is not complete
@@ -175,6 +228,16 @@ def _read_rows(table: Path, name: str, begin: int, end: int, points: int) -> np.
             found.insert(0, older)
     rows = np.concatenate(found)
     return rows[rows["values"][:, 0, 0] > 0]
+
+
+def _steps_per_row(segments: Sequence[Segment]) -> float:
+    """Return the mean distance of two rows of level 0 in steps, by the newest segment."""
+    for segment in segments[-1:]:
+        with open_segment(segment) as opened:
+            if opened is not None and opened.rows > 1:
+                first, last = (opened.read(at, at + 1)["step"] for at in (0, min(opened.rows, SEGMENT_ROWS) - 1))
+                return max(float(last[0] - first[0]) / (min(opened.rows, SEGMENT_ROWS) - 1), 1.0)
+    return 1.0
 
 
 def _column(segments: Sequence[Segment], name: str, begin: int, end: int) -> np.ndarray:
@@ -227,10 +290,10 @@ def newest_rows(metrics: Path) -> dict[int, NewestRow]:
     """
     for lineage in reversed(read_lineages(metrics)):
         found = {rank: row for rank in lineage.ranks() if (row := _newest(lineage.table(rank))) is not None}
-        run = _newest(lineage.table(None))
-        if run is not None:
-            own = found.get(0, run)
-            found[0] = NewestRow(own.step, own.time, {**run.values, **own.values})
+        for table in (lineage.table(None), *(lineage.folder / name for name in EXTRA_TABLES)):
+            if (run := _newest(table)) is not None:
+                own = found.get(0, run)
+                found[0] = NewestRow(own.step, own.time, {**run.values, **own.values})
         if found:
             return found
     return {}

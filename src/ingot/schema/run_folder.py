@@ -58,6 +58,11 @@ class RunFolder:
         return self.root / "metrics"
 
     @property
+    def measure_layers(self) -> Path:
+        """A file by which somebody asks the run to measure its layers in one of the next steps; the run removes it."""
+        return self.root / "measure-layers"
+
+    @property
     def alerts(self) -> Path:
         """A file with the alerts that fired, and their ends, an object per line (schema/alert_record.py)."""
         return self.root / "alerts.jsonl"

@@ -7,6 +7,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict
 from statistics import fmean
 from typing import Any
@@ -34,7 +35,7 @@ from ingot.trainer.loss_terms import log_loss_terms
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import RunParts
-from ingot.trainer.record import Interval, record_line
+from ingot.trainer.record import Interval, record_check, record_layers, record_line
 from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
@@ -104,9 +105,13 @@ def log_interval(
     interval.add_line(waits, memory, times.take() if times is not None else {})
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
     sizes = trainer.update_size.read() if trainer.update_size is not None else (0.0, 0.0)
-    rows = log_waits(trainer, step, interval, waits, (*sizes, damaged, *still), step_seconds=step_seconds)
-    any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:]
-    record_line(trainer, recent, numbers, progress, rows[:, :2])
+    asked = trainer.layer_sizes is not None and trainer.layer_sizes.take_request()
+    sources = trainer.source_loss.take() if trainer.source_loss is not None else ()
+    more = (*sizes, damaged, *still, asked, *sources)
+    rows = log_waits(trainer, step, interval, waits, more, step_seconds=step_seconds)
+    any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:5]
+    record_line(trainer, recent, numbers, progress, rows[:, :2], rows[:, 6:].sum(0))
+    record_layers(trainer, asked=bool(rows[:, 5].any()))
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
@@ -264,7 +269,9 @@ def log_evaluation(trainer: RunParts, step: int) -> None:
 
 def log_sanity(trainer: RunParts, sanity: SanityJudge, step: int) -> None:
     """Judge the weights by a fixed batch of held-out text before `step` is saved, and report it. Collective."""
-    loss = sanity_loss(trainer)
+    with nullcontext() if trainer.route_flips is None else trainer.route_flips.watching():
+        loss = sanity_loss(trainer)
+    record_check(trainer, step, loss)
     warning = sanity.judge(step, loss)
     trainer.log(events.SANITY, step=step, loss=loss, suspect=bool(sanity.reason))
     if warning:

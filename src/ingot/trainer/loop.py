@@ -115,6 +115,8 @@ class RunLoop:
         if self.stopped:
             return None
         self.trainer.heartbeat.enter(Phase.DATA, self.done + 1)
+        if self.trainer.recorder is not None:
+            self.trainer.recorder.release()
         batch = next_batch(self.trainer)
         self.trainer.heartbeat.enter(Phase.COMPILE if self._is_new else Phase.STEP, self.done + 1)
         self._is_new = self._is_new and batch is not None and batch.passed
@@ -127,13 +129,15 @@ class RunLoop:
         try:
             self._judge(batch, result)
         finally:  # a step that ends the run, too
-            if self.trainer.recorder is not None:
-                self.trainer.recorder.step(batch.step, self._interval.last)
+            if self.trainer.recorder is not None:  # a step without a line may still get one, from `stop`
+                self.trainer.recorder.step(batch.step, self._interval.last, is_open=not self.line)
 
     def _judge(self, batch: Batch, result: StepResult) -> None:
         trainer, config, step = self.trainer, self.trainer.config, batch.step
         self._recent.append(result)
         trainer.ledger.record(step, batch.sample_ids)
+        if trainer.source_loss is not None:
+            trainer.source_loss.add(step, batch.sample_ids)
         self._interval.add(batch.wait_seconds, trainer.program.channels.waited_seconds)
         self.done, self.line = step, []
 
@@ -265,6 +269,9 @@ class RunLoop:
         if self._recent:
             result = self._recent[-1]
             self._write_line(saves=True)
+            if self.trainer.recorder is not None:
+                self.trainer.recorder.amend(self._interval.last)
+                self.trainer.recorder.release()
             if self._is_damaged:
                 self._go_back()
             else:

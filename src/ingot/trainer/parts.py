@@ -39,8 +39,11 @@ from ingot.trainer.resilience.policy import Policy
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.save_schedule import SaveSchedule
+from ingot.trainer.telemetry.layer_sizes import LayerSizes
 from ingot.trainer.telemetry.recorder import Recorder
+from ingot.trainer.telemetry.route_flips import RouteFlips
 from ingot.trainer.telemetry.slow_machines import SlowMachines
+from ingot.trainer.telemetry.source_loss import SourceLoss
 from ingot.trainer.telemetry.stragglers import StragglerWatch
 from ingot.trainer.telemetry.usage import CostMeter
 
@@ -58,7 +61,8 @@ class StepParts:
     hashes: those of the state, None outside of a run and with guard.hash_every = 0. gradients: those that two ranks
     compute, None outside of a run and with guard.recompute_every = 0.
     gradient_range: that of each layer, None outside of a run, and where nothing is measured. update_size: that of the
-    weights and of updates, None outside of a run, and with metrics.record = false.
+    weights and of updates, layer_sizes: those of each layer; both None outside of a run, and with metrics.record =
+    false.
     """
 
     config: RunConfig
@@ -79,6 +83,7 @@ class StepParts:
     gradients: RecomputedGradients | None = None
     gradient_range: GradientRange | None = None
     update_size: UpdateSize | None = None
+    layer_sizes: LayerSizes | None = None
 
 
 @dataclass(kw_only=True)
@@ -103,7 +108,8 @@ class RunParts(StepParts):
     waits: how long this rank waits for others. stragglers: finds slow ranks, on rank 0; None if that is off.
     slow_machines: decides for which of them the machine may be drained; None if none may. alerts: of the guard; None
     with [guard] preset = "off".
-    recorder: of the numbers of this rank; None with metrics.record = false.
+    recorder: of the numbers of this rank; None with metrics.record = false. source_loss: the loss by data source; None
+    without a recorder, and for one source. route_flips: of experts; None without a recorder or without experts.
     log: writes an event. say: prints a line for people. Both do nothing except on rank 0. event_log: of every rank.
     """
 
@@ -136,6 +142,8 @@ class RunParts(StepParts):
     slow_machines: SlowMachines | None
     alerts: AlertWatch | None
     recorder: Recorder | None
+    source_loss: SourceLoss | None
+    route_flips: RouteFlips | None
     event_log: EventLog
     log: Callable[..., None]
     say: Callable[[str], None]

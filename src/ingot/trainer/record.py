@@ -8,46 +8,108 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from ingot.plugins.callback import StepNumbers
+from ingot.schema.metric_files import EXTRA_TABLES
 from ingot.schema.metrics import METRICS
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.schema.tokens import TokenManifest
 from ingot.trainer.checkpoint.agree import from_rank_zero
+from ingot.trainer.loader.reader import Windows
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.mesh.step_times import StepTimes
 from ingot.trainer.mesh.waiting import WaitClock
+from ingot.trainer.optim.update_size import UpdateSize
 from ingot.trainer.parts import RunParts
 from ingot.trainer.resilience.policy import StepResult
-from ingot.trainer.telemetry.goodput import Goodput
+from ingot.trainer.telemetry.device_watch import DeviceWatch
+from ingot.trainer.telemetry.goodput import TRAINED, Goodput
+from ingot.trainer.telemetry.layer_sizes import OTHER, LayerSizes
 from ingot.trainer.telemetry.progress import ProgressLine
-from ingot.trainer.telemetry.recorder import Recorder, next_lineage
+from ingot.trainer.telemetry.recorder import LineageKey, Recorder, next_lineage
+from ingot.trainer.telemetry.route_flips import RouteFlips
+from ingot.trainer.telemetry.source_loss import SourceLoss, recorded_sources
 from ingot.trainer.telemetry.usage import ThreadTime, Waits
 
 STALL = "checkpoint/stall_seconds"
 
 
 def open_recorder(
-    config: RunConfig, folder: RunFolder, place: RankInfo, first_step: int, log: Callable[..., None]
+    config: RunConfig,
+    folder: RunFolder,
+    place: RankInfo,
+    first_step: int,
+    log: Callable[..., None],
+    *,
+    epoch: int = 0,
+    sources: Sequence[str] = (),
 ) -> Recorder | None:
-    """Return the recorder of this rank, if the run wants one. log: writes an event of this rank. Collective."""
+    """Return the recorder of this rank, if the run wants one. Collective.
+
+    log: writes an event of this rank. epoch: of the lease of the run (checkpoint/fence.py). sources: the names under
+    which the loss of data sources is recorded.
+    """
     if not config.metrics.record:
         return None
-    by_owner = {owner: [one.name for one in METRICS if one.owner == owner] for owner in ("run", "rank")}
+    by_table: dict[str, list[str]] = {table: [] for table in ("run", "rank", *EXTRA_TABLES)}
+    words = {"source": sources, "layer": [*range(config.model.num_layers), OTHER]}
+    for one in METRICS:
+        start, _, word = one.name.partition("{")
+        by_table[one.table or one.owner] += [f"{start}{own}" for own in words[word[:-1]]] if word else [one.name]
     recorder = Recorder(
         folder.metrics,
         rank=place.rank,
-        lineage=from_rank_zero(lambda: next_lineage(folder.metrics)),
+        ranks=place.world_size,
+        lineage=LineageKey(*from_rank_zero(lambda: next_lineage(folder.metrics, epoch, first_step))),
         attempt=place.attempt,
-        first_step=first_step,
-        names=by_owner["rank"],
-        run_names=by_owner["run"] if place.is_first else (),
+        names=by_table["rank"],
+        run_names=by_table["run"] if place.is_first else (),
+        extra_names={table: by_table[table] for table in EXTRA_TABLES if place.is_first},
         line_steps=config.watch.log_every,
         keep_steps=config.metrics.keep_steps,
         log=log,
     )
     if place.is_first:
         recorder.goodput = Goodput(folder.metrics, folder.events, first_step, time.time())
+    if (uuid := device_uuid(place.device)) is not None:
+        recorder.device = DeviceWatch(uuid, recorder.note)
     return recorder
+
+
+def device_uuid(device: torch.device) -> str | None:
+    """Return the identity of a GPU, as NVML knows it; None for other devices."""
+    if device.type != "cuda":
+        return None
+    found = getattr(torch.cuda.get_device_properties(device), "uuid", None)
+    return None if found is None else f"GPU-{found}"
+
+
+def open_measurements(trainer: RunParts, manifest: TokenManifest) -> None:
+    """Add to a run what measures its steps for the recorder. manifest: of its tokens."""
+    config, place = trainer.config, trainer.place
+    shards, stages = trainer.model.shards, trainer.model.stages
+    trainer.program.times = StepTimes(place.device, trainer.waits)
+    trainer.update_size = UpdateSize(shards, config.watch.log_every, device=place.device)
+    request = trainer.folder.measure_layers if place.is_first else None
+    trainer.layer_sizes = LayerSizes(shards, stages, config.model.num_layers, config.metrics.layers_every, request)
+    trainer.program.observers = [trainer.layer_sizes]
+    sources, source_of_shard = recorded_sources(manifest)
+    if sources:
+        last = stages.get(len(trainer.program.table.rank_of_stage) - 1) if trainer.loss_share else None
+        windows = Windows(manifest, config.train.seq_len)
+        trainer.source_loss = SourceLoss(
+            sources,
+            source_of_shard,
+            lambda ids: windows.locate(ids)[0],
+            rows=config.train.micro_batch,
+            tokens=config.train.seq_len // trainer.mesh.size("cp"),
+            readout=last and last.get_submodule("readout"),
+        )
+        trainer.program.observers.append(trainer.source_loss)
+    if trainer.balance is not None and trainer.sanity is not None:
+        trainer.route_flips = RouteFlips(stages)
 
 
 @dataclass
@@ -121,10 +183,12 @@ def record_line(
     numbers: Sequence[StepNumbers],
     progress: ProgressLine,
     squares: np.ndarray,
+    by_source: np.ndarray | None = None,
 ) -> None:
     """Record the numbers of the run in the steps of a log line. On rank 0.
 
-    squares: of the norms of weights and update of each rank (optim/update_size.py), [ranks, 2].
+    squares: of the norms of weights and update of each rank (optim/update_size.py), [ranks, 2]. by_source: the sums
+    of all ranks by data source (telemetry/source_loss.py).
     """
     if trainer.recorder is None or not trainer.place.is_first:
         return
@@ -155,6 +219,29 @@ def record_line(
     }
     if (goodput := trainer.recorder.goodput) is not None:
         goodput.add(progress.step, progress.step_seconds * len(numbers))
-        line["run/goodput"] = goodput.share(time.time())
+        line |= {TRAINED: goodput.trained_seconds, "run/goodput": goodput.share(time.time())}
     rows[-1][1].update({name: value for name, value in line.items() if value is not None})
     trainer.recorder.run_steps(rows)
+    if trainer.source_loss is not None and by_source is not None:
+        trainer.recorder.extra("sources", progress.step, trainer.source_loss.values(by_source))
+
+
+def record_layers(trainer: RunParts, *, asked: bool) -> None:
+    """Record what was measured of each layer since the last log line. asked: somebody asks for the next step, too.
+    Collective."""
+    if trainer.layer_sizes is None or trainer.recorder is None:
+        return
+    for step, values in trainer.layer_sizes.read():
+        trainer.recorder.extra("layers", step, values)
+    if asked:
+        trainer.layer_sizes.ask()
+
+
+def record_check(trainer: RunParts, step: int, loss: float) -> None:
+    """Record what the fixed batch of held-out text shows before a save. loss: of it. Collective."""
+    if trainer.recorder is None:
+        return
+    values = {"eval/sanity_loss": loss}
+    if trainer.route_flips is not None and (share := trainer.route_flips.share()) is not None:
+        values["experts/route_flips"] = share
+    trainer.recorder.extra("checks", step, values)

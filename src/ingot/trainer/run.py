@@ -35,11 +35,9 @@ from ingot.trainer.loop import Ending, train
 from ingot.trainer.mesh.environment import ordered_overrides
 from ingot.trainer.mesh.mesh import cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
-from ingot.trainer.mesh.step_times import StepTimes
 from ingot.trainer.mesh.waiting import WaitClock
-from ingot.trainer.optim.update_size import UpdateSize
 from ingot.trainer.parts import RunParts
-from ingot.trainer.record import open_recorder
+from ingot.trainer.record import open_measurements, open_recorder
 from ingot.trainer.resilience.heartbeat import Heartbeat, Phase, open_heartbeat
 from ingot.trainer.resilience.leaving import with_peers
 from ingot.trainer.resilience.start_times import StartClock
@@ -48,6 +46,7 @@ from ingot.trainer.resilience.stop_vote import StopVote
 from ingot.trainer.restore import open_loader, restore
 from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.slow_ranks import slow_machines, straggler_watch
+from ingot.trainer.telemetry.source_loss import recorded_sources
 from ingot.trainer.telemetry.usage import CostMeter
 
 # A rank whose writer is slower than this fails the save on all ranks. Writes of terabytes to a slow disk take minutes.
@@ -158,8 +157,6 @@ def build_trainer(
     first_step = loaded.restored.step + 1 if loaded.restored else 1
     heldout = open_heldout(config, folder, encoder, max_tokens=config.evaluate.max_tokens)
     parts.gradient_range = range_of_gradients(config, parts)
-    if config.metrics.record:
-        parts.update_size = UpdateSize(parts.model.shards, config.watch.log_every)
     recorded = recorded_quarantine(folder, loaded.restored)
     quarantine = leave_out_listed(config, folder, recorded, first_step, log, on_rank_zero)
     stragglers = straggler_watch(config, parts.mesh, place, on_rank_zero)
@@ -195,13 +192,23 @@ def build_trainer(
         stragglers=stragglers,
         slow_machines=stragglers and slow_machines(config, parts.mesh, place, on_rank_zero),
         alerts=alert_watch(config, folder, parts, first_step, log, is_first=place.is_first),
-        recorder=open_recorder(config, folder, place, first_step, event_log.write),
+        recorder=open_recorder(
+            config,
+            folder,
+            place,
+            first_step,
+            event_log.write,
+            epoch=facts.epoch,
+            sources=recorded_sources(manifest)[0],
+        ),
+        source_loss=None,
+        route_flips=None,
         event_log=event_log,
         log=log,
         say=on_rank_zero,
     )
     if trainer.recorder is not None:
-        trainer.program.times = StepTimes(place.device, trainer.waits)
+        open_measurements(trainer, manifest)
     open_guards(trainer, policy)
     log_start(trainer)
     trainer.waits.start()

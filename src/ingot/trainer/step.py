@@ -53,6 +53,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
     if parts.gradient_range is not None:
         parts.gradient_range.look(step)
+    if parts.layer_sizes is not None:
+        parts.layer_sizes.before_update(step, scale)
     parts.callbacks.gradients(step)
     if parts.hashes is not None:
         parts.hashes.before_update(step)

@@ -1,8 +1,8 @@
 """Collectives between ranks, by what they do: small exchanges of host values, and exchanges of tensors on the device.
 
-`any_rank`, `largest_of_ranks`, `gather_from` and `mean_over_ranks` run on the CPU side of the default group and fail
-after its timeout. Means are computed in rank order and in float64, so a result does not depend on how values were
-batched into messages. `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and
+`any_rank`, `largest_of_ranks`, `gather_from`, `sum_over_ranks` and `mean_over_ranks` run on the CPU side of the default
+group and fail after its timeout. Means are computed in rank order and in float64, so a result does not depend on how
+values were batched into messages. `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and
 overlap them. `start_all_to_all` is such an operator too, but does not wait for its result. `start_gather`,
 `start_scatter_sum` and `start_all_sum` work on existing buffers and return at once; call `wait` on the returned Work
 before using the buffers.
@@ -55,6 +55,14 @@ def gather_from(ranks: Sequence[int], array: np.ndarray) -> np.ndarray:
             parts[slot] = array
     dist.all_reduce(torch.from_numpy(parts))  # fills `parts`, which shares its memory
     return parts
+
+
+def sum_over_ranks(values: np.ndarray) -> np.ndarray:
+    """Return the elementwise sum of the float64 values of all ranks. Collective. Its bits depend on the layout."""
+    total = np.array(values, np.float64)
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        dist.all_reduce(torch.from_numpy(total))  # fills `total`, which shares its memory
+    return total
 
 
 def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> np.ndarray:

@@ -109,6 +109,7 @@ class _SummedCrossEntropy(torch.autograd.Function):
         accurate = torch.promote_types(weight_VD.dtype, torch.float32)
         total = torch.zeros((), dtype=accurate, device=hidden_MD.device)
         hidden_grad, weight_grad = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=accurate)
+        kept = []
         for start in range(0, len(hidden_MD), chunk):
             part = slice(start, start + chunk)
             logits = hidden_MD[part] @ weight_VD.T
@@ -121,8 +122,11 @@ class _SummedCrossEntropy(torch.autograd.Function):
             del logits
             slope = slope.type_as(hidden_MD)
             total += nats.sum()
+            if readout.keeps_nats:
+                kept.append(nats)
             hidden_grad[part] = slope @ weight_VD
             weight_grad += slope.T @ hidden_MD[part]
+        readout.kept_nats = torch.cat(kept) if kept else None
         ctx.save_for_backward(hidden_grad, weight_grad.type_as(weight_VD))
         return total
 
@@ -147,13 +151,16 @@ class Readout(nn.Module):
     """The loss or the logits of the last hidden states, with the softcap of `arch.logit_softcap`.
 
     The module has no parameters: the head's weight is an argument, because it may be tied to the embedding.
-    terms: the loss terms of the run; they act on gradients, not on the returned nats.
+    terms: the loss terms of the run; they act on gradients, not on the returned nats. keeps_nats: `kept_nats` has the
+    nats of each token, [M], after a forward in training.
     """
 
     def __init__(self, arch: Arch):
         super().__init__()
         self.softcap = arch.logit_softcap
         self.terms: list[LossTerm] = []
+        self.keeps_nats = False
+        self.kept_nats: Tensor | None = None
         self.use(nats_and_slope, _unchanged, VocabularyPart(0, _unchanged, _unchanged))
 
     def use(self, measure: NatsAndSlope, whole: Callable[[Tensor], Tensor], vocabulary: VocabularyPart) -> None:

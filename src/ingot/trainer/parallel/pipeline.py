@@ -12,7 +12,7 @@ One process is a pipeline of one rank: F and B alternate, and nothing is sent. R
 """
 
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -44,6 +44,17 @@ class DataParallel(Protocol):
         """Start the exchange that is due once all gradients of one micro-batch exist (after B or W)."""
 
 
+class StepObserver(Protocol):
+    """What looks at the steps of a run. Nothing of it waits for the device."""
+
+    def step(self, step: int) -> AbstractContextManager[None]:
+        """Return the context of the forwards and backwards of this rank's own part of the batch of `step`."""
+        ...
+
+    def computed(self, micro_batch: int) -> None:
+        """Take in that the last stage has computed the loss of a micro-batch."""
+
+
 class MicroBatches(Protocol):
     """The tokens of one optimizer step of a data rank, in A micro-batches.
 
@@ -64,7 +75,7 @@ class MicroBatches(Protocol):
 class _StepState:
     """The tensors of one optimizer step by (stage, micro-batch); each entry is removed at its use.
 
-    data_rank: whose part of the batch it is. weight: the factor of one token's nats in the minimized loss, a scalar;
+    data_rank: whose part of the batch it is. observers: of this part. weight: the factor of one token's nats in the minimized loss, a scalar;
     None for a model without experts. begun: the input and output of each forward. left: deferred weight gradients.
     hidden, gradients: tensors for the rank's next stage.
     """
@@ -73,6 +84,7 @@ class _StepState:
     data_rank: int
     scale: Tensor | None
     loss: Tensor
+    observers: Sequence[StepObserver] = ()
     weight: Tensor | None = None
     begun: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
     left: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
@@ -87,6 +99,7 @@ class PipelineExecutor:
     the number of parts into which tensor parallelism divides a cp rank's hidden states along the sequence.
     router_loss: makes a RouterLoss (model/routing.py) from (keys_B, weight); None for a model without experts. split:
     the model's SplitBackward, needed for a table with I and W. times: of the phases of steps; None: not measured.
+    observers: see StepObserver. Neither notices the part of another rank, or a part that is computed once more.
 
     A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [router_loss=])`. x: this
     rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: for whole sequences. A
@@ -111,6 +124,7 @@ class PipelineExecutor:
         self.d_model, self.dtype, self.device, self.sequence_ranks = d_model, dtype, device, sequence_ranks
         self.share, self.router_loss = TokenShare(mesh), router_loss
         self.times: StepTimes | None = None
+        self.observers: list[StepObserver] = []
         self.data_rank, self.data_ranks = mesh.data_rank, mesh.data_ranks
         self.rank = mesh.index("pp")
         self.row = table.rows[self.rank]
@@ -127,7 +141,8 @@ class PipelineExecutor:
         """Run the forward and backward of all micro-batches of one optimizer step of this data rank.
 
         The loss of a micro-batch is the sum of its nats divided by this rank's tokens in the step. scale: the loss
-        scale (fp16). data_rank: the rank that the batch belongs to; None: this one. Returns the sum of the unscaled
+        scale (fp16). data_rank: the rank that the batch belongs to, of a part that is computed to check a rank; None:
+        this one, for its own step. Returns the sum of the unscaled
         losses, float64 and detached, on the rank of the last stage, and zero on other ranks. Raises ConfigError if the
         table has a different number of micro-batches.
         """
@@ -145,17 +160,22 @@ class PipelineExecutor:
         # In float64 a sum of float32 losses is exact, so it does not depend on the order of the additions.
         part = self.data_rank if data_rank is None else data_rank
         step = _StepState(batch, part, scale, torch.zeros((), dtype=torch.float64, device=self.device))
+        times = self.times if data_rank is None else None
+        step.observers = self.observers if data_rank is None else ()
         if self.router_loss is not None:
             step.weight = torch.full_like(step.loss, 1 / self._own_tokens(batch)) * (1 if scale is None else scale)
-        self.channels.start()
-        for action, following in zip(self.row, (*self.row[1:], None), strict=True):
-            # The message that the next action needs travels while this action computes.
-            for upcoming in (action, following):
-                if upcoming is not None and (parcel := needed_by(self.table, upcoming)):
-                    self.channels.expect(parcel, shape)
-            with nullcontext() if self.times is None else self.times.phase(_PHASES[action.kind]):
-                self._execute[action.kind](action, step)
-        self.channels.finish()
+        with ExitStack() as stack:
+            for observer in step.observers:
+                stack.enter_context(observer.step(batch.step))
+            self.channels.start()
+            for action, following in zip(self.row, (*self.row[1:], None), strict=True):
+                # The message that the next action needs travels while this action computes.
+                for upcoming in (action, following):
+                    if upcoming is not None and (parcel := needed_by(self.table, upcoming)):
+                        self.channels.expect(parcel, shape)
+                with nullcontext() if times is None else times.phase(_PHASES[action.kind]):
+                    self._execute[action.kind](action, step)
+            self.channels.finish()
         return step.loss
 
     def _forward(self, action: Action, step: _StepState) -> None:
@@ -171,6 +191,8 @@ class PipelineExecutor:
             more = self._positions(batch.inputs.shape[-1]) | self._router_loss(step, action.micro_batch)
             y = stage(x, targets, documents, **more)
         if is_last:
+            for observer in step.observers:
+                observer.computed(action.micro_batch)
             y = y / self._own_tokens(batch)
             step.loss = step.loss + y.detach()
             y = y if step.scale is None else y * step.scale

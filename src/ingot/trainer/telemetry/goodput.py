@@ -8,7 +8,9 @@ from pathlib import Path
 
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.metrics import read_series
+from ingot.schema.metrics import last_value, read_series
+
+TRAINED = "run/trained_seconds"
 
 
 class Goodput:
@@ -35,15 +37,23 @@ class Goodput:
         if not self._lines:
             self._lines.append((step, _trained_seconds(self._metrics, step)))
 
+    @property
+    def trained_seconds(self) -> float:
+        """The seconds of all steps so far that count."""
+        return self._lines[-1][1]
+
     def share(self, now: float) -> float | None:
         """Return the goodput at the time `now`; None if the clock was set back to before the run."""
         passed = now - self._began
-        return min(self._lines[-1][1] / passed, 1.0) if passed > 0 else None
+        return min(self.trained_seconds / passed, 1.0) if passed > 0 else None
 
 
 def _trained_seconds(metrics: Path, last_step: int) -> float:
-    """Return the seconds of the valid steps up to `last_step`, on rank 0."""
+    """Return the seconds of the valid steps up to `last_step`, on rank 0, as the last log line counted them; runs of an
+    earlier version have no such number, and their steps are added up."""
     try:
+        if last_step and (counted := last_value(metrics, None, TRAINED, last_step)) is not None:
+            return counted
         found = read_series(metrics, 0, "perf/step_seconds", 1, last_step) if last_step else []
     except (OSError, ValueError):  # a disk that fails, or a file that is not ours: goodput is less, the run goes on
         return 0.0

@@ -1,81 +1,108 @@
 """The recorder of a rank: it takes the numbers of each step from the training thread, and writes them to RUN/metrics/
-from a thread of its own (schema/metric_files.py). No torch.
+from a thread of its own (schema/metric_files.py), which also thins what earlier attempts wrote. No torch.
 
 Nothing that happens to the files slows or ends a step. If the disk is slower than the rows, the queue fills and rows
 are dropped; if it is full, or the folder is gone, the rest of the attempt is not recorded. Both are an event.
 """
 
+import contextlib
 import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from ingot.errors import ResourceError
 from ingot.schema import events
-from ingot.schema.metric_files import TableWriter, lineage_folder, read_lineages, thin
+from ingot.schema.metric_files import RUN_TABLE, TableWriter, lineage_folder, rank_table, read_lineages
+from ingot.schema.metric_thinning import thin_lineages
+from ingot.trainer.telemetry.device_watch import DeviceWatch
 from ingot.trainer.telemetry.goodput import Goodput
 
 QUEUE_ROWS = 4096
 _FLUSH_SECONDS = 0.5  # a killed process loses the rows of this time
 _CLOSE_SECONDS = 5.0  # a disk that hangs does not keep the run from its end
+_THIN_SECONDS = 5.0  # between two lineages that are thinned: thousands of ranks list folders of one file system
 
 _Row = tuple[int, float, Mapping[str, float]]
 
 
-def next_lineage(metrics: Path) -> int:
-    """Return the number of a lineage that begins now: larger than all in the folder `metrics`."""
+class LineageKey(NamedTuple):
+    """The identity of a lineage (schema/metric_files.py)."""
+
+    epoch: int
+    number: int
+    first_step: int
+
+
+def next_lineage(metrics: Path, epoch: int, first_step: int) -> LineageKey:
+    """Return the lineage that begins now: later than all in the folder `metrics`, even if the record of leases was lost
+    and `epoch` begins anew. Lists one folder."""
     try:
-        return max((lineage.number for lineage in read_lineages(metrics)), default=0) + 1
+        newest = read_lineages(metrics)[-1:]
     except OSError:  # the thread that writes the rows finds the same, and reports it
-        return 1
+        newest = []
+    number = 1 + max((lineage.number for lineage in newest), default=0)
+    return LineageKey(max([epoch, *(lineage.epoch for lineage in newest)]), number, first_step)
 
 
 class TableRecorder:
     """The rows of one table, from the training thread to its files. `Recorder` owns it.
 
-    rank: None for the table of the run. dropped: rows that the queue had no room for.
+    name: of the table. dropped: rows that the queue had no room for.
     """
 
-    def __init__(self, metrics: Path, rank: int | None, names: Sequence[str], facts: Mapping[str, object], keep: int):
-        self._metrics, self._rank, self._names, self._facts, self._keep = metrics, rank, names, facts, keep
-        self._queue: deque[tuple[int, int, _Row]] = deque()
+    def __init__(self, metrics: Path, name: str, names: Sequence[str], facts: Mapping[str, object], keep: int):
+        self._metrics, self._name, self._names, self._facts, self._keep = metrics, name, names, facts, keep
+        self._queue: deque[tuple[LineageKey, _Row]] = deque()
+        self._newest: tuple[LineageKey, int] | None = None
         self._writer: TableWriter | None = None
-        self._written = (0, 0)  # the lineage that the writer has
+        self.written: LineageKey | None = None  # the lineage that the writer has
         self.dropped = 0
 
-    def put(self, lineage: tuple[int, int], row: _Row) -> None:
-        """Add a row of the lineage (number, first step). Waits for nothing."""
+    def put(self, lineage: LineageKey, row: _Row) -> None:
+        """Add a row; it is left out if the table has a row of this step. Waits for nothing."""
+        if self._newest is not None and self._newest[0] == lineage and row[0] <= self._newest[1]:
+            return
+        self._newest = lineage, row[0]
         if len(self._queue) >= QUEUE_ROWS:
             self.dropped += 1
         else:
-            self._queue.append((*lineage, row))
+            self._queue.append((lineage, row))
 
     def write(self) -> None:
         """Write the rows of the queue. Raises OSError if that fails."""
         while self._queue:
-            number, first_step, (step, at, values) = self._queue.popleft()
-            if self._written != (number, first_step):
-                self._begin(number, first_step)
+            lineage, (step, at, values) = self._queue.popleft()
+            if self.written != lineage:
+                self._begin(lineage)
             assert self._writer is not None
             self._writer.add(step, at, values)
         if self._writer is not None:
             self._writer.flush()
 
-    def _begin(self, number: int, first_step: int) -> None:
+    def _begin(self, lineage: LineageKey) -> None:
         self.close()
-        for lineage in read_lineages(self._metrics):
-            thin(lineage.table(self._rank), first_step, self._keep)
-        folder = lineage_folder(self._metrics, number, first_step)
-        table = folder / ("run" if self._rank is None else f"rank-{self._rank:05}")
-        self._writer = TableWriter(table, self._names, self._facts, self._keep)
-        self._written = number, first_step
+        folder = lineage_folder(self._metrics, lineage.number, lineage.first_step, lineage.epoch)
+        self._writer = TableWriter(folder / self._name, self._names, self._facts, self._keep)
+        self.written = lineage
 
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
             self._writer = None
+
+    @property
+    def trained(self) -> int:
+        """The steps of the lineage that is being written, so far."""
+        written = self.written
+        return 0 if self._writer is None or written is None else self._writer.last_step - written.first_step + 1
+
+    @property
+    def segments(self) -> int:
+        return 0 if self._writer is None else self._writer.segments
 
     @property
     def waiting(self) -> int:
@@ -85,10 +112,11 @@ class TableRecorder:
 class Recorder:
     """The recorder of this rank.
 
-    metrics: the folder, in a run folder that exists. lineage: the number of its first lineage, the same on all ranks; a
-    step back begins the next one. first_step: the next step. names, run_names: the values of this rank, and those of
-    the run, on rank 0; () elsewhere. line_steps: steps per log line. keep_steps: see metric_files.thin. log: writes an
-    event. goodput: of the run, on rank 0.
+    metrics: the folder, in a run folder that exists. rank, ranks: this one, and their number. lineage: its first
+    lineage, the same on all ranks; a step back begins the next one. names, run_names: the values of this rank, and
+    those of the run, on rank 0; () elsewhere. extra_names: those of EXTRA_TABLES, on rank 0. line_steps: steps per log
+    line. keep_steps: see metric_files.thin. log: writes an event. goodput: of the run, on rank 0. device: the watch of its GPU,
+    which it ends.
     """
 
     def __init__(
@@ -96,34 +124,59 @@ class Recorder:
         metrics: Path,
         *,
         rank: int,
-        lineage: int,
+        ranks: int,
+        lineage: LineageKey,
         attempt: int,
-        first_step: int,
         names: Sequence[str],
         run_names: Sequence[str],
+        extra_names: Mapping[str, Sequence[str]],
         line_steps: int,
         keep_steps: int,
         log: Callable[..., None],
     ):
-        self._metrics, self._rank, self._log = metrics, rank, log
-        self._lineage, self._last = (lineage, first_step), first_step - 1
+        self._metrics, self._rank, self._ranks, self._keep, self._log = metrics, rank, ranks, keep_steps, log
+        self._lineage, self._last = lineage, lineage.first_step - 1
         facts = {"rank": rank, "attempt": attempt, "line_steps": line_steps}
-        self._own = TableRecorder(metrics, rank, names, facts, keep_steps)
-        self._run = TableRecorder(metrics, None, run_names, facts, keep_steps) if run_names else None
-        self._tables = [table for table in (self._own, self._run) if table is not None]
+        self._own = TableRecorder(metrics, rank_table(rank), names, facts, keep_steps)
+        self._run = TableRecorder(metrics, RUN_TABLE, run_names, facts, keep_steps) if run_names else None
+        self._extra = {
+            table: TableRecorder(metrics, table, own, facts | {"line_steps": 1}, keep_steps)
+            for table, own in extra_names.items()
+            if own
+        }
+        self._tables = [table for table in (self._own, self._run, *self._extra.values()) if table is not None]
         self._ends, self._ended, self._reported = threading.Event(), False, 0
+        self._held: tuple[int, float, dict[str, float]] | None = None
         self._noted: dict[str, float] = {}
         self.goodput: Goodput | None = None
+        self.device: DeviceWatch | None = None
         self._thread = threading.Thread(target=self._write_rows, name="metrics", daemon=True)
         self._thread.start()
 
-    def step(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the numbers of this rank in a step that ends now. Waits for nothing, and raises nothing."""
-        self._put(self._own, step, time.time(), {**values, **self._noted})
-        self._noted.clear()
+    # -- in the training thread: no method waits, or raises --
+
+    def step(self, step: int, values: Mapping[str, float], *, is_open: bool = False) -> None:
+        """Record the numbers of this rank in a step that ends now. is_open: a log line may still add to them: the row
+        is kept until `release`, which the next step calls, too."""
+        self.release()
+        noted, self._noted = self._noted, {}
+        self._held = step, time.time(), {**values, **noted}
+        if not is_open:
+            self.release()
+
+    def amend(self, values: Mapping[str, float]) -> None:
+        """Replace numbers of the step that is open, if there is one."""
+        if self._held is not None:
+            self._held[2].update(values)
+
+    def release(self) -> None:
+        """Record the numbers of the step that is open."""
+        held, self._held = self._held, None
+        if held is not None:
+            self._put(self._own, *held)
 
     def note(self, name: str, value: float) -> None:
-        """Add a number to the row of the next step."""
+        """Add a number to the row of the next step. Any thread may call it."""
         self._noted[name] = value
 
     def run_steps(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:
@@ -133,9 +186,15 @@ class Recorder:
             for step, values in rows:
                 self._put(self._run, step, now, values)
 
+    def extra(self, table: str, step: int, values: Mapping[str, float]) -> None:
+        """Record numbers of the run that few steps have, in one of EXTRA_TABLES. On rank 0."""
+        if values and table in self._extra:
+            self._put(self._extra[table], step, time.time(), values)
+
     def went_back(self, first_step: int) -> None:
         """Begin another lineage: the run continues with `first_step`. On all ranks."""
-        self._lineage = self._lineage[0] + 1, first_step
+        self.release()
+        self._lineage = LineageKey(self._lineage.epoch, self._lineage.number + 1, first_step)
         if self.goodput is not None:
             self.goodput.went_back(first_step - 1)
 
@@ -146,6 +205,9 @@ class Recorder:
 
     def close(self) -> None:
         """Write what is left, and end the thread. Waits some seconds at most."""
+        self.release()
+        if self.device is not None:
+            self.device.close()
         self._ends.set()
         self._thread.join(_CLOSE_SECONDS)
         self._log = _silent  # the log is closed next, and the thread may hang in a write
@@ -155,8 +217,14 @@ class Recorder:
     def _write_rows(self) -> None:
         try:
             self._metrics.mkdir(exist_ok=True)
+            thinning = self._thinning()
+            thin_at = time.monotonic()
             while not self._ends.wait(_FLUSH_SECONDS):
                 self._write()
+                if time.monotonic() >= thin_at:
+                    with contextlib.suppress(OSError):  # then nothing is thinned in this attempt
+                        next(thinning, None)
+                    thin_at = time.monotonic() + _THIN_SECONDS
             self._write()
             for table in self._tables:
                 table.close()
@@ -164,6 +232,23 @@ class Recorder:
         except Exception as error:  # nothing that observes ends a run
             self._ended = True
             self._report(f"{type(error).__name__}: {error}", ended=True, always=True)
+
+    def _thinning(self) -> Iterator[None]:
+        """Thin the lineages before that of the newest row, one per step of the iterator: all at the start, and again
+        whenever a lineage or a segment begins."""
+        own, done = self._own, None
+        while True:
+            if own.written is not None and done != (own.written, own.segments):
+                done = own.written, own.segments
+                yield from thin_lineages(
+                    self._metrics,
+                    own.written[:2],
+                    own.trained,
+                    rank=self._rank,
+                    ranks=self._ranks,
+                    keep_steps=self._keep,
+                )
+            yield
 
     def _write(self) -> None:
         for table in self._tables:

@@ -1,0 +1,151 @@
+"""Thinning of closed lineages: parts of a run's numbers that no process writes any more (metric_files.py). No torch.
+
+A closed table may end in the middle of a bucket, at every level, and a killed process may have left a torn row there.
+What is not in a bucket of the next level is added to it before the rows are removed. If that is interrupted, the rows
+are still there, and the next call does it again.
+"""
+
+import contextlib
+import json
+import os
+from collections.abc import Iterator, Sequence
+from itertools import pairwise, zip_longest
+from pathlib import Path
+
+import numpy as np
+
+from ingot.schema.metric_files import (
+    BUCKET,
+    EXTRA_TABLES,
+    LEVELS,
+    RUN_TABLE,
+    SEGMENT_ROWS,
+    Lineage,
+    OpenSegment,
+    Segment,
+    merged,
+    open_segment,
+    rank_table,
+    read_lineages,
+    read_segments,
+)
+
+
+def thin_lineages(
+    metrics: Path, current: tuple[int, int], trained: int, *, rank: int, ranks: int, keep_steps: int
+) -> Iterator[None]:
+    """Thin what a rank wrote in all lineages before its own, newest first: one lineage per step of the iterator.
+
+    current: epoch and number of the lineage that this process writes. trained: the steps of it so far. rank, ranks:
+    this one, and their number; rank 0 also thins the tables of the run, and those of ranks that the run has no more.
+    keep_steps: as in `thin_closed`, counted over lineages; 0 removes nothing.
+    """
+    later = trained
+    for lineage in reversed(read_lineages(metrics) if keep_steps else []):
+        if (lineage.epoch, lineage.number) >= current:
+            continue
+        steps, tables = 0, []
+        with contextlib.suppress(OSError):
+            tables = _tables(lineage, rank, ranks)
+        for table in tables:
+            with contextlib.suppress(OSError, ValueError):  # a damaged file: the others are thinned
+                steps = max(steps, thin_closed(lineage.folder / table, later, keep_steps) - lineage.first_step + 1)
+        later += steps
+        yield
+
+
+def _tables(lineage: Lineage, rank: int, ranks: int) -> list[str]:
+    if rank:
+        return [rank_table(rank)]
+    return [rank_table(0), RUN_TABLE, *EXTRA_TABLES, *(rank_table(one) for one in lineage.ranks() if one >= ranks)]
+
+
+def thin_closed(table: Path, later_steps: int, keep_steps: int) -> int:
+    """Remove old segments of a closed table, and return the step of its newest row; 0 without rows.
+
+    later_steps: the steps that the run trained after this row, void ones too. Level n loses a segment after `keep_steps`
+    x BUCKET^n steps since its last row; the last level keeps all. Raises OSError, and removes nothing, if what the next
+    level lacks cannot be written there.
+    """
+    newest = _newest_step(read_segments(table))
+    for level in range(LEVELS - 1):
+        segments, limit = read_segments(table)[level], keep_steps * BUCKET**level
+        if segments and later_steps >= limit:
+            _complete(table, level)
+            old = segments
+        else:
+            first_kept = later_steps + newest + 1 - limit
+            old = [segment for segment, following in pairwise(segments) if following.first_step <= first_kept]
+        for segment in old:
+            segment.path.unlink(missing_ok=True)
+    return newest
+
+
+def _newest_step(levels: Sequence[Sequence[Segment]]) -> int:
+    """Return the newest step of a table by its lowest level that has rows."""
+    for level in levels:
+        for segment in reversed(level):
+            with open_segment(segment) as opened:
+                rows = None if opened is None else _whole_rows(opened)
+            if rows is not None and len(rows):
+                return int(_ends(rows)[-1])
+    return 0
+
+
+def _complete(table: Path, level: int) -> None:
+    """Add what the next level lacks of this one to it."""
+    levels = read_segments(table)
+    above = _newest_step([levels[level + 1]])
+    for segment, following in zip_longest(levels[level], levels[level][1:]):
+        if following is not None and following.first_step <= above + 1:
+            continue
+        with open_segment(segment) as opened:
+            if opened is None:
+                raise OSError(f"{segment.path} cannot be read")
+            rows, facts = _whole_rows(opened), dict(opened.facts)
+        rows = rows[_ends(rows) > above]
+        buckets = [merged(rows[at : at + BUCKET], len(facts["names"])) for at in range(0, len(rows), BUCKET)]
+        if buckets:
+            _append(table, level + 1, facts, np.concatenate(buckets))
+
+
+def _append(table: Path, level: int, facts: dict, buckets: np.ndarray) -> None:
+    """Add rows to the last segment of a level, or to a new one. A torn row at its end is cut off."""
+    size = buckets.dtype.itemsize
+    for segment in read_segments(table)[level][-1:]:
+        with open_segment(segment) as opened:
+            fits = opened is not None and opened.type == buckets.dtype and opened.facts["names"] == facts["names"]
+            if opened is None or not fits or (rows := len(_whole_rows(opened))) >= SEGMENT_ROWS:
+                continue
+            end = opened.header_bytes + rows * size
+        fd = os.open(segment.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        try:
+            os.ftruncate(fd, end)
+            os.lseek(fd, end, os.SEEK_SET)
+            _write(fd, buckets.tobytes())
+        finally:
+            os.close(fd)
+        return
+    path = table / f"{level}-{int(buckets['first'][0]):08}.rows"
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        _write(fd, json.dumps(facts | {"level": level}).encode() + b"\n" + buckets.tobytes())
+    finally:
+        os.close(fd)
+
+
+def _write(fd: int, data: bytes) -> None:
+    if (written := os.write(fd, data)) < len(data):
+        raise OSError(f"only {written} of {len(data)} bytes could be written")
+
+
+def _whole_rows(opened: OpenSegment) -> np.ndarray:
+    """Return the rows of a segment up to the first one that was not written: zeros, after a loss of power."""
+    rows = opened.read(0, min(opened.rows, SEGMENT_ROWS))
+    unwritten = _ends(rows) < 1
+    return rows[: int(np.argmax(unwritten))] if unwritten.any() else rows
+
+
+def _ends(rows: np.ndarray) -> np.ndarray:
+    """Return the last step of each row, int64."""
+    return rows["step"] if "step" in (rows.dtype.names or ()) else rows["last"]

@@ -1,0 +1,72 @@
+"""The state of a rank's GPU, read from NVML every ten seconds: use, power, clocks, temperature and memory errors.
+
+A thread reads it, because a call into a driver can hang. The Python bindings are an optional part (ingot[nvml]);
+without them, and on machines without NVML, nothing is read. No torch.
+"""
+
+import contextlib
+import importlib
+import threading
+from collections.abc import Callable
+from typing import Any
+
+READ_SECONDS = 10.0
+# name of the number -> how it is read from the bindings and the handle of a GPU
+_READERS: dict[str, Callable[[Any, Any], float]] = {
+    "device/utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
+    "device/memory_bytes": lambda nvml, gpu: nvml.nvmlDeviceGetMemoryInfo(gpu).used,
+    "device/power_watts": lambda nvml, gpu: nvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
+    "device/power_limit_watts": lambda nvml, gpu: nvml.nvmlDeviceGetEnforcedPowerLimit(gpu) / 1000,
+    "device/sm_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_SM),
+    "device/memory_clock_mhz": lambda nvml, gpu: nvml.nvmlDeviceGetClockInfo(gpu, nvml.NVML_CLOCK_MEM),
+    "device/temperature_celsius": lambda nvml, gpu: nvml.nvmlDeviceGetTemperature(gpu, nvml.NVML_TEMPERATURE_GPU),
+    "device/throttle_reasons": lambda nvml, gpu: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(gpu),
+    "device/ecc_corrected": lambda nvml, gpu: _errors(nvml, gpu, nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED),
+    "device/ecc_uncorrected": lambda nvml, gpu: _errors(nvml, gpu, nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED),
+}
+
+
+def _errors(nvml: Any, gpu: Any, kind: int) -> float:
+    return nvml.nvmlDeviceGetTotalEccErrors(gpu, kind, nvml.NVML_VOLATILE_ECC)
+
+
+class DeviceWatch:
+    """The watch of one GPU, from now on until `close`.
+
+    uuid: its identity in NVML, like GPU-5f3b.... note: called with the name and value of each number, in the thread of
+    the watch. every: seconds between two readings.
+    """
+
+    def __init__(self, uuid: str, note: Callable[[str, float], None], every: float = READ_SECONDS):
+        self._uuid, self._note, self._every = uuid, note, every
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="device", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, without waiting for it: it may hang in a driver."""
+        self._ends.set()
+
+    def _watch(self) -> None:
+        try:
+            nvml = importlib.import_module("pynvml")
+            nvml.nvmlInit()
+        except Exception:  # not installed, or no driver
+            return
+        try:
+            gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
+            readers = dict(_READERS)
+            while readers and not self._ends.is_set():
+                for name in list(readers):
+                    try:
+                        value = float(readers[name](nvml, gpu))
+                    except (nvml.NVMLError, AttributeError, TypeError, ValueError):  # this GPU or driver has it not
+                        del readers[name]
+                    else:
+                        self._note(name, value)
+                self._ends.wait(self._every)
+        except Exception:  # nothing that observes ends a run
+            pass
+        finally:
+            with contextlib.suppress(Exception):
+                nvml.nvmlShutdown()
