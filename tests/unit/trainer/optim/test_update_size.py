@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ingot.plugins.piece import ParameterShard
+from ingot.trainer.optim import update_size
 from ingot.trainer.optim.update_size import UpdateSize
 
 
@@ -39,6 +40,16 @@ def test_a_few_elements_stand_for_all():
     change = sum(((shard.value - old).double() ** 2).sum() for shard, old in zip(few, before, strict=True))
     assert size.read()[1] == pytest.approx(float(change), rel=1e-6)
     assert math.isnan(size.read()[1])  # it was read
+
+
+def test_weights_in_host_memory_are_not_read_whole_while_a_gpu_waits(monkeypatch):
+    monkeypatch.setattr(update_size, "MOST_ON_HOST", 500)
+    own = shards(30_000, 10_000)
+    size = UpdateSize(own, 5, device=torch.device("cuda"))
+    assert sum(len(size._sample(shard)) for shard in own) == 500
+    assert size.read()[0] == pytest.approx(sum(float((shard.value**2).sum()) for shard in own), rel=0.2)
+    whole = UpdateSize(own, 5, device=torch.device("cpu"))
+    assert whole.read()[0] == pytest.approx(sum(float((shard.value.double() ** 2).sum()) for shard in own), rel=1e-6)
 
 
 def test_a_rank_that_owns_nothing_adds_nothing():

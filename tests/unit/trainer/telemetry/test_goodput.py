@@ -1,5 +1,6 @@
 import pytest
 
+import ingot.schema.metrics
 from ingot.events import EventLog, read_events
 from ingot.schema import events
 from ingot.schema.metric_files import TableWriter, lineage_folder
@@ -39,3 +40,20 @@ def test_a_new_run_has_none_yet(tmp_path):
     goodput = Goodput(tmp_path / "metrics", tmp_path / "events.jsonl", 1, 100.0)
     goodput.add(10, 5.0)
     assert goodput.share(110.0) == 0.5
+
+
+def test_a_restart_reads_the_last_line_and_not_all_steps(tmp_path, monkeypatch):
+    """30 attempts, each from step 11 on; the line at step 10 counted what their steps follow."""
+    metrics, names = tmp_path / "metrics", ["run/trained_seconds"]
+    metrics.mkdir()
+    for number in range(1, 31):
+        first = 1 if number == 1 else 11
+        writer = TableWriter(lineage_folder(metrics, number, first, number) / "run", names, {"line_steps": 5})
+        for step in range(first, 41):
+            writer.add(step, 0.0, {"run/trained_seconds": 2.0 * step} if step % 5 == 0 else {})
+        writer.close()
+    read, plain = [], ingot.schema.metrics.read_segments
+    monkeypatch.setattr(ingot.schema.metrics, "read_segments", lambda table: read.append(table) or plain(table))
+    goodput = Goodput(metrics, tmp_path / "events.jsonl", 11, 100.0)
+    assert (goodput.trained_seconds, len(read)) == (20.0, 1)
+    assert Goodput(metrics, tmp_path / "events.jsonl", 38, 100.0).trained_seconds == 70.0

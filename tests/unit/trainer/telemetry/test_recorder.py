@@ -11,12 +11,23 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from ingot.schema.metric_files import TableWriter
-from ingot.schema.metrics import newest_rows, read_series
+from ingot.schema.metric_files import TableWriter, lineage_folder, read_lineages, read_segments
+from ingot.schema.metrics import last_value, newest_rows, read_series
 from ingot.trainer.telemetry import recorder
-from ingot.trainer.telemetry.recorder import QUEUE_ROWS, Recorder
+from ingot.trainer.telemetry.recorder import QUEUE_ROWS, LineageKey, Recorder, next_lineage
 
 WAIT = "perf/wait_seconds"
+USUAL = {
+    "rank": 0,
+    "ranks": 1,
+    "lineage": LineageKey(1, 1, 1),
+    "attempt": 0,
+    "names": [WAIT],
+    "run_names": ["train/loss"],
+    "extra_names": {},
+    "line_steps": 1,
+    "keep_steps": 0,
+}
 
 
 @pytest.fixture
@@ -31,10 +42,8 @@ def start(tmp_path, monkeypatch, log):
     started = []
 
     def make(**facts) -> Recorder:
-        usual = {"rank": 0, "lineage": 1, "attempt": 0, "first_step": 1, "names": [WAIT], "run_names": ["train/loss"]}
-        keep = {"line_steps": 1, "keep_steps": 0}
         one = Recorder(
-            tmp_path / "metrics", **usual | keep | facts, log=lambda kind, **values: log.append((kind, values))
+            tmp_path / "metrics", **USUAL | facts, log=lambda kind, **values: log.append((kind, values))
         )
         started.append(one)
         return one
@@ -163,18 +172,7 @@ def fails_to_log(kind, **facts):
 
 
 def handed_over(metrics: Path, count) -> None:
-    one = Recorder(
-        metrics,
-        rank=0,
-        lineage=1,
-        attempt=0,
-        first_step=1,
-        names=[WAIT],
-        run_names=[],
-        line_steps=1,
-        keep_steps=0,
-        log=print,
-    )
+    one = Recorder(metrics, **USUAL | {"run_names": []}, log=print)
     for step in range(1, 10**6):
         one.step(step, {WAIT: time.monotonic()})
         count.value = step
@@ -194,3 +192,92 @@ def test_a_killed_process_loses_the_last_second_at_most(tmp_path):
     (series,) = read_series(tmp_path / "metrics", 0, WAIT)
     assert series.first.tolist() == list(range(1, len(series.first) + 1)) and len(series.first) < count.value
     assert killed - series.mean[-1] < 1.0
+
+
+def test_a_line_may_add_to_the_last_step(start, tmp_path):
+    """The row of a step without a line waits for it until the next step."""
+    one = start(names=[WAIT, "memory/peak_bytes"])
+    one.step(1, {WAIT: 1.0}, is_open=True)
+    one.step(2, {WAIT: 2.0}, is_open=True)
+    one.amend({WAIT: 2.5, "memory/peak_bytes": 7.0})
+    one.went_back(2)
+    one.step(2, {WAIT: 3.0}, is_open=True)
+    one.close()
+    found = read_series(tmp_path / "metrics", 0, WAIT)
+    assert [(s.valid, s.first.tolist(), s.mean.tolist()) for s in found] == [
+        (True, [1], [1.0]),
+        (False, [2], [2.5]),
+        (True, [2], [3.0]),
+    ]
+    assert last_value(tmp_path / "metrics", 0, "memory/peak_bytes", 9) is None  # of a void step
+
+
+def test_two_attempts_that_are_alive_at_once_write_two_lineages(start, tmp_path):
+    """The first one lost its lease and has not noticed: it goes back, and begins a lineage like the second one's."""
+    metrics, names = tmp_path / "metrics", {"run_names": []}
+    first = start(lineage=next_lineage(metrics, 4, 1), **names)
+    for step in range(1, 7):
+        first.step(step, {WAIT: 1.0})
+    until(lambda: steps_of(metrics))
+    second = start(lineage=next_lineage(metrics, 5, 5), **names)
+    first.went_back(5)
+    for step in range(5, 9):
+        first.step(step, {WAIT: 1.0})
+        second.step(step, {WAIT: 2.0})
+    first.close()
+    second.close()
+    lineages = [(one.epoch, one.number, one.first_step) for one in read_lineages(metrics)]
+    assert lineages == [(4, 1, 1), (4, 2, 5), (5, 2, 5)]
+    found = [one for one in read_series(metrics, 0, WAIT) if one.valid]
+    assert [(one.first.tolist(), set(one.mean.tolist())) for one in found] == [
+        ([1, 2, 3, 4], {1.0}),
+        ([5, 6, 7, 8], {2.0}),
+    ]
+
+
+def test_folders_without_an_epoch_are_the_oldest(tmp_path):
+    for number, epoch in ((7, 0), (1, 3)):
+        lineage_folder(tmp_path, number, 1, epoch).mkdir()
+    assert [one.number for one in read_lineages(tmp_path)] == [7, 1]
+    assert next_lineage(tmp_path, 2, 40) == (3, 2, 40)  # the record of leases was lost
+    assert next_lineage(tmp_path / "none", 2, 1) == (2, 1, 1)
+
+
+def test_a_start_lists_one_folder_and_thins_later(start, tmp_path, monkeypatch):
+    metrics = tmp_path / "metrics"
+    metrics.mkdir()
+    for number in range(1, 31):
+        writer = TableWriter(lineage_folder(metrics, number, 1, 1) / "rank-00000", [WAIT], {"line_steps": 1})
+        for step in range(1, 21):
+            writer.add(step, 1.0, {WAIT: 1.0})
+        writer.close()
+    listed, plain = [], Path.iterdir
+    monkeypatch.setattr(Path, "iterdir", lambda path: listed.append(path) or plain(path))
+    lineage = next_lineage(metrics, 1, 1)
+    assert lineage.number == 31 and listed == [metrics]
+    monkeypatch.undo()
+    monkeypatch.setattr(recorder, "_FLUSH_SECONDS", 0.002)
+    monkeypatch.setattr(recorder, "_THIN_SECONDS", 0.0)
+    one = start(lineage=lineage, keep_steps=100, run_names=[])
+    one.step(1, {WAIT: 1.0})
+
+    def whole():
+        found = read_lineages(metrics)[:30]
+        return [bool(read_segments(lineage.table(0))[0]) for lineage in found]
+
+    until(lambda: whole() == [False] * 25 + [True] * 5)
+
+
+def test_numbers_that_few_steps_have_are_a_table_of_their_own(start, tmp_path):
+    one = start(extra_names={"sources": ["data/loss/web", "data/loss/code"], "layers": [], "checks": []})
+    for step in range(10, 2001, 10):
+        one.extra("sources", step, {"data/loss/web": step / 7} | ({"data/loss/code": 1.0} if step % 20 else {}))
+    one.extra("sources", 2000, {"data/loss/web": 0.0})  # a second one of this step
+    one.extra("layers", 2000, {"layers/grad_norm/0": 0.0})  # on another rank than the first
+    one.step(2000, {WAIT: 0.5})
+    one.close()
+    metrics = tmp_path / "metrics"
+    (series,) = read_series(metrics, None, "data/loss/web", points=200)
+    assert series.first.tolist() == list(range(10, 2001, 10)) and series.mean[-1] == 2000 / 7
+    assert last_value(metrics, None, "data/loss/web", 1999) == 1990 / 7
+    assert newest_rows(metrics)[0].values == {WAIT: 0.5, "data/loss/web": 2000 / 7, "data/loss/code": 1.0}

@@ -1,0 +1,115 @@
+import sys
+import threading
+import time
+from types import ModuleType, SimpleNamespace
+
+import pytest
+
+from ingot.schema.metrics import METRICS
+from ingot.trainer.telemetry.device_watch import DeviceWatch
+
+DEVICE = {metric.name for metric in METRICS if metric.name.startswith("device/")}
+
+
+class NVMLError(Exception):
+    pass
+
+
+def bindings(**changes) -> ModuleType:
+    """A module like pynvml, with one GPU."""
+    found = ModuleType("pynvml")
+    counts = {0: 3, 1: 1}
+    vars(found).update(
+        NVMLError=NVMLError,
+        NVML_CLOCK_SM=1,
+        NVML_CLOCK_MEM=2,
+        NVML_TEMPERATURE_GPU=0,
+        NVML_MEMORY_ERROR_TYPE_CORRECTED=0,
+        NVML_MEMORY_ERROR_TYPE_UNCORRECTED=1,
+        NVML_VOLATILE_ECC=0,
+        nvmlInit=lambda: None,
+        nvmlShutdown=lambda: None,
+        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1": "gpu"}[uuid],
+        nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=93, memory=40),
+        nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=17, total=80),
+        nvmlDeviceGetPowerUsage=lambda gpu: 651_500,
+        nvmlDeviceGetEnforcedPowerLimit=lambda gpu: 700_000,
+        nvmlDeviceGetClockInfo=lambda gpu, clock: {1: 1755, 2: 2619}[clock],
+        nvmlDeviceGetTemperature=lambda gpu, sensor: 64,
+        nvmlDeviceGetCurrentClocksThrottleReasons=lambda gpu: 4,
+        nvmlDeviceGetTotalEccErrors=lambda gpu, kind, counter: counts[kind],
+    )
+    vars(found).update(changes)
+    return found
+
+
+@pytest.fixture
+def watch(monkeypatch):
+    """watch(uuid, ...) -> the numbers that a watch of this GPU notes, after its first reading."""
+    started = []
+
+    def make(uuid="GPU-1", module=None, wanted=DEVICE):
+        monkeypatch.setitem(sys.modules, "pynvml", module or bindings())
+        noted: dict[str, float] = {}
+        one = DeviceWatch(uuid, noted.__setitem__, every=0.001)
+        started.append(one)
+        deadline = time.monotonic() + 30
+        while one._thread.is_alive() and noted.keys() < wanted and time.monotonic() < deadline:
+            time.sleep(0.001)
+        return noted, one
+
+    yield make
+    for one in started:
+        one.close()
+        one._thread.join(30)
+
+
+def test_all_numbers_of_a_gpu(watch):
+    noted, _ = watch()
+    assert noted == {
+        "device/utilization": 0.93,
+        "device/memory_bytes": 17,
+        "device/power_watts": 651.5,
+        "device/power_limit_watts": 700,
+        "device/sm_clock_mhz": 1755,
+        "device/memory_clock_mhz": 2619,
+        "device/temperature_celsius": 64,
+        "device/throttle_reasons": 4,
+        "device/ecc_corrected": 3,
+        "device/ecc_uncorrected": 1,
+    }
+
+
+def refuses(*_):
+    raise NVMLError("not supported")
+
+
+def test_what_a_gpu_does_not_have_is_left_out(watch):
+    noted, _ = watch(
+        module=bindings(nvmlDeviceGetTotalEccErrors=refuses, nvmlDeviceGetCurrentClocksThrottleReasons=None),
+        wanted=DEVICE - {"device/ecc_corrected", "device/ecc_uncorrected", "device/throttle_reasons"},
+    )
+    assert DEVICE - noted.keys() == {"device/ecc_corrected", "device/ecc_uncorrected", "device/throttle_reasons"}
+
+
+@pytest.mark.parametrize("module", [None, bindings(nvmlInit=refuses)], ids=["not installed", "no driver"])
+def test_without_nvml_nothing_is_read(monkeypatch, module):
+    monkeypatch.setitem(sys.modules, "pynvml", module)  # None: the import fails
+    noted: dict[str, float] = {}
+    one = DeviceWatch("GPU-1", noted.__setitem__)
+    one._thread.join(30)
+    assert not one._thread.is_alive() and noted == {}
+
+
+def test_a_gpu_that_nvml_does_not_know_ends_the_watch(watch):
+    noted, one = watch("GPU-2")
+    one._thread.join(30)
+    assert not one._thread.is_alive() and noted == {}
+
+
+def test_a_driver_that_hangs_keeps_nobody(watch):
+    released = threading.Event()
+    noted, one = watch(module=bindings(nvmlDeviceGetPowerUsage=lambda gpu: released.wait(30)), wanted=set())
+    one.close()  # returns
+    assert one._thread.is_alive() and "device/power_watts" not in noted
+    released.set()
