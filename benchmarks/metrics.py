@@ -36,7 +36,9 @@ from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.optim.update_size import UpdateSize
 from ingot.trainer.record import Interval, open_recorder, record_line
 from ingot.trainer.step import train_step
+from ingot.trainer.telemetry.layer_sizes import LayerSizes
 from ingot.trainer.telemetry.progress import ProgressLine
+from ingot.trainer.telemetry.source_loss import SourceLoss
 from ingot.trainer.telemetry.usage import CostMeter, ThreadTime, Waits, peak_memory_bytes
 
 _LINE, _FIRST = 10, 6  # the first steps allocate
@@ -74,15 +76,32 @@ def cost(root: Path, rounds: int) -> dict[str, object]:
     run = RunConfig(name="cost", model=tiny.arch, data=Data(tokens="made up"), train=settings)
     parts = build_parts(run, device, Path())
     sizes, waits = UpdateSize(parts.model.shards, 1), WaitClock()
+    layers = LayerSizes(parts.model.shards, parts.model.stages, tiny.arch.num_layers, 0, root / "measure-layers")
+    readout, per_step = parts.model.stages[0].get_submodule("readout"), settings.global_batch
+    sources = _TimedSourceLoss(
+        ["code", "web"],
+        np.array([0, 1]),
+        lambda ids: ids % 2,
+        rows=settings.micro_batch,
+        tokens=settings.seq_len,
+        readout=readout,
+    )
+    parts.program.observers = [layers, sources]
     parts.program.times = StepTimes(device, waits)  # its clocks count for the step: four readings
     place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=device)
-    recorder = open_recorder(run, RunFolder(root), place, 1, print)
+    recorder = open_recorder(run, RunFolder(root), place, 1, print, sources=sources.names)
     assert recorder is not None and recorder._thread.ident is not None
     cost_meter = CostMeter(2.0, 1, root / "events.jsonl")
-    trainer = SimpleNamespace(config=run, place=place, recorder=recorder, tokens_per_byte=0.25, cost=cost_meter)
+    trainer = SimpleNamespace(
+        config=run, place=place, recorder=recorder, tokens_per_byte=0.25, cost=cost_meter, source_loss=sources
+    )
     thread = time.pthread_getcpuclockid(recorder._thread.ident)
-    gc.disable()  # a collection may run in any thread, and belongs to none
-    seconds: dict[str, list[float]] = {name: [] for name in ("step", "rows", "line", "update size", "thread")}
+    # A full collection of garbage visits all modules of torch, 0.5 s, in whichever thread makes the object that is one
+    # too many. In ranks these objects are frozen before the fork (launch/fork_server.py), and so they are here.
+    gc.freeze()
+    collections = [each["collections"] for each in gc.get_stats()]
+    names = ("step", "rows", "line", "update size", "sources", "thread")
+    seconds: dict[str, list[float]] = {name: [] for name in names}
     for step in range(1, rounds + _FIRST):
         ids = torch.randint(0, tiny.arch.vocab_size, (1, settings.global_batch, settings.seq_len + 1))
         batch = SimpleNamespace(step=step, inputs=ids[..., :-1], targets=ids[..., 1:], document_ids=None)
@@ -91,32 +110,49 @@ def cost(root: Path, rounds: int) -> dict[str, object]:
         began = time.thread_time()
         result = train_step(parts, batch, 1e-4)
         stepped = time.thread_time()
+        sources.add(step, np.arange(per_step))
         interval.add(0.0, 0.0)
-        recorder.step(step, interval.last)
+        recorder.step(step, interval.last, is_open=True)
         row = time.thread_time()
         sizes.before_update(step)
         sizes.after_update()
         squares = np.array([sizes.read()])
         squares_read = time.thread_time() - row
+        by_source = sources.take()
+        layers.take_request()
+        sources_read = time.thread_time() - row - squares_read
         memory = peak_memory_bytes(device)  # the log line has it, and the numbers, without a record, too
         numbers = [StepNumbers(step, float(result.loss), float(result.grad_norm), skipped=False)]
         sized = time.thread_time()
         zero = Waits(data=0.0, pipeline=0.0, collectives=0.0, reading=0.0, computing=0.0, queued=0.0, blocked=0.0)
         interval.add_line(zero, memory, parts.program.times.take())
-        record_line(trainer, [result], numbers, progress_of(step), squares)
+        record_line(trainer, [result], numbers, progress_of(step), squares, by_source)
         lined = time.thread_time()
         if step >= _FIRST:
             seconds["step"].append(stepped - began)
             seconds["rows"].append(row - stepped)
             seconds["update size"].append(squares_read / _LINE)
             seconds["line"].append(lined - sized)  # a row of the run for each step, and a tenth of the line: rounded up
+            seconds["sources"].append(sources.seconds + sources_read / _LINE)
             seconds["thread"].append(time.clock_gettime(thread) - written)
     recorder.close()
     dist.destroy_process_group()
     means = {"thread": statistics.fmean(seconds["thread"])}  # it wakes up twice a second
-    added = [seconds[part] for part in ("rows", "line", "update size")] + [[means["thread"]] * rounds]
+    added = [seconds[part] for part in ("rows", "line", "update size", "sources")] + [[means["thread"]] * rounds]
     medians = {part: statistics.median(each) for part, each in seconds.items()} | means
-    return medians | ratio_in_percent(added, seconds["step"])
+    since = [each["collections"] - before for each, before in zip(gc.get_stats(), collections, strict=True)]
+    return medians | ratio_in_percent(added, seconds["step"]) | {"collections of garbage": since}
+
+
+class _TimedSourceLoss(SourceLoss):
+    """The loss by source, with the CPU seconds that it added to the last step."""
+
+    seconds = 0.0
+
+    def computed(self, micro_batch: int) -> None:
+        began = time.thread_time()
+        super().computed(micro_batch)
+        self.seconds = time.thread_time() - began
 
 
 def progress_of(step: int) -> ProgressLine:

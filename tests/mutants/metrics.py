@@ -5,6 +5,8 @@ from .mutant import Mutant
 _FILES = "tests/unit/schema/test_metrics.py"
 _RECORDER = "tests/unit/trainer/telemetry/test_recorder.py"
 _RUNS = "tests/unit/trainer/test_record.py"
+_MEASURED = "tests/unit/trainer/test_measurements.py"
+_TELEMETRY = "tests/unit/trainer/telemetry"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -43,7 +45,7 @@ MUTANTS: list[Mutant] = [
         name="roll-back-in-the-same-lineage",
         what="steps after a roll-back continue the lineage before it",
         file="trainer/telemetry/recorder.py",
-        before="self._lineage = self._lineage[0] + 1, first_step",
+        before="self._lineage = LineageKey(self._lineage.epoch, self._lineage.number + 1, first_step)",
         after="pass",
         tests=(f"{_RUNS}::test_a_roll_back_keeps_the_void_steps",),
     ),
@@ -145,5 +147,96 @@ MUTANTS: list[Mutant] = [
         before="for one in found if one.valid)",
         after="for one in found)",
         tests=("tests/unit/trainer/telemetry/test_goodput.py::test_steps_that_count_over_all_time",),
+    ),
+    Mutant(
+        name="restart-adds-up-all-steps",
+        what="a restart reads the numbers of every attempt before it",
+        file="trainer/telemetry/goodput.py",
+        before="if last_step and (counted :=",
+        after="if False and (counted :=",
+        tests=("tests/unit/trainer/telemetry/test_goodput.py::test_a_restart_reads_the_last_line_and_not_all_steps",),
+    ),
+    Mutant(
+        name="two-attempts-in-one-lineage",
+        what="an attempt that lost its lease writes where its successor does",
+        file="schema/metric_files.py",
+        before="{f'-epoch-{epoch:06}' if epoch else ''}",
+        after="",
+        tests=(f"{_RECORDER}::test_two_attempts_that_are_alive_at_once_write_two_lineages",),
+    ),
+    Mutant(
+        name="rows-removed-without-a-bucket",
+        what="the last rows of a closed lineage are removed, and are in no bucket",
+        file="schema/metric_thinning.py",
+        before="            _complete(table, level)",
+        after="            pass",
+        tests=("tests/unit/schema/test_metric_thinning.py",),
+    ),
+    Mutant(
+        name="closed-lineages-not-thinned",
+        what="the rows of every attempt are kept for ever",
+        file="trainer/telemetry/recorder.py",
+        before="next(thinning, None)",
+        after="pass",
+        tests=(f"{_RECORDER}::test_a_start_lists_one_folder_and_thins_later",),
+    ),
+    Mutant(
+        name="line-of-a-stop-not-recorded",
+        what="the last log line of a loop that is left is not in the numbers of the rank",
+        file="trainer/loop.py",
+        before="self.trainer.recorder.amend(self._interval.last)",
+        after="pass",
+        tests=(f"{_MEASURED}::test_losses_of_sources_and_sizes_of_layers_are_those_of_plain_code",),
+    ),
+    Mutant(
+        name="checked-parts-in-the-times",
+        what="the time of a part that is computed to check another rank counts as forward and backward",
+        file="trainer/parallel/pipeline.py",
+        before="times = self.times if data_rank is None else None",
+        after="times = self.times",
+        tests=(f"{_MEASURED}::test_a_part_that_is_computed_once_more_counts_once",),
+    ),
+    Mutant(
+        name="micro-batches-as-they-ran",
+        what="the loss of a sequence counts for the source of another one",
+        file="trainer/telemetry/source_loss.py",
+        before="for number in sorted(self._of_step)",
+        after="for number in self._of_step",
+        tests=(f"{_TELEMETRY}/test_source_loss.py::test_nats_are_added_up_by_the_source_of_their_sequence",),
+    ),
+    Mutant(
+        name="copies-count-in-the-norms-of-layers",
+        what="the norms of layers are counted on ranks that own no part of them",
+        file="trainer/telemetry/layer_sizes.py",
+        before="            if shard.owner and shard.value.numel()",
+        after="            if shard.value.numel()",
+        tests=(f"{_MEASURED}::test_every_layout_records_the_numbers_of_one_process[dp]",),
+    ),
+    Mutant(
+        name="routes-in-another-order",
+        what="experts that change places count as other experts",
+        file="trainer/telemetry/route_flips.py",
+        before="(one[:, :, None] != other[:, None, :]).all(-1).sum()",
+        after="(one != other).sum()",
+        tests=(f"{_TELEMETRY}/test_route_flips.py",),
+    ),
+    Mutant(
+        name="end-waits-for-a-driver",
+        what="a driver that hangs keeps a finished run",
+        file="trainer/telemetry/device_watch.py",
+        before="        self._ends.set()",
+        after="        self._ends.set(), self._thread.join()",
+        tests=(f"{_TELEMETRY}/test_device_watch.py::test_a_driver_that_hangs_keeps_nobody",),
+    ),
+    Mutant(
+        name="host-memory-read-whole",
+        what="all weights in host memory are read at every log line while the GPU waits",
+        file="trainer/optim/update_size.py",
+        before="self._is_sampled = on_gpu and",
+        after="self._is_sampled = False and",
+        tests=(
+            "tests/unit/trainer/optim/test_update_size.py::"
+            "test_weights_in_host_memory_are_not_read_whole_while_a_gpu_waits",
+        ),
     ),
 ]

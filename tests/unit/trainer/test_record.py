@@ -11,7 +11,7 @@ from tests.unit.trainer.test_loop import Scripted
 from ingot.events import read_events
 from ingot.plugins.callback import StepCallback, Verdict
 from ingot.schema.metric_files import read_lineages
-from ingot.schema.metrics import METRICS, newest_rows, read_series
+from ingot.schema.metrics import METRICS, metric_of, newest_rows, read_series
 from ingot.theory.rules import load_run
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
@@ -188,10 +188,14 @@ def test_a_run_may_do_without(fork_ranks, make_run):
 
 def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run):
     """A name in the table that nothing writes would be an empty chart."""
-    folder = make_run(dp_shard=2)
+    folder = make_run(dp_shard=2, guard={"sanity_every": 5})
+    folder.config.write_text(folder.config.read_text() + "\n[metrics]\nlayers_every = 4\n")
     fork_ranks(run_rank, 2, folder)
     rows = newest_rows(folder.metrics)
-    missing = {one.name for one in METRICS} - rows[0].values.keys() - rows[1].values.keys()
-    experts = {one.name for one in METRICS if one.name.startswith("experts/")}
-    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | experts
+    found = [name for row in rows.values() for name in row.values]
+    missing = {one.name for one in METRICS} - {metric_of(name).name for name in found}
+    others = {one.name for one in METRICS if one.name.startswith(("experts/", "device/"))}
+    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | others
     assert all(not math.isnan(value) for row in rows.values() for value in row.values.values())
+    assert {name for name in found if name.startswith("data/loss/")} == {"data/loss/metal", "data/loss/stone"}
+    assert list(values_of(folder, "eval/sanity_loss")) == [5, 10]

@@ -1,0 +1,183 @@
+"""What is measured within steps: the same numbers in every layout, as plain references compute them, and no step twice."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from ingot.config import to_toml
+from ingot.schema.arch import Moe
+from ingot.schema.metric_settings import MetricSettings
+from ingot.schema.metrics import read_series
+from ingot.schema.parallel import Parallel
+from ingot.theory.rules import load_run
+from ingot.trainer.loop import RunLoop
+from ingot.trainer.mesh.step_times import StepTimes
+from ingot.trainer.parallel.pipeline import PipelineExecutor
+from ingot.trainer.run import build_trainer
+from ingot.trainer.step import train_step
+
+from .test_record import run_rank, values_of
+
+MOE = Moe(num_experts=4, top_k=2, d_expert=8, scores="sigmoid", bias_rate=0.003)
+LAYOUTS = {
+    "dp": (2, {"dp_replicate": 2}),
+    "zero 3": (2, {"dp_shard": 2, "zero": 3}),
+    "tp": (2, {"tp": 2, "sequence": False}),
+    "tp, sequence": (2, {"tp": 2}),
+    "cp": (2, {"cp": 2}),
+    "pp": (2, {"pp": 2}),
+    "offload": (1, {"offload": "cpu", "zero": 3, "offload_parameters": True}),
+}
+OF_EXPERTS = {"experts": (2, {"dp_shard": 2, "ep": 2})}
+NAMES = ("train/loss", "train/grad_norm", "train/param_norm", "train/update_ratio")
+BY_SOURCE = tuple(f"data/{kind}/{source}" for kind in ("loss", "share") for source in ("metal", "stone"))
+BY_LAYER = tuple(
+    f"layers/{kind}/{layer}" for kind in ("grad_norm", "activation_rms") for layer in (0, 1, "other")
+)[:-1]
+STEPS = 4
+
+
+def configured(folder, parallel, moe=None):
+    """Let a run be in float64, in a layout, and measure its layers at every second step."""
+    config = load_run(folder.config)
+    settings = replace(config.train, precision="fp64", steps=STEPS)
+    model = config.model if moe is None else replace(config.model, moe=moe)
+    metrics = MetricSettings(layers_every=2)
+    text = to_toml(replace(config, train=settings, parallel=Parallel(**parallel), model=model, metrics=metrics))
+    folder.config.write_text(text)
+    return folder
+
+
+def numbers(folder):
+    return {name: values_of(folder, name) for name in (*NAMES, *BY_SOURCE, *BY_LAYER)}
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """The numbers of one process, by model."""
+    return {}
+
+
+def reference(alone, fork_ranks, make_run, moe):
+    if bool(moe) not in alone:
+        folder = configured(make_run("alone", log_every=2, keep=1), {}, moe)
+        fork_ranks(run_rank, 1, folder)
+        alone[bool(moe)] = numbers(folder)
+    return alone[bool(moe)]
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, *OF_EXPERTS])
+def test_every_layout_records_the_numbers_of_one_process(fork_ranks, make_run, alone, layout):
+    ranks, parallel = (LAYOUTS | OF_EXPERTS)[layout]
+    moe = MOE if layout in OF_EXPERTS else None
+    expected = reference(alone, fork_ranks, make_run, moe)
+    folder = configured(make_run(log_every=2, keep=1), parallel, moe)
+    fork_ranks(run_rank, ranks, folder)
+    found = numbers(folder)
+    assert list(expected["train/update_ratio"]) == list(expected["layers/grad_norm/0"]) == [2, 4]
+    for name, values in expected.items():
+        assert found[name] == pytest.approx(values, rel=1e-9), name
+
+
+class Reference:
+    """Plain references in one process: the nats of each micro-batch, which is one sequence, and the hidden states that
+    blocks return, by step."""
+
+    def __init__(self, run):
+        self.run, self.nats, self.squares = run, {}, {}
+        forward = PipelineExecutor._forward
+
+        def seen(program, action, step):
+            before = step.loss
+            forward(program, action, step)
+            windows = run.loader.samples(step.batch.step)
+            self.nats[int(windows[action.micro_batch]), step.batch.step] = float(step.loss - before)
+
+        PipelineExecutor._forward = seen
+        for layer, block in run.model.stages[0].blocks.named_children():
+            block.register_forward_hook(lambda _, __, output, layer=layer: self.look(layer, output))
+
+    def look(self, layer, output):
+        if torch.is_grad_enabled():  # in training
+            self.squares.setdefault((layer, self.run.loader.next_step - 1), []).append(float(output.square().mean()))
+
+    def loss(self, source, steps):
+        """The mean loss of the sequences of a source; and the number of all sequences per step."""
+        manifest, order = self.run.loader.manifest, self.run.loader.order
+        of_source = [
+            nats
+            for (window, step), nats in self.nats.items()
+            if step in steps and manifest.shards[int(order.locate(np.array([window]))[0][0])].source == source
+        ]
+        return np.mean(of_source) * self.run.config.train.global_batch if of_source else None
+
+
+def with_reference(rank, ranks, folder):
+    from ingot.trainer.mesh.start import RankInfo
+
+    place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
+    run = build_trainer(load_run(folder.config), folder, place, say=lambda line: None)
+    (folder.root / "measure-layers").touch()
+    seen, loop = Reference(run), RunLoop(run)
+    try:
+        for _ in range(5):
+            batch = loop.next_batch()
+            loop.judge(batch, train_step(run, batch, 1e-3))
+            if loop.save_is_due:
+                loop.save()
+            loop.finish_step()
+        loop.stop()
+        loop.end()
+    finally:
+        run.close()
+    losses = {source: [seen.loss(source, steps) for steps in ((1, 2, 3), (4, 5))] for source in ("metal", "stone")}
+    return losses, {key: np.mean(squares) ** 0.5 for key, squares in seen.squares.items()}
+
+
+def test_losses_of_sources_and_sizes_of_layers_are_those_of_plain_code(fork_ranks, make_run):
+    """A program stops the run after step 5, between two log lines; the layers are measured in the step after the line
+    that saw the request."""
+    folder = make_run(log_every=3, every_steps=100)
+    ((losses, sizes),) = fork_ranks(with_reference, 1, folder)
+    for source, each in losses.items():
+        found = values_of(folder, f"data/loss/{source}")
+        assert found == pytest.approx({s: loss for s, loss in zip((3, 5), each, strict=True) if loss}, rel=1e-6)
+    shares = [values_of(folder, f"data/share/{source}") for source in losses]
+    assert {step: sum(one.get(step, 0.0) for one in shares) for step in (3, 5)} == {3: 1.0, 5: 1.0}
+    for layer in range(2):
+        found = values_of(folder, f"layers/activation_rms/{layer}")
+        assert found == pytest.approx({4: sizes[str(layer), 4]}, rel=1e-5)
+    norms = [values_of(folder, f"layers/grad_norm/{layer}")[4] for layer in (0, 1, "other")]
+    assert np.linalg.norm(norms) == pytest.approx(values_of(folder, "train/grad_norm")[4], rel=1e-5)
+    assert not (folder.root / "measure-layers").exists()
+    assert list(values_of(folder, "memory/peak_bytes", 0)) == [3, 5]  # the line of the stop, too
+
+
+def test_a_part_that_is_computed_once_more_counts_once(fork_ranks, make_run):
+    """Every rank also computes the part of the other one, and in the first step its own part twice."""
+    folder = make_run(dp_replicate=2, guard={"recompute_every": 1})
+    plain = make_run("plain", dp_replicate=2)
+
+    def count(rank, ranks, folder):
+        phases, phase = [], StepTimes.phase
+        StepTimes.phase = lambda times, name: phases.append(name) or phase(times, name)
+        run_rank(rank, ranks, folder)
+        return phases.count("forward"), phases.count("backward")
+
+    accumulation = load_run(folder.config).accumulation
+    assert fork_ranks(count, 2, folder) == [(12 * accumulation,) * 2] * 2
+    fork_ranks(run_rank, 2, plain)
+    for name in BY_SOURCE:
+        assert values_of(folder, name) == values_of(plain, name)
+
+
+def test_the_routes_of_experts_change_from_check_to_check(fork_ranks, make_run):
+    folder = make_run(guard={"sanity_every": 1}, every_steps=3)
+    config = load_run(folder.config)
+    folder.config.write_text(to_toml(replace(config, model=replace(config.model, moe=MOE))))
+    fork_ranks(run_rank, 1, folder)
+    checks = [int(step) for one in read_series(folder.metrics, None, "eval/sanity_loss") for step in one.first]
+    flips = values_of(folder, "experts/route_flips")
+    assert list(flips) == checks[1:] and 0 < max(flips.values()) < 1
