@@ -1,9 +1,11 @@
 """The numbers of a run through real `ingot train` processes: one that is killed, and one that loses their folder."""
 
+import json
 from pathlib import Path
 
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.metric_files import read_lineages
 from ingot.schema.metrics import read_series
 
 from .conftest import RUN_FILE, Project, write_tokens
@@ -24,10 +26,12 @@ class Fault(StepCallback):
     def __init__(self, run, options):
         self.rank, self.kind, self.root = run.rank, options.kind, Path(options.root)
     def on_update(self, step):
+        if step == 3 and self.rank == 0:
+            (self.root / "measure-layers").touch()
         if step != 12 or self.rank != 1:
             return
         if self.kind == "removed":
-            while len(list((self.root / "metrics").glob("*/*/*.rows"))) < 3:  # of two ranks, and of the run
+            while len(list((self.root / "metrics").glob("*/*/*.rows"))) < 5:  # of two ranks, and three of the run
                 time.sleep(0.02)
             shutil.rmtree(self.root / "metrics")
         elif not (self.root / "killed").exists():
@@ -41,7 +45,10 @@ CALLBACKS.register(CallbackPart(name="fault", make=Fault, settings=Options))
 
 def run_with(root: Path, kind: str) -> Path:
     """Train with a fault at step 12. Returns the run folder."""
-    write_tokens(root / "tokens")
+    write_tokens(root / "tokens", shards=2)
+    manifest = json.loads((root / "tokens/manifest.json").read_text())
+    manifest["shards"][1]["source"] = "march"
+    (root / "tokens/manifest.json").write_text(json.dumps(manifest))
     (root / "planted.py").write_text(PLANTED)
     own = (
         f'[callbacks.fault]\nkind = "{kind}"\nroot = "{root / kind}"\n[plugins]\nmodules = ["planted"]\nfolder = "."\n'
@@ -67,3 +74,14 @@ def test_a_killed_rank_leaves_the_numbers_of_all_but_the_last_second(tmp_path):
     before, again = read_series(folder / "metrics", 1, "perf/step_seconds")
     assert (before.valid, before.first.tolist()) == (False, list(range(1, 12)))
     assert (again.valid, again.first.tolist()) == (True, list(range(1, STEPS + 1)))
+    assert {(one.epoch, one.number) for one in read_lineages(folder / "metrics")} == {(1, 1), (1, 2)}
+    # Sources, and layers: the request of step 3 is seen at the next log line.
+    metrics = folder / "metrics"
+    losses, shares = (
+        [read_series(metrics, None, f"data/{kind}/{name}")[-1] for name in ("march", "walk")]
+        for kind in ("loss", "share")
+    )
+    assert all(one.valid and one.last[-1] == STEPS and one.mean.max() < 6 for one in losses)
+    assert sum(one.mean[-1] for one in shares) == 1.0
+    layers = [read_series(metrics, None, f"layers/{kind}/1")[-1] for kind in ("grad_norm", "activation_rms")]
+    assert [one.first.tolist() for one in layers] == [[5]] * 2 and all(one.mean[0] > 0 for one in layers)

@@ -1,6 +1,8 @@
 import json
 import math
 import os
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,7 @@ from ingot.schema.metric_files import (
 from ingot.schema.metrics import METRICS, metric_of, newest_rows, read_series
 
 LOSS, NORM = "train/loss", "train/grad_norm"
+MANUAL = Path(__file__).parents[3] / "docs/observe/metrics.md"
 
 
 def write(
@@ -229,6 +232,16 @@ def test_a_writer_refuses_what_it_cannot_keep(tmp_path):
         writer.flush()
     with pytest.raises(FileNotFoundError):
         TableWriter(tmp_path / "gone" / "000001-step-00000001" / "run", [LOSS], {}).add(1, 0.0, {})
+
+
+def test_the_manual_has_every_name():
+    _, table, _ = re.split(r"<!-- (?:names: .*|end of names) -->\n", MANUAL.read_text())
+    assert table == table_of_names()
+
+
+def table_of_names():
+    rows = [f"| `{one.name}` | {one.unit or '-'} | {one.owner} | {one.at} | {one.meaning} |" for one in METRICS]
+    return "\n".join(["| name | unit | of | at | meaning |", "|---|---|---|---|---|", *rows, ""])
 
 
 def test_every_metric_has_one_meaning():
