@@ -78,10 +78,10 @@ def test_a_killed_rank_leaves_the_numbers_of_all_but_the_last_second(tmp_path):
     # Sources, and layers: the request of step 3 is seen at the next log line.
     metrics = folder / "metrics"
     losses, shares = (
-        [read_series(metrics, None, f"data/{kind}/{name}")[-1] for name in ("march", "walk")]
+        [read_series(metrics, None, f"data/{name}/{kind}")[-1] for name in ("march", "walk")]
         for kind in ("loss", "share")
     )
     assert all(one.valid and one.last[-1] == STEPS and one.mean.max() < 6 for one in losses)
     assert sum(one.mean[-1] for one in shares) == 1.0
-    layers = [read_series(metrics, None, f"layers/{kind}/1")[-1] for kind in ("grad_norm", "activation_rms")]
+    layers = [read_series(metrics, None, f"layers/1/{kind}")[-1] for kind in ("grad_norm", "activation_rms")]
     assert [one.first.tolist() for one in layers] == [[5]] * 2 and all(one.mean[0] > 0 for one in layers)

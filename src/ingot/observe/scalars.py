@@ -25,7 +25,7 @@ USES = {
     "blocked": "waiting for anything else",
 }
 # name -> its unit and meaning. Names that depend on a source, a callback or a prompt are not listed: eval/SOURCE/bpb,
-# eval/SOURCE/loss, callbacks/NAME/METRIC.
+# eval/SOURCE/loss, data/SOURCE/loss, data/SOURCE/share, callbacks/NAME/METRIC.
 SCALARS: dict[str, ScalarMeaning] = {
     "train/loss": ScalarMeaning("nats", "mean loss per token of the global batch"),
     "train/grad_norm": ScalarMeaning("", "global norm of the gradient, before clipping"),
@@ -115,6 +115,11 @@ def _found(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
     elif kind == events.EVALUATION:
         for source, own in (event.get("by_source") or {}).items():
             yield from ((f"eval/{source}/{field}", own.get(field)) for field in ("bpb", "loss"))
+    elif kind == events.SOURCES:
+        for field in ("loss", "share"):
+            by_source = event.get(field)
+            for source, own in by_source.items() if isinstance(by_source, Mapping) else ():
+                yield f"data/{source}/{field}", own
     elif kind == events.METRICS:
         yield from ((f"callbacks/{event.get('by')}/{name}", own) for name, own in (event.get("values") or {}).items())
 

@@ -30,6 +30,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   experts        step, steps (number covered), layers [..]; by layer: load_cv, max_load, min_load, dropped and fallback
                  (null: not applicable to this model), entropy, loads [[..]] (null except at a checkpoint)
                  (telemetry/progress.py)                             one per log line
+  sources        step, loss {source: nats per token}, share {source: share of the tokens}, since the line before
+                                                                      one per log line, for two sources or more
   metrics        step, by (name of a callback), values {name: number}  one per log line and callback that has any
   metrics_lost   rank, step (newest), rows (of this attempt that were dropped so far), reason, ended (true: the rest of
                  the attempt is not recorded)                        numbers that RUN/metrics lacks (schema/metrics.py)
@@ -142,6 +144,7 @@ DATA_TROUBLE = "data_trouble"
 QUARANTINED = "quarantined"
 LISTED = "listed"
 EXPERTS = "experts"
+SOURCES = "sources"
 METRICS = "metrics"
 METRICS_LOST = "metrics_lost"
 SKIPPED = "skipped"

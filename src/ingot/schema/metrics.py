@@ -1,11 +1,12 @@
 """The numbers of a run: their names, and the readers of their files (metric_files.py). No torch.
 
 A metric of the run has one value per step; a metric of a rank has one per rank and step. A name in braces stands for
-any word: `data/loss/{source}` is the name of `data/loss/web`. Values that are measured at log lines are missing in the
+any word: `data/{source}/loss` is the name of `data/web/loss`. Values that are measured at log lines are missing in the
 rows of other steps.
 """
 
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, zip_longest
@@ -74,10 +75,10 @@ METRICS = (
     Metric("experts/fallback", "", "run", "line", "share of assignments beyond the capacity, to the fallback expert"),
     Metric("experts/route_flips", "", "run", "check", _FLIPS, "checks"),
     Metric("eval/sanity_loss", "nats per token", "run", "check", "loss of a fixed batch of held-out text", "checks"),
-    Metric("layers/grad_norm/{layer}", "", "run", "layers", _NORM, "layers"),
-    Metric("layers/activation_rms/{layer}", "", "run", "layers", _RMS, "layers"),
-    Metric("data/loss/{source}", "nats per token", "run", "line", "mean loss of the tokens of a source", "sources"),
-    Metric("data/share/{source}", "", "run", "line", "share of a source in the tokens of a log line", "sources"),
+    Metric("layers/{layer}/grad_norm", "", "run", "layers", _NORM, "layers"),
+    Metric("layers/{layer}/activation_rms", "", "run", "layers", _RMS, "layers"),
+    Metric("data/{source}/loss", "nats per token", "run", "line", "mean loss of the tokens of a source", "sources"),
+    Metric("data/{source}/share", "", "run", "line", "share of a source in the tokens of a log line", "sources"),
     Metric("perf/step_seconds", "s", "rank", "step", "time of the step, without saves and evaluation"),
     Metric("perf/wait_seconds", "s", "rank", "step", "of it, waiting for other ranks; 0 on GPUs, where no host waits"),
     Metric("perf/pipeline_wait_seconds", "s", "rank", "step", "of these, waiting for a pipeline neighbor"),
@@ -106,13 +107,17 @@ METRICS = (
 )
 _LAST_SEGMENTS = 2  # of a level, in which the newest value of a metric is looked for
 _BY_NAME = {metric.name: metric for metric in METRICS}
-_BY_PREFIX = {metric.name.partition("{")[0]: metric for metric in METRICS if "{" in metric.name}
+_PATTERNS = [
+    (re.compile(re.sub(r"\\{\w+\\}", r"[\\w.-]+", re.escape(metric.name)), re.ASCII), metric)
+    for metric in METRICS
+    if "{" in metric.name
+]
 
 
 def metric_of(name: str) -> Metric | None:
     """Return the metric that has the name `name`; None for an unknown one."""
     found = _BY_NAME.get(name)
-    return found or next((metric for start, metric in _BY_PREFIX.items() if name.startswith(start)), None)
+    return found or next((metric for pattern, metric in _PATTERNS if pattern.fullmatch(name)), None)
 
 
 # -- series --

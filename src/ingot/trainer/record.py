@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ingot.plugins.callback import StepNumbers
+from ingot.schema import events
 from ingot.schema.metric_files import EXTRA_TABLES
 from ingot.schema.metrics import METRICS
 from ingot.schema.run import RunConfig
@@ -56,8 +57,9 @@ def open_recorder(
     by_table: dict[str, list[str]] = {table: [] for table in ("run", "rank", *EXTRA_TABLES)}
     words = {"source": sources, "layer": [*range(config.model.num_layers), OTHER]}
     for one in METRICS:
-        start, _, word = one.name.partition("{")
-        by_table[one.table or one.owner] += [f"{start}{own}" for own in words[word[:-1]]] if word else [one.name]
+        word = next((word for word in words if f"{{{word}}}" in one.name), "")
+        own = [one.name.replace(f"{{{word}}}", str(name)) for name in words[word]] if word else [one.name]
+        by_table[one.table or one.owner] += own
     recorder = Recorder(
         folder.metrics,
         rank=place.rank,
@@ -223,7 +225,12 @@ def record_line(
     rows[-1][1].update({name: value for name, value in line.items() if value is not None})
     trainer.recorder.run_steps(rows)
     if trainer.source_loss is not None and by_source is not None:
-        trainer.recorder.extra("sources", progress.step, trainer.source_loss.values(by_source))
+        losses, shares = trainer.source_loss.means(by_source)
+        if losses:
+            trainer.log(events.SOURCES, step=progress.step, loss=losses, share=shares)
+        of_sources = {f"data/{name}/loss": loss for name, loss in losses.items()}
+        of_sources |= {f"data/{name}/share": share for name, share in shares.items()}
+        trainer.recorder.extra("sources", progress.step, of_sources)
 
 
 def record_layers(trainer: RunParts, *, asked: bool) -> None:

@@ -28,6 +28,9 @@ def test_numbers_by_layer_source_and_callback():
     }
     evaluation = {"kind": events.EVALUATION, "bpb": 1.0, "loss": 2.0, "by_source": {"web": {"bpb": 1.5, "loss": 2.5}}}
     assert scalars_of(evaluation)["eval/web/bpb"] == 1.5
+    sources = {"kind": events.SOURCES, "step": 4, "loss": {"web": 2.0}, "share": {"web": 0.25}}
+    assert scalars_of(sources) == {"data/web/loss": 2.0, "data/web/share": 0.25}
+    assert scalars_of(sources | {"loss": 3.0, "share": None}) == {}
     metrics = {"kind": events.METRICS, "by": "own", "values": {"x": 1, "words": "no", "flag": True}}
     assert scalars_of(metrics) == {"callbacks/own/x": 1.0}
     assert scalars_of({"kind": events.FINISHED, "seconds": 3.0}) == {}

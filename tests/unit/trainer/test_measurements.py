@@ -1,4 +1,4 @@
-"""What is measured within steps: the same numbers in every layout, as plain references compute them, and no step twice."""
+"""Measurements within steps: the same numbers in every layout, those of plain references, and no step counts twice."""
 
 from dataclasses import replace
 
@@ -32,9 +32,9 @@ LAYOUTS = {
 }
 OF_EXPERTS = {"experts": (2, {"dp_shard": 2, "ep": 2})}
 NAMES = ("train/loss", "train/grad_norm", "train/param_norm", "train/update_ratio")
-BY_SOURCE = tuple(f"data/{kind}/{source}" for kind in ("loss", "share") for source in ("metal", "stone"))
+BY_SOURCE = tuple(f"data/{source}/{kind}" for kind in ("loss", "share") for source in ("metal", "stone"))
 BY_LAYER = tuple(
-    f"layers/{kind}/{layer}" for kind in ("grad_norm", "activation_rms") for layer in (0, 1, "other")
+    f"layers/{layer}/{kind}" for kind in ("grad_norm", "activation_rms") for layer in (0, 1, "other")
 )[:-1]
 STEPS = 4
 
@@ -76,7 +76,7 @@ def test_every_layout_records_the_numbers_of_one_process(fork_ranks, make_run, a
     folder = configured(make_run(log_every=2, keep=1), parallel, moe)
     fork_ranks(run_rank, ranks, folder)
     found = numbers(folder)
-    assert list(expected["train/update_ratio"]) == list(expected["layers/grad_norm/0"]) == [2, 4]
+    assert list(expected["train/update_ratio"]) == list(expected["layers/0/grad_norm"]) == [2, 4]
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-9), name
 
@@ -142,14 +142,14 @@ def test_losses_of_sources_and_sizes_of_layers_are_those_of_plain_code(fork_rank
     folder = make_run(log_every=3, every_steps=100)
     ((losses, sizes),) = fork_ranks(with_reference, 1, folder)
     for source, each in losses.items():
-        found = values_of(folder, f"data/loss/{source}")
+        found = values_of(folder, f"data/{source}/loss")
         assert found == pytest.approx({s: loss for s, loss in zip((3, 5), each, strict=True) if loss}, rel=1e-6)
-    shares = [values_of(folder, f"data/share/{source}") for source in losses]
+    shares = [values_of(folder, f"data/{source}/share") for source in losses]
     assert {step: sum(one.get(step, 0.0) for one in shares) for step in (3, 5)} == {3: 1.0, 5: 1.0}
     for layer in range(2):
-        found = values_of(folder, f"layers/activation_rms/{layer}")
+        found = values_of(folder, f"layers/{layer}/activation_rms")
         assert found == pytest.approx({4: sizes[str(layer), 4]}, rel=1e-5)
-    norms = [values_of(folder, f"layers/grad_norm/{layer}")[4] for layer in (0, 1, "other")]
+    norms = [values_of(folder, f"layers/{layer}/grad_norm")[4] for layer in (0, 1, "other")]
     assert np.linalg.norm(norms) == pytest.approx(values_of(folder, "train/grad_norm")[4], rel=1e-5)
     assert not (folder.root / "measure-layers").exists()
     assert list(values_of(folder, "memory/peak_bytes", 0)) == [3, 5]  # the line of the stop, too

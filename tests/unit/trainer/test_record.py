@@ -197,5 +197,7 @@ def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run):
     others = {one.name for one in METRICS if one.name.startswith(("experts/", "device/"))}
     assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | others
     assert all(not math.isnan(value) for row in rows.values() for value in row.values.values())
-    assert {name for name in found if name.startswith("data/loss/")} == {"data/loss/metal", "data/loss/stone"}
+    for line in read_events(folder.events, "sources"):
+        for source, loss in line["loss"].items():
+            assert values_of(folder, f"data/{source}/loss")[line["step"]] == loss
     assert list(values_of(folder, "eval/sanity_loss")) == [5, 10]

@@ -45,7 +45,7 @@ class DataParallel(Protocol):
 
 
 class StepObserver(Protocol):
-    """What looks at the steps of a run. Nothing of it waits for the device."""
+    """A part of a run that looks at the forwards of its steps. No method waits for the device."""
 
     def step(self, step: int) -> AbstractContextManager[None]:
         """Return the context of the forwards and backwards of this rank's own part of the batch of `step`."""

@@ -122,8 +122,8 @@ class LayerSizes:
 
     def _values(self, sums: np.ndarray) -> dict[str, float]:
         names = [*map(str, range(self._layers)), OTHER]
-        values = {f"layers/grad_norm/{name}": float(root) for name, root in zip(names, np.sqrt(sums[0]), strict=True)}
+        values = {f"layers/{name}/grad_norm": float(root) for name, root in zip(names, np.sqrt(sums[0]), strict=True)}
         for name, square, elements in zip(names, *sums[1:].tolist(), strict=True):
             if elements:
-                values[f"layers/activation_rms/{name}"] = float(np.sqrt(square / elements))
+                values[f"layers/{name}/activation_rms"] = float(np.sqrt(square / elements))
         return values

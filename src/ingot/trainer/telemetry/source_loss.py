@@ -104,11 +104,10 @@ class SourceLoss:
         self._windows.clear()
         return found.flatten()
 
-    def values(self, sums: np.ndarray) -> dict[str, float]:
-        """Return the numbers of a log line by name. sums: those of `take`, of all ranks."""
-        by_source = sums.reshape(2, -1)
-        values, total = {}, float(by_source[1].sum())
-        for name, nats, tokens in zip(self.names, *by_source[:, :-1].tolist(), strict=True):
-            if tokens:
-                values |= {f"data/loss/{name}": nats / tokens, f"data/share/{name}": tokens / total}
-        return values
+    def means(self, sums: np.ndarray) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the mean loss of each source, and its share of all tokens; of sources that had any. sums: those of
+        `take`, added up over ranks."""
+        nats, tokens = sums.reshape(2, -1).tolist()
+        there = [(name, at) for at, name in enumerate(self.names) if tokens[at]]
+        total = sum(tokens)
+        return {name: nats[at] / tokens[at] for name, at in there}, {name: tokens[at] / total for name, at in there}

@@ -269,15 +269,15 @@ def test_a_start_lists_one_folder_and_thins_later(start, tmp_path, monkeypatch):
 
 
 def test_numbers_that_few_steps_have_are_a_table_of_their_own(start, tmp_path):
-    one = start(extra_names={"sources": ["data/loss/web", "data/loss/code"], "layers": [], "checks": []})
+    one = start(extra_names={"sources": ["data/web/loss", "data/code/loss"], "layers": [], "checks": []})
     for step in range(10, 2001, 10):
-        one.extra("sources", step, {"data/loss/web": step / 7} | ({"data/loss/code": 1.0} if step % 20 else {}))
-    one.extra("sources", 2000, {"data/loss/web": 0.0})  # a second one of this step
-    one.extra("layers", 2000, {"layers/grad_norm/0": 0.0})  # on another rank than the first
+        one.extra("sources", step, {"data/web/loss": step / 7} | ({"data/code/loss": 1.0} if step % 20 else {}))
+    one.extra("sources", 2000, {"data/web/loss": 0.0})  # a second one of this step
+    one.extra("layers", 2000, {"layers/0/grad_norm": 0.0})  # on another rank than the first
     one.step(2000, {WAIT: 0.5})
     one.close()
     metrics = tmp_path / "metrics"
-    (series,) = read_series(metrics, None, "data/loss/web", points=200)
+    (series,) = read_series(metrics, None, "data/web/loss", points=200)
     assert series.first.tolist() == list(range(10, 2001, 10)) and series.mean[-1] == 2000 / 7
-    assert last_value(metrics, None, "data/loss/web", 1999) == 1990 / 7
-    assert newest_rows(metrics)[0].values == {WAIT: 0.5, "data/loss/web": 2000 / 7, "data/loss/code": 1.0}
+    assert last_value(metrics, None, "data/web/loss", 1999) == 1990 / 7
+    assert newest_rows(metrics)[0].values == {WAIT: 0.5, "data/web/loss": 2000 / 7, "data/code/loss": 1.0}

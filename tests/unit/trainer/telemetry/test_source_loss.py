@@ -41,10 +41,9 @@ def test_nats_are_added_up_by_the_source_of_their_sequence():
     # step 1: windows 1, 2, 3, 4: code, other, web, code; step 2: windows 2, 3, 4, 5: other, web, code, other
     sums = loss.take()
     assert sums.reshape(2, 3).tolist() == [[3 + 24 + 12, 12 + 6, 6 + 3 + 24], [9, 6, 9]]
-    assert loss.values(2 * sums) == pytest.approx(
-        {"data/loss/code": 39 / 9, "data/share/code": 9 / 24, "data/loss/web": 3.0, "data/share/web": 6 / 24}
-    )
-    assert loss.take().tolist() == [0.0] * 6 and loss.values(loss.take()) == {}
+    losses, shares = loss.means(2 * sums)  # of two ranks
+    assert losses == pytest.approx({"code": 39 / 9, "web": 3.0}) and shares == {"code": 9 / 24, "web": 6 / 24}
+    assert loss.take().tolist() == [0.0] * 6 and loss.means(loss.take()) == ({}, {})
 
 
 def test_a_rank_whose_tokens_another_one_counts_adds_nothing():
