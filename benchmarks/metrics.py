@@ -23,6 +23,7 @@ import torch.distributed as dist
 from intervals import ratio_in_percent
 from record import record
 
+from ingot.events import EventLog
 from ingot.planner.request.presets import load_model
 from ingot.plugins.callback import StepNumbers
 from ingot.schema.metric_files import TableWriter, lineage_folder
@@ -93,7 +94,13 @@ def cost(root: Path, rounds: int) -> dict[str, object]:
     assert recorder is not None and recorder._thread.ident is not None
     cost_meter = CostMeter(2.0, 1, root / "events.jsonl")
     trainer = SimpleNamespace(
-        config=run, place=place, recorder=recorder, tokens_per_byte=0.25, cost=cost_meter, source_loss=sources
+        config=run,
+        place=place,
+        recorder=recorder,
+        tokens_per_byte=0.25,
+        cost=cost_meter,
+        source_loss=sources,
+        log=EventLog(root / "events.jsonl").write,
     )
     thread = time.pthread_getcpuclockid(recorder._thread.ident)
     # A full collection of garbage visits all modules of torch, 0.5 s, in whichever thread makes the object that is one

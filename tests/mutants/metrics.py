@@ -226,7 +226,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/telemetry/device_watch.py",
         before="        self._ends.set()",
         after="        self._ends.set(), self._thread.join()",
-        tests=(f"{_TELEMETRY}/test_device_watch.py::test_a_driver_that_hangs_keeps_nobody",),
+        tests=(f"{_TELEMETRY}/test_device_watch.py::test_a_driver_that_hangs_keeps_nobody_and_its_last_reading_ages",),
     ),
     Mutant(
         name="host-memory-read-whole",

@@ -36,7 +36,7 @@ Owner = Literal["run", "rank"]
 @dataclass(frozen=True)
 class Metric:
     """A metric. unit: "" if it has none. meaning: in words. owner: "run" or "rank". at: "step": in the row of every
-    step; "line": in the row of the last step of a log line; "time": every ten seconds, in the row of the next step;
+    step; "line": in the row of the last step of a log line; "time": read every ten seconds, every step has the newest;
     "layers": in steps that metrics.layers_every chooses, or somebody asks for; "check": where held-out text is scored
     before a save. table: one of EXTRA_TABLES; "": that of the owner."""
 

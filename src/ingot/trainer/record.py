@@ -76,7 +76,7 @@ def open_recorder(
     if place.is_first:
         recorder.goodput = Goodput(folder.metrics, folder.events, first_step, time.time())
     if (uuid := device_uuid(place.device)) is not None:
-        recorder.device = DeviceWatch(uuid, recorder.note)
+        recorder.device = DeviceWatch(uuid)
     return recorder
 
 

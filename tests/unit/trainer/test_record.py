@@ -1,11 +1,13 @@
 """The numbers of whole runs: those of the events, of every rank and step, with what a roll-back made void."""
 
 import math
+import sys
 import time
 
 import numpy as np
 import pytest
 import torch
+from tests.unit.trainer.telemetry.test_device_watch import bindings
 from tests.unit.trainer.test_loop import Scripted
 
 from ingot.events import read_events
@@ -13,6 +15,7 @@ from ingot.plugins.callback import StepCallback, Verdict
 from ingot.schema.metric_files import read_lineages
 from ingot.schema.metrics import METRICS, metric_of, newest_rows, read_series
 from ingot.theory.rules import load_run
+from ingot.trainer import record
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parallel.pipeline import PipelineExecutor
@@ -186,16 +189,18 @@ def test_a_run_may_do_without(fork_ranks, make_run):
     assert not folder.metrics.exists()
 
 
-def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run):
+def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run, monkeypatch):
     """A name in the table that nothing writes would be an empty chart."""
+    monkeypatch.setitem(sys.modules, "pynvml", bindings())
+    monkeypatch.setattr(record, "device_uuid", lambda device: "GPU-1")
     folder = make_run(dp_shard=2, guard={"sanity_every": 5})
     folder.config.write_text(folder.config.read_text() + "\n[metrics]\nlayers_every = 4\n")
     fork_ranks(run_rank, 2, folder)
     rows = newest_rows(folder.metrics)
     found = [name for row in rows.values() for name in row.values]
     missing = {one.name for one in METRICS} - {metric_of(name).name for name in found}
-    others = {one.name for one in METRICS if one.name.startswith(("experts/", "device/"))}
-    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | others
+    experts = {one.name for one in METRICS if one.name.startswith("experts/")}
+    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | experts
     assert all(not math.isnan(value) for row in rows.values() for value in row.values.values())
     for line in read_events(folder.events, "sources"):
         for source, loss in line["loss"].items():

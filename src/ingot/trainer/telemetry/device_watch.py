@@ -7,10 +7,12 @@ without them, and on machines without NVML, nothing is read. No torch.
 import contextlib
 import importlib
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 READ_SECONDS = 10.0
+_FRESH = 3  # readings that may be missing before the last one counts no more
 # name of the number -> how it is read from the bindings and the handle of a GPU
 _READERS: dict[str, Callable[[Any, Any], float]] = {
     "device/utilization": lambda nvml, gpu: nvml.nvmlDeviceGetUtilizationRates(gpu).gpu / 100,
@@ -33,15 +35,20 @@ def _errors(nvml: Any, gpu: Any, kind: int) -> float:
 class DeviceWatch:
     """The watch of one GPU, from now on until `close`.
 
-    uuid: its identity in NVML, like GPU-5f3b.... note: called with the name and value of each number, in the thread of
-    the watch. every: seconds between two readings.
+    uuid: its identity in NVML, like GPU-5f3b.... every: seconds between two readings.
     """
 
-    def __init__(self, uuid: str, note: Callable[[str, float], None], every: float = READ_SECONDS):
-        self._uuid, self._note, self._every = uuid, note, every
+    def __init__(self, uuid: str, every: float = READ_SECONDS):
+        self._uuid, self._every = uuid, every
+        self._newest: tuple[float, dict[str, float]] = 0.0, {}
         self._ends = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="device", daemon=True)
         self._thread.start()
+
+    def values(self) -> dict[str, float]:
+        """Return the numbers of the newest reading by name; {} if there was none for a while. Does not wait."""
+        read_at, values = self._newest
+        return values if time.monotonic() - read_at < _FRESH * self._every else {}
 
     def close(self) -> None:
         """End the thread, without waiting for it: it may hang in a driver."""
@@ -57,13 +64,13 @@ class DeviceWatch:
             gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
             readers = dict(_READERS)
             while readers and not self._ends.is_set():
+                values: dict[str, float] = {}
                 for name in list(readers):
                     try:
-                        value = float(readers[name](nvml, gpu))
+                        values[name] = float(readers[name](nvml, gpu))
                     except (nvml.NVMLError, AttributeError, TypeError, ValueError):  # this GPU or driver has it not
                         del readers[name]
-                    else:
-                        self._note(name, value)
+                self._newest = time.monotonic(), values
                 self._ends.wait(self._every)
         except Exception:  # nothing that observes ends a run
             pass

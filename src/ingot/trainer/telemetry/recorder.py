@@ -160,7 +160,8 @@ class Recorder:
         is kept until `release`, which the next step calls, too."""
         self.release()
         noted, self._noted = self._noted, {}
-        self._held = step, time.time(), {**values, **noted}
+        device = self.device.values() if self.device is not None else {}
+        self._held = step, time.time(), {**values, **device, **noted}
         if not is_open:
             self.release()
 
@@ -176,7 +177,7 @@ class Recorder:
             self._put(self._own, *held)
 
     def note(self, name: str, value: float) -> None:
-        """Add a number to the row of the next step. Any thread may call it."""
+        """Add a number to the row of the next step."""
         self._noted[name] = value
 
     def run_steps(self, rows: Sequence[tuple[int, Mapping[str, float]]]) -> None:

@@ -45,18 +45,14 @@ def bindings(**changes) -> ModuleType:
 
 @pytest.fixture
 def watch(monkeypatch):
-    """watch(uuid, ...) -> the numbers that a watch of this GPU notes, after its first reading."""
+    """watch(uuid, module) -> a watch of this GPU that reads all the time, after its first reading."""
     started = []
 
-    def make(uuid="GPU-1", module=None, wanted=DEVICE):
+    def make(uuid="GPU-1", module=None):
         monkeypatch.setitem(sys.modules, "pynvml", module or bindings())
-        noted: dict[str, float] = {}
-        one = DeviceWatch(uuid, noted.__setitem__, every=0.001)
+        one = DeviceWatch(uuid, every=0.01)
         started.append(one)
-        deadline = time.monotonic() + 30
-        while one._thread.is_alive() and noted.keys() < wanted and time.monotonic() < deadline:
-            time.sleep(0.001)
-        return noted, one
+        return one
 
     yield make
     for one in started:
@@ -64,9 +60,16 @@ def watch(monkeypatch):
         one._thread.join(30)
 
 
+def reading(one: DeviceWatch) -> dict[str, float]:
+    deadline = time.monotonic() + 30
+    while not one._newest[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return one._newest[1]
+
+
 def test_all_numbers_of_a_gpu(watch):
-    noted, _ = watch()
-    assert noted == {
+    assert reading(watch()) == {
         "device/utilization": 0.93,
         "device/memory_bytes": 17,
         "device/power_watts": 651.5,
@@ -85,31 +88,40 @@ def refuses(*_):
 
 
 def test_what_a_gpu_does_not_have_is_left_out(watch):
-    noted, _ = watch(
-        module=bindings(nvmlDeviceGetTotalEccErrors=refuses, nvmlDeviceGetCurrentClocksThrottleReasons=None),
-        wanted=DEVICE - {"device/ecc_corrected", "device/ecc_uncorrected", "device/throttle_reasons"},
-    )
-    assert DEVICE - noted.keys() == {"device/ecc_corrected", "device/ecc_uncorrected", "device/throttle_reasons"}
+    module = bindings(nvmlDeviceGetTotalEccErrors=refuses, nvmlDeviceGetCurrentClocksThrottleReasons=None)
+    missing = {"device/ecc_corrected", "device/ecc_uncorrected", "device/throttle_reasons"}
+    assert DEVICE - reading(watch(module=module)).keys() == missing
 
 
 @pytest.mark.parametrize("module", [None, bindings(nvmlInit=refuses)], ids=["not installed", "no driver"])
 def test_without_nvml_nothing_is_read(monkeypatch, module):
     monkeypatch.setitem(sys.modules, "pynvml", module)  # None: the import fails
-    noted: dict[str, float] = {}
-    one = DeviceWatch("GPU-1", noted.__setitem__)
+    one = DeviceWatch("GPU-1")
     one._thread.join(30)
-    assert not one._thread.is_alive() and noted == {}
+    assert not one._thread.is_alive() and one.values() == {}
 
 
 def test_a_gpu_that_nvml_does_not_know_ends_the_watch(watch):
-    noted, one = watch("GPU-2")
+    one = watch("GPU-2")
     one._thread.join(30)
-    assert not one._thread.is_alive() and noted == {}
+    assert not one._thread.is_alive() and one.values() == {}
 
 
-def test_a_driver_that_hangs_keeps_nobody(watch):
-    released = threading.Event()
-    noted, one = watch(module=bindings(nvmlDeviceGetPowerUsage=lambda gpu: released.wait(30)), wanted=set())
+def test_a_driver_that_hangs_keeps_nobody_and_its_last_reading_ages(watch):
+    calls, released = [], threading.Event()
+
+    def power(gpu):
+        calls.append(gpu)
+        if len(calls) > 1:
+            released.wait(30)
+        return 1000
+
+    one = watch(module=bindings(nvmlDeviceGetPowerUsage=power))
+    assert reading(one)["device/power_watts"] == 1.0
+    deadline = time.monotonic() + 30
+    while one.values() and time.monotonic() < deadline:
+        time.sleep(0.001)
+    assert one.values() == {}
     one.close()  # returns
-    assert one._thread.is_alive() and "device/power_watts" not in noted
+    assert one._thread.is_alive()
     released.set()
