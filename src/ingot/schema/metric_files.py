@@ -200,6 +200,31 @@ def _opened(fd: int, level: int) -> OpenSegment | None:
     return OpenSegment(fd, facts, tuple(names), kind, len(line) + 1, (info.st_size - len(line) - 1) // kind.itemsize)
 
 
+def newest_step(levels: Sequence[Sequence[Segment]]) -> int:
+    """Return the newest step of a table, by the lowest of these levels that has rows; 0 without rows."""
+    for level in levels:
+        for segment in reversed(level):
+            with open_segment(segment) as opened:
+                if opened is not None and len(rows := whole_rows(opened, last=1)):
+                    return int(ends_of(rows)[-1])
+    return 0
+
+
+def whole_rows(opened: OpenSegment, last: int = SEGMENT_ROWS) -> np.ndarray:
+    """Return the last rows of a segment, without those that were not written: zeros, after a loss of power."""
+    end = min(opened.rows, SEGMENT_ROWS)
+    rows = opened.read(end - last, end)
+    written = ends_of(rows) >= 1
+    if written.all():
+        return rows
+    return rows[written] if last >= SEGMENT_ROWS else whole_rows(opened)[-last:]
+
+
+def ends_of(rows: np.ndarray) -> np.ndarray:
+    """Return the last step of each row, int64."""
+    return rows["step"] if "step" in (rows.dtype.names or ()) else rows["last"]
+
+
 # -- writing --
 
 

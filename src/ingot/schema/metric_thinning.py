@@ -8,7 +8,7 @@ are still there, and the next call does it again.
 import contextlib
 import json
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
 
@@ -21,13 +21,14 @@ from ingot.schema.metric_files import (
     RUN_TABLE,
     SEGMENT_ROWS,
     Lineage,
-    OpenSegment,
-    Segment,
+    ends_of,
     merged,
+    newest_step,
     open_segment,
     rank_table,
     read_lineages,
     read_segments,
+    whole_rows,
 )
 
 
@@ -67,7 +68,7 @@ def thin_closed(table: Path, later_steps: int, keep_steps: int) -> int:
     x BUCKET^n steps since its last row; the last level keeps all. Raises OSError, and removes nothing, if what the next
     level lacks cannot be written there.
     """
-    newest = _newest_step(read_segments(table))
+    newest = newest_step(read_segments(table))
     for level in range(LEVELS - 1):
         segments, limit = read_segments(table)[level], keep_steps * BUCKET**level
         if segments and later_steps >= limit:
@@ -81,29 +82,18 @@ def thin_closed(table: Path, later_steps: int, keep_steps: int) -> int:
     return newest
 
 
-def _newest_step(levels: Sequence[Sequence[Segment]]) -> int:
-    """Return the newest step of a table by its lowest level that has rows."""
-    for level in levels:
-        for segment in reversed(level):
-            with open_segment(segment) as opened:
-                rows = None if opened is None else _whole_rows(opened)
-            if rows is not None and len(rows):
-                return int(_ends(rows)[-1])
-    return 0
-
-
 def _complete(table: Path, level: int) -> None:
     """Add what the next level lacks of this one to it."""
     levels = read_segments(table)
-    above = _newest_step([levels[level + 1]])
+    above = newest_step([levels[level + 1]])
     for segment, following in zip_longest(levels[level], levels[level][1:]):
         if following is not None and following.first_step <= above + 1:
             continue
         with open_segment(segment) as opened:
             if opened is None:
                 raise OSError(f"{segment.path} cannot be read")
-            rows, facts = _whole_rows(opened), dict(opened.facts)
-        rows = rows[_ends(rows) > above]
+            rows, facts = whole_rows(opened), dict(opened.facts)
+        rows = rows[ends_of(rows) > above]
         buckets = [merged(rows[at : at + BUCKET], len(facts["names"])) for at in range(0, len(rows), BUCKET)]
         if buckets:
             _append(table, level + 1, facts, np.concatenate(buckets))
@@ -115,7 +105,7 @@ def _append(table: Path, level: int, facts: dict, buckets: np.ndarray) -> None:
     for segment in read_segments(table)[level][-1:]:
         with open_segment(segment) as opened:
             fits = opened is not None and opened.type == buckets.dtype and opened.facts["names"] == facts["names"]
-            if opened is None or not fits or (rows := len(_whole_rows(opened))) >= SEGMENT_ROWS:
+            if opened is None or not fits or (rows := len(whole_rows(opened))) >= SEGMENT_ROWS:
                 continue
             end = opened.header_bytes + rows * size
         fd = os.open(segment.path, os.O_WRONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
@@ -137,15 +127,3 @@ def _append(table: Path, level: int, facts: dict, buckets: np.ndarray) -> None:
 def _write(fd: int, data: bytes) -> None:
     if (written := os.write(fd, data)) < len(data):
         raise OSError(f"only {written} of {len(data)} bytes could be written")
-
-
-def _whole_rows(opened: OpenSegment) -> np.ndarray:
-    """Return the rows of a segment up to the first one that was not written: zeros, after a loss of power."""
-    rows = opened.read(0, min(opened.rows, SEGMENT_ROWS))
-    unwritten = _ends(rows) < 1
-    return rows[: int(np.argmax(unwritten))] if unwritten.any() else rows
-
-
-def _ends(rows: np.ndarray) -> np.ndarray:
-    """Return the last step of each row, int64."""
-    return rows["step"] if "step" in (rows.dtype.names or ()) else rows["last"]

@@ -24,6 +24,7 @@ from ingot.schema.metric_files import (
     Segment,
     is_missing,
     merged,
+    newest_step,
     open_segment,
     read_lineages,
     read_segments,
@@ -161,7 +162,7 @@ def read_series(
     parts: list[tuple[Lineage, bool, int, int]] = []
     border = math.inf  # the least first step of later lineages
     for lineage in reversed(lineages):
-        newest = _newest_step(_table(lineage, rank, extra))
+        newest = newest_step(read_segments(_table(lineage, rank, extra)))
         end = newest if last_step is None else min(newest, last_step)
         begin = max(first_step, lineage.first_step)
         if border <= end:
@@ -207,12 +208,6 @@ def _extra_table(rank: int | None, name: str) -> str:
 
 def _table(lineage: Lineage, rank: int | None, extra: str) -> Path:
     return lineage.folder / extra if extra else lineage.table(rank)
-
-
-def _newest_step(table: Path) -> int:
-    """Return the step of the newest row; 0 without rows."""
-    newest = _newest(table)
-    return newest.step if newest else 0
 
 
 def _read_rows(table: Path, name: str, begin: int, end: int, points: int) -> np.ndarray:
