@@ -13,8 +13,8 @@ from ingot.schema.metrics import read_series
 from ingot.schema.parallel import Parallel
 from ingot.theory.rules import load_run
 from ingot.trainer.loop import RunLoop
+from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.mesh.step_times import StepTimes
-from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.run import build_trainer
 from ingot.trainer.step import train_step
 
@@ -87,15 +87,15 @@ class Reference:
 
     def __init__(self, run):
         self.run, self.nats, self.squares = run, {}, {}
-        forward = PipelineExecutor._forward
+        forward = run.program._execute["F"]
 
-        def seen(program, action, step):
+        def seen(action, step):
             before = step.loss
-            forward(program, action, step)
+            forward(action, step)
             windows = run.loader.samples(step.batch.step)
             self.nats[int(windows[action.micro_batch]), step.batch.step] = float(step.loss - before)
 
-        PipelineExecutor._forward = seen
+        run.program._execute["F"] = seen
         for layer, block in run.model.stages[0].blocks.named_children():
             block.register_forward_hook(lambda _, __, output, layer=layer: self.look(layer, output))
 
@@ -115,8 +115,6 @@ class Reference:
 
 
 def with_reference(rank, ranks, folder):
-    from ingot.trainer.mesh.start import RankInfo
-
     place = RankInfo(rank=0, world_size=1, local_rank=0, local_world_size=1, attempt=0, device=torch.device("cpu"))
     run = build_trainer(load_run(folder.config), folder, place, say=lambda line: None)
     (folder.root / "measure-layers").touch()
