@@ -95,8 +95,8 @@ MUTANTS: list[Mutant] = [
         name="damage-of-others-ignored",
         what="a rank does not hear of the damage of another",
         file="trainer/log.py",
-        before="any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:]",
-        after="any_damaged, unchanged = damaged, rows[:, 3:]",
+        before="any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:5]",
+        after="any_damaged, unchanged = damaged, rows[:, 3:5]",
         tests=(f"{_EVERY_BIT}[shards alone]",),
     ),
     Mutant(

@@ -99,7 +99,7 @@ def lineage_folder(metrics: Path, number: int, first_step: int, epoch: int = 0) 
 
 
 def read_lineages(metrics: Path) -> list[Lineage]:
-    """Return the lineages in the folder `metrics`, oldest first; none if the folder does not exist. Lists one folder."""
+    """Return the lineages in the folder `metrics`, oldest first; none without the folder. Lists one folder."""
     found = [(match, name) for name in _names(metrics) if (match := _LINEAGE.fullmatch(name))]
     return sorted(Lineage(int(match[2] or 0), int(match[1]), int(match[3]), metrics / name) for match, name in found)
 

@@ -64,8 +64,8 @@ def _tables(lineage: Lineage, rank: int, ranks: int) -> list[str]:
 def thin_closed(table: Path, later_steps: int, keep_steps: int) -> int:
     """Remove old segments of a closed table, and return the step of its newest row; 0 without rows.
 
-    later_steps: the steps that the run trained after this row, void ones too. Level n loses a segment after `keep_steps`
-    x BUCKET^n steps since its last row; the last level keeps all. Raises OSError, and removes nothing, if what the next
+    later_steps: the steps that the run trained after this row, void ones too. Level n loses a segment `keep_steps` x
+    BUCKET^n steps after its last row; the last level keeps all. Raises OSError, and removes nothing, if what the next
     level lacks cannot be written there.
     """
     newest = newest_step(read_segments(table))

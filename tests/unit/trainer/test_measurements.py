@@ -33,9 +33,7 @@ LAYOUTS = {
 OF_EXPERTS = {"experts": (2, {"dp_shard": 2, "ep": 2})}
 NAMES = ("train/loss", "train/grad_norm", "train/param_norm", "train/update_ratio")
 BY_SOURCE = tuple(f"data/{source}/{kind}" for kind in ("loss", "share") for source in ("metal", "stone"))
-BY_LAYER = tuple(
-    f"layers/{layer}/{kind}" for kind in ("grad_norm", "activation_rms") for layer in (0, 1, "other")
-)[:-1]
+BY_LAYER = tuple(f"layers/{layer}/{kind}" for kind in ("grad_norm", "activation_rms") for layer in (0, 1, "other"))[:-1]
 STEPS = 4
 
 

@@ -22,7 +22,13 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
 
-UNREAD = (events.STEP, events.EXPERTS, events.GRADIENT_RANGE, events.SAMPLE, events.SOURCES)  # kinds that the rules do not need
+UNREAD = (
+    events.STEP,
+    events.EXPERTS,
+    events.GRADIENT_RANGE,
+    events.SAMPLE,
+    events.SOURCES,
+)  # kinds that the rules do not need
 _DISK_SECONDS, _DISK_LINE_SECONDS = 60.0, 600.0  # between two looks at a disk, and two lines about it
 _OUT = 1
 

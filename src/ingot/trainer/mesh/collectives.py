@@ -2,10 +2,10 @@
 
 `any_rank`, `largest_of_ranks`, `gather_from`, `sum_over_ranks` and `mean_over_ranks` run on the CPU side of the default
 group and fail after its timeout. Means are computed in rank order and in float64, so a result does not depend on how
-values were batched into messages. `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these operators and
-overlap them. `start_all_to_all` is such an operator too, but does not wait for its result. `start_gather`,
-`start_scatter_sum` and `start_all_sum` work on existing buffers and return at once; call `wait` on the returned Work
-before using the buffers.
+values were batched into messages. `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these
+operators and overlap them. `start_all_to_all` is such an operator too, but does not wait for its result.
+`start_gather`, `start_scatter_sum` and `start_all_sum` work on existing buffers and return at once; call `wait` on the
+returned Work before using the buffers.
 """
 
 import math

@@ -75,9 +75,9 @@ class MicroBatches(Protocol):
 class _StepState:
     """The tensors of one optimizer step by (stage, micro-batch); each entry is removed at its use.
 
-    data_rank: whose part of the batch it is. observers: of this part. weight: the factor of one token's nats in the minimized loss, a scalar;
-    None for a model without experts. begun: the input and output of each forward. left: deferred weight gradients.
-    hidden, gradients: tensors for the rank's next stage.
+    data_rank: whose part of the batch it is. observers: of this part. weight: the factor of one token's nats in the
+    minimized loss, a scalar; None for a model without experts. begun: the input and output of each forward. left:
+    deferred weight gradients. hidden, gradients: tensors for the rank's next stage.
     """
 
     batch: MicroBatches

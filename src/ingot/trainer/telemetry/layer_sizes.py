@@ -23,8 +23,11 @@ OTHER = "other"  # parameters outside of blocks
 
 
 class LayerSizes:
-    """The measurement. shards, stages: of this rank. layers: of the model. every: steps, 0 for none of its own. request:
-    the file that asks, on rank 0; None elsewhere. All ranks measure in the same steps."""
+    """The measurement. All ranks measure in the same steps.
+
+    shards, stages: of this rank. layers: of the model. every: steps; 0: only when asked. request: the file that asks,
+    on rank 0; None elsewhere.
+    """
 
     def __init__(
         self,

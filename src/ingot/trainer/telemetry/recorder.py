@@ -115,8 +115,8 @@ class Recorder:
     metrics: the folder, in a run folder that exists. rank, ranks: this one, and their number. lineage: its first
     lineage, the same on all ranks; a step back begins the next one. names, run_names: the values of this rank, and
     those of the run, on rank 0; () elsewhere. extra_names: those of EXTRA_TABLES, on rank 0. line_steps: steps per log
-    line. keep_steps: see metric_files.thin. log: writes an event. goodput: of the run, on rank 0. device: the watch of its GPU,
-    which it ends.
+    line. keep_steps: see metric_files.thin. log: writes an event. goodput: of the run, on rank 0. device: the watch of
+    its GPU, which it ends.
     """
 
     def __init__(

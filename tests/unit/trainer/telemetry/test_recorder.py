@@ -42,9 +42,7 @@ def start(tmp_path, monkeypatch, log):
     started = []
 
     def make(**facts) -> Recorder:
-        one = Recorder(
-            tmp_path / "metrics", **USUAL | facts, log=lambda kind, **values: log.append((kind, values))
-        )
+        one = Recorder(tmp_path / "metrics", **USUAL | facts, log=lambda kind, **values: log.append((kind, values)))
         started.append(one)
         return one
 
