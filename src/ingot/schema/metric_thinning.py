@@ -71,12 +71,12 @@ def thin_closed(table: Path, later_steps: int, keep_steps: int) -> int:
     newest = newest_step(read_segments(table))
     for level in range(LEVELS - 1):
         segments, limit = read_segments(table)[level], keep_steps * BUCKET**level
-        if segments and later_steps >= limit:
-            _complete(table, level)
+        first_kept = later_steps + newest + 1 - limit
+        old = [segment for segment, following in pairwise(segments) if following.first_step <= first_kept]
+        if later_steps >= limit:
             old = segments
-        else:
-            first_kept = later_steps + newest + 1 - limit
-            old = [segment for segment, following in pairwise(segments) if following.first_step <= first_kept]
+        if old:
+            _complete(table, level)
         for segment in old:
             segment.path.unlink(missing_ok=True)
     return newest
@@ -120,6 +120,9 @@ def _append(table: Path, level: int, facts: dict, buckets: np.ndarray) -> None:
     fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
         _write(fd, json.dumps(facts | {"level": level}).encode() + b"\n" + buckets.tobytes())
+    except OSError:
+        path.unlink()
+        raise
     finally:
         os.close(fd)
 
