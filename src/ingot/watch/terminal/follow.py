@@ -64,7 +64,7 @@ def _read(runs: Sequence[LiveRun], seconds: float | None) -> bool:
                 fix="if it was moved, name the new place: ingot watch RUN",
                 run=str(run.folder.root),
             )
-        while (own := run.refresh() and run.behind > 0) and time.monotonic() < ends:
+        while (own := run.refresh() and run.unread > 0) and time.monotonic() < ends:
             pass
         more = more or own
     return more
