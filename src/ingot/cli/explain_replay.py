@@ -10,7 +10,7 @@ from ingot.value_names import printable
 if TYPE_CHECKING:
     from ingot.rehearse.replay.found import LayerNorms, ReplayedSpike
     from ingot.report.diagnose.spike import BatchDocument, SpikeBatch, SpikeReport
-    from ingot.report.diagnose.spike_verdict import DocumentLoss, SourceLoss, SpikeVerdict
+    from ingot.report.diagnose.spike_verdict import DocumentLoss, ReplayedSource, SpikeVerdict
 
 _DOCUMENTS, _LAYERS = 5, 6  # shown
 
@@ -63,7 +63,7 @@ def replayed_facts(args: argparse.Namespace, found: "SpikeReport", terminal: Ter
 def _show_losses(
     batch: "SpikeBatch",
     documents: "list[DocumentLoss]",
-    sources: "list[SourceLoss]",
+    sources: "list[ReplayedSource]",
     replayed: "ReplayedSpike",
     terminal: Terminal,
 ) -> None:

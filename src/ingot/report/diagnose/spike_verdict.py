@@ -53,7 +53,7 @@ class DocumentLoss:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SourceLoss:
+class ReplayedSource:
     """The loss of a source in the batch, and in the batch that it is compared with; NaN where it has no token."""
 
     source: str
@@ -193,13 +193,13 @@ def document_losses(parts: Sequence[DocumentPart], replayed: ReplayedSpike) -> l
 
 def source_losses(
     parts: Sequence[DocumentPart], other_parts: Sequence[DocumentPart], replayed: ReplayedSpike
-) -> list[SourceLoss]:
+) -> list[ReplayedSource]:
     """Return the loss of each source in the batch and in the other one, in the order of names."""
     own = _by_source(parts, replayed.nats)
     other = _by_source(other_parts, replayed.other_nats) if replayed.other_nats is not None else {}
     missing = (math.nan, 0)
     return [
-        SourceLoss(
+        ReplayedSource(
             source=name,
             tokens=own.get(name, missing)[1],
             loss=own.get(name, missing)[0],
