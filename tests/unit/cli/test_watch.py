@@ -1,7 +1,9 @@
 """`ingot watch`: the way to the live page."""
 
+import contextlib
 import json
 import signal
+import socket
 import subprocess
 import sys
 import urllib.error
@@ -12,41 +14,78 @@ from tests.expect import reported
 from tests.watched import WatchedRun
 
 from ingot.cli.main import main
+from ingot.schema.run_folder import RunFolder
 
 pytest.importorskip("starlette", reason="needs the part web: pip install 'ingot[web]'")
 
 
-@pytest.fixture(scope="module")
-def run(tmp_path_factory):
-    return WatchedRun(ended=120, back=None).write(tmp_path_factory.mktemp("watch") / "run")
+@pytest.fixture
+def run(tmp_path):
+    return WatchedRun(ended=120, back=None).write(tmp_path / "run")
 
 
-def test_the_page_is_served_with_its_token_until_it_is_interrupted(run):
+@pytest.fixture
+def served(run):
+    """The page in a process of its own: (process, address, token)."""
     code = "import sys; from ingot.cli.main import main; sys.exit(main())"
     process = subprocess.Popen(
         [sys.executable, "-c", code, "watch", str(run), "--web", "--port", "0", "--json"],
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
-    try:
-        answer = json.loads(process.stdout.readline())
-        assert answer["url"].startswith(f"http://127.0.0.1:{answer['port']}/?token=")
-        base, _, token = answer["url"].partition("/?token=")
-        with pytest.raises(urllib.error.HTTPError) as refused:
-            urllib.request.urlopen(f"{base}/api/runs", timeout=30)
-        assert refused.value.code == 401
-        asked = urllib.request.Request(f"{base}/api/events", headers={"Authorization": f"Bearer {token}"})
-        with urllib.request.urlopen(asked, timeout=30) as events:
-            assert events.headers["content-type"].startswith("text/event-stream")
-            assert events.readline() == b"retry: 2000\n"
-            asked = urllib.request.Request(f"{base}/api/runs", headers={"Authorization": f"Bearer {token}"})
-            with urllib.request.urlopen(asked, timeout=30) as page:
-                assert json.load(page)["runs"][0]["name"] == "demo"
-            process.send_signal(signal.SIGINT)  # while a page listens
-            assert process.wait(120) == 0
-        assert process.stderr.read() == ""
-    finally:
-        process.kill()
-        process.communicate()
+    answer = json.loads(process.stdout.readline())
+    assert answer["url"].startswith(f"http://127.0.0.1:{answer['port']}/?token=")
+    base, _, token = answer["url"].partition("/?token=")
+    yield process, base, token
+    process.kill()
+    process.communicate()
+
+
+def ask(base: str, path: str, token: str = ""):
+    request = urllib.request.Request(f"{base}{path}", headers={"Authorization": f"Bearer {token}"})
+    return urllib.request.urlopen(request, timeout=60)
+
+
+def test_the_page_is_served_with_its_token_until_it_is_interrupted(served):
+    process, base, token = served
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        ask(base, "/api/runs")
+    assert refused.value.code == 401
+    with ask(base, "/api/events", token) as events:
+        assert events.headers["content-type"].startswith("text/event-stream")
+        assert events.readline() == b"retry: 2000\n"
+        with ask(base, "/api/runs", token) as page:
+            assert json.load(page)["runs"][0]["name"] == "demo"
+        process.send_signal(signal.SIGINT)  # while a page listens
+        assert process.wait(120) == 0
+    assert process.stderr.read() == ""
+
+
+@pytest.mark.slow
+def test_five_hundred_pages_hear_of_a_new_step(served, run):
+    _, base, token = served
+    host, _, port = base.removeprefix("http://").partition(":")
+    head = f"GET /api/events HTTP/1.1\r\nHost: {host}\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+    with contextlib.ExitStack() as held:
+        pages = [held.enter_context(socket.create_connection((host, int(port)), timeout=120)) for _ in range(500)]
+        for page in pages:
+            page.sendall(head)
+        for page in pages:
+            read_until(page, b"retry: 2000")
+        step = {"kind": "step", "time": 1.79e9, "step": 121, "loss": 2.25, "grad_norm": 1.0, "lr": 0.1}
+        with RunFolder(run).events.open("a") as file:
+            file.write(json.dumps(step) + "\n")
+        for page in pages:
+            read_until(page, b'"step":121')
+        with ask(base, "/api/runs", token) as answer:
+            assert json.load(answer)["runs"][0]["step"] == 121
+
+
+def read_until(page: socket.socket, wanted: bytes) -> None:
+    found = b""
+    while wanted not in found:
+        added = page.recv(1 << 16)
+        assert added, found[-500:]
+        found += added
 
 
 def test_without_web_it_shows_the_state(run, capsys):
