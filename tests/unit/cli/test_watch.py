@@ -91,7 +91,7 @@ def read_until(page: socket.socket, wanted: bytes) -> None:
 def test_without_web_it_shows_the_state(run, capsys):
     assert main(["watch", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "demo" in shown and "step 120/600" in shown and "--web" in shown
+    assert "demo" in shown and "step 120 of 600" in shown and "--web" in shown
 
 
 @pytest.mark.parametrize(

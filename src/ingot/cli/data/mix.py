@@ -295,8 +295,8 @@ def _ablate(args: argparse.Namespace, terminal: Terminal) -> None:
         (
             one.name,
             f"{one.bpb:.4f}",
-            f"+{one.unread:.4f}" if one.unread else "",  # words: ok
-            "yes" if one.within_noise and one.unread else "",  # words: ok
+            f"+{one.behind:.4f}" if one.behind else "",  # words: ok
+            "yes" if one.within_noise and one.behind else "",  # words: ok
             *(f"{one.by_source[source]:.4f}" for source in sources),
         )
         for one in found.mixtures

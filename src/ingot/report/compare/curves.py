@@ -15,7 +15,8 @@ import numpy as np
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.evaluations import evaluated, newest_by_step
-from ingot.report.facts import RunData, is_finite, no_run_folder, read_run_events, require_log
+from ingot.report.facts import RunData, no_run_folder, read_run_events, require_log
+from ingot.report.readable import is_finite
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder

@@ -67,7 +67,7 @@ class Ablation:
         best, *others = self.mixtures
         tied = [one.name for one in others if one.within_noise]
         if not tied:
-            more = others[0].unread  # words: ok
+            more = others[0].behind  # words: ok
             return f"{best.name} is best: the next one has {more:.4f} more, the noise is {self.noise:.4f}"
         return (
             f"{best.name} has the lowest mean, but {', '.join(tied)} {'is' if len(tied) == 1 else 'are'} within the "

@@ -154,7 +154,7 @@ class _Follower:
     def _attributes(self) -> dict[str, int]:
         """Return the attribute of each style: no colors if the terminal has none, or NO_COLOR is set."""
         curses = self._curses
-        found = dict.fromkeys(STYLES, 0)
+        found: dict[str, int] = dict.fromkeys(STYLES, 0)
         found |= {"bold": curses.A_BOLD, "dim": curses.A_DIM, "reverse": curses.A_REVERSE}
         found |= {"red": curses.A_BOLD, "yellow": curses.A_BOLD}
         if os.environ.get("NO_COLOR") or not curses.has_colors():

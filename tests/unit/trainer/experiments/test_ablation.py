@@ -71,8 +71,8 @@ def test_every_mixture_is_trained_with_every_seed_and_ranked(token_folders, tmp_
     assert reported == ["metal, seed 1", "metal, seed 2", "both, seed 1", "both, seed 2"]
     assert {one.name for one in found.mixtures} == {"metal", "both"} and found.tokens == 6 * 4 * 16
     best, other = found.mixtures
-    assert best.bpb < other.bpb and best.unread == 0  # words: ok
-    assert other.unread == pytest.approx(other.bpb - best.bpb)  # words: ok
+    assert best.bpb < other.bpb and best.behind == 0  # words: ok
+    assert other.behind == pytest.approx(other.bpb - best.bpb)  # words: ok
     assert set(best.by_source) == {"metal", "stone"} and len(best.by_seed) == 2 and found.noise > 0
     runs = {(n, s): RunFolder(tmp_path / n / f"seed-{s}") for n in MIXTURES for s in (1, 2)}
     for (name, seed), run in runs.items():
