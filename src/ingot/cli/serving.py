@@ -33,13 +33,20 @@ def is_asked(args: argparse.Namespace, verb: str, port: int) -> bool:
     return args.web
 
 
-def run_until_interrupted(uvicorn, app, listening) -> None:
-    """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module."""
+def run_until_interrupted(uvicorn, app, listening, end_streams=lambda: None) -> None:
+    """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. end_streams: ends the answers that last as
+    long as the server; one that goes on is an error on the terminal after a second."""
+
+    class Server(uvicorn.Server):
+        async def shutdown(self, sockets=None) -> None:
+            end_streams()
+            await super().shutdown(sockets)
+
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=20, timeout_graceful_shutdown=1
     )
     with contextlib.suppress(KeyboardInterrupt):
-        uvicorn.Server(config).run(sockets=[listening])
+        Server(config).run(sockets=[listening])
 
 
 def listen(host: str, port: int):

@@ -80,7 +80,7 @@ def check_run(path: Path, machine: Cluster, *, cores: int, overrides: tuple[str,
         findings += _tokenizer(run, path.parent, manifest, sound)
         findings += _sources(run, manifest)
     findings += _sinks(run, sound)
-    if sound >= {"model", "train", "checkpoint", "optim", "callbacks"} and _has_known_state(run):
+    if sound >= {"model", "train", "checkpoint", "optim", "callbacks", "guard"} and _has_known_state(run):
         findings += _disk(run, path.parent)
     if sound >= {f.name for f in fields(RunConfig) if is_dataclass(f.type)}:
         findings += _whole(RunConfig(name="checked", **sections), machine, manifest)

@@ -81,7 +81,9 @@ def make_app(
         Middleware(TokenGate, token=token, cookie=cookie),
     ]
     handlers = {IngotError: _refused, HTTPException: _no_such_thing, Exception: _broken}
-    return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=running)
+    app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=running)
+    app.state.end_streams = hub.end
+    return app
 
 
 class _Answers:

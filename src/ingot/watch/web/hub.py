@@ -26,6 +26,7 @@ class Hub:
         self._pages: set[MemoryObjectSendStream[bytes]] = set()
         self._sent = [(-1, -1, {}) for _ in self.runs]  # generation, version, rows by feed
         self._wake: anyio.Event | None = None
+        self._is_ending = False
 
     @property
     def pages(self) -> int:
@@ -97,8 +98,16 @@ class Hub:
                 self._pages.discard(page)
                 page.close()
 
+    def end(self) -> None:
+        """End the events of every page, for a server that stops."""
+        self._is_ending = True
+        for page in list(self._pages):
+            page.close()
+
     async def listen(self) -> AsyncIterator[bytes]:
         """Yield server-sent events for one page until it is too slow, or the server ends."""
+        if self._is_ending:
+            return
         sending, receiving = anyio.create_memory_object_stream[bytes](_WAITING_MESSAGES)
         self._pages.add(sending)
         if self._wake is not None:
