@@ -24,6 +24,7 @@ export class Chart {
   #logButton;
   #tall;
   #view;
+  #observer = new ResizeObserver(() => this.#resize());
   element;
 
   /** view: {runs: names by number, zoom(first, last), reset()}. tall: the large chart of a screen. */
@@ -42,16 +43,20 @@ export class Chart {
     this.#box.addEventListener("blur", () => this.#hideTip());
     this.#box.addEventListener("mouseleave", () => this.#hideTip());
     this.#box.addEventListener("dblclick", () => view.reset());
-    new ResizeObserver(() => this.#resize()).observe(this.#box);
+    this.#observer.observe(this.#box);
   }
 
   /** The width in pixels for which the server thins. */
   get pixels() {
-    return Math.max(Math.round(this.#box.clientWidth * Math.min(devicePixelRatio, 2)), 100);
+    const width = this.#box.clientWidth || this.element.parentElement?.clientWidth || 800; // it may be hidden
+    return Math.max(Math.round(width * Math.min(devicePixelRatio, 2)), 100);
   }
 
-  get width() {
-    return this.#box.clientWidth;
+  /** End the chart: it is shown no more. */
+  destroy() {
+    this.#observer.disconnect();
+    this.#plot?.destroy();
+    this.#plot = null;
   }
 
   /** The number of points that are drawn. */

@@ -111,7 +111,11 @@ function pickQuestion(wanted, anew = false) {
 /** Make the charts of the question, and ask for their numbers. anew: also for those that are there. */
 function showCharts(anew = false) {
   const wanted = keys.filter((key) => kindOf(key).question === question);
-  for (const key of [...charts.keys()]) if (!wanted.includes(key) || anew) charts.delete(key);
+  for (const [key, chart] of [...charts]) {
+    if (wanted.includes(key) && !anew) continue;
+    chart.destroy();
+    charts.delete(key);
+  }
   for (const key of wanted) if (!charts.has(key)) charts.set(key, new Chart(key, kindOf(key), view, TALL.has(key)));
   const ordered = wanted.map((key) => charts.get(key));
   fillRows(ordered.map((chart) => chart.element));
@@ -148,7 +152,6 @@ async function fetchChart(key) {
   timers.delete(key);
   const chart = charts.get(key);
   if (!chart) return;
-  if (!chart.width) return void refetch(key, 200);
   asked.set(key, performance.now());
   const numbers = key === "uses" ? [focus] : runs.map((_, number) => number);
   const query = new URLSearchParams({ key, runs: numbers.join(","), pixels: chart.pixels });
