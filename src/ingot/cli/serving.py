@@ -34,8 +34,8 @@ def is_asked(args: argparse.Namespace, verb: str, port: int) -> bool:
 
 
 def run_until_interrupted(uvicorn, app, listening, end_streams=lambda: None) -> None:
-    """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. end_streams: ends the answers that last as
-    long as the server; one that goes on is an error on the terminal after a second."""
+    """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. end_streams: ends the answers that last
+    as long as the server; one that goes on is an error on the terminal after a second."""
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets=None) -> None:
