@@ -98,6 +98,7 @@ def test_another_layout_continues_with_the_same_numbers(lab, undisturbed, half, 
         assert metrics(lab, out)[key] == pytest.approx(values, rel=1e-7), key
 
 
+@pytest.mark.slow
 def test_changed_code_needs_consent_and_readers_need_no_code(lab, undisturbed, half):
     copied(lab, half, "changed")
     source = lab.root / "lab" / "noise_scale.py"

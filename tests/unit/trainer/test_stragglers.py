@@ -92,6 +92,7 @@ def test_a_rank_that_stays_slow_may_cost_its_machine_the_place(train, monkeypatc
     assert [line for line in lines if line.endswith("long enough to drain its machine")]
 
 
+@pytest.mark.slow
 def test_a_wait_for_the_slow_rank_is_no_work(train):
     """Between two lines ranks wait for each other only within steps."""
     found, _, _ = train(slow=range(9, 49), steps=48, log_every=4)
@@ -103,6 +104,7 @@ def test_a_rank_that_waits_for_its_data_is_named_by_that(train):
     assert found[0]["phase"] == "data"
 
 
+@pytest.mark.slow
 def test_the_recovery_of_a_rank_is_reported(train):
     found, lines, _ = train(slow=range(3, 25), steps=72)
     assert (found[0]["ended"], found[-1]["ended"]) == (False, True)

@@ -51,6 +51,7 @@ def test_no_more_tasks_at_once_than_asked_for(tmp_path, cluster):
     assert Store(tmp_path).finished_keys(task.key for task in tasks) == {task.key for task in tasks}
 
 
+@pytest.mark.nightly
 def test_a_node_is_lost(tmp_path, cluster):
     """The tasks of a lost node go to the other node."""
     node = cluster.add_node(num_cpus=1, object_store_memory=80 << 20)
@@ -86,6 +87,7 @@ def test_nodes_must_share_the_store_and_the_version(tmp_path):
         _check_answer("n1", good | {"error": "No such file"}, store, folder)
 
 
+@pytest.mark.nightly
 def test_ctrl_c_cancels(tmp_path, cluster):
     store = Store(tmp_path)
 

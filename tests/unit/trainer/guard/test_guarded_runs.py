@@ -239,6 +239,7 @@ def test_a_rate_that_is_too_high_from_a_step_on_is_lowered(fork_ranks, make_run,
     assert len(losses) > 8 and max(losses) < 5
 
 
+@pytest.mark.slow
 def test_the_measures_hold_on_another_layout(fork_ranks, make_run, monkeypatch):
     """A run on two copies of the model passed steps and has a lower rate; stopped there, it goes on with shards, and
     with pipeline stages, as on two copies: measures, rates, limits, losses and the ledger are the same."""
@@ -281,6 +282,7 @@ def test_a_start_says_that_most_steps_are_passed(fork_ranks, make_run):
     assert warnings == [[], ["WARNING   the data of 4 of the 6 steps from step 1 on"]]
 
 
+@pytest.mark.slow
 def test_a_person_chooses_the_measure(fork_ranks, make_run, capsys):
     """While the run waits, which takes it at once; or after it has stopped: then the next start takes it."""
     run = {"dp_shard": 2, "steps": 28, "lr": 2e-2}
