@@ -35,7 +35,7 @@ def is_asked(args: argparse.Namespace, verb: str, port: int) -> bool:
 
 def run_until_interrupted(uvicorn, app, listening, end_streams=lambda: None) -> None:
     """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. end_streams: ends the answers that last
-    as long as the server; one that goes on is an error on the terminal after a second."""
+    as long as the server; one that goes on is an error on the terminal after three seconds."""
 
     class Server(uvicorn.Server):
         async def shutdown(self, sockets=None) -> None:
@@ -43,7 +43,7 @@ def run_until_interrupted(uvicorn, app, listening, end_streams=lambda: None) -> 
             await super().shutdown(sockets)
 
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, timeout_keep_alive=20, timeout_graceful_shutdown=1
+        app, log_level="warning", access_log=False, timeout_keep_alive=20, timeout_graceful_shutdown=3
     )
     with contextlib.suppress(KeyboardInterrupt):
         Server(config).run(sockets=[listening])
