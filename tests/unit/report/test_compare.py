@@ -14,6 +14,7 @@ from ingot.cli.main import main
 from ingot.config import to_dict, to_toml
 from ingot.report.compare.align import compare_runs, noise_between_steps
 from ingot.report.compare.page import write_page
+from ingot.report.compare.texts import difference_text
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import Shard, TokenManifest
 from ingot.storage import write_json
@@ -111,6 +112,16 @@ def test_void_steps_and_pauses_count_for_nothing(make, logs):
     assert metric(found, "train/loss").differences[1] == 0.0  # the steps that were trained again are those of `whole`
     assert metric(found, "run/roll_backs").values == [0, 1]
     assert metric(found, "run/train_seconds").values == pytest.approx([40, 50], abs=0.5)  # without the hour between
+    assert difference_text(metric(found, "train/loss"), 1) == "equal"
+
+
+def test_runs_of_one_name_are_labeled_by_their_folders(make):
+    runs = [make("a"), make("b")]
+    assert compare_runs(runs).labels == ["a", "b"]
+    config = RunFolder(runs[1]).config
+    config.write_text(config.read_text().replace('name = "b"', 'name = "a"'))
+    assert [run.name for run in compare_runs(runs).runs] == ["a", "a"]
+    assert compare_runs(runs).labels == ["a", "b"]
 
 
 def test_losses_of_other_tokenizers_are_not_compared(make, logs):

@@ -117,6 +117,13 @@ class RunComparison:
         return [one.run for one in self.aligned]
 
     @property
+    def labels(self) -> list[str]:
+        """The names of the runs; if they are not all different, those of their folders, else the paths."""
+        runs = self.runs
+        every = ([run.name for run in runs], [run.path.resolve().name for run in runs], [str(run.path) for run in runs])
+        return next((labels for labels in every if len(set(labels)) == len(labels)), every[-1])
+
+    @property
     def measure(self) -> str:
         """The metric by which the runs are compared: the loss, or bits per byte if the tokenizers differ."""
         has_bits = all("train/bpb" in one.all for one in self.aligned)

@@ -71,7 +71,7 @@ def comparison_page(found: RunComparison, path: Path) -> ReportPage:
     words = ["ingot", "compare", *(str(run.path) for run in found.runs), "--by", found.by, "--out", str(path)]
     sections = [_runs(found), _settings(found), _metrics(found), _charts(found)]
     return ReportPage(
-        title=", ".join(dict.fromkeys(run.name for run in found.runs)),
+        title=", ".join(found.labels),
         subtitle=f"{len(found.runs)} runs at equal {axis_label(found.by)}, up to {x_text(found.by, found.last)}",
         headline=_headline(found),
         command=shlex.join(words),
@@ -83,7 +83,7 @@ def comparison_page(found: RunComparison, path: Path) -> ReportPage:
 
 
 def _column(found: RunComparison, number: int) -> str:
-    return f"{letter_of(number)} · {found.runs[number].name}"
+    return f"{letter_of(number)} · {found.labels[number]}"
 
 
 def _headline(found: RunComparison) -> list[HeadlineFigure]:

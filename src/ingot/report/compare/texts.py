@@ -55,6 +55,8 @@ def difference_text(metric: ComparedMetric, number: int) -> str:
     kind = _SHOWN[metric.name][2] if metric.name in _SHOWN else _ABSOLUTE
     if difference is None or not kind:
         return ""
+    if kind == _ABSOLUTE and not difference:
+        return "equal"
     if kind == _ABSOLUTE:
         size = "" if sigmas is None else f" ({sigmas:+.1f}σ)" if abs(sigmas) < 99.95 else " (over 99σ)"
         return f"{difference:+.4f}{size}"
