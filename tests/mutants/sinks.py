@@ -179,8 +179,8 @@ MUTANTS = [
         name="sink-never-started",
         what="a run that ends before its feed looks starts no sink",
         file="observe/feed.py",
-        before="        sink.look(time.monotonic())  # also for a run that has ended already",
-        after="        pass",
+        before="        if self._process is None and not self._closed:",
+        after="        if self._closed:",
         tests=(f"{_FEED}::test_a_run_that_ended_at_once_is_sent",),
     ),
 ]

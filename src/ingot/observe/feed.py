@@ -85,7 +85,7 @@ class SinkKeeper:
     def end(self, now: float) -> None:
         """Ask the process to read the rest and close, in the time that its limits give."""
         self._end_by = now + self.limits.close_seconds
-        if self._process is None and not self._closed:  # it waits for its next start
+        if self._process is None and not self._closed:  # it waits for its next start, or for the first
             self._start(now)
         if self._process is not None and self._process.stdin is not None:
             with contextlib.suppress(OSError):
@@ -187,8 +187,6 @@ def _read(descriptor: int) -> bytes:
 def keep_sinks(sinks: list[SinkKeeper], requests: int) -> None:
     """Keep the processes of `sinks` until "end" can be read from the descriptor `requests`, then until they closed, or
     their time is over. Without "end" before it is closed: the supervisor is gone, and nothing is awaited."""
-    for sink in sinks:
-        sink.look(time.monotonic())  # also for a run that has ended already
     with selectors.DefaultSelector() as selector:
         selector.register(requests, selectors.EVENT_READ)
         while not selector.select(_OWN_LOOK_SECONDS):
