@@ -12,6 +12,7 @@ from ingot import plan
 from ingot.planner.show.plans import plan_lines
 from ingot.planner.web.views import _duration_tiles
 from ingot.theory.rules import run_from_dict
+from ingot.web.design import STATIC as SHARED
 
 STATIC = Path(ingot.planner.web.__file__).parent / "static"
 SMALL = "model=llama3-8b&cluster=8xh100&batch=64"
@@ -124,7 +125,7 @@ def test_pages_of_others_are_kept_out(client):
 
 
 def test_nothing_that_is_served_points_elsewhere_or_writes_markup():
-    files = list(STATIC.iterdir())
+    files = [*STATIC.iterdir(), *SHARED.iterdir()]
     assert {file.name for file in files} >= {"index.html", "main.js", "page.css"}
     for file in files:
         text = file.read_text(encoding="utf-8").replace("http://www.w3.org/2000/svg", "")
@@ -135,9 +136,10 @@ def test_nothing_that_is_served_points_elsewhere_or_writes_markup():
 
 def test_every_script_and_style_is_there(client):
     page = client.get("/").text
-    wanted = re.findall(r'(?:src|href)="(/static/[^"]+)"', page)
+    wanted = re.findall(r'(?:src|href)="(/(?:static|shared)/[^"]+)"', page)
     for script in STATIC.glob("*.js"):
         wanted += [f"/static/{name}" for name in re.findall(r'from "\./([^"]+)"', script.read_text())]
+        wanted += re.findall(r'from "(/shared/[^"]+)"', script.read_text())
     assert len(wanted) > 10
     for path in wanted:
         assert client.get(path).status_code == 200, path
