@@ -23,13 +23,12 @@ from ingot.report.render.page import (
     TableBlock,
     Text,
 )
+from ingot.web.design import colors
 
-CSS = """
-:root{color-scheme:light dark;--page:#fbfaf8;--card:#fff;--ink:#1d1b19;--soft:#6a645d;--rule:#e4dfd8;--grid:#ece8e2;
---metal:#b4530f;--raw:#e3b690;--cool:#2f6690;--good:#2c7040;--bad:#b3261e;--plum:#8a3b84;--teal:#1b7f86}
-@media (prefers-color-scheme:dark){:root{--page:#171513;--card:#1f1c1a;--ink:#ece7e1;--soft:#a49c93;--rule:#37322d;
---grid:#2b2724;--metal:#f09a50;--raw:#7b4f2c;--cool:#7fb4dc;--good:#7cc492;--bad:#ff8a80;--plum:#d58fd0;
---teal:#5cc4cb}}
+CSS = (
+    colors()
+    + """:root{--raw:#e3b690;--plum:#8a3b84;--teal:#1b7f86}
+@media (prefers-color-scheme:dark){:root{--raw:#7b4f2c;--plum:#d58fd0;--teal:#5cc4cb}}
 *{box-sizing:border-box}
 body{margin:0;background:var(--page);color:var(--ink);font:16px/1.55 system-ui,-apple-system,"Segoe UI",Roboto,
 "Helvetica Neue",Arial,sans-serif;-webkit-text-size-adjust:100%}
@@ -143,6 +142,7 @@ figure,.tiles,blockquote,tr{break-inside:avoid}h2,h3{break-after:avoid}
 rect,.legend i,.track,.fill{print-color-adjust:exact;-webkit-print-color-adjust:exact}
 }
 """
+)
 
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
