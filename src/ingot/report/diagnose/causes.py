@@ -98,7 +98,7 @@ def straggler(case: Case) -> Iterator[Cause]:
 def _slow_device(case: Case) -> Iterator[Cause]:
     """Yield the GPU whose forward takes longest, by its own clock, where no forward waits for other ranks."""
     parallel, times = case.run.parallel, case.device_times
-    alone = max(parallel.tp, parallel.pp, parallel.cp, parallel.ep) == 1 and resolve_parallel(case.run).zero in (1, 2)
+    alone = max(parallel.tp, parallel.pp, parallel.cp, parallel.ep) == 1 and resolve_parallel(case.run).zero != 3
     if times is None or times.ranks < 2 or not alone:
         return
     forward = times.forward

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from ingot.value_names import printable
 
-STYLES = ("", "bold", "dim", "red", "yellow", "green", "blue", "cyan", "magenta", "reverse")
+STYLES: tuple[str, ...] = ("", "bold", "dim", "red", "yellow", "green", "blue", "cyan", "magenta", "reverse")
 
 
 @dataclass(frozen=True)
