@@ -1,6 +1,6 @@
 """The cost of the supervisor and of heartbeats: processor time of a run's processes, and microseconds per heartbeat.
 
-    python -m benchmarks.watchdog [STEPS]
+    python benchmarks/watchdog.py [STEPS]
 
 Trains the run of the board (two ranks) for STEPS steps, default 1,500, and reads from the kernel what supervisor and
 ranks used between two log lines. Then alternates sums over two ranks with and without torch's flight recorder.
@@ -13,6 +13,9 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from record import record
 from tests.board.bench import Bench, options
 from tests.proof.ranks import Ranks
 
@@ -36,24 +39,21 @@ def main() -> None:
                 os.environ["TORCH_FR_BUFFER_SIZE"] = size
                 found.append(forked.run(_sums, 2)[0])
     ratios = [on / off for off, on in zip(times["0"], times["512"], strict=True)]
-    print(
-        json.dumps(
-            {
-                "load": round(os.getloadavg()[0], 1),
-                "seconds": round(seconds, 1),
-                "steps": done,
-                "supervisor_cpu_seconds": round(supervisor, 2),
-                "ranks_cpu_seconds": round(ranks, 2),
-                "supervisor_share_of_cpu": round(supervisor / (supervisor + ranks), 5),
-                "supervisor_share_of_a_core": round(supervisor / seconds, 5),
-                "heartbeat_microseconds": round(beat * 1e6, 2),
-                "heartbeats_share_of_a_step": round(4 * beat / (seconds / done), 6),
-                "flight_recorder_ratio": round(statistics.median(ratios), 3),
-                "flight_recorder_ratios": [round(ratio, 3) for ratio in ratios],
-            },
-            indent=1,
-        )
-    )
+    found = {
+        "load": round(os.getloadavg()[0], 1),
+        "seconds": round(seconds, 1),
+        "steps": done,
+        "supervisor_cpu_seconds": round(supervisor, 2),
+        "ranks_cpu_seconds": round(ranks, 2),
+        "supervisor_share_of_cpu": round(supervisor / (supervisor + ranks), 5),
+        "supervisor_share_of_a_core": round(supervisor / seconds, 5),
+        "heartbeat_microseconds": round(beat * 1e6, 2),
+        "heartbeats_share_of_a_step": round(4 * beat / (seconds / done), 6),
+        "flight_recorder_ratio": round(statistics.median(ratios), 3),
+        "flight_recorder_ratios": [round(ratio, 3) for ratio in ratios],
+    }
+    print(json.dumps(found, indent=1))
+    print(record("watchdog", found, packages=["torch"]))
 
 
 def _run(bench: Bench, steps: int) -> tuple[float, float, float, int]:
