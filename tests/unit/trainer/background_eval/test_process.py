@@ -58,6 +58,7 @@ def test_its_numbers_and_samples_are_those_of_the_ranks_bit_for_bit(trained):
     assert [(e["prompt"], e["text"]) for e in drawn] == samples  # of the last step
 
 
+@pytest.mark.slow
 def test_its_limits_hold_and_what_it_finds_is_its_reason(trained):
     save = trained.checkpoint(4)
     show = (

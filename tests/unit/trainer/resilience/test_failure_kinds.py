@@ -15,6 +15,7 @@ _OTHERS = {
     "quickstart",
     "rehearse",
     "report",
+    "watch",
 }  # no rank of a job imports them
 # Codes of packages that a rank imports, raised only where there is no rank: in a command, in the launcher.
 _NO_RANK = """
