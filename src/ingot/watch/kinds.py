@@ -87,10 +87,23 @@ def moving_mean(points: Points, window: int) -> Points:
     """Return the centered moving mean over up to `window` finite points; the window shrinks at both ends."""
     finite = np.isfinite(points.values)
     steps, values = points.steps[finite], points.values[finite]
-    sums = np.r_[0.0, np.cumsum(values)]
-    index = np.arange(len(values))
-    half = np.minimum(np.minimum(window // 2, index), len(values) - 1 - index)
-    return Points(steps, (sums[index + half + 1] - sums[index - half]) / (2 * half + 1))
+    half = min(window // 2, max(len(values) - 1, 0) // 2)
+    ends = 2 * np.arange(half)  # the newest point of each window that shrinks, from either end
+    first, last = np.cumsum(values[: 2 * half])[ends], np.cumsum(values[: -2 * half - 1 : -1])[ends]
+    middle = _window_sums(values, 2 * half + 1) / (2 * half + 1)
+    return Points(steps, np.concatenate((first / (ends + 1), middle, (last / (ends + 1))[::-1])))
+
+
+def _window_sums(values: np.ndarray, width: int) -> np.ndarray:
+    """Return the sum of each `width` neighbors. No sum has a value from outside its window: in differences of running
+    sums, a single huge value would swallow all that come after it."""
+    blocks = np.zeros(-(-len(values) // width) * width)
+    blocks[: len(values)] = values
+    blocks = blocks.reshape(-1, width)
+    before = np.cumsum(blocks, axis=1).ravel()  # from the begin of its block to a value
+    after = np.cumsum(blocks[:, ::-1], axis=1)[:, ::-1].ravel()  # from a value to the end of its block
+    begins = np.arange(len(values) - width + 1) if len(values) else np.zeros(0, np.int64)
+    return after[begins] + np.where(begins % width, before[begins + width - 1], 0.0)
 
 
 # -- the charts --

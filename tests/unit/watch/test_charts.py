@@ -11,7 +11,9 @@ from ingot.report.render.page import Bars, Folded, HeatMap, LabeledValues, Sampl
 from ingot.watch.chapters import chapters, head
 from ingot.watch.charts import chart, chart_keys
 from ingot.watch.drawn import QUESTIONS
+from ingot.watch.kinds import moving_mean
 from ingot.watch.live import LiveRun
+from ingot.watch.series import Points
 from ingot.watch.web.as_json import chapters_json, chart_json, encoded
 
 
@@ -48,6 +50,19 @@ def test_the_loss_has_void_steps_incidents_and_held_out_text(run):
     assert "rank 1 was killed (SIGKILL)" in marks[250].text
     assert marks[250].severity == "bad"
     assert "rank 2 on node-7" in marks[400].text
+
+
+@pytest.mark.parametrize(("count", "window"), [(0, 5), (1, 5), (2, 5), (4, 5), (5, 5), (6, 5), (57, 11), (64, 7)])
+def test_a_mean_over_a_window_has_only_the_values_of_the_window(count, window):
+    values = np.random.default_rng(count).normal(size=count)
+    if count > 20:
+        values[20] = 1e20
+    expected = []
+    for i in range(count):
+        half = min(window // 2, i, count - 1 - i)
+        expected.append(values[i - half : i + half + 1].mean())
+    found = moving_mean(Points(np.arange(count), values), window)
+    assert found.values == pytest.approx(np.array(expected), rel=1e-9)
 
 
 def test_the_plan_is_a_band(run):
