@@ -91,12 +91,13 @@ class StepSeries:
         void = np.ones(self._count, bool)
         void[self._valid[: self._kept]] = False
         indices = np.flatnonzero(void)
-        rows = self._rows[indices]
-        if not len(rows):
-            return []
-        parts = np.split(rows, np.flatnonzero((np.diff(rows["step"]) <= 0) | (np.diff(indices) > 1)) + 1)
-        within = [p[(p["step"] >= first) & (p["step"] <= (p["step"] if last is None else last))] for p in parts]
-        return [self._column(part, name) for part in within if len(part)][-_VOID_SHOWN:]
+        steps = self._rows["step"][indices]
+        part = np.r_[0, np.cumsum((np.diff(steps) <= 0) | (np.diff(indices) > 1))][: len(indices)]
+        within = steps >= first if last is None else (steps >= first) & (steps <= last)
+        indices, part = indices[within], part[within]
+        begins = np.flatnonzero(np.r_[True, np.diff(part) > 0][: len(part)])[-_VOID_SHOWN:]
+        ends = np.r_[begins, len(part)][1:]
+        return [self._column(self._rows[indices[a:b]], name) for a, b in zip(begins, ends, strict=True)]
 
     def newest(self, name: str) -> float | None:
         """Return the newest value of a column that was measured and is not void; None without one."""

@@ -32,6 +32,19 @@ def test_every_stretch_of_void_steps_is_a_line_of_its_own():
     assert series.points("loss").steps.tolist() == [1, 2, 3]
 
 
+def test_of_many_void_stretches_only_the_newest_are_made(monkeypatch):
+    series = series_of([step for _ in range(300) for step in range(1, 9)])
+    series.add(5, 300.0, (50.0, 0.0))
+    parts = [list(range(1, 9)) for _ in range(299)] + [[5, 6, 7, 8]]
+    made, column = [], StepSeries._column
+    monkeypatch.setattr(StepSeries, "_column", lambda self, rows, name: made.append(1) or column(self, rows, name))
+    assert [part.steps.tolist() for part in series.void_points("loss")] == parts[-8:]
+    assert [part.steps.tolist() for part in series.void_points("loss", 3, 4)] == [[3, 4]] * 8
+    assert [part.steps.tolist() for part in series.void_points("loss", 7)][-2:] == [[7, 8], [7, 8]]
+    assert series.void_points("loss", 9) == []
+    assert len(made) == 24  # not one for each of the 300
+
+
 def test_rows_at_once_are_as_one_by_one():
     steps = [1, 2, 5, 3, 4, 4, 9]
     rows = StepSeries("loss", "norm").new_rows(len(steps))
