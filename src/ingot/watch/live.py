@@ -243,7 +243,7 @@ class LiveRun:
     def _add_rows(self, series: StepSeries, rows: np.ndarray) -> None:
         before, thinned = series.last_step, series.skipped
         series.extend(rows)
-        if rows["step"][0] <= before or series.skipped > thinned:
+        if rows["step"][0] <= before or series.skipped > thinned or np.any(np.diff(rows["step"]) <= 0):
             self.generation += 1
 
     def _go_back(self, step: int) -> None:

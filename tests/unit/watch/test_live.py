@@ -66,6 +66,16 @@ def test_a_restart_makes_steps_void_and_a_page_asks_again(folder, lines):
     assert run.incidents[-1].text.startswith("rolled back to the checkpoint of step 300")
 
 
+def test_steps_that_go_back_within_one_look_are_asked_again(folder, lines):
+    append(folder, "".join(lines))
+    run = LiveRun(folder.root).read_all()
+    generation, step = run.generation, json.loads(next(line for line in lines if '"step"' in line[:20]))
+    append(folder, "".join(json.dumps({**step, "step": own}) + "\n" for own in (401, 402, 403, 402, 403, 404)))
+    run.refresh()
+    assert run.last_step == 404
+    assert run.generation > generation
+
+
 def test_a_torn_line_waits_for_its_rest(folder, lines):
     append(folder, "".join(lines[:50]) + lines[50][:20])
     run = LiveRun(folder.root).read_all()
