@@ -15,6 +15,7 @@ from ingot.report.data_mix import mix_blocks, source_shares
 from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
 from ingot.report.ranks import rank_blocks
+from ingot.report.readable import is_finite
 from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
 from ingot.report.sections import checkpoints_section, comparison_section
@@ -55,6 +56,8 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
     notes = [f"no step for {format_seconds(still)}"] if still else []
     if run.unread:
         notes.append(f"reading its record: {1 - run.unread:.0%}")
+    if run.log_problem:
+        notes.append(f"its event log cannot be read ({run.log_problem})")
     return WatchHead(
         name=run.name,
         state=run.state,
@@ -84,7 +87,7 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
         plan = run.data.plan.mfu if run.data.plan else None
         yield HeadlineFigure("MFU", f"{mfu:.1%}", f"plan {plan:.1%}" if plan else "")
     eta = newest("eta_seconds")
-    if run.state == "running" and eta is not None and not still:
+    if run.state == "running" and is_finite(eta) and not still:
         done = f"{run.last_step / run.total_steps:.1%} done" if run.total_steps else ""
         yield HeadlineFigure("Time left", format_seconds(eta), done)
     if (cost := newest("cost_usd")) is not None:

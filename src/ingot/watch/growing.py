@@ -10,10 +10,11 @@ _LINES_AT_ONCE = 1000
 class GrowingFile:
     """A file of lines that another process appends to. most_bytes: that a look reads at most; a longer line is left
     out. position: the bytes that were read. size: of the file at the last look. left_bytes: of these, those after what
-    that look read."""
+    that look read. problem: why the last look could not read a file that is there; "": it could, or none is there."""
 
     def __init__(self, path: Path, most_bytes: int):
         self.path, self.position, self.size, self.left_bytes, self._most = path, 0, 0, 0, most_bytes
+        self.problem = ""
         self._file: tuple[int, int] | None = None
 
     def read_lines(self) -> list[bytes] | None:
@@ -29,8 +30,12 @@ class GrowingFile:
                 self._file, self.size = own, found.st_size
                 file.seek(self.position)
                 added = file.read(self._most)
-        except (FileNotFoundError, NotADirectoryError, PermissionError):
+        except OSError as error:  # of a mount that fails too: the next look may succeed
+            self.left_bytes = 0
+            is_absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+            self.problem = "" if is_absent else error.strerror or type(error).__name__
             return []
+        self.problem = ""
         self.left_bytes = max(self.size - self.position - len(added), 0)
         lines = added[: added.rfind(b"\n") + 1]
         self.position += len(lines) or (len(added) if len(added) == self._most else 0)

@@ -47,6 +47,7 @@ _MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 
 _MOST_TEXT = 8_000  # characters of a sample or document
 _RANKS_SECONDS = 2.0  # between two looks at the numbers of the ranks
 _JUMP_SECONDS = 60.0
+_LATE_SECONDS = 10.0  # of silence after which a run that is late counts as changed: readers show how long it lasts
 
 
 class LiveRun:
@@ -88,7 +89,8 @@ class LiveRun:
         self.problems: dict[str, str] = {}
         self.memo: dict[str, Any] = {}
         self.last_event: float | None = None
-        self.running = self._is_late = False
+        self.running = False
+        self._state: tuple = (False, None, "")
         self._end = ""
         self._reader = EventReader(self.data)
         self._log = GrowingFile(self.folder.events, _READ_BYTES)
@@ -118,10 +120,11 @@ class LiveRun:
                 self._take_alerts(parsed(lines))
                 self.version += 1
             self._read_ranks()
-            state = self.running, self._is_late
-            self.running = is_locked(self.folder.lock)
-            self._is_late = self.still_seconds() is not None
-            self.version += (self.running, self._is_late) != state
+            before_state, self.running = self._state, is_locked(self.folder.lock)
+            still = self.still_seconds()
+            late = None if still is None else int(still / _LATE_SECONDS)
+            self._state = self.running, late, self.log_problem
+            self.version += self._state != before_state
         return self.version > before
 
     def read_all(self) -> "LiveRun":
@@ -134,6 +137,11 @@ class LiveRun:
     def unread(self) -> float:
         """The share of the event log that is not read yet, as of the last look: 0 to 1."""
         return self._log.left_bytes / self._log.size if self._log.size else 0.0
+
+    @property
+    def log_problem(self) -> str:
+        """Why the last look could not read the event log; "" if it could."""
+        return self._log.problem
 
     # -- the state --
 

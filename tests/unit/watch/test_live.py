@@ -1,6 +1,8 @@
 """A run folder that is read as it grows: cut, mixed, of other versions, with clocks that jump."""
 
+import errno
 import json
+from pathlib import Path
 
 import pytest
 from tests.watched import START, WatchedRun
@@ -189,3 +191,44 @@ def test_a_late_run_says_so(folder, lines, monkeypatch):
     shown = head(run, now=START + 5000)
     assert shown.note.startswith("no step for")
     assert "Time left" not in [figure.label for figure in shown.figures]
+    version = run.version
+    monkeypatch.setattr(live, "is_locked", lambda path: True)
+    for now in (5000, 5001, 5001.5, 5015):
+        monkeypatch.setattr(live.time, "time", lambda own=now: START + own)
+        run.refresh()
+    assert run.version - version == 2  # each ten seconds pages count on, not each look
+
+
+@pytest.mark.parametrize("eta", ["NaN", "Infinity", "1e300"])
+def test_a_time_left_that_is_no_time_is_not_shown(folder, lines, eta):
+    event = json.loads(next(line for line in lines if '"progress"' in line)) | {"eta_seconds": "ETA"}
+    append(folder, json.dumps(event).replace('"ETA"', eta) + "\n")
+    run = LiveRun(folder.root).read_all()
+    run.running = True
+    labels = [figure.label for figure in head(run, now=event["time"]).figures]
+    assert "Tokens/s" in labels and "Time left" not in labels
+
+
+@pytest.mark.parametrize("number", [errno.ESTALE, errno.EIO, errno.EACCES])
+def test_a_log_that_cannot_be_read_is_mentioned_and_read_again(folder, lines, monkeypatch, number):
+    append(folder, "".join(lines))
+    monkeypatch.setattr(live, "_READ_BYTES", 3000)
+    run = LiveRun(folder.root)
+    run.refresh()
+    assert run.unread > 0
+    version, opened = run.version, Path.open
+
+    def failing(path, *args, **options):
+        if path == folder.events:
+            raise OSError(number, "it is stale")
+        return opened(path, *args, **options)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", failing)
+        assert run.refresh() and not run.refresh()
+    assert run.version == version + 1
+    assert run.unread == 0  # or a reader would look again at once, for as long as it fails
+    assert "its event log cannot be read (it is stale)" in head(run).note
+    run.read_all()
+    assert run.last_step == 400
+    assert "cannot be read" not in head(run).note
