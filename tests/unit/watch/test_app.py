@@ -4,6 +4,7 @@ import hashlib
 import json
 import re
 from pathlib import Path
+from typing import ClassVar
 
 import anyio
 import pytest
@@ -208,6 +209,110 @@ def test_pages_get_what_is_new(tmp_path):
     assert news(hub)["runs"][0]["again"] is True
 
 
+def test_a_look_that_fails_is_shown_by_its_run_and_the_others_go_on(roots, monkeypatch, capsys):
+    from ingot.watch.web.hub import Hub
+
+    hub = Hub([LiveRun(root).read_all() for root in roots])
+    hub.look()
+    with monkeypatch.context() as patch:
+        patch.setattr(hub.runs[0], "refresh", lambda: 1 / 0)
+        hub.runs[1].version += 1
+        first, second = news(hub)["runs"]
+        assert "ZeroDivisionError" in first["head"]["note"] and first["head"]["step"] == 400
+        assert second["run"] == 1 and second["head"]["figures"]
+        assert hub.head(0)["note"] == first["head"]["note"]  # also for a page that opens now
+        assert "1 / 0" in capsys.readouterr().err
+        assert hub.look() == b"" and capsys.readouterr().err == ""  # reported once
+    (own,) = news(hub)["runs"]
+    assert own["again"] is True and own["version"] >= first["version"] and own["head"]["note"] == ""
+
+
+def test_the_pump_goes_on_after_a_look_that_failed(roots, monkeypatch, capsys):
+    from ingot.watch.web import hub as module
+
+    monkeypatch.setattr(module, "_LOOK_SECONDS", 0.01)
+    hub = module.Hub([LiveRun(roots[0])])
+    looks = iter([RuntimeError("of the test"), RuntimeError("of the test"), b"data: 1\n\n"])
+
+    def look() -> bytes:
+        found = next(looks, b"")
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    monkeypatch.setattr(hub, "look", look)
+
+    async def play() -> list[bytes]:
+        page = hub.listen()
+        found = [await anext(page)]
+        with anyio.fail_after(10):
+            async with anyio.create_task_group() as group:
+                group.start_soon(hub.pump)
+                found += [await anext(page), await anext(page)]
+                group.cancel_scope.cancel()
+        return found
+
+    _, trouble, message = anyio.run(play)
+    assert trouble.startswith(b"event: trouble\n") and b"RuntimeError" in trouble
+    assert message == b"data: 1\n\n"
+    assert capsys.readouterr().err.count("RuntimeError: of the test") == 1
+
+
+def test_an_unread_rest_that_cannot_be_read_is_no_busy_loop(roots, monkeypatch):
+    from ingot.watch.web import hub as module
+
+    hub = module.Hub([LiveRun(roots[0])])
+    looks = []
+    monkeypatch.setattr(hub, "look", lambda: looks.append(1) or b"")
+    monkeypatch.setattr(LiveRun, "unread", 0.5)
+
+    async def play() -> None:
+        with anyio.move_on_after(0.5):
+            await hub.pump()
+
+    anyio.run(play)
+    assert len(looks) == 1
+
+
+def test_all_threads_take_the_locks_of_runs_in_one_order(roots):
+    from starlette.requests import Request
+
+    from ingot.watch.web.app import _chart
+    from ingot.watch.web.hub import Hub
+
+    hub = Hub([LiveRun(root).read_all() for root in roots])
+    for number, run in enumerate(hub.runs):
+        run.lock = SeenLock(run.lock, number)
+    SeenLock.taken.clear()
+    found = _chart(hub, Request({"type": "http", "query_string": b"key=loss&runs=1,0"}))
+    assert SeenLock.taken == [0, 1]
+    assert found["versions"] == {"0": hub.runs[0].version, "1": hub.runs[1].version}
+    hub.keys()
+    assert SeenLock.taken == [0, 1, 0, 1]
+
+
+class SeenLock:
+    """A lock that notes when it is taken."""
+
+    taken: ClassVar[list[int]] = []
+
+    def __init__(self, lock, number: int):
+        self._lock, self._number = lock, number
+
+    def acquire(self) -> None:
+        self.taken.append(self._number)
+        self._lock.acquire()
+
+    def release(self) -> None:
+        self._lock.release()
+
+    def __enter__(self) -> None:
+        self.acquire()
+
+    def __exit__(self, *error) -> None:
+        self.release()
+
+
 def test_one_message_goes_to_every_page_and_slow_pages_are_let_go(tmp_path):
     from ingot.watch.web import hub as module
 
@@ -258,3 +363,24 @@ def test_equal_requests_at_the_same_time_are_answered_once(roots, monkeypatch):
 
     anyio.run(play)
     assert made == [1]
+
+
+def test_answers_of_older_versions_are_not_kept(roots):
+    from starlette.requests import Request
+
+    from ingot.watch.web.app import _Answers
+    from ingot.watch.web.hub import Hub
+
+    hub = Hub([LiveRun(roots[0]).read_all()])
+    answers = _Answers(hub)
+    endpoint = answers.endpoint(lambda hub, request: hub.version)
+    scope = {"type": "http", "method": "GET", "path": "/api/runs", "query_string": b"", "headers": [],
+             "server": ("127.0.0.1", 80), "scheme": "http"}  # fmt: skip
+
+    async def play() -> None:
+        for _ in range(3):
+            hub.runs[0].version += 1
+            await endpoint(Request(scope))
+            assert list(answers._kept.values()) == [f"[{hub.runs[0].version}]".encode()]
+
+    anyio.run(play)

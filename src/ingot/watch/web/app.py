@@ -2,7 +2,8 @@
 
     GET /                     the page; with token=TOKEN, the way in
     GET /api/runs             the runs with their states, and the charts and questions that there are
-    GET /api/chart?key=KEY    a chart; runs=0,2: of these runs; first, last: steps; pixels: its width
+    GET /api/chart?key=KEY    a chart; runs=0,2: of these runs; first, last: steps; pixels: its width; in the answer,
+                              versions: of the runs, as in events, to see which events it has
     GET /api/chapters?run=0   the chapters of a run
     GET /api/events           server-sent events: what is new, as it comes
 
@@ -15,6 +16,7 @@ import sys
 import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import anyio
@@ -28,12 +30,12 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from ingot.errors import IngotError, UsageError
-from ingot.watch.chapters import chapters, head
+from ingot.watch.chapters import chapters
 from ingot.watch.charts import chart
 from ingot.watch.drawn import QUESTIONS
 from ingot.watch.kinds import CHARTS
 from ingot.watch.live import LiveRun
-from ingot.watch.web.as_json import chapters_json, chart_json, encoded, head_json
+from ingot.watch.web.as_json import chapters_json, chart_json, encoded
 from ingot.watch.web.hub import MOST_PAGES, Hub
 from ingot.web.design import STATIC as SHARED
 from ingot.web.guards import LOOPBACK, OnlyHere, SecurityHeaders, TokenGate
@@ -86,41 +88,60 @@ def make_app(
     return app
 
 
+@dataclass
+class _Making:
+    """An answer that is being made. answer: None until then, and if that fails."""
+
+    ended: anyio.Event
+    answer: bytes | None = None
+
+
 class _Answers:
     """Makes answers in a few threads, each once for all requests that are equal while nothing has changed."""
 
     def __init__(self, hub: Hub):
         self._hub = hub
         self._limiter: anyio.CapacityLimiter | None = None
-        self._kept: OrderedDict[tuple, bytes] = OrderedDict()
-        self._made: dict[tuple, anyio.Event] = {}
+        self._kept: OrderedDict[tuple, bytes] = OrderedDict()  # of one version
+        self._kept_version: tuple[int, ...] = ()
+        self._made: dict[tuple, _Making] = {}
 
     def endpoint(self, work: Callable[[Hub, Request], object]):
         """Return the endpoint whose answer is the JSON of what `work` returns."""
 
         async def answer(request: Request) -> Response:
-            key = (request.url.path, request.url.query, self._hub.version)
-            while key in self._made:
-                await self._made[key].wait()
-            if key not in self._kept:
-                await self._make(key, work, request)
-            return Response(self._kept[key], media_type="application/json")
+            version = self._hub.version
+            if version != self._kept_version:
+                self._kept.clear()
+                self._kept_version = version
+            key = (request.url.path, request.url.query, version)
+            found = self._kept.get(key)
+            while found is None and (making := self._made.get(key)):
+                await making.ended.wait()
+                found = making.answer
+            if found is None:
+                found = await self._make(key, work, request)
+            return Response(found, media_type="application/json")
 
         return answer
 
-    async def _make(self, key: tuple, work: Callable[[Hub, Request], object], request: Request) -> None:
+    async def _make(self, key: tuple, work: Callable[[Hub, Request], object], request: Request) -> bytes:
         if self._limiter is None:  # made here, because a limiter needs the running event loop
             self._limiter = anyio.CapacityLimiter(_THREADS)
         if self._limiter.statistics().tasks_waiting >= _MOST_WAITING:
             raise HTTPException(503, "too many requests are waiting; try again later")
-        self._made[key] = anyio.Event()
+        self._made[key] = making = _Making(anyio.Event())
         try:
             made = await anyio.to_thread.run_sync(lambda: encoded(work(self._hub, request)), limiter=self._limiter)
-            self._kept[key] = made
+            making.answer = made
+            if key[-1] == self._kept_version:
+                self._kept[key] = made
             while len(self._kept) > _KEPT_ANSWERS:
                 self._kept.popitem(last=False)
+            return made
         finally:
-            self._made.pop(key).set()
+            del self._made[key]
+            making.ended.set()
 
 
 async def _page(request: Request) -> Response:
@@ -129,9 +150,9 @@ async def _page(request: Request) -> Response:
 
 def _runs(hub: Hub, request: Request) -> dict:
     found = []
-    for run in hub.runs:
+    for number, run in enumerate(hub.runs):
         with run.lock:
-            found.append(head_json(head(run)) | {"version": run.version})
+            found.append(hub.head(number) | {"version": run.version})
     kinds = {key: {"title": kind.title, "unit": kind.unit, "question": kind.question} for key, kind in CHARTS.items()}
     return {"runs": found, "questions": QUESTIONS, "kinds": kinds, "charts": hub.keys()}
 
@@ -139,15 +160,15 @@ def _runs(hub: Hub, request: Request) -> dict:
 def _chart(hub: Hub, request: Request) -> dict:
     asked = request.query_params
     numbers = [_number("runs", word, 0, len(hub.runs) - 1) for word in asked.get("runs", "0").split(",")][:100]
-    runs = [hub.runs[number] for number in dict.fromkeys(numbers)]
+    order = list(dict.fromkeys(numbers))
+    runs = [hub.runs[number] for number in order]
     first = _number("first", asked.get("first", "1"), 0, _MOST_STEP)
     last = _number("last", asked["last"], 0, _MOST_STEP) if "last" in asked else None
     pixels = _number("pixels", asked.get("pixels", "1000"), 1, _MOST_PIXELS)
     pixels = max(-(-pixels // _PIXEL_STEP) * _PIXEL_STEP, _LEAST_PIXELS)
-    with contextlib.ExitStack() as held:
-        for run in runs:
-            held.enter_context(run.lock)
+    with hub.locked(order):
         found = chart(runs, key := asked.get("key", ""), first, last, pixels)
+        versions = {str(number): hub.runs[number].version for number in order}
     if found is None:
         raise UsageError(
             "E-WATCH-CHART",
@@ -156,8 +177,7 @@ def _chart(hub: Hub, request: Request) -> dict:
             fix="use one of them",
             key=key[:40],
         )
-    order = list(dict.fromkeys(numbers))
-    answer = chart_json(found)
+    answer = chart_json(found) | {"versions": versions}
     for part in (*answer["lines"], *answer["bands"], *answer["marks"]):
         part["run"] = order[part["run"]]
     return answer

@@ -1,13 +1,15 @@
 """One reader per run for all pages: it looks at the run folders, and sends what is new to every page that listens."""
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
+import sys
+import traceback
+from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 
 import anyio
 import anyio.to_thread
 from anyio.streams.memory import MemoryObjectSendStream
 
-from ingot.watch.chapters import head
+from ingot.watch.chapters import WatchHead, head
 from ingot.watch.charts import chart_keys
 from ingot.watch.live import LiveRun
 from ingot.watch.web.as_json import encoded, feed_json, feeds_of, head_json
@@ -15,6 +17,7 @@ from ingot.watch.web.as_json import encoded, feed_json, feeds_of, head_json
 MOST_PAGES = 1000
 _LOOK_SECONDS, _IDLE_SECONDS = 0.5, 5.0  # between two looks, with and without a page that listens
 _ALIVE_SECONDS = 15.0  # after which a line without content shows that the connection is there
+_NOTHING: tuple[int, int, dict[str, int]] = (-1, -1, {})
 _WAITING_MESSAGES = 16  # of a page; a slower one is disconnected, and asks for everything when it comes back
 
 
@@ -24,7 +27,8 @@ class Hub:
     def __init__(self, runs: Sequence[LiveRun]):
         self.runs = tuple(runs)
         self._pages: set[MemoryObjectSendStream[bytes]] = set()
-        self._sent = [(-1, -1, {}) for _ in self.runs]  # generation, version, rows by feed
+        self._sent = [_NOTHING for _ in self.runs]  # generation, version, rows by feed
+        self._failures = ["" for _ in self.runs]  # why the last look at a run failed
         self._wake: anyio.Event | None = None
         self._is_ending = False
 
@@ -39,12 +43,23 @@ class Hub:
         return tuple(run.version for run in self.runs)
 
     async def pump(self) -> None:
-        """Look at the runs again and again, and send what is new."""
+        """Look at the runs again and again, and send what is new. A look that fails is reported, and the next one may
+        succeed."""
+        failure = ""
         while True:
-            message = await anyio.to_thread.run_sync(self.look)
+            message, before = b"", failure
+            try:
+                message = await anyio.to_thread.run_sync(self.look)
+                failure = ""
+            except Exception as error:
+                failure = _described(error)
+                if failure != before:
+                    traceback.print_exception(error, file=sys.stderr)
+                    trouble = {"found": failure, "rule": "", "fix": "the figures below are of before"}
+                    message = b"event: trouble\ndata: " + encoded(trouble) + b"\n\n"
             if message:
                 self._send(message)
-            if any(run.unread for run in self.runs):
+            if message and not failure and any(run.unread for run in self.runs):
                 continue
             self._wake = anyio.Event()
             with anyio.move_on_after(_LOOK_SECONDS if self._pages else _IDLE_SECONDS):
@@ -54,23 +69,56 @@ class Hub:
         """Look at all runs once. Return a message of what is new since the last one; b"" if nothing is."""
         changed = []
         for number, run in enumerate(self.runs):
-            run.refresh()
-            with run.lock:
-                if own := self._news(number, run):
-                    changed.append(own)
+            try:
+                run.refresh()
+                with run.lock:
+                    own = self._news(number, run)
+                    self._failures[number] = ""
+            except Exception as error:  # the other runs go on, and the next look at this one may succeed
+                own = self._failed(number, run, error)
+            if own:
+                changed.append(own)
         if not changed:
             return b""
         return b"data: " + encoded({"runs": changed, "charts": self.keys()}) + b"\n\n"
 
     def keys(self) -> list[str]:
         """Return the keys of the charts that have numbers."""
-        for run in self.runs:
-            run.lock.acquire()
-        try:
+        with self.locked(range(len(self.runs))):
             return chart_keys(self.runs)
-        finally:
-            for run in self.runs:
-                run.lock.release()
+
+    @contextmanager
+    def locked(self, numbers: Iterable[int]) -> Iterator[None]:
+        """Hold the locks of runs. All threads take them in the order of the runs, so none waits for another's."""
+        with ExitStack() as held:
+            for number in sorted(set(numbers)):
+                held.enter_context(self.runs[number].lock)
+            yield
+
+    def head(self, number: int) -> dict:
+        """Return the state of a run as values for JSON; without figures if the last look at it failed."""
+        run = self.runs[number]
+        with run.lock:
+            if not self._failures[number]:
+                return head_json(head(run))
+            note, name = self._failures[number], run.folder.root.name
+            return head_json(
+                WatchHead(
+                    name=name, state=run.state, note=note, step=run.last_step, steps=run.total_steps,
+                    last_event=run.last_event, figures=(),
+                )
+            )  # fmt: skip
+
+    def _failed(self, number: int, run: LiveRun, error: Exception) -> dict | None:
+        """Return the message of a look that failed; None if the last one failed in the same way."""
+        before, self._failures[number] = self._failures[number], _described(error)
+        self._sent[number] = _NOTHING  # when a look succeeds, pages ask for everything
+        if self._failures[number] == before:
+            return None
+        traceback.print_exception(error, file=sys.stderr)
+        with run.lock:
+            run.version += 1
+            return {"run": number, "version": run.version, "again": False, "head": self.head(number), "new": {}}
 
     def _news(self, number: int, run: LiveRun) -> dict | None:
         generation, version, counts = self._sent[number]
@@ -126,3 +174,9 @@ class Hub:
             with suppress(anyio.ClosedResourceError):
                 sending.close()
             receiving.close()
+
+
+def _described(error: Exception) -> str:
+    """Return an error in words that a page may show: the traceback is in the terminal."""
+    why = error.strerror if isinstance(error, OSError) and error.strerror else type(error).__name__
+    return f"the page failed to read this run ({why}); the terminal of `ingot watch --web` shows where"
