@@ -150,6 +150,60 @@ def test_what_happens_is_shown_without_a_reload(serve, visit_runs, tmp_path):
     assert "rolled back to the checkpoint of step 220" in seen.page.inner_text("#chapter-incidents")
 
 
+def test_what_comes_while_a_chart_is_asked_for_is_not_lost(serve, visit_runs, tmp_path):
+    root = WatchedRun(ended=200, back=None).write(tmp_path / "run")
+    seen = visit_runs(serve(root))
+    held = []
+    seen.page.route("**/api/chart?key=speed**", lambda route: held.append((route, route.fetch())))
+    seen.page.goto(f"{seen.address}#fast")
+    seen.page.wait_for_selector("#connection[data-state=on]")
+    while not held:
+        seen.page.wait_for_timeout(20)
+    log = RunFolder(root).events
+    more = [event for event in WatchedRun(ended=210, back=None, slow=None).events() if event.get("step", 0) > 200]
+    log.write_text(log.read_text() + "".join(json.dumps(event) + "\n" for event in more))
+    seen.until("document.getElementById('subtitle').innerText.includes('step 210 of 600')")
+    for route, answer in held:
+        assert answer.json()["lines"][0]["x"][-1] == 200
+        route.fulfill(response=answer)
+    newest = next(event["tokens_per_second"] for event in reversed(more) if event["kind"] == "progress")
+    seen.until(f"document.querySelector('#chart-speed .last').textContent === '{newest / 1000:.2f}k'")
+
+
+def test_a_hidden_page_holds_no_connection_and_catches_up(serve, visit_runs, tmp_path):
+    root = WatchedRun(ended=200, back=None).write(tmp_path / "run")
+    address = serve(root)
+    hidden, other = visit_runs(address), visit_runs(address)
+    for seen in (hidden, other):
+        seen.open()
+        seen.page.wait_for_selector("#connection[data-state=on]")
+    turn = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true}); document.dispatchEvent(new Event('visibilitychange'))"
+    hidden.page.evaluate(turn % "true")
+    hidden.page.wait_for_selector("#connection[data-state=wait]")
+    with RunFolder(root).events.open("a") as file:
+        more = WatchedRun(ended=260, back=None, slow=None).events()
+        file.writelines(json.dumps(event) + "\n" for event in more if event.get("step", 0) > 200)
+    other.until("document.getElementById('subtitle').innerText.includes('step 260')")
+    assert "step 200" in hidden.page.inner_text("#subtitle")
+    hidden.page.evaluate(turn % "false")
+    hidden.until("document.getElementById('subtitle').innerText.includes('step 260')")
+    hidden.page.wait_for_selector("#connection[data-state=on]")
+
+
+def test_a_page_that_is_refused_says_why_and_tries_again(serve, visit_runs, tmp_path, monkeypatch):
+    monkeypatch.setattr("ingot.watch.web.app.MOST_PAGES", 0)
+    seen = visit_runs(serve(WatchedRun().write(tmp_path / "run")))
+    seen.page.clock.install()
+    seen.page.goto(seen.address)
+    seen.page.wait_for_selector("#trouble :text('0 pages are open')")
+    monkeypatch.setattr("ingot.watch.web.app.MOST_PAGES", 1000)
+    seen.page.clock.fast_forward(11_000)
+    seen.page.wait_for_selector("#connection[data-state=on]")
+    seen.until("!document.getElementById('trouble').innerText")
+    assert all("503" in text for text in seen.complaints)
+    seen.complaints.clear()  # the browser itself logs an answer of status 503
+
+
 def test_zoom_asks_for_every_point_and_keys_move_the_cursor(serve, visit_runs, tmp_path):
     seen = visit_runs(serve(WatchedRun().write(tmp_path / "run")))
     seen.open()

@@ -161,7 +161,7 @@ class Hub:
         if self._wake is not None:
             self._wake.set()
         try:
-            yield b"retry: 2000\n\n"
+            yield b"retry: 2000\nevent: ready\ndata: " + encoded(self.version) + b"\n\n"
             while True:
                 message = b": alive\n\n"
                 with anyio.move_on_after(_ALIVE_SECONDS):

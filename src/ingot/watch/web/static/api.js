@@ -8,6 +8,19 @@ export class Refused extends Error {
   }
 }
 
+/** Return why the server refuses the events at `path`, as Refused; null if it does not. */
+export async function refusalOf(path) {
+  const end = new AbortController();
+  try {
+    const response = await fetch(path, { signal: end.signal });
+    return response.ok ? null : new Refused(await response.json());
+  } catch {
+    return null; // it does not answer at all: the caller tries again
+  } finally {
+    end.abort();
+  }
+}
+
 /** Return the JSON at `path`. Throws Refused. */
 export async function ask(path) {
   let response, answer;

@@ -24,6 +24,8 @@ export class Chart {
   #logButton;
   #tall;
   #view;
+  #asked = 0; // answers that were asked for
+  #missed = null; // what came while an answer is open: [run, feeds, version]
   #observer = new ResizeObserver(() => this.#resize());
   element;
 
@@ -64,8 +66,35 @@ export class Chart {
     return this.#data ? this.#data.lines.reduce((sum, line) => sum + line.x.length, 0) : 0;
   }
 
-  /** Show an answer of /api/chart. */
-  update(data) {
+  /** Begin to ask for an answer: what comes until it is there is kept for it. Return its number. */
+  ask() {
+    this.#missed = [];
+    return ++this.#asked;
+  }
+
+  /** End to wait for answer `number`, which does not come. */
+  giveUp(number) {
+    if (number === this.#asked) this.#missed = null;
+  }
+
+  /** Show answer `number` of /api/chart, unless a later one was asked for, and then add what came after the server made
+   *  it. Return what feed() does. */
+  update(data, number) {
+    const grown = { added: false, stale: false };
+    if (number !== this.#asked) return grown;
+    const missed = this.#missed ?? [];
+    this.#missed = null;
+    this.#show(data);
+    for (const [run, feeds, version] of missed) {
+      if (version <= (data.versions[run] ?? Infinity)) continue;
+      const { added, stale } = this.feed(run, feeds, version);
+      grown.added ||= added;
+      grown.stale ||= stale;
+    }
+    return grown;
+  }
+
+  #show(data) {
     const same = this.#data && shapeOf(this.#data) === shapeOf(data);
     this.#data = data;
     this.element.hidden = !data.lines.length;
@@ -75,9 +104,10 @@ export class Chart {
     this.#showLegend();
   }
 
-  /** Add new values of run `run`. feeds: by series, lists by column with their steps as `step`. Return whether any was
-   *  added, and whether a line without a feed waits for the server. */
-  feed(run, feeds) {
+  /** Add new values of run `run`, which are those of its version `version`. feeds: by series, lists by column with their
+   *  steps as `step`. Return whether any was added, and whether a line without a feed waits for the server. */
+  feed(run, feeds, version) {
+    this.#missed?.push([run, feeds, version]);
     if (!this.#data) return { added: false, stale: false };
     let added = false, stale = false;
     for (const line of this.#data.lines) {

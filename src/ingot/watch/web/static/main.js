@@ -1,19 +1,21 @@
 // The page: asks for the runs, draws the charts and chapters of one question, and follows the server's events.
 
 import { el, find, show } from "/shared/dom.js";
-import { ask } from "./api.js";
+import { ask, refusalOf } from "./api.js";
 import { draw } from "./blocks.js";
 import { Chart, colorOf } from "./charts.js";
 import { ago, short, whole } from "./format.js";
 
 const REFRESH_MS = 5000; // between two requests for a chart whose smoothed line grew
 const CHAPTERS_MS = 3000;
+const AGAIN_MS = 10000; // after which a page that was refused asks again
 const SPANS = [["all", "all steps", 1], ["half", "last half", 0.5], ["tenth", "last tenth", 0.1]];
 const TALL = new Set(["loss", "speed", "memory", "cost"]); // the first chart of each question
 
 let runs = [], kinds = {}, questions = {}, keys = [], question = "", focus = 0;
 let span = "all", range = null; // range: {first, last} while a part of the steps is shown
 const charts = new Map(), asked = new Map(), timers = new Map(), chapterTexts = new Map();
+let events = null, again = null, isTroubled = false, missedHeads = null; // missedHeads: what came while the runs are asked for, by number
 let chaptersVersion = null, chaptersAsked = 0, chaptersTimer = null;
 
 const view = {
@@ -27,35 +29,57 @@ async function start() {
   addEventListener("hashchange", () => pickQuestion(location.hash.slice(1)));
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach((chart) => chart.recolor()));
   setInterval(showAges, 1000);
+  document.addEventListener("visibilitychange", () => (document.hidden ? unfollow("not followed while hidden") : follow()));
   await everything();
   follow();
 }
 
 /** Ask for all that is shown. */
 async function everything() {
+  const missed = (missedHeads = new Map());
   try {
     const answer = await ask("/api/runs");
     ({ runs, kinds, questions, charts: keys } = answer);
+    for (const [number, run] of missed) if (run.version > runs[number].version) runs[number] = run;
     focus = Math.min(focus, runs.length - 1);
     showQuestions();
     showHead();
     pickQuestion(location.hash.slice(1), true);
     show(find("trouble"));
+    isTroubled = false;
   } catch (error) {
     refuse(error);
   }
+  if (missedHeads === missed) missedHeads = null;
 }
 
+/** Listen to the server, as long as a person can see the page: browsers open few connections to one address. */
 function follow() {
-  const events = new EventSource("/api/events");
-  let first = true;
-  events.onopen = () => {
+  unfollow("connecting");
+  if (document.hidden) return;
+  const own = (events = new EventSource("/api/events"));
+  own.addEventListener("ready", (event) => {
     connection("on", "live");
-    if (!first) everything();
-    first = false;
+    const versions = JSON.parse(event.data);
+    if (isTroubled || versions.length !== runs.length || versions.some((version, number) => version !== runs[number].version)) everything();
+  });
+  own.addEventListener("trouble", (event) => refuse(JSON.parse(event.data)));
+  own.onmessage = (event) => take(JSON.parse(event.data));
+  own.onerror = async () => {
+    connection("off", "no connection; trying again");
+    if (own.readyState !== EventSource.CLOSED) return; // the browser tries again
+    again = setTimeout(follow, AGAIN_MS);
+    const refusal = await refusalOf("/api/events");
+    if (refusal && events === own) refuse(refusal);
   };
-  events.onerror = () => connection("off", "no connection; trying again");
-  events.onmessage = (event) => take(JSON.parse(event.data));
+}
+
+/** Listen no more. text: why, beside the state of the connection. */
+function unfollow(text) {
+  clearTimeout(again);
+  events?.close();
+  events = null;
+  connection("wait", text);
 }
 
 function connection(state, text) {
@@ -71,12 +95,12 @@ function take(news) {
   for (const own of news.runs) {
     const was = runs[own.run];
     runs[own.run] = { ...own.head, version: own.version };
+    missedHeads?.set(own.run, runs[own.run]);
     if (was && was.state !== own.head.state) say(`${own.head.name} is ${own.head.state}`);
     for (const [key, chart] of charts) {
       if (own.again) refetch(key, 1000);
       else if (range === null || span !== "") {
-        const { added, stale } = chart.feed(own.run, own.new);
-        if (stale || (added && chart.points > 6 * chart.pixels) || (added && range)) refetch(key, REFRESH_MS);
+        grown(key, chart, chart.feed(own.run, own.new, own.version));
       }
     }
   }
@@ -84,6 +108,11 @@ function take(news) {
   showHead();
   if (news.runs.some((own) => own.run === focus)) chaptersSoon();
   document.documentElement.dataset.updateMs = (performance.now() - before).toFixed(1);
+}
+
+/** Ask for a chart again soon, if what it got calls for it. */
+function grown(key, chart, { added, stale }) {
+  if (stale || (added && (range || chart.points > 6 * chart.pixels))) refetch(key, REFRESH_MS);
 }
 
 // -- what is shown --
@@ -157,11 +186,13 @@ async function fetchChart(key) {
   const query = new URLSearchParams({ key, runs: numbers.join(","), pixels: chart.pixels });
   const shown = shownRange();
   if (shown) { query.set("first", shown.first); if (span === "") query.set("last", shown.last); }
+  const number = chart.ask();
   try {
     const answer = await ask(`/api/chart?${query}`);
-    if (charts.get(key) === chart) chart.update(answer);
+    if (charts.get(key) === chart) grown(key, chart, chart.update(answer, number));
     document.documentElement.dataset.painted ??= performance.now().toFixed(0);
   } catch (error) {
+    chart.giveUp(number);
     refuse(error);
   }
 }
@@ -294,6 +325,7 @@ function showChapters(all) {
 // -- messages --
 
 function refuse(error) {
+  isTroubled = true;
   const { found, rule, fix } = error;
   const line = (name, text) => (text ? el("p", {}, el("small", { text: `${name}  ` }), text) : null);
   show(find("trouble"), el("div", { class: "notice bad-edge", role: "alert" }, el("strong", { text: found ?? String(error) }), line("rule", rule), line("fix", fix)));
