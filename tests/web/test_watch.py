@@ -92,6 +92,16 @@ class WatchVisit:
             assert time.monotonic() < deadline, condition
             self.page.wait_for_timeout(50)
 
+    def turn(self, *, away: bool) -> None:
+        """Turn to another tab, or back to this one."""
+        self.page.evaluate(
+            """(hidden) => {
+                Object.defineProperty(document, "hidden", { value: hidden, configurable: true });
+                document.dispatchEvent(new Event("visibilitychange"));
+            }""",
+            away,
+        )
+
     def picture(self, name: str) -> None:
         if folder := os.environ.get("INGOT_SCREENSHOTS"):
             self.page.screenshot(path=str(Path(folder) / f"{name}.png"), full_page=True)
@@ -177,15 +187,14 @@ def test_a_hidden_page_holds_no_connection_and_catches_up(serve, visit_runs, tmp
     for seen in (hidden, other):
         seen.open()
         seen.page.wait_for_selector("#connection[data-state=on]")
-    turn = "Object.defineProperty(document, 'hidden', {value: %s, configurable: true}); document.dispatchEvent(new Event('visibilitychange'))"
-    hidden.page.evaluate(turn % "true")
+    hidden.turn(away=True)
     hidden.page.wait_for_selector("#connection[data-state=wait]")
     with RunFolder(root).events.open("a") as file:
         more = WatchedRun(ended=260, back=None, slow=None).events()
         file.writelines(json.dumps(event) + "\n" for event in more if event.get("step", 0) > 200)
     other.until("document.getElementById('subtitle').innerText.includes('step 260')")
     assert "step 200" in hidden.page.inner_text("#subtitle")
-    hidden.page.evaluate(turn % "false")
+    hidden.turn(away=False)
     hidden.until("document.getElementById('subtitle').innerText.includes('step 260')")
     hidden.page.wait_for_selector("#connection[data-state=on]")
 

@@ -25,6 +25,11 @@ from ingot.watch.live import LiveRun
 
 _INCIDENTS = 100  # in the table
 _DAMAGED = "This run's record is not whole"
+_SAVES = ("checkpoints", "weights_saves")
+_EVENT_WORDS = {  # of lists of a RunData
+    "weights_saves": "saves of weights", "starts": "attempts", "stored": "uploads", "unsaved": "failed saves",
+    "refused": "refused checkpoints", "timeline": "measures", "passed": "passed steps", "health": "reports of machines",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -98,8 +103,8 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
         last = run.data.checkpoints[-1]
         age = f"{format_seconds(max(now - last['time'], 0.0))} ago" if run.state == "running" else "the newest"
         yield HeadlineFigure("Checkpoint", f"step {last['step']:,}", age)
-    if faults := len(run.data.faults):
-        back = sum(fault.resumed_at is not None for fault in run.data.faults)
+    if faults := len(run.data.faults) + (older := run.left_out["faults"]):
+        back = sum(fault.resumed_at is not None for fault in run.data.faults) + older  # only the newest can be open
         yield HeadlineFigure("Faults", f"{faults:,}", f"{back:,} recovered", good=None if back == faults else False)
     if still_open := sum(alert.over is None for alert in run.alerts.values()):
         yield HeadlineFigure("Alerts", f"{still_open:,} open", "", good=False)
@@ -117,10 +122,10 @@ def chapters(run: LiveRun) -> list[WatchChapter]:
         ("healthy", _record(run)),
         ("healthy", _alerts(run)),
         ("healthy", _incidents(run)),
-        ("healthy", recovery_section(data)),
-        ("healthy", _of_files(checkpoints_section, run)),
+        ("healthy", _of_newest(recovery_section(data), run, "faults", "timeline", "findings", "passed", "health")),
+        ("healthy", _of_newest(_of_files(checkpoints_section, run), run, *_SAVES, "stored", "unsaved", "refused")),
         ("healthy", experts_section(data)),
-        ("cost", cost_section(data)),
+        ("cost", _of_newest(cost_section(data), run, "starts", *_SAVES, "faults")),
     ]
     return [
         WatchChapter(question=question, section=replace(section, blocks=list(_without_charts(section.blocks))))
@@ -146,6 +151,15 @@ def _of_files(section, run: LiveRun) -> Section | None:
         return section(run.data)
     except (IngotError, OSError, ValueError):
         return None
+
+
+def _of_newest(section: Section | None, run: LiveRun, *names: str) -> Section | None:
+    """Return a section that counts events of these lists, with how many older ones it does not count."""
+    older = [f"{run.left_out[name]:,} {_EVENT_WORDS.get(name, name)}" for name in names if run.left_out[name]]
+    if section is None or not older:
+        return section
+    text = f"These figures are of the newest events. Older ones are left out: {', '.join(older)}."
+    return replace(section, blocks=[Text(text), *section.blocks])
 
 
 def _mix(run: LiveRun) -> Section | None:

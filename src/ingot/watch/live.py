@@ -58,7 +58,7 @@ class LiveRun:
     numbers of log lines. uses, uses_most: the seconds per step of each use of a rank's time, mean over ranks and of the
     rank with the most. experts: over layers (means; largest and least load). own: numbers of callbacks and loss terms,
     as BY/NAME. data: what the sections of the report need; of events of a kind, the newest. incidents: the newest;
-    incident_counts: all, by kind. alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest
+    incident_counts: all, by kind. left_out: how many older events of a list of `data` were dropped, by its name. alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest
     row of each rank. memo: for what takes long to find, which readers keep here. names: of the runs in the log.
     problems: what cannot be read, in words. clock_jumps: how often the clock went back. last_event: Unix seconds of the
     newest event.
@@ -82,6 +82,7 @@ class LiveRun:
         self.data = RunData(folder=self.folder)
         self.incidents: deque[Incident] = deque(maxlen=_MOST_INCIDENTS)
         self.incident_counts: Counter[str] = Counter()
+        self.left_out: Counter[str] = Counter()
         self.alerts: dict[str, ShownAlert] = {}
         self.alerts_left_out = self.clock_jumps = 0
         self.ranks: dict[int, NewestRow] = {}
@@ -269,6 +270,7 @@ class LiveRun:
         for name, found in vars(self.data).items():
             most = _MOST_STEPS if name == "steps" else _MOST_EVENTS
             if isinstance(found, list) and len(found) > 2 * most:
+                self.left_out[name] += len(found) - most
                 del found[:-most]
             elif isinstance(found, dict) and name != "hashes" and len(found) > 2 * most:
                 for key in list(found)[:-most]:

@@ -150,7 +150,9 @@ def test_numbers_that_are_not_finite_are_null_for_browsers(run):
 
 def test_texts_of_a_run_stay_texts(tmp_path):
     hostile = LiveRun(WatchedRun(hostile=True).write(tmp_path / "run")).read_all()
-    text = encoded(chapters_json(chapters(hostile))).decode()
-    assert HOSTILE in json.loads(json.dumps(text))
+    sent = json.loads(encoded(chapters_json(chapters(hostile))))
+    samples = next(chapter for chapter in sent if chapter["anchor"] == "samples")
+    shown = next(block for block in samples["blocks"] if block["kind"] == "sample")
+    assert (shown["prompt"], shown["text"]) == (f"Once{HOSTILE}", f" upon a time{HOSTILE}")  # not cut, not escaped
     assert any(HOSTILE in mark.text for mark in chart([hostile], "loss").marks)
     assert f"own:noise/tokens{HOSTILE}" in chart_keys([hostile])

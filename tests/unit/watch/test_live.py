@@ -173,6 +173,26 @@ def test_many_incidents_and_alerts_stay_bounded(folder, monkeypatch):
     assert "500 open" not in sections["alerts"].blocks[0].text and "500 alerts" in sections["alerts"].blocks[0].text
 
 
+def test_figures_of_the_newest_events_say_so(folder, monkeypatch):
+    whole = LiveRun(WatchedRun().write(folder.root / "whole")).read_all()
+    assert "newest events" not in str(chapters(whole))
+    monkeypatch.setattr(live, "_MOST_EVENTS", 20)
+    started, events = WatchedRun().started(START, 0, 0), list(WatchedRun(back=None).events())
+    save = next(event for event in events if event["kind"] == "checkpoint")
+    fault = {"kind": "fault", "time": START, "rank": 1, "failure": "killed", "cause": "was killed", "step": 9}
+    found = [event for event in events if event["kind"] in ("run_started", "step", "progress")]
+    found += [own for _ in range(100) for own in (save, fault, started)]
+    append(folder, "".join(json.dumps(event) + "\n" for event in found))
+    run = LiveRun(folder.root).read_all()
+    assert len(run.data.faults) < 100 and len(run.data.checkpoints) < 100
+    sections = {one.section.anchor: one.section for one in chapters(run)}
+    for anchor, words in (("cost", "80 checkpoints, 80 faults"), ("checkpoints", "80 checkpoints"),
+                          ("recovery", "80 faults")):  # fmt: skip
+        assert words in sections[anchor].blocks[0].text
+    figures = {figure.label: figure for figure in head(run).figures}
+    assert (figures["Faults"].value, figures["Faults"].note) == ("100", "100 recovered")
+
+
 def test_a_run_without_its_artifacts_is_still_shown(folder, lines):
     append(folder, "".join(lines))
     folder.config.write_text("not toml [")
