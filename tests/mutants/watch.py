@@ -116,8 +116,8 @@ MUTANTS: list[Mutant] = [
         name="watch-answers-made-again",
         what="500 pages that open at once have the same answer made 500 times",
         file="watch/web/app.py",
-        before="            while key in self._made:",
-        after="            while False:",
+        before="(making := self._made.get(key)):",
+        after="(making := None):",
         tests=(f"{_APP}::test_equal_requests_at_the_same_time_are_answered_once",),
     ),
     Mutant(

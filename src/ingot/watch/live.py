@@ -58,10 +58,10 @@ class LiveRun:
     numbers of log lines. uses, uses_most: the seconds per step of each use of a rank's time, mean over ranks and of the
     rank with the most. experts: over layers (means; largest and least load). own: numbers of callbacks and loss terms,
     as BY/NAME. data: what the sections of the report need; of events of a kind, the newest. incidents: the newest;
-    incident_counts: all, by kind. left_out: how many older events of a list of `data` were dropped, by its name. alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest
-    row of each rank. memo: for what takes long to find, which readers keep here. names: of the runs in the log.
-    problems: what cannot be read, in words. clock_jumps: how often the clock went back. last_event: Unix seconds of the
-    newest event.
+    incident_counts: all, by kind. left_out: how many older events of a list of `data` were dropped, by its name.
+    alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest row of each rank. memo: for what
+    takes long to find, which readers keep here. names: of the runs in the log. problems: what cannot be read, in words.
+    clock_jumps: how often the clock went back. last_event: Unix seconds of the newest event.
     """
 
     def __init__(self, root: Path):
