@@ -141,7 +141,7 @@ class LiveRun:
 
     @property
     def log_problem(self) -> str:
-        """Why the last look could not read the event log; "" if it could."""
+        """The reason for which the last look could not read the event log; "" if it could."""
         return self._log.problem
 
     # -- the state --
