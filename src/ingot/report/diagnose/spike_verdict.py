@@ -78,8 +78,9 @@ def judge_spike(data: RunData, batch: SpikeBatch, replayed: ReplayedSpike) -> Sp
     what = "gradient norm" if by_norm else "loss"
     usual = usual_norm if by_norm else usual_loss
     first = f"{what} {logged_value:.4g} in the log, {replay_value:.4g} in the replay, {usual:.4g} in the steps before"
-    if cause == "hardware" and departs:
-        reasons = (*reasons, f"log and replay differ from step {departs} on")
+    if 0 < departs < step.step and cause not in ("none", "unknown"):
+        text = f"log and replay differ from step {departs} on: the weights of the replay are not those of the run"
+        reasons = (*reasons, text)
     return SpikeVerdict(
         cause=cause,
         measure=what,

@@ -65,6 +65,20 @@ def usual_levels(data: RunData, step: int, level: int) -> tuple[float, float]:
 
 
 def skipped_steps(data: RunData, step: int) -> list[int]:
-    """Return the steps up to `step` whose updates were skipped in the attempt that reached it last, ascending."""
-    started = max((one["time"] for one in data.starts if one["from_step"] < step), default=0.0)
-    return sorted({own for event in data.vetoes if event["time"] >= started for own in event["steps"] if own <= step})
+    """Return the steps up to `step` whose updates are missing in the weights with which the run trained `step` last,
+    ascending: skipped, and not trained again after the run went back."""
+    reached = data.steps[step]["time"] if step in data.steps else math.inf
+    back = [(one["time"], one["from_step"]) for one in data.starts]
+    back += [(one["time"], one["to_step"]) for one in data.roll_backs]
+    # What is logged after the run left `step` again is of later weights. Its own log line may follow its numbers.
+    left = min((time for time, to in back if time > reached and to < step), default=math.inf)
+    return sorted(
+        {
+            own
+            for event in data.vetoes
+            for own in event["steps"]
+            if own <= step
+            and event["time"] < left
+            and not any(event["time"] <= time < left and to < own for time, to in back)
+        }
+    )

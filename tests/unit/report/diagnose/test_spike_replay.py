@@ -17,7 +17,7 @@ from ingot.rehearse.replay.found import ReplayedSpike, ReplayedStep
 from ingot.report.diagnose.batch_text import BatchText
 from ingot.report.diagnose.spike import SpikeBatch
 from ingot.report.diagnose.spike_verdict import judge_spike
-from ingot.report.diagnose.troubled import TroubledStep
+from ingot.report.diagnose.troubled import TroubledStep, skipped_steps
 from ingot.report.facts import RunData
 from ingot.schema.guard import Guard
 from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Train, WatchSettings
@@ -158,8 +158,7 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize(("cause", "logged", "own", "other", "early"), CASES)
-def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other, early):
+def judged(folder, logged, own, other, early, before=3.0):
     config = RunConfig(
         name="r",
         model=SMALL,
@@ -167,7 +166,7 @@ def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other,
         train=Train(steps=99, seq_len=SEQ_LEN, global_batch=8, micro_batch=8),
     )
     steps = {step: {"step": step, "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 40)}
-    data = RunData(folder=RunFolder(tmp_path), run=config, steps=steps)
+    data = RunData(folder=RunFolder(folder), run=config, steps=steps)
     text = BatchText(documents=0, tokens=0, shortest=0, median=0, longest=0, repeated=0.0, most_repeated=())
     step = TroubledStep(step=40, found=("loss spike",), loss=logged[0], grad_norm=logged[1])
     batch = SpikeBatch(
@@ -178,10 +177,48 @@ def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other,
         return ReplayedStep(step=step, loss=loss, grad_norm=norm, lr=1e-3, skipped=False, change=0.0)
 
     replayed = ReplayedSpike(
-        checkpoint=30, unused=(), steps=(made(39, 3.0, 1.0),), own=made(40, *own), nats=np.zeros((1, 1), np.float32),
+        checkpoint=30, unused=(), steps=(made(39, before, 1.0),), own=made(40, *own), nats=np.zeros((1, 1), np.float32),
         other_step=41, other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
         early_loss=early[0], early_other_loss=early[1], layers=(), device="cpu", precision="fp32", notes=(),
     )  # fmt: skip
-    verdict = judge_spike(data, batch, replayed)
+    return judge_spike(data, batch, replayed)
+
+
+@pytest.mark.parametrize(("cause", "logged", "own", "other", "early"), CASES)
+def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other, early):
+    verdict = judged(tmp_path, logged, own, other, early)
     assert verdict.cause == cause, verdict
     assert bool(verdict.advice) == (cause not in ("none", "unknown"))
+    assert not any("differ" in reason for reason in verdict.reasons)
+
+
+@pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3]])
+def test_a_replay_that_leaves_the_log_before_the_step_is_no_replay_of_it(tmp_path, case):
+    verdict = judged(tmp_path, *case[1:], before=4.0)
+    assert verdict.departs == 39 and "from step 39 on" in verdict.reasons[-1]
+
+
+def went(time, to, *, started=False):
+    return {"time": time, "from_step": to} if started else {"time": time, "from_step": 999, "to_step": to}
+
+
+@pytest.mark.parametrize(
+    ("vetoes", "starts", "roll_backs", "skipped"),
+    [
+        ([(10, 80)], [went(0, 0, started=True), went(20, 100, started=True)], [], [80]),  # kept in a checkpoint
+        ([(10, 80), (12, 110)], [went(0, 0, started=True), went(20, 100, started=True)], [], [80]),
+        ([(10, 140)], [went(0, 0, started=True)], [went(20, 100)], []),  # trained again, without a skip
+        ([(10, 140), (25, 140)], [went(0, 0, started=True)], [went(20, 100)], [140]),
+        ([(10, 140), (30, 150)], [went(0, 0, started=True)], [went(40, 100)], [140, 150]),  # passed afterwards
+        ([(10, 160), (50, 120)], [went(0, 0, started=True), went(40, 100, started=True)], [], []),
+    ],
+)
+def test_updates_that_the_weights_of_a_step_lack_are_skipped(tmp_path, vetoes, starts, roll_backs, skipped):
+    data = RunData(
+        folder=RunFolder(tmp_path),
+        steps={150: {"time": 30, "step": 150}},
+        vetoes=[{"time": time, "steps": [step]} for time, step in vetoes],
+        starts=starts,
+        roll_backs=roll_backs,
+    )
+    assert skipped_steps(data, 150) == skipped
