@@ -17,6 +17,7 @@ from torch import Tensor
 from ingot.rehearse.replay.found import LayerNorms, ReplayedSpike, ReplayedStep
 from ingot.rehearse.replay.opened import OpenedReplay, open_replay
 from ingot.schema.guard_record import lr_factor
+from ingot.trainer.integrity.recompute import unnoticed
 from ingot.trainer.loader.loader import Batch, Loader
 from ingot.trainer.optim.gradients import gradient_norm
 from ingot.trainer.optim.schedule import learning_rate
@@ -152,7 +153,8 @@ class _SpikePlayer:
         if batch is None:
             return math.nan, {}
         parts = self.parts
-        forward_backward(parts, batch)
+        with unnoticed(parts.program.stages, self.opened.device):  # or the step would balance experts by this batch too
+            forward_backward(parts, batch)
         parts.model.reduce()
         norm, layers = float(gradient_norm(parts.model.shards, scale=loss_scale(parts))), _gradient_norms(parts)
         parts.model.publish()

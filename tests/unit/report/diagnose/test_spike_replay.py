@@ -19,6 +19,7 @@ from ingot.report.diagnose.spike import SpikeBatch
 from ingot.report.diagnose.spike_verdict import judge_spike
 from ingot.report.diagnose.troubled import TroubledStep, skipped_steps
 from ingot.report.facts import RunData
+from ingot.schema.arch import Moe
 from ingot.schema.guard import Guard
 from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
@@ -139,6 +140,31 @@ def test_data_weights_and_hardware_are_distinguished(tmp_path, fork_ranks, capsy
     assert main(["explain", "spike", str(folder.root), "--step", str(BROKEN + 1), "--replay"]) == 0
     out = capsys.readouterr().out
     assert "verdict   hardware or layout" in out and "ingot doctor" in out and "layers    " in out
+
+
+def test_the_other_batch_does_not_balance_experts(tmp_path):
+    from ingot.rehearse.replay.opened import open_replay
+    from ingot.rehearse.replay.spike import _SpikePlayer
+    from ingot.trainer.step import train_step
+
+    write_noisy_tokens(tmp_path / "train")
+    moe = Moe(num_experts=4, top_k=2, d_expert=16, bias_rate=1e-3, global_loss=1e-2)
+    config = RunConfig(
+        name="experts",
+        model=replace(SMALL, moe=moe),
+        data=Data(tokens=str(tmp_path / "train")),
+        train=Train(steps=4, seq_len=SEQ_LEN, global_batch=BATCH, micro_batch=4, precision="fp32"),
+    )
+    write_atomic(RunFolder(tmp_path / "run").config, to_toml(config))
+    loads = []
+    for plays in (False, True):
+        with open_replay(tmp_path / "run", 1, skipped=(), device="cpu", say=lambda line: None) as opened:
+            if plays:
+                assert _SpikePlayer(opened, 1, lambda line: None, lambda *_: None).play().other_step == 2
+            else:
+                train_step(opened.parts, opened.loader.part_of(1, 0), 1e-3)
+            loads.append(opened.parts.balance.load_RE.tolist())
+    assert loads[0] == loads[1] != [[1.0] * 4] * 2
 
 
 MISSING = float("nan")
