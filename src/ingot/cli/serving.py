@@ -57,7 +57,7 @@ def listen(host: str, port: int):
 
     try:
         family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
-    except OSError:
+    except (OSError, UnicodeError):  # the latter: a label that is empty or too long
         raise UsageError(
             "E-WEB-HOST",
             f"--host {host} cannot be resolved to an address",

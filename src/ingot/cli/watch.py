@@ -1,6 +1,7 @@
 """`ingot watch RUN...`: show runs while they train, in the terminal or as a web page."""
 
 import argparse
+import shlex
 from typing import TYPE_CHECKING
 
 from ingot.cli import serving
@@ -26,7 +27,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--every",
         type=fraction("every", 0.1, 86_400),
         metavar="SECONDS",
-        help="print the state as text every so many seconds, until the runs are finished",
+        help="print the state as text every so many seconds, until every run has ended",
     )
     page = parser.add_argument_group("web page")
     page.add_argument("--web", action="store_true", help="serve a live page on this machine, until Ctrl-C")
@@ -44,7 +45,16 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             fix="name the runs to compare",
             runs=len(args.run),
         )
-    if serving.is_asked(args, f"watch {args.run[0]}", PORT):
+    other = "--web" if args.web else "--json" if terminal.json_mode else ""
+    if args.every is not None and other:
+        raise UsageError(
+            "E-WATCH-EVERY",
+            f"--every {args.every:g} is given together with {other}",
+            rule="--every prints text; --web shows new steps at once, and --json prints one state",
+            fix=f"leave out --every, or {other}",
+            option=other,
+        )
+    if serving.is_asked(args, f"watch {shlex.quote(str(args.run[0]))}", PORT):
         return _serve(args, terminal)
     return _show(args, terminal)
 
@@ -74,7 +84,7 @@ def _show(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.result({"runs": [asdict(head(own.read_all())) for own in runs]})
     else:
         show(runs, every=args.every, say=terminal.say)
-    terminal.next(f"ingot watch {' '.join(map(str, args.run))} --web")
+    terminal.next(shlex.join(["ingot", "watch", *map(str, args.run), "--web"]))
     return EXIT_OK
 
 

@@ -79,6 +79,7 @@ def _other_address() -> str:
         (["--port", "80"], "E-WEB-OPTION-ALONE", {}),
         (["--web", "--port", "65536"], "E-OPTION-RANGE", {"option": "port", "value": 65536}),
         (["--web", "--host", "nowhere.invalid"], "E-WEB-HOST", {"host": "nowhere.invalid"}),
+        (["--web", "--host", "a..b"], "E-WEB-HOST", {"host": "a..b"}),
         (["--web", "--model", "gpt-17", "--port", "0"], "E-MODEL-UNKNOWN", {"given": "gpt-17"}),
         (["--web", "--cluster", "8xh1000", "--port", "0"], "E-DEVICE-UNKNOWN", {"given": "h1000"}),
         (["--web", "--run", "run.toml", "--port", "0"], "E-WEB-OPTION", {"options": ["--run"]}),

@@ -89,9 +89,10 @@ def read_until(page: socket.socket, wanted: bytes) -> None:
 
 
 def test_without_web_it_shows_the_state(run, capsys):
+    run = run.rename(run.with_name("my run"))
     assert main(["watch", str(run)]) == 0
     shown = capsys.readouterr().out
-    assert "demo" in shown and "step 120 of 600" in shown and "--web" in shown
+    assert "demo" in shown and "step 120 of 600" in shown and f"ingot watch '{run}' --web" in shown
 
 
 @pytest.mark.parametrize(
@@ -100,6 +101,8 @@ def test_without_web_it_shows_the_state(run, capsys):
         (["nowhere"], 2, "E-RUN-FOLDER", {"run": "nowhere"}),
         (["nowhere", "--web"], 2, "E-RUN-FOLDER", {"run": "nowhere"}),
         (["nowhere", "--port", "80"], 2, "E-WEB-OPTION-ALONE", {}),
+        (["nowhere", "--every", "60"], 2, "E-WATCH-EVERY", {"option": "--json"}),
+        (["nowhere", "--every", "60", "--web"], 2, "E-WATCH-EVERY", {"option": "--web"}),
         (["nowhere"] * 51, 2, "E-WATCH-RUNS", {"runs": 51}),
     ],
 )

@@ -22,22 +22,32 @@ _PLAIN_WIDTH, _PLAIN_HEIGHT = 80, 24  # of a screen that is printed into a file
 def show(runs: Sequence[LiveRun], *, every: float | None, say: Callable[[str], None]) -> None:
     """Show runs until a person quits. Without a terminal, or with `every`, print a plain screen instead.
 
-    every: seconds between two plain screens, until all runs are finished; None: one screen. say: prints text. Raises
+    every: seconds between two plain screens, until every run has ended; None: one screen. say: prints text. Raises
     DataMissing if a run folder vanishes.
     """
     if every is None and has_screen() and _full_screen(runs):
         return
     while True:
         _read(runs, seconds=None)
+        if have_ended(runs):
+            _read(runs, seconds=None)  # its last lines may be from between the two looks at its log and its lock
         say(plain(runs))
-        if every is None or all(run.state == "finished" for run in runs):
+        if every is None or have_ended(runs):
             return
-        time.sleep(every)
+        try:
+            time.sleep(every)
+        except KeyboardInterrupt:  # it ends the full screen, too
+            return
 
 
 def has_screen() -> bool:
     """Return whether this process has a terminal that can be drawn on, and keys."""
     return sys.stdin.isatty() and sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb"
+
+
+def have_ended(runs: Sequence[LiveRun]) -> bool:
+    """Return whether every run was started and no process trains it now."""
+    return all(run.state not in ("running", "not started") for run in runs)
 
 
 def plain(runs: Sequence[LiveRun]) -> str:

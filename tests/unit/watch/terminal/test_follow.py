@@ -156,3 +156,44 @@ def test_plain_screens_for_files_until_the_run_is_finished(folder, capsys):
     assert main(["watch", str(folder.root), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["runs"][0]["step"] == 60
     assert main(["watch", str(folder.root.parent)]) == 2
+
+
+@pytest.mark.parametrize(
+    ("last", "state"),
+    [
+        ({"kind": "fault", "time": START + 99, "rank": 1, "cause": "was killed", "step": 60}, "failed"),
+        ({"kind": "stopped", "time": START + 99, "step": 60, "reason": "signal", "seconds": 9.0}, "stopped"),
+        ({"kind": "progress"}, "interrupted"),
+    ],
+)
+def test_plain_screens_end_with_a_run_that_is_not_finished(folder, capsys, monkeypatch, last, state):
+    from ingot.cli.main import main
+    from ingot.watch.terminal import follow
+
+    with folder.lock.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+
+        def sleep(seconds):
+            assert not lock.closed, f"it goes on, and the run is {state}"
+            with folder.events.open("a") as log:
+                log.write(json.dumps(last) + "\n")
+            lock.close()
+
+        monkeypatch.setattr(follow.time, "sleep", sleep)
+        assert main(["watch", str(folder.root), "--every", "60"]) == 0
+    shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("demo  ")]
+    assert shown == [f"demo  {one}  step 60 of 100 (60%)" for one in ("running", state)]
+
+
+def test_ctrl_c_ends_plain_screens(folder, capsys, monkeypatch):
+    from ingot.cli.main import main
+    from ingot.watch.terminal import follow
+
+    def interrupted(seconds):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(follow.time, "sleep", interrupted)
+    with folder.lock.open("a") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["watch", str(folder.root), "--every", "60"]) == 0
+    assert capsys.readouterr().err == ""
