@@ -41,6 +41,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REPLAY}::test_data_weights_and_hardware_are_distinguished",),
     ),
     Mutant(
+        name="skips-of-other-weights",
+        what="a replay skips updates that were made after a roll-back",
+        file="report/diagnose/troubled.py",
+        before="            and not any(event[",
+        after="            and not all(event[",
+        tests=(f"{_REPLAY}::test_updates_that_the_weights_of_a_step_lack_are_skipped",),
+    ),
+    Mutant(
+        name="other-batch-balances-experts",
+        what="experts are balanced by the batch that the step is compared with, too",
+        file="rehearse/replay/spike.py",
+        before="with unnoticed(parts.program.stages, self.opened.device):",
+        after="with torch.enable_grad():",
+        tests=(f"{_REPLAY}::test_the_other_batch_does_not_balance_experts",),
+    ),
+    Mutant(
         name="source-change-a-step-late",
         what="a change of the mixture is named at the step after it",
         file="report/diagnose/data_changes.py",

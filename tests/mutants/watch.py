@@ -6,6 +6,7 @@ _SERIES = "tests/unit/watch/test_series.py"
 _LIVE = "tests/unit/watch/test_live.py"
 _CHARTS = "tests/unit/watch/test_charts.py"
 _APP = "tests/unit/watch/test_app.py"
+_FOLLOW = "tests/unit/watch/terminal/test_follow.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -191,5 +192,21 @@ MUTANTS: list[Mutant] = [
         before="                self.left_out[name] += len(found) - most\n",
         after="",
         tests=(f"{_LIVE}::test_figures_of_the_newest_events_say_so",),
+    ),
+    Mutant(
+        name="watch-of-an-ended-run-goes-on",
+        what="ingot watch --every prints a run that failed for ever",
+        file="watch/terminal/follow.py",
+        before='run.state not in ("running", "not started") for run in runs',
+        after='run.state == "finished" for run in runs',
+        tests=(f"{_FOLLOW}::test_plain_screens_end_with_a_run_that_is_not_finished",),
+    ),
+    Mutant(
+        name="watch-terminated-on-its-screen",
+        what="SIGTERM ends ingot watch with the exit code of another cause",
+        file="watch/terminal/follow.py",
+        before="signal.signal(signal.SIGTERM, _leave)",
+        after="signal.getsignal(signal.SIGTERM)",
+        tests=(f"{_FOLLOW}::test_a_suspended_or_terminated_program_leaves_the_terminal_as_it_was",),
     ),
 ]

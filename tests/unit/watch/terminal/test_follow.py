@@ -6,6 +6,7 @@ import json
 import os
 import pty
 import select
+import signal
 import struct
 import subprocess
 import sys
@@ -19,11 +20,29 @@ pyte = pytest.importorskip("pyte", reason="needs pyte: pip install -e '.[test]'"
 
 SECONDS = 60.0  # at most, for one thing to be shown
 
+# Starts a program as a shell with job control does: on Ctrl-Z it takes the terminal back, on Enter it continues it.
+SHELL = """
+import os, signal, sys
+signal.signal(signal.SIGTTOU, signal.SIG_IGN)
+if not (child := os.fork()):
+    os.setpgid(0, 0)
+    os.tcsetpgrp(0, os.getpid())
+    signal.signal(signal.SIGTTOU, signal.SIG_DFL)
+    os.execv(sys.executable, [sys.executable, *sys.argv[1:]])
+while os.WIFSTOPPED(status := os.waitpid(child, os.WUNTRACED)[1]):
+    os.tcsetpgrp(0, os.getpid())
+    print("suspended", flush=True)
+    input()
+    os.tcsetpgrp(0, child)
+    os.kill(child, signal.SIGCONT)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
 
 class Session:
     """`ingot watch` on a pseudo-terminal, and the screen as a terminal shows it."""
 
-    def __init__(self, *arguments, columns=80, rows=24, **environment):
+    def __init__(self, *arguments, columns=80, rows=24, shell="", **environment):
         self.screen = pyte.Screen(columns, rows)
         self._stream, self.bytes = pyte.ByteStream(self.screen), b""
         self._main, self.terminal = pty.openpty()
@@ -31,7 +50,7 @@ class Session:
         self.resize(columns, rows)
         env = {name: value for name, value in os.environ.items() if name not in ("NO_COLOR", "LC_ALL", "COLUMNS")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "ingot", "watch", *map(str, arguments)],
+            [sys.executable, *(("-c", shell) if shell else ()), "-m", "ingot", "watch", *map(str, arguments)],
             stdin=self.terminal, stdout=self.terminal, stderr=self.terminal, start_new_session=True,
             preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0),  # so that Ctrl-C and the size reach it
             env=env | {"TERM": "screen-256color", "LC_ALL": "C.UTF-8"} | environment,
@@ -69,8 +88,17 @@ class Session:
             self._read(0.1)
         while select.select([self._main], [], [], 0)[0]:
             self._read(0)
-        assert termios.tcgetattr(self.terminal) == self.before  # lines, echo and signals as they were
+        self.expect_terminal_as_before()
         return self.process.returncode
+
+    def expect_terminal_as_before(self):
+        """Check lines, echo and signals, and that the first screen is shown."""
+        assert termios.tcgetattr(self.terminal) == self.before
+        assert self.bytes.count(b"\x1b[?1049h") == self.bytes.count(b"\x1b[?1049l")
+
+    def send(self, number):
+        """Send a signal to the program that has the terminal."""
+        os.killpg(os.tcgetpgrp(self._main), number)
 
     def __enter__(self):
         return self
@@ -128,6 +156,21 @@ def test_ctrl_c_leaves_a_terminal_without_colors_as_it_was(folder):
     finally:
         lock.kill()
         lock.wait()
+
+
+def test_a_suspended_or_terminated_program_leaves_the_terminal_as_it_was(folder):
+    with Session(folder.root, shell=SHELL) as session:
+        session.wait("demo", "q quit")
+        assert termios.tcgetattr(session.terminal) != session.before
+        session.press(b"\x1a")  # Ctrl-Z
+        session.wait("suspended")
+        session.expect_terminal_as_before()
+        session.press(b"\r")
+        session.wait("q quit", gone=("suspended",))
+        session.press(b"2")
+        session.wait("2 loss", "training loss")
+        session.send(signal.SIGTERM)
+        assert session.end() == 128 + signal.SIGTERM
 
 
 def test_a_folder_that_vanishes_ends_it(folder):
