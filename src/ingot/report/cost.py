@@ -21,37 +21,32 @@ def cost_section(data: RunData) -> Section | None:
 
 def cost_rows(data: RunData) -> list[tuple[str, str]]:
     """Return (label, figure) of the time and money of a run."""
-    if not data.progress:
+    if (newest := data.newest_line) is None:  # the time and money of steps that are void now were spent, too
         return []
-    last = data.progress[max(data.progress)]
-    starts = len(data.starts)
-    rows = [("Tokens trained on", format_count(last["tokens"]))]
+    valid = data.progress[max(data.progress)] if data.progress else {}
+    starts, tokens, spent = len(data.starts), valid.get("tokens", 0), newest.get("cost_usd")
+    rows = [("Tokens trained on", format_count(tokens))]
     if data.active_seconds:
         attempts = f", {starts} attempts" if starts > 1 else ""
         rows.append(("Time in attempts", format_seconds(data.active_seconds) + attempts))
-    if data.starts and (whole := last["time"] - data.starts[0]["time"]) > data.active_seconds > 0:
+    if data.starts and (whole := newest["time"] - data.starts[0]["time"]) > data.active_seconds > 0:
         rows.append(("Time since the first start", format_seconds(whole)))
     stalls = sum(event["stall_seconds"] for event in (*data.checkpoints, *data.weights_saves))
     if data.active_seconds and data.checkpoints:
         rows.append(("Pauses for saves", f"{format_seconds(stalls)}, {stalls / data.active_seconds:.1%} of the time"))
     if redone := sum(fault.redone_steps or 0 for fault in data.faults):
-        typical = median(event["step_seconds"] for event in data.progress.values())
+        typical = median(event["step_seconds"] for event in (*data.progress.values(), newest))
         rows.append(("Steps trained again", f"{redone:,}, about {format_seconds(redone * typical)}"))
-    if is_finite(last.get("cost_usd")):
-        rows.append(("Cost so far", format_usd(last["cost_usd"])))
-        if last["tokens"]:
-            rows.append(("Cost of a billion tokens", format_usd(last["cost_usd"] / last["tokens"] * 1e9)))
-        if is_finite(last.get("eta_seconds")) and is_finite(per_second := _usd_per_second(data)):
-            rows.append(("Cost to come", format_usd(per_second * last["eta_seconds"])))
-    if is_finite(last.get("eta_seconds")) and not data.finished:
-        rows.append(("Time to come", format_seconds(last["eta_seconds"])))
+    if is_finite(spent):
+        rows.append(("Cost so far", format_usd(spent)))
+        if tokens:
+            rows.append(("Cost of a billion tokens", format_usd(spent / tokens * 1e9)))
+        if is_finite(valid.get("eta_seconds")) and data.active_seconds:
+            rows.append(("Cost to come", format_usd(spent / data.active_seconds * valid["eta_seconds"])))
+    if is_finite(valid.get("eta_seconds")) and not data.finished:
+        rows.append(("Time to come", format_seconds(valid["eta_seconds"])))
     if data.plan and data.plan.usd:
         rows.append(("Cost by the plan", format_usd(data.plan.usd)))
     if data.plan and data.plan.total_seconds:
         rows.append(("Time of the steps by the plan", format_seconds(data.plan.total_seconds)))
     return rows
-
-
-def _usd_per_second(data: RunData) -> float:
-    last = data.progress[max(data.progress)]
-    return last["cost_usd"] / data.active_seconds if data.active_seconds and is_finite(last.get("cost_usd")) else 0.0

@@ -31,8 +31,8 @@ class SourceMix:
 
 def data_mix_section(data: RunData) -> Section | None:
     """Return the shares of all sources; None before the first step, for one source, and without the tokens."""
-    shares, counted = source_shares(data.folder.root, data.last_step)
-    return Section("mix", "Data mix", mix_blocks(shares, counted, data.last_step)) if len(shares) > 1 else None
+    shares, counted = source_shares(data.folder.root, data.valid_step)
+    return Section("mix", "Data mix", mix_blocks(shares, counted, data.valid_step)) if len(shares) > 1 else None
 
 
 def mix_blocks(shares: list[SourceMix], counted: int, last_step: int) -> list[Block]:

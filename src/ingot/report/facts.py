@@ -52,7 +52,9 @@ class Twin:
 class RunData:
     """The events and artifacts of one run; events are dicts as in schema/events.py.
 
-    steps, progress, waits, experts: the last event of that kind for each step. metrics: (callback, or "loss" for loss
+    steps, waits, experts: the last event of that kind for each step. progress: the log lines of steps that the run did
+    not go back from. valid_step: the last step that it did not go back from. newest_line: the last log line, valid or
+    not. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
     findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
     have an entry in it (timeline.py), in the order of the log. sanity: the `sanity` events. ranges: the last
@@ -74,6 +76,8 @@ class RunData:
     starts: list[dict] = field(default_factory=list)
     steps: dict[int, dict] = field(default_factory=dict)
     progress: dict[int, dict] = field(default_factory=dict)
+    newest_line: dict | None = None
+    valid_step: int = 0
     waits: dict[int, dict] = field(default_factory=dict)
     experts: dict[int, dict] = field(default_factory=dict)
     metrics: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
@@ -113,10 +117,21 @@ class RunData:
         return max((*self.steps, *self.progress, 0))
 
     def go_back(self, step: int) -> None:
-        """Mark the evaluations and samples of steps after `step` as void, because the run was there again."""
+        """Drop the log lines of steps after `step`, and mark their evaluations and samples as void: the run is there
+        again."""
+        self.valid_step = min(self.valid_step, step)
+        drop_after(self.progress, step)
+        if self.finished and self.finished["step"] > step:
+            self.finished = None
         for event in (*self.evaluations, *self.samples, *self.task_scores):
             if event["step"] > step:
                 event[VOID] = True
+
+
+def drop_after(table: dict[int, dict], step: int) -> None:
+    """Drop the entries of steps after `step` from a table in the order of steps."""
+    while table and next(reversed(table)) > step:
+        table.popitem()
 
 
 def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, stages: Path | None = None) -> RunData:
@@ -276,10 +291,15 @@ class EventReader:
             data.timeline.append(event)
         if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
             data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
+            data.stopped = None
         if kind in self._lists:
             self._lists[kind].append(event)
         elif kind in self._by_step:
             self._by_step[kind][event["step"]] = event
+            if kind in (kinds.STEP, kinds.PROGRESS):
+                data.valid_step = event["step"]
+            if kind == kinds.PROGRESS:
+                data.newest_line = event
         elif kind == kinds.METRICS:
             for name, value in event["values"].items():
                 data.metrics.setdefault((event["by"], name), {})[event["step"]] = value

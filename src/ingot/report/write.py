@@ -109,11 +109,11 @@ def _subtitle(data: RunData) -> str:
 
 def _state(data: RunData) -> str:
     total = f" of {data.run.train.steps:,}" if data.run else ""
-    if data.finished and data.finished["step"] >= data.last_step:
+    if data.finished and data.finished["step"] >= data.valid_step:
         return f"finished at step {data.finished['step']:,}"
     if data.stopped:
-        return f"stopped at step {data.last_step:,}{total}"
-    return f"at step {data.last_step:,}{total}" if data.last_step else "no step logged yet"
+        return f"stopped at step {data.valid_step:,}{total}"
+    return f"at step {data.valid_step:,}{total}" if data.last_step else "no step logged yet"
 
 
 def _headline(data: RunData) -> list[HeadlineFigure]:
@@ -123,8 +123,8 @@ def _headline(data: RunData) -> list[HeadlineFigure]:
         better = 1 - last["bpb"] / last["unigram_bpb"] if last["unigram_bpb"] > 0 else 0.0
         note = f"unigram baseline {last['unigram_bpb']:.3f}, {abs(better):.0%} {'lower' if better >= 0 else 'higher'}"
         figures.append(HeadlineFigure("Held-out bits per byte", f"{last['bpb']:.3f}", note, good=better > 0))
-    if data.steps:
-        first, last = data.steps[min(data.steps)], data.steps[max(data.steps)]
+    if valid := [step for step in data.steps if step <= data.valid_step]:
+        first, last = data.steps[min(valid)], data.steps[max(valid)]
         figures.append(
             HeadlineFigure("Training loss", f"{last['loss']:.3f}", f"nats per token, {first['loss']:.2f} at the start")
         )
@@ -133,7 +133,7 @@ def _headline(data: RunData) -> list[HeadlineFigure]:
         note = f"of {format_count(data.tokens.tokens)} in the training set" if data.tokens else ""
         figures.append(HeadlineFigure("Tokens trained on", format_count(last["tokens"]), note))
     if data.active_seconds:
-        cost = data.progress[max(data.progress)].get("cost_usd") if data.progress else None
+        cost = data.newest_line.get("cost_usd") if data.newest_line else None
         attempts = f"{len(data.starts)} {plural(len(data.starts), 'attempt')}"
         note = attempts + (f", ${cost:,.2f}" if is_number(cost) else "")
         figures.append(HeadlineFigure("Training time", format_seconds(data.active_seconds), note))

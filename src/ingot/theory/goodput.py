@@ -1,7 +1,10 @@
 """The goodput of a run: the share of its time in which steps were trained that count, from its events.
 
+Two meters use `goodput_share`: the alerts and comparisons count events here, where the first start of a run and the time
+between a stop on request and the next start count for nothing; the metrics of a run (trainer/telemetry/goodput.py) count
+all time since its first start, which is the effective training time ratio (ETTR).
+
 Lost are the time of restarts, of steps that are trained again, of saves that training waits for, and of evaluations.
-The first start of a run, and the time between a stop on request and the next start, count for nothing.
 """
 
 import math
@@ -13,6 +16,12 @@ from ingot.schema import events
 
 _SAMPLES = 64  # of a window
 _LONGEST_GAP_SECONDS = 30 * 86_400.0  # a clock that jumps by more was wrong before or is wrong now
+
+
+def goodput_share(productive_seconds: float, seconds: float) -> float | None:
+    """Return the goodput, from 0 to 1: the share of `seconds` in which steps were trained that count; None if no time
+    has passed. Clocks that disagree make it no more than 1."""
+    return min(productive_seconds / seconds, 1.0) if seconds > 0 else None
 
 
 class GoodputMeter:
@@ -61,8 +70,7 @@ class GoodputMeter:
             if sample[0] > self.elapsed - self._window:
                 break
             begin = sample
-        passed = self.elapsed - begin[0]
-        return min((self.productive - begin[1]) / passed, 1.0) if passed > 0 else None
+        return goodput_share(self.productive - begin[1], self.elapsed - begin[0])
 
     def _pass(self, time: float) -> None:
         if self._last is not None and 0 < time - self._last <= _LONGEST_GAP_SECONDS:

@@ -115,6 +115,40 @@ def test_void_steps_and_pauses_count_for_nothing(make, logs):
     assert difference_text(metric(found, "train/loss"), 1) == "equal"
 
 
+def test_incidents_before_a_later_roll_back_still_count(make, logs):
+    events = trained(logs, last=300)
+    skip = {"kind": "skipped", "time": events[-1]["time"], "steps": [250], "reason": "finding"}
+    back = {"kind": "rolled_back", "time": events[-1]["time"], "from_step": 300, "to_step": 200}
+    again = trained(logs, 101, 150, clock=back["time"])[1:]
+    run = make("b", [*events, skip, back, back | {"from_step": 200, "to_step": 100}, *again])
+    found = compare_runs([make("a"), run])
+    assert metric(found, "run/roll_backs").values == [0, 2]
+    assert metric(found, "run/skipped_steps").values == [0, 1]
+    assert metric(found, "run/goodput").values[1] == pytest.approx(150 / 350, abs=0.03)  # 200 of 350 steps are void
+
+
+def test_a_log_without_its_head_counts_time_from_its_first_step(make, logs):
+    whole = trained(logs, last=200)
+    cut = [one for one in whole[1:] if one["step"] > 100]
+    found = compare_runs([make("a", whole), make("cut", cut)])
+    assert metric(found, "run/train_seconds").values == pytest.approx([20.0, 9.9])
+    assert metric(found, "run/train_seconds", 0).values == pytest.approx([12.6, 2.5], abs=0.1)
+    assert "The log of B lacks its start: its training time counts from step 101." in found.notes
+    again = trained(logs, 201, 400, clock=whole[-1]["time"] + 3600, attempt=1)
+    found = compare_runs([make("c"), make("cut-again", cut + again)], "time")
+    assert found.last == pytest.approx(29.9) and metric(found, "train/step").values == pytest.approx([299, 400])
+
+
+def test_steps_between_log_lines_have_their_own_times(make, logs):
+    """The steps of a log line are written at once, with the time of the line."""
+    events, line = [], 0.0
+    for event in reversed(trained(logs, last=400, every=50)):
+        line = event["time"] if event["kind"] == "progress" else line
+        events.insert(0, event | {"time": event["time"] if event["kind"] == "run_started" else line})
+    found = compare_runs([make("a", events), make("b", last=325)], "time")
+    assert metric(found, "train/step").values == pytest.approx([325, 325])
+
+
 def test_runs_of_one_name_are_labeled_by_their_folders(make):
     runs = [make("a"), make("b")]
     assert compare_runs(runs).labels == ["a", "b"]

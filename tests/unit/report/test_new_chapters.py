@@ -11,6 +11,7 @@ from ingot.report.ranks import level_of, open_stragglers, rank_blocks, ranks_sec
 from ingot.report.render.markup import render_html, render_markdown
 from ingot.report.render.page import HeatMap, ReportPage
 from ingot.report.tiers import tiers_table
+from ingot.report.write import build_page
 from ingot.schema.metrics import NewestRow
 from ingot.schema.run_folder import RunFolder
 
@@ -65,6 +66,35 @@ def test_time_and_money(data):
     assert rows["Cost so far"] == "$0.04"
     assert rows["Steps trained again"].startswith("50, about 5.0 s")
     assert rows["Cost by the plan"] == "$12.00"
+
+
+def test_money_of_void_steps_was_spent_and_their_tokens_do_not_count(tmp_path, logs):
+    """The lines of steps 250 and 300 are void: their cost stays, and all else is that of the newest valid line."""
+
+    def line(clock, step):
+        return {"kind": "progress", "time": logs.START + clock, "step": step, "tokens": step * 1000,
+                "tokens_per_second": 1000.0, "data_wait_seconds": 0.0, "step_seconds": 1.0, "cost_usd": clock / 100,
+                "eta_seconds": 900.0 - step, "loss": 2.0}  # fmt: skip
+
+    def step(clock, number, loss):
+        return {"kind": "step", "time": logs.START + clock, "step": number, "loss": loss, "grad_norm": 1.0, "lr": 1e-3}
+
+    back = {"kind": "rolled_back", "time": logs.START + 301, "from_step": 300, "to_step": 200}
+    events = [logs.started(logs.START, 0, 0), step(1, 1, 9.0), step(200, 200, 2.0), line(200, 200), line(250, 250),
+              step(300, 300, 77.0), line(300, 300), back]  # fmt: skip
+
+    def read(*more):
+        found = RunData(folder=RunFolder(logs.write_events(tmp_path, [*events, *more])))
+        read_run_events(found)
+        return dict(cost_rows(found)), build_page(found, "")
+
+    rows, page = read()
+    assert rows["Tokens trained on"] == "200k" and rows["Cost so far"] == "$3.00" and rows["Time to come"] == "11 min 40 s"
+    assert {one.label: one.value for one in page.headline}["Training loss"] == "2.000"
+    assert page.subtitle.endswith("at step 200")
+    rows, page = read(line(320, 210))
+    assert rows["Tokens trained on"] == "210k" and rows["Cost so far"] == "$3.20" and "$3.20" in page.headline[-1].note
+    assert page.subtitle.endswith("at step 210")
 
 
 def test_a_checkpoint_that_is_gone_says_so(data):

@@ -62,8 +62,8 @@ class AlignedRun:
     of metrics; errors: standard errors of evaluations."""
 
     def __init__(self, run: ComparedRun, by: Axis):
-        self.run, self.axis = run, run.axis(by)
-        self.tokens, self.time = run.axis("tokens"), run.axis("time")
+        self.run, axes = run, {name: run.axis(name) for name in {by, "tokens", "time"}}
+        self.axis, self.tokens, self.time = axes[by], axes["tokens"], axes["time"]
         of_lines = {name: run.of_lines(own) for name, own in _LINES.items()}
         curves = {
             "train/loss": run.of_steps("loss"),
@@ -79,7 +79,7 @@ class AlignedRun:
         if run.bytes_per_token:
             loss = self.all["train/loss"]
             self.all["train/bpb"] = Curve(loss.x, loss.y / (run.bytes_per_token * math.log(2)))
-        self.cost = self._moved(run.of_lines("cost_usd"))
+        self.cost = self._moved(run.of_lines("cost_usd", first_lines=True))
         self.incidents = run.incidents()
 
     def _moved(self, curve: Curve) -> Curve:

@@ -6,6 +6,8 @@ Steps that the run went back from, and has not trained again, are in no curve.
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from operator import itemgetter
 from pathlib import Path
 from statistics import median
 from typing import Any, Literal, NamedTuple
@@ -15,14 +17,14 @@ import numpy as np
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.evaluations import evaluated, newest_by_step
-from ingot.report.facts import RunData, no_run_folder, read_run_events, require_log
+from ingot.report.facts import RunData, drop_after, no_run_folder, read_run_events, require_log
 from ingot.report.readable import is_finite
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.theory.flops import train_flops_per_token
-from ingot.theory.goodput import GoodputMeter
+from ingot.theory.goodput import GoodputMeter, goodput_share
 from ingot.theory.rules import recorded_run
 from ingot.trainer.resilience.lock import is_locked
 
@@ -41,31 +43,45 @@ class Curve(NamedTuple):
 
 @dataclass(kw_only=True)
 class ValidData(RunData):
-    """The data of a run without the steps and log lines that it went back from. last_times: number of attempts -> Unix
-    seconds of the newest step before the next attempt began."""
+    """The data of a run without the steps and log lines that it went back from.
 
+    went_back: for each time that it did, the number of faults, roll-backs and vetoes before, and the step. last_times: number of attempts -> Unix seconds of the
+    newest step before the next attempt began. headless: the first event of a step, if the log has no start before it.
+    """
+
+    went_back: list[tuple[tuple[int, int, int], int]] = field(default_factory=list)
     last_times: dict[int, float] = field(default_factory=dict)
+    headless: dict | None = None
 
     def go_back(self, step: int) -> None:
         """Drop what is after `step`, too: it was not trained again yet."""
-        super().go_back(step)
-        tables = (self.steps, self.progress)
-        newest = [table[next(reversed(table))]["time"] for table in tables if table]
+        self.note_head()
+        newest = [table[next(reversed(table))]["time"] for table in (self.steps, self.progress) if table]
         attempts = len(self.starts)
         self.last_times[attempts] = max(*newest, self.last_times.get(attempts, 0.0), 0.0)
-        for table in tables:
-            for late in [one for one in table if one > step]:
-                del table[late]
+        self.went_back.append(((len(self.faults), len(self.roll_backs), len(self.vetoes)), step))
+        super().go_back(step)
+        drop_after(self.steps, step)
 
-    def trained_seconds(self, time: float) -> float:
-        """Return the time that the run had trained at the Unix time `time`: that of all attempts, from the start of
-        each to its last step, without the pauses between them."""
-        seconds, starts = 0.0, [start["time"] for start in self.starts]
-        for number, began in enumerate(starts):
-            if number + 1 == len(starts) or time < starts[number + 1]:
-                return seconds + max(time - began, 0.0)
-            seconds += max(self.last_times.get(number + 1, began) - began, 0.0)
-        return seconds
+    def note_head(self) -> None:
+        """Note the first step, if the log has it without the start of its attempt."""
+        first = [table[next(iter(table))] for table in (self.steps, self.progress) if table]
+        if first and not self.starts and self.headless is None:
+            self.headless = min(first, key=itemgetter("time"))
+
+    def trained_seconds(self, times: np.ndarray) -> np.ndarray:
+        """Return the time that the run had trained at the Unix seconds `times`: that of all attempts, from the start of
+        each to its last step, without the pauses between them. If the log lacks the first start, its first step counts
+        as one."""
+        began = [start["time"] for start in self.starts]
+        ends = [self.last_times.get(number, 0.0) for number in range(1, len(began))]
+        if self.headless:
+            ends = [self.last_times.get(0, 0.0)] * bool(began) + ends
+            began = [self.headless["time"], *began]
+        starts = np.maximum.accumulate(np.array(began, float))
+        before = np.concatenate([[0.0], np.cumsum(np.maximum(np.array(ends, float) - began[: len(ends)], 0.0))])
+        attempt = np.maximum(np.searchsorted(starts, times, side="right") - 1, 0)
+        return before[attempt] + np.maximum(times - np.array(began)[attempt], 0.0)
 
 
 class ComparedRun:
@@ -87,6 +103,7 @@ class ComparedRun:
         self.config: RunConfig = recorded_run(folder.config)
         self.data = ValidData(folder=folder)
         read_run_events(self.data)
+        self.data.note_head()
         self.running = is_locked(folder.lock)
         steps = [step for step, event in self.data.steps.items() if math.isfinite(event["loss"])]
         if not steps:
@@ -160,11 +177,15 @@ class ComparedRun:
         return every, np.concatenate([[0.0], np.cumsum(grown * rate)])
 
     def _time(self) -> tuple[np.ndarray, np.ndarray]:
-        found = {one["step"]: one["time"] for table in (self.data.steps, self.data.progress) for one in table.values()}
-        begin = float(self.data.starts[0]["from_step"]) if self.data.starts else 0.0
-        steps = [step for step in sorted(found) if step > begin]
-        seconds = [self.data.trained_seconds(found[step]) for step in steps]
-        return np.array([begin, *steps]), np.array([0.0, *seconds])
+        data = self.data
+        begin = data.headless["step"] if data.headless else data.starts[0]["from_step"]
+        # Steps are written with the next log line, so only the last one of a line has its own time.
+        found = {step: event["time"] for step, event in data.progress.items() if step > begin}
+        if self.step > max(found, default=begin):
+            found[self.step] = data.steps[self.step]["time"]
+        steps = sorted(found)
+        seconds = data.trained_seconds(np.array([found[step] for step in steps], float))
+        return np.array([begin, *steps], float), np.array([0.0, *seconds])
 
     # -- curves, by step --
 
@@ -173,12 +194,15 @@ class ComparedRun:
         values = [(step, self.data.steps[step][name]) for step in sorted(self.data.steps)]
         return _curve((step, value) for step, value in values if math.isfinite(value))
 
-    def of_lines(self, name: str) -> Curve:
-        """Return a field of the log lines, like "mfu"; without the first line of each attempt, which has the costs of
-        the start."""
-        first = {min((s for s, e in self.data.progress.items() if e["time"] >= one["time"]), default=0)
-                 for one in self.data.starts}  # fmt: skip
-        return _curve((one["step"], one[name]) for one in self._lines(name) if one["step"] not in first)
+    def of_lines(self, name: str, *, first_lines: bool = False) -> Curve:
+        """Return a field of the log lines, like "mfu". first_lines: with the first of each attempt, which has the time
+        of the start in its speeds."""
+        steps = sorted(self.data.progress)
+        times = np.maximum.accumulate(np.array([self.data.progress[step]["time"] for step in steps], float))
+        places = np.searchsorted(times, [one["time"] for one in self.data.starts])
+        first = {steps[place] for place in places if place < len(steps)}
+        lines = (one for one in self._lines(name) if first_lines or one["step"] not in first)
+        return _curve((one["step"], one[name]) for one in lines)
 
     def evaluations(self) -> tuple[dict[str, Curve], dict[str, Curve]]:
         """Return the results on held-out text and tasks, and the standard errors of those that have one, both by the
@@ -199,25 +223,36 @@ class ComparedRun:
         )
 
     def goodput(self) -> Curve:
-        """Return the goodput of the run so far, by step (theory/goodput.py)."""
+        """Return the goodput of the run so far, by step (theory/goodput.py); steps that are void now count as lost."""
         meter, found = GoodputMeter(math.inf), {}
         kinds = (events.RUN_STARTED, events.PROGRESS, events.STOPPED, events.FINISHED)
         for event in read_events(self.data.folder.events, *kinds):
             try:
                 meter.take(event)
-                if event["kind"] == events.PROGRESS and meter.elapsed > 0:
-                    found[event["step"]] = min(meter.productive / meter.elapsed, 1.0)
+                if event["kind"] == events.PROGRESS:
+                    found[event["step"]] = meter.elapsed
             except (KeyError, TypeError, ValueError):  # it was not used by the other curves either
                 continue
-        return _curve((step, found[step]) for step in sorted(self.data.progress) if step in found)
+        productive, shares, borders = 0.0, [], sorted(self.data.progress)
+        if borders and found.get(borders[0], 0.0) > 0:  # it was trained again: the clock ran since the line before
+            borders.insert(0, min((start["from_step"] for start in self.data.starts), default=borders[0]))
+        for before, step in pairwise(borders):
+            productive += (step - before) * max(self.data.progress[step]["step_seconds"], 0.0)
+            if (share := goodput_share(productive, found.get(step, 0.0))) is not None:
+                shares.append((step, share))
+        return _curve(shares)
 
     def incidents(self) -> Mapping[str, Sequence[int]]:
         """Return faults, roll-backs and skipped updates by the names of their counts, each as the last valid step that
         the run had trained before it."""
-        back = [one["to_step"] for one in self.data.roll_backs]
-        lost = [one.fault_step - 1 if one.resumed_from is None else one.resumed_from for one in self.data.faults]
-        skipped = [step - 1 for one in self.data.vetoes for step in one["steps"]]
-        return {"run/faults": lost, "run/roll_backs": back, "run/skipped_steps": skipped}
+        lost = [[one.fault_step - 1 if one.resumed_from is None else one.resumed_from] for one in self.data.faults]
+        back = [[one["to_step"]] for one in self.data.roll_backs]
+        skipped = [[step - 1 for step in one["steps"]] for one in self.data.vetoes]
+        names, found = ("run/faults", "run/roll_backs", "run/skipped_steps"), {}
+        for kind, (name, each) in enumerate(zip(names, (lost, back, skipped), strict=True)):
+            later = [[to for counts, to in self.data.went_back if counts[kind] > number] for number in range(len(each))]
+            found[name] = [min([step, *to]) for steps, to in zip(each, later, strict=True) for step in steps]
+        return found
 
 
 def _curve(points: Iterable[tuple[float, float]]) -> Curve:

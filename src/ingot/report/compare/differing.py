@@ -119,6 +119,9 @@ def notes_of(runs: list[ComparedRun], same: bool | None, by: Axis) -> list[str]:
         for event in run.data.changed_settings:
             old, new = (setting_text(event.get(name)) for name in ("old", "new"))
             notes.append(f"{letter} changed {event.get('key')} from {old} to {new} after step {event['step']:,.0f}.")
+        if run.data.headless:
+            step = run.data.headless["step"]
+            notes.append(f"The log of {letter} lacks its start: its training time counts from step {step:,}.")
         infinite = sum(not math.isfinite(event["loss"]) for event in run.data.steps.values())
         if infinite:
             notes.append(f"{letter} has {infinite:,} steps whose loss is not finite; they are left out.")

@@ -9,6 +9,7 @@ from pathlib import Path
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.metrics import last_value, read_series
+from ingot.theory.goodput import goodput_share
 
 TRAINED = "run/trained_seconds"
 
@@ -44,8 +45,7 @@ class Goodput:
 
     def share(self, now: float) -> float | None:
         """Return the goodput at the time `now`; None if the clock was set back to before the run."""
-        passed = now - self._began
-        return min(self.trained_seconds / passed, 1.0) if passed > 0 else None
+        return goodput_share(self.trained_seconds, now - self._began)
 
 
 def _trained_seconds(metrics: Path, last_step: int) -> float:
