@@ -53,4 +53,31 @@ MUTANTS: list[Mutant] = [
         after="    return True\n",
         tests=(f"{_TESTS}::test_noise_of_the_same_samples_is_in_both_runs_and_not_in_their_difference",),
     ),
+    Mutant(
+        name="means-over-unequal-ranges",
+        what="the losses of runs with other batches are means over ranges of other widths",
+        file="report/compare/align.py",
+        before="    return max([window, *(one.least_window(x) for one in aligned)])\n",
+        after="    return max(window, aligned[0].least_window(x))\n",
+        tests=(f"{_TESTS}::test_means_are_over_equal_ranges_and_not_over_steps_before_a_loss_that_is_not_finite",),
+    ),
+    Mutant(
+        name="no-time-without-a-head",
+        what="the training time of a log without its head begins at the first start that it has",
+        file="report/compare/curves.py",
+        before="        if first and not self.starts and self.headless is None:\n",
+        after="        if False:\n",
+        tests=(f"{_TESTS}::test_a_log_without_its_head_counts_time_from_its_first_step",),
+    ),
+    Mutant(
+        name="void-lines-in-time-and-money",
+        what="time and money of a report are those of void steps until the run has passed them",
+        file="report/facts.py",
+        before="        drop_after(self.progress, step)\n",
+        after="",
+        tests=(
+            "tests/unit/report/test_new_chapters.py::"
+            "test_money_of_void_steps_was_spent_and_their_tokens_do_not_count",
+        ),
+    ),
 ]

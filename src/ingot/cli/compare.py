@@ -115,17 +115,16 @@ def _say_curves(found: "RunComparison", terminal: Terminal) -> None:
     tenth, whose fall would hide all else."""
     import numpy as np
 
-    from ingot.report.compare.align import WINDOW, mean_before
+    from ingot.report.compare.align import mean_before
     from ingot.report.compare.differing import letter_of
     from ingot.report.compare.texts import label_of
     from ingot.report.status import sparkline
 
-    window = (found.last - found.first) * WINDOW
     places = np.linspace(found.first + (found.last - found.first) / 10, found.last, _SPARKS)
     curves = {}
     for number, one in enumerate(found.aligned):
         if found.measure in one.all:
-            means = [mean_before(one.all[found.measure], float(x), window).value for x in places]
+            means = [mean_before(one.all[found.measure], x, found.window_at(x)).value for x in places.tolist()]
             curves[letter_of(number)] = [float("nan") if value is None else value for value in means]
     bars = sparkline(tuple(value for values in curves.values() for value in values), _SPARKS * len(curves))
     terminal.say("")

@@ -139,6 +139,17 @@ def test_a_log_without_its_head_counts_time_from_its_first_step(make, logs):
     assert found.last == pytest.approx(29.9) and metric(found, "train/step").values == pytest.approx([299, 400])
 
 
+def test_means_are_over_equal_ranges_and_not_over_steps_before_a_loss_that_is_not_finite(make, logs):
+    """Eight steps of the large batch are most of the range: as many small ones are later, where the loss is lower."""
+    large = make("b", last=10, batch=8 * BATCH, seed=1)
+    loss = metric(compare_runs([make("a"), large]), "train/loss")
+    assert abs(loss.differences[1]) < 0.15 and abs(loss.sigmas[1]) < 3
+    broken = [one | {"loss": math.nan} if one["kind"] == "step" and one["step"] > 300 else one for one in trained(logs)]
+    found = compare_runs([make("c"), make("broken", broken)])
+    assert metric(found, "train/loss", 1).values[1] == metric(found, "train/loss", 1).values[0]
+    assert metric(found, "train/loss").values[1] is None and "100 steps whose loss is not finite" in found.notes[0]
+
+
 def test_steps_between_log_lines_have_their_own_times(make, logs):
     """The steps of a log line are written at once, with the time of the line."""
     events, line = [], 0.0

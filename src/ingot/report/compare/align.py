@@ -4,7 +4,7 @@ The first run is the one that the others are compared with.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from ingot.schema.metrics import metric_of
 SCHEMA = 1  # of the JSON form; a new field does not change it
 SHARES = (0.25, 0.5, 0.75, 1.0)  # of the range that all runs have
 WINDOW = 0.025  # of that range: losses are means over it
-_LEAST_STEPS = 8  # of such a mean, where the run has them
+_LEAST_STEPS = 8  # of each run in such a mean, where it has them
 _NOISE_STEPS = 32  # least number of steps from which the noise is estimated
 _PAIRED = ("train/loss", "train/bpb")
 _LINES = {"perf/tokens_per_second": "tokens_per_second", "perf/mfu": "mfu"}
@@ -93,6 +93,10 @@ class AlignedRun:
             low, high = (middle, high) if float(self.axis([middle])[0]) < x else (low, middle)
         return high
 
+    def least_window(self, x: float) -> float:
+        """Return the width of the range before `x` that has enough steps for a mean, or all steps before `x`."""
+        return x - float(self.axis([max(self.step_at(x) - _LEAST_STEPS, 0.0)])[0])
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunComparison:
@@ -115,6 +119,10 @@ class RunComparison:
     @property
     def runs(self) -> list[ComparedRun]:
         return [one.run for one in self.aligned]
+
+    def window_at(self, x: float, share: float = WINDOW) -> float:
+        """Return the width of the means before `x`. share: of the range that all runs have."""
+        return common_window(self.aligned, x, share * (self.last - self.first))
 
     @property
     def labels(self) -> list[str]:
@@ -189,12 +197,13 @@ def compare_runs(paths: Sequence[Path], by: Axis = "tokens") -> RunComparison:
     points, before, window = [], first, (last - first) * WINDOW
     for x in sorted({first + share * (last - first) for share in SHARES}):
         found: dict[str, list[_Value]] = {}
+        common = common_window(aligned, x, window)
         for number, one in enumerate(aligned):
-            for name, value in _values(one, before, x, window).items():
+            for name, value in _values(one, before, x, window, common).items():
                 found.setdefault(name, [_NONE] * len(runs))[number] = value
         comparable = {name: same is not False or name != "train/loss" for name in found}
         metrics = [
-            _metric(name, values, _paired_errors(name, aligned, x, window), comparable=comparable[name])
+            _metric(name, values, _paired_errors(name, aligned, x, common), comparable=comparable[name])
             for name, values in found.items()
         ]
         share = (x - first) / (last - first) if last > first else 1.0
@@ -273,9 +282,9 @@ def _metric(name: str, values: list[_Value], paired_errors: list[float | None], 
     )
 
 
-def _values(one: AlignedRun, before: float, x: float, window: float) -> dict[str, _Value]:
+def _values(one: AlignedRun, before: float, x: float, window: float, common: float) -> dict[str, _Value]:
     """Return the metrics of a run at `x`, without those that it lacks. before: the point before it, after which speeds
-    are taken."""
+    are taken. common: the width of means."""
     step, curves = one.step_at(x), one.all
     found = {
         "train/step": _Value(round(step, 3)),
@@ -283,12 +292,12 @@ def _values(one: AlignedRun, before: float, x: float, window: float) -> dict[str
         "run/train_seconds": _Value(float(one.time([step])[0])),
     }
     for name in ("train/loss", "train/bpb"):
-        found[name] = mean_before(curves[name], x, window) if name in curves else _NONE
+        found[name] = mean_before(curves[name], x, common) if name in curves else _NONE
     for name, curve in one.evaluations.items():
         found[name] = value_at(curve, x, window)
         if name in one.errors:
             found[name] = replace(found[name], noise=value_at(one.errors[name], x, window).value)
-    found["train/grad_norm"] = _Value(mean_before(curves["train/grad_norm"], x, window).value)
+    found["train/grad_norm"] = _Value(mean_before(curves["train/grad_norm"], x, common).value)
     found["train/lr"] = value_at(curves["train/lr"], x, window)
     for name in _LINES:
         found[name] = _Value(_median_between(curves[name], before, x))
@@ -299,9 +308,14 @@ def _values(one: AlignedRun, before: float, x: float, window: float) -> dict[str
     return {name: value for name, value in found.items() if value.value is not None}
 
 
+def common_window(aligned: Sequence[AlignedRun], x: float, window: float) -> float:
+    """Return `window`, or the wider one in which every run has enough steps: means over ranges of different widths
+    differ where the loss falls, even if the runs do not."""
+    return max([window, *(one.least_window(x) for one in aligned)])
+
+
 def mean_before(curve: Curve, x: float, window: float) -> _Value:
-    """Return the mean over x - window to x, at least of 8 steps, with its standard error; no value if there is no step
-    before `x`."""
+    """Return the mean over x - window to x, with its standard error; no value if there is no step there."""
     begin, end = _part(curve.x, x, window)
     part = curve.y[begin:end]
     if not len(part):
@@ -311,9 +325,10 @@ def mean_before(curve: Curve, x: float, window: float) -> _Value:
 
 
 def _part(places: np.ndarray, x: float, window: float) -> tuple[int, int]:
-    """Return the begin and the end of the places from x - window to x, at least of 8."""
-    end = int(np.searchsorted(places, x, side="right"))
-    return min(int(np.searchsorted(places, x - window, side="right")), max(end - _LEAST_STEPS, 0)), end
+    """Return the begin and the end of the places from x - window, not included, to x."""
+    begin = np.searchsorted(places, x - window * (1 - 1e-9), side="right")  # a place at the border is off by rounding
+    end = np.searchsorted(places, x, side="right")
+    return int(min(begin, end)), int(end)
 
 
 def noise_between_steps(values: np.ndarray) -> float | None:
@@ -351,12 +366,12 @@ def _median_between(curve: Curve, before: float, x: float) -> float | None:
     return float(np.median(part))
 
 
-def difference_curve(base: Curve, other: Curve, first: float, last: float, points: int = 200) -> Curve:
-    """Return other - base, each a mean over 5% of the range before x, where both have steps."""
-    window, found = 2 * (last - first) * WINDOW, []
-    for x in np.linspace(first, last, points):
-        a, b = mean_before(base, float(x), window).value, mean_before(other, float(x), window).value
+def difference_curve(base: Curve, other: Curve, windows: Mapping[float, float]) -> Curve:
+    """Return other - base, each a mean, where both have steps. windows: x -> the width of the mean before it."""
+    found = []
+    for x, window in windows.items():
+        a, b = mean_before(base, x, window).value, mean_before(other, x, window).value
         if a is not None and b is not None:
-            found.append((float(x), b - a))
+            found.append((x, b - a))
     rows = np.array(found).reshape(-1, 2)
     return Curve(rows[:, 0], rows[:, 1])

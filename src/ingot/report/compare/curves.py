@@ -109,7 +109,7 @@ class ComparedRun:
         if not steps:
             raise UsageError(
                 "E-COMPARE-NO-STEPS",
-                f"{path} has no step in its log yet",
+                f"{path} has no step {'with a finite loss in its log' if self.data.steps else 'in its log yet'}",
                 rule="a comparison needs the loss of some steps, which are logged every watch.log_every steps",
                 fix=f"wait for the first log line (ingot status {path}), or leave this run out",
                 run=str(path),

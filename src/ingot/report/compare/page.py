@@ -4,6 +4,8 @@ import shlex
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from ingot import __version__
 from ingot.report.compare.align import WINDOW, ComparedPoint, RunComparison, difference_curve
 from ingot.report.compare.curves import Axis, Curve
@@ -41,6 +43,7 @@ _KINDS = 6  # of lines, in the style sheet
 _TILES = 4
 _TASKS = 6  # charts of tasks
 _POINTS = 400  # of a line
+_DIFFERENCES = 200  # points of a line of differences
 _SCALES: dict[Axis, tuple[tuple[float, str], ...]] = {
     "tokens": ((1e12, "tokens (T)"), (1e9, "tokens (B)"), (1e6, "tokens (M)"), (1e3, "tokens (k)"), (1, "tokens")),
     "flops": (
@@ -224,8 +227,9 @@ class _ChartMaker:
         if found.same_tokens is False and measure == "train/loss":
             return None
         first, last = found.first + (found.last - found.first) * 0.05, found.last  # the first steps are far apart
+        windows = {float(x): found.window_at(float(x), 2 * WINDOW) for x in np.linspace(first, last, _DIFFERENCES)}
         curves = {
-            number: self._points(difference_curve(found.aligned[0].all[measure], one.all[measure], first, last))
+            number: self._points(difference_curve(found.aligned[0].all[measure], one.all[measure], windows))
             for number, one in enumerate(found.aligned[1:], 1)
             if measure in one.all and measure in found.aligned[0].all
         }
