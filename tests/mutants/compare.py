@@ -76,8 +76,7 @@ MUTANTS: list[Mutant] = [
         before="        drop_after(self.progress, step)\n",
         after="",
         tests=(
-            "tests/unit/report/test_new_chapters.py::"
-            "test_money_of_void_steps_was_spent_and_their_tokens_do_not_count",
+            "tests/unit/report/test_new_chapters.py::test_money_of_void_steps_was_spent_and_their_tokens_do_not_count",
         ),
     ),
 ]

@@ -1,8 +1,8 @@
 """The goodput of a run: the share of its time in which steps were trained that count, from its events.
 
-Two meters use `goodput_share`: the alerts and comparisons count events here, where the first start of a run and the time
-between a stop on request and the next start count for nothing; the metrics of a run (trainer/telemetry/goodput.py) count
-all time since its first start, which is the effective training time ratio (ETTR).
+Two meters use `goodput_share`: that of alerts and comparisons is here, where the first start of a run and the time
+between a stop on request and the next start count for nothing. That of metrics (trainer/telemetry/goodput.py) counts
+all time since the first start, so it is the effective training time ratio (ETTR).
 
 Lost are the time of restarts, of steps that are trained again, of saves that training waits for, and of evaluations.
 """

@@ -89,7 +89,7 @@ def test_money_of_void_steps_was_spent_and_their_tokens_do_not_count(tmp_path, l
         return dict(cost_rows(found)), build_page(found, "")
 
     rows, page = read()
-    assert rows["Tokens trained on"] == "200k" and rows["Cost so far"] == "$3.00" and rows["Time to come"] == "11 min 40 s"
+    assert (rows["Tokens trained on"], rows["Cost so far"], rows["Time to come"]) == ("200k", "$3.00", "11 min 40 s")
     assert {one.label: one.value for one in page.headline}["Training loss"] == "2.000"
     assert page.subtitle.endswith("at step 200")
     rows, page = read(line(320, 210))

@@ -45,8 +45,9 @@ class Curve(NamedTuple):
 class ValidData(RunData):
     """The data of a run without the steps and log lines that it went back from.
 
-    went_back: for each time that it did, the number of faults, roll-backs and vetoes before, and the step. last_times: number of attempts -> Unix seconds of the
-    newest step before the next attempt began. headless: the first event of a step, if the log has no start before it.
+    went_back: for each time that it did, the number of faults, roll-backs and vetoes before, and the step. last_times:
+    number of attempts -> Unix seconds of the newest step before the next attempt began. headless: the first event of a
+    step, if the log has no start before it.
     """
 
     went_back: list[tuple[tuple[int, int, int], int]] = field(default_factory=list)

@@ -124,7 +124,7 @@ def quarter_rows(found: RunComparison, numbers: Sequence[int]) -> tuple[Row, lis
 def window_text(window: float) -> str:
     """Return how the losses were made. window: a share of the range that all runs have."""
     return (
-        f"Losses are means over the last {window:.1%} of the range that all runs have, and at least 8 steps of each. σ: the difference over its "
-        "standard error, from the noise between steps; for runs that saw the same samples, from that of their "
-        "differences. It has no part from another seed."
+        f"Losses are means over the last {window:.1%} of the range that all runs have, and at least 8 steps of each. "
+        "σ: the difference over its standard error, from the noise between steps; for runs that saw the same samples, "
+        "from that of their differences. It has no part from another seed."
     )
