@@ -42,7 +42,7 @@ SEGMENT_ROWS = BUCKET ** (LEVELS - 1)
 RUN_TABLE = "run"
 EXTRA_TABLES = ("layers", "sources", "checks")  # of the run, too
 _FORMAT = 1
-_USUAL_HEADER_BYTES, _MOST_HEADER_BYTES = 1 << 14, 1 << 20
+_USUAL_HEADER_BYTES, MOST_HEADER_BYTES = 1 << 14, 1 << 20
 _MOST_NAMES = 10_000
 _NAME = re.compile(r"[a-z][a-z0-9_]*(/[\w.-]+)+", re.ASCII)
 _LINEAGE = re.compile(r"(\d{6,12})(?:-epoch-(\d{6,12}))?-step-(\d{8,12})", re.ASCII)
@@ -183,7 +183,7 @@ def _opened(fd: int, level: int) -> OpenSegment | None:
         return None
     start = os.pread(fd, _USUAL_HEADER_BYTES, 0)
     if b"\n" not in start:
-        start = os.pread(fd, _MOST_HEADER_BYTES, 0)
+        start = os.pread(fd, MOST_HEADER_BYTES, 0)
     line, newline, _ = start.partition(b"\n")
     try:
         facts = json.loads(line) if newline else None

@@ -2,12 +2,14 @@
 
 A closed table may end in the middle of a bucket, at every level, and a killed process may have left a torn row there.
 What is not in a bucket of the next level is added to it before the rows are removed. If that is interrupted, the rows
-are still there, and the next call does it again.
+are still there, and the next call does it again. A file whose header was never written, because its process was
+killed or the power failed, counts as absent.
 """
 
 import contextlib
 import json
 import os
+import stat
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 from pathlib import Path
@@ -18,6 +20,7 @@ from ingot.schema.metric_files import (
     BUCKET,
     EXTRA_TABLES,
     LEVELS,
+    MOST_HEADER_BYTES,
     RUN_TABLE,
     SEGMENT_ROWS,
     Lineage,
@@ -30,6 +33,7 @@ from ingot.schema.metric_files import (
     read_segments,
     whole_rows,
 )
+from ingot.storage import write_atomic
 
 
 def thin_lineages(
@@ -90,6 +94,9 @@ def _complete(table: Path, level: int) -> None:
         if following is not None and following.first_step <= above + 1:
             continue
         with open_segment(segment) as opened:
+            if opened is None and _has_no_header(segment.path):
+                segment.path.unlink(missing_ok=True)
+                continue
             if opened is None:
                 raise OSError(f"{segment.path} cannot be read")
             rows, facts = whole_rows(opened), dict(opened.facts)
@@ -99,10 +106,26 @@ def _complete(table: Path, level: int) -> None:
             _append(table, level + 1, facts, np.concatenate(buckets))
 
 
+def _has_no_header(path: Path) -> bool:
+    """Return whether a segment is empty, ends in its header, or has zeros there. A header that is damaged, or of
+    another version, is a header. Raises OSError if the file cannot be read."""
+    fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            return False
+        start = os.pread(fd, 1, 0)
+        return start in (b"", b"\0") or b"\n" not in os.pread(fd, MOST_HEADER_BYTES, 0)
+    finally:
+        os.close(fd)
+
+
 def _append(table: Path, level: int, facts: dict, buckets: np.ndarray) -> None:
     """Add rows to the last segment of a level, or to a new one. A torn row at its end is cut off."""
     size = buckets.dtype.itemsize
-    for segment in read_segments(table)[level][-1:]:
+    segments = read_segments(table)[level]
+    while segments and _has_no_header(segments[-1].path):
+        segments.pop().path.unlink()
+    for segment in segments[-1:]:
         with open_segment(segment) as opened:
             fits = opened is not None and opened.type == buckets.dtype and opened.facts["names"] == facts["names"]
             if opened is None or not fits or (rows := len(whole_rows(opened))) >= SEGMENT_ROWS:
@@ -112,21 +135,14 @@ def _append(table: Path, level: int, facts: dict, buckets: np.ndarray) -> None:
         try:
             os.ftruncate(fd, end)
             os.lseek(fd, end, os.SEEK_SET)
-            _write(fd, buckets.tobytes())
+            data = buckets.tobytes()
+            if (written := os.write(fd, data)) < len(data):
+                raise OSError(f"only {written} of {len(data)} bytes could be written")
+            os.fsync(fd)  # the rows that these buckets stand for are removed next
         finally:
             os.close(fd)
         return
     path = table / f"{level}-{int(buckets['first'][0]):08}.rows"
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        _write(fd, json.dumps(facts | {"level": level}).encode() + b"\n" + buckets.tobytes())
-    except OSError:
-        path.unlink()
-        raise
-    finally:
-        os.close(fd)
-
-
-def _write(fd: int, data: bytes) -> None:
-    if (written := os.write(fd, data)) < len(data):
-        raise OSError(f"only {written} of {len(data)} bytes could be written")
+    if path.exists():
+        raise FileExistsError(f"{path} has a damaged header, or another version wrote it")
+    write_atomic(path, json.dumps(facts | {"level": level}).encode() + b"\n" + buckets.tobytes())

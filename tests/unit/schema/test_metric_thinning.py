@@ -1,6 +1,8 @@
 """Closed lineages are thinned like the one that is written, whatever a killed process left in them."""
 
 import os
+import stat
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -100,3 +102,33 @@ def test_a_lineage_that_cannot_be_thinned_stops_no_other(tmp_path):
     for _ in thin_lineages(metrics, (1, 3), 500, rank=0, ranks=1, keep_steps=50):
         pass
     assert levels_of(tables[0])[0] == 0 and levels_of(tables[1])[0] == 1 and LEVELS == 4
+
+
+@pytest.mark.parametrize("content", [b"", b'{"format": 1, "le', bytes(600)], ids=["empty", "torn", "zeros"])
+@pytest.mark.parametrize("name", ["0-00000101.rows", "1-00000001.rows", "1-00000097.rows"])
+def test_a_segment_without_a_header_counts_as_absent(tmp_path, name, content):
+    """A process was killed, or the power failed, between the creation of a file and its first bytes."""
+    table = write(tmp_path / "metrics")
+    (table / name).write_bytes(content)
+    thin_closed(table, 50, 50)
+    assert levels_of(table) == [0, 1, 0, 0]
+    assert covered(tmp_path / "metrics", 1, 100) == [16] * 6 + [4]
+
+
+def test_buckets_are_on_the_disk_before_rows_are_removed(tmp_path, monkeypatch):
+    table = write(tmp_path / "metrics")
+    done = []
+    sync, unlink, replace = os.fsync, Path.unlink, Path.replace
+
+    def note(kind, call):
+        return lambda *args, **named: (done.append(kind(*args)), call(*args, **named))[1]
+
+    monkeypatch.setattr(os, "fsync", note(lambda fd: "folder" if stat.S_ISDIR(os.fstat(fd).st_mode) else "file", sync))
+    monkeypatch.setattr(Path, "unlink", note(lambda path: f"remove {path.name}", unlink))
+    monkeypatch.setattr(Path, "replace", note(lambda path, new: f"name {new.name}", replace))
+    thin_closed(table, 50, 50)
+    assert done == ["file", "remove 0-00000001.rows"]  # the bucket of the last rows, in a file that was there
+    done.clear()
+    thin_closed(table, 10**9, 50)
+    added = ["file", "name 2-00000001.rows", "folder", "remove 1-00000001.rows"]
+    assert done == [*added, "file", "name 3-00000001.rows", "folder", "remove 2-00000001.rows"]
