@@ -115,11 +115,12 @@ class LayerSizes:
         if not measured:
             return []
         table = np.zeros((len(measured), 3, self._layers + 1))  # squares of gradients; of activations; their elements
+        squares = iter(_on_host([one[1] for _, *lists in measured for found in lists for one in found]))
         for own, (_, norms, activations) in zip(table, measured, strict=True):
-            for row, square in norms:
-                own[0, row] += float(square)
-            for layer, square, elements in activations:
-                own[1:, layer] += float(square), elements
+            for row, _ in norms:
+                own[0, row] += next(squares)
+            for layer, _, elements in activations:
+                own[1:, layer] += next(squares), elements
         total = sum_over_ranks(table)
         return [(step, self._values(own)) for (step, _, _), own in zip(measured, total, strict=True)]
 
@@ -130,3 +131,12 @@ class LayerSizes:
             if elements:
                 values[f"layers/{name}/activation_rms"] = float(np.sqrt(square / elements))
         return values
+
+
+def _on_host(numbers: Sequence[Tensor]) -> list[float]:
+    """Return the values of float64 scalars. The host waits once for each device, not for each number."""
+    found = np.zeros(len(numbers))
+    for device in {number.device for number in numbers}:
+        places = [at for at, number in enumerate(numbers) if number.device == device]
+        found[places] = torch.stack([numbers[at] for at in places]).cpu().numpy()
+    return found.tolist()
