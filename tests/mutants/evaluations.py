@@ -175,4 +175,12 @@ MUTANTS: list[Mutant] = [
         after="if code == _UNFINISHED:",
         tests=(f"{_DUE}::test_saves_that_cannot_be_used_are_read_once_until_the_folder_changes",),
     ),
+    Mutant(
+        name="finished-evaluation-thrown-away",
+        what="an evaluation is made again if the run folder does not answer after it",
+        file="trainer/launch/evaluations.py",
+        before="if self._finished is None and not self._evaluate_next():",
+        after="if not self._evaluate_next():",
+        tests=(f"{_LAUNCH}::test_a_folder_that_does_not_answer_throws_no_result_away",),
+    ),
 ]

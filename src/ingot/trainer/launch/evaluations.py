@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from ingot.errors import IngotError, UsageError, missing_part
 from ingot.events import EventLog, NewEvents, read_events
@@ -50,6 +50,20 @@ def require_lm_eval(config: RunConfig) -> None:
         raise missing_part("lm_eval", "eval")
 
 
+class _Finished(NamedTuple):
+    """An evaluation whose process has ended: the results stay, whatever fails after it.
+
+    saved_at: the time of the event of the save. results: the answers of the process. seconds: how long it took.
+    """
+
+    step: int
+    kind: SaveKind
+    path: Path
+    saved_at: float | None
+    results: list[dict[str, Any]]
+    seconds: float
+
+
 class BackgroundEvaluations:
     """The evaluations of a run in the background, from now on until `close`. The caller holds the run's lock.
 
@@ -63,6 +77,7 @@ class BackgroundEvaluations:
         self._log: NewEvents | None = None
         self._trouble = ""  # the last error of the thread, which is reported once
         self._failures = (0, 0)  # the step of the last save whose process did not start, and how often
+        self._finished: _Finished | None = None  # an evaluation whose events are not made yet
         # Events that are not in the log yet: the step, the time of its save, the kind and the fields.
         self._unwritten: list[tuple[int, float | None, str, dict[str, Any]]] = []
         self._pins_wait_until = -math.inf  # of time.monotonic
@@ -121,30 +136,43 @@ class BackgroundEvaluations:
 
     def _evaluate_if_due(self) -> None:
         for tries_left in range(_TRIES - 1, -1, -1):
-            found = self._due.find(self._folder, time.time())
-            self._report_unusable()
-            if found is None or self._ends.is_set():
+            if self._finished is None and not self._evaluate_next():
                 return
-            step, kind, path = found
-            began, saved_at = time.monotonic(), self._due.saved_at(step)
+            one = self._finished
+            assert one is not None
+            results = one.results
+            self._read_log()
+            if GONE in results[-1] and tries_left:
+                self._finished = None
+                continue
+            if one.path.exists() and grade_of_doubt(one.path):
+                results = [{REASON: "a trouble began before it was saved"}]
             try:
-                results = self._evaluate(path)
-                if self._ends.is_set():
-                    return
-                self._read_log()
-                if GONE in results[-1] and tries_left:
-                    continue
-                if path.exists() and grade_of_doubt(path):
-                    results = [{REASON: "a trouble began before it was saved"}]
-                found = self._events_of(step, kind, results, time.monotonic() - began, saved_at)
-            except Exception as error:  # as without memory for a process, or room for its log
-                self._failures = (step, self._failures[1] + 1 if self._failures[0] == step else 1)
-                if self._failures[1] < _TRIES:
-                    raise
-                results = [{REASON: f"it failed {_TRIES} times: {type(error).__name__}: {error}"}]
-                found = self._events_of(step, kind, results, time.monotonic() - began, saved_at)
-            self._log_all(step, saved_at, found)
+                found = self._events_of(one, results)
+            except (KeyError, TypeError, ValueError, AttributeError) as error:  # the same next time
+                results = [{REASON: f"its answers cannot be used: {type(error).__name__}: {error}"}]
+                found = self._events_of(one, results)
+            self._finished = None
+            self._log_all(one.step, one.saved_at, found)
             return
+
+    def _evaluate_next(self) -> bool:
+        """Evaluate the save that is due. Returns False if none is, or the job ends."""
+        found = self._due.find(self._folder, time.time())
+        self._report_unusable()
+        if found is None or self._ends.is_set():
+            return False
+        step, kind, path = found
+        began, saved_at = time.monotonic(), self._due.saved_at(step)
+        try:
+            results = self._evaluate(path)
+        except Exception as error:  # as without memory for a process, or room for its log
+            self._failures = (step, self._failures[1] + 1 if self._failures[0] == step else 1)
+            if self._failures[1] < _TRIES:
+                raise
+            results = [{REASON: f"it failed {_TRIES} times: {type(error).__name__}: {error}"}]
+        self._finished = _Finished(step, kind, path, saved_at, results, time.monotonic() - began)
+        return not self._ends.is_set()
 
     def _report_unusable(self) -> None:
         """Log and report the saves that are due and cannot be used."""
@@ -201,16 +229,15 @@ class BackgroundEvaluations:
 
     # -- results --
 
-    def _events_of(
-        self, step: int, kind: SaveKind, results: list[dict[str, Any]], seconds: float, saved_at: float | None
-    ) -> list[tuple[str, dict[str, Any]]]:
-        """Report the results of the save of `step`, which was logged at `saved_at`, and return their events."""
-        *found, last = results
+    def _events_of(self, one: _Finished, results: list[dict[str, Any]]) -> list[tuple[str, dict[str, Any]]]:
+        """Report the results of an evaluation, and return their events. results: to be taken for those of `one`."""
+        step, kind, (*found, last) = one.step, one.kind, results
         reason = last.get(REASON, "the save was removed while it was read")
         by_kind = {result["kind"]: result for result in found}
         evaluation, tasks = by_kind.get(events.EVALUATION), by_kind.get(events.TASK_SCORES)
-        end = {"step": step, "what": kind, "seconds": round(seconds, 3), "reason": reason, "void": False, "best": None}
-        if self._due.saved_at(step) == saved_at:
+        seconds = round(one.seconds, 3)
+        end = {"step": step, "what": kind, "seconds": seconds, "reason": reason, "void": False, "best": None}
+        if self._due.saved_at(step) == one.saved_at:
             end["best"] = self._best(step, kind, evaluation, tasks)
             if line := _line(evaluation, tasks):
                 report(self._say, f"held-out  step {step}, in the background: {line}")

@@ -191,6 +191,34 @@ def test_a_process_that_does_not_start_is_tried_again_but_not_for_ever(launch, m
     assert [one["step"] for one in job.ended(2)] == [5, 6]
 
 
+@pytest.mark.parametrize("part", ["pinned_steps", "grade_of_doubt"])
+def test_a_folder_that_does_not_answer_throws_no_result_away(launch, monkeypatch, tmp_path, part):
+    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
+    plain, calls, mark = getattr(evaluations, part), [], tmp_path / "runs"
+
+    def answers_late(*args):
+        calls.append(args)
+        if len(calls) <= 4:
+            raise OSError(5, "Input/output error")
+        return plain(*args)
+
+    monkeypatch.setattr(evaluations, part, answers_late)
+    job = launch(keep_best="bpb")
+    job.save(5, f"open({str(mark)!r}, 'a').write('x'); {answers(SCORE, DONE)}")
+    assert [one["reason"] for one in job.ended()] == [""] and mark.read_text() == "x"
+    assert best_of(job, 1) == [(5, True, [])]
+    assert len([line for line in job.lines if "Input/output error" in line]) == 1
+
+
+def test_answers_that_cannot_be_understood_are_not_tried_for_ever(launch, monkeypatch):
+    monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
+    job = launch()
+    job.save(5, answers({"bpb": 1.0}, DONE))
+    assert "KeyError" in job.ended()[0]["reason"]
+    job.save(6, answers(SCORE, DONE))
+    assert [(one["step"], one["reason"]) for one in job.ended(2)][1] == (6, "")
+
+
 def test_a_full_disk_repeats_no_evaluation_and_doubles_no_event(launch, monkeypatch, tmp_path):
     monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
     written = []
