@@ -68,8 +68,11 @@ class DeviceWatch:
                 for name in list(readers):
                     try:
                         values[name] = float(readers[name](nvml, gpu))
-                    except (nvml.NVMLError, AttributeError, TypeError, ValueError):  # this GPU or driver has it not
+                    except AttributeError:  # these bindings have it not
                         del readers[name]
+                    except (nvml.NVMLError, TypeError, ValueError) as error:
+                        if getattr(error, "value", None) == nvml.NVML_ERROR_NOT_SUPPORTED:  # other errors may pass
+                            del readers[name]
                 self._newest = time.monotonic(), values
                 self._ends.wait(self._every)
         except Exception:  # nothing that observes ends a run

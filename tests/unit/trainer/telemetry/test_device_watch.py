@@ -12,7 +12,8 @@ DEVICE = {metric.name for metric in METRICS if metric.name.startswith("device/")
 
 
 class NVMLError(Exception):
-    pass
+    def __init__(self, value):
+        self.value = value
 
 
 def bindings(**changes) -> ModuleType:
@@ -21,6 +22,7 @@ def bindings(**changes) -> ModuleType:
     counts = {0: 3, 1: 1}
     vars(found).update(
         NVMLError=NVMLError,
+        NVML_ERROR_NOT_SUPPORTED=3,
         NVML_CLOCK_SM=1,
         NVML_CLOCK_MEM=2,
         NVML_TEMPERATURE_GPU=0,
@@ -84,13 +86,32 @@ def test_all_numbers_of_a_gpu(watch):
 
 
 def refuses(*_):
-    raise NVMLError("not supported")
+    raise NVMLError(3)
 
 
 def test_what_a_gpu_does_not_have_is_left_out(watch):
-    module = bindings(nvmlDeviceGetTotalEccErrors=refuses, nvmlDeviceGetCurrentClocksThrottleReasons=None)
+    module = bindings(nvmlDeviceGetTotalEccErrors=refuses)
+    del module.nvmlDeviceGetCurrentClocksThrottleReasons
     missing = {"device/ecc_corrected", "device/ecc_uncorrected", "device/throttle_reasons"}
     assert DEVICE - reading(watch(module=module)).keys() == missing
+
+
+def test_an_error_that_passes_costs_one_reading_of_its_number(watch):
+    calls = []
+
+    def temperature(gpu, sensor):
+        calls.append(sensor)
+        if len(calls) == 1:
+            raise NVMLError(999)
+        return 64
+
+    one = watch(module=bindings(nvmlDeviceGetTemperature=temperature))
+    reading(one)
+    deadline = time.monotonic() + 30
+    while "device/temperature_celsius" not in one._newest[1]:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert one._newest[1].keys() == DEVICE
 
 
 @pytest.mark.parametrize("module", [None, bindings(nvmlInit=refuses)], ids=["not installed", "no driver"])
