@@ -255,6 +255,8 @@ class RunLoop:
             self.done = self.saved = go_back(self.trainer, self.done)
             if self.trainer.recorder is not None:
                 self.trainer.recorder.went_back(self.done + 1)
+            if self.trainer.route_flips is not None:
+                self.trainer.route_flips.went_back()
             self._is_damaged = False
         elif self._evaluation_is_due:  # also before a stop: a later attempt continues after this step
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)

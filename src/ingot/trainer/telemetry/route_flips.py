@@ -1,7 +1,8 @@
 """The share of routes that flip between two checks: experts that a token of the fixed batch of held-out text goes to
 now, and did not at the check before. Late in training few routes change; a jump shows that routers are unstable.
 
-Each rank compares its own tokens in its own layers. The first check of an attempt has none to compare with.
+Each rank compares its own tokens in its own layers. The first check of an attempt, and the first after a roll-back,
+have none to compare with.
 """
 
 from collections.abc import Iterator, Mapping
@@ -38,8 +39,12 @@ class RouteFlips:
     def _look(self, router: nn.Module, arguments: Any, routing: Any) -> None:
         self._now.append(routing.experts_MK.to(torch.int32))
 
+    def went_back(self) -> None:
+        """Forget the last check: it may be of steps that are void now. On all ranks."""
+        self._before = []
+
     def share(self) -> float | None:
-        """Return the share of routes, over all ranks, that the check before did not have; None at the first check.
+        """Return the share of routes, over all ranks, that the check before did not have; None without it.
         Collective; the host waits for the device."""
         now, self._now = [experts.cpu().numpy() for experts in self._now], []
         flipped, routes = 0, 0

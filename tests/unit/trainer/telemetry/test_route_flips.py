@@ -32,3 +32,6 @@ def test_the_share_of_experts_that_a_token_did_not_have_before():
     assert check([[1, 7], [2, 3]], [[8, 9]]) == pytest.approx(3 / 6)
     assert check([[1, 7], [2, 3]], [[8, 9]]) == 0.0
     assert check([[1, 7]]) is None  # another batch
+    flips.went_back()
+    assert check([[1, 7]]) is None  # the check before is void
+    assert check([[1, 7]]) == 0.0
