@@ -32,7 +32,7 @@ from ingot.trainer.evaluate import evaluate, run_logits, run_nats, sample_prompt
 from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.loader.retry import DataTrouble
 from ingot.trainer.loss_terms import log_loss_terms
-from ingot.trainer.mesh.collectives import gather_from
+from ingot.trainer.mesh.collectives import gather_from, sum_over_ranks
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import RunParts
 from ingot.trainer.record import Interval, record_check, record_layers, record_line
@@ -106,11 +106,11 @@ def log_interval(
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
     sizes = trainer.update_size.read() if trainer.update_size is not None else (0.0, 0.0)
     asked = trainer.layer_sizes is not None and trainer.layer_sizes.take_request()
-    sources = trainer.source_loss.take() if trainer.source_loss is not None else ()
-    more = (*sizes, damaged, *still, asked, *sources)
+    more = (*sizes, damaged, *still, asked)
     rows = log_waits(trainer, step, interval, waits, more, step_seconds=step_seconds)
     any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:5]
-    record_line(trainer, recent, numbers, progress, rows[:, :2], rows[:, 6:].sum(0))
+    by_source = sum_over_ranks(trainer.source_loss.take()) if trainer.source_loss is not None else None
+    record_line(trainer, recent, numbers, progress, rows[:, :2], by_source)
     record_layers(trainer, asked=bool(rows[:, 5].any()))
     if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)

@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from ingot.config import to_toml
+from ingot.plugins.callback import Verdict
 from ingot.schema.arch import Moe
 from ingot.schema.metric_settings import MetricSettings
 from ingot.schema.metrics import read_series
 from ingot.schema.parallel import Parallel
 from ingot.theory.rules import load_run
+from ingot.trainer import log, record
 from ingot.trainer.loop import RunLoop
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.mesh.step_times import StepTimes
@@ -169,11 +171,28 @@ def test_a_part_that_is_computed_once_more_counts_once(fork_ranks, make_run):
         assert values_of(folder, name) == values_of(plain, name)
 
 
+def test_sources_add_no_column_to_the_numbers_of_every_rank(fork_ranks, make_run):
+    """Only their sums are used, so their traffic does not grow with the number of ranks."""
+
+    def widths(rank, ranks, folder, sources):
+        seen, gather = set(), log.gather_from
+        log.gather_from = lambda ranks, array: seen.add(len(array)) or gather(ranks, array)
+        if not sources:
+            record.recorded_sources = lambda manifest: ([], np.zeros(len(manifest.shards), np.int64))
+        run_rank(rank, ranks, folder, 2)
+        return seen
+
+    ((with_sources,),) = fork_ranks(widths, 1, make_run(), True)
+    ((without,),) = fork_ranks(widths, 1, make_run("without"), False)
+    assert with_sources == without
+
+
 def test_the_routes_of_experts_change_from_check_to_check(fork_ranks, make_run):
+    """After a roll-back there is no check to compare with: the one before may be of void steps."""
     folder = make_run(guard={"sanity_every": 1}, every_steps=3)
     config = load_run(folder.config)
     folder.config.write_text(to_toml(replace(config, model=replace(config.model, moe=MOE))))
-    fork_ranks(run_rank, 1, folder)
+    fork_ranks(run_rank, 1, folder, None, {8: Verdict.ROLL_BACK})
     checks = [int(step) for one in read_series(folder.metrics, None, "eval/sanity_loss") for step in one.first]
     flips = values_of(folder, "experts/route_flips")
-    assert list(flips) == checks[1:] and 0 < max(flips.values()) < 1
+    assert checks == [3, 6, 9, 12] and list(flips) == [6, 12] and 0 < max(flips.values()) < 1
