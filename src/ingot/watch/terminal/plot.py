@@ -48,13 +48,16 @@ def plot_pixels(width: int, canvas: Canvas) -> int:
     return max(width - _LABEL, 1) * canvas.glyphs.dots[0]
 
 
-def draw_chart(canvas: Canvas, chart: WatchChart, x: int, y: int, width: int, height: int) -> None:
-    """Draw a chart into the cells from (x, y) on: a title, the plot, marks of incidents, and the steps."""
+def draw_chart(
+    canvas: Canvas, chart: WatchChart, x: int, y: int, width: int, height: int, runs: Sequence[str] = ("",)
+) -> None:
+    """Draw a chart into the cells from (x, y) on: a title, the plot, marks of incidents, and the steps. runs: the names
+    of its runs, by number."""
     style = "bold"
     after = canvas.put(x, y, chart.title, style, width)
     if chart.unit:
         after = canvas.put(after, y, f", {chart.unit}", "dim", width - (after - x))
-    _draw_legend(canvas, chart, after + 2, y, x + width)
+    _draw_legend(canvas, chart, after + 2, y, x + width, runs)
     lines = [line for line in chart.lines if len(line.points.steps)]
     inner, rows = width - _LABEL, height - 2 - bool(chart.marks)
     if not lines or inner < 8 or rows < 2:
@@ -80,15 +83,18 @@ def draw_chart(canvas: Canvas, chart: WatchChart, x: int, y: int, width: int, he
     canvas.put(x + width - len(last), bottom, last, "dim", len(last))
 
 
-def _draw_legend(canvas: Canvas, chart: WatchChart, x: int, y: int, end: int) -> None:
-    """Write the names of the lines, each with the character that draws it."""
-    several = len({line.run for line in chart.lines}) > 1
-    named = dict.fromkeys((line.style, line.run if several else 0, line.name) for line in chart.lines)
-    for style, run, name in sorted(named, key=lambda one: -_ORDER.index(one[0])):
+def _draw_legend(canvas: Canvas, chart: WatchChart, x: int, y: int, end: int, runs: Sequence[str]) -> None:
+    """Write the names of the lines, each with the character that draws it; of several runs, their names first, because
+    their lines differ by color."""
+    own = sorted({line.run for line in chart.lines})
+    named = sorted(dict.fromkeys((line.style, line.name) for line in chart.lines), key=lambda one: -_ORDER.index(one[0]))
+    texts = [(runs[run], _style("main", run, one_run=False)) for run in own] if len(runs) > 1 else []
+    for style, name in named:
         text = f"{_ASCII[style]} {name}" if not canvas.glyphs.braille else name
-        if x + len(text) > end:
-            continue
-        x = canvas.put(x, y, text, _style(style, run, one_run=not several)) + 2
+        texts.append((text, "dim" if len(own) > 1 else _style(style, own[0], one_run=True)))
+    for text, look in texts:
+        if x + len(text) <= end:
+            x = canvas.put(x, y, text, look) + 2
 
 
 def _style(style: str, run: int, *, one_run: bool) -> str:

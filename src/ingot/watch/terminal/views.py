@@ -104,7 +104,7 @@ class WatchScreen:
             done = f"step {own.step:,}" + (f" of {own.steps:,} ({own.step / own.steps:.0%})" if own.steps else "")
             x = canvas.put(x, y, done) + 2
             note = _silence(run, now) or own.note
-            if x + len(note) > canvas.width:
+            if note and x + len(note) > canvas.width:
                 x, y = 2, y + 1
             canvas.put(x, y, note, "yellow")
             y += 1
@@ -137,7 +137,8 @@ class WatchScreen:
             row, column = divmod(number, columns)
             found = chart(self.runs, key, self._first_step(), None, plot_pixels(width, canvas))
             if found is not None:
-                draw_chart(canvas, found, column * (width + 2), y + row * height, width, height)
+                names = [run.name for run in self.runs]
+                draw_chart(canvas, found, column * (width + 2), y + row * height, width, height, names)
         return y + rows * height
 
     def _first_step(self) -> int:
@@ -176,11 +177,14 @@ class WatchScreen:
 
     def _draw_keys(self, canvas: Canvas) -> None:
         y, x = canvas.height - 1, 0
-        for number, view in enumerate(VIEWS):
-            x = canvas.put(x, y, f"{number + 1} {view.title}", "reverse" if number == self.view else "dim") + 1
         more = "+/- zoom  q quit" if canvas.width >= 100 else "q quit"
-        if x + len(more) <= canvas.width:
-            canvas.right(y, more, "dim")
+        titled = [f"{number} {view.title}" for number, view in enumerate(VIEWS, 1)]
+        plain = [str(number) for number in range(1, len(VIEWS) + 1)]
+        own = [*plain[: self.view], titled[self.view], *plain[self.view + 1 :]]
+        fits = (texts for texts in (titled, own) if len(" ".join((*texts, more))) <= canvas.width)
+        for number, text in enumerate(next(fits, plain)):
+            x = canvas.put(x, y, text, "reverse" if number == self.view else "dim") + 1
+        canvas.right(y, more, "dim")
 
 
 def _silence(run: LiveRun, now: float) -> str:

@@ -94,6 +94,18 @@ def test_every_view_fits_every_screen(run):
     assert "too small" in screen(run, width=12, height=30).lines()[0] + screen(run, width=40, height=3).lines()[0]
 
 
+def test_the_way_out_and_the_names_of_several_runs_are_shown(run, tmp_path):
+    for width in (30, 60, 80, 120):
+        for view in range(1, len(VIEWS) + 1):
+            keys = screen(run, view, width=width).lines()[-1]
+            assert keys.rstrip().endswith(" q quit") and all(f"{number}" in keys for number in range(1, 10)), keys
+    assert "2 loss" in screen(run, 2, width=60).lines()[-1]
+    assert screen(run, width=30, height=8).lines()[1].strip()  # no empty line where a state is cut off
+    other = LiveRun(write_run(tmp_path, name="other").root).read_all()
+    shown = WatchScreen([run, other], UNICODE).draw(80, 24, START + 100).lines()
+    assert "Loss, nats per token  demo  other  training loss" in "\n".join(shown)
+
+
 def test_the_views_show_what_their_names_promise(run):
     text = {view.title: "\n".join(screen(run, n, height=60).lines()) for n, view in enumerate(VIEWS, 1)}
     assert "demo  finished  step 60 of 100 (60%)" in text["run"] and "the loss rose to 50" in text["run"]
