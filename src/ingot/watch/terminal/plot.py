@@ -87,9 +87,9 @@ def _draw_legend(canvas: Canvas, chart: WatchChart, x: int, y: int, end: int, ru
     """Write the names of the lines, each with the character that draws it; of several runs, their names first, because
     their lines differ by color."""
     own = sorted({line.run for line in chart.lines})
-    named = sorted(dict.fromkeys((line.style, line.name) for line in chart.lines), key=lambda one: -_ORDER.index(one[0]))
+    named = dict.fromkeys((line.style, line.name) for line in chart.lines)
     texts = [(runs[run], _style("main", run, one_run=False)) for run in own] if len(runs) > 1 else []
-    for style, name in named:
+    for style, name in sorted(named, key=lambda one: -_ORDER.index(one[0])):
         text = f"{_ASCII[style]} {name}" if not canvas.glyphs.braille else name
         texts.append((text, "dim" if len(own) > 1 else _style(style, own[0], one_run=True)))
     for text, look in texts:
