@@ -22,7 +22,7 @@ from ingot.machine.processes import die_with_parent
 from ingot.observe.patience import LogPlace, PatientCalls, RunEnds, SinkCall
 from ingot.observe.run_id import run_id_of
 from ingot.observe.scalars import scalars_of
-from ingot.observe.sink_state import SinkStateFile
+from ingot.observe.sink_state import MOST_TRIED, SinkStateFile
 from ingot.plugins.load import load_plugins
 from ingot.plugins.registry import options_of, resolve
 from ingot.plugins.sink import SINKS, Sink, SinkLimits, SinkPlace, split_limits
@@ -54,7 +54,8 @@ class EventDelivery:
         self.state = state = states.read()
         self._events = NewEvents(folder.events, position=state.position, most_bytes=_MOST_BYTES)
         self._at = LogPlace(state.position, state.begun, 0)
-        self._given, self._tries = state.done, state.tries  # by earlier processes: calls of the first event
+        self._given = state.done  # by earlier processes: calls of the first event
+        self._tries = {(position, done): tries for position, done, tries in state.tried}  # of earlier processes
         self._calls = PatientCalls(self._begin, self._note, wait)
         self._calls.sent, self._calls.left_out = state.sent, state.left_out
         self._opened = -1
@@ -86,11 +87,15 @@ class EventDelivery:
             self._at = self._at._replace(done=number)
             if number < given:
                 continue
-            if self._tries >= _MOST_TRIES:
+            tries = self._tries.get(place := (self._at.position, number), 0)
+            if tries < _MOST_TRIES:
+                is_empty = getattr(type(self._sink), method, None) is getattr(Sink, method)
+                self._calls.give(SinkCall(method, call, self._at, is_empty))
+            elif tries == _MOST_TRIES:
                 self._calls.left_out += 1
-            else:
-                self._calls.give(SinkCall(method, call, self._at))
-            self._tries = 0
+                self._tries[place] = tries + 1  # another process may come here again, and counts it no more
+        if len(self._tries) >= MOST_TRIED:  # no more of them can be recorded before a call that is held
+            self._calls.decide(0.0)
         self._at = LogPlace(position, begun, 0)
         self._record()
 
@@ -108,9 +113,9 @@ class EventDelivery:
         facts = {key: value for key, value in event.items() if key not in ("kind", "step")}
         yield "event", lambda: self._sink.event(event["kind"], step, facts)
 
-    def _begin(self) -> None:
+    def _begin(self, place: LogPlace) -> None:
         self._live()
-        self._record(self._tries + 1)
+        self._record(place)
 
     def _live(self) -> None:
         """Give a sign of life, unless there was one just now."""
@@ -118,11 +123,17 @@ class EventDelivery:
             self._answered_at = now
             self._answer({"alive": True})
 
-    def _record(self, tries: int = 0) -> None:
-        """Record the counts, and the first place whose call has not been decided."""
+    def _record(self, begun: LogPlace | None = None) -> None:
+        """Record the counts, and the first place whose call has not been decided. begun: the place of a call that may
+        end this process."""
         state, calls = self.state, self._calls
         state.position, state.begun, state.done = min(self._at, calls.first_held or self._at)
-        state.tries, state.sent, state.left_out = tries, calls.sent, calls.left_out
+        state.sent, state.left_out = calls.sent, calls.left_out
+        first, tries = (state.position, state.done), self._tries
+        if begun is not None:
+            place = begun.position, begun.done
+            tries = tries | {place: tries.get(place, 0) + 1}
+        state.tried = [[*place, number] for place, number in sorted(tries.items()) if place >= first][-MOST_TRIED:]
         self._states.write(state)
 
     def _numbers(self, step: int, event: Mapping[str, Any]) -> tuple[dict[str, float], int]:
@@ -138,7 +149,7 @@ class EventDelivery:
 
     def _note(self, error: Exception) -> None:
         """Take in the error of a call, which did return: it does not count as one that ends processes."""
-        self._record(self._tries)
+        self._record()
         self.report(error)
 
     def report(self, error: Exception) -> None:

@@ -3,28 +3,39 @@
 import contextlib
 import json
 import os
-from dataclasses import asdict, dataclass, fields
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
-_BYTES = 256  # of the file, always: it is written in place, which needs no room on a full disk
+_BYTES = 512  # of the file, always: it is written in place, which needs no room on a full disk
 
 
 @dataclass(kw_only=True)
 class SinkState:
     """position: of the event log, after the last event of which the sink has everything. begun: starts of ranks and
-    roll-backs until there. done: the calls of the next event that returned, or were left out. tries: the processes that
-    began the next call of it, and ended before it returned. sent, left_out: all calls that returned, and all that never
+    roll-backs until there. done: the calls of the next event that returned, or were left out. tried: calls that began in
+    processes which ended before they returned, as [position, done, number of processes], by place. They may be further
+    on than `position`, which is before a call that waits. sent, left_out: all calls that returned, and all that never
     will."""
 
     position: int = 0
     begun: int = 0
     done: int = 0
-    tries: int = 0
     sent: int = 0
     left_out: int = 0
+    tried: list[list[int]] = field(default_factory=list)
 
 
-_NAMES = tuple(one.name for one in fields(SinkState))
+MOST_TRIED = 8  # places of SinkState.tried: that is what the file has room for
+_NUMBERS = ("position", "begun", "done", "sent", "left_out")
+
+
+def _state_of(found: Mapping[str, Any]) -> SinkState:  # of other versions, too
+    tried = [[max(int(number), 0) for number in place] for place in found.get("tried", [])]
+    if any(len(place) != 3 for place in tried):
+        raise ValueError(f"tried {tried}")
+    return SinkState(**{name: max(int(found.get(name, 0)), 0) for name in _NUMBERS}, tried=tried[-MOST_TRIED:])
 
 
 class SinkStateFile:
@@ -36,8 +47,7 @@ class SinkStateFile:
     def read(self) -> SinkState:
         """Return the recorded state; a new one if there is none that can be read."""
         try:
-            found = json.loads(os.pread(self._fd, _BYTES, 0))
-            return SinkState(**{name: max(int(found.get(name, 0)), 0) for name in _NAMES})  # of other versions, too
+            return _state_of(json.loads(os.pread(self._fd, _BYTES, 0)))
         except (OSError, ValueError, TypeError, AttributeError, OverflowError):
             return SinkState()
 

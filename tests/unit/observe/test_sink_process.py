@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 from tests.expect import refused
 
+from ingot.observe import patience
 from ingot.observe.patience import RunEnds
 from ingot.observe.sink_process import EventDelivery, make_sink, public_settings
-from ingot.observe.sink_state import SinkStateFile, read_sink_state
+from ingot.observe.sink_state import MOST_TRIED, SinkState, SinkStateFile, read_sink_state
 from ingot.observe.sinks.jsonl import JsonlSink
 from ingot.plugins.sink import Sink, SinkPlace
 from ingot.plugins.sink_options import JsonlOptions
@@ -219,10 +220,76 @@ def test_a_call_that_ends_three_processes_is_left_out(run):
     assert (delivery.state.sent, delivery.state.left_out) == (8, 1)
 
 
+def test_a_call_that_ends_processes_is_left_out_while_an_earlier_one_is_held(run):
+    deliver, log = run
+    log.start()
+    log.write(events.SAMPLE, step=1, prompt="Once", text="upon a time")
+    for step in (1, 2, 3, 4):
+        log.line(step)
+
+    class Ends(Recorder):
+        def scalars(self, step, tokens, values):
+            if step in (2, 3) and "train/loss" in values:
+                raise SystemExit
+            super().scalars(step, tokens, values)
+
+    for _ in range(6):
+        with pytest.raises(SystemExit):
+            deliver(Ends("text"))
+    for _ in range(2):  # the second one begins with the held call, too, and counts nothing twice
+        sink = Ends("text")
+        delivery = deliver(sink)
+        assert [step for step, *_ in sink.of("scalars")] == [1, 1, 1, 2, 2, 3, 3, 4, 4, 4]
+        assert (delivery.state.left_out, delivery.is_whole) == (2, False)
+    assert deliver(Ends()).is_whole
+
+
+def test_a_kill_loses_no_call_that_is_held(run):
+    deliver, log = run
+    log.start()
+    for step in (1, 2):
+        log.write(events.SAMPLE, step=step, prompt="Once", text="upon a time")
+
+    class Ends(Recorder):
+        def text(self, step, name, text):
+            if step == 1:
+                raise SystemExit if self.of("text") else OSError("no text")
+            super().text(step, name, text)
+
+    with pytest.raises(SystemExit):
+        deliver(Ends())
+    sink = Recorder()
+    assert deliver(sink).state.left_out == 0 and [step for step, *_ in sink.of("text")] == [1, 2]
+
+
+def test_a_call_that_is_held_for_long_is_left_out_unless_no_other_call_shows_a_fault(run, monkeypatch):
+    deliver, log = run
+    monkeypatch.setattr(patience, "_HELD_SECONDS", 0.0)
+
+    class TextAlone(Sink):
+        def text(self, step, name, text):
+            raise OSError("no text")
+
+    log.start()
+    log.write(events.SAMPLE, step=1, prompt="Once", text="upon a time")
+    log.line(1)
+    assert not deliver(TextAlone(None, None)).is_whole  # pyright: ignore[reportArgumentType]
+    delivery = deliver(Recorder("text"))
+    assert delivery.is_whole and delivery.state.left_out == 1
+
+
 def test_a_state_of_another_version_keeps_its_place(tmp_path):
-    (tmp_path / "x.json").write_text('{"position": 7, "begun": 2, "sent": 5, "left_out": 1, "pending": 1}')
+    (tmp_path / "x.json").write_text('{"position": 7, "begun": 2, "sent": 5, "left_out": 1, "tries": 1}')
     state = read_sink_state(tmp_path / "x.json")
-    assert (state.position, state.begun, state.sent, state.tries) == (7, 2, 5, 0)
+    assert (state.position, state.begun, state.sent, state.tried) == (7, 2, 5, [])
+
+
+def test_the_file_of_a_state_has_room_for_all_of_it(tmp_path):
+    most = 10**13
+    tried = [[most, 9, 4]] * MOST_TRIED
+    state = SinkState(position=most, begun=most, done=9, sent=most, left_out=most, tried=tried)
+    SinkStateFile(tmp_path / "x.json").write(state)
+    assert read_sink_state(tmp_path / "x.json") == state
 
 
 def test_a_state_that_is_damaged_begins_anew(tmp_path):
