@@ -73,7 +73,7 @@ class SinkKeeper:
         elif self._end_by is not None and now >= self._end_by:
             self._trouble("hung", f"did not close in {self.limits.close_seconds:g} s at the end of the run")
             self._kill()
-        elif now >= self._hung_at():
+        elif self._end_by is None and now >= self._hung_at():  # while it closes, it gives no sign of life
             self._trouble("hung", f"a call took longer than {self.limits.timeout_seconds:g} s; started again")
             self._kill()
             self._wait(now)

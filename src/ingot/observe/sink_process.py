@@ -198,7 +198,7 @@ def main(root: str, name: str) -> int:
         signal.signal(number, signal.SIG_IGN)  # a scheduler may signal all processes of a job: the feed decides
     answers = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # what libraries print goes to the log
-    ends = threading.Event()
+    ends = _RunEnd()
     threading.Thread(target=_wait_for_end, args=(sys.stdin.buffer, ends), daemon=True).start()
 
     def answer(fact: Mapping[str, Any]) -> None:
@@ -225,9 +225,24 @@ def main(root: str, name: str) -> int:
         traceback.print_exc()
         answer({"refused": described(error)})
         return 1
-    delivery.close(limits.close_seconds)
+    delivery.close(max(limits.close_seconds - ends.seconds_since, 0.0))
     answer({"closed": True, "whole": whole and delivery.is_whole})
     return 0
+
+
+class _RunEnd(threading.Event):
+    """Set when the feed says that the run ends."""
+
+    _at = 0.0
+
+    def set(self) -> None:
+        self._at = time.monotonic()
+        super().set()
+
+    @property
+    def seconds_since(self) -> float:
+        """The seconds since it was set."""
+        return time.monotonic() - self._at
 
 
 class _Pauses:

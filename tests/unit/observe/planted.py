@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable
 from pathlib import Path
+from socket import create_server
 from typing import Any
 
 from tests.unit.plugins.test_registry import RUN
@@ -65,6 +66,11 @@ def write_ranks(folder: RunFolder, ranks: int, step: int = 3) -> None:
         )
         table.add(step, time.time(), dict.fromkeys(RANK_METRICS, rank + 1.0))
         table.close()
+
+
+def free_port() -> int:
+    with create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
 
 
 def eventually(holds: Callable[[], object], seconds: float = 60.0) -> None:

@@ -77,6 +77,27 @@ def test_a_run_that_ended_at_once_is_sent(tmp_path):
     assert len((folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+def test_a_close_may_take_longer_than_a_call_and_has_the_time_that_is_left(tmp_path):
+    own = """
+class Slow(Own):
+    def event(self, kind, step, facts):
+        if kind == "finished": time.sleep(0.5)
+    def close(self, deadline):
+        (self.place.own / "deadline").write_text(str(deadline))
+        time.sleep(3)
+
+SINKS.register(SinkPart(name="slow", make=Slow))
+"""
+    folder = planted(tmp_path, "[sinks.slow]\ntimeout_seconds = 1\nclose_seconds = 60\n", own)
+    log = PlantedRun(folder)
+    log.start()
+    feed = start(folder.root)
+    eventually(lambda: read_sink_state(folder.sinks / "slow.json").sent == 3)
+    log.write(events.FINISHED, step=1, seconds=1.0)
+    assert feed.communicate("end\n", timeout=90)[0] == ""
+    assert 0 < float((folder.sinks / "slow" / "deadline").read_text()) < 60
+
+
 def test_nothing_is_left_after_the_supervisor_is_killed(tmp_path):
     own = "SINKS.register(SinkPart(name='own', make=Own))\n"
     folder = planted(tmp_path, "[sinks.own]\n", own)

@@ -4,24 +4,19 @@ import threading
 import time
 import urllib.request
 from pathlib import Path
-from socket import create_server
 
 import pytest
 
+from ingot.events import read_events
 from ingot.observe.sinks.prometheus import PrometheusSink
 from ingot.plugins.sink import SinkPlace
 from ingot.plugins.sink_options import PrometheusOptions
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 
-from .planted import PlantedRun, write_ranks
+from .planted import PlantedRun, free_port, write_ranks
 
 parser = pytest.importorskip("prometheus_client.parser", reason="pip install -c constraints.txt '.[prometheus]'")
-
-
-def free_port() -> int:
-    with create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 def sink(root: Path, **options) -> PrometheusSink:
@@ -72,6 +67,8 @@ def test_a_process_that_begins_in_the_middle_of_an_attempt_has_what_the_rules_ne
     """The counters have neither what was counted before, nor what is old."""
     log = PlantedRun(RunFolder(tmp_path), world_size=8)
     log.start()
+    log.write(events.FINISHED, step=2, seconds=1.0)
+    log.start()
     log.line(3)
     log.write(events.FAULT, step=3)
     made = PrometheusSink(SinkPlace(run=tmp_path, own=tmp_path), PrometheusOptions(port=0, textfile="ingot.prom"))
@@ -79,6 +76,8 @@ def test_a_process_that_begins_in_the_middle_of_an_attempt_has_what_the_rules_ne
     for age in (1e6, 901.0, 10.0):
         made.event(events.RESTART, None, {"time": time.time() - age})
     made.event(events.PROGRESS, 1, {"time": time.time() - 3600})  # of before what the log has
+    for event in read_events(tmp_path / "events.jsonl", events.FINISHED):  # of the attempt before
+        made.event(events.FINISHED, 2, event)
     made.close(30.0)
     found = samples((tmp_path / "ingot.prom").read_text())
     assert found["ingot_run_ended",] == 0.0 and found["ingot_run_progress_timestamp_seconds",] > time.time() - 600

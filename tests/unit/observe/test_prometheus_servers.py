@@ -21,8 +21,7 @@ from ingot.plugins.sink_options import PrometheusOptions
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 
-from .planted import eventually, write_ranks
-from .test_prometheus import free_port
+from .planted import eventually, free_port, write_ranks
 
 FILES = FILE.parent
 

@@ -96,7 +96,9 @@ class PrometheusSink(Sink):
     def event(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
         is_fresh = facts["time"] > self._began - _FRESH_SECONDS
         with self._lock:
-            if facts["time"] > self._restored_at or events.ends_run(kind, facts):
+            began = self._state.get("ingot_run_started_timestamp_seconds", float("-inf"))
+            is_end = events.ends_run(kind, facts) and facts["time"] >= began  # and not that of an earlier attempt
+            if facts["time"] > self._restored_at or is_end:
                 self._take(kind, step, facts)
             self._counts[kind] += is_fresh
         if self._textfile and time.monotonic() >= self._written_at + _FILE_SECONDS:
