@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import os
 import sqlite3
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 from ingot.events import read_events
+from ingot.plugins.sink import SinkPlace
+from ingot.plugins.sink_options import TensorBoardOptions
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 
@@ -54,6 +57,31 @@ def test_tensorboard_shows_the_steps_of_the_last_attempt(tmp_path):
     assert [(row.step, row.value) for row in found.Scalars("train/loss")] == [(1, 2.0), (2, 3.0), (3, 2.5)]
     assert "perf/tokens_per_second" in found.Tags()["scalars"]
     assert found.Tensors("sample/Once")[0].tensor_proto.string_val == [b"upon a time"]
+
+
+@needs("tensorboard")
+def test_a_full_disk_costs_tensorboard_nothing(tmp_path, monkeypatch):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from ingot.observe.sinks.tensorboard import TensorBoardSink
+
+    sink = TensorBoardSink(SinkPlace(run=tmp_path, own=tmp_path), TensorBoardOptions())
+    sink.open("x", 1, {})
+    file = sink._file
+
+    class Full:
+        seek, truncate = file.seek, file.truncate
+        write = staticmethod(lambda data: os.write(file.fileno(), data[:5]))
+
+    for step in (1, 2):
+        monkeypatch.setattr(sink, "_file", Full)
+        with pytest.raises(OSError, match="only 5 of"):
+            sink.scalars(step, 16, {"train/loss": 2.0})
+        monkeypatch.undo()
+        sink.scalars(step, 16, {"train/loss": 2.0})
+        found = EventAccumulator(str(tmp_path))  # before the sink is closed
+        found.Reload()
+        assert [row.step for row in found.Scalars("train/loss")] == [1, 2][:step]
 
 
 @needs("mlflow")
