@@ -25,6 +25,11 @@ def printable(text: str) -> str:
     return _UNSAFE.sub("\ufffd", text)
 
 
+def metric_part(name: str) -> str:
+    """Return the name of a source as a part of a metric's name (schema/metric_files.py)."""
+    return re.sub(r"[^\w.-]", "_", name, flags=re.ASCII) or "_"
+
+
 def shown(value) -> str:
     """Return a value as an error shows it: its start, if it is long, and of a web address only that it is one: those
     of webhooks are secrets."""

@@ -1,5 +1,6 @@
 """The state of alerts over several processes: disks that hang or fill, the end of a launcher, a torn file."""
 
+import errno
 import os
 import threading
 from types import SimpleNamespace
@@ -21,10 +22,12 @@ TERMINAL = Alerts(terminal=True)
 @pytest.fixture
 def disk(monkeypatch):
     """The disk of the run: `free` bytes, once `answers` is set; it is asked all the time."""
-    found = SimpleNamespace(free=10**15, answers=threading.Event(), real=os.statvfs)
+    found = SimpleNamespace(free=10**15, error=None, answers=threading.Event())
 
     def statvfs(path):
         found.answers.wait(20)
+        if found.error is not None:
+            raise found.error
         return SimpleNamespace(f_bavail=found.free, f_frsize=1, f_blocks=10**15)
 
     found.answers.set()
@@ -56,6 +59,22 @@ def test_a_disk_that_does_not_answer_is_an_alert_and_holds_nothing(folder, out, 
     again = sink_of(folder, out[0])  # what the file has of disks gives the same once more, and fires nothing
     again.close(10, ended=False)
     assert len(records(folder)) == 2 and len(out[1]()) == 2
+
+
+def test_a_silent_disk_that_answers_with_an_error_is_another_alert(folder, out, disk, monkeypatch):  # noqa: F811
+    monkeypatch.setattr(disks, "ANSWER_SECONDS", 0.0)
+    disk.answers.clear()
+    history = begin(folder, TERMINAL)
+    history.lines(2)
+    write(folder, history)
+    sink = sink_of(folder, out[0])
+    sink.idle()
+    disk.error = OSError(errno.ESTALE, os.strerror(errno.ESTALE))
+    disk.answers.set()
+    wait_for(lambda: (sink.idle(), len(records(folder)) == 3)[1])
+    assert records(folder)[1:] == [(kinds.DISK_SILENT, RESOLVED), (kinds.DISK_ERROR, FIRED)]
+    assert '"ESTALE"' in folder.alerts.read_text()  # for a replay
+    sink.close(10, ended=False)
 
 
 def test_an_alert_of_a_disk_keeps_its_id_over_processes_and_is_over_once(folder, out, disk):  # noqa: F811

@@ -18,10 +18,11 @@ from ingot.cli.main import main
 from ingot.config import to_dict, to_toml
 from ingot.events import NewEvents
 from ingot.observe.alerts import kinds, outbox
-from ingot.observe.alerts.sink import AlertSink
+from ingot.observe.alerts.sink import UNREAD, AlertSink
 from ingot.schema import events
 from ingot.schema.alert_record import FIRED, RESOLVED, read_records, summarized
 from ingot.schema.alerting import Alerts, UrlChannel
+from ingot.schema.run import Data
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_json
 from ingot.trainer.interrupts import PendingSignals
@@ -56,7 +57,7 @@ def write(folder: RunFolder, history: History) -> None:
 def sink_of(folder: RunFolder, out: int) -> AlertSink:
     """A sink that has read the log so far."""
     sink = AlertSink(folder.root, out)
-    for event in NewEvents(folder.events).read():
+    for event in NewEvents(folder.events, without=UNREAD).read():
         sink.event(event)
     sink.idle()
     return sink
@@ -171,6 +172,20 @@ def test_old_trouble_is_written_and_sent_to_nobody_if_it_is_over(folder, out):
     assert [one.state for one in read_records(folder.alerts)] == [FIRED, RESOLVED, FIRED]
     (line,) = out[1]()
     assert "straggler (rank 1)" in line  # it is not over
+    folder.alerts_sent.unlink()
+    text = re.sub(r'"time": [\d.]+', f'"time": {time.time()}', folder.alerts.read_text())
+    folder.alerts.write_text(text)  # young, so only the mark keeps the next process from sending them
+    sink_of(folder, out[0]).close(10, ended=False)
+    assert len(out[1]()) == 1
+
+
+def test_a_drift_of_the_shares_that_the_run_records_is_an_alert(folder, out):
+    history = begin(folder, Alerts(terminal=True), data=Data(tokens="t", weights={"web": 1.0, "books": 99.0}))
+    for _ in range(3):
+        history.event(events.SOURCES, step=1, loss={"web": 2.0}, share={"web": 0.5})
+    write(folder, history)
+    sink_of(folder, out[0]).close(10, ended=False)
+    assert [(one.kind, one.subject) for one in read_records(folder.alerts)] == [(kinds.MIX_DRIFT, "web")]
 
 
 def test_time_that_passes_without_an_event_is_an_alert(folder, out, monkeypatch):

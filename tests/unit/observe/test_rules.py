@@ -13,7 +13,7 @@ from ingot.observe.alerts.rules import AlertRules
 from ingot.schema import alert, events
 from ingot.schema.alert_record import CRITICAL, FIRED, RESOLVED, WARNING
 from ingot.schema.alerting import Alerts
-from ingot.schema.run import Checkpoint
+from ingot.schema.run import Checkpoint, Data
 
 FINDING = {"step": 20, "found": ["loss spike"], "loss": 9.0, "grad_norm": 2.0, "loss_sigmas": 14.0, "norm_sigmas": 1.0,
            "norm_factor": 1.0, "skipped": True}  # fmt: skip
@@ -188,6 +188,34 @@ def test_a_source_that_drifts_from_its_weight(history):
     (fired,) = shares(0.81)
     assert (fired.kind, fired.subject, fired.value, fired.limit) == (kinds.MIX_DRIFT, "web", 0.81, 0.75)
     assert [one.state for _ in range(3) for one in shares(0.74)] == [RESOLVED]
+
+
+def test_shares_of_the_run_are_compared_by_the_names_of_metrics(history):
+    def shares(code: float):
+        return run.event(events.SOURCES, step=1, loss={}, share={"code_rust": code, "web": 1 - code})
+
+    run = history(data=Data(tokens="t", weights={"code/rust": 3.0, "web": 3.0}))
+    assert [found for _ in range(5) for found in shares(0.7)] == []  # of 40 sequences: less than 3 deviations
+    fired = [found for _ in range(3) for found in shares(0.9)]
+    assert {(one.kind, one.subject, one.limit) for one in fired} == {
+        (kinds.MIX_DRIFT, "code_rust", 0.5),
+        (kinds.MIX_DRIFT, "web", 0.5),
+    }
+
+
+def test_a_disk_that_answers_with_an_error(history):
+    def states(**answer) -> list[tuple[str, str]]:
+        return [(one.kind, one.state) for one in run.event("disk", path="/nfs", **answer)]
+
+    run = history()
+    assert states(silent_seconds=60.0) == [(kinds.DISK_SILENT, FIRED)]
+    stale = {"error": "ESTALE", "words": "Stale file handle"}
+    assert states(**stale) == [(kinds.DISK_SILENT, RESOLVED), (kinds.DISK_ERROR, FIRED)]
+    assert states(**stale) == []
+    assert states(free_bytes=1e15, total_bytes=1e15) == [(kinds.DISK_ERROR, RESOLVED)]
+    assert states(error="ENOENT", words="No such file or directory") == []
+    run = history(alerts=Alerts(disk_hours=0.0))
+    assert states(**stale) == []
 
 
 def test_goodput_counts_restarts_and_repeated_steps_but_not_stops(history):

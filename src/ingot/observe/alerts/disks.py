@@ -1,5 +1,6 @@
 """The free space of disks, asked in a thread for each: a mount that does not answer holds that thread, and no alert."""
 
+import errno
 import os
 import threading
 import time
@@ -25,7 +26,7 @@ class DiskLooks:
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """Yield, without waiting, an event for each disk that has answered since the last call, with `free_bytes` and
-        `total_bytes`, and every minute one for each that does not answer, with `silent_seconds`. They have no time."""
+        `total_bytes`, or with `error`, such as "ENOENT"; and every minute one for each that does not answer, with `silent_seconds`. They have no time."""
         for look in self._looks:
             if (found := look.answer()) is not None:
                 yield {"kind": DISK_EVENT, "path": str(look.path), **found}
@@ -47,7 +48,7 @@ class _Look:
         found, self._found = self._found, None
         if found is not None:
             self._asked_at = None
-            return found or None
+            return found
         now = time.monotonic()
         silent = 0.0 if self._asked_at is None else now - self._asked_at
         if silent <= ANSWER_SECONDS or now < self._silent_at + _AGAIN_SECONDS:
@@ -58,8 +59,8 @@ class _Look:
     def _run(self) -> None:
         try:
             found = os.statvfs(self.path)
-        except OSError:  # a path that is not there yet
-            self._found = {}
+        except OSError as error:
+            self._found = {"error": errno.errorcode.get(error.errno or 0, "OSError"), "words": error.strerror or str(error)}
             return
         free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
         self._found = {"free_bytes": free, "total_bytes": total}

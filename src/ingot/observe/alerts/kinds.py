@@ -29,6 +29,7 @@ CHECKPOINT_REFUSED = "checkpoint refused"
 CHECKPOINT_OLD = "checkpoint old"
 DISK = "disk filling"
 DISK_SILENT = "disk silent"
+DISK_ERROR = "disk error"
 LOW_MFU = "low mfu"
 COMMUNICATION = "communication"
 THROUGHPUT = "throughput"
@@ -90,6 +91,7 @@ KINDS = {
     CHECKPOINT_OLD: AlertKind(CRITICAL, _CHECKPOINTS, True),
     DISK: AlertKind(CRITICAL, "ingot ckpt gc {run}"),
     DISK_SILENT: AlertKind(CRITICAL, _STATUS),
+    DISK_ERROR: AlertKind(CRITICAL, _STATUS),
     LOW_MFU: AlertKind(WARNING, _SLOW, True),
     COMMUNICATION: AlertKind(WARNING, _SLOW, True),
     THROUGHPUT: AlertKind(WARNING, _SLOW, True),

@@ -4,6 +4,7 @@ Numbers of log lines are judged when `alerts.lines` of them in a row are beyond 
 attempt, which compiles. Ages are judged whenever time passes.
 """
 
+import math
 import re
 from collections import defaultdict, deque
 from collections.abc import Iterator, Mapping
@@ -21,10 +22,12 @@ from ingot.schema.run import RunConfig
 from ingot.theory.goodput import GoodputMeter
 from ingot.theory.late_lines import late_after_seconds
 from ingot.units import format_bytes, format_seconds, format_usd
+from ingot.value_names import metric_part
 
 _GOODPUT_AFTER_SECONDS = 3600.0  # one restart of a short run says nothing
 _MOST_SOURCES = 256
 _SHARE = re.compile(r"data/share/(.+)|data/(.+)/share")
+_DEVIATIONS = 3.0  # standard deviations of the share in random samples, which are no drift
 _BUCKET_SECONDS, _BUCKETS, _LEAST_BUCKETS = 600.0, 37, 7  # of free disk space: six hours, and judged after one
 _ROOM = 1.1  # of the newest checkpoint, that the next one needs
 
@@ -67,6 +70,14 @@ class _DiskSpace:
         return now * (last - first) / (before - now) / 3600 if before > now else None
 
 
+def _shares(weights: Mapping[str, float]) -> dict[str, float]:
+    """Return the share of each source, by the name that it has in metrics."""
+    total, found = sum(weights.values()), defaultdict[str, float](float)
+    for source, weight in weights.items() if total else ():
+        found[metric_part(source)] += weight / total
+    return dict(found)
+
+
 class LimitRules:
     """The limits of a run. plan: what was predicted for it; None if nobody knows."""
 
@@ -77,8 +88,7 @@ class LimitRules:
         self._rows = _Rows(run.alerts.lines)
         self._goodput = GoodputMeter(run.alerts.goodput_seconds)
         self._disks: dict[str, _DiskSpace] = {}
-        total = sum(run.data.weights.values())
-        self._weights = {name: weight / total for name, weight in run.data.weights.items()} if total else {}
+        self._weights = _shares(run.data.weights)
 
     def of(self, event: Mapping[str, Any]) -> Iterator[Verdict]:
         """Yield the verdicts of an event that the state of the run has taken in."""
@@ -97,6 +107,9 @@ class LimitRules:
             yield from self._communication(event)
         elif kind == events.METRICS:
             yield from self._mix(event["values"])
+        elif kind == events.SOURCES:
+            shares = {f"data/share/{source}": share for source, share in event["share"].items()}
+            yield from self._mix(shares, self._run.watch.log_every * self._run.train.global_batch)
 
     # -- speed --
 
@@ -186,19 +199,21 @@ class LimitRules:
 
     # -- data --
 
-    def _mix(self, values: Mapping[str, Any]) -> Iterator[Verdict]:
+    def _mix(self, values: Mapping[str, Any], samples: int = 0) -> Iterator[Verdict]:
+        """Judge the shares of sources. samples: of which they are; 0: nobody knows, and chance is left out."""
         limit = self._alerts.mix_drift
         for name, value in list(values.items())[:_MOST_SOURCES] if limit else ():
             match, share = _SHARE.fullmatch(str(name)), finite(value)
             if match is None or share is None:
                 continue
-            source = match[1] or match[2]
+            source = metric_part(match[1] or match[2])
             if source not in self._weights:
                 if self._run.data.weights or len(self._weights) >= _MOST_SOURCES:
                     continue
                 self._weights[source] = share  # without weights, the first share is that of the sizes
             wanted = self._weights[source]
-            due = self._rows.judge(kinds.MIX_DRIFT, abs(share - wanted) > limit, source)
+            chance = _DEVIATIONS * math.sqrt(max(wanted * (1 - wanted), 0.0) / samples) if samples else 0.0
+            due = self._rows.judge(kinds.MIX_DRIFT, abs(share - wanted) > limit + chance, source)
             if due:
                 yield Sign(
                     kind=kinds.MIX_DRIFT,
@@ -317,6 +332,7 @@ class LimitRules:
         if not limit:
             return
         yield End(kinds.DISK_SILENT, path, "it answers again")
+        yield End(kinds.DISK_ERROR, path, "it answers without an error")
         if free < needed:
             yield Sign(
                 kind=kinds.DISK,
@@ -341,6 +357,21 @@ class LimitRules:
             )
         else:
             yield End(kinds.DISK, path, f"{format_bytes(free)} are free")
+
+    def broken_disk(self, path: str, error: str, words: str) -> Iterator[Verdict]:
+        """Yield the verdicts on a disk that answers with an error, such as "ESTALE"."""
+        if not self._alerts.disk_hours:
+            return
+        yield End(kinds.DISK_SILENT, path, "it answers again")
+        if error == "ENOENT":  # a folder that is not there yet
+            yield End(kinds.DISK_ERROR, path, "it is not there")
+            return
+        yield Sign(
+            kind=kinds.DISK_ERROR,
+            goes_on=True,
+            subject=path,
+            evidence=f"{path} answers with {error} ({words}): nobody knows its free space",
+        )
 
     def silent_disk(self, path: str, seconds: float) -> Iterator[Verdict]:
         """Yield the verdict on a disk that has not answered for so many seconds."""

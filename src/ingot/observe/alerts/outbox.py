@@ -21,7 +21,7 @@ from ingot.storage import write_atomic, write_json
 
 _MOST_BYTES = 8 << 20  # of alerts.jsonl; its older half goes when it has more
 _OLD_SECONDS = 3600.0  # a record that is older is news to nobody
-NUMBER = "number"
+NUMBER, SENT = "number", "sent"  # of a line; SENT: false if its record is for no channel
 
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
@@ -50,7 +50,7 @@ class Outbox:
     def add(self, record: AlertRecord, *, send: bool = True) -> None:
         """Write a record, and send it unless it is news to nobody."""
         self._numbers += 1
-        self.write({NUMBER: self._numbers, **record.as_dict()})
+        self.write({NUMBER: self._numbers, **record.as_dict(), **({} if send else {SENT: False})})
         for thread in self._threads if send else ():
             thread.put(self._numbers, record)
 
@@ -91,6 +91,8 @@ class Outbox:
             last = self._sent.get(thread.channel.name, 0)
             for line in lines:
                 with contextlib.suppress(KeyError, TypeError, ValueError, OverflowError):
+                    if line.get(SENT) is False:
+                        continue
                     if line[NUMBER] > last and line["time"] > time.time() - _OLD_SECONDS:
                         thread.put(line[NUMBER], record_of(line))
 

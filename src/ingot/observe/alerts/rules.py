@@ -101,6 +101,8 @@ class AlertRules:
         path, now = str(event.get("path", "")), self._state.at(time)
         if (silent := finite(event.get("silent_seconds"))) is not None:
             return self._record(self._limits.silent_disk(path, silent), now)
+        if isinstance(error := event.get("error"), str):
+            return self._record(self._limits.broken_disk(path, error, str(event.get("words"))), now)
         if (free := finite(event.get("free_bytes"))) is None:
             self.unreadable += 1
             return []

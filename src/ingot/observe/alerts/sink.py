@@ -27,7 +27,6 @@ UNREAD = (
     events.EXPERTS,
     events.GRADIENT_RANGE,
     events.SAMPLE,
-    events.SOURCES,
 )  # kinds that the rules do not need
 _DISK_SECONDS, _DISK_LINE_SECONDS = 60.0, 600.0  # between two looks at a disk, and two lines about it
 _OUT = 1
@@ -64,7 +63,7 @@ class AlertSink:
         self._caught_up = False
         self._old: list[AlertRecord] = []  # what fires while events of earlier are read
         disks = [Path(disk) for disk in self._config.checkpoint.disks if "{" not in disk]
-        self._disks, self._silent = DiskLooks([self._folder.root, *disks]), set[str]()
+        self._disks, self._answers = DiskLooks([self._folder.root, *disks]), dict[str, str]()
         self._arrived = self._asked_disk = time.monotonic()
         self._sent_again = self._disk_line = float("-inf")
 
@@ -145,15 +144,16 @@ class AlertSink:
 
     def _take_disks(self, at: float, now: float) -> None:
         """Take in what disks have answered. A line of it is written every ten minutes, and when a disk begins or ceases
-        to answer, so that a replay has it."""
+        to answer, or to answer with an error, so that a replay has it."""
         is_due, written = now - self._disk_line >= _DISK_LINE_SECONDS, False
         for answer in self._disks.answers():
-            event, path, is_silent = answer | {"time": at}, answer["path"], "silent_seconds" in answer
+            event, path = answer | {"time": at}, answer["path"]
+            kind = "silent" if "silent_seconds" in answer else answer.get("error", "")
             self._take(self._rules.take(event))
-            if is_due or is_silent != (path in self._silent):
+            if is_due or kind != self._answers.get(path, ""):
                 self._outbox.write(event)
                 written = True
-            (self._silent.add if is_silent else self._silent.discard)(path)
+            self._answers[path] = kind
         if is_due and written:
             self._disk_line = now
 

@@ -6,7 +6,6 @@ step waits. Ranks that share the tokens of sequences (context parallelism) each 
 Shape letters: A micro-batches, B sequences of one, S sources.
 """
 
-import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 from torch import Tensor
 
 from ingot.schema.tokens import TokenManifest
+from ingot.value_names import metric_part
 
 MOST_SOURCES = 64
 
@@ -28,17 +28,12 @@ def recorded_sources(manifest: TokenManifest) -> tuple[list[str], np.ndarray]:
     """
     tokens: dict[str, int] = {}
     for shard in manifest.shards:
-        name = _recorded(shard.source)
+        name = metric_part(shard.source)
         tokens[name] = tokens.get(name, 0) + shard.tokens
     largest = sorted(tokens, key=lambda name: (-tokens[name], name))[:MOST_SOURCES]
     names = sorted(largest) if len(tokens) > 1 else []
     place = {name: number for number, name in enumerate(names)}
-    return names, np.array([place.get(_recorded(shard.source), len(names)) for shard in manifest.shards], np.int64)
-
-
-def _recorded(source: str) -> str:
-    """Return a source as a part of a metric's name (schema/metric_files.py)."""
-    return re.sub(r"[^\w.-]", "_", source, flags=re.ASCII) or "_"
+    return names, np.array([place.get(metric_part(shard.source), len(names)) for shard in manifest.shards], np.int64)
 
 
 class SourceLoss:
