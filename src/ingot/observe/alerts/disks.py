@@ -60,7 +60,10 @@ class _Look:
         try:
             found = os.statvfs(self.path)
         except OSError as error:
-            self._found = {"error": errno.errorcode.get(error.errno or 0, "OSError"), "words": error.strerror or str(error)}
+            self._found = {
+                "error": errno.errorcode.get(error.errno or 0, "OSError"),
+                "words": error.strerror or str(error),
+            }
             return
         free, total = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
         self._found = {"free_bytes": free, "total_bytes": total}
