@@ -39,8 +39,8 @@ class LogPlace(NamedTuple):
 
 @dataclass(frozen=True)
 class SinkCall:
-    """A call of a sink. method: its name. call: makes it. place: before it. is_empty: the sink has no such method of its
-    own, so the call returns also while its tracker is away. made_at: by time.monotonic()."""
+    """A call of a sink. method: its name. call: makes it. place: before it. is_empty: the sink has no such method of
+    its own, so the call returns also while its tracker is away. made_at: by time.monotonic()."""
 
     method: str
     call: Callable[[], None]
@@ -56,8 +56,8 @@ class RunEnds(Exception):
 class PatientCalls:
     """The calls of one sink, which are given in order.
 
-    begins: called before each attempt of a call, with its place. raised: called with each error. wait: waits for so many seconds, and
-    returns True if the run ends and its time is over. sent, left_out: the numbers of calls so far.
+    begins: called before each attempt of a call, with its place. raised: called with each error. wait: waits for so
+    many seconds, and returns True if the run ends and its time is over. sent, left_out: the numbers of calls so far.
     """
 
     def __init__(

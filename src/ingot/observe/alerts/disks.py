@@ -26,7 +26,8 @@ class DiskLooks:
 
     def answers(self) -> Iterator[dict[str, Any]]:
         """Yield, without waiting, an event for each disk that has answered since the last call, with `free_bytes` and
-        `total_bytes`, or with `error`, such as "ENOENT"; and every minute one for each that does not answer, with `silent_seconds`. They have no time."""
+        `total_bytes`, or with `error`, such as "ENOENT"; and every minute one for each that does not answer, with
+        `silent_seconds`. They have no time."""
         for look in self._looks:
             if (found := look.answer()) is not None:
                 yield {"kind": DISK_EVENT, "path": str(look.path), **found}
