@@ -62,7 +62,8 @@ class AlignedRun:
     of metrics; errors: standard errors of evaluations."""
 
     def __init__(self, run: ComparedRun, by: Axis):
-        self.run, axes = run, {name: run.axis(name) for name in {by, "tokens", "time"}}
+        asked: set[Axis] = {by, "tokens", "time"}
+        self.run, axes = run, {name: run.axis(name) for name in asked}
         self.axis, self.tokens, self.time = axes[by], axes["tokens"], axes["time"]
         of_lines = {name: run.of_lines(own) for name, own in _LINES.items()}
         curves = {

@@ -177,10 +177,10 @@ def _chart(hub: Hub, request: Request) -> dict:
             fix="use one of them",
             key=key[:40],
         )
-    answer = chart_json(found) | {"versions": versions}
+    answer = chart_json(found)
     for part in (*answer["lines"], *answer["bands"], *answer["marks"]):
         part["run"] = order[part["run"]]
-    return answer
+    return answer | {"versions": versions}
 
 
 def _chapters(hub: Hub, request: Request) -> list[dict]:
