@@ -16,8 +16,8 @@ class SinkState:
     """position: of the event log, after the last event of which the sink has everything. begun: starts of ranks and
     roll-backs until there. done: the calls of the next event that returned, or were left out. tried: calls that began
     in processes which ended before they returned, as [position, done, number of processes], by place. They may be
-    further on than `position`, which is before a call that waits. sent, left_out: all calls that returned, and all that never
-    will."""
+    further on than `position`, which is before a call that waits. sent, left_out: all calls that returned, and all
+    that never will."""
 
     position: int = 0
     begun: int = 0
