@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ingot.errors import UsageError
-from ingot.report.compare.curves import Axis, ComparedRun, Curve
+from ingot.report.compare.curves import AXES, Axis, ComparedRun, Curve
 from ingot.report.compare.differing import SettingDifference, differing_settings, notes_of, same_samples, same_tokens
 from ingot.schema.metrics import metric_of
 
@@ -62,8 +62,7 @@ class AlignedRun:
     of metrics; errors: standard errors of evaluations."""
 
     def __init__(self, run: ComparedRun, by: Axis):
-        asked: set[Axis] = {by, "tokens", "time"}
-        self.run, axes = run, {name: run.axis(name) for name in asked}
+        self.run, axes = run, {name: run.axis(name) for name in AXES if name in (by, "tokens", "time")}
         self.axis, self.tokens, self.time = axes[by], axes["tokens"], axes["time"]
         of_lines = {name: run.of_lines(own) for name, own in _LINES.items()}
         curves = {
