@@ -178,7 +178,6 @@ def _chart(hub: Hub, request: Request) -> dict:
             key=key[:40],
         )
     answer = chart_json(found)
-    answer["versions"] = versions
     for part in (*answer["lines"], *answer["bands"], *answer["marks"]):
         part["run"] = order[part["run"]]
     return answer | {"versions": versions}
