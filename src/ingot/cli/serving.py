@@ -36,17 +36,19 @@ def is_asked(args: argparse.Namespace, verb: str, port: int) -> bool:
 def run_until_interrupted(uvicorn, app, listening, end_streams=lambda: None) -> None:
     """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. end_streams: ends the answers that last
     as long as the server; one that goes on is an error on the terminal after three seconds."""
-
-    class Server(uvicorn.Server):
-        async def shutdown(self, sockets=None) -> None:
-            end_streams()
-            await super().shutdown(sockets)
-
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=20, timeout_graceful_shutdown=3
     )
+    server = uvicorn.Server(config)
+    shut_down = server.shutdown
+
+    async def end(sockets=None) -> None:
+        end_streams()
+        await shut_down(sockets)
+
+    server.shutdown = end
     with contextlib.suppress(KeyboardInterrupt):
-        Server(config).run(sockets=[listening])
+        server.run(sockets=[listening])
 
 
 def listen(host: str, port: int):
