@@ -104,7 +104,7 @@ MUTANTS = [
         tests=(f"{_FEED}::test_a_close_may_take_longer_than_a_call_and_has_the_time_that_is_left",),
     ),
     Mutant(
-        name="end-of-an-earlier-attempt",
+        name="old-end-of-a-run-that-trains",
         what="a run that trains is shown as one that ended, because it did so before",
         file="observe/sinks/prometheus.py",
         before='events.ends_run(kind, facts) and facts["time"] >= began',
