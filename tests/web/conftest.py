@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.web.seen import SeenPage
 
 WIDE, NARROW = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 _QUIET = ("--no-sandbox", "--disable-gpu", "--disable-quic", "--disable-background-networking", "--disable-sync",
@@ -62,22 +63,8 @@ def browser():
         running.close()
 
 
-class Visit:
-    """A page with what it did that it should not have done."""
-
-    def __init__(self, page, address: str):
-        self.page, self.address = page, address
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.complaints.append(message.text)
-        )
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
-
-    def _heard(self, message) -> None:
-        if message.type in ("error", "warning"):
-            self.complaints.append(message.text)
+class Visit(SeenPage):
+    """A window with the planner's page."""
 
     def open(self, query: str = "") -> None:
         self.page.goto(f"{self.address}/?{query}")

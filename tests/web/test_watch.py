@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from tests.watched import HOSTILE, WatchedRun
+from tests.web.seen import SeenPage
 
 from ingot.schema.run_folder import RunFolder
 
@@ -58,18 +59,8 @@ def serve(browser):
     servers.stop()
 
 
-class WatchVisit:
-    """A page with what it complained of and asked for."""
-
-    def __init__(self, page, address: str):
-        self.page, self.address = page, address
-        self.complaints: list[str] = []
-        self.requests: list[str] = []
-        page.on(
-            "console", lambda message: message.type in ("error", "warning") and self.complaints.append(message.text)
-        )
-        page.on("pageerror", lambda error: self.complaints.append(str(error)))
-        page.on("request", lambda request: self.requests.append(request.url))
+class WatchVisit(SeenPage):
+    """A window with the live page."""
 
     def open(self, question: str = "learning") -> None:
         self.page.goto(self.address)

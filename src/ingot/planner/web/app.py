@@ -13,8 +13,6 @@ STATE means the pairs KEY=VALUE of a link. Errors are JSON {found, rule, fix} wi
 plans; each search runs in its own process.
 """
 
-import sys
-import traceback
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -46,6 +44,7 @@ from ingot.schema.plan import Plan
 from ingot.theory.failures import DAY_SECONDS
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 from ingot.web.design import STATIC as SHARED
+from ingot.web.errors import error_handlers
 from ingot.web.guards import LOOPBACK, SecurityHeaders
 
 STATIC = Path(__file__).parent / "static"
@@ -77,7 +76,10 @@ def make_app(hosts: tuple[str, ...] = LOOPBACK) -> Starlette:
         Middleware(SecurityHeaders),
         Middleware(TrustedHostMiddleware, allowed_hosts=[h.strip("[]") for h in hosts]),
     ]
-    handlers = {IngotError: _refused, HTTPException: _no_such_thing, Exception: _broken}
+    handlers = error_handlers(
+        "the planner failed on these settings; the terminal of `ingot plan --web` shows where",
+        "report it with the link",
+    )
     return Starlette(routes=routes, middleware=middleware, exception_handlers=handlers)
 
 
@@ -218,21 +220,6 @@ async def _until_closed(request: Request, group) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
     group.cancel_scope.cancel()
-
-
-async def _refused(request: Request, error: IngotError) -> Response:
-    return JSONResponse({"found": error.found, "rule": error.rule, "fix": error.fix}, status_code=400)
-
-
-async def _no_such_thing(request: Request, error: HTTPException) -> Response:
-    return JSONResponse({"found": str(error.detail), "rule": "", "fix": ""}, status_code=error.status_code)
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    """Return an internal error with one sentence for the page, and print the traceback to the terminal."""
-    traceback.print_exception(error, file=sys.stderr)
-    found = "the planner failed on these settings; the terminal of `ingot plan --web` shows where"
-    return JSONResponse({"found": found, "rule": "", "fix": "report it with the link"}, status_code=500)
 
 
 # -- two plans side by side --

@@ -57,8 +57,11 @@ class DeviceWatch:
     def _watch(self) -> None:
         try:
             nvml = importlib.import_module("pynvml")
+        except ImportError:
+            return
+        try:
             nvml.nvmlInit()
-        except Exception:  # not installed, or no driver
+        except nvml.NVMLError:  # there is no driver
             return
         try:
             gpu = nvml.nvmlDeviceGetHandleByUUID(self._uuid)
@@ -75,8 +78,8 @@ class DeviceWatch:
                             del readers[name]
                 self._newest = time.monotonic(), values
                 self._ends.wait(self._every)
-        except Exception:  # nothing that observes ends a run
-            pass
+        except nvml.NVMLError:  # NVML does not know the device, as a part of one (MIG)
+            return
         finally:
-            with contextlib.suppress(Exception):
+            with contextlib.suppress(nvml.NVMLError):
                 nvml.nvmlShutdown()

@@ -12,8 +12,6 @@ the same answer, so that many pages cost as much as one.
 """
 
 import contextlib
-import sys
-import traceback
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import dataclass
@@ -25,11 +23,11 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.requests import Request
-from starlette.responses import FileResponse, JSONResponse, Response, StreamingResponse
+from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
-from ingot.errors import IngotError, UsageError
+from ingot.errors import UsageError
 from ingot.watch.chapters import chapters
 from ingot.watch.charts import chart
 from ingot.watch.drawn import QUESTIONS
@@ -38,6 +36,7 @@ from ingot.watch.live import LiveRun
 from ingot.watch.web.as_json import chapters_json, chart_json, encoded
 from ingot.watch.web.hub import MOST_PAGES, Hub
 from ingot.web.design import STATIC as SHARED
+from ingot.web.errors import error_handlers
 from ingot.web.guards import LOOPBACK, OnlyHere, SecurityHeaders, TokenGate
 
 STATIC = Path(__file__).parent / "static"
@@ -82,7 +81,10 @@ def make_app(
         Middleware(OnlyHere, hosts=hosts),
         Middleware(TokenGate, token=token, cookie=cookie),
     ]
-    handlers = {IngotError: _refused, HTTPException: _no_such_thing, Exception: _broken}
+    handlers = error_handlers(
+        "the page failed to read this run; the terminal of `ingot watch --web` shows where",
+        "report it with the traceback",
+    )
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=running)
     app.state.end_streams = hub.end
     return app
@@ -201,18 +203,3 @@ def _number(name: str, text: str, least: int, most: int) -> int:
         name=name,
         given=text[:20],
     )
-
-
-async def _refused(request: Request, error: IngotError) -> Response:
-    return JSONResponse({"found": error.found, "rule": error.rule, "fix": error.fix}, status_code=400)
-
-
-async def _no_such_thing(request: Request, error: HTTPException) -> Response:
-    return JSONResponse({"found": str(error.detail), "rule": "", "fix": ""}, status_code=error.status_code)
-
-
-async def _broken(request: Request, error: Exception) -> Response:
-    """Return an internal error with one sentence for the page, and print the traceback to the terminal."""
-    traceback.print_exception(error, file=sys.stderr)
-    found = "the page failed to read this run; the terminal of `ingot watch --web` shows where"
-    return JSONResponse({"found": found, "rule": "", "fix": "report it with the traceback"}, status_code=500)

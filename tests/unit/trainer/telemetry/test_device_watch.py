@@ -16,6 +16,12 @@ class NVMLError(Exception):
         self.value = value
 
 
+def known_gpu(uuid: str) -> str:
+    if uuid != "GPU-1":
+        raise NVMLError(6)  # NVML_ERROR_NOT_FOUND
+    return "gpu"
+
+
 def bindings(**changes) -> ModuleType:
     """A module like pynvml, with one GPU."""
     found = ModuleType("pynvml")
@@ -31,7 +37,7 @@ def bindings(**changes) -> ModuleType:
         NVML_VOLATILE_ECC=0,
         nvmlInit=lambda: None,
         nvmlShutdown=lambda: None,
-        nvmlDeviceGetHandleByUUID=lambda uuid: {"GPU-1": "gpu"}[uuid],
+        nvmlDeviceGetHandleByUUID=known_gpu,
         nvmlDeviceGetUtilizationRates=lambda gpu: SimpleNamespace(gpu=93, memory=40),
         nvmlDeviceGetMemoryInfo=lambda gpu: SimpleNamespace(used=17, total=80),
         nvmlDeviceGetPowerUsage=lambda gpu: 651_500,
