@@ -43,7 +43,7 @@ def require_same_experiment(
     """Compare settings and data with the checkpoint that training resumes from. Returns all changes. Writes nothing.
 
     Changes that were accepted for this checkpoint by an earlier command, which ended before the next one was saved,
-    need no second confirmation.
+    need no second confirmation, each of them: the others of that command may have other values now.
     Raises ConfirmationNeeded for other changes of OTHER_NUMBERS that are not in `accepted`, ConfigError for REFUSED
     ones.
     """
@@ -119,10 +119,11 @@ def _require_same(
     if not changes:
         return []
     _require_same_model(changes, newest.step)
-    unconfirmed = [c for c in changes if not c.kind.is_free and c.key not in accepted]
-    if unconfirmed and record_for(newest.step, config.settings(), data_fingerprint, changes) not in read_accepted(
-        folder.accepted
-    ):
+    needed = record_for(newest.step, config.settings(), data_fingerprint, changes).changes
+    known = [one.changes for one in read_accepted(folder.accepted) if one.step == newest.step] if needed else []
+    confirmed = {*accepted, *(key for one in known for key in one if one[key] == needed.get(key))}
+    unconfirmed = [c for c in changes if c.key in needed and c.key not in confirmed]
+    if unconfirmed:
         flags = " ".join(f"--accept-change {c.key}" for c in unconfirmed)
         raise ConfirmationNeeded(
             "E-RUN-CHANGED",

@@ -119,6 +119,18 @@ def test_what_changes_training_needs_consent(folder, trained, key, value):
             require_same_experiment(folder, config, DATA, ())
 
 
+def test_a_change_that_was_accepted_stays_accepted_when_another_one_of_the_same_command_is_taken_back(folder, trained):
+    longer = changed(trained, "train.steps", 200)
+    both, keys = changed(longer, "optim.lr", 30.0), ("optim.lr", "train.steps")
+    record_accepted(folder, both, DATA, require_same_experiment(folder, both, DATA, keys))
+    for rate, accepted in ((trained.optim.lr, ()), (3.0, ("optim.lr",))):
+        require_same_experiment(folder, changed(longer, "optim.lr", rate), DATA, accepted)
+    with refused("E-RUN-CHANGED", keys=["optim.lr"]):
+        require_same_experiment(folder, changed(longer, "optim.lr", 3.0), DATA, ())
+    with refused("E-RUN-CHANGED", keys=["train.steps"]):
+        require_same_experiment(folder, changed(both, "train.steps", 300), DATA, ())
+
+
 @pytest.mark.parametrize(("key", "value"), REFUSED)
 def test_another_model_is_refused_even_with_consent(folder, trained, key, value):
     with refused("E-RUN-OTHER-MODEL", keys=[key]):
