@@ -102,8 +102,8 @@ MUTANTS: list[Mutant] = [
         name="skips-counted-twice",
         what="skipped steps that a measure answers are counted again when the run has gone back",
         file="trainer/guard/ladder.py",
-        before="first = 0 if new_window else min(later, default=math.inf)",
-        after="first = 0 if new_window else math.inf",
+        before="first = 0 if changed else min(later, default=math.inf)",
+        after="first = 0 if changed else math.inf",
         tests=(f"{_LADDER}::test_the_share_of_skipped_steps_is_that_of_the_checkpoint",),
     ),
     Mutant(

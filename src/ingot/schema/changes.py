@@ -105,6 +105,8 @@ _FIRST_SETTINGS = {
     *("model.head_dim", "model.d_ffn", "model.max_seq_len", "model.rope_theta", "model.norm_eps", "model.qk_norm"),
     "model.tied_embeddings",
 }
+# The updates and the judgment of steps; data, batch, precision, loss and code of others change the steps themselves.
+_SAME_LEVEL = ("optim.", "schedule.", "guard.")
 # Settings that were free when checkpoints recorded only the others: their values in such checkpoints are unknown.
 _RECORDED_LATER = ("parallel.grads", "parallel.reduce", "parallel.virtual_ranks")
 
@@ -120,6 +122,12 @@ class SettingChange:
     @property
     def kind(self) -> ChangeClass:
         return class_of(self.key)
+
+    @property
+    def keeps_level(self) -> bool:
+        """True if healthy steps have the loss and the gradient norm that they had before: the guard goes on with its
+        window, or it would miss the harm of a rate that is too high."""
+        return self.kind.is_free or self.key == "train.steps" or self.key.startswith(_SAME_LEVEL)
 
     def __str__(self) -> str:
         return f"{self.key}   {self.before} -> {self.after}"

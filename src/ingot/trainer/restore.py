@@ -20,7 +20,7 @@ from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.tokenizer.encoder import Encoder
-from ingot.trainer.checkpoint.accepted import record_resumed
+from ingot.trainer.checkpoint.accepted import changes_since, record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
@@ -165,7 +165,7 @@ def load_from_memory(
         f"restored  step {restored.step} from memory  {format_bytes(own)} of the same nodes  {format_bytes(peers)} of "
         f"other nodes  {format_seconds(seconds)}  no checkpoint was read"
     )
-    _take_up(parts, folder, facts, restored, log)
+    _take_up(parts, folder, facts, restored, log, say)
     return restored
 
 
@@ -212,18 +212,30 @@ def load_newest(
         on_fetched=on_fetched,
     )
     if restored:
-        _take_up(parts, folder, facts, restored, log)
+        _take_up(parts, folder, facts, restored, log, say)
     return restored
 
 
 def _take_up(
-    parts: StepParts, folder: RunFolder, facts: CheckpointFacts, restored: CheckpointManifest, log: Callable[..., None]
+    parts: StepParts,
+    folder: RunFolder,
+    facts: CheckpointFacts,
+    restored: CheckpointManifest,
+    log: Callable[..., None],
+    say: Callable[[str], None],
 ) -> None:
     """Bring what depends on the loaded state up to date, and record settings that differ. Collective."""
     parts.model.publish()
     parts.callbacks.restore(restored.callbacks)
     same = (restored.config_sha256, restored.data_fingerprint) == (facts.config_sha256, facts.data_fingerprint)
-    parts.policy.restore(restored.guard, new_window=not same)
+    changes = [] if same else changes_since(restored, facts.settings, facts.data_fingerprint)
+    new_level = [one.key for one in changes if not one.keeps_level]
+    new_window = not same and not (changes and not new_level)
+    parts.policy.restore(restored.guard, changed=not same, new_window=new_window)
+    if new_window and parts.step_judge:
+        because = f", because of {', '.join(new_level)}" if new_level else ""
+        first = parts.step_judge.first_judged(restored.step)
+        say(f"guard     begins a new window{because}: sizes are judged from step {first} on, if all before are healthy")
     # The order of samples depends on this record: no rank may open the data before it is written.
     from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
 

@@ -127,3 +127,29 @@ def replace_ranks(folder, ranks: int):
     config = load_run(folder.config)
     write_atomic(folder.config, to_toml(replace(config, parallel=replace(config.parallel, dp_shard=ranks))))
     return folder
+
+
+def test_the_guard_goes_on_with_its_window_after_another_rate_but_not_after_other_data(fork_ranks, make_run):
+    """A new window judges no sizes for a while, in which a rate that is too high does its harm."""
+    folder = make_run(steps=12, every_steps=2)
+    fork_ranks(run_rank, 1, folder, 4)
+    config = load_run(folder.config)
+    accept(folder, replace(config, optim=replace(config.optim, lr=2 * config.optim.lr)), "optim.lr")
+    assert _window_after(fork_ranks, folder, 6) == (6, [])
+    change_weights(folder, {"metal": 1.0, "stone": 1.0})
+    held, (line,) = _window_after(fork_ranks, folder, 8)
+    first = max(6 + config.guard.ready, config.settled_after) + 1
+    assert held == 2 and f"because of data.weights: sizes are judged from step {first} on" in line
+
+
+def _window_after(fork_ranks, folder, until: int):
+    """Continue the run to a step. Returns the length of the guard's window then, and the lines about a new one."""
+
+    def rank_of(rank, ranks):
+        _, lines = run_rank(rank, ranks, folder, until)
+        return [line for line in lines if "new window" in line]
+
+    (lines,) = fork_ranks(rank_of, 1)
+    newest = list_checkpoints(folder.checkpoints)[-1].manifest
+    assert newest and newest.step == until
+    return len(newest.guard.losses), lines

@@ -176,16 +176,16 @@ class Ladder:
             norms=norms,
         )
 
-    def restore(self, state: GuardState, *, new_window: bool) -> None:
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
         """Go on as after the step whose checkpoint has `state`."""
         missing = [one for one in state.measures if one not in self.measures]
         self.measures = with_those_of(self.measures, state.measures)
         if missing:  # the checkpoint came from elsewhere, without the record of the folder
             self._record(self.measures)
         self._row, self._found, self._due = list(state.row), set(state.row_found), None
-        # Those that a later measure is an answer to are trained again, or passed; before another learning rate, too.
+        # Those that a later measure is an answer to are trained again, or passed; before a change of settings, too.
         later = (one.first for one in self.measures if one not in state.measures)
-        first = 0 if new_window else min(later, default=math.inf)
+        first = 0 if changed else min(later, default=math.inf)
         self._skipped = {step: found for step, found in state.skipped if step < first}
         self._begin_windows()
         self._judge.restore(state.losses, state.norms)

@@ -91,6 +91,10 @@ class StepJudge:
         """Begin a new window: what was unusual before is the level now."""
         self.count.zero_()
 
+    def first_judged(self, step: int) -> int:
+        """Return the first step whose sizes are judged if a window of healthy steps begins after `step`."""
+        return max(step + self.guard.ready, self.settled_after) + 1
+
     def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return losses and logarithms of the norms in the window, oldest first. The host waits for the device."""
         held = min(int(self.count), self.guard.window)

@@ -122,9 +122,9 @@ class Policy(Protocol):
         """Return the measures of the guard so far, oldest first."""
         ...
 
-    def restore(self, state: GuardState, *, new_window: bool) -> None:
-        """Go on as after the step whose checkpoint has `state`. new_window: earlier losses are no measure, as
-        after a change of settings or data."""
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
+        """Go on as after the step whose checkpoint has `state`. changed: settings or data are others, so earlier
+        skipped steps do not count. new_window: earlier losses are no measure, as after a change of the data."""
         ...
 
 
@@ -149,5 +149,5 @@ class Unwatched:
     def measures(self) -> Sequence[Measure]:
         return ()
 
-    def restore(self, state: GuardState, *, new_window: bool) -> None:
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
         pass

@@ -111,7 +111,7 @@ def trained(ladder, is_bad, steps=3000):
             sign = "p" if among(step, passed_steps(ladder.measures)) else "x" if is_bad(step) else "."
             if ask(ladder, step, sign) is Verdict.ROLL_BACK:
                 step = ladder.measures[-1].proven_to
-                ladder.restore(GuardState(), new_window=False)
+                ladder.restore(GuardState(), changed=False, new_window=False)
     except RunFailed as error:
         assert error.code == "E-GUARD-STOPPED" and "13 updates of the steps" in error.found
     return tried
@@ -149,13 +149,13 @@ def test_the_share_of_skipped_steps_is_that_of_the_checkpoint(tmp_path):
     assert ask(ladder, 1, "x.x.x.x.") is Verdict.CONTINUE
     state = guard_state(json.loads(json.dumps(asdict(ladder.state()))))
     again = ladder_of(tmp_path, skip_share=0.25, calm_steps=20)
-    again.restore(state, new_window=False)
+    again.restore(state, changed=False, new_window=False)
     assert ask(again, 9, "x") is Verdict.ROLL_BACK
     assert [(one.action, one.first, one.last, one.skipped) for one in again.measures] == [(AGAIN, 1, 9, 5)]
-    again.restore(state, new_window=False)
+    again.restore(state, changed=False, new_window=False)
     assert ask(again, 9, "x") is Verdict.CONTINUE
     changed = ladder_of(tmp_path, skip_share=0.25, calm_steps=20)
-    changed.restore(state, new_window=True)
+    changed.restore(state, changed=True, new_window=True)
     assert ask(changed, 9, "x") is Verdict.CONTINUE
 
 
@@ -216,9 +216,9 @@ def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
     old = Measure(action=PASS, first=2, last=4, found=(SPIKE,), proven_to=0)
     new = Measure(action=AGAIN, first=300, last=304, found=(SPIKE,), proven_to=291)
     ladder = ladder_of(tmp_path, [new])
-    ladder.restore(GuardState(measures=(old,), row=(9, 10), row_found=(SPIKE,)), new_window=False)
+    ladder.restore(GuardState(measures=(old,), row=(9, 10), row_found=(SPIKE,)), changed=False, new_window=False)
     assert ladder.measures == [old, new] == read_measures(tmp_path / "guard.json")
     assert ask(ladder, 11, "x") is Verdict.ROLL_BACK and ladder.measures[-1].first == 9
     assert ladder._judge.forgotten == 0
-    ladder.restore(GuardState(measures=(old, new)), new_window=True)
+    ladder.restore(GuardState(measures=(old, new)), changed=True, new_window=True)
     assert ladder._judge.forgotten == 1 and ladder.state().row == ()
