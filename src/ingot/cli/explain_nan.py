@@ -139,9 +139,9 @@ def _show_causes(causes: "list[NotFiniteCause]", shows: bool, terminal: Terminal
 
 
 def _commands(root: Path, found: "Replayed", causes: "list[NotFiniteCause]") -> list[str]:
-    first = next((cause.name for cause in causes if cause.found), "")
-    trace = [f"ingot data trace --run {root} --step {found.step}"] if first == "bad batch" else []
-    return [*trace, f"ingot ckpt ls {root}", f"ingot train {root}"]
+    first = next((cause for cause in causes if cause.found), None)
+    trace = [f"ingot data trace --run {root} --step {found.step}"] if first and first.name == "bad batch" else []
+    return [*trace, f"ingot ckpt ls {root}", first.command if first and first.command else f"ingot train {root}"]
 
 
 def _facts(

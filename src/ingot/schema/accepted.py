@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,17 @@ def records_for(own: Sequence[AcceptedChanges] | None, step: int, path: Path) ->
     """
     recorded = read_accepted(path)
     return recorded if own is None else [*own, *(one for one in recorded if one.step >= step)]
+
+
+def rate_to_try(path: Path, lr: float) -> float:
+    """Return the learning rate to continue with in place of optim.lr = `lr`, which is too high: that before the
+    accepted change to it in the file `path`, else a tenth of it."""
+    with suppress(DataError):
+        for one in reversed(read_accepted(path)):
+            before, after = one.changes.get("optim.lr", (lr, None))
+            if after == lr and before < lr:
+                return before
+    return lr / 10
 
 
 def _record(values: dict) -> AcceptedChanges:

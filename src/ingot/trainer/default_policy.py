@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
+from ingot.schema.accepted import rate_to_try
 from ingot.schema.checkpoint import Health
 from ingot.schema.guard_record import GuardState, Measure, with_those_of
 from ingot.schema.run_folder import RunFolder
@@ -34,10 +35,10 @@ class DefaultPolicy:
     line is EXPLODED times that of a uniform guess. So weights that cannot be used are never saved.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
-    are a failure. vocab_size: of the model; 0 does not judge the size of the loss. from_weights: the run began with the
-    weights of a folder, which may have a large loss: it has to reach EXPLODED times the first one of the attempt, too.
-    recorded: the measures of the guard so far. ladder: takes more against skipped steps; None: the run ends after
-    too many of them.
+    are a failure. vocab_size: of the model; 0 does not judge the size of the loss. lr: optim.lr of the run.
+    from_weights: the run began with the weights of a folder, which may have a large loss: it has to reach EXPLODED
+    times the first one of the attempt, too. recorded: the measures of the guard so far. ladder: takes more against
+    skipped steps; None: the run ends after too many of them.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class DefaultPolicy:
         *,
         scaled_loss: bool = False,
         vocab_size: int = 0,
+        lr: float = 0.0,
         from_weights: bool = False,
         recorded: Sequence[Measure] = (),
         ladder: Ladder | None = None,
@@ -53,6 +55,7 @@ class DefaultPolicy:
         self._recorded = list(recorded)
         self.folder, self.scaled_loss, self.ladder = folder, scaled_loss, ladder
         self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
+        self._lr = lr
         self._from_weights, self._first_loss = from_weights, 0.0  # the first loss of this attempt
         self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
         self._vetoes = 0  # skipped steps in a row, up to the last log line
@@ -108,8 +111,8 @@ class DefaultPolicy:
                 "E-LOSS-SCALE",
                 f"{values}: {self._vetoes} steps in a row were skipped",
                 rule="gradients that are not finite at any loss scale are not an fp16 overflow",
-                fix="lower optim.lr, or set train.precision = 'bf16', then run the same command: it continues from the "
-                "last checkpoint",
+                fix="continue from the last checkpoint with train.precision = 'bf16', or with a lower rate: "
+                f"{self._with_lower_rate()}",
                 step=numbers.step,
                 skipped=self._vetoes,
             )
@@ -123,8 +126,8 @@ class DefaultPolicy:
                 rule="a step whose gradient is not finite is skipped, but training does not continue after "
                 f"{SKIPS_IN_A_ROW} such steps in a row or {SKIPS} of {SKIPS_AMONG}, or with a loss that is not finite; "
                 "no such weights were saved",
-                fix="lower optim.lr, raise schedule.warmup_steps or set optim.clip_norm, then run the same command: it "
-                f"continues from the last checkpoint. The cause: ingot explain nan {self.folder.root} --step "
+                fix="continue from the last checkpoint with a longer schedule.warmup_steps, with optim.clip_norm, or "
+                f"with a lower rate: {self._with_lower_rate()}. The cause: ingot explain nan {self.folder.root} --step "
                 f"{numbers.step}. Unusual documents of the step: {self._documents(numbers.step)}",
                 step=numbers.step,
                 loss=numbers.loss,
@@ -142,13 +145,17 @@ class DefaultPolicy:
                 f"loss {numbers.loss:.4g} at step {numbers.step}",
                 rule=f"a uniform guess has a loss of {self.largest_loss / EXPLODED:.4g}; weights with {EXPLODED:g} "
                 "times that loss are useless, and no such weights were saved",
-                fix="lower optim.lr or raise schedule.warmup_steps, then run the same command: it continues from the "
-                "last checkpoint. In the first steps: check that tokenizer and weights belong together. "
+                fix="continue from the last checkpoint with a longer schedule.warmup_steps, or with a lower rate: "
+                f"{self._with_lower_rate()}. In the first steps: check that tokenizer and weights belong together. "
                 f"Unusual documents of the step: {self._documents(numbers.step)}",
                 step=numbers.step,
                 loss=numbers.loss,
                 largest=self.largest_loss,
             )
+
+    def _with_lower_rate(self) -> str:
+        lr = rate_to_try(self.folder.accepted, self._lr)
+        return f"ingot train {self.folder.root} --set optim.lr={lr:.4g} --accept-change optim.lr"
 
     def _documents(self, step: int) -> str:
         return f"ingot explain spike {self.folder.root} --step {step}"

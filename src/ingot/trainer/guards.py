@@ -68,6 +68,7 @@ def policy_of(
         folder,
         scaled_loss=config.train.precision == "fp16",
         vocab_size=config.model.vocab_size,
+        lr=config.optim.lr,
         from_weights=bool(config.init),
         recorded=ladder.measures if ladder else measures,
         ladder=ladder,

@@ -13,6 +13,7 @@ from tests.unit.report.diagnose.test_slow_runs import ARCH, write_tokens
 from ingot.cli.main import main
 from ingot.config import to_toml
 from ingot.errors import RunFailed
+from ingot.schema.accepted import AcceptedChanges, write_accepted
 from ingot.schema.guard import Guard
 from ingot.schema.run import Checkpoint, Data, Optim, Parallel, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
@@ -163,6 +164,21 @@ def test_a_learning_rate_that_is_far_too_large(spoiled, capsys):
     facts = explained(folder, capsys)
     assert causes(facts)[0] == "learning rate" and "times the weights" in facts["causes"][0]["evidence"]
     assert not facts["replay"]["loaded_bad"]
+    command = f"ingot train {folder.root} --set optim.lr=10 --accept-change optim.lr"
+    assert facts["causes"][0]["command"] == command and facts["causes"][0]["fix"].endswith(command)
+    record = AcceptedChanges(step=2, config_sha256="", data_fingerprint="", changes={"optim.lr": (0.003, 100.0)})
+    write_accepted(folder.accepted, [record])
+    assert main(["explain", "nan", str(folder.root)]) == 0
+    assert capsys.readouterr().out.split()[-7:] == command.replace("=10", "=0.003").split()
+
+
+def test_the_line_of_a_replayed_step_beyond_the_wanted_one():
+    from ingot.rehearse.replay.found import ReplayedStep
+    from ingot.rehearse.replay.replay import _step_line
+
+    step = ReplayedStep(step=84, loss=7.0, grad_norm=1.0, lr=0.1, skipped=False, change=0.0)
+    assert _step_line(step, 82, 0.0) == "replay    step 84, beyond 82  loss 7"
+    assert _step_line(step, 90, 12.0) == "replay    step 84 of 90  loss 7  12 s left"
 
 
 def test_a_fault_of_the_machine_is_not_in_the_replay(spoiled, capsys):

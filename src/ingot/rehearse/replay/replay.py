@@ -143,9 +143,8 @@ class _Player:
             if own is not None and time.monotonic() - shown > _LINE_SECONDS:
                 shown = time.monotonic()
                 seconds = (shown - began) / len(self.steps) * (wanted - own.step)
-                left = f"{seconds:.0f} s left" if own.step < wanted else "beyond it"
-                self._say(f"replay    step {own.step} of {wanted}  loss {own.loss:.4g}  {left}")
-            self._progress((batch.step - first - 1) / (wanted - first), f"step {batch.step}")
+                self._say(_step_line(own, wanted, seconds))
+            self._progress(min((batch.step - first - 1) / (wanted - first), 1.0), f"step {batch.step}")
             if self._ends(batch, wanted):
                 return
 
@@ -228,6 +227,13 @@ class _Player:
             bad = (~nats.view(rows, -1).isfinite()).any(1).nonzero().flatten().tolist()
             found += [number * rows + row for row in bad]
         return tuple(found)
+
+
+def _step_line(own: ReplayedStep, wanted: int, seconds: float) -> str:
+    """Return the line of a replayed step. seconds: from it to the step that is `wanted`."""
+    place = f"{own.step} of {wanted}" if own.step <= wanted else f"{own.step}, beyond {wanted}"
+    left = f"  {seconds:.0f} s left" if own.step < wanted else ""
+    return f"replay    step {place}  loss {own.loss:.4g}{left}"
 
 
 def _samples(parts: StepParts) -> list[Tensor]:

@@ -8,6 +8,7 @@ from pathlib import Path
 from ingot.errors import DataMissing
 from ingot.report.diagnose.troubled import skipped_steps
 from ingot.report.facts import RunData, gather, no_run_folder
+from ingot.schema.accepted import rate_to_try
 from ingot.schema.run import RunConfig
 from ingot.trainer.checkpoint.tensor_file import STATE_NOT_FINITE
 from ingot.trainer.resilience.lock import is_locked
@@ -38,7 +39,7 @@ class NotFiniteCase:
     and it. largest: the logged step before it with the largest loss; None if there is none. guess: the loss of a
     uniform guess, ln(vocabulary). healthy: the log has nothing against the step.
     skipped: the steps whose updates the run skipped, in the attempt of the step.
-    running: a process trains the run now.
+    running: a process trains the run now. rate_to_try: the value of optim.lr to continue with if it is too high.
     """
 
     root: Path
@@ -51,6 +52,7 @@ class NotFiniteCase:
     healthy: bool
     skipped: tuple[int, ...]
     running: bool
+    rate_to_try: float
 
     @property
     def exploded_before(self) -> bool:
@@ -84,6 +86,7 @@ def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
         and found not in _unsaved(data),
         skipped=tuple(own for own in skipped_steps(data, found) if own < found),
         running=is_locked(data.folder.lock),
+        rate_to_try=rate_to_try(data.folder.accepted, data.run.optim.lr),
     )
 
 

@@ -16,12 +16,14 @@ _WHOLE_UPDATE = 1.0  # an update as large as the weights replaces them; a health
 
 @dataclass(frozen=True, kw_only=True)
 class NotFiniteCause:
-    """A cause. found: the evidence is for it; False: against it. fix: what to do about it."""
+    """A cause. found: the evidence is for it; False: against it. fix: what to do about it. command: that continues the
+    run so; "": `ingot train RUN`."""
 
     name: str
     found: bool
     evidence: str
     fix: str
+    command: str = ""
 
 
 def judge(case: NotFiniteCase, replayed: Replayed) -> list[NotFiniteCause]:
@@ -71,12 +73,14 @@ def learning_rate(case: NotFiniteCase, replayed: Replayed) -> NotFiniteCause:
             f"{case.guess:.4g}"
         )
     evidence += _other_rates(case, replayed)
+    command = f"ingot train {case.root} --set optim.lr={case.rate_to_try:.4g} --accept-change optim.lr"
     return NotFiniteCause(
         name="learning rate",
         found=not replayed.loaded_bad and (whole or case.exploded_before or _exploded(case, replayed)),
         evidence="; ".join(evidence) or "no step ran before",
-        fix=f"ingot train {case.root} --set optim.lr={case.run.optim.lr / 10:.2g} --accept-change optim.lr, from a "
-        "checkpoint before the loss rose; or a longer schedule.warmup_steps, or optim.clip_norm",
+        fix="from a checkpoint before the loss rose, a longer schedule.warmup_steps, optim.clip_norm, or a lower rate: "
+        + command,
+        command=command,
     )
 
 

@@ -287,6 +287,7 @@ class _SupervisedJob:
             rank=incident.rank if incident.rank >= 0 else None,
             failure=incident.kind,
             cause=incident.cause,
+            code=incident.error.code if incident.error else "",
             step=incident.step,
             detected_by=incident.detected_by,
             evidence=str(incident.evidence.relative_to(self._folder.root)) if incident.evidence else "",

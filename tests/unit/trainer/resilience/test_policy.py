@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -6,6 +7,7 @@ import torch
 
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
+from ingot.schema.accepted import AcceptedChanges, rate_to_try, write_accepted
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.default_policy import SKIPS, SKIPS_IN_A_ROW, VETOES_IN_A_ROW, DefaultPolicy
 from ingot.trainer.resilience.policy import StepResult, read_steps
@@ -86,6 +88,22 @@ def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
     ):
         ((code, facts),) = judge(exploded, vocab_size=64)
         assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.5)
+
+
+def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_path):
+    """Else with a tenth of the rate, also if the record is of another change or cannot be read."""
+    folder = RunFolder(tmp_path)
+    policy = DefaultPolicy(folder, vocab_size=64, lr=30.0)
+    record = AcceptedChanges(step=80, config_sha256="", data_fingerprint="", changes={"optim.lr": (0.003, 30.0)})
+    for written, rate in ((record, "0.003"), (replace(record, changes={"optim.lr": (30.0, 0.003)}), "3"), (None, "3")):
+        write_accepted(folder.accepted, [written] if written else [])
+        for bad, code in (((9.0, 1.0), "E-LOSS-EXPLODED"), ((math.nan, 1.0), "E-LOSS-NOT-FINITE")):
+            with pytest.raises(RunFailed) as caught:
+                policy.judge([StepNumbers(82, *bad, False)])
+            command = f"ingot train {tmp_path} --set optim.lr={rate} --accept-change optim.lr. "
+            assert caught.value.code == code and command in caught.value.fix and "same command" not in caught.value.fix
+    folder.accepted.write_text("{")
+    assert rate_to_try(folder.accepted, 30.0) == 3.0
 
 
 def test_skipped_steps_pass_until_they_are_a_tenth(judge):
