@@ -19,7 +19,7 @@ _SUSPECTS, _REASONS, _OTHERS, _SAMPLES = 10, 4, 3, 6  # shown
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    add_run_and_step(parser, "those in which the guard found trouble, the worst first")
+    add_run_and_step(parser, "those in which the guard found trouble, the worst first; else the one that ended the run")
     parser.add_argument(
         "--replay",
         action="store_true",

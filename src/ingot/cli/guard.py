@@ -5,6 +5,7 @@ import time
 
 from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
+from ingot.value_names import printable
 
 _MEASURES = ("pass", "earlier", "lower", "accept", "stop")  # as in schema/guard_answer.py
 
@@ -26,6 +27,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
     from ingot.errors import EXIT_OK, UsageError
     from ingot.report.facts import no_run_folder
+    from ingot.report.status import command_after, read_status
     from ingot.schema.guard_answer import question_of_stopped, question_of_waiting, write_answer
     from ingot.schema.guard_record import described, read_measures
     from ingot.schema.run_folder import RunFolder
@@ -35,6 +37,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     folder = RunFolder(args.run)
     if not folder.config.is_file():
         raise no_run_folder(args.run)
+    status = read_status(args.run)
     measures, alive = read_measures(folder.guard), is_locked(folder.lock)
     question, until = question_of_waiting(folder) or (None, 0.0)
     if until < time.time():  # a wait that was killed leaves its question
@@ -56,6 +59,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"answered  {steps}: {args.take}" + (" at once" if until else " at the next start"))
     elif question is None:
         terminal.say("the guard asks nothing" if measures else "the guard took no measure")
+        if fault := status.fault:
+            code = fault.get("code") or "a fault"
+            cause = printable(str(fault.get("cause") or "failed"))
+            terminal.say(f"ended     the run ended at step {fault.get('step')} with {code}: {cause}")
     elif until is not None:
         clock = time.strftime("%H:%M:%S", time.localtime(until))
         terminal.say(f"waits     until {clock} for an answer about the steps {question.first}-{question.last}")
@@ -64,10 +71,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             "measures": [asdict(one) for one in measures],
             "question": None if question is None else asdict(question) | {"until": until},
             "answer": args.take,
+            "fault": status.fault,
         }
     )
     if question is not None and not args.take:
         terminal.next(f"ingot guard {args.run} --take lower")
+    elif status.fault and not args.take:
+        terminal.next(command_after(status.fault, args.run))
     else:
         terminal.next(f"ingot train {args.run}" if args.take and not alive else f"ingot status {args.run}")
     return EXIT_OK

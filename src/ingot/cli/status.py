@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.drill.state import is_drill
     from ingot.errors import EXIT_OK
     from ingot.planner.show.layout import degrees_text
-    from ingot.report.status import read_status, sparkline
+    from ingot.report.status import command_after, read_status, sparkline
     from ingot.schema.events import ALERT
     from ingot.units import format_count, format_seconds
 
@@ -88,7 +88,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         "running": f"ingot status {args.run}",
         "finished": f"ingot report {args.run}",
     }
-    terminal.next(follow_up.get(status.state, f"ingot train {args.run}"))
+    terminal.next(follow_up.get(status.state) or command_after(status.fault, args.run))
     return EXIT_OK
 
 

@@ -10,6 +10,7 @@ class FaultRecord:
     """A fault that ended an attempt, and the recovery from it. Times are Unix seconds, None while unknown.
 
     rank: the failed rank, None for a fault of the whole job. cause: what happened, as text ("was killed (SIGKILL)").
+    failure: its kind (resilience/failure_kinds.py), "" if the log lacks it. step: at which it ended, None if unknown.
     injected_at: the time at which a drill caused the fault on purpose. fault_step: the last step known to be reached.
     resumed_at, resumed_from: when training continued, and the step of the checkpoint from which it continued.
     compared_steps: the number of steps logged in both attempts. compared_equal: loss and gradient norm are
@@ -18,6 +19,8 @@ class FaultRecord:
 
     rank: int | None = None
     cause: str = ""
+    failure: str = ""
+    step: int | None = None
     injected_at: float | None = None
     detected_at: float
     fault_step: int
@@ -72,6 +75,8 @@ class FaultReader:
         self._open = FaultRecord(
             rank=event.get("rank"),
             cause=str(event.get("cause") or "failed"),
+            failure=str(event.get("failure") or ""),
+            step=event.get("step"),
             injected_at=self._drill["time"] if self._drill else None,
             detected_at=event["time"],
             fault_step=max(event.get("step") or 0, drill_step, *self._steps, 0),

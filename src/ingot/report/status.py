@@ -23,6 +23,7 @@ from ingot.trainer.resilience.lock import is_locked
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
+_NO_NUMBERS = ("E-GRADIENTS-", "E-POLICY-", "E-ROLLBACK-")  # numerics that `explain nan` does not explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,6 +35,7 @@ class RunStatus:
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
+    fault: of a failed run, the `fault` event that ended it: failure, code, cause, step; None in every other state.
     failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
     weights_step, weights_time: the newest save of the weights alone.
     last_save: the newest `checkpoint` event: step, bytes, and the seconds of stall, snapshot, write and verify.
@@ -75,6 +77,7 @@ class RunStatus:
     checkpoint_time: float | None
     restarts: int
     faults: tuple[str, ...]
+    fault: dict | None
     losses: tuple[float, ...]
     still_seconds: float | None = None
     unused_step: int | None = None
@@ -132,9 +135,10 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     still = _still_seconds(progress, run.watch.log_every, time.time() if now is None else now) if trains else None
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
+    state = "running" if running else "unknown" if unlogged else _ended(last)
     return RunStatus(
         name=run.name,
-        state="running" if running else "unknown" if unlogged else _ended(last),
+        state=state,
         steps=run.train.steps,
         step=max((*losses, unlogged)),
         ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
@@ -164,6 +168,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         unstored_reason=log.unstored.get(FULL) or log.unstored.get(WEIGHTS, ""),
         restarts=log.restarts,
         faults=tuple(log.faults),
+        fault=_without_kind(last["end"]) if state == "failed" else None,
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
         guard=log.asked or log.guard,
@@ -316,6 +321,15 @@ def _ended(last: dict[str, dict]) -> str:
     return {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}.get(
         last["end"]["kind"], "interrupted"
     )
+
+
+def command_after(fault: dict | None, root: Path) -> str:
+    """Return the command to give after the `fault` event that ended the run in `root`; None: it ended otherwise."""
+    fault = fault or {}
+    if fault.get("code") == "E-GUARD-STOPPED":
+        return f"ingot guard {root}"
+    numbers = fault.get("failure") == "numerics" and not str(fault.get("code", "")).startswith(_NO_NUMBERS)
+    return f"ingot explain nan {root}" if numbers else f"ingot train {root}"
 
 
 def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:

@@ -105,7 +105,8 @@ class SpikeReport:
 
 
 def explain_spike(root: Path, step: int | None = None, progress: Progress | None = None) -> SpikeReport:
-    """Return the documents of a step, or of the worst MOST_STEPS troubled steps of the log.
+    """Return the documents of a step, or of the worst MOST_STEPS troubled steps of the log, else of the step whose
+    numbers ended the run.
 
     Raises UsageError if `root` is not a run folder or the step was not trained, DataMissing if no step is given and the
     log names none, DataError if the tokens are damaged, or are not those of the step.
@@ -160,6 +161,14 @@ def parts_at(root: Path, step: int) -> list[DocumentPart]:
     return list(parts_of(layout, order, order.step(step, tokens.config.train.global_batch)))
 
 
+def _step_of_the_end(data: RunData) -> int | None:
+    """Return the step whose numbers ended the run; None if it did not end so."""
+    last = data.faults[-1] if data.faults else None
+    if last is None or last.resumed_at is not None or last.failure != "numerics" or last.step not in data.steps:
+        return None
+    return last.step
+
+
 def _chosen(data: RunData, found: Sequence[TroubledStep], step: int | None) -> list[TroubledStep]:
     if step is not None:
         event = data.steps.get(step, {})
@@ -167,6 +176,9 @@ def _chosen(data: RunData, found: Sequence[TroubledStep], step: int | None) -> l
             step=step, found=(), loss=event.get("loss", math.nan), grad_norm=event.get("grad_norm", math.nan)
         )
         return [next((one for one in found if one.step == step), plain)]
+    if not found and (ended := _step_of_the_end(data)) is not None:
+        event = data.steps[ended]
+        return [TroubledStep(step=ended, found=("the run ended",), loss=event["loss"], grad_norm=event["grad_norm"])]
     if not found:
         raise DataMissing(
             "E-SPIKE-NO-STEP",

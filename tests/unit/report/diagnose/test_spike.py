@@ -155,6 +155,20 @@ def test_without_a_step_the_worst_findings_are_explained(run):
     assert found.batches[0].step.skipped and found.batches[0].step.found == ("loss spike",)
 
 
+def test_without_a_finding_the_step_that_ended_the_run_is_explained(run):
+    log(run, ())
+    fault = {"kind": "fault", "time": 1.8e9, "rank": 0, "failure": "numerics", "cause": "loss 672.9", "step": STEPS - 1}
+    with RunFolder(run).events.open("a") as file:
+        file.write(json.dumps(fault) + "\n")
+    (batch,) = explain_spike(run).batches
+    assert (batch.step.step, batch.step.found) == (STEPS - 1, ("the run ended",))
+    log(run, ())
+    with RunFolder(run).events.open("a") as file:
+        file.write(json.dumps(fault | {"failure": "disk"}) + "\n")
+    with refused("E-SPIKE-NO-STEP"):
+        explain_spike(run)
+
+
 def test_a_report_and_a_line_of_the_log_name_the_command(run):
     section = recovery_section(gather(run))
     assert section and f"ingot explain spike {run}" in str(section.blocks[-1])

@@ -1,0 +1,46 @@
+"""The end of a run by a fault: what `ingot status` and `ingot guard` say of it, and the command that comes next."""
+
+import pytest
+
+from ingot.cli.main import main
+from ingot.config import to_toml
+from ingot.events import EventLog
+from ingot.planner.request.presets import load_model
+from ingot.report.status import read_status
+from ingot.schema import events
+from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.run_folder import RunFolder
+
+
+@pytest.fixture
+def folder(tmp_path):
+    train = Train(steps=100, seq_len=8, global_batch=2, micro_batch=2)
+    run = RunConfig(name="demo", model=load_model("tiny").arch, data=Data(tokens="t"), train=train)
+    folder = RunFolder(tmp_path)
+    folder.config.write_text(to_toml(run))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("failure", "code", "command"),
+    [
+        ("numerics", "E-LOSS-EXPLODED", "explain nan"),
+        ("numerics", "E-GUARD-STOPPED", "guard"),
+        ("numerics", "E-ROLLBACK-LIMIT", "train"),
+        ("disk", "E-DISK-FULL", "train"),
+    ],
+)
+def test_after_a_fault_the_next_command_is_that_of_its_code_and_the_guard_names_it(
+    folder, capsys, failure, code, command
+):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    log.write(events.FAULT, rank=0, failure=failure, code=code, cause="loss 672.9 at step 82", step=82)
+    next_line = f"ingot {command} {folder.root}"
+    assert main(["status", str(folder.root)]) == 0
+    assert capsys.readouterr().out.split()[-len(next_line.split()) :] == next_line.split()
+    assert main(["guard", str(folder.root)]) == 0
+    shown = capsys.readouterr().out
+    assert f"at step 82 with {code}: loss 672.9 at step 82" in shown and next_line in shown
+    log.write(events.RUN_STARTED, from_step=0)
+    assert read_status(folder.root).fault is None
