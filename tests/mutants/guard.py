@@ -107,6 +107,17 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LADDER}::test_the_share_of_skipped_steps_is_that_of_the_checkpoint",),
     ),
     Mutant(
+        name="window-new-after-a-rate",
+        what="the guard begins a new window after an accepted change of the rate, and judges no sizes for a while",
+        file="schema/changes.py",
+        before='_SAME_LEVEL = ("optim.", "schedule.", "guard.")',
+        after='_SAME_LEVEL = ("schedule.", "guard.")',
+        tests=(
+            "tests/unit/trainer/test_mixture_change.py"
+            "::test_the_guard_goes_on_with_its_window_after_another_rate_but_not_after_other_data",
+        ),
+    ),
+    Mutant(
         name="rate-not-lowered",
         what="the measure that lowers the learning rate lowers nothing",
         file="trainer/loop.py",
