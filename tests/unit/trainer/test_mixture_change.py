@@ -150,6 +150,7 @@ def _window_after(fork_ranks, folder, until: int):
         return [line for line in lines if "new window" in line]
 
     (lines,) = fork_ranks(rank_of, 1)
-    newest = list_checkpoints(folder.checkpoints)[-1].manifest
-    assert newest and newest.step == until
-    return len(newest.guard.losses), lines
+    newest = next(one.manifest for one in list_checkpoints(folder.checkpoints) if one.step == until)
+    assert newest
+    losses = newest.guard.losses
+    return len(losses), lines
