@@ -36,7 +36,7 @@ MUTANTS: list[Mutant] = [
         name="refused-without-a-line",
         what="a checkpoint of the disk is refused without a line on the terminal",
         file="trainer/restore.py",
-        before='        say(f"refused   {reason}; trying the next older one")\n',
+        before='        say(f"refused   {reason}; trying {from_store}the next older one")\n',
         after="",
         tests=(f"{_LOOP}::test_rank_0_reports_each_refused_checkpoint_once_and_where_the_run_goes_on",),
     ),

@@ -74,7 +74,15 @@ def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 16
     path.write_bytes(data)
-    assert fork_ranks(run_rank, 2, folder, {11: give_up}) == ["E-RUN-BUSY"] * 2
+
+    def run_again(rank, ranks):
+        lines = []
+        return run_rank(rank, ranks, folder, {11: give_up}, say=lines.append), lines
+
+    (code, lines), (other, _) = fork_ranks(run_again, 2)
+    assert code == other == "E-RUN-BUSY"
+    refused, fetched = (line for line in lines if line.startswith(("refused", "fetched")))
+    assert f"trying the copy in {rules['remote'].url}, then the next older one" in refused and "in place of" in fetched
     assert stored(folder, events.CHECKPOINT_REFUSED) == [8]
     shutil.rmtree(tmp_path / "store/weights")  # as if the upload of step 10 had been killed
     fork_ranks(run_rank, 2, folder, {9: lambda run: finish_uploads(run) or look(run)})
