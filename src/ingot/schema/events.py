@@ -71,6 +71,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                                                                       with "auto": the interval from here on
   checkpoint_refused  step, path, reason                              damaged; the next older checkpoint is tried
   checkpoint_stored   step, what, store, bytes (sent; 0: by an earlier attempt), seconds   the store has it
+                      left_out: the steps of older checkpoints that newer ones overtook; absent if there are none
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
                       step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked

@@ -19,7 +19,7 @@ from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.resumable import roll_back_choice
 from ingot.trainer.checkpoint.save import save_checkpoint
-from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS
+from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS, left_out_text
 from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.mesh.collectives import largest_of_ranks
@@ -296,7 +296,7 @@ def _report_uploads(trainer: RunParts) -> None:
             size, seconds = format_bytes(event["bytes"]), format_seconds(event["seconds"])
             what = "" if full else "weights of "
             sent = f"{size}  {seconds}  in" if event["bytes"] else "is in"
-            trainer.say(f"stored    {what}step {event['step']}  {sent} {event['store']}")
+            trainer.say(f"stored    {what}step {event['step']}  {sent} {event['store']}{left_out_text(event)}")
         else:
             again = event["retry_seconds"]
             then = (

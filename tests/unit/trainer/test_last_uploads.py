@@ -55,6 +55,18 @@ def wait(tmp_path, monkeypatch):
     return lambda *args, **kwargs: finish(tmp_path, *args, **kwargs)
 
 
+@pytest.mark.parametrize(
+    ("left_out", "text"),
+    [("", ""), (', "left_out": [5]', "1 older left out (step 5)"), (', "left_out": [5, 10]', "5 to 10")],
+)
+def test_the_line_of_an_upload_names_the_checkpoints_that_it_overtook(wait, left_out, text):
+    about = (
+        '"kind": "checkpoint_stored", "what": "full", "step": 20, "store": "s3://bucket/run", "bytes": 9, "seconds": 1'
+    )
+    _, (line,) = wait(f"""echo '{{{about}{left_out}}}'""", StopRequests())
+    assert line.startswith("stored    step 20 ") and text in line and ("left out" in line) == bool(text)
+
+
 @pytest.mark.parametrize("why", ["Ctrl-C", "launch.stop_after"])
 def test_the_wait_is_announced_and_ends_with_a_request(wait, why):
     requests = StopRequests()

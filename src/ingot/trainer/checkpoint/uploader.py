@@ -142,6 +142,7 @@ class _Requests:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._last: dict[SaveKind, _Request] = {kind: _Request(0, kind, 0) for kind in KINDS}
+        self._named: list[_Request] = []  # the checkpoints since the last `overtaken`
         self._ends = False
 
     def add(self, step: int, kind: SaveKind) -> None:
@@ -149,7 +150,15 @@ class _Requests:
         with self._changed:
             number = 1 + max(one.number for one in self._last.values())
             self._last[kind] = _Request(number, kind, step)
+            self._named += [self._last[kind]] if kind == FULL else []
             self._changed.notify()
+
+    def overtaken(self, by: _Request) -> list[int]:
+        """Return the steps of the checkpoints that were named before `by`, a checkpoint, and after the one before."""
+        with self._changed:
+            steps = [one.step for one in self._named if one.number < by.number]
+            self._named = [one for one in self._named if one.number > by.number]
+        return steps
 
     def read(self, lines: IO[bytes]) -> None:
         for line in lines:
@@ -204,10 +213,14 @@ def upload_all(
     is_logged: whether the event log shows that the store has the save of that kind and step.
     """
     done: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
+    left_out: list[int] = []  # the steps of checkpoints that newer ones overtook, not reported so far
     while (found := requests.next(done)) is not None:
         done[found.kind], pause = found.number, _PAUSE_SECONDS
-        while not _upload(tiers[found.kind], found.step, pause, report, is_logged):
+        if found.kind == FULL:
+            left_out += requests.overtaken(found)
+        while not _upload(tiers[found.kind], found.step, pause, report, is_logged, left_out):
             if requests.displaces(found.kind, done, random.uniform(pause / 2, pause)):
+                left_out += [found.step] if found.kind == FULL else []
                 break
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
 
@@ -218,8 +231,11 @@ def _upload(
     pause: float,
     report: Callable[[dict[str, Any]], None],
     is_logged: Callable[[SaveKind, int], bool],
+    left_out: list[int],
 ) -> bool:
     """Upload a checkpoint, or weights alone, and report it. Returns False if another attempt may succeed.
+
+    left_out: the steps of older checkpoints that are not in the store; emptied when a checkpoint is reported.
 
     What the store has already is reported if the log does not show it: its upload ended, but the answer of the store
     was lost, or the run was killed before it logged that.
@@ -229,7 +245,11 @@ def _upload(
     try:
         sent = tier.push(step)
         if tier.commits and (sent or not is_logged(tier.kind, step)):
-            report(about | {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began})
+            stored = {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began}
+            if tier.kind == FULL and (older := sorted({one for one in left_out if one < step})):
+                stored["left_out"] = older
+                left_out.clear()
+            report(about | stored)
     except Exception as error:
         if isinstance(error, NotYetStored) and pause < _QUIET_SECONDS:
             return False  # other nodes are uploading
@@ -269,6 +289,13 @@ class Progress(Meter):
             if now >= self._next or self._left <= 0:
                 self._next = now + _PROGRESS_SECONDS
                 self._answer({_LEFT: self._left})
+
+
+def left_out_text(event: Mapping[str, Any]) -> str:
+    """Return the end of the line `stored`: how many older checkpoints newer ones overtook; "" if none."""
+    older = event.get("left_out", [])
+    last = f" to {older[-1]}" if len(older) > 1 else ""
+    return f"  {len(older)} older left out (step {older[0]}{last})" if older else ""
 
 
 def is_stored_by_log(folder: RunFolder, url: str, kind: SaveKind, step: int) -> bool:

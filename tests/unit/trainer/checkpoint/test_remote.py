@@ -477,7 +477,7 @@ def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
     uploader.upload_all({FULL: tier}, requested(10, 20), reports.append, never_logged)
     assert tier.pushed == [20] * 9
     assert [one["retry_seconds"] for one in reports[:-1]] == [1, 2, 4, 8, 16, 32, 60, 60]
-    assert reports[-1]["kind"] == events.CHECKPOINT_STORED
+    assert reports[-1]["kind"] == events.CHECKPOINT_STORED and reports[-1]["left_out"] == [10]
     assert tier.pruned == 1
 
 
@@ -539,6 +539,32 @@ def test_steps_that_are_trained_again_after_a_roll_back_go_up():
     requests.end()
     uploader.upload_all({FULL: full, WEIGHTS: alone}, requests, saved, never_logged)
     assert (full.pushed, alone.pushed) == ([310, 250, 310], [320, 210])
+
+
+def test_each_checkpoint_that_a_newer_one_overtakes_is_reported_once(monkeypatch):
+    """Step 10 is given up for 20, which weights and then 40 follow; nothing is left out before 50."""
+    lost = StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
+    tiers, reports, requests = {FULL: Tier([lost]), WEIGHTS: Tier([], WEIGHTS)}, [], uploader._Requests()
+
+    def later(low, high):
+        requests.add(20, FULL)
+        return 0.0
+
+    def saved(event):
+        if event["kind"] == events.CHECKPOINT_STORED:
+            reports.append((event["step"], event.get("left_out")))
+            match event["step"]:
+                case 20:
+                    for step, kind in ((30, FULL), (35, WEIGHTS), (40, FULL)):
+                        requests.add(step, kind)
+                case 40:
+                    requests.add(50, FULL)
+                    requests.end()
+
+    monkeypatch.setattr("random.uniform", later)
+    requests.add(10, FULL)
+    uploader.upload_all(tiers, requests, saved, never_logged)
+    assert reports == [(20, [10]), (40, [30]), (50, None)]
 
 
 @pytest.mark.parametrize(
