@@ -20,6 +20,8 @@ from ingot.schema.cluster import Cluster
 from ingot.schema.quarantine import read_quarantine
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import FOLDER_NAME_RULE, RunFolder, is_folder_name
+from ingot.stores.places import open_store
+from ingot.stores.store import NotStored, StoreRefused
 from ingot.theory.layout import require_layout
 from ingot.theory.rules import load_run
 from ingot.toml import key_lines
@@ -153,6 +155,7 @@ def examine(
     if config:
         findings += [*_name_problems(path, overrides, config)] if names_folder else []
         findings += _init_problems(path, overrides, config)
+        findings += _store_problems(path, overrides, config)
         findings += _quarantine_problems(path, overrides, config)
     about = dict(notes(config, found)) | dict(fallback_notes(plan_fallbacks(config, found))) if config else {}
     lines = timeline_lines(config, found, timeline, width) if config and timeline is not None else []
@@ -205,6 +208,21 @@ def _init_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) ->
     except ConfigError as error:
         where = _place(path, overrides, "init")
         yield Finding("error", where, error.found, error.fix, missing_here=not folder.is_dir())
+
+
+def _store_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) -> Iterator[Finding]:
+    """Yield a finding if the run's store is a folder that does not exist. Other stores are not asked."""
+    url = config.checkpoint.remote.url
+    if not url.startswith("file://"):
+        return
+    try:
+        next(iter(open_store(url).stream("run.toml")), None)
+    except NotStored:
+        return
+    except StoreRefused as error:
+        yield Finding(
+            "error", _place(path, overrides, "checkpoint.remote.url"), error.found, error.fix, True, error.code
+        )
 
 
 def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) -> Iterator[Finding]:

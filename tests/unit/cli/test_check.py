@@ -114,6 +114,20 @@ def test_data_counts_on_this_machine_and_is_a_note_elsewhere(run_file, capsys):
     assert [f["severity"] for f in facts["findings"] if f["missing_here"]] == ["error"]
 
 
+def test_a_store_folder_that_does_not_exist_is_found_before_the_start(run_file, capsys, tmp_path):
+    command = ["check", run_file, "--set", f"checkpoint.remote.url=file://{tmp_path}/store", "--json"]
+
+    def problems(*more):
+        main([*command, *more])
+        found = json.loads(capsys.readouterr().out)["findings"]
+        return [(one["severity"], one["where"]) for one in found if one["code"] == "E-STORE-NO-FOLDER"]
+
+    assert problems() == [("error", "--set checkpoint.remote.url")]
+    assert problems("--cluster", "8xh100") == [("note", "--set checkpoint.remote.url")]
+    (tmp_path / "store").mkdir()
+    assert problems() == [] and not list((tmp_path / "store").iterdir())
+
+
 def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys, traced_here):
     command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--json", "--set", "parallel.recompute=full"]
     assert main(command) == 0
