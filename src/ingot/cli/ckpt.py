@@ -27,6 +27,8 @@ EXAMPLES = (
     *ckpt_convert.EXAMPLES,
 )
 
+_NOTE_WIDTH = 28  # characters that a table of 80 has for the note of `verify`; names in a broken one cannot be searched
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(dest="action", required=True, metavar="ACTION")
@@ -96,6 +98,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
 
 def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.trainer.launch.inspect import IN_STORE, WEIGHTS_ALONE
+
     path, bar = Path(args.path), ByteBar(terminal)
     if args.deep:
         from ingot.trainer.launch.deep import inspect_deep  # only this imports torch
@@ -105,11 +109,18 @@ def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
         from ingot.trainer.launch.inspect import inspect_checkpoints
 
         inspected = inspect_checkpoints(path, hash_files=True, meter=bar, stored=args.store)
-    terminal.table(
-        [(c.step, ckpt_ls.time_text(c.saved_at), c.size, c.state, c.note) for c in inspected.checkpoints],
-        header=("step", "when", "size", "loads" if args.deep else "verified", "note"),
-        right=(0, 2),
-    )
+    header = ("step", "when", "size", "where", "loads" if args.deep else "verified", "note")
+    rows, below = [], []
+    for c in inspected.checkpoints:
+        where = "store" if inspected.store and c.path.startswith(f"{inspected.store}/") else "disk"
+        note = c.note.removeprefix(f"{IN_STORE}: ").removeprefix(IN_STORE).replace(WEIGHTS_ALONE, "the weights alone")
+        if len(note) > _NOTE_WIDTH:
+            below.append(f"step {c.step}, {where}: {note}")
+            note = "see below"
+        rows.append((c.step, ckpt_ls.time_text(c.saved_at), c.size, where, c.state, note))
+    terminal.table(rows, header=header, right=(0, 2))
+    for line in below:
+        terminal.say(line)
     if unchecked := sum(c.unchecked for c in inspected.checkpoints):
         terminal.say(f"unchecked {unchecked} tensor files that are not on this machine")
     if inspected.store_problem:
@@ -152,6 +163,9 @@ def _pin(args: argparse.Namespace, terminal: Terminal) -> int:
     pinned = (pin_checkpoint if args.action == "pin" else unpin_checkpoint)(Path(args.run), args.step)
     done = "pinned    " if pinned.pinned else "unpinned  "
     terminal.say(f"{done}step {pinned.step}  {', '.join(pinned.places)}")
+    if pinned.lacks:
+        push = f"ingot ckpt push {args.run} --step {pinned.step}"
+        terminal.say(f"note      it is not in the store {pinned.lacks}: {push} uploads it")
     if pinned.waits:
         terminal.say(f"note      {pinned.waits}; the next upload of the run pins it in the store")
     terminal.result(pinned.as_dict())

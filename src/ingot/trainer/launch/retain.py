@@ -27,13 +27,15 @@ from ingot.trainer.launch.stored import held, open_run
 class Pinned:
     """A checkpoint whose pin was set or removed, and the places that have it: "disk", or the address of the store.
 
-    waits: why the store does not have the mark yet; "" if it does, or if the run has no store.
+    waits: why the store does not have the mark yet; "" if it does, or if the run has no store. lacks: the address of a
+    store that does not have this checkpoint; "" if it has, did not answer, or if the run has none.
     """
 
     step: int
     pinned: bool
     places: tuple[str, ...]
     waits: str = ""
+    lacks: str = ""
 
     def as_dict(self) -> dict:
         return asdict(self) | {"exit_code": EXIT_OK}
@@ -71,7 +73,8 @@ def pin_checkpoint(path: Path, step: int) -> Pinned:
             step=step,
             steps=steps,
         )
-    return Pinned(step=step, pinned=True, places=tuple(places), waits=waits)
+    lacks = tier.url if tier is not None and not waits and tier.url not in places else ""
+    return Pinned(step=step, pinned=True, places=tuple(places), waits=waits, lacks=lacks)
 
 
 def _take_back(folder: RunFolder, step: int, before: bool) -> None:

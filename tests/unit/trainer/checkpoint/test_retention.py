@@ -223,7 +223,11 @@ def test_commands_pin_and_prune_both_tiers(folder, rules, capsys):
     retain.prune_checkpoints(folder.root, dry_run=False)
     assert (steps(folder), tier.steps()) == ([40], [40, 30])
     assert main(["ckpt", "pin", str(folder.root), "30"]) == 0  # in the store alone
-    assert "removed" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "removed" in out and "not in the store" not in out
+    write_checkpoint(folder, 50)
+    assert main(["ckpt", "pin", str(folder.root), "50"]) == 0
+    assert f"not in the store {url}: ingot ckpt push {folder.root} --step 50" in capsys.readouterr().out
 
 
 def test_weights_are_pruned_by_their_own_number_on_both_tiers(folder, rules):

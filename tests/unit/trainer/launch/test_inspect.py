@@ -100,8 +100,10 @@ def test_other_folders_are_refused(tmp_path):
 def test_the_verb_prints_a_table_or_json(three, capsys):
     assert main(["ckpt", "verify", str(three.root)]) == 21
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].split() == ["step", "when", "size", "verified", "note"]
-    assert lines[2].endswith(RESUMES_HERE) and "NO" in lines[3]
+    assert lines[0].split() == ["step", "when", "size", "where", "verified", "note"]
+    assert lines[2].endswith(RESUMES_HERE) and lines[3].split()[-4:] == ["disk", "NO", "see", "below"]
+    (damage,) = (c.note for c in inspect_checkpoints(three.root, hash_files=True).checkpoints if c.state == "NO")
+    assert lines[4] == f"step 30, disk: {damage}"
     assert main(["ckpt", "verify", str(three.checkpoint(10)), "--json"]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["checkpoints"][0]["step"] == 10 and facts["exit_code"] == 0
