@@ -86,6 +86,8 @@ class RunLease:
             with self._later(place):
                 holder = newest_epoch(place)
                 self._judged[place.url] = holder.epoch if holder else 0
+                if holder and place is self._store:
+                    self._say_shared(place, holder)
                 if holder is None or (sign := _sign(place, holder)) == _RELEASED or is_gone(holder.process):
                     continue
                 if self._is_copied(place, holder):
@@ -104,6 +106,17 @@ class RunLease:
         folder proves that no launcher of this machine trains it."""
         own = str(self._folder.root.resolve())
         return place is self._here and holder.folder not in ("", own) and _runs_here(holder)
+
+    def _say_shared(self, store: BlobStore, holder: Epoch) -> None:
+        """Report that another folder with the history of this run used the store last: a copy of it, or its original.
+        A folder without a history is new, and one that was moved is reported once."""
+        here, is_other = newest_epoch(self._here), holder.folder not in ("", str(self._folder.root.resolve()))
+        if is_other and here is not None and here.run == holder.run != "":
+            self._say(
+                f"store     {store.url} was used last by {holder.owner} with the run folder {holder.folder}, of the "
+                "same run; two copies of a run folder replace each other's checkpoints there: give one of them a store "
+                "of its own (--set checkpoint.remote.url=NEW_PLACE)"
+            )
 
     def _require_silence(self, place: BlobStore, holder: Epoch, before: bytes, patience: float) -> None:
         ends = time.monotonic() + patience

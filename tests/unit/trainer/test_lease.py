@@ -131,6 +131,24 @@ def test_a_launcher_that_gives_signs_of_life_keeps_the_run(folder, in_store):
     assert "waiting 30" in lines[0]
 
 
+def test_copies_of_a_run_folder_that_share_a_store_are_reported_at_each_change(folder, tmp_path):
+    store, copy = MemoryStore(), RunFolder(tmp_path / "copy")
+
+    def lines(run):
+        printed = []
+        with lease_of(run, store) as lease:
+            lease.wait(printed.append)
+            lease.take()
+        return [str(named) for line in printed for named in (folder.root, copy.root) if f"folder {named}," in line]
+
+    assert lines(folder) == lines(folder) == []
+    shutil.copytree(folder.root, copy.root)
+    assert lines(copy) == [str(folder.root)] and lines(copy) == []
+    assert lines(folder) == [str(copy.root)]
+    shutil.rmtree(copy.root / "lease")  # as a new folder, which continues what the store has
+    assert lines(copy) == []
+
+
 def test_a_silent_launcher_loses_the_run(folder):
     place = LocalStore(folder.root)
     held_elsewhere(place)
