@@ -275,6 +275,12 @@ def test_what_cannot_be_compared_is_refused(make, tmp_path, logs, capsys):
     ):
         assert main(["compare", *line, "--json"]) == 2
         assert reported(capsys.readouterr().out, code)["fix"]
+    restored = str(
+        make("restored", events=[{"kind": "finished", "time": logs.START, "step": 9, "tokens": 9, "seconds": 0.0}])
+    )
+    assert main(["compare", one, restored, "--json"]) == 2
+    fix = reported(capsys.readouterr().out, "E-COMPARE-NO-STEPS")["fix"]
+    assert "finished" in fix and "wait" not in fix
     late = make("late", events=trained(logs, 500, 600))
     with refused("E-COMPARE-NO-OVERLAP"):
         compare_runs([late, make("b")], "steps")

@@ -108,11 +108,13 @@ class ComparedRun:
         self.running = is_locked(folder.lock)
         steps = [step for step, event in self.data.steps.items() if math.isfinite(event["loss"])]
         if not steps:
+            wait = f"wait for the first log line (ingot status {path}), or leave this run out"
+            began_anew = "leave this run out: it is finished, and its log has no step, as after it came from its store"
             raise UsageError(
                 "E-COMPARE-NO-STEPS",
-                f"{path} has no step {'with a finite loss in its log' if self.data.steps else 'in its log yet'}",
+                f"{path} has no step {'with a finite loss in its log' if self.data.steps else 'in its log'}",
                 rule="a comparison needs the loss of some steps, which are logged every watch.log_every steps",
-                fix=f"wait for the first log line (ingot status {path}), or leave this run out",
+                fix=began_anew if self.data.finished else wait,
                 run=str(path),
             )
         self.first_step = min(steps)

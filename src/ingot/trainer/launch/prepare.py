@@ -120,6 +120,8 @@ class RunRequest:
         changed = any(override.startswith(("model.", "train.", "parallel")) for override in self.overrides)
         if plan.exists() and not changed and plan.resolve() != folder.plan.resolve():
             shutil.copyfile(plan, folder.plan)
+        if ended := self._ended_elsewhere(changes, say):
+            return ended
         say(_opening(folder, config, resume_step(folder)))
         for change in changes:
             say(f"changed   {change}   {change.kind}{'' if change.kind.is_free else ', accepted'}")
@@ -153,6 +155,26 @@ class RunRequest:
         if fetch_newest(folder, tier, self._log, say, compare) and is_new:
             assert tier is not None
             say(f"store     the folder is new; continue after {described}, from {tier.url}")
+            say("note      the store has no log and no metrics: those of earlier steps are not in this folder")
+
+    def _ended_elsewhere(self, changes: Sequence[SettingChange], say: Callable[[str], None]) -> JobResult | None:
+        """Return the run's end if its last checkpoint came from the store and ranks have nothing left to do, and write
+        that down; otherwise None. A final evaluation may be left, because its result would be in the log that is lost.
+        """
+        folder, config, step = self.folder, self.config, resume_step(self.folder)
+        kinds = (events.RANK_STARTED, events.RUN_STARTED, events.FINISHED)
+        was_fetched = next(read_events(folder.events, events.CHECKPOINT_FETCHED), None) is not None
+        if step < config.train.steps or not was_fetched or next(read_events(folder.events, *kinds), None) is not None:
+            return None
+        if changes or config.data.heldout or config.evaluate.prompts or config.evaluate.background.tasks:
+            return None
+        if not is_sound(folder, step):
+            return None
+        self._log(events.FINISHED, step=step, tokens=step * config.tokens_per_step, seconds=0.0)
+        say(
+            f"{folder.root} is finished: step {step} of {config.train.steps} came from the store; nothing is left to do"
+        )
+        return JobResult(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
 
     def _log(self, kind: str, **facts) -> None:
         with contextlib.closing(EventLog(self.folder.events)) as log:

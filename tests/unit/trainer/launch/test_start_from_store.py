@@ -27,14 +27,18 @@ def place(tmp_path):
 
 
 @pytest.fixture
-def stored(run_file, place, jobs, tmp_path):
-    """A run that trained, with step 40 in the store; its machine is lost. Returns the id of the run."""
+def stored(run_file, place, jobs, tmp_path, request):
+    """A run that trained, with step 40 of 100 in the store, or that of the parameter; its machine is lost.
+
+    Returns the id of the run.
+    """
+    step = getattr(request, "param", 40)
     folder = RunFolder(launch_train.train(run_file, tmp_path / "lost", overrides=[place]).run)
     config = load_run(folder.config)
-    write_checkpoint(folder, 40, config, read_token_manifest(tmp_path / "tokens").fingerprint())
-    push_checkpoint(folder.root, 40)
-    checkpoints.write_weights(folder, 40, config.settings())
-    push_checkpoint(folder.root, 40, kind=WEIGHTS)
+    write_checkpoint(folder, step, config, read_token_manifest(tmp_path / "tokens").fingerprint())
+    push_checkpoint(folder.root, step)
+    checkpoints.write_weights(folder, step, config.settings())
+    push_checkpoint(folder.root, step, kind=WEIGHTS)
     run = newest_local_epoch(folder.root).run
     shutil.rmtree(folder.root)
     jobs.clear()
@@ -47,9 +51,23 @@ def test_a_new_folder_continues_the_run_of_the_store_and_says_so(run_file, place
     assert candidate_folders(folder.checkpoints) == [folder.checkpoint(40)] and jobs
     (line,) = (line for line in lines if line.startswith("store "))
     assert named([line], "the folder is new", "step 40", "'demo'", stored[:8], place.partition("=")[2])
+    assert [line for line in lines if line.startswith("note      the store has no log")]
     lines.clear()
     launch_train.train(run_file, overrides=[place], say=lines.append)
     assert not [line for line in lines if line.startswith("store ")]
+
+
+@pytest.mark.parametrize("stored", [100], indirect=True)
+@pytest.mark.parametrize("left", [[], ["data.heldout=tokens"], ["train.steps=101"]])
+def test_a_finished_run_of_the_store_starts_ranks_only_for_what_is_left(run_file, place, stored, jobs, folder, left):
+    """The log, which is lost, had the evaluation after the last step."""
+    lines, accept = [], [one.partition("=")[0] for one in left]
+    outcome = launch_train.train(run_file, overrides=[place, *left], accept=accept, say=lines.append)
+    assert bool(jobs) == bool(left) and candidate_folders(folder.checkpoints) == [folder.checkpoint(100)]
+    if not left:
+        assert outcome.finished and named(lines[-1:], "is finished: step 100 of 100")
+        lines.clear()
+        assert launch_train.train(folder.root, say=lines.append).finished and not jobs and len(lines) == 1
 
 
 @pytest.mark.parametrize(
