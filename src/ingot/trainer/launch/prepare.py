@@ -166,9 +166,9 @@ class RunRequest:
         was_fetched = next(read_events(folder.events, events.CHECKPOINT_FETCHED), None) is not None
         if step < config.train.steps or not was_fetched or next(read_events(folder.events, *kinds), None) is not None:
             return None
-        if changes or config.data.heldout or config.evaluate.prompts or config.evaluate.background.tasks:
+        if config.data.heldout or config.evaluate.prompts or config.evaluate.background.tasks:
             return None
-        if not is_sound(folder, step):
+        if not all(change.kind.is_free for change in changes) or not is_sound(folder, step):
             return None
         self._log(events.FINISHED, step=step, tokens=step * config.tokens_per_step, seconds=0.0)
         say(

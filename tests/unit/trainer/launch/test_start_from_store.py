@@ -67,7 +67,7 @@ def test_a_finished_run_of_the_store_starts_ranks_only_for_what_is_left(run_file
     if not left:
         assert outcome.finished and named(lines[-1:], "is finished: step 100 of 100")
         lines.clear()
-        assert launch_train.train(folder.root, say=lines.append).finished and not jobs and len(lines) == 1
+        assert launch_train.train(folder.root, say=lines.append).finished and not jobs and "finished" in lines[0]
 
 
 @pytest.mark.parametrize(
