@@ -171,13 +171,14 @@ def _clock(moment: float) -> str:
 
 
 def _describe_fault(fault: FaultRecord) -> str:
-    who = "the job" if fault.rank is None else f"rank {fault.rank}"
     on_purpose = ", on purpose" if fault.injected_at is not None else ""
     clock = _clock(fault.injected_at or fault.detected_at)
-    lost = f"At {clock}, near step {fault.fault_step:,}, {who} {fault.cause.rstrip('.')}{on_purpose}."
+    lost = f"At {clock}, near step {fault.fault_step:,}, {fault.text}{on_purpose}."
     if fault.resumed_from is None:
         return f"{lost} The run did not go on afterwards."
     place = f"the checkpoint of step {fault.resumed_from:,}" if fault.resumed_from else "the beginning"
+    if fault.by_command:
+        return f"{lost} The command ended. A new one continued the run from {place}."
     return f"{lost} All ranks started again from {place}."
 
 
@@ -187,6 +188,8 @@ def _figures(fault: FaultRecord) -> list[tuple[str, str]]:
         rows.append(("Noticed after", format_seconds(fault.detect_seconds)))
     if fault.recover_seconds is not None:
         rows.append(("Training again after", format_seconds(fault.recover_seconds)))
+    if fault.paused_seconds is not None:
+        rows.append(("Started again after", format_seconds(fault.paused_seconds)))
     if fault.redone_steps is not None:
         rows.append(("Steps done again", f"{fault.redone_steps:,}"))
     if fault.compared_steps:

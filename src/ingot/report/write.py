@@ -147,10 +147,11 @@ def _recovery_figure(data: RunData) -> HeadlineFigure | None:
     without faults."""
     if not data.faults:
         return None
-    resumed = [i for i in data.faults if i.resumed_at is not None]
+    resumed = [i for i in data.faults if i.recovered]
     count = len(data.faults)
-    if len(resumed) < count:
-        return HeadlineFigure("Recovery", f"{len(resumed)} of {count}", "the last fault ended the run", good=False)
+    if ended := count - len(resumed):
+        others = f"{ended} {plural(ended, 'fault')} ended the command"
+        return HeadlineFigure("Recovery", f"{len(resumed)} of {count}", others, good=False)
     note = f"after {count} fault{'s' if count > 1 else ''}"
     good = None
     if data.twin:

@@ -104,8 +104,10 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
         age = f"{format_seconds(max(now - last['time'], 0.0))} ago" if run.state == "running" else "the newest"
         yield HeadlineFigure("Checkpoint", f"step {last['step']:,}", age)
     if faults := len(run.data.faults) + (older := run.left_out["faults"]):
-        back = sum(fault.resumed_at is not None for fault in run.data.faults) + older  # only the newest can be open
-        yield HeadlineFigure("Faults", f"{faults:,}", f"{back:,} recovered", good=None if back == faults else False)
+        back = sum(fault.recovered for fault in run.data.faults) + older  # older ones count as recovered
+        ended = sum(fault.by_command for fault in run.data.faults)
+        note = f"{back:,} recovered" + (f", {ended:,} ended the command" if ended else "")
+        yield HeadlineFigure("Faults", f"{faults:,}", note, good=None if back == faults else False)
     if still_open := sum(alert.over is None for alert in run.alerts.values()):
         yield HeadlineFigure("Alerts", f"{still_open:,} open", "", good=False)
 

@@ -4,6 +4,7 @@ import pytest
 
 from ingot.planner.show.layout import degrees_text
 from ingot.report.facts import RunData, gather, read_run_events
+from ingot.report.write import write_report
 from ingot.schema.run_folder import RunFolder
 
 
@@ -23,10 +24,45 @@ def test_a_drilled_kill_is_measured(tmp_path, logs):
 
 
 def test_without_a_drill_there_is_no_time_of_detection(tmp_path, logs):
-    events = [e for e in logs.drilled_events() if e["kind"] != "drill"]
+    events = [e for e in logs.drilled_events() if e["kind"] not in ("drill", "start_times")]
     (fault,) = read(tmp_path, logs, events).faults
     assert fault.detect_seconds is None
     assert fault.recover_seconds == pytest.approx(4.2)
+
+
+def test_a_recovery_lasts_as_long_as_the_restart_measured(tmp_path, logs):
+    """`ingot status` shows the same time (start_times), with the time in which a hang was not seen."""
+    events = [e | {"total_seconds": 69.2} if e["kind"] == "start_times" else e for e in logs.drilled_events()]
+    (fault,) = read(tmp_path, logs, events).faults
+    assert fault.recover_seconds == 69.2
+    assert fault.gap_seconds == pytest.approx(4.41)  # what a diagnosis counts: it counts slow first steps apart
+
+
+def test_a_fault_after_which_a_new_command_continues_is_not_recovered(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, _ = logs.steps_events(21, 60, clock + 400)
+    fault = {"kind": "fault", "time": clock + 1, "rank": 0, "cause": "loss 673", "code": "E-LOSS-EXPLODED"}
+    events = [logs.started(logs.START, 0, 0), *first, fault, logs.started(clock + 400, 0, 20), *second]
+    (found,) = read(tmp_path, logs, events).faults
+    assert (found.recovered, found.by_command, found.recover_seconds) == (False, True, None)
+    assert (found.paused_seconds, found.redone_steps, found.code) == (pytest.approx(399), 10, "E-LOSS-EXPLODED")
+    text = write_report(tmp_path).markdown.read_text()
+    assert "The command ended. A new one continued the run" in text and "All ranks started again" not in text
+    assert "0 of 1" in text and "1 fault ended the command" in text
+
+
+def test_a_command_that_was_killed_is_a_fault_that_ended_it(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, end = logs.steps_events(21, 60, clock + 400)
+    stop = {"kind": "stopped", "time": end, "step": 60, "reason": "SIGTERM", "saved_step": 60}
+    third, _ = logs.steps_events(61, 70, end + 5)
+    events = [
+        logs.started(logs.START, 0, 0), *first, logs.started(clock + 400, 0, 20), *second, stop,
+        logs.started(end + 5, 0, 60), *third,
+    ]  # fmt: skip
+    (found,) = read(tmp_path, logs, events).faults
+    assert (found.rank, found.fault_step, found.resumed_from, found.by_command) == (None, 30, 20, True)
+    assert found.detected_at == first[-1]["time"] and "SIGKILL of the command" in found.cause
 
 
 def test_two_faults_are_two_incidents(tmp_path, logs):

@@ -177,7 +177,7 @@ def test_figures_of_the_newest_events_say_so(folder, monkeypatch):
     whole = LiveRun(WatchedRun().write(folder.root / "whole")).read_all()
     assert "newest events" not in str(chapters(whole))
     monkeypatch.setattr(live, "_MOST_EVENTS", 20)
-    started, events = WatchedRun().started(START, 0, 0), list(WatchedRun(back=None).events())
+    started, events = WatchedRun().started(START, 1, 0), list(WatchedRun(back=None).events())
     save = next(event for event in events if event["kind"] == "checkpoint")
     fault = {"kind": "fault", "time": START, "rank": 1, "failure": "killed", "cause": "was killed", "step": 9}
     found = [event for event in events if event["kind"] in ("run_started", "step", "progress")]

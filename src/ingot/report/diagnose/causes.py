@@ -318,7 +318,7 @@ def restarts(case: Case) -> Iterator[Cause]:
     found = case.measured
     if not found.restarts:
         return
-    causes = ", ".join(dict.fromkeys(fault.cause or "unknown" for fault in case.data.faults))
+    causes = ", ".join(dict.fromkeys(fault.cause or "unknown" for fault in case.data.faults if fault.recovered))
     evidence = f"{found.restarts} faults ({causes}); {found.redone_steps} steps were repeated"
     repair = Remedy(
         text="repair the cause of the faults: ingot report lists them",

@@ -163,9 +163,9 @@ def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, A
     saves = [event["stall_seconds"] for event in periodic]
     between = [event for event in data.evaluations if event["step"] != last and not event.get("background")]
     timed = [event["seconds"] for event in between if is_finite(event.get("seconds"))]
-    back = [fault for fault in data.faults if fault.recover_seconds is not None]
+    back = [fault for fault in data.faults if fault.gap_seconds is not None]
     redone = sum(fault.redone_steps or 0 for fault in back)
-    lost = sum(fault.recover_seconds or 0.0 for fault in back) + redone * step_seconds
+    lost = sum(fault.gap_seconds or 0.0 for fault in back) + redone * step_seconds
     weights = [event["stall_seconds"] for event in data.weights_saves]
     return {
         "saves": len(saves),
