@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 _SHOWN_STEPS = 3
 _SHOWN_METRICS = 6
 _SHOWN_DRAINED = 4
+_SHOWN_FAULTS = 5
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
@@ -53,6 +54,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.eta_seconds is not None:
         parts.append(f"eta {format_seconds(status.eta_seconds)}")
     terminal.say("   ".join(parts))
+    if status.failure:
+        terminal.say(f"failed {terminal.style(status.failure, 'red')}")
     if status.log_damage:
         terminal.say(f"log    {status.log_damage}")
     if status.losses:
@@ -65,8 +68,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"own    {_metrics_text(status.metrics)}")
     _say_saves(status, args.run, terminal)
     if status.restarts or status.faults:
-        causes = ", ".join(dict.fromkeys(status.faults))
-        terminal.say(f"faults {len(status.faults)} ({causes}), restarts {status.restarts}")
+        terminal.say(f"faults {len(status.faults)}, restarts {status.restarts}")
+        for fault in status.faults[-_SHOWN_FAULTS:]:
+            terminal.say(f"       {fault}")
     for slow in status.stragglers:
         terminal.say(f"slow   {_slow_text(slow)}")
     for drained in status.drained[-_SHOWN_DRAINED:]:
@@ -85,10 +89,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"data   {_quarantine_text(status.quarantined)}")
     terminal.result(asdict(status))
     follow_up = {
-        "running": f"ingot status {args.run}",
+        "running": f"ingot watch {args.run}",
         "finished": f"ingot report {args.run}",
     }
-    terminal.next(follow_up.get(status.state) or command_after(status.fault, args.run))
+    code = (status.fault or {}).get("code")
+    explain = [f"ingot explain {code}"] if code else []
+    terminal.next(*explain, follow_up.get(status.state) or command_after(status.fault, args.run))
     return EXIT_OK
 
 

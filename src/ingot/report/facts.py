@@ -14,6 +14,7 @@ from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
 from ingot.report.readable import is_readable
+from ingot.report.run_state import ENDS
 from ingot.report.timeline import KINDS
 from ingot.schema import events as kinds
 from ingot.schema.corpus import CorpusManifest
@@ -108,6 +109,7 @@ class RunData:
     exported: dict | None = None
     finished: dict | None = None
     stopped: dict | None = None
+    end: str = ""  # the kind of the last event of run_state.ENDS
     active_seconds: float = 0.0
     unreadable_events: int = 0
     unused: str = ""
@@ -289,6 +291,8 @@ class EventReader:
         data.faults = self._faults.found
         if kind in KINDS:
             data.timeline.append(event)
+        if kind in ENDS:
+            data.end = kind
         if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
             data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
             data.stopped = None

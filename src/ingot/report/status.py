@@ -7,7 +7,10 @@ from pathlib import Path
 
 from ingot.events import read_events
 from ingot.report.facts import no_run_folder
-from ingot.report.readable import has_values
+from ingot.report.faults import FaultReader
+from ingot.report.readable import has_values, is_readable
+from ingot.report.robust import shown_range
+from ingot.report.run_state import ENDS, state_of
 from ingot.report.timeline import KINDS, TimelineEntry, entry_of
 from ingot.schema import events
 from ingot.schema.alert import alert_of
@@ -33,6 +36,7 @@ class RunStatus:
     state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault), "interrupted"
     (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
     event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
+    faults: each with its rank, cause and step. failure: of a failed run, its last fault in words.
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     fault: of a failed run, the `fault` event that ended it: failure, code, cause, step; None in every other state.
@@ -78,6 +82,7 @@ class RunStatus:
     restarts: int
     faults: tuple[str, ...]
     fault: dict | None
+    failure: str
     losses: tuple[float, ...]
     still_seconds: float | None = None
     unused_step: int | None = None
@@ -135,10 +140,12 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     still = _still_seconds(progress, run.watch.log_every, time.time() if now is None else now) if trains else None
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
-    state = "running" if running else "unknown" if unlogged else _ended(last)
+    state = state_of(running=running, end=last.get("end", {}).get("kind", ""), steps=len(losses))
+    state = "unknown" if unlogged and not running else state
     return RunStatus(
         name=run.name,
         state=state,
+        failure=log.faults.found[-1].text if state == "failed" and log.faults.found else "",
         steps=run.train.steps,
         step=max((*losses, unlogged)),
         ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
@@ -167,7 +174,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         stored_seconds=stored.get("seconds") if stored.get("bytes") else None,
         unstored_reason=log.unstored.get(FULL) or log.unstored.get(WEIGHTS, ""),
         restarts=log.restarts,
-        faults=tuple(log.faults),
+        faults=tuple(f"{fault.text}, step {fault.fault_step:,}" for fault in log.faults.found),
         fault=_without_kind(last["end"]) if state == "failed" else None,
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
@@ -205,7 +212,7 @@ class _Log:
     restart_seconds: list[float] = field(default_factory=list)
     slow: dict[int, dict] = field(default_factory=dict)
     drained: list[dict] = field(default_factory=list)
-    faults: list[str] = field(default_factory=list)
+    faults: FaultReader = field(init=False)
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
@@ -216,9 +223,14 @@ class _Log:
     quarantined: list[dict] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
+    def __post_init__(self) -> None:
+        self.faults = FaultReader(self.losses, compares=False)
+
     def take(self, event: dict) -> None:
         """Take in the next event."""
         kind = event.get("kind", "")
+        if is_readable(event):
+            self.faults.see(event)
         self.latest = event.get("time", self.latest)
         if kind != events.EVALUATION or event.get("step", 0) >= self.last.get(kind, {}).get("step", 0):
             self.last[kind] = event  # an evaluation in the background may come after one of a later step
@@ -260,11 +272,9 @@ class _Log:
         elif kind == events.START_TIMES:
             if event["seconds"].get("kill") is not None:
                 self.restart_seconds.append(event["total_seconds"])
-        elif kind == events.FAULT:
-            self.faults.append(str(event.get("cause", "unknown")))
         else:
             self._take_save(kind, event)
-        if kind in (events.STOPPED, events.FINISHED, events.FAULT, events.RUN_STARTED):
+        if kind in ENDS:
             self.asked = ""
             self.last["end"] = event
 
@@ -283,7 +293,8 @@ class _Log:
             self.unstored.pop(what, None)
 
     def _go_back(self, to: int) -> None:
-        self.losses = {step: loss for step, loss in self.losses.items() if step <= to}
+        for step in [step for step in self.losses if step > to]:
+            del self.losses[step]
         if self.last.get(events.EVALUATION, {}).get("step", 0) > to:
             del self.last[events.EVALUATION]
 
@@ -313,16 +324,6 @@ def _log_damage(folder: RunFolder) -> str:
     return f"{folder.events.name} {damage}: the step is that of the newest checkpoint"
 
 
-def _ended(last: dict[str, dict]) -> str:
-    """Return the state of a run that is not running, from its last event of the start or end of an attempt. last: the
-    last event of each kind; the key "end" has that event."""
-    if "end" not in last:
-        return "not started"
-    return {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}.get(
-        last["end"]["kind"], "interrupted"
-    )
-
-
 def command_after(fault: dict | None, root: Path) -> str:
     """Return the command to give after the `fault` event that ended the run in `root`; None: it ended otherwise."""
     fault = fault or {}
@@ -334,7 +335,7 @@ def command_after(fault: dict | None, root: Path) -> str:
 
 def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:
     """Return a line of at most `width` bars, each the mean of an equal part of `values`; '×' for a mean that is not
-    finite."""
+    finite, '↑' and '↓' for one so far from the others that it would flatten them."""
     if not values:
         return ""
     width = min(width, len(values))
@@ -343,6 +344,12 @@ def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:
         part = values[i * len(values) // width : (i + 1) * len(values) // width]
         means.append(sum(part) / len(part))
     finite = [m for m in means if abs(m) != float("inf") and m == m]
-    low, high = min(finite, default=0.0), max(finite, default=0.0)
+    low, high = shown_range(finite) if finite else (0.0, 0.0)
     scale = (len(_BARS) - 1) / (high - low) if high > low else 0.0
-    return "".join(_BARS[round((m - low) * scale)] if m in finite else "×" for m in means)
+
+    def bar(mean: float) -> str:
+        if mean not in finite:
+            return "×"
+        return "↑" if mean > high else "↓" if mean < low else _BARS[round((mean - low) * scale)]
+
+    return "".join(map(bar, means))

@@ -30,6 +30,7 @@ from ingot.report.sections import (
     stages_section,
     training_section,
 )
+from ingot.schema.events import FAULT
 from ingot.storage import write_atomic
 from ingot.units import format_count, format_seconds
 
@@ -111,6 +112,8 @@ def _state(data: RunData) -> str:
     total = f" of {data.run.train.steps:,}" if data.run else ""
     if data.finished and data.finished["step"] >= data.valid_step:
         return f"finished at step {data.finished['step']:,}"
+    if data.end == FAULT:
+        return f"failed at step {data.valid_step:,}{total}"
     if data.stopped:
         return f"stopped at step {data.valid_step:,}{total}"
     return f"at step {data.valid_step:,}{total}" if data.last_step else "no step logged yet"

@@ -59,6 +59,8 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
     now = time.time() if now is None else now
     still = run.still_seconds(now)
     notes = [f"no step for {format_seconds(still)}"] if still else []
+    if run.state == "failed" and run.data.faults:
+        notes.append(run.data.faults[-1].text)
     if run.unread:
         notes.append(f"reading its record: {1 - run.unread:.0%}")
     if run.log_problem:

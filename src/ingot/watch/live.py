@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from ingot.observe.scalars import USES
 from ingot.report.facts import EventReader, RunData
 from ingot.report.ranks import open_stragglers
 from ingot.report.readable import is_number
+from ingot.report.run_state import state_of
 from ingot.schema import events
 from ingot.schema.alert_record import ShownAlert, add_record, record_of
 from ingot.schema.metric_files import MISSING
@@ -61,6 +62,7 @@ class LiveRun:
     incident_counts: all, by kind. left_out: how many older events of a list of `data` were dropped, by its name.
     alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest row of each rank. memo: for what
     takes long to find, which readers keep here. names: of the runs in the log. problems: what cannot be read, in words.
+    shares_name: its name shows its folder, because another run is shown that has the same one (`distinguish`).
     clock_jumps: how often the clock went back. last_event: Unix seconds of the newest event.
     """
 
@@ -68,6 +70,7 @@ class LiveRun:
         self.folder = RunFolder(root)
         self.lock = threading.RLock()
         self.generation = self.version = 0
+        self.shares_name = False
         self._begin()
 
     def _begin(self) -> None:
@@ -92,7 +95,6 @@ class LiveRun:
         self.last_event: float | None = None
         self.running = False
         self._state: tuple = (False, None, "")
-        self._end = ""
         self._reader = EventReader(self.data)
         self._log = GrowingFile(self.folder.events, _READ_BYTES)
         self._alert_lines = GrowingFile(self.folder.alerts, _READ_BYTES)
@@ -148,8 +150,9 @@ class LiveRun:
 
     @property
     def name(self) -> str:
-        """The name of the run, that of its folder without a run file."""
-        return self.data.run.name if self.data.run else self.folder.root.resolve().name
+        """The name of the run, that of its folder without a run file; both if another run that is shown has it, too."""
+        name = self.data.run.name if self.data.run else self.folder.root.resolve().name
+        return f"{name} ({self.folder.root})" if self.shares_name else name
 
     @property
     def last_step(self) -> int:
@@ -163,17 +166,17 @@ class LiveRun:
 
     @property
     def state(self) -> str:
-        """The state in a word: "running", "finished", "stopped", "failed", "interrupted" or "not started"."""
-        if self.running:
-            return "running"
-        ends = {events.FINISHED: "finished", events.STOPPED: "stopped", events.FAULT: "failed"}
-        return ends.get(self._end, "interrupted") if self._end else "not started"
+        """The state in a word (report/run_state.py)."""
+        return state_of(running=self.running, end=self.data.end, steps=self.last_step)
 
     def still_seconds(self, now: float | None = None) -> float | None:
         """Return the time since the newest log line of a running run, if the next one is late; else None. now: Unix
-        seconds; None: the time of the call."""
+        seconds; None: the time of the call. An attempt without a log line is not late: its first step takes longer."""
         step_seconds, written = self.lines.newest("step_seconds"), self.lines.time_of(self.lines.last_step)
         if not (self.running and self.data.run and step_seconds and written):
+            return None
+        started = self.data.starts[-1]["time"] if self.data.starts else 0.0
+        if written < started or self.data.end in (events.FAULT, events.STOPPED, events.FINISHED):
             return None
         seconds = (time.time() if now is None else now) - written
         return seconds if seconds > late_after_seconds(self.data.run.watch.log_every, step_seconds) else None
@@ -217,8 +220,6 @@ class LiveRun:
     def _take_event(self, event: dict) -> None:
         kind = event["kind"]
         self._see_time(event["time"])
-        if kind in (events.RUN_STARTED, events.STOPPED, events.FINISHED, events.FAULT):
-            self._end = kind
         if kind == events.RUN_STARTED:
             self.names[str(event.get("run", ""))[:200]] = None
             self._go_back(event["from_step"])
@@ -336,6 +337,15 @@ class LiveRun:
             if found != self.ranks:
                 self.ranks = found
                 self.version += 1
+
+
+def distinguish(runs: Sequence[LiveRun]) -> None:
+    """Give runs of one name names with their folders."""
+    for run in runs:
+        run.shares_name = False
+    names = Counter(run.name for run in runs)
+    for run in runs:
+        run.shares_name = names[run.name] > 1
 
 
 def _number(value) -> float:

@@ -103,7 +103,8 @@ def test_a_fault_and_its_recovery_count_each_step_once(folder):
     assert read_status(folder.root).step == 4
     steps(log, 5, 6, shift=0.25)
     status = read_status(folder.root)
-    assert (status.state, status.step, status.restarts, status.faults) == ("interrupted", 6, 1, ("SIGKILL",))
+    assert (status.state, status.step, status.restarts) == ("interrupted", 6, 1)
+    assert status.faults == ("rank 1 SIGKILL, step 7",)
     assert status.losses == (7.5, 7.0, 6.5, 6.0, 5.75, 5.25)
 
 
@@ -298,6 +299,8 @@ def test_sparklines():
     assert sparkline((8.0, 1.0), 2) == "█▁"
     assert sparkline((3.0,) * 50) == "▁" * 24
     assert sparkline((1.0, float("nan"), 2.0), 3) == "▁×█"
+    spiked = sparkline((*(8.0 - i / 4 for i in range(11)), 673.0), 12)
+    assert spiked[-1] == "↑" and spiked[0] == "█" and spiked[10] == "▁"  # one outlier does not flatten the others
     assert len(sparkline(tuple(float(i) for i in range(1000)))) == 24
 
 
@@ -401,3 +404,17 @@ def test_the_newest_checkpoint_in_the_store_is_shown_and_why_an_upload_failed(fo
     assert "store  the last upload failed: no answer" in capsys.readouterr().out
     log.write(events.CHECKPOINT_STORED, step=9, what="weights", store="s3://bucket/run")
     assert (read_status(folder.root).stored_step, read_status(folder.root).unstored_reason) == (4, "no answer")
+
+
+def test_a_failed_run_names_the_error_and_the_command_that_explains_it(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, world_size=2, from_step=0, attempt=0)
+    log.write(events.FAULT, rank=1, failure="numerics", cause="loss 673", code="E-LOSS-EXPLODED", step=82)
+    log.close()
+    assert main(["status", str(folder.root)]) == 0
+    shown = capsys.readouterr().out
+    assert "failed rank 1: loss 673 (E-LOSS-EXPLODED)" in shown and "(E-LOSS-EXPLODED), step 82" in shown
+    assert "ingot explain E-LOSS-EXPLODED" in shown and "ingot train" in shown
+    with RunLock(folder.lock):
+        assert main(["status", str(folder.root)]) == 0
+    assert f"Next:  ingot watch {folder.root}" in capsys.readouterr().out

@@ -252,3 +252,26 @@ def test_a_log_that_cannot_be_read_is_mentioned_and_read_again(folder, lines, mo
     run.read_all()
     assert run.last_step == 400
     assert "cannot be read" not in head(run).note
+
+
+def test_runs_of_one_name_show_their_folders(tmp_path):
+    runs = [LiveRun(WatchedRun(name=name).write(tmp_path / folder)).read_all() for name, folder in NAMED]
+    live.distinguish(runs)
+    assert head(runs[0]).name == runs[0].name
+    assert [run.name for run in runs] == [f"try ({tmp_path / 'a'})", f"try ({tmp_path / 'b'})", "other"]
+    live.distinguish(runs[1:])
+    assert runs[1].name == "try"
+
+
+NAMED = (("try", "a"), ("try", "b"), ("other", "c"))
+
+
+def test_a_run_that_was_just_started_again_is_not_late(tmp_path, monkeypatch):
+    folder = RunFolder(WatchedRun().write(tmp_path / "run"))
+    monkeypatch.setattr(live, "is_locked", lambda path: True)
+    run = LiveRun(folder.root).read_all()
+    later = run.last_event + 400
+    assert run.data.end == "run_started" and run.still_seconds(later) > 300
+    append(folder, json.dumps(WatchedRun().started(later, 0, run.last_step)) + "\n")
+    run.read_all()
+    assert run.state == "running" and run.still_seconds(later + 0.02) is None

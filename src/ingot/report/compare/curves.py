@@ -19,6 +19,7 @@ from ingot.events import read_events
 from ingot.report.evaluations import evaluated, newest_by_step
 from ingot.report.facts import RunData, drop_after, no_run_folder, read_run_events, require_log
 from ingot.report.readable import is_finite
+from ingot.report.run_state import state_of
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -134,11 +135,8 @@ class ComparedRun:
 
     @property
     def state(self) -> str:
-        """ "running", "finished" or "stopped": the run is not running, and has steps to go."""
-        if self.running:
-            return "running"
-        finished = self.data.finished
-        return "finished" if finished and finished["step"] >= self.step else "stopped"
+        """The state in a word (report/run_state.py)."""
+        return state_of(running=self.running, end=self.data.end, steps=len(self.data.steps))
 
     def _lines(self, *names: str) -> list[dict]:
         """Return the valid log lines that have these fields as finite numbers, in the order of steps."""

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ingot.report.robust import shown_range
 from ingot.watch.drawn import WatchChart, WatchLine
 from ingot.watch.terminal.canvas import Canvas
 
@@ -79,6 +80,8 @@ def draw_chart(
         canvas.put(at, y + 1 + rows, canvas.glyphs.mark, _MARK_STYLES[mark.severity], 1)
     bottom = y + height - 1
     canvas.put(x + _LABEL, bottom, f"step {chart.first:,}", "dim", inner)
+    if beyond := _beyond(chart, scale):
+        canvas.put(x + _LABEL + len(f"step {chart.first:,}") + 2, bottom, beyond, "yellow", max(inner - 24, 0))
     last = f"{chart.last:,}"
     canvas.put(x + width - len(last), bottom, last, "dim", len(last))
 
@@ -108,13 +111,24 @@ def _scale_of(chart: WatchChart, lines: Sequence[WatchLine]) -> _Scale:
     values = values[np.isfinite(values)]
     if not len(values):
         return _Scale(0.0, 1.0, False)
-    low, high = float(values.min()), float(values.max())
+    low, high = shown_range(values.tolist())
     if chart.log and low > 0 and high / low > _LOG_FROM:
         return _Scale(math.log(low), math.log(high), True)
     low = min(low, 0.0) if chart.from_zero else low
     if high <= low:
         low, high = low - max(abs(low), 1.0) * 0.05, high + max(abs(high), 1.0) * 0.05
     return _Scale(low, high, False)
+
+
+def _beyond(chart: WatchChart, scale: _Scale) -> str:
+    """Return how many values are above or below the plot, at its edge, and the farthest; "": none is."""
+    values = np.concatenate([line.points.values for line in chart.lines])
+    values = values[np.isfinite(values)]
+    edge = abs(scale.value(1.0)) * 1e-9  # logarithms are rounded
+    above, below = values[values > scale.value(1.0) + edge], values[values < scale.value(0.0) - edge]
+    parts = [f"{len(above):,} above, up to {_label(float(above.max()))}"] if len(above) else []
+    parts += [f"{len(below):,} below, down to {_label(float(below.min()))}"] if len(below) else []
+    return "; ".join(parts)
 
 
 def _label(value: float) -> str:

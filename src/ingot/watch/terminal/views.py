@@ -103,7 +103,8 @@ class WatchScreen:
             x = canvas.put(x, y, own.state, style) + 2
             done = f"step {own.step:,}" + (f" of {own.steps:,} ({own.step / own.steps:.0%})" if own.steps else "")
             x = canvas.put(x, y, done) + 2
-            note = _silence(run, now) or own.note
+            note = "; ".join(text for text in (own.note if own.state == "failed" else "", _silence(run, now)) if text)
+            note = note or own.note
             if note and x + len(note) > canvas.width:
                 x, y = 2, y + 1
             canvas.put(x, y, note, "yellow")
@@ -191,8 +192,10 @@ def _silence(run: LiveRun, now: float) -> str:
     """Return since when a run that has not ended shows no sign of life; "" if it does."""
     if run.last_event is None or run.state in ("finished", "stopped", "not started"):
         return ""
-    if run.state == "running" and run.still_seconds(now) is None:
-        return ""
+    if run.state == "running":
+        still = run.still_seconds(now)
+        if still is None or now - run.last_event < still / 2:  # it logs other events
+            return ""
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(run.last_event))
     return f"no sign of life since {since} ({format_seconds(max(now - run.last_event, 0.0))} ago)"
 

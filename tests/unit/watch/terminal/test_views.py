@@ -202,6 +202,15 @@ def test_what_is_not_finite_is_a_gap_and_a_wide_range_is_logarithmic():
     assert labels[0] == "10,000" and labels[2] == "1" and 50 < float(labels[1]) < 200
 
 
+def test_an_outlier_does_not_flatten_the_others_and_is_named():
+    (line,) = chart().lines
+    values = np.where(np.arange(100) < 99, np.linspace(8.0, 7.0, 100), 673.0)
+    lines = drawn(chart(lines=(replace(line, points=Points(line.points.steps, values)),)))
+    labels = [text[:8].strip() for text in lines[1:] if text[:8].strip()]
+    assert 7 < float(labels[0]) <= 8 and float(labels[-1]) >= 7
+    assert "above, up to 673" in lines[-1]
+
+
 def test_void_steps_are_pale_and_incidents_are_below():
     (line,) = chart().lines
     void = replace(line, style="void", points=Points(np.arange(1, 51), np.full(50, 3.0)))
