@@ -64,7 +64,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     open_now = [one for one in found if one.over is None]
     what = "would have fired, by its log" if replays else "fired"
     terminal.say(
-        f"{terminal.style(printable(folder.root.name), 'bold')}   {len(found)} alert{'s' * (len(found) != 1)} {what}, "
+        f"{terminal.style(printable(str(folder.root)), 'bold')}   {len(found)} alert{'s' * (len(found) != 1)} {what}, "
         f"{len(open_now)} open   {'is running' if running else 'is not running'}   times in UTC"
     )
     if unreadable:

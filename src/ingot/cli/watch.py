@@ -62,12 +62,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 def _live_runs(args: argparse.Namespace) -> "list[LiveRun]":
     """Return the runs, each once. Raises UsageError for a folder without a run file."""
     from ingot.report.facts import no_run_folder
-    from ingot.watch.live import LiveRun
+    from ingot.watch.live import LiveRun, distinguish
 
     runs = [LiveRun(root) for root in dict.fromkeys(args.run)]
     for own in runs:
         if not own.folder.config.is_file():
             raise no_run_folder(own.folder.root)
+    for own in runs:
+        own.refresh()
+    distinguish(runs)
     return runs
 
 

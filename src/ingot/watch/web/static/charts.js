@@ -38,7 +38,7 @@ export class Chart {
       type: "button", text: "log", "aria-pressed": "false", title: "logarithmic axis", hidden: true,
       onclick: () => { this.#log = !this.#log; this.#logButton.setAttribute("aria-pressed", String(this.#log)); this.#build(); },
     });
-    const head = el("h2", {}, kind.title, kind.unit ? el("small", { text: kind.unit }) : null);
+    const head = el("h2", {}, kind.title, kind.unit ? [" ", el("small", { text: kind.unit })] : null);
     this.element = el("figure", { "data-wide": tall || key === "uses", id: `chart-${key}` }, el("figcaption", {}, head, this.#logButton, this.#last), this.#box, this.#legend);
     this.#box.append(this.#tip);
     this.#box.addEventListener("keydown", (event) => this.#key(event));
@@ -348,9 +348,10 @@ export class Chart {
     const seen = new Set(), entries = [];
     const several = this.#view.runs.length > 1;
     for (const line of this.#data.lines) {
-      const name = several ? (line.style === "main" ? this.#view.runs[line.run] : line.name) : line.name;
-      if (seen.has(name)) continue;
-      seen.add(name);
+      const isRun = several && line.style === "main", name = isRun ? this.#view.runs[line.run] : line.name;
+      const key = isRun ? line.run : name; // two runs may have one name
+      if (seen.has(key)) continue;
+      seen.add(key);
       entries.push(el("li", {}, this.#keyOf(line, several && line.style !== "main"), name));
     }
     const bands = new Map(this.#data.bands.map((band) => [band.name, band]));
