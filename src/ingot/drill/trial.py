@@ -106,6 +106,7 @@ class Trial:
         self.trains = False  # the newest command has trained a step
         self.codes: list[int] = []
         self.where, self.recoveries, self.stopped_seconds = "", list[Recovery](), 0.0
+        self.stop_reasons: tuple[str, ...] = ()  # that an event of a requested stop may give
         self.named: tuple[int, ...] = ()  # the ranks of the newest fault
         self.plan, self.planned = FaultPlan(root), list[int]()  # of faults in the ranks, and the numbers of them
         self.launcher: subprocess.Popen | None = None

@@ -75,15 +75,16 @@ def test_the_same_command_continues_once(trial):
     assert "faults ['was killed (SIGKILL)']" in expects("RS08", trial(STARTED, KILLED, STARTED))
 
 
-def test_a_stop_saves_the_last_step_in_time(trial):
-    def stopped(step, saved, seconds=0.5, code=10):
-        one = trial({"kind": "stopped", "step": step, "saved_step": saved})
-        one.codes, one.stopped_seconds = [code, 0], seconds
+def test_a_stop_saves_the_last_step_on_a_busy_machine_too(trial):
+    def stopped(step, saved, seconds=0.5, code=10, reason="SIGTERM"):
+        one = trial({"kind": "stopped", "step": step, "saved_step": saved, "reason": reason})
+        one.codes, one.stopped_seconds, one.stop_reasons = [code, 0], seconds, ("SIGTERM",)
         return expects("RS28", one)
 
     assert stopped(7, 7) == ""
     assert "is not saved" in stopped(7, 5)
-    assert "it took 2.5 s" in stopped(7, 7, seconds=2.5)
+    assert stopped(7, 7, seconds=2.5) == ""  # slow, and not wrong
+    assert "it stopped for requested, not for SIGTERM" in stopped(7, 7, reason="requested")
     assert stopped(7, 5, code=130) == ""
 
 
