@@ -160,7 +160,9 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
 
 
 def require_log(folder: RunFolder) -> None:
-    """Raise UsageError if a run folder has no event log."""
+    """Raise UsageError if a run folder does not exist or has no event log."""
+    if not folder.root.is_dir():
+        raise no_run_folder(folder.root)
     if not folder.events.is_file():
         raise UsageError(
             "E-RUN-NO-LOG",
