@@ -47,7 +47,7 @@ def _change(found: Feasibility) -> str:
     if not found.has_devices:
         return f"lower {degrees(found.run.parallel)}, or use a larger cluster"
     if found.fits and not found.plan.step_seconds:
-        return "unknown until the time of a step is known"
+        return "none is proposed: what helps most depends on the speed, which ingot doctor --bench measures"
     if not found.change:
         return "no change of a single setting is " + ("faster and fits" if found.fits else "enough to make it fit")
     after, now = found.change.candidate, found.plan.step_seconds

@@ -71,7 +71,7 @@ def test_the_lines_say_all_of_it():
     assert "no: " in text and "too much" in text
     slow = replace(load_cluster("8xh100"), peak_flops={})
     text = "\n".join(feasibility_lines(feasibility(run_of(dp_shard=8), slow)))
-    assert text.count("unknown") == 2 and "single setting" not in text
+    assert text.count("unknown") == 1 and text.count("ingot doctor --bench") == 2 and "single setting" not in text
 
 
 def test_a_run_that_fits_barely_is_advised_to_become_faster_or_nothing():
