@@ -79,8 +79,9 @@ def _five(loss: float) -> str:
 
 
 def _power(lr: float) -> str:
-    """Format a learning rate: 6.0e-04 -> '6.0e-4'."""
-    return re.sub(r"e([-+])0", r"e\1", f"{lr:.1e}")
+    """Format a learning rate in at least six characters: 6.0e-04 -> '6.0e-4', 13.0 -> '1.3e1 '."""
+    digits, _, exponent = f"{lr:.1e}".partition("e")
+    return f"{digits}e{int(exponent)}".ljust(6)
 
 
 def _clock(seconds: float) -> str:

@@ -78,6 +78,11 @@ def test_one_pattern_reads_every_line(changes):
         assert match[name] is None or float(match[name]) == pytest.approx(values[name] * size, abs=0.051)
 
 
+@pytest.mark.parametrize("lr, expected", [(6e-4, "6.0e-4 "), (0.05, "5.0e-2 "), (13.0, "1.3e1  "), (0.0, "0.0e0  ")])
+def test_learning_rates_have_one_format_and_width(lr, expected):
+    assert f" lr {expected}   41k tok/s" in line(lr=lr)
+
+
 def test_columns_stay_in_place():
     lines = [line(step=s, loss=x, grad_norm=g) for s, x, g in ((1, 11.76, 3.0), (99, 8.1, 0.51), (880, 0.5, 12.0))]
     for word in ("loss", "bpb", "lr", "tok/s", "mfu", "data"):
