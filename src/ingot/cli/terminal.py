@@ -121,12 +121,21 @@ def _fitted(widths: list[int], right: Sequence[int]) -> list[int]:
 
 
 def _broken(text: str, width: int) -> list[str]:
-    """Return the lines of a cell. Paths and addresses are not broken, so that they can be copied and searched."""
+    """Return the lines of a cell. Paths and addresses are not broken, so that they can be copied and searched. Names
+    that are too long are broken after an underscore, if they have one."""
     import textwrap
 
     if len(text) <= width:
         return [text]
+    if "/" not in text:
+        text = " ".join(_split_name(word, width) for word in text.split(" "))
     return textwrap.wrap(text, width, break_on_hyphens=False, break_long_words="/" not in text) or [""]
+
+
+def _split_name(name: str, width: int) -> str:
+    """Return a name with spaces after underscores, if it has more than `width` characters: the parts that fit."""
+    at = name.rfind("_", 0, width) + 1
+    return name if len(name) <= width or not at else f"{name[:at]} {_split_name(name[at:], width)}"
 
 
 def _terminal_width() -> int:

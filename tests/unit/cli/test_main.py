@@ -171,6 +171,16 @@ def test_an_error_is_printed_with_its_code_rule_and_fix(capsys, tmp_path):
     assert more == "  more: ingot explain E-RUN-FOLDER"
 
 
+def test_a_name_in_a_narrow_column_is_broken_after_an_underscore(capsys):
+    rows = [("fineweb", "duplicate_line_characters 55, terminal_punctuation 7", "custom rules " * 9)]
+    Terminal().table(rows, ("stage", "by", "what ran"))
+    column = capsys.readouterr().out.splitlines()
+    assert max(map(len, column)) <= 80
+    Terminal().table([("a" * 40, "x " * 40, "duplicate_line_characters 55")], right=(0,))
+    parts = [part for line in capsys.readouterr().out.splitlines() for part in line.split() if part[0] not in "ax"]
+    assert parts == ["duplicate_line_", "characters", "55"]
+
+
 @pytest.mark.parametrize("columns", ["40", "200"])
 def test_tables_fit_80_columns_and_lose_no_text(capsys, monkeypatch, columns):
     monkeypatch.setenv("COLUMNS", columns)
