@@ -308,8 +308,8 @@ def test_rows_of_json(tmp_path):
     sink.text(3, "sample/Once", "upon\na time")
     _torn, *rows = path.read_text().splitlines()
     assert [json.loads(row) for row in rows] == [
-        {"attempt": 1, "step": 3, "tokens": 48, "train/loss": "nan", "train/lr": 1e-3},
-        {"attempt": 1, "step": 3, "name": "sample/Once", "text": "upon\na time"},
+        {"run": "x", "attempt": 1, "step": 3, "tokens": 48, "train/loss": "nan", "train/lr": 1e-3},
+        {"run": "x", "attempt": 1, "step": 3, "name": "sample/Once", "text": "upon\na time"},
     ]
 
 

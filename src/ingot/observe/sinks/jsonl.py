@@ -11,15 +11,15 @@ from ingot.plugins.sink_options import JsonlOptions
 
 
 class JsonlSink(Sink):
-    """A file with rows {"attempt", "step", "tokens", name: number ..} and {"attempt", "step", "name", "text"}. Each is
-    on the disk when the call returns."""
+    """A file with rows {"run", "attempt", "step", "tokens", name: number ..} and {"run", "attempt", "step", "name",
+    "text"}. Each is on the disk when the call returns."""
 
     def __init__(self, place: SinkPlace, options: JsonlOptions):
         path = place.run / options.file if options.file else place.own / "metrics.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("ab", buffering=0)
         self._end_torn_row(path)
-        self._attempt = 0
+        self._of: dict[str, Any] = {"run": "", "attempt": 0}
 
     def _end_torn_row(self, path: Path) -> None:
         """End a row that a killed process, or a full disk, cut."""
@@ -30,14 +30,14 @@ class JsonlSink(Sink):
                 self._file.write(b"\n")
 
     def open(self, run_id: str, attempt: int, config: Mapping[str, Any]) -> None:
-        self._attempt = attempt
+        self._of = {"run": run_id, "attempt": attempt}
 
     def scalars(self, step: int, tokens: int, values: Mapping[str, float]) -> None:
         shown = {name: value if math.isfinite(value) else str(value) for name, value in values.items()}
-        self._write({"attempt": self._attempt, "step": step, "tokens": tokens} | shown)
+        self._write(self._of | {"step": step, "tokens": tokens} | shown)
 
     def text(self, step: int, name: str, text: str) -> None:
-        self._write({"attempt": self._attempt, "step": step, "name": name, "text": text})
+        self._write(self._of | {"step": step, "name": name, "text": text})
 
     def _write(self, row: Mapping[str, Any]) -> None:
         line = json.dumps(row, ensure_ascii=False, allow_nan=False).encode() + b"\n"
