@@ -14,10 +14,17 @@ from .conftest import Project, _processes, ended, paused, write_tokens
 
 pytestmark = pytest.mark.slow
 PROCESS = b"ingot.trainer.background_eval.process"
-OPTIONS = ("data.heldout=heldout", "checkpoint.weights_every=10 steps", "evaluate.every_steps=10")
+OPTIONS = (
+    "data.heldout=heldout",
+    "checkpoint.weights_every=10 steps",
+    "evaluate.every_steps=10",
+    # Ranks are paused while an evaluation runs, which takes minutes on a busy machine: nothing may kill them.
+    "launch.watchdog_seconds=900",
+    "evaluate.background.nice=0",
+)
 
 
-def evaluated(project: Project, out: str, count: int, process, seconds: float = 90) -> list[dict]:
+def evaluated(project: Project, out: str, count: int, process, seconds: float = 600) -> list[dict]:
     """The events of the evaluations that have ended, once there are `count`; the run must not end before."""
     deadline = time.monotonic() + seconds
     while len(found := list(read_events(project.folder(out).events, events.BACKGROUND_EVALUATION))) < count:
@@ -26,7 +33,7 @@ def evaluated(project: Project, out: str, count: int, process, seconds: float = 
     return found
 
 
-def one_process(project: Project, out: str, seconds: float = 60) -> int:
+def one_process(project: Project, out: str, seconds: float = 300) -> int:
     deadline = time.monotonic() + seconds
     while not (found := _processes(project.folder(out), PROCESS)):
         assert time.monotonic() < deadline
@@ -46,7 +53,7 @@ def test_a_run_is_evaluated_whatever_happens_to_the_process_and_trains_as_withou
         os.kill(killed, signal.SIGKILL)
         (first,) = evaluated(project, "watched", 1, run)
     assert "was killed (signal 9)" in first["reason"]
-    project.wait_for_step("watched", first["step"] + 10, run)
+    project.wait_for_step("watched", first["step"] + 10, run, seconds=300)
     one_process(project, "watched")
     with paused(project.folder("watched")):
         second = evaluated(project, "watched", 2, run)[1]
