@@ -5,6 +5,7 @@ that already exists is not made again, so the same command continues an interrup
 """
 
 import shlex
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,7 @@ from ingot.data.build.prepare import Prepared, prepare
 from ingot.data.build.stages import funnel_table
 from ingot.data.sources.input import Input
 from ingot.data.tasks.local import Local
-from ingot.errors import Preempted, RunFailed, require
+from ingot.errors import Preempted, ResourceError, RunFailed, require
 from ingot.events import EventLog, read_events
 from ingot.machine.doctor import examine
 from ingot.machine.facts import read_cluster, read_machine, this_cluster, write_cluster
@@ -42,6 +43,8 @@ from ingot.units import format_bytes, format_count, format_seconds
 
 VOCAB_SIZE = 4096
 TWIN_STEPS = 60
+_WIDTH = 80  # characters of a line
+_DOT, _KEPT_TOGETHER = " \u00b7 ", "\u00a0"  # between items, and a space at which no line is broken
 PROMPTS = ("The function returns", "A module is", "This class represents", "If the argument is")
 
 
@@ -92,6 +95,14 @@ class QuickstartPaths:
         return self.root / "hf"
 
 
+def _wrapped(text: str, width: int) -> list[str]:
+    """Return the lines of a text. Those with items, which a dot separates, are broken between items only."""
+    items = text.split(_DOT)
+    kept = _DOT.join(item.replace(" ", _KEPT_TOGETHER) for item in items) if len(items) > 1 else text
+    lines = textwrap.wrap(kept, width, break_long_words=False, break_on_hyphens=False)
+    return [line.replace(_KEPT_TOGETHER, " ") for line in lines] or [""]
+
+
 class QuickstartRun:
     """One quickstart: its stages in order, each printed as one line with its time."""
 
@@ -111,11 +122,15 @@ class QuickstartRun:
         started = time.monotonic()
         yield lines
         seconds = time.monotonic() - started
-        head = f"{self.STAGES.index(name) + 1}/{len(self.STAGES)} {name:<7}"
-        self.output.say(f"{head} {lines[0]:<78} {format_seconds(seconds):>10}")
-        for line in lines[1:]:
+        first, *more = _wrapped(lines[0], _WIDTH - 24)
+        self.output.say(f"{self._head(name)}{first:<{_WIDTH - 24}}  {format_seconds(seconds):>10}")
+        below = [part for line in lines[1:] for part in _wrapped(line, _WIDTH - 12)]
+        for line in (*more, *below):
             self.output.say(" " * 12 + line)
         self.log.write(events.STAGE, name=name, seconds=round(seconds, 3), summary=lines[0])
+
+    def _head(self, name: str) -> str:
+        return f"{self.STAGES.index(name) + 1}/{len(self.STAGES)} {name:<8}"
 
     def execute(self) -> dict:
         """Run all stages and return their results as JSON values, for --json.
@@ -175,10 +190,8 @@ class QuickstartRun:
                 write_atomic(complete, summary)  # the number of pages, and a notice if pydoc failed
             files = sorted(self.paths.crawl.glob("crawl-*.warc.gz"))
             size = sum(file.stat().st_size for file in files)
-            lines.append(
-                f"{complete.read_text()} of this machine's documentation, fetched over HTTP into {len(files)} WARC "
-                f"files, {format_bytes(size)}"
-            )
+            lines.append(f"{complete.read_text()} of documentation · {len(files)} WARC files · {format_bytes(size)}")
+            lines.append("the documentation of this machine, fetched over HTTP")
         return [Input(location=str(file), source=source_of(file)) for file in files]
 
     def data(self, inputs: list[Input]) -> Prepared:
@@ -200,12 +213,12 @@ class QuickstartRun:
             lines += [f"notice: {prepared.notice}"] if prepared.notice else []
             lines += [f"warning: {warning}" for warning in prepared.warnings]
         header, rows = funnel_table(prepared.corpus.funnel)
-        self.output.table(rows, header, right=(1, 2))
+        self.output.table([row[:-1] for row in rows], header[:-1], right=(1, 2))  # what ran is in the report
         return prepared
 
     def plan(self, prepared: Prepared) -> tuple[RunConfig, Plan]:
         with self.stage("plan") as lines:
-            cluster = self.measured_machine()
+            cluster, notice = self.measured_machine()
             if not self.paths.run_file.exists():
                 self.write_run_file(prepared, cluster)
             config = load_run(self.paths.run_file)
@@ -214,25 +227,38 @@ class QuickstartRun:
             lines.append(
                 f"{format_count(plan.parameters)} parameters · {config.train.steps} steps of "
                 f"{format_count(plan.tokens_per_step)} tokens · {config.parallel.world_size} ranks · "
-                f"about {format_seconds(plan.total_seconds)}"
+                + (f"about {format_seconds(plan.total_seconds)}" if plan.step_seconds else "time unknown")
             )
+            lines += [notice] if notice else []
             parts = sorted(plan.memory_bytes.items(), key=lambda part: -part[1])
             bill = " + ".join(f"{kind} {format_bytes(size)}" for kind, size in parts if size)
             lines.append(f"a rank needs {format_bytes(plan.total_memory_bytes)}: {bill}")
             lines += [f"note: {warning}" for warning in plan.warnings]
         return config, plan
 
-    def measured_machine(self) -> Cluster:
-        """Return this machine as a cluster with measured rates. The rates are measured once per quickstart folder."""
+    def measured_machine(self) -> tuple[Cluster, str]:
+        """Return this machine as a cluster with measured rates, which are measured once per quickstart folder, and "".
+
+        On a machine that is too busy to be measured, the cluster has no measured rates, and the text says so.
+        """
         if self.paths.machine.exists():
-            return read_cluster(self.paths.machine)
-        from ingot.rehearse.calibrate.calibrate import calibrate
+            return read_cluster(self.paths.machine), ""
+        from ingot.rehearse.calibrate.calibrate import DEADLINE_SECONDS, calibrate
 
         machine = read_machine()
         ranks = len(machine.gpus) or 2  # two even on one core: a rank must survive the drill
-        cluster = calibrate(with_published_rates(this_cluster(machine, ranks)))
+        uncalibrated = with_published_rates(this_cluster(machine, ranks))
+        self.output.say(
+            f"{self._head('plan')}measuring this machine: 15 s when idle, at most {format_seconds(DEADLINE_SECONDS)}"
+        )
+        try:
+            cluster = calibrate(uncalibrated)
+        except ResourceError as error:
+            if error.code != "E-CALIBRATION-TIMEOUT":
+                raise
+            return uncalibrated, f"the speed of this machine is not measured: {error.found}"
         write_cluster(self.paths.machine, cluster)
-        return cluster
+        return cluster, ""
 
     def write_run_file(self, prepared: Prepared, cluster: Cluster) -> None:
         preset = load_model("tiny")

@@ -32,7 +32,7 @@ from ingot.theory.layout import layout_problems, positions
 from ingot.trainer.mesh.start import outer_environment, rank_variables, worker_environment
 
 _RANK = ("-P", "-m", "ingot.rehearse.calibrate.rank")
-_DEADLINE_SECONDS = 300  # a machine with eight busy programs per core needed 70 s
+DEADLINE_SECONDS = 300  # a machine with eight busy programs per core needed 70 s
 # With a bandwidth of 1 B/s, the seconds of collectives are the bytes that they send.
 _UNIT_LINKS = Cluster(name="", device="cpu", memory_bytes=1, link_bandwidth=1.0)
 _BASE = Arch(
@@ -124,15 +124,15 @@ def _start_ranks(ranks: int, *arguments: str) -> dict:
                 environment = job | rank_variables(rank, ranks, listener)
                 inherited = [listener.fileno()] if rank == 0 else []
                 processes.append(subprocess.Popen(command, env=environment, pass_fds=inherited, **pipes))
-        deadline = time.monotonic() + _DEADLINE_SECONDS
+        deadline = time.monotonic() + DEADLINE_SECONDS
         outputs = [process.communicate(timeout=max(deadline - time.monotonic(), 0.1)) for process in processes]
     except subprocess.TimeoutExpired:
         raise ResourceError(
             "E-CALIBRATION-TIMEOUT",
-            f"calibration did not finish within {_DEADLINE_SECONDS} s",
+            f"calibration did not finish within {DEADLINE_SECONDS} s",
             rule="all ranks finish their timings before the deadline",
             fix="try again when the machine is idle",
-            deadline_seconds=_DEADLINE_SECONDS,
+            deadline_seconds=DEADLINE_SECONDS,
         ) from None
     finally:
         for process in processes:
