@@ -40,7 +40,7 @@ def test_report_of_no_run_says_the_way_out(tmp_path, capsys):
     assert main(["report", str(tmp_path), "--json"]) == 2
     assert reported(capsys.readouterr().out, "E-RUN-NO-LOG", run=str(tmp_path))["fix"]
     nothing = str(tmp_path / "nothing")
-    for command in (["report"], ["status"], ["explain", "slow"], ["compare", str(a_run(tmp_path))]):
+    for command in (["report"], ["status"], ["explain", "slow"]):
         assert main([*command, nothing, "--json"]) == 2
         assert reported(capsys.readouterr().out, "E-RUN-FOLDER", run=nothing)["found"].endswith("does not exist")
 
