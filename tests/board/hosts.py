@@ -3,6 +3,7 @@
 import functools
 import json
 import os
+import select
 import shutil
 import subprocess
 import sys
@@ -55,8 +56,10 @@ class Hosts:
             cwd=ROOT,
             preexec_fn=die_with_parent,
         )
+        self._hosts: list[int] = []
         try:
             self._pids: list[int] = self._answer()["pids"]
+            self._hosts += [os.pidfd_open(pid) for pid in self._pids]
         except BaseException:
             self.__exit__()
             raise
@@ -67,6 +70,9 @@ class Hosts:
         with suppress(BrokenPipeError):
             self._switch.stdin.close()
         self._switch.wait()
+        for host in self._hosts:  # the end of the switch kills them, a moment later
+            select.select([host], [], [])
+            os.close(host)
         self._switch.stdout.close()
         shutil.rmtree(self.folder, ignore_errors=True)
 

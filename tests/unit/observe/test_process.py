@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
 
 import pytest
@@ -196,6 +197,10 @@ def test_time_that_passes_without_an_event_is_an_alert(folder, out, monkeypatch)
     clock = time.monotonic()
     monkeypatch.setattr("time.monotonic", lambda: clock + 601)
     sink.idle()
+    for thread in threading.enumerate():
+        if thread.name == "alerts-disk":
+            thread.join()
+    sink.idle()  # which takes in what the disk answered
     monkeypatch.undo()
     assert [one.kind for one in read_records(folder.alerts)] == [kinds.RUN_SILENT]
     sink.close(10, ended=False)
