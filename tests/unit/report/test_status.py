@@ -414,7 +414,7 @@ def test_a_failed_run_names_the_error_and_the_command_that_explains_it(folder, c
     assert main(["status", str(folder.root)]) == 0
     shown = capsys.readouterr().out
     assert "failed rank 1: loss 673 (E-LOSS-EXPLODED)" in shown and "(E-LOSS-EXPLODED), step 82" in shown
-    assert "ingot explain E-LOSS-EXPLODED" in shown and "ingot train" in shown
+    assert "ingot explain E-LOSS-EXPLODED" in shown and "ingot explain nan" in shown
     with RunLock(folder.lock):
         assert main(["status", str(folder.root)]) == 0
     assert f"Next:  ingot watch {folder.root}" in capsys.readouterr().out
