@@ -5,6 +5,7 @@ flushed to disk, then renamed. A reader sees the old file or the new file, never
 """
 
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -16,6 +17,7 @@ from pathlib import Path
 from ingot.errors import ResourceError, RunBusyError
 
 _CHUNK = 1 << 20
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _UNFINISHED = ".tmp"  # the end of the names of files that are being written
 
 
@@ -155,3 +157,35 @@ def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
             needed_bytes=needed_bytes,
             free_bytes=free,
         )
+
+
+def is_full(error: BaseException) -> bool:
+    """Return whether the operating system refused to write because a disk or a quota is full."""
+    return isinstance(error, OSError) and error.errno in _FULL
+
+
+def disk_full(place: Path | str, error: Exception, doing: str = "") -> ResourceError:
+    """Return the error to raise for a full disk.
+
+    place: a folder or file on it; "" if nobody knows it. error: the cause. doing: what could not be finished.
+    """
+    disk = f"the disk of {place}" if place else "a disk"
+    return ResourceError(
+        "E-DISK-FULL",
+        f"{disk} is full, or its quota is reached ({getattr(error, 'strerror', None) or error})"
+        + (f": {doing} could not be finished" if doing else ""),
+        rule="finished work is kept, and incomplete files are removed",
+        fix="free some space and run the same command again: it continues",
+        path=str(place),
+    )
+
+
+@contextlib.contextmanager
+def full_disk_named(place: Path):
+    """Raise ResourceError instead of an error of the operating system that a full disk causes in the block."""
+    try:
+        yield
+    except OSError as error:
+        if is_full(error):
+            raise disk_full(error.filename or place, error) from error
+        raise

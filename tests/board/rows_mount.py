@@ -16,7 +16,7 @@ _LIMIT = 20.0  # seconds; the start of the ranks has them, too
 _SETTINGS = ("train.steps=60", f"launch.watchdog_other_seconds={_LIMIT}", "launch.watchdog_seconds=3")
 _LATE_SECONDS = 10.0  # after the limit, or after the fault where there is none
 _RESOURCE = 3
-_LOST, _SILENT = "E-RUN-FOLDER-LOST", "E-RUN-FOLDER-SILENT"
+_LOST, _SILENT, _FULL = "E-RUN-FOLDER-LOST", "E-RUN-FOLDER-SILENT", "E-DISK-FULL"
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,7 @@ _CASES = (
     _Case("detached", Mounted.detach, _LOST, "another folder is there"),
     _Case("errors", lambda mounted: mounted.order("errno 5"), _LOST, "Input/output error"),
     _Case("read-only", lambda mounted: mounted.order("errno-writes 30"), _LOST, "Read-only file system"),
+    _Case("full", lambda mounted: mounted.order("errno-writes 28"), _FULL, "No space left on device"),
     _Case("server killed", Mounted.kill, _LOST, ""),  # the words of the kernel differ
     _Case("silent", lambda mounted: mounted.order("silence"), _SILENT, "has not answered", _LIMIT + _LATE_SECONDS),
 )
@@ -86,4 +87,6 @@ def _job(bench: Bench, name: str, mounted: Mounted) -> _MountedJob:
     return _MountedJob(job.run_file, job.run, job.temporary, job.options, job.variables, mounted)
 
 
-ROWS = (Row("RS31 mount", "the mount of the run folder is detached, fails, or does not answer", rs31_mount, missing),)
+ROWS = (
+    Row("RS31 mount", "the mount of the run folder is detached, fails, is full, or is silent", rs31_mount, missing),
+)

@@ -39,6 +39,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_SUPERVISOR}::test_an_error_of_the_file_system_is_one_of_the_run_folder",),
     ),
     Mutant(
+        name="full-disk-is-a-crash",
+        what="a rank whose disk is full ends with a traceback, and is started again",
+        file="trainer/resilience/endings.py",
+        before="with full_disk_named(folder.root):",
+        after="with contextlib.nullcontext():",
+        tests=("tests/unit/trainer/resilience/test_endings.py::test_a_full_disk_is_a_cause_that_no_restart_resolves",),
+    ),
+    Mutant(
+        name="full-disk-without-a-name",
+        what="a command whose disk is full ends with the code of missing permissions",
+        file="storage.py",
+        before="_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)",
+        after="_FULL = (errno.EFBIG,)",
+        tests=("tests/unit/cli/test_main.py::test_what_the_system_refuses_is_a_message_and_no_traceback",),
+    ),
+    Mutant(
         name="silent-folder",
         what="a folder that does not answer holds the launcher and its ranks for ever",
         file="trainer/launch/folder_watch.py",

@@ -16,6 +16,7 @@ from typing import ClassVar
 from ingot import __version__
 from ingot.cli.terminal import Terminal
 from ingot.errors import EXIT_OK, PARTS, CheckpointError, IngotError, Preempted, ResourceError, UsageError, missing_part
+from ingot.storage import disk_full, is_full
 from ingot.value_names import not_text
 
 VERBS = {
@@ -196,12 +197,14 @@ def main(argv: list[str] | None = None) -> int:
             raise
         return _failed(missing_part(package, PARTS[package]), terminal, verbose)
     except OSError as error:
+        if is_full(error):
+            return _failed(disk_full(error.filename or "", error), terminal, verbose)
         place = f"{error.filename}: " if error.filename else ""
         shown = ResourceError(
             "E-SYSTEM-ACCESS",
             f"{place}{error.strerror or error}",
-            rule="files and folders must be readable and writable, and the disk needs free space",
-            fix="check the path, its permissions and the free space, then run the command again; -v shows a traceback",
+            rule="files and folders must be readable and writable",
+            fix="check the path and its permissions, then run the command again; -v shows a traceback",
             path=str(error.filename or ""),
             errno=error.errno or 0,
         )

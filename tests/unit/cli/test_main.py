@@ -107,7 +107,11 @@ def test_options_are_never_abbreviated(capsys):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (OSError(errno.ENOSPC, "No space left on device", "out/web.tokens"), "out/web.tokens: No space left on device"),
+        (
+            OSError(errno.ENOSPC, "No space left on device", "out/web.tokens"),
+            "E-DISK-FULL  the disk of out/web.tokens is full, or its quota is reached (No space left on device)",
+        ),
+        (OSError(errno.EDQUOT, "Disk quota exceeded"), "a disk is full, or its quota is reached (Disk quota exceeded)"),
         (PermissionError(errno.EACCES, "Permission denied", "out"), "out: Permission denied"),
     ],
 )

@@ -43,8 +43,7 @@ from ingot.data.tasks.task import (
     done_folder,
     encode,
 )
-from ingot.errors import ResourceError
-from ingot.storage import closing_lock, fsync_dir, sha256_bytes, write_atomic
+from ingot.storage import closing_lock, disk_full, fsync_dir, is_full, sha256_bytes, write_atomic
 
 # The number of attempts that may die at one record before the next attempt leaves the record out, for each kind of
 # death. A crash (segmentation fault, exit, out of memory) is nearly always caused by the record; so is a hang, which
@@ -53,7 +52,6 @@ from ingot.storage import closing_lock, fsync_dir, sha256_bytes, write_atomic
 DEATHS_PER_RECORD = 3
 _PER_RECORD = {"crashed": DEATHS_PER_RECORD, "hung": 2, "stalled": 3, "killed": 6}
 _PROOF = 6  # a common multiple of the numbers above, so that deaths of several kinds add up as integers
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NUMPY_FULL = re.compile(r"Not enough free space|\d+ requested and \d+ written")  # numpy drops the error number
 _LAYOUT = 2  # of a store; 1 had functions as "module:name" and no format file
 
@@ -259,20 +257,13 @@ def _full_disk_is_named(task: Task, store: Store) -> Iterator[None]:
     except Exception as error:
         if not _is_full(error):
             raise
-        raise ResourceError(
-            "E-DISK-FULL",
-            f"the disk of {store.root} is full, or its quota is reached ({error}): {task.title} could not be finished",
-            rule="finished tasks are kept, and incomplete files are removed",
-            fix="free some space and run the same command again: it continues",
-            path=str(store.root),
-            task=task.title,
-        ) from None
+        raise disk_full(store.root, error, task.title) from None
 
 
 def _is_full(error: Exception) -> bool:
-    number = error.errno if isinstance(error, OSError) else None
-    by_numpy = isinstance(error, OSError) and number is None and _NUMPY_FULL.search(str(error))
-    return number in _FULL or bool(by_numpy) or os.strerror(errno.ENOSPC) in str(error)  # duckdb has errors of its own
+    by_numpy = isinstance(error, OSError) and error.errno is None and _NUMPY_FULL.search(str(error))
+    by_duckdb = os.strerror(errno.ENOSPC) in str(error)  # it has errors of its own
+    return is_full(error) or bool(by_numpy) or by_duckdb
 
 
 def note_death(task: Task, store: Store, kind: str) -> int:

@@ -11,6 +11,7 @@ from ingot.machine.facts import usable_cores
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import Job, RunFolder
+from ingot.storage import full_disk_named
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch.evaluations import BackgroundEvaluations, require_lm_eval
@@ -118,7 +119,11 @@ def train(
     def join(signals: PendingSignals) -> JobResult:
         return follow(folder, config.launch, own_facts(config), job_of, signals=signals, say=say, health=health)
 
-    with contextlib.closing(health) if health else contextlib.nullcontext(), PendingSignals() as signals:
+    with (
+        full_disk_named(folder.root),
+        contextlib.closing(health) if health else contextlib.nullcontext(),
+        PendingSignals() as signals,
+    ):
         return lead(signals) if nodes == 1 else lead_or_follow(lead, join, folder, config.launch, signals)
 
 

@@ -21,7 +21,7 @@ from ingot.config import from_dict
 from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import RunFolder
-from ingot.storage import write_json
+from ingot.storage import full_disk_named, write_json
 from ingot.trainer.resilience.collective_calls import CollectiveCall
 from ingot.trainer.resilience.leaving import is_about_a_peer
 from ingot.trainer.resilience.reports import calls_of_this_process
@@ -74,7 +74,8 @@ def guarded(folder: RunFolder, rank: int) -> Iterator[None]:
     if supervisor and not Path(f"/proc/{supervisor}").exists():
         os._exit(1)  # the supervisor died before die_with_parent took effect
     try:
-        yield
+        with full_disk_named(folder.root):
+            yield
     except BaseException as error:
         if not isinstance(error, RunBusyError):  # otherwise the folder is another attempt's
             _write(folder, _ending_of(rank, error))

@@ -1,3 +1,4 @@
+import errno
 import os
 import signal
 import subprocess
@@ -57,6 +58,16 @@ def test_an_error_comes_back_with_its_way_out(folder, in_child):
     assert isinstance(error, DataError)
     assert (error.code, error.facts) == ("E-SHARD-HASH", {"block": 3})
     assert (error.found, error.rule, error.fix) == ("block 3 differs", "as built", "copy it again")  # as raised above
+
+
+def test_a_full_disk_is_a_cause_that_no_restart_resolves(folder, in_child):
+    def work():
+        with guarded(folder, 0):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    assert in_child(work) == 1
+    error = read_endings(folder)[0].as_user_error()
+    assert error and (error.code, error.facts) == ("E-DISK-FULL", {"path": str(folder.root)})
 
 
 def test_any_exception_is_written_down(folder, in_child):

@@ -7,7 +7,6 @@ run that continues on it has to accept the change (--accept-change data.tokens).
 (history.py).
 """
 
-import errno
 import getpass
 import time
 from collections.abc import Callable, Iterator
@@ -35,9 +34,9 @@ from ingot.data.lineage.purge.request import PurgeRequest, PurgeTarget, PurgeTar
 from ingot.data.lineage.purge.rewrite import indexes_in, parts_with, rewrite_corpus, rewrite_indexes, rewrite_tokens
 from ingot.data.lineage.records import SPLITS, DocumentLocation, locate_documents
 from ingot.data.sources.url import canonical_url
-from ingot.errors import DataError, DataMissing, ResourceError
+from ingot.errors import DataError, DataMissing
 from ingot.schema.tokens import MANIFEST, token_manifest_from_dict
-from ingot.storage import exclusive, require_free, sha256_file
+from ingot.storage import disk_full, exclusive, is_full, require_free, sha256_file
 
 # Takes ids of documents, returns the exposure of each run to them as JSON values (see report/lineage/exposure.py).
 FindRuns = Callable[[frozenset[str]], list[dict[str, Any]]]
@@ -207,14 +206,9 @@ def _rewrite(
     except BaseException as error:
         if not is_unfinished(data):  # an unfinished purge is committed, and the next call finishes it
             staging.discard()
-        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-            raise ResourceError(
-                "E-DISK-FULL",
-                f"the disk of {data} is full",
-                rule="a purge needs space for the new versions of changed files next to the old versions",
-                fix="free some space and run the same command again",
-                path=str(data),
-            ) from None
+        if isinstance(error, OSError) and is_full(error):
+            needs = "a purge, which needs space for the new versions of changed files next to the old versions,"
+            raise disk_full(data, error, needs) from None
         raise
     return record
 
