@@ -1,14 +1,18 @@
-"""One poisoned page, by the real commands: built, trained on, found by the guard, explained, and left out again."""
+"""Spikes, by the real commands: the step of an explosion is explained, and a poisoned page is built, trained on, found by
+the guard, explained, and left out again."""
 
 import json
+import math
 import random
 
 import pytest
-from tests.e2e.conftest import Project
+from tests.e2e.conftest import VOCAB, Project
 from tests.unit.data.conftest import english, write_crawl
 
 from ingot.cli.main import main
 from ingot.data.build.corpus import load_corpus
+from ingot.events import read_events
+from ingot.schema import events
 from ingot.schema.quarantine import read_quarantine
 
 PAGES = 150
@@ -52,6 +56,23 @@ settle_steps = 0
 ready = 16
 window = 32
 """
+
+
+def test_an_explosion_between_two_log_lines_ends_the_run_at_its_own_step(project, capsys):
+    options = ["parallel.dp_shard=1", "watch.log_every=10", "optim.lr=3"]
+    project.train("exploded", *(word for option in options for word in ("--set", option)), code=93)
+    folder = project.folder("exploded")
+    losses = {step: facts[0] for step, facts in project.facts("exploded").items()}
+    first = min(step for step, loss in losses.items() if loss > 2 * math.log(VOCAB))
+    assert max(losses) == 10 and 1 < first < 9
+    (fault,) = read_events(folder.events, events.FAULT)
+    assert (fault["code"], fault["step"]) == ("E-LOSS-EXPLODED", first)
+    assert main(["guard", str(folder.root)]) == 0
+    shown = capsys.readouterr().out
+    assert f"ended at step {first} with E-LOSS-EXPLODED: loss {losses[first]:.4g} at step {first}" in shown
+    assert main(["explain", "spike", str(folder.root), "--json"]) == 0
+    (explained,) = json.loads(capsys.readouterr().out)["steps"]
+    assert (explained["step"], explained["found"]) == (first, ["the run ended"])
 
 
 @pytest.mark.slow

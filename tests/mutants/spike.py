@@ -256,4 +256,31 @@ MUTANTS: list[Mutant] = [
         after="rows = rows_of(data, sorted(request.quarantine)[1:])",
         tests=("tests/unit/data/lineage/purge/test_purge.py::test_the_rest_is_what_a_build_without_them_gives",),
     ),
+    Mutant(
+        name="fault-at-the-log-line",
+        what="the event of a fault has the last step in the log, not the one whose numbers ended the run",
+        file="trainer/launch/supervise.py",
+        before="step=incident.at_step,",
+        after="step=incident.step,",
+        tests=("tests/e2e/test_spike.py::test_an_explosion_between_two_log_lines_ends_the_run_at_its_own_step",),
+    ),
+    Mutant(
+        name="fault-at-the-step-of-a-checkpoint",
+        what="the step that any error names counts as that of the fault",
+        file="trainer/resilience/incidents.py",
+        before='if self.error and self.kind == "numerics" else None',
+        after="if self.error else None",
+        tests=(
+            "tests/unit/trainer/resilience/test_incident.py"
+            "::test_the_numbers_of_a_step_end_an_attempt_there_and_other_errors_at_the_last_step",
+        ),
+    ),
+    Mutant(
+        name="explosion-at-the-log-line",
+        what="of the steps whose loss exploded, the last one of the log line is named",
+        file="trainer/default_policy.py",
+        before="numbers, last = large[-1], large[0]",
+        after="numbers, last = large[0], large[-1]",
+        tests=("tests/unit/trainer/resilience/test_policy.py::test_a_loss_far_above_that_of_a_guess_ends_the_run",),
+    ),
 ]

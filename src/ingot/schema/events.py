@@ -96,9 +96,9 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  reason (why it could not be pinned; "": all went well)
                                                                       the pins of evaluate.background.keep_best are set
   fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings",
-                 "node" or "job"), cause, code (of the error; "": none), step (last seen), detected_by ("supervisor",
-                 "watchdog"), evidence (path in the run folder; "": none), seconds (since a rank last made progress;
-                 null: the rank ended)
+                 "node" or "job"), cause, code (of the error; "": none), step (whose numbers ended it, of "numerics";
+                 else last seen), detected_by ("supervisor", "watchdog"), evidence (path in the run folder; "": none),
+                 seconds (since a rank last made progress; null: the rank ended)
                                                                       a rank was lost, or an error ended the attempt
   node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid (of its launcher), node (its
                  number in the job; null: none yet), reason (of a loss, or why the leader steps down),

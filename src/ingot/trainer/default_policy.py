@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
+from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -98,8 +99,7 @@ class DefaultPolicy:
         kept = [numbers for numbers in trained if not numbers.skipped]
         if kept and self._from_weights and self._first_loss == 0.0:
             self._first_loss = kept[0].loss
-        if kept:
-            self._judge_size(kept[-1])
+        self._judge_sizes(kept)
 
     def _judge(self, numbers: StepNumbers) -> None:
         """Raise RunFailed if nothing may be saved after this step."""
@@ -137,12 +137,16 @@ class DefaultPolicy:
         if not numbers.skipped:
             self._last = numbers
 
-    def _judge_size(self, numbers: StepNumbers) -> None:
-        """Raise RunFailed if the loss is far above that of a model that knows nothing, and above the first one."""
-        if numbers.loss > max(self.largest_loss, EXPLODED * self._first_loss):
+    def _judge_sizes(self, kept: Sequence[StepNumbers]) -> None:
+        """Raise RunFailed if the last loss of `kept` is far above that of a model that knows nothing, and above the
+        first one. The error names the step from which on they are."""
+        limit = max(self.largest_loss, EXPLODED * self._first_loss)
+        if large := list(takewhile(lambda numbers: numbers.loss > limit, reversed(kept))):
+            numbers, last = large[-1], large[0]
+            still = f", and {last.loss:.4g} at step {last.step}" if last is not numbers else ""
             raise RunFailed(
                 "E-LOSS-EXPLODED",
-                f"loss {numbers.loss:.4g} at step {numbers.step}",
+                f"loss {numbers.loss:.4g} at step {numbers.step}{still}",
                 rule=f"a uniform guess has a loss of {self.largest_loss / EXPLODED:.4g}; weights with {EXPLODED:g} "
                 "times that loss are useless, and no such weights were saved",
                 fix="continue from the last checkpoint with a longer schedule.warmup_steps, or with a lower rate: "

@@ -288,7 +288,7 @@ class _SupervisedJob:
             failure=incident.kind,
             cause=incident.cause,
             code=incident.error.code if incident.error else "",
-            step=incident.step,
+            step=incident.at_step,
             detected_by=incident.detected_by,
             evidence=str(incident.evidence.relative_to(self._folder.root)) if incident.evidence else "",
             seconds=incident.seconds,

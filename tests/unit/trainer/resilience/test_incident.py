@@ -91,6 +91,14 @@ def test_what_the_user_has_to_mend_is_handed_on():
     assert several.cause == "none of 2 can be used" and several.error.found.endswith("b")  # one line in log and status
 
 
+def test_the_numbers_of_a_step_end_an_attempt_there_and_other_errors_at_the_last_step():
+    """An error of a checkpoint names the step of the checkpoint."""
+    exploded = replace(failed(0, "loss 9", "RunFailed"), code="E-LOSS-EXPLODED", facts={"step": 1})
+    refused = replace(failed(0, "cut", "CheckpointError"), code="E-CKPT-SIZE", facts={"step": 1})
+    found = [find([ending], dead=[0]) for ending in (exploded, refused, failed(0, "x", "ValueError"))]
+    assert [(one.step, one.at_step) for one in found] == [(7, 1), (7, 7), (7, 7)]
+
+
 def test_ranks_that_never_started_show_the_last_line():
     incident = find([], last_words="No module named torch")
     assert incident.rank == -1 and "No module named torch" in incident.cause

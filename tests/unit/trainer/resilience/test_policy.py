@@ -80,14 +80,15 @@ def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
     assert judge(line((9.0, 1.0), skipped=True), vocab_size=64) == [Verdict.CONTINUE]
     of_another_model = (26.0, 1.0), (25.0, 1.0)
     assert judge(line(*of_another_model), vocab_size=64, from_weights=True) == [Verdict.CONTINUE]
-    for exploded in (
-        line((4.2, 1.0), (8.5, 1.0)),
-        line((4.2, 1.0), (8.5, 1.0), (math.inf, math.inf), skipped=(2,)),  # the last step changed nothing
-        line(*of_another_model[:1], (8.5, 1.0)),  # a restart makes no baseline of what it finds
-        line((math.inf, math.inf), (4.2, 1.0), (8.5, 1.0), first=40, skipped=(0,)),
+    for exploded, first in (
+        (line((4.2, 1.0), (8.5, 1.0)), (42, 8.5)),
+        (line((4.2, 1.0), (8.5, 1.0), (math.inf, math.inf), skipped=(2,)), (42, 8.5)),  # the last step changed nothing
+        (line(*of_another_model[:1], (8.5, 1.0)), (41, 26.0)),  # a restart makes no baseline of what it finds
+        (line((math.inf, math.inf), (4.2, 1.0), (8.5, 1.0), first=40, skipped=(0,)), (42, 8.5)),
+        (line((9, 1.0), (4.2, 1.0), (9, 1.0), (math.nan, math.nan), (8.5, 1.0), skipped=(3,)), (43, 9)),  # in a row
     ):
         ((code, facts),) = judge(exploded, vocab_size=64)
-        assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", 42, 8.5)
+        assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", *first)
 
 
 def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_path):
