@@ -239,4 +239,17 @@ MUTANTS: list[Mutant] = [
             "tests/unit/trainer/launch/test_start_from_store.py::test_a_folder_without_a_scheme_is_suggested_with_one",
         ),
     ),
+    Mutant(
+        name="finished-at-step-0",
+        what="the status of a run whose last checkpoint came from the store is that it finished at step 0",
+        file="report/status.py",
+        before='self.reached = event.get("step", self.reached)',
+        after="pass",
+        tests=(
+            "tests/unit/trainer/launch/test_start_from_store.py"
+            "::test_a_finished_run_of_the_store_starts_ranks_only_for_what_is_left",
+            "tests/unit/report/test_status.py"
+            "::test_the_step_of_an_attempt_that_logged_no_step_is_that_of_its_checkpoint",
+        ),
+    ),
 ]

@@ -147,7 +147,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         state=state,
         failure=log.faults.found[-1].text if state == "failed" and log.faults.found else "",
         steps=run.train.steps,
-        step=max((*losses, unlogged)),
+        step=max(log.reached, unlogged),
         ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
         loss=losses[max(losses)] if losses else None,
         bpb=progress.get("bpb"),
@@ -200,11 +200,13 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
 @dataclass(kw_only=True)
 class _Log:
     """The sum of the events of a run. last: the last event of each kind; its key "end" has the last event of the
-    start or end of an attempt. failures, stored, unstored: by the kind of the save."""
+    start or end of an attempt. reached: the step at which the run is, which has no loss if the attempt began or ended
+    with a checkpoint from a store. failures, stored, unstored: by the kind of the save."""
 
     latest: float | None = None
     last: dict[str, dict] = field(default_factory=dict)
     losses: dict[int, float] = field(default_factory=dict)
+    reached: int = 0
     failures: dict[str, dict] = field(default_factory=dict)
     stored: dict[str, dict] = field(default_factory=dict)
     unstored: dict[str, str] = field(default_factory=dict)
@@ -240,6 +242,7 @@ class _Log:
                 self.damaged |= {event["rank"]} if kind == events.STATE_DAMAGED else set()
         if kind == events.STEP:
             self.losses[event["step"]] = event["loss"]
+            self.reached = event["step"]
         elif kind == events.RUN_STARTED:
             self.slow.clear()
             self._go_back(event["from_step"])  # steps after the checkpoint from which this attempt started are repeated
@@ -274,6 +277,8 @@ class _Log:
                 self.restart_seconds.append(event["total_seconds"])
         else:
             self._take_save(kind, event)
+        if kind in (events.STOPPED, events.FINISHED):
+            self.reached = event.get("step", self.reached)
         if kind in ENDS:
             self.asked = ""
             self.last["end"] = event
@@ -293,6 +298,7 @@ class _Log:
             self.unstored.pop(what, None)
 
     def _go_back(self, to: int) -> None:
+        self.reached = to
         for step in [step for step in self.losses if step > to]:
             del self.losses[step]
         if self.last.get(events.EVALUATION, {}).get("step", 0) > to:

@@ -8,6 +8,7 @@ from tests import checkpoints
 from tests.expect import named, refused
 
 import ingot.trainer.launch.train as launch_train
+from ingot.report.status import read_status
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
@@ -66,6 +67,8 @@ def test_a_finished_run_of_the_store_starts_ranks_only_for_what_is_left(run_file
     assert bool(jobs) == bool(left) and candidate_folders(folder.checkpoints) == [folder.checkpoint(100)]
     if not left:
         assert outcome.finished and named(lines[-1:], "is finished: step 100 of 100")
+        status = read_status(folder.root)
+        assert (status.state, status.step, status.losses) == ("finished", 100, ())
         lines.clear()
         assert launch_train.train(folder.root, say=lines.append).finished and not jobs and "finished" in lines[0]
 
