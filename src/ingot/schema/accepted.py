@@ -54,13 +54,20 @@ def records_for(own: Sequence[AcceptedChanges] | None, step: int, path: Path) ->
 
 def rate_to_try(path: Path, lr: float) -> float:
     """Return the learning rate to continue with in place of optim.lr = `lr`, which is too high: that before the
-    accepted change to it in the file `path`, else a tenth of it."""
+    accepted change to it in the file `path`, else a tenth of it, rounded to four digits."""
     with suppress(DataError):
         for one in reversed(read_accepted(path)):
-            before, after = one.changes.get("optim.lr", (lr, None))
-            if after == lr and before < lr:
+            before, after = one.changes.get("optim.lr", (None, None))
+            is_rate = isinstance(before, int | float)  # a checkpoint may lack the setting
+            if after == lr and is_rate and before < lr:
                 return before
-    return lr / 10
+    return float(f"{lr / 10:.4g}")
+
+
+def command_with_rate(run: Path, rate: float) -> str:
+    """Return the command that continues the run folder `run` with the learning rate `rate`, in all its digits: a
+    rounded one would not be the rate before a change, so it would be another change to accept."""
+    return f"ingot train {run} --set optim.lr={rate!r} --accept-change optim.lr"
 
 
 def _record(values: dict) -> AcceptedChanges:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
-from ingot.schema.accepted import rate_to_try
+from ingot.schema.accepted import command_with_rate, rate_to_try
 from ingot.schema.checkpoint import Health
 from ingot.schema.guard_record import GuardState, Measure, with_those_of
 from ingot.schema.run_folder import RunFolder
@@ -158,8 +158,7 @@ class DefaultPolicy:
             )
 
     def _with_lower_rate(self) -> str:
-        lr = rate_to_try(self.folder.accepted, self._lr)
-        return f"ingot train {self.folder.root} --set optim.lr={lr:.4g} --accept-change optim.lr"
+        return command_with_rate(self.folder.root, rate_to_try(self.folder.accepted, self._lr))
 
     def _documents(self, step: int) -> str:
         return f"ingot explain spike {self.folder.root} --step {step}"

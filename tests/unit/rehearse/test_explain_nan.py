@@ -164,12 +164,12 @@ def test_a_learning_rate_that_is_far_too_large(spoiled, capsys):
     facts = explained(folder, capsys)
     assert causes(facts)[0] == "learning rate" and "times the weights" in facts["causes"][0]["evidence"]
     assert not facts["replay"]["loaded_bad"]
-    command = f"ingot train {folder.root} --set optim.lr=10 --accept-change optim.lr"
+    command = f"ingot train {folder.root} --set optim.lr=10.0 --accept-change optim.lr"
     assert facts["causes"][0]["command"] == command and facts["causes"][0]["fix"].endswith(command)
     record = AcceptedChanges(step=2, config_sha256="", data_fingerprint="", changes={"optim.lr": (0.003, 100.0)})
     write_accepted(folder.accepted, [record])
     assert main(["explain", "nan", str(folder.root)]) == 0
-    assert capsys.readouterr().out.split()[-7:] == command.replace("=10", "=0.003").split()
+    assert capsys.readouterr().out.split()[-7:] == command.replace("=10.0", "=0.003").split()
 
 
 def test_the_line_of_a_replayed_step_beyond_the_wanted_one():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ingot.rehearse.replay.found import NotFiniteOrigin, Replayed, TensorRange
 from ingot.report.diagnose.not_finite import NotFiniteCase
+from ingot.schema.accepted import command_with_rate
 
 # The largest finite value of each dtype, and the largest argument whose exponential is finite.
 LARGEST = {"float16": 65504.0, "bfloat16": 3.39e38, "float32": 3.403e38, "float64": 1.798e308}
@@ -73,7 +74,7 @@ def learning_rate(case: NotFiniteCase, replayed: Replayed) -> NotFiniteCause:
             f"{case.guess:.4g}"
         )
     evidence += _other_rates(case, replayed)
-    command = f"ingot train {case.root} --set optim.lr={case.rate_to_try:.4g} --accept-change optim.lr"
+    command = command_with_rate(case.root, case.rate_to_try)
     return NotFiniteCause(
         name="learning rate",
         found=not replayed.loaded_bad and (whole or case.exploded_before or _exploded(case, replayed)),

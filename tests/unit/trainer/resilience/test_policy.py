@@ -96,7 +96,11 @@ def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_
     folder = RunFolder(tmp_path)
     policy = DefaultPolicy(folder, vocab_size=64, lr=30.0)
     record = AcceptedChanges(step=80, config_sha256="", data_fingerprint="", changes={"optim.lr": (0.003, 30.0)})
-    for written, rate in ((record, "0.003"), (replace(record, changes={"optim.lr": (30.0, 0.003)}), "3"), (None, "3")):
+    changed = {"0.003": (0.003, 30.0), "0.00012345": (0.00012345, 30.0)}  # in all digits, or it is another change
+    of_no_use = [(30.0, 0.003), ("not set", 30.0), (None, 30.0)]
+    cases = [(replace(record, changes={"optim.lr": one}), rate) for rate, one in changed.items()]
+    cases += [(replace(record, changes={"optim.lr": one}), "3.0") for one in of_no_use]
+    for written, rate in (*cases, (None, "3.0")):
         write_accepted(folder.accepted, [written] if written else [])
         for bad, code in (((9.0, 1.0), "E-LOSS-EXPLODED"), ((math.nan, 1.0), "E-LOSS-NOT-FINITE")):
             with pytest.raises(RunFailed) as caught:
@@ -105,6 +109,7 @@ def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_
             assert caught.value.code == code and command in caught.value.fix and "same command" not in caught.value.fix
     folder.accepted.write_text("{")
     assert rate_to_try(folder.accepted, 30.0) == 3.0
+    assert rate_to_try(folder.accepted, 3e-4) == 3e-5  # without the last bit of a division
 
 
 def test_skipped_steps_pass_until_they_are_a_tenth(judge):
