@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _JUDGE = "tests/unit/trainer/guard/test_step_judge.py"
 _LADDER = "tests/unit/trainer/guard/test_ladder.py"
+_POLICY = "tests/unit/trainer/resilience/test_policy.py"
 _RUNS = "tests/unit/trainer/guard/test_guarded_runs.py"
 _TRENDS = "tests/unit/trainer/guard/test_trends.py"
 _ALERTS = "tests/unit/trainer/guard/test_alerts.py"
@@ -107,6 +108,41 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LADDER}::test_the_share_of_skipped_steps_is_that_of_the_checkpoint",),
     ),
     Mutant(
+        name="row-of-other-settings",
+        what="skipped steps from before a change of settings are part of a row after it",
+        file="trainer/guard/ladder.py",
+        before="([], set()) if changed else (list(state.row), set(state.row_found))",
+        after="(list(state.row), set(state.row_found))",
+        tests=(f"{_LADDER}::test_a_row_from_before_a_change_of_settings_does_not_count",),
+    ),
+    Mutant(
+        name="silent-without-a-window",
+        what="a guard that was off judges no sizes for a while, and does not say so",
+        file="trainer/restore.py",
+        before="if new_level is None and held >= min(ready, step):",
+        after="if new_level is None:",
+        tests=(
+            "tests/unit/trainer/test_mixture_change.py"
+            "::test_a_guard_that_was_off_says_from_which_step_on_it_judges_sizes",
+        ),
+    ),
+    Mutant(
+        name="rounded-rate",
+        what="the suggested command has a rate that is not quite the one before the change",
+        file="schema/accepted.py",
+        before="{rate!r}",
+        after="{rate:.4g}",
+        tests=(f"{_POLICY}::test_the_errors_name_a_command_with_the_rate_before_the_accepted_change",),
+    ),
+    Mutant(
+        name="unset-rate-compared",
+        what="a checkpoint without a rate hides the error of a loss that exploded",
+        file="schema/accepted.py",
+        before="is_rate = isinstance(before, int | float)",
+        after="is_rate = True",
+        tests=(f"{_POLICY}::test_the_errors_name_a_command_with_the_rate_before_the_accepted_change",),
+    ),
+    Mutant(
         name="window-new-after-a-rate",
         what="the guard begins a new window after an accepted change of the rate, and judges no sizes for a while",
         file="schema/changes.py",
@@ -145,8 +181,8 @@ MUTANTS: list[Mutant] = [
         name="row-not-in-the-checkpoint",
         what="a run that continues has forgotten the skipped steps before its checkpoint",
         file="trainer/guard/ladder.py",
-        before="self._row, self._found, self._due = list(state.row), set(state.row_found), None",
-        after="self._row, self._found, self._due = [], set(), None",
+        before="if changed else (list(state.row), set(state.row_found))",
+        after="if True else ([], set())",
         tests=(f"{_LADDER}::test_the_record_of_a_checkpoint_completes_that_of_the_folder",),
     ),
     Mutant(

@@ -33,6 +33,7 @@ from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
 from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
 from ingot.trainer.checkpoint.uploader import Uploader
+from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import data_path
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
@@ -236,12 +237,24 @@ def _take_up(
     new_level = [one.key for one in changes if not one.keeps_level]
     new_window = not same and not (changes and not new_level)
     parts.policy.restore(restored.guard, changed=not same, new_window=new_window)
-    if new_window and parts.step_judge:
-        because = f", because of {', '.join(new_level)}" if new_level else ""
-        first = parts.step_judge.first_judged(restored.step)
-        say(f"guard     begins a new window{because}: sizes are judged from step {first} on, if all before are healthy")
+    if parts.step_judge:
+        _say_window(parts.step_judge, restored.step, new_level if new_window else None, say)
     # The order of samples depends on this record: no rank may open the data before it is written.
     from_rank_zero(lambda: record_resumed(folder, restored, facts.settings, facts.data_fingerprint, log))
+
+
+def _say_window(judge: StepJudge, step: int, new_level: Sequence[str] | None, say: Callable[[str], None]) -> None:
+    """Report that the guard judges no sizes for some steps after the checkpoint of `step`. new_level: the changes after
+    which it begins a new window; None: there are none, but the checkpoint may lack a window: its guard was off."""
+    held, ready = int(judge.count), judge.guard.ready
+    if new_level is None and held >= min(ready, step):
+        return
+    if new_level is None:
+        found = f"has {held} of the {ready} healthy steps that it needs"
+    else:
+        found = "begins a new window" + (f", because of {', '.join(new_level)}" if new_level else "")
+    first = judge.first_judged(step)
+    say(f"guard     {found}: sizes are judged from step {first} on, if all before are healthy")
 
 
 def open_loader(

@@ -22,6 +22,7 @@ from ingot.trainer.loader.order import Order, earlier_weights
 from .test_loop import run_rank
 
 BATCH = 4
+_GUARD = ("guard.preset", "guard.settle_steps")
 
 
 def change_weights(folder, weights) -> RunConfig:
@@ -142,12 +143,22 @@ def test_the_guard_goes_on_with_its_window_after_another_rate_but_not_after_othe
     assert held == 2 and f"because of data.weights: sizes are judged from step {first} on" in line
 
 
+def test_a_guard_that_was_off_says_from_which_step_on_it_judges_sizes(fork_ranks, make_run):
+    folder = make_run(steps=12, every_steps=2, guard={"preset": "off"})
+    assert _window_after(fork_ranks, folder, 4) == (0, [])
+    config = load_run(folder.config)
+    accept(folder, replace(config, guard=replace(config.guard, preset="guard", settle_steps=0)), *_GUARD)
+    held, (line,) = _window_after(fork_ranks, folder, 6)
+    assert held == 2 and "has 0 of the 32 healthy steps that it needs: sizes are judged from step 37 on" in line
+    assert _window_after(fork_ranks, folder, 8) == (4, [line.replace(" 0 of", " 2 of")])  # as an undisturbed run would
+
+
 def _window_after(fork_ranks, folder, until: int):
-    """Continue the run to a step. Returns the length of the guard's window then, and the lines about a new one."""
+    """Continue the run to a step. Returns the length of the guard's window then, and the lines about it."""
 
     def rank_of(rank, ranks):
         _, lines = run_rank(rank, ranks, folder, until)
-        return [line for line in lines if "new window" in line]
+        return [line for line in lines if line.startswith("guard ")]
 
     (lines,) = fork_ranks(rank_of, 1)
     newest = next(one.manifest for one in list_checkpoints(folder.checkpoints) if one.step == until)

@@ -182,8 +182,10 @@ class Ladder:
         self.measures = with_those_of(self.measures, state.measures)
         if missing:  # the checkpoint came from elsewhere, without the record of the folder
             self._record(self.measures)
-        self._row, self._found, self._due = list(state.row), set(state.row_found), None
-        # Those that a later measure is an answer to are trained again, or passed; before a change of settings, too.
+        # Skipped steps from before a change of settings do not count: a measure would go back to before the change.
+        self._row, self._found = ([], set()) if changed else (list(state.row), set(state.row_found))
+        self._due = None
+        # Those that a later measure is an answer to are trained again, or passed.
         later = (one.first for one in self.measures if one not in state.measures)
         first = 0 if changed else min(later, default=math.inf)
         self._skipped = {step: found for step, found in state.skipped if step < first}

@@ -92,8 +92,9 @@ class StepJudge:
         self.count.zero_()
 
     def first_judged(self, step: int) -> int:
-        """Return the first step whose sizes are judged if a window of healthy steps begins after `step`."""
-        return max(step + self.guard.ready, self.settled_after) + 1
+        """Return the first step whose sizes are judged if the window is as it is after `step`, and the steps after it
+        are healthy. The host waits for the device."""
+        return max(step + max(self.guard.ready - int(self.count), 0), self.settled_after) + 1
 
     def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return losses and logarithms of the norms in the window, oldest first. The host waits for the device."""

@@ -159,6 +159,17 @@ def test_the_share_of_skipped_steps_is_that_of_the_checkpoint(tmp_path):
     assert ask(changed, 9, "x") is Verdict.CONTINUE
 
 
+def test_a_row_from_before_a_change_of_settings_does_not_count(tmp_path):
+    """Also if the window stays, as after another rate: a measure would go back to before the change."""
+    state = GuardState(row=(9, 10), row_found=(NAN,), skipped=((9, (NAN,)), (10, (NAN,))))
+    ladder = ladder_of(tmp_path)
+    ladder.restore(state, changed=True, new_window=False)
+    assert ladder.state().row == ladder.state().row_found == ()
+    assert ask(ladder, 11, "xx.") is Verdict.CONTINUE and not ladder.measures
+    assert ask(ladder, 14, "xxx") is Verdict.ROLL_BACK
+    assert (ladder.measures[-1].first, ladder.measures[-1].found) == (14, (SPIKE,))
+
+
 def test_doubt_about_checkpoints():
     """From the trouble on, checkpoints are suspect, shortly before it unproven; one that has the measure is neither."""
     again = Measure(action=AGAIN, first=20, last=22, found=(SPIKE,), proven_to=11)
