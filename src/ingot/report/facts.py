@@ -29,6 +29,7 @@ from ingot.trainer.checkpoint.resumable import find_resume_point
 # Events by which the ranks show that they run.
 _OF_RANKS = (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED)
 VOID = "void"
+LOSS_BEFORE, LOSS_AFTER = "loss_before", "loss_after"  # of a roll-back
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,9 @@ class RunData:
     not. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
     findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
-    have an entry in it (timeline.py), in the order of the log. sanity: the `sanity` events. ranges: the last
+    have an entry in it (timeline.py), in the order of the log; a `rolled_back` event also has the loss of its `to_step`
+    when it was written, and (step, loss) of the first step from its `from_step` on that was trained after it, None while
+    unknown. sanity: the `sanity` events. ranges: the last
     `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and
     `checkpoint_skipped` events. weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`,
     `snapshot_kept` and `straggler` events. hashes: the
@@ -247,6 +250,7 @@ class EventReader:
 
     def __init__(self, data: RunData):
         self._data, self._faults = data, FaultReader(data.steps)
+        self._back: dict | None = None  # the last roll-back, until the run is where it went back from
         self._started = self._alive = None  # of this attempt, in Unix seconds
         self._earlier_seconds = 0.0
         self._lists = {
@@ -295,6 +299,12 @@ class EventReader:
             data.timeline.append(event)
         if kind in ENDS:
             data.end = kind
+        if kind == kinds.ROLLED_BACK:
+            event[LOSS_BEFORE], event[LOSS_AFTER] = data.steps.get(event["to_step"], {}).get("loss"), None
+            self._back = event
+        elif kind == kinds.STEP and self._back and event["step"] >= self._back["from_step"]:
+            self._back[LOSS_AFTER] = event["step"], event["loss"]
+            self._back = None
         if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
             data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
             data.stopped = None

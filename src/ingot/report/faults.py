@@ -85,19 +85,23 @@ class FaultRecord:
 class FaultReader:
     """Finds the faults in the events of a run, which the caller passes in order to `see`. found: the faults so far.
 
-    An attempt without an end in the log, after which a new command starts the run, ended in a fault, too.
+    An attempt without an end in the log, after which a new command starts the run, ended in a fault, too. So did a
+    restart that failed before it trained: both faults were over when the next attempt started.
 
-    steps: the last `step` event of each step; the caller fills this dict, and the class only reads it. compares: also
-    compare the steps that were trained again; else the values of `steps` may be anything.
+    steps: the last `step` event of each step, with which those of steps that are trained again are compared; the caller
+    fills this dict, and the class only reads it. None: nothing is compared.
     """
 
-    def __init__(self, steps: Mapping[int, Any], *, compares: bool = True):
-        self._steps, self._compares, self.found = steps, compares, list[FaultRecord]()
+    def __init__(self, steps: Mapping[int, Mapping[str, Any]] | None = None):
+        self._steps, self.found = steps, list[FaultRecord]()
         self._alive = False  # an attempt started, and its end is not in the log
         self._last_time = 0.0
-        self._open: FaultRecord | None = None  # the last fault, until the restart after it
+        self._reached = 0  # the last step in the log that the run did not go back from
+        self._open: list[FaultRecord] = []  # faults until the start after them; newest last
+        self._restarting = False  # the supervisor ordered a restart since the last fault
         self._drill: dict | None = None
-        self._redoing: FaultRecord | None = None  # the last fault after which the run resumed
+        self._started_after: FaultRecord | None = None  # the fault whose restart this attempt is
+        self._redone: list[_RedoneSteps] = []
 
     def see(self, event: dict) -> None:
         kind = event["kind"]
@@ -106,14 +110,21 @@ class FaultReader:
         elif kind == kinds.FAULT:
             self._alive = False
             self._see_fault(event, str(event.get("cause") or "failed"))
+        elif kind == kinds.RESTART:
+            self._restarting = True
         elif kind in (kinds.STOPPED, kinds.FINISHED, kinds.PLANNED_RESTART):
-            self._alive = False
+            self._alive, self._drill = False, None
         elif kind == kinds.RUN_STARTED:
             self._see_start(event)
-        elif kind == kinds.START_TIMES and self._redoing and not self._redoing.by_command:
-            self._redoing.restart_seconds = event["total_seconds"]
-        elif kind == kinds.STEP and self._redoing and self._compares:
-            self._see_step(event, self._redoing)
+        elif kind == kinds.START_TIMES and self._started_after:
+            self._started_after.restart_seconds = event["total_seconds"]
+        elif kind == kinds.ROLLED_BACK:  # what follows is trained on other data, or on a state without damage
+            self._reached, self._drill = event["to_step"], None
+            self._redone.clear()
+        elif kind == kinds.STEP:
+            self._see_step(event)
+        elif kind == kinds.PROGRESS:
+            self._reached = event["step"]
         if kind != kinds.RANK_STARTED:  # it is of the next attempt
             self._last_time = event["time"]
 
@@ -121,17 +132,21 @@ class FaultReader:
         by_command = event.get("attempt") == 0  # a supervisor counts its attempts from 0
         if by_command and self._alive:
             self._see_fault({"time": self._last_time}, _UNLOGGED)
-        self._alive = True
-        if self._open:
-            self._open.resumed_at, self._open.resumed_from = event["time"], event["from_step"]
-            self._open.by_command = by_command
-            self._redoing, self._open = self._open, None
+        for fault in self._open:
+            fault.resumed_at, fault.resumed_from = event["time"], event["from_step"]
+            fault.by_command = by_command
+        for fault in self._open[1:]:  # their attempts trained nothing that was lost
+            fault.fault_step = event["from_step"]
+        self._started_after = self._open[-1] if self._open and not by_command else None
+        self._open.clear()
+        self._alive, self._restarting = True, False
+        self._reached = event["from_step"]
 
     def _see_fault(self, event: dict, cause: str) -> None:
-        if self._open:  # ranks that fail after the first rank belong to the same fault
+        if self._open and not self._restarting:  # ranks that fail after the first rank belong to the same fault
             return
         drill_step = (self._drill or {}).get("step") or 0
-        self._open = FaultRecord(
+        fault = FaultRecord(
             rank=event.get("rank"),
             cause=cause,
             failure=str(event.get("failure") or ""),
@@ -139,13 +154,36 @@ class FaultReader:
             step=event.get("step"),
             injected_at=self._drill["time"] if self._drill else None,
             detected_at=event["time"],
-            fault_step=max(event.get("step") or 0, drill_step, *self._steps, 0),
+            fault_step=max(event.get("step") or 0, drill_step, self._reached),
         )
-        self._drill = None
-        self.found.append(self._open)
+        self._drill, self._restarting = None, False
+        if not self._open:
+            self._redone.append(_RedoneSteps(fault, self._reached))
+        self._open.append(fault)
+        self.found.append(fault)
 
-    def _see_step(self, event: dict, fault: FaultRecord) -> None:
-        before = self._steps.get(event["step"])
-        if before is not None and event["step"] <= fault.fault_step:
-            fault.compared_steps += 1
-            fault.compared_equal &= before["loss"] == event["loss"] and before["grad_norm"] == event["grad_norm"]
+    def _see_step(self, event: dict) -> None:
+        step = self._reached = event["step"]
+        if self._steps is None or not self._redone:
+            return
+        before = self._steps.get(step)
+        for redone in self._redone:
+            if before is not None and redone.compared < step <= redone.logged:
+                redone.compared = step
+                redone.fault.compared_steps += 1
+                redone.fault.compared_equal &= all(_equal(before[name], event[name]) for name in ("loss", "grad_norm"))
+        self._redone = [redone for redone in self._redone if step < redone.logged]
+
+
+@dataclass
+class _RedoneSteps:
+    """The steps that a fault let the run train again. logged: the last one that the lost attempt had logged. compared:
+    the last one that was compared."""
+
+    fault: FaultRecord
+    logged: int
+    compared: int = 0
+
+
+def _equal(one: float, other: float) -> bool:
+    return one == other or (one != one and other != other)  # NaN, twice

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 
-from ingot.report.facts import RunData
+from ingot.report.facts import LOSS_AFTER, LOSS_BEFORE, RunData
 from ingot.report.faults import FaultRecord
 from ingot.report.lineage.order_sections import windows_of
 from ingot.report.readable import is_finite
@@ -89,8 +89,9 @@ def _start_cells(event: dict) -> tuple[str, ...]:
 
 def _timeline(data: RunData) -> list[Block]:
     """Return the table of what the guards found and what followed, in order."""
-    rows, back = [], iter(sorted(data.roll_backs, key=_time))
-    entries = list(timeline(sorted(data.timeline, key=_time)))  # each rank writes its own events
+    events = sorted(data.timeline, key=_time)  # each rank writes its own events
+    rows, back = [], iter([event for event in events if event["kind"] == kinds.ROLLED_BACK])  # one entry each
+    entries = list(timeline(events))
     one_day = len({time.gmtime(entry.time)[:3] for entry in entries}) < 2
     for entry in entries:
         more = _lost(data, next(back)) if entry.kind == kinds.ROLLED_BACK else ""
@@ -108,11 +109,9 @@ def _lost(data: RunData, event: dict) -> str:
     """Return what a roll-back cost, and the loss before it and after it, as far as they are known."""
     back, step = event["to_step"], event["from_step"]
     text = f" ({format_count((step - back) * data.run.tokens_per_step)} tokens)" if data.run else ""
-    passed = {own for one in data.passed for own in one["steps"]}
-    after = next((own for own in range(step, data.last_step + 1) if own in data.steps and own not in passed), None)
-    if back in data.steps and after is not None:
-        losses = data.steps[back]["loss"], data.steps[after]["loss"]
-        text += f"; the loss was {losses[0]:.4g} at step {back:,}, and is {losses[1]:.4g} at step {after:,}"
+    if event[LOSS_BEFORE] is not None and event[LOSS_AFTER]:
+        after, loss = event[LOSS_AFTER]
+        text += f"; the loss was {event[LOSS_BEFORE]:.4g} at step {back:,}, and then {loss:.4g} at step {after:,}"
     return text
 
 

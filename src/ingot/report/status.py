@@ -226,7 +226,7 @@ class _Log:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.faults = FaultReader(self.losses, compares=False)
+        self.faults = FaultReader()
 
     def take(self, event: dict) -> None:
         """Take in the next event."""

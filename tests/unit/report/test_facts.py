@@ -81,6 +81,74 @@ def test_two_faults_are_two_incidents(tmp_path, logs):
     assert facts.last_step == 80
 
 
+FAULT = {"kind": "fault", "rank": 0, "cause": "hung"}
+
+
+def test_a_fault_after_a_roll_back_redoes_the_steps_since_then_alone(tmp_path, logs):
+    first, clock = logs.steps_events(1, 60, logs.START)
+    second, later = logs.steps_events(21, 30, clock + 5)
+    third, end = logs.steps_events(21, 80, later + 5)
+    back = {"kind": "rolled_back", "time": clock + 1, "from_step": 60, "to_step": 20}
+    events = [
+        logs.started(logs.START, 0, 0), *first, back, *second, FAULT | {"time": later + 1, "step": 33},
+        logs.started(later + 4, 1, 20), *third,
+    ]  # fmt: skip
+    (fault,) = read(tmp_path / "one", logs, events).faults
+    assert (fault.fault_step, fault.redone_steps) == (33, 13)
+    assert (fault.compared_steps, fault.compared_equal) == (10, True)  # not those of before the roll-back
+    again = [dict(event, loss=event["loss"] + 1) for event in third if event["kind"] == "step"]
+    events += [back | {"time": end + 1}, *again]  # other data: these steps are not those of before the fault
+    (fault,) = read(tmp_path / "two", logs, events).faults
+    assert (fault.compared_steps, fault.compared_equal) == (10, True)
+
+
+def test_steps_lost_by_a_second_fault_are_those_of_its_own_attempt(tmp_path, logs):
+    first, clock = logs.steps_events(1, 60, logs.START)
+    second, later = logs.steps_events(21, 30, clock + 5)
+    third, _ = logs.steps_events(21, 80, later + 5)
+    times = {"kind": "start_times", "seconds": {}, "attempt": 1}
+    events = [
+        logs.started(logs.START, 0, 0), *first, FAULT | {"time": clock + 1, "step": 60},
+        logs.started(clock + 4, 1, 20), times | {"time": clock + 5, "total_seconds": 3.0},
+        *second, FAULT | {"time": later + 1, "step": 30},
+        logs.started(later + 4, 2, 20), times | {"time": later + 5, "total_seconds": 4.0}, *third,
+        {"kind": "planned_restart", "time": later + 90, "reason": "drain", "step": 80, "kept": 0},
+        logs.started(later + 94, 3, 80), times | {"time": later + 95, "total_seconds": 99.0},
+    ]  # fmt: skip
+    faults = read(tmp_path, logs, events).faults
+    assert [(one.fault_step, one.redone_steps, one.compared_steps) for one in faults] == [(60, 40, 40), (30, 10, 10)]
+    assert all(one.compared_equal for one in faults)
+    assert [one.recover_seconds for one in faults] == [3.0, 4.0]
+
+
+def test_a_restart_that_fails_before_it_trains_is_a_fault_of_its_own(tmp_path, logs):
+    first, clock = logs.steps_events(1, 60, logs.START)
+    second, _ = logs.steps_events(41, 80, clock + 20)
+    lost = FAULT | {"rank": 1, "cause": "lost the connection"}
+    events = [
+        logs.started(logs.START, 0, 0), *first, FAULT | {"time": clock + 1, "step": 60}, lost | {"time": clock + 1.1},
+        {"kind": "restart", "time": clock + 2, "attempt": 1, "of": 3}, FAULT | {"time": clock + 9, "step": 60},
+        {"kind": "restart", "time": clock + 10, "attempt": 2, "of": 3},
+        logs.started(clock + 14, 2, 40), *second,
+    ]  # fmt: skip
+    faults = read(tmp_path, logs, events).faults
+    assert [(one.resumed_from, one.redone_steps, one.compared_steps) for one in faults] == [(40, 20, 20), (40, 0, 0)]
+    assert [one.recover_seconds for one in faults] == [pytest.approx(13), pytest.approx(5)]
+
+
+def test_a_drill_that_ended_no_attempt_is_not_the_cause_of_a_later_fault(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, later = logs.steps_events(31, 60, clock + 400)
+    events = [
+        logs.started(logs.START, 0, 0), *first,
+        {"kind": "drill", "time": clock, "action": "SIGTERM", "rank": None, "step": 30},
+        {"kind": "stopped", "time": clock + 1, "step": 30, "reason": "SIGTERM", "saved_step": 30},
+        logs.started(clock + 400, 0, 30), *second, FAULT | {"time": later + 1, "step": 60},
+    ]  # fmt: skip
+    (fault,) = read(tmp_path, logs, events).faults
+    assert fault.injected_at is None and fault.detected_at == later + 1
+
+
 def test_a_clock_that_is_set_back_takes_no_training_time_away(tmp_path, logs):
     first, clock = logs.steps_events(1, 30, logs.START)
     second, _ = logs.steps_events(31, 60, clock - 3600)

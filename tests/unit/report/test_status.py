@@ -32,7 +32,7 @@ def folder(tmp_path):
 
 def steps(log, first, last, shift=0.0):
     for step in range(first, last + 1):
-        log.write(events.STEP, step=step, loss=8.0 - step / 2 + shift)
+        log.write(events.STEP, step=step, loss=8.0 - step / 2 + shift, grad_norm=1.0, lr=1e-3)
 
 
 def test_a_run_that_never_started(folder):

@@ -7,6 +7,8 @@ import pytest
 
 from ingot.cli.main import main
 from ingot.config import to_toml
+from ingot.report.facts import gather
+from ingot.report.recovery import recovery_section
 from ingot.report.timeline import KINDS, entry_of, timeline
 from ingot.report.write import write_report
 from ingot.schema.run_folder import RunFolder
@@ -106,20 +108,32 @@ def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     assert {event["kind"] for event in (*troubled(1.0), lists, lost)} == KINDS - {"alert", "quarantined"}
 
 
+def steps(clock, first, last, begin):
+    for step in range(first, last + 1):
+        yield {"kind": "step", "time": clock, "step": step, "loss": begin - step / 100, "grad_norm": 1.0, "lr": 1e-3}
+
+
 @pytest.fixture
 def run(logs, tmp_path):
-    """A run folder with these events, after 72 steps. The loss falls by 0.01 in each."""
+    """A run folder with these events and the steps between them. The loss falls by 0.01 in each step, and by 0.5 when
+    the run goes back."""
     events, clock = [logs.started(logs.START, 0, 0)], logs.START + 100
-    for step in range(1, 73):
-        number = {"step": step, "loss": 4 - step / 100, "grad_norm": 1.0, "lr": 1e-3}
-        events.append({"kind": "step", "time": logs.START + step} | number)
+    trained = [*steps(logs.START, 1, 22, 4.0)]
+    for event in troubled(clock):
+        trained.append(event)
+        backs = sum(one["kind"] == "rolled_back" for one in trained)
+        if event["kind"] == "rolled_back":
+            last = (22, 55, 72)[backs - 1]
+            trained += [one for one in steps(event["time"], event["to_step"] + 1, last, 4 - backs / 2)
+                        if (backs, one["step"]) not in ((2, 19), (2, 20), (2, 21))]  # passed
+    events += trained
     ranges = {"layers": ["embedding", "layers.0"], "underflow": [0.0, 0.125], "saturation": [0.0, 0.02]}
     events.append({"kind": "gradient_range", "time": clock, "step": 72, "loss_scale": 1024.0} | ranges)
     damaged = [damage(clock, sign="guess"), damage(clock, rank="one"), {"kind": "sanity", "time": clock, "step": 3}]
     damaged.append(
         {"kind": "gradient_range", "time": clock, "step": 80, "loss_scale": 1.0} | ranges | {"layers": ["a"]}
     )
-    folder = logs.write_events(tmp_path / "run", [*events, *troubled(clock), *damaged[1:], damaged[0]])
+    folder = logs.write_events(tmp_path / "run", [*events, *damaged[1:], damaged[0]])
     RunFolder(folder).config.write_text(to_toml(logs.run_config()))
     return folder
 
@@ -131,11 +145,38 @@ def test_the_report_shows_it_in_order_with_what_was_lost(run):
     shown = [f"{step} {text.rstrip(' |')}" for step, text in rows]
     assert [line[: len(wanted)] for line, wanted in zip(shown, STORY, strict=True)] == STORY
     lost = [text for _, text in rows if "rolled back" in text]
-    assert "(49.2k tokens); the loss was 3.9 at step 10, and is 3.78 at step 22" in lost[0]
-    assert "(20.5k tokens); the loss was 3.5 at step 50, and is 3.45 at step 55" in lost[2]
+    assert "(49.2k tokens); the loss was 3.9 at step 10, and then 3.28 at step 22" in lost[0]
+    assert "(49.2k tokens); the loss was 3.9 at step 10, and then 2.78 at step 22" in lost[1]
+    assert "(20.5k tokens); the loss was 2.5 at step 50, and then 1.95 at step 55" in lost[2]
     assert "| 60 | 3.2500 | suspect |" in section and "| 30 | 2.5000 |  |" in section
     assert "| layers.0 | 12.50% | 2.00% |" in section and "at step 72, loss scale 1024" in section
     assert "4 events could not be read" in markdown
+
+
+def test_a_live_run_that_forgot_older_events_gives_each_roll_back_its_own_losses(run):
+    data = gather(run)
+    first = next(at for at, event in enumerate(data.timeline) if event["kind"] == "rolled_back")
+    for lists in ((data.timeline[first + 1 :], data.roll_backs), (data.timeline[first + 1 :], data.roll_backs[2:])):
+        data.timeline, data.roll_backs = lists
+        lost = [text for _, _, text in _rows(data) if "rolled back" in text]
+        assert [text.rpartition("then ")[2] for text in lost] == ["2.78 at step 22", "1.95 at step 55"]
+        first = -1
+
+
+def test_a_roll_back_from_which_the_run_did_not_come_back_has_no_loss_after_it(run, logs):
+    """The log still has the loss of the bad step from before."""
+    events = run / "events.jsonl"
+    lines = events.read_text().splitlines(keepends=True)
+    first = next(at for at, line in enumerate(lines) if "rolled_back" in line)
+    events.write_text("".join(lines[: first + 4]))
+    (lost,) = [text for _, _, text in _rows(gather(run)) if "rolled back" in text]
+    assert lost.endswith("12 steps trained again (49.2k tokens)")
+
+
+def _rows(data):
+    section = recovery_section(data)
+    (table,) = [block for block in section.blocks if getattr(block, "caption", "").startswith("What was found")]
+    return table.rows
 
 
 def test_status_shows_the_last_of_it(run, capsys):

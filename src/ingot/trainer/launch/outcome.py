@@ -49,6 +49,8 @@ class EventLogReader:
         if kind == events.RUN_STARTED:
             self.step = self.saved = event["from_step"]
             self.slow.clear()
+        elif kind == events.ROLLED_BACK:
+            self.step = self.saved = event["to_step"]
         elif kind == events.PROGRESS:
             self.step = event["step"]
         elif kind == events.CHECKPOINT:

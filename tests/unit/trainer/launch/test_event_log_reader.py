@@ -44,6 +44,10 @@ def test_knows_the_checkpoint_that_was_verified_last(tmp_path):
     log.write("checkpoint", step=170)
     watch.read()
     assert watch.saved == 170
+    log.write("progress", step=178)
+    log.write("rolled_back", from_step=178, to_step=160)  # a fault that comes now is near step 160
+    watch.read()
+    assert (watch.saved, watch.step) == (160, 160)
 
 
 def test_knows_the_ranks_that_are_slow_for_long(tmp_path):

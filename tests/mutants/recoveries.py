@@ -1,0 +1,65 @@
+"""Faults in the account of faults: which restart followed which of them, what each cost, and what a roll-back cost."""
+
+from .mutant import Mutant
+
+_FACTS = "tests/unit/report/test_facts.py"
+_TIMELINE = "tests/unit/report/test_timeline.py"
+
+MUTANTS: list[Mutant] = [
+    Mutant(
+        name="void-steps-count-as-lost",
+        what="a fault after a roll-back is blamed for the steps before the roll-back, too",
+        file="report/faults.py",
+        before='            self._reached, self._drill = event["to_step"], None\n',
+        after="            self._drill = None\n",
+        tests=(f"{_FACTS}::test_a_fault_after_a_roll_back_redoes_the_steps_since_then_alone",),
+    ),
+    Mutant(
+        name="other-data-compared",
+        what="steps that follow a roll-back are compared with those that a fault lost",
+        file="report/faults.py",
+        before="            self._redone.clear()\n",
+        after="            pass\n",
+        tests=(f"{_FACTS}::test_a_fault_after_a_roll_back_redoes_the_steps_since_then_alone",),
+    ),
+    Mutant(
+        name="failed-restart-unseen",
+        what="a restart that fails before it trains is no fault",
+        file="report/faults.py",
+        before="        if self._open and not self._restarting:",
+        after="        if self._open:",
+        tests=(f"{_FACTS}::test_a_restart_that_fails_before_it_trains_is_a_fault_of_its_own",),
+    ),
+    Mutant(
+        name="planned-restart-after-a-fault",
+        what="the time of a planned restart is given to the last fault",
+        file="report/faults.py",
+        before="        self._started_after = self._open[-1] if self._open and not by_command else None\n",
+        after="        self._started_after = self.found[-1] if self.found and not by_command else None\n",
+        tests=(f"{_FACTS}::test_steps_lost_by_a_second_fault_are_those_of_its_own_attempt",),
+    ),
+    Mutant(
+        name="drill-of-an-earlier-attempt",
+        what="a fault counts as injected because a drill stopped the run earlier",
+        file="report/faults.py",
+        before="self._alive, self._drill = False, None",
+        after="self._alive = False",
+        tests=(f"{_FACTS}::test_a_drill_that_ended_no_attempt_is_not_the_cause_of_a_later_fault",),
+    ),
+    Mutant(
+        name="losses-of-another-roll-back",
+        what="a roll-back of a live run is shown with the losses of one that was forgotten",
+        file="report/recovery.py",
+        before='iter([event for event in events if event["kind"] == kinds.ROLLED_BACK])',
+        after="iter(data.roll_backs)",
+        tests=(f"{_TIMELINE}::test_a_live_run_that_forgot_older_events_gives_each_roll_back_its_own_losses",),
+    ),
+    Mutant(
+        name="loss-of-a-void-step",
+        what="the loss after a roll-back is that of the bad step before it",
+        file="report/facts.py",
+        before='.get("loss"), None\n            self._back = event\n',
+        after='.get("loss"), (event["from_step"], data.steps[event["from_step"]]["loss"])\n            self._back = event\n',
+        tests=(f"{_TIMELINE}::test_a_roll_back_from_which_the_run_did_not_come_back_has_no_loss_after_it",),
+    ),
+]
