@@ -25,6 +25,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REPLAY}::test_the_verdict_follows_from_the_sizes",),
     ),
     Mutant(
+        name="untrained-weights-judge-a-batch",
+        what="a batch that the first weights find as hard as others is blamed on the learning rate, too",
+        file="report/diagnose/spike_verdict.py",
+        before="    if not replayed.checkpoint:",
+        after="    if replayed.checkpoint < 0:",
+        tests=(f"{_REPLAY}::test_untrained_weights_do_not_show_whether_the_batch_is_bad_on_others",),
+    ),
+    Mutant(
+        name="nan-without-a-verdict",
+        what="a loss that is not finite is one that the log lacks",
+        file="report/diagnose/spike_verdict.py",
+        before='math.inf if "loss not finite" in step.found else step.loss',
+        after="step.loss",
+        tests=(f"{_REPLAY}::test_a_loss_that_is_not_finite_has_a_verdict",),
+    ),
+    Mutant(
         name="losses-of-the-next-document",
         what="each document is given the losses of the tokens one further",
         file="report/diagnose/spike_verdict.py",

@@ -41,7 +41,8 @@ def replayed_facts(args: argparse.Namespace, found: "SpikeReport", terminal: Ter
     documents = document_losses(batch.parts, replayed)
     other = parts_at(args.run, replayed.other_step) if replayed.other_step else []
     sources = source_losses(batch.parts, other, replayed)
-    _show_losses(batch, documents, sources, replayed, terminal)
+    has_spike = verdict.cause not in ("hardware", "none")
+    _show_losses(batch, documents, sources, replayed, terminal, has_spike=has_spike)
     _show_layers(replayed, terminal)
     _show_verdict(step, verdict, terminal)
     for note in replayed.notes + replayed.unused:
@@ -66,15 +67,21 @@ def _show_losses(
     sources: "list[ReplayedSource]",
     replayed: "ReplayedSpike",
     terminal: Terminal,
+    *,
+    has_spike: bool,
 ) -> None:
-    other = f", {replayed.other_loss:.4g} that of step {replayed.other_step}" if replayed.other_step else ""
-    terminal.say(f"replayed  loss {replayed.own.loss:.4g}, gradient norm {replayed.own.grad_norm:.4g}{other}")
+    own, other = replayed.own, replayed.other_step
+    terminal.say(f"replayed  step {own.step}: loss {own.loss:.4g}, gradient norm {own.grad_norm:.4g}")
+    if other:
+        sizes = f"loss {replayed.other_loss:.4g}, gradient norm {replayed.other_grad_norm:.4g}"
+        terminal.say(f"          the batch of step {other} on the same weights: {sizes}")
+    excess = f", and its share of the loss above that of step {other}" if other and has_spike else ""
+    terminal.say(f"losses    nats per token of each document in the step{excess}")
     known = {document.id: document for document in batch.documents}
-    for number, one in enumerate(documents[:_DOCUMENTS]):
-        excess = f", {one.excess:.0%} of the excess" if one.excess == one.excess else ""
+    for one in documents[:_DOCUMENTS]:
+        excess = f", {one.excess:.0%} of the excess" if one.excess == one.excess and has_spike else ""
         place = printable(_place(known.get(one.document), one.source))
-        label = "" if number else "losses"
-        terminal.say(f"{label:<9} {one.document[:12]}  {one.loss:.4g} over {one.tokens:,} tokens{excess}  {place}")
+        terminal.say(f"          {one.document[:12]}  {one.loss:.4g} over {one.tokens:,} tokens{excess}  {place}")
     if len(sources) > 1:
         shown = (f"{printable(one.source)} {_number(one.loss)} ({_number(one.other)})" for one in sources)
         terminal.say(f"sources   loss in the step, and in step {replayed.other_step} in brackets: {', '.join(shown)}")
@@ -89,9 +96,11 @@ def _show_layers(replayed: "ReplayedSpike", terminal: Terminal) -> None:
     rows = sorted(replayed.layers, key=_growth, reverse=True)[:_LAYERS]
     if not rows:
         return
-    terminal.say("layers    gradient norms of the layers whose gradient grew most, and norms of their weights")
+    terminal.say(
+        "layers    those whose gradient grew most: its norm (before: median of the steps before), and that of their weights"
+    )
     other = f"step {replayed.other_step}" if replayed.other_step else "other"
-    header = ("", "before", "step", other, "weights before", "after")
+    header = ("", "before", f"step {replayed.own.step}", other, "weights before", "after")
     table = [
         (
             f"          {one.name}",
@@ -115,7 +124,7 @@ def _growth(layer: "LayerNorms") -> float:
 
 def _show_verdict(step: int, verdict: "SpikeVerdict", terminal: Terminal) -> None:
     words = {
-        "data": "data: this batch, whatever the weights",
+        "data": "data: this batch, and no other one on the same weights",
         "data and state": "data and state: this batch on these weights",
         "state": "state: these weights, whatever the batch",
         "hardware": "hardware or layout: the replay has no spike",

@@ -56,8 +56,9 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.say(
         f"compared  with {found.healthy_documents:,} documents of {found.healthy_steps:,} healthy steps of this run"
     )
+    shown: dict[str, int] = {}
     for batch in found.batches:
-        _show_batch(batch, terminal)
+        _show_batch(batch, shown, terminal)
         if not args.replay and len(found.batches) == 1:
             terminal.say("verdict   needs a replay from the checkpoint before: --replay")
     _show_repeated(found, terminal)
@@ -92,7 +93,8 @@ def _quarantine(found: "SpikeReport", path: Path, terminal: Terminal) -> "list[Q
     return added
 
 
-def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
+def _show_batch(batch: "SpikeBatch", shown: dict[str, int], terminal: Terminal) -> None:
+    """Show a step and its documents. shown: the documents that were shown before, with their steps."""
     step = batch.step
     values = f"loss {step.loss:.4g}, gradient norm {step.grad_norm:.4g}"
     if (step.loss_sigmas or step.norm_sigmas) and math.isfinite(step.loss) and math.isfinite(step.grad_norm):
@@ -101,6 +103,11 @@ def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
     skipped = "; its update was skipped" if step.skipped else ""
     what = ", ".join(step.found) or "the log has nothing against it"
     terminal.say(f"\n{terminal.style(f'step {step.step}', 'bold')}: {printable(what)}; {values}{skipped}")
+    if not math.isnan(step.later_loss):
+        terminal.say(
+            f"later     the run went back and trained this step again: loss {step.later_loss:.4g}, gradient norm "
+            f"{step.later_grad_norm:.4g}"
+        )
     _show_text(batch, terminal)
     for text in batch.changes or ("nothing in the data changed at this step",):
         terminal.say(f"changes   {printable(text)}")
@@ -118,7 +125,8 @@ def _show_batch(batch: "SpikeBatch", terminal: Terminal) -> None:
     else:
         terminal.say(f"suspects  {len(suspects):,} of {len(batch.documents):,} documents, the most unusual first")
     for number, document in enumerate(suspects[:_SUSPECTS], 1):
-        _show_document(number, document, terminal)
+        _show_document(number, document, shown, terminal)
+        shown.setdefault(document.id, step.step)
     if len(suspects) > _SUSPECTS:
         terminal.say(f"          and {len(suspects) - _SUSPECTS:,} more, with --json")
     for document in batch.documents[: 0 if suspects else _OTHERS]:
@@ -132,7 +140,7 @@ def _show_text(batch: "SpikeBatch", terminal: Terminal) -> None:
     if math.isfinite(batch.lr):
         terminal.say(f"lr        {batch.lr:.3g}")
     terminal.say(
-        f"batch     {text.tokens:,} tokens of {text.documents:,} documents; tokens of one: {text.shortest:,} to "
+        f"batch     {text.tokens:,} tokens of {text.documents:,} documents, each with {text.shortest:,} to "
         f"{text.longest:,}, median {text.median:,}"
     )
     if text.most_repeated:
@@ -147,10 +155,14 @@ def _show_text(batch: "SpikeBatch", terminal: Terminal) -> None:
         )
 
 
-def _show_document(number: int, document: "BatchDocument", terminal: Terminal) -> None:
+def _show_document(number: int, document: "BatchDocument", shown: dict[str, int], terminal: Terminal) -> None:
     place = f"{document.record_id} in {document.file}, " if document.file else ""
     samples = ", ".join(map(str, document.samples[:_SAMPLES])) + (", .." if len(document.samples) > _SAMPLES else "")
     terminal.say(f"{number:>3}. {terminal.style(document.id[:12], 'bold')}  {printable(document.url)}")
+    if document.id in shown:
+        names = ", ".join(sign.kind.name for sign in document.reasons)
+        terminal.say(f"     as in step {shown[document.id]} ({names}): {document.tokens:,} tokens in sample {samples}")
+        return
     terminal.say(
         f"     {printable(place)}source {printable(document.source)}: {document.tokens:,} tokens in sample {samples}"
     )

@@ -233,9 +233,9 @@ class JudgedSign:
         limit = self.highest if self.value >= self.median else self.lowest
         own = self.kind.words.format(value=self.value)
         usual = _number(self.kind, limit)
-        bound = "at most" if self.value >= self.median else "at least"
         times = f"{self.ratio:.0f}" if self.ratio >= 10 else f"{self.ratio:.1f}"
-        return f"{own}; {self.healthy:,} healthy ones have {bound} {usual}: {times} times as far from the usual"
+        far = f"{times} times as far from the median of {self.healthy:,} healthy documents as the farthest of them"
+        return f"{own}: {far} ({usual})"
 
 
 def _number(kind: SignKind, value: float) -> str:

@@ -67,11 +67,15 @@ def judge_spike(data: RunData, batch: SpikeBatch, replayed: ReplayedSpike) -> Sp
     assert data.run is not None
     step, own = batch.step, replayed.own
     usual_loss, usual_norm = usual_levels(data, step.step, data.run.guard.level)
-    logged = (step.loss - usual_loss, _ratio(step.grad_norm, usual_norm))
-    again = (own.loss - usual_loss, _ratio(own.grad_norm, usual_norm))
+    logged_loss = math.inf if "loss not finite" in step.found else step.loss
+    logged_norm = math.inf if "gradient not finite" in step.found else step.grad_norm
+    logged = (logged_loss - usual_loss, _ratio(logged_norm, usual_norm))
+    again = (_or_infinite(own.loss) - usual_loss, _ratio(_or_infinite(own.grad_norm), usual_norm))
     by_norm = not logged[0] > _least_loss(data) and logged[1] >= _LEAST_NORM
     size, shown = (logged[1], again[1]) if by_norm else (logged[0], again[0])
     other = _ratio(replayed.other_grad_norm, usual_norm) if by_norm else replayed.other_loss - usual_loss
+    if replayed.other_step and math.isnan(replayed.other_loss):
+        other = math.inf
     departs = _departs(data, replayed, HALF * abs(size) / 5, by_norm)
     cause, reasons = _cause(data, replayed, size, shown, other, by_norm)
     logged_value, replay_value = (step.grad_norm, own.grad_norm) if by_norm else (step.loss, own.loss)
@@ -99,9 +103,10 @@ def _cause(
     batch on the same weights."""
     if math.isnan(size):
         return "unknown", ("the log has no healthy steps before it, or no values of the step",)
-    if size < (_LEAST_NORM if by_norm else _least_loss(data)):
+    least = _LEAST_NORM if by_norm else _least_loss(data)
+    if size < least:
         return "none", ("the step is no spike: its values are near those of the steps before",)
-    if not again >= HALF * size:
+    if not again >= (HALF * size if math.isfinite(size) else least):
         return "hardware", ("the same batch on the same weights has no spike in the replay",)
     if math.isnan(other):
         return "unknown", ("the replay shows it again, and there is no other batch to compare with",)
@@ -111,7 +116,10 @@ def _cause(
     early = replayed.early_loss - replayed.early_other_loss
     if by_norm or not replayed.steps:
         return "data", (reason,)
-    when = f"on the weights of step {replayed.checkpoint}" if replayed.checkpoint else "on the first weights"
+    if not replayed.checkpoint:  # to these weights, all batches are alike
+        untrained = "whether older weights have it too is not known: there is no checkpoint before it, and the first "
+        return "data", (reason, f"{untrained}weights are untrained")
+    when = f"on the weights of step {replayed.checkpoint}"
     if early >= HALF * (replayed.own.loss - replayed.other_loss):
         return "data", (reason, f"{when} its loss is above that of the other batch, too, by {early:.3g} nats")
     return "data and state", (reason, f"{when} its loss is that of the other batch ({early:+.3g} nats)")
@@ -128,6 +136,11 @@ def _ratio(value: float, usual: float) -> float:
     if math.isinf(value):
         return math.inf
     return math.log(value / usual) if value > 0 and usual > 0 else math.nan
+
+
+def _or_infinite(value: float) -> float:
+    """Return a value that was computed; infinity for NaN."""
+    return math.inf if math.isnan(value) else value
 
 
 def _departs(data: RunData, replayed: ReplayedSpike, least: float, by_norm: bool) -> int:
@@ -160,9 +173,12 @@ def _advice(cause: SpikeCause, data: RunData, batch: SpikeBatch, replayed: Repla
     if cause == "state":
         found.append(f"continue from a checkpoint before the loss rose: ingot ckpt ls {root}")
     if cause == "hardware":
+        undone = f"nothing to undo: the run went back, and trained the step again with a loss of {step.later_loss:.4g}"
         found = [
+            "" if math.isnan(step.later_loss) else undone,
             "check the machines: ingot doctor --bench on each, ingot doctor DIR --nodes N for all",
             f"prove the layout: ingot check {root} --proof; without a fault of it, continue: ingot train {root}",
+            "" if data.run.guard.hash_every else "set guard.hash_every: hashes of the state name the rank of a wrong bit",
         ]
     return [one for one in found if one] if cause not in ("none", "unknown") else []
 

@@ -10,7 +10,8 @@ from ingot.report.facts import RunData
 @dataclass(frozen=True, kw_only=True)
 class TroubledStep:
     """A step in which the run found trouble. found: the kinds. loss, grad_norm: NaN if they are not in the log.
-    loss_sigmas, norm_sigmas: deviations above the median of healthy steps. skipped: its update was not made."""
+    loss_sigmas, norm_sigmas: deviations above the median of healthy steps. skipped: its update was not made.
+    later_loss, later_grad_norm: of the same step when the run went back and trained it again; NaN if it did not."""
 
     step: int
     found: tuple[str, ...]
@@ -19,6 +20,8 @@ class TroubledStep:
     loss_sigmas: float = 0.0
     norm_sigmas: float = 0.0
     skipped: bool = False
+    later_loss: float = math.nan
+    later_grad_norm: float = math.nan
 
     @property
     def size(self) -> float:
@@ -32,6 +35,8 @@ def troubled_steps(data: RunData) -> list[TroubledStep]:
     first."""
     steps: dict[int, TroubledStep] = {}
     for event in data.findings:
+        newest = data.steps.get(event["step"], event)
+        later = newest if newest["time"] > event["time"] else {}
         own = TroubledStep(
             step=event["step"],
             found=tuple(event["found"]),
@@ -40,6 +45,8 @@ def troubled_steps(data: RunData) -> list[TroubledStep]:
             loss_sigmas=event["loss_sigmas"],
             norm_sigmas=event["norm_sigmas"],
             skipped=bool(event.get("skipped")),
+            later_loss=later.get("loss", math.nan),
+            later_grad_norm=later.get("grad_norm", math.nan),
         )
         if own.step not in steps or own.size > steps[own.step].size:  # it may have been trained again
             steps[own.step] = own

@@ -148,11 +148,14 @@ def test_healthy_steps_have_no_suspect(run):
             assert not explain_spike(run, step).batches[0].suspects, (seed, step)
 
 
-def test_without_a_step_the_worst_findings_are_explained(run):
+def test_without_a_step_the_worst_findings_are_explained(run, capsys):
     found = explain_spike(run)
     bad = sorted(bad_steps(run), reverse=True)  # the deviations grow with the step
     assert [batch.step.step for batch in found.batches] == bad[:8] and list(found.more) == bad[8:]
     assert found.batches[0].step.skipped and found.batches[0].step.found == ("loss spike",)
+    assert main(["explain", "spike", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert "     as in step " in out and "later     the run went back" in out  # in this log, a step is after its finding
 
 
 def test_without_a_finding_the_step_that_ended_the_run_is_explained(run):

@@ -184,7 +184,7 @@ CASES = [
 ]
 
 
-def judged(folder, logged, own, other, early, before=3.0):
+def judged(folder, logged, own, other, early, before=3.0, checkpoint=30, found=("loss spike",), later=MISSING):
     config = RunConfig(
         name="r",
         model=SMALL,
@@ -194,7 +194,7 @@ def judged(folder, logged, own, other, early, before=3.0):
     steps = {step: {"step": step, "loss": 3.0, "grad_norm": 1.0, "lr": 1e-3} for step in range(1, 40)}
     data = RunData(folder=RunFolder(folder), run=config, steps=steps)
     text = BatchText(documents=0, tokens=0, shortest=0, median=0, longest=0, repeated=0.0, most_repeated=())
-    step = TroubledStep(step=40, found=("loss spike",), loss=logged[0], grad_norm=logged[1])
+    step = TroubledStep(step=40, found=found, loss=logged[0], grad_norm=logged[1], later_loss=later)
     batch = SpikeBatch(
         step=step, documents=(), changes=(), sources={}, source_change=None, text=text, lr=1e-3, parts=()
     )
@@ -203,8 +203,8 @@ def judged(folder, logged, own, other, early, before=3.0):
         return ReplayedStep(step=step, loss=loss, grad_norm=norm, lr=1e-3, skipped=False, change=0.0)
 
     replayed = ReplayedSpike(
-        checkpoint=30, unused=(), steps=(made(39, before, 1.0),), own=made(40, *own), nats=np.zeros((1, 1), np.float32),
-        other_step=41, other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
+        checkpoint=checkpoint, unused=(), steps=(made(39, before, 1.0),), own=made(40, *own), nats=np.zeros((1, 1), np.float32),
+        other_step=41 if other[0] == other[0] or own[0] != own[0] else 0, other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
         early_loss=early[0], early_other_loss=early[1], layers=(), device="cpu", precision="fp32", notes=(),
     )  # fmt: skip
     return judge_spike(data, batch, replayed)
@@ -216,6 +216,30 @@ def test_the_verdict_follows_from_the_sizes(tmp_path, cause, logged, own, other,
     assert verdict.cause == cause, verdict
     assert bool(verdict.advice) == (cause not in ("none", "unknown"))
     assert not any("differ" in reason for reason in verdict.reasons)
+
+
+def test_untrained_weights_do_not_show_whether_the_batch_is_bad_on_others(tmp_path):
+    """To the first weights, every batch has the loss of a random guess."""
+    verdict = judged(tmp_path, (6.0, 1.0), (6.0, 1.0), (3.0, 1.0), (5.5, 5.5), checkpoint=0)
+    assert verdict.cause == "data" and "untrained" in verdict.reasons[-1]
+    assert not any("learning rate" in text for text in verdict.advice)
+
+
+@pytest.mark.parametrize(
+    ("cause", "own", "other"),
+    [
+        ("hardware", (3.1, 1.0), (3.0, 1.0)),
+        ("data", (MISSING, MISSING), (3.0, 1.0)),
+        ("state", (MISSING, MISSING), (MISSING, MISSING)),
+        ("data", (9.0, 9.0), (3.0, 1.0)),  # sums of the replay are rounded in another order
+    ],
+)
+def test_a_loss_that_is_not_finite_has_a_verdict(tmp_path, cause, own, other):
+    verdict = judged(
+        tmp_path, (MISSING, MISSING), own, other, (3.4, 3.4), found=("loss not finite",), checkpoint=0, later=3.1
+    )
+    assert verdict.cause == cause, verdict
+    assert any("nothing to undo: the run went back" in text for text in verdict.advice) == (cause == "hardware")
 
 
 @pytest.mark.parametrize("case", [CASES[0], CASES[2], CASES[3]])
