@@ -57,9 +57,6 @@ _MEMORY = Path("/dev/shm")
 if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= 2 << 30 and "TMPDIR" not in os.environ:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
-# Tests that wait for starts, kills and pages most of the time: one worker of pytest-xdist has all of them.
-_WAIT = ("tests/e2e/", "tests/golden/", "tests/web/", "tests/unit/data/tasks/", "tests/unit/trainer/launch/")
-
 
 def pytest_addoption(parser):
     parser.addoption("--except", dest="done", metavar="FILE", help="leave out the tests whose names are lines of FILE")
@@ -79,12 +76,8 @@ def pytest_make_parametrize_id(val):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    """Keep the tests of a file on one worker, so that their shared fixtures are made once."""
-    from xdist.scheduler import LoadScopeScheduling
-
-    class ByFile(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            return "processes that wait" if nodeid.startswith(_WAIT) else nodeid.partition("::")[0]
+    """Keep the tests of a file on one worker, long files first (tests/schedule)."""
+    from tests.schedule import ByFile
 
     return ByFile(config, log)
 

@@ -48,7 +48,7 @@ def address():
         assert time.monotonic() < deadline and thread.is_alive(), "the page's server does not start"
         time.sleep(0.02)
     yield f"http://127.0.0.1:{listening.getsockname()[1]}"
-    server.should_exit = True
+    server.should_exit = server.force_exit = True  # without waiting for connections that a browser left open
     thread.join(10)
 
 
