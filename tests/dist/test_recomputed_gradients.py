@@ -32,6 +32,8 @@ CASES = {
     "experts": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 1}, "fp64"),
     "sharded experts": (4, {"dp_shard": 4, "ep": 2, "zero": 3}, "bf16"),
 }
+# Forms that others have a part of: four ranks each.
+LONG = ("copies and shards", "tensor and sequence", "rings", "stages", "sharded experts")
 
 
 def part_of(run, mesh, step, part):
@@ -89,7 +91,9 @@ def whole(found):
     return join([*state, *balance] for (state, balance, _), *_ in found)
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
+)
 def test_nothing_differs_without_a_fault_no_bit_changes_and_flips_are_found(fork_ranks, case):
     ranks, layout, precision = CASES[case]
     run = run_of(

@@ -39,6 +39,8 @@ CASES = {
     "latent attention": (LATENT, {"dp_shard": 2, "zero": 3}, {"tp": 4}),
     "context": (ARCH, {"cp": 2, "tp": 2}, {"dp_shard": 2, "zero": 2}),
 }
+# Cases whose first or second layout, or model, another case has too.
+LONG = ("experts", "copies, as many ranks", "context", "uneven")
 
 
 def go_on(rank, world, run, folder, target, steps):
@@ -92,7 +94,9 @@ def tensors_of(checkpoint, rank, random=False):
         return {key: file.get_tensor(key) for key in file.keys() if random or not key.startswith("random.")}  # noqa: SIM118
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
+)
 def test_equals_what_the_ranks_of_that_layout_save(fork_ranks, tmp_path, case):
     arch, first, second = CASES[case]
     old, new = RunFolder(tmp_path / "old"), RunFolder(tmp_path / "new")

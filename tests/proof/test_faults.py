@@ -8,9 +8,13 @@ from .compare import prove
 from .planting import FAULTS
 
 BY_RANKS = sorted(FAULTS, key=lambda name: case_named(FAULTS[name].where).ranks)
+# Played by `make test`; the rest with the slow tests. What the faults break has tests of its own.
+FEW = ("accumulated_twice", "copies_in_the_norm", "wrong_half", "received_in_the_wrong_order", "wrong_experts")
 
 
-@pytest.mark.parametrize("name", BY_RANKS)
+@pytest.mark.parametrize(
+    "name", [name if name in FEW else pytest.param(name, marks=pytest.mark.slow) for name in BY_RANKS]
+)
 def test_is_seen(ranks, name: str):
     fault = FAULTS[name]
     case = case_named(fault.where)
