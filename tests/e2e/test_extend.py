@@ -76,6 +76,7 @@ def metrics(lab: Project, out: str) -> dict:
     return {(e["step"], e["by"]): e["values"] for e in log}
 
 
+@pytest.mark.slow
 def test_a_killed_rank_costs_no_bit_of_optimizer_and_callbacks(lab, undisturbed):
     process = lab.start("killed")
     lab.wait_for_step("killed", 12, process)
@@ -88,6 +89,7 @@ def test_a_killed_rank_costs_no_bit_of_optimizer_and_callbacks(lab, undisturbed)
     assert own[STEPS, "noise_scale"]["noise_scale_tokens"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp_shard=1 tp=2", pytest.param("dp_shard=2 zero=3", marks=pytest.mark.nightly)])
 def test_another_layout_continues_with_the_same_numbers(lab, undisturbed, half, layout):
     out, (facts, own) = copied(lab, half, layout.replace(" ", "-")), undisturbed

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.metric_files import read_lineages
@@ -58,6 +60,7 @@ def run_with(root: Path, kind: str) -> Path:
     return root / kind
 
 
+@pytest.mark.slow
 def test_a_folder_of_numbers_that_is_removed_costs_the_numbers_alone(tmp_path):
     folder = run_with(tmp_path, "removed")
     lost = list(read_events(folder / "events.jsonl", events.METRICS_LOST))

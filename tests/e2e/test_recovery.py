@@ -162,6 +162,7 @@ def test_2_to_1_to_4_ranks(project, undisturbed):
     prove_ledger(project, out)
 
 
+@pytest.mark.slow
 def test_ctrl_c_saves_and_the_same_command_continues(project, undisturbed):
     out = "stopped"
     process = project.start(out)

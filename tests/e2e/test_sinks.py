@@ -58,6 +58,7 @@ def project(tmp_path_factory) -> Project:
     return Project(root)
 
 
+@pytest.mark.slow
 def test_bad_sinks_cost_the_run_no_bit(project):
     project.train("undisturbed")
     (project.root / "run.toml").write_text(project.run_file.read_text() + BAD)

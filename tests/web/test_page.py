@@ -32,7 +32,7 @@ def set_slider(seen, name, value):
 
 
 @pytest.mark.parametrize(("name", "viewport"), [("wide", WIDE), ("narrow", NARROW)])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_the_whole_page_fits_its_width(visit, name, viewport, scheme):
     seen = visit(viewport, color_scheme=scheme)
     seen.open("model=llama3-70b&cluster=16x8xh100&tp=8&pp=4&zero=1&schedule=interleaved&batch=256&a=tp%3D8")

@@ -117,7 +117,7 @@ def visit_runs(browser):
 
 
 @pytest.mark.parametrize(("name", "viewport"), [("wide", WIDE), ("phone", PHONE)])
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_every_question_fits_its_screen(serve, visit_runs, tmp_path, name, viewport, scheme):
     seen = visit_runs(serve(WatchedRun().write(tmp_path / "run")), viewport, color_scheme=scheme)
     seen.open()
