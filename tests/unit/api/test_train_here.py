@@ -97,6 +97,7 @@ def print_nothing(steps):
     pass
 
 
+@pytest.mark.slow
 def test_the_command_continues_a_run_of_this_process_and_the_reverse(run_file, tmp_path, whole, forked):
     here, there = tmp_path / "here", tmp_path / "there"
     result = forked(lambda: ingot.train(run_file, here, callbacks=[print_nothing], until_step=3))
@@ -124,6 +125,7 @@ def test_a_callback_with_state_is_a_part_of_the_run(run_file, tmp_path, whole, f
     assert ingot.Run(tmp_path / "run").config.callbacks == {}
 
 
+@pytest.mark.slow
 def test_a_run_continues_without_its_callback_after_consent(run_file, tmp_path, whole, forked):
     run = tmp_path / "run"
     forked(lambda: ingot.train(run_file, run, callbacks=[MeanLoss, StopsAtFour]))
@@ -134,7 +136,7 @@ def test_a_run_continues_without_its_callback_after_consent(run_file, tmp_path, 
     assert (change["key"], change["new"], set(change["old"])) == ("callbacks", {}, {"MeanLoss", "StopsAtFour"})
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_saves_and_stops(run_file, tmp_path, whole, forked, number):
     def train():
         before = signal.getsignal(signal.SIGINT)

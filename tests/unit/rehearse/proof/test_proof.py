@@ -130,7 +130,7 @@ def test_sound_layouts_are_equal(few_layouts, load):
     ("override", "wrong"),
     [
         pytest.param("model.feed_forward=over_width", ["tp 2"], marks=pytest.mark.nightly),
-        ("optim.kind=over_piece", ["dp_shard 2, zero 3", "tp 2"]),
+        pytest.param("optim.kind=over_piece", ["dp_shard 2, zero 3", "tp 2"], marks=pytest.mark.slow),
         ("loss.own_part.weight=0.1", ["tp 2"]),
     ],
 )
