@@ -42,7 +42,7 @@ def on_disk(disk):
     return {step.name: sorted(path.name[:10] for path in step.iterdir()) for step in sorted(run.iterdir())}
 
 
-@pytest.mark.parametrize("mode", ["async", "sync"])
+@pytest.mark.parametrize("mode", ["async", pytest.param("sync", marks=pytest.mark.slow)])
 def test_ranks_write_to_the_disks_of_their_node_and_continue_from_them_bit_for_bit(mode, fork_ranks, make_run, disks):
     undisturbed = make_run("undisturbed", **RUN)
     fork_ranks(run_rank, 2, undisturbed)

@@ -229,6 +229,7 @@ def test_a_keeper_that_dies_costs_nothing_but_its_copies(fork_ranks, make_run, n
     assert step_facts(folder) == reference
 
 
+@pytest.mark.slow
 def test_two_ranks_continue_from_the_snapshots_of_four(fork_ranks, make_run, nodes):
     cluster, folder = nodes(2), make_run("run", mode="async", replicas=1, **CHANGES)
     fork_ranks(run_rank, RANKS, folder, cluster.owners, SAVED)

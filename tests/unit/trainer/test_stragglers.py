@@ -84,6 +84,7 @@ def test_a_rank_that_computes_longer_is_named(train):
     assert median(e["most"] for e in waits) > WORK_SECONDS * 0.8
 
 
+@pytest.mark.slow
 def test_a_rank_that_stays_slow_may_cost_its_machine_the_place(train, monkeypatch):
     monkeypatch.setattr(slow_machines, "LONG_STEPS", 1)
     monkeypatch.setattr(slow_ranks, "SUPERVISOR_VARIABLE", "PATH")  # as if a launcher watched these ranks
@@ -99,6 +100,7 @@ def test_a_wait_for_the_slow_rank_is_no_work(train):
     assert found and found[0]["factor"] > 1.3
 
 
+@pytest.mark.slow
 def test_a_rank_that_waits_for_its_data_is_named_by_that(train):
     found, _, _ = train(slow_data=True, steps=40)
     assert found[0]["phase"] == "data"
@@ -112,4 +114,4 @@ def test_the_recovery_of_a_rank_is_reported(train):
 
 
 def test_a_run_that_does_not_look_for_slow_ranks_names_none(train):
-    assert not train(slow=range(3, 25), factor=0.0)[0]
+    assert not train(slow=range(3, 13), steps=12, factor=0.0)[0]

@@ -22,14 +22,16 @@ from ingot.trainer.checkpoint.remote import RemoteTier
 
 pytest.importorskip("obstore")
 FAULTS = ("503", "429", "500", "reset", "lost-answer", "wrong-tag", "other-bytes", "stale")
-# Played on each change. The others differ from these in one answer; test_hostile_stores plays all kinds.
-OFTEN = ("503", "lost-answer", "stale", "other-bytes")
+# Played on each change, the first ones in `make test`. The others differ from these in one answer; test_hostile_stores
+# plays all kinds.
+OFTEN, SLOW = ("lost-answer", "stale", "other-bytes"), ("503",)
 STEP = 20
 GOLDEN = Path(__file__).parents[3] / "golden"
 
 
 def mostly_nightly(fault: str):
-    return pytest.param(fault, marks=[] if fault in OFTEN else pytest.mark.nightly)
+    marks = [] if fault in OFTEN else pytest.mark.slow if fault in SLOW else pytest.mark.nightly
+    return pytest.param(fault, marks=marks)
 
 
 @pytest.fixture

@@ -222,6 +222,7 @@ def too_high(monkeypatch, folder, factor, first):
     monkeypatch.setattr(loop, "learning_rate", lambda *_: lambda step: plain(step) * (factor if step >= first else 1))
 
 
+@pytest.mark.slow
 def test_a_rate_that_is_too_high_from_a_step_on_is_lowered(fork_ranks, make_run, monkeypatch):
     """Data that are passed do not help, because the next update harms the weights again. The run ends as one that had
     the lower rate from the start, and passed the same steps."""

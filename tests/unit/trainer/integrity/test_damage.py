@@ -137,7 +137,7 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("layout", [pytest.param("two copies", marks=pytest.mark.slow), "shards alone"])
 def test_every_bit_names_its_rank_at_once_and_the_run_keeps_its_bits(trained, layout):
     ranks, settings = LAYOUTS[layout]
     weights = [Flip(5 + i, i % 2, bit) for i, bit in enumerate(BITS)]
@@ -173,6 +173,7 @@ def test_of_three_copies_the_one_that_differs_is_named_at_once(trained):
     assert files_of(folder) == files_of(plain)
 
 
+@pytest.mark.slow
 def test_norms_are_compared_over_tensor_ranks_and_copies_of_masters_over_those_that_share_them(trained):
     flips = [Flip(5, 1, 22, point="after_step", name=NORM), Flip(8, 0, 3, kind="copy", point="on_gradients")]
     settings = ("parallel.tp=2", "parallel.dp_shard=2", "parallel.zero=1")

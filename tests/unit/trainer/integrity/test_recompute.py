@@ -116,7 +116,7 @@ TWO = ("parallel.dp_replicate=2", "guard.recompute_every=1")
 THREE = ("parallel.dp_replicate=3", "guard.recompute_every=1", "train.global_batch=6")
 
 
-@pytest.mark.parametrize("zero", [0, 3])
+@pytest.mark.parametrize("zero", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_flip_before_the_reduction_is_found_and_the_run_keeps_the_bits_of_one_that_recomputes_nothing(
     trained, zero
 ):
@@ -131,6 +131,7 @@ def test_every_flip_before_the_reduction_is_found_and_the_run_keeps_the_bits_of_
     assert files_of(folder) == files_of(plain)
 
 
+@pytest.mark.slow
 def test_a_flip_in_an_activation_names_all_ranks_of_its_copy_of_the_model(trained):
     layout = ("parallel.dp_replicate=2", "parallel.tp=2", "parallel.sequence=true")
     plain, folder = (
