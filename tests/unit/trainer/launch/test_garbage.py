@@ -110,13 +110,14 @@ def test_nothing_is_removed_while_the_run_trains_or_a_command_uploads(run, tmp_p
     assert without_lease(files(run.root, tmp_path / "store")) == before
 
 
-def test_what_a_checkpoint_may_need_stays(run, tmp_path):
+def test_what_a_checkpoint_may_need_stays(run, tmp_path, monkeypatch):
     """A damaged manifest may list any segment; a pinned folder gets its name back; a newer upload may go on."""
     segments = [write_segment(run.ledger, 11, last, np.zeros((last - 10, 1), np.int64)).file for last in (12, 14, 25)]
     write_checkpoint(run, 14, ledger=(*read_manifest(run.checkpoint(10)).ledger, *(
         one for one in [write_segment(run.ledger, 11, 14, np.ones((4, 1), np.int64))]
     )))  # fmt: skip
     run.checkpoint(14).rename(run.checkpoints / ".removed-step-00000014")
+    monkeypatch.setattr(pins, "_PATIENCE_SECONDS", 0.05)  # with a removal that never ends
     pins.pin(run, 14)
     (run.checkpoint(10) / MANIFEST).write_text("torn")
     (run.ledger / "notes.txt").touch()

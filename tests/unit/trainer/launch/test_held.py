@@ -49,7 +49,7 @@ COMMANDS = {
 @pytest.mark.parametrize("in_store", [False, True])
 def test_a_run_that_another_machine_trains_is_left_alone(run, tmp_path, name, in_store):
     place = LocalStore(tmp_path / "store" if in_store else run.root)
-    record = Epoch(epoch=2, run=newest_local_epoch(run.root).run, process=ELSEWHERE, seconds=30.0, host="far")
+    record = Epoch(epoch=2, run=newest_local_epoch(run.root).run, process=ELSEWHERE, seconds=5.0, host="far")
     place.write(record_name(2), [to_bytes(record)])
     place.write(alive_name(2), [b"0"])
     beat = threading.Thread(target=lambda: place.write(alive_name(2), [b"1"]))
