@@ -85,7 +85,12 @@ def grids(world):
 
 
 @pytest.mark.parametrize(
-    "world, kv_heads", [(2, (12, 4, 1)), (3, (6, 2)), (4, (12, 2)), pytest.param(8, (3,), marks=pytest.mark.slow)]
+    "world, kv_heads",
+    [
+        (2, (12, 4, 1)),
+        (3, (6, 2)),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in ((4, (12, 2)), (8, (3,)))),
+    ],
 )
 def test_every_form_equals_one_process(fork_ranks, world, kv_heads):
     def check(rank, ranks):

@@ -105,7 +105,7 @@ def test_units_of_experts_may_be_large_may_stay_and_may_live_on_the_host(fork_ra
     assert_equals_one_process(fork_ranks, alone, run_with(dp_shard=2, zero=3, **settings))
 
 
-@pytest.mark.parametrize("copies, ep", [(2, 1), (2, 2)])
+@pytest.mark.parametrize("copies, ep", [pytest.param(2, 1, marks=pytest.mark.slow), (2, 2)])
 def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, alone, copies, ep):
     settings = {"cp": 2, "ep": ep, "reduce": "canonical", "virtual_ranks": 2}
     one, more = run_with(**settings), run_with(**settings, dp_replicate=copies)
@@ -208,7 +208,7 @@ def test_recompute_keeps_bits_and_selective_runs_no_all_to_all_again(fork_ranks,
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("prefetch", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_experts_are_gathered_with_their_block(fork_ranks, zero, prefetch):
     layers = EXPERTS.num_layers
     run = run_of(arch=EXPERTS, dp_shard=4, ep=2, zero=zero, prefetch=prefetch, global_batch=4)

@@ -53,7 +53,16 @@ FORMS = {
     "canonical": {"dp_replicate": 2, "reduce": "canonical", "virtual_ranks": 2},
     "canonical, cp": {"cp": 2, "reduce": "canonical", "virtual_ranks": 1},
 }  # fmt: skip
-LONG = ("tp over shared heads", "cp x tp", "ep, zero 3", "hsdp", "experts with a copy", "zero 3 x tp")  # four ranks
+LONG = (
+    "tp over shared heads",
+    "cp x tp",
+    "ep, zero 3",
+    "hsdp",
+    "experts with a copy",
+    "zero 3 x tp",
+    "zero 1 x tp",
+    "ep over tp",
+)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -194,20 +194,23 @@ def check_all(fork_ranks, pp, kind, names, micro_batches, *options):
 
 
 @pytest.mark.parametrize(
-    "pp, kind", [(2, Toy), (2, Transformer), (4, Toy), pytest.param(4, Transformer, marks=pytest.mark.slow)]
+    "pp, kind",
+    [(2, Toy), (2, Transformer), *(pytest.param(4, kind, marks=pytest.mark.slow) for kind in (Toy, Transformer))],
 )
 def test_every_schedule_equals_one_process(fork_ranks, pp, kind):
     check_all(fork_ranks, pp, kind, SCHEDULES, 2 * pp)
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2, 3])
+@pytest.mark.parametrize("micro_batches", [1, pytest.param(2, marks=pytest.mark.slow), 3])
 def test_fewer_micro_batches_than_ranks(fork_ranks, micro_batches):
     names = legal(4, micro_batches)
     assert {"gpipe", "1f1b", "zb_h1"} <= set(names)
     check_all(fork_ranks, 4, Toy, names, micro_batches)
 
 
-@pytest.mark.parametrize("layers", [(1, 5, 2, 0), (0, 3, 4, 1), (3, 0, 5, 0)])
+@pytest.mark.parametrize(
+    "layers", [*(pytest.param(layers, marks=pytest.mark.slow) for layers in ((1, 5, 2, 0), (0, 3, 4, 1))), (3, 0, 5, 0)]
+)
 @pytest.mark.parametrize("names, pp", [(("1f1b", "zb_h1"), 4), (("interleaved", "zb_v"), 2)])
 def test_uneven_stages(fork_ranks, names, pp, layers):
     check_all(fork_ranks, pp, Transformer, names, 4, layers)

@@ -32,8 +32,8 @@ CASES = {
     "experts": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 1}, "fp64"),
     "sharded experts": (4, {"dp_shard": 4, "ep": 2, "zero": 3}, "bf16"),
 }
-# Forms that others have a part of: four ranks each.
-LONG = ("copies and shards", "tensor and sequence", "rings", "stages", "sharded experts")
+# Four ranks each; two ranks have a part of each form, but for experts.
+LONG = ("copies and shards", "tensor and sequence", "rings", "stages", "experts", "sharded experts")
 
 
 def part_of(run, mesh, step, part):
