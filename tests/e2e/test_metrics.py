@@ -70,6 +70,7 @@ def test_a_folder_of_numbers_that_is_removed_costs_the_numbers_alone(tmp_path):
     assert not (folder / "metrics").exists()
 
 
+@pytest.mark.slow
 def test_a_killed_rank_leaves_the_numbers_of_all_but_the_last_second(tmp_path):
     folder = run_with(tmp_path, "killed")
     (fault,) = read_events(folder / "events.jsonl", events.FAULT)

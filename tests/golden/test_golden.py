@@ -134,7 +134,9 @@ def test_the_same_command_continues(name, golden, capsys, monkeypatch):
     assert_close(steps_of(golden / name), RUNS[name])
 
 
-@pytest.mark.parametrize("name", OLD)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name != "first" else name for name in OLD]
+)
 def test_a_run_of_every_earlier_state_continues(name, golden, capsys, monkeypatch):
     """The bare command, without a word about settings that came later."""
     monkeypatch.setitem(os.environ, "OMP_NUM_THREADS", "1")
