@@ -147,6 +147,7 @@ def test_a_machine_whose_links_end_its_measurement_is_found_by_its_pairs(command
     assert found == {node: [[("d", "link")], "E-NODES-UNFIT"] for node in "abcd"}
 
 
+@pytest.mark.slow
 def test_a_machine_that_hung_with_a_bad_partner_is_measured_again(commands, tmp_path, monkeypatch):
     monkeypatch.setattr(rounds, "ANSWER_SECONDS", -2.0)
     assert _fleet(tmp_path, "abcd", commands({"c": {"stalls": ["link"]}}), 4) == {node: [[]] for node in "abcd"}
@@ -158,6 +159,7 @@ def test_a_measurement_without_an_end_is_given_up(commands, tmp_path, monkeypatc
     assert _fleet(tmp_path, "ab", probes, 2) == {node: [[("b", "measurement")], "E-NODES-UNFIT"] for node in "ab"}
 
 
+@pytest.mark.slow
 def test_a_measurement_may_take_longer_than_the_patience_with_a_silent_machine(commands, tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "_PATIENCE", 0.6)
     answers = {"machine": {"rates": GOOD, "wrong": {}}, "open": {"port": 1}, "link": {"link": 5.0}}

@@ -168,6 +168,7 @@ def test_a_wrong_clock_drains_no_machine(cluster, plant, go):
     assert _codes(cluster) == {"a": 0, "b": 0} and len(list(read_events(cluster.folder.events, events.HEALTH))) == 2
 
 
+@pytest.mark.slow
 def test_a_check_begins_again_when_a_machine_is_lost_in_it(cluster, plant, go):
     """However long it took: the wait for another one begins with the loss."""
     for name in "ab":
@@ -222,6 +223,7 @@ def test_machines_that_import_are_not_measured_yet(cluster, plant, go):
     assert _codes(cluster) == {"a": 0, "b": 0} and len(_checks(cluster.folder)) == 1
 
 
+@pytest.mark.slow
 def test_a_link_to_the_other_machines_is_one_that_the_run_uses(cluster, monkeypatch):
     """A fault of it drains the machine: of the leader, and of another one."""
     monkeypatch.setattr(health, "read_links", lambda: NetworkLinks(interfaces={"lo": ""}, adapters={}, uppers={}))

@@ -374,7 +374,9 @@ def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
     assert any("leads no longer" in line for line in ended["a"][0])
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1])
+@pytest.mark.parametrize(
+    "number", [signal.SIGTERM, *(pytest.param(n, marks=pytest.mark.slow) for n in (signal.SIGINT, signal.SIGUSR1))]
+)
 def test_a_signal_to_a_leader_that_has_stepped_down_stops_the_run(cluster, number):
     for name in "ab":
         cluster.start(name, node_seconds=0.3)
@@ -404,6 +406,7 @@ def test_a_signal_to_a_node_that_waits_while_another_one_leads_ends_that_node(cl
     assert result.exit_code == 10 and not list(read_events(cluster.folder.events, events.STOPPED))
 
 
+@pytest.mark.slow
 def test_a_leader_that_nobody_replaces_leads_again_and_stays(cluster, monkeypatch):
     monkeypatch.setattr(node, "_STEPPED_DOWN_SECONDS", 0.3)
     for name in "ab":
@@ -511,7 +514,10 @@ def test_the_first_start_waits_for_all_nodes_before_it_goes_on_with_fewer(cluste
     assert cluster.ends()["a"][1] == 0
 
 
-@pytest.mark.parametrize(("number", "order"), [(signal.SIGTERM, "ab"), (signal.SIGINT, "ab"), (signal.SIGINT, "ba")])
+@pytest.mark.parametrize(
+    ("number", "order"),
+    [(signal.SIGTERM, "ab"), pytest.param(signal.SIGINT, "ab", marks=pytest.mark.slow), (signal.SIGINT, "ba")],
+)
 def test_a_signal_to_every_node_is_one_request_to_stop(cluster, number, order):
     """A scheduler sends one. A second Ctrl-C would end the ranks without a save."""
     cluster.start("a")
@@ -655,6 +661,7 @@ def test_a_silent_node_is_lost(cluster):
     assert "gives no sign of life" in cluster.nodes("lost")[0]["reason"]
 
 
+@pytest.mark.slow
 def test_a_start_that_takes_longer_than_a_silence_may_is_no_loss(cluster, monkeypatch):
     honest = JobHere.start
 

@@ -214,6 +214,7 @@ def test_a_rank_without_the_handler_survives_the_order_to_leave(act):
     assert (outcome.exit_code, kept(act)) == (0, [1])
 
 
+@pytest.mark.slow
 def test_a_second_failure_at_the_same_step_replaces_all(act, monkeypatch):
     """The cause may be in a process that is kept. Here no rank ends: rank 0 loses its connection."""
     monkeypatch.setattr(local, "LEAVE_SECONDS", 0.3)

@@ -59,6 +59,7 @@ def test_a_slow_node_is_drained_and_a_spare_takes_its_place_once(cluster):
     assert list(json.loads(cluster.folder.drained.read_text())) == ["node-b"] and not cluster.faults()
 
 
+@pytest.mark.slow
 def test_the_slow_machine_of_the_leader_is_drained_and_another_one_leads(cluster):
     for name in "abc":
         cluster.start(name)

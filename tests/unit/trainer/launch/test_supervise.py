@@ -486,6 +486,7 @@ def test_a_signal_becomes_a_stop_request(act, number):
     assert signal.getsignal(number) is before
 
 
+@pytest.mark.slow
 def test_the_time_limit_counts_over_all_attempts(act):
     """A rank is killed in the first attempt. The second one is asked to stop long before an hour has passed in it."""
     outcome = act("kill,stop", began=time.monotonic() - 3596, stop_after="1h")
