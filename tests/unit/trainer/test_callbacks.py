@@ -134,7 +134,7 @@ def test_callbacks_leave_training_alone(fork_ranks, counted, make_run):
     assert list_checkpoints(plain.checkpoints)[0].manifest.callbacks == {}
 
 
-@pytest.mark.parametrize("ends", [7, 10])
+@pytest.mark.parametrize("ends", [7, pytest.param(10, marks=pytest.mark.slow)])
 def test_stopping_and_resuming_gives_the_bits_of_an_undisturbed_run(fork_ranks, counted, ends):
     whole, broken = counted("whole", dp_shard=2), counted("broken", dp_shard=2)
     fork_ranks(run_rank, 2, whole)

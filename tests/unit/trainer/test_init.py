@@ -39,6 +39,7 @@ def begins_elsewhere(make_run, tmp_path):
     return make
 
 
+@pytest.mark.slow
 def test_a_run_that_has_a_checkpoint_reads_the_folder_no_more(fork_ranks, make_run, begins_elsewhere, tmp_path):
     whole, broken, drawn = begins_elsewhere("whole"), begins_elsewhere("broken"), make_run("drawn", dp_shard=2)
     fork_ranks(run_rank, 2, whole)

@@ -317,6 +317,7 @@ def test_a_failure_of_one_rank_costs_that_snapshot_alone(fork_ranks, make_run, n
     assert len({image["snapshot"] for image, _ in found}) == 1  # or no run could continue from it
 
 
+@pytest.mark.slow
 def test_a_job_that_cannot_replace_a_lost_node_says_so(fork_ranks, make_run, nodes, monkeypatch):
     folder, cluster = make_run("run", mode="async", replicas=1, **CHANGES | {"dp_shard": 2}), nodes(2)
 

@@ -234,7 +234,7 @@ def each_step():
         yield
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_saves_by_time_are_after_the_same_step_on_all_ranks_and_change_no_number(fork_ranks, make_run, each_step, mode):
     """Full ones every 20 minutes, the first one after 10; the weights every 5. A vote is heard after the next step."""
     reference = make_run("reference", every_steps=1, **(BY_TIME | {"keep": 30}), weights_every="")

@@ -62,7 +62,7 @@ def ending_of(folder):
     return stopped["step"], stopped["saved_step"], stopped["reason"]
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2}, {"pp": 2}])
+@pytest.mark.parametrize("layout", [{"dp_shard": 2}, pytest.param({"pp": 2}, marks=pytest.mark.slow)])
 def test_a_signal_to_one_rank_stops_all_after_the_same_step(fork_ranks, make_run, monkeypatch, layout):
     """Between log lines, which are after steps 3, 6 and 9. The undisturbed run has the same bits."""
     monkeypatch.setattr(stop_vote_module, "VOTE_SECONDS", 0.0)  # these steps are very short
@@ -85,7 +85,7 @@ def test_the_file_of_the_supervisor_stops_the_run(fork_ranks, make_run):
     assert ending_of(folder)[2] == "requested"
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 @pytest.mark.parametrize(("seconds", "saved"), [(3000.0, 5), (1.0, 7)])
 def test_a_save_that_does_not_fit_into_the_grace_is_not_begun(fork_ranks, make_run, monkeypatch, mode, seconds, saved):
     """The ranks decide together, by the slowest one."""

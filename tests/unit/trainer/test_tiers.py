@@ -4,6 +4,8 @@ import os
 import shutil
 import signal
 
+import pytest
+
 from ingot.errors import RunBusyError
 from ingot.events import read_events
 from ingot.schema import events
@@ -55,6 +57,7 @@ def give_up(run):
     raise RunBusyError("E-RUN-BUSY", "stop here")
 
 
+@pytest.mark.slow
 def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run, tmp_path):
     """Saves of the weights alone go to the store too, by their own number; training continues from a checkpoint."""
     (tmp_path / "store").mkdir()

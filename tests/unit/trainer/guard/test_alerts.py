@@ -146,6 +146,7 @@ def test_a_learning_rate_of_0_is_reported_and_the_run_goes_on(fork_ranks, make_r
     assert [line.startswith("alert     step ") for line in results[0][1]].count(True) == len(found)
 
 
+@pytest.mark.slow
 def test_the_range_of_a_run_is_the_same_on_any_layout(fork_ranks, make_run):
     """Also with a sharded state, where each rank looks at its own rows; and the bits are those of a run without it."""
     measured, plain = {"precision_every": 3}, {"precision_every": 0}

@@ -118,6 +118,7 @@ def test_a_row_of_batches_that_hurt_is_passed(fork_ranks, make_run):
     assert [(one.action, one.last) for one in read_measures(killed.guard)] == [(AGAIN, 22), (PASS, 22)]
 
 
+@pytest.mark.slow
 def test_a_stop_between_two_log_lines_loses_no_measure(fork_ranks, make_run):
     """Three steps hurt after a line, and a request to stop comes before the next one: the run goes back first."""
     run = {"steps": 40, "guard": GUARD, "lr": 2e-2, "log_every": 10, "every_steps": 10}

@@ -161,6 +161,7 @@ def test_of_two_copies_the_one_that_the_replay_changes_is_named(trained):
     assert files_of(folder) == files_of(plain)
 
 
+@pytest.mark.slow
 def test_of_three_copies_the_one_that_differs_is_named_at_once(trained):
     flips = [Flip(5, 2, 30, point="after_step"), Flip(7, 0, 22, point="after_step", kind=MOMENT)]
     settings = ("parallel.dp_replicate=3", "guard.hash_every=5", "train.global_batch=6")
@@ -231,6 +232,7 @@ def test_a_step_that_looks_like_damage_is_followed_by_a_comparison(trained):
     assert files_of(folder) == files_of(plain)
 
 
+@pytest.mark.slow
 def test_damage_in_other_steps_each_time_ends_the_run(trained, fork_ranks):
     """Each goes away when its steps are trained again; the limit holds for all attempts of the run together."""
     plan, facts = [Flip(step, 0, 3) for step in range(5, 10)], {"ranks": [0], "step": 8, "times": 3}
