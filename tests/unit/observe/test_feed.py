@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from ingot.events import read_events
 from ingot.machine.processes import identity_of, is_gone
 from ingot.observe.sink_state import read_sink_state
@@ -77,6 +79,7 @@ def test_a_run_that_ended_at_once_is_sent(tmp_path):
     assert len((folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_a_close_may_take_longer_than_a_call_and_has_the_time_that_is_left(tmp_path):
     own = """
 class Slow(Own):

@@ -128,6 +128,7 @@ def test_norm_of_a_zero_vector(spoiled, capsys):
     assert causes(facts)[0] == "norm of a zero vector" and "1e-30" in facts["causes"][0]["evidence"]
 
 
+@pytest.mark.slow
 def test_logits_beyond_fp16_on_two_ranks_of_tensor_parallelism(spoiled, capsys):
     def plant(run, step):
         if step == PLANTED:

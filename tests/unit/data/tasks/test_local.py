@@ -196,6 +196,7 @@ def family(driver: int, children) -> list[int]:
     return [pid for server in children(driver) for pid in (server, *children(server))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.nightly)])
 def test_kills_at_random_change_nothing(tmp_path, undisturbed, children, until, times):
     """SIGKILL of a worker, the fork server or the driver, or SIGSTOP of a worker, in random order."""

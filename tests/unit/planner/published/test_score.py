@@ -62,7 +62,7 @@ def test_a_few_shipped_rows_from_end_to_end():
 
 def test_what_a_row_prints_is_predicted_in_the_rows_own_convention():
     """A row's TFLOP/s may count recomputation, its MFU attention in full: their error is that of the step."""
-    rows = [row for row in shipped_rows() if row.number("measured", "tflops_gpu")][:40]
+    rows = [row for row in shipped_rows() if row.number("measured", "tflops_gpu")][:40:3]
     for row, found in ((row, score_row(row)) for row in rows):
         assert found.step_error is not None
         printed = row.number("measured", "tflops_gpu")

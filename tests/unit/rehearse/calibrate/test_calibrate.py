@@ -169,6 +169,7 @@ def short_shapes(ranks: int) -> tuple[RunConfig, ...]:
     return tuple(replace(r, train=replace(r.train, seq_len=max(r.train.seq_len // 16, 16))) for r in shapes(ranks))
 
 
+@pytest.mark.slow
 def test_one_rank_of_this_machine(monkeypatch, pytestconfig):
     """The real program. A busy machine gives other rates, so only their signs are compared."""
     pytest.importorskip("torch")

@@ -323,6 +323,7 @@ def test_settings_outside_the_key_of_a_trace_do_not_change_it():
     assert len({key, *(tracing.key_of(*change) for change in changes)}) == len(changes) + 1
 
 
+@pytest.mark.slow
 def test_patience_counts_from_the_last_sign_of_progress(tmp_path, monkeypatch):
     """The process answers for one rank, enters phases of the next one for longer than patience, then hangs."""
     interpreter = tmp_path / "python"

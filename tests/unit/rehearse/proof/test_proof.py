@@ -118,6 +118,7 @@ def test_tiny_models_keep_their_kind_and_fit_most_layouts(name):
     assert all(case.why for case in found if case.run is None)
 
 
+@pytest.mark.slow
 def test_sound_layouts_are_equal(few_layouts, load):
     found = list(prove_layouts(load("loss.z.weight=0.1")))
     assert [case.ok for case in found if case.ran] == [True] * 3

@@ -111,6 +111,7 @@ def first(found: Slowness) -> Cause:
     return next(cause for cause in found.causes if cause.name != "no free core")
 
 
+@pytest.mark.slow
 def test_a_loader_that_sleeps(trained):
     def spoil(rank):
         from ingot.trainer.loader.reader import TokenReader
