@@ -23,6 +23,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 from tests.isolation import forget_compiled, restored, seed
+from tests.row_times import PROPERTY, rows_line
 
 # Machines are shared: how long one example takes says nothing.
 settings.register_profile("shared machine", deadline=None)
@@ -105,8 +106,16 @@ def pytest_xdist_auto_num_workers():
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_runtest_setup():
+def pytest_runtest_setup(item):
     seed()
+    item.user_properties += [(PROPERTY, row) for marker in item.iter_markers("row") for row in marker.args]
+
+
+def pytest_terminal_summary(terminalreporter):
+    """Print which rows of the board were played, and for how long."""
+    found = [one for kind in terminalreporter.stats.values() for one in kind if isinstance(one, pytest.TestReport)]
+    if line := rows_line(found):
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -20,6 +20,7 @@ _TIMEOUT = (
 )
 
 
+@pytest.mark.row("RS03")
 def test_a_stopped_rank_is_found(bench: Bench):
     settings, verdicts = (*LONG, _TIMEOUT), Verdicts()
     (fault,) = (one for one in faults_of("RS03") if one.id == "RS03")
@@ -29,12 +30,14 @@ def test_a_stopped_rank_is_found(bench: Bench):
     assert not wrong(verdicts)
 
 
+@pytest.mark.row("RS10")
 def test_a_wrong_bit_in_the_ledger_is_found(bench: Bench):
     verdicts = Verdicts()
     flip_of_samples(bench, 0, verdicts)
     assert not wrong(verdicts)
 
 
+@pytest.mark.row("RS33")
 def test_restarts_without_progress_wait_longer(bench: Bench):
     verdicts = Verdicts()
     kills_without_progress(bench, 0, verdicts)

@@ -83,6 +83,7 @@ def test_nothing_of_the_hosts_is_left(tmp_path):
     process.wait()
 
 
+@pytest.mark.row("RS31 links")
 @pytest.mark.parametrize("case", ["gap", "spare", "two-leaders"])
 def test_a_case_of_the_row(bench: Bench, case: str):
     verdicts = Verdicts()

@@ -22,6 +22,7 @@ def wrong(verdicts: Verdicts) -> list[str]:
     return [f"{oracle}: {one}" for oracle, found in verdicts.wrong.items() for one in found]
 
 
+@pytest.mark.row("RS09")
 def test_a_loss_of_power_after_any_rename_costs_no_checkpoint(bench: Bench):
     """Whatever has a new name must be on the disk by then, with its folder."""
     numbers = killpoints.after_renames(calls_of_a_save(bench, "sync"))
@@ -31,6 +32,7 @@ def test_a_loss_of_power_after_any_rename_costs_no_checkpoint(bench: Bench):
     assert len(numbers) == 5  # samples, manifest, the new checkpoint, the old one, and the last call
 
 
+@pytest.mark.row("RS09")
 @pytest.mark.parametrize("mode", MODES)
 def test_a_crash_at_random_calls_of_a_save(bench: Bench, mode: str):
     count, verdicts = len(calls_of_a_save(bench, mode)), Verdicts()
@@ -53,7 +55,9 @@ def test_a_wrong_bit_on_its_way_to_the_disk_is_noticed(bench: Bench):
     assert newest_valid(folder) == (4, "")
 
 
-@pytest.mark.parametrize("row", [row for row in ALL if row.id in SAMPLED], ids=lambda row: row.id)
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=row.id, marks=pytest.mark.row(row.id)) for row in ALL if row.id in SAMPLED]
+)
 def test_a_row(bench: Bench, row):
     verdicts = Verdicts()
     row.play(bench, 0, verdicts)

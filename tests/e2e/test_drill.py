@@ -60,6 +60,7 @@ def drilled(project, *options: str, code: int) -> dict:
     return json.loads(output)
 
 
+@pytest.mark.row("RS01", "RS03", "RS08", "RS10", "RS28")
 def test_a_run_recovers_from_each_fault_bit_for_bit(project):
     result = drilled(project, "--rows", "RS01+,RS03,RS08,RS10,RS28 user", code=0)
     assert [line["id"] for line in result["rows"]] == ["RS01", "RS01 server", "RS03", "RS08", "RS10", "RS28 user"]
