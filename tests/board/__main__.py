@@ -22,7 +22,7 @@ from ingot.drill.oracles import Verdicts
 
 from . import ALL, MISSING, killpoints
 from .bench import ROOT, Bench
-from .row import Row
+from .row import Row, carry_out
 from .table import CASES, cases_of, table_of
 
 PAGE = ROOT / "docs" / "reliability.md"
@@ -95,7 +95,7 @@ def play(bench: Bench, row: Row, seed: int) -> dict:
     """Play a row with a seed. Returns its line; an error of the row itself makes it red."""
     verdicts, began = Verdicts(), time.monotonic()
     try:
-        row.play(bench, seed, verdicts)
+        carry_out(bench, row, seed, verdicts)
     except Exception:
         verdicts.judge("o6", "the row itself", traceback.format_exc(limit=-3))
     return verdicts.as_json(row.id, seed) | {"seconds": round(time.monotonic() - began, 1)}

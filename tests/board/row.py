@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from random import Random
 
 from ingot.drill import trial
-from ingot.drill.clean import o7
+from ingot.drill.clean import left_running, o7
 from ingot.drill.fault import play
 from ingot.drill.faults import faults_of
-from ingot.drill.job import END_SECONDS, gone_within, marked_processes
 from ingot.drill.oracles import RunFacts, Trace, Verdicts
 from ingot.errors import IngotError
 from ingot.events import read_events
@@ -31,6 +30,12 @@ class Row:
     injects: str
     play: Callable[[Bench, int, Verdicts], None]
     missing: Callable[[], str] = str
+
+
+def carry_out(bench: Bench, row: Row, seed: int, verdicts: Verdicts) -> None:
+    """Play a row with a seed, and look for processes and sockets that any of its runs left."""
+    row.play(bench, seed, verdicts)
+    verdicts.judge("o7", "after the row", left_running(bench.root))
 
 
 def random_of(row: str, seed: int) -> Random:
@@ -65,8 +70,7 @@ def judge_recovered(
     compared, because another number of ranks has others. earlier: the trace of attempts whose log was lost.
     """
     folder = bench.folder(name)
-    left = gone_within(END_SECONDS, lambda: marked_processes(folder.root))
-    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
+    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before))
     most = INTERVAL * faults
     trial.judge_recovered(verdicts, folder, where, reference, most, all_layouts=all_layouts, earlier=earlier)
 
@@ -79,7 +83,9 @@ def drilled(row: str, *settings: str) -> Callable[[Bench, int, Verdicts], None]:
         run, reference = bench.drilled(*settings, drawn_mode(seed)), bench.reference(*settings)
         for fault in faults_of(row):
             place = bench.root / f"{fault.id.replace(' ', '-')}-{seed}"
-            with trial.Trial(run, place, random_of(fault.id, seed), verdicts, name=fault.id) as one:
+            with trial.Trial(
+                fault.prepare(run, place), place, random_of(fault.id, seed), verdicts, name=fault.id
+            ) as one:
                 play(fault, one, reference)
 
     return play_row

@@ -4,7 +4,6 @@ import shutil
 from pathlib import Path
 
 from ingot.drill.clean import o7
-from ingot.drill.job import END_SECONDS, gone_within, marked_processes
 from ingot.drill.oracles import Verdicts, o1, o2, o3, read_facts, read_trace
 from ingot.events import read_events
 from ingot.schema import events
@@ -111,8 +110,7 @@ def _judge(
 ) -> None:
     """Judge that the run ended with the bits of one that was ordered to pass `steps`, and left nothing."""
     folder, ordered = bench.folder(name), f"ordered-{name}"
-    left = gone_within(END_SECONDS, lambda: marked_processes(folder.root))
-    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
+    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before))
     bench.train(ordered, *_options(bench, *settings, f'data.skip=["{steps}"]'), env=env)
     ours, reference = read_facts(folder), read_facts(bench.folder(ordered))
     trained = {step: found for step, found in read_trace(folder).items() if step in reference.trace}

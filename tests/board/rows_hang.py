@@ -6,7 +6,8 @@ import signal
 from collections.abc import Sequence
 from pathlib import Path
 
-from ingot.drill.job import DEADLINE_SECONDS, END_SECONDS, Ended, gone_within, marked_processes, send
+from ingot.drill.clean import left_running
+from ingot.drill.job import DEADLINE_SECONDS, Ended, marked_processes, send
 from ingot.drill.job import ended as ended_within
 from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
@@ -109,8 +110,7 @@ def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         right = ended.code == _DETERMINISTIC and "E-COLLECTIVES-DIFFER" in ended.output and len(found) == 1
         right = right and "number " in found[0]  # with its shape: of each rank, or of the one that Gloo did not abort
         verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, faults {found}: {ended.output[-300:]}")
-        left = gone_within(END_SECONDS, lambda name=name: marked_processes(bench.folder(name).root))
-        verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
+        verdicts.judge("o7", fault, left_running(bench.folder(name).root))
 
 
 def rs33(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -126,8 +126,7 @@ def rs33(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         faults = len(list(read_events(bench.folder(name).events, events.FAULT)))
         right = ended.code == _DETERMINISTIC and "E-RUN-REPEATS" in ended.output and faults == 3
         verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {faults} faults: {ended.output[-300:]}")
-        left = gone_within(END_SECONDS, lambda name=name: marked_processes(bench.folder(name).root))
-        verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
+        verdicts.judge("o7", fault, left_running(bench.folder(name).root))
     kills_without_progress(bench, seed, verdicts)
 
 
@@ -149,8 +148,7 @@ def kills_without_progress(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     early = [round(after["time"] - one["time"], 3) for one, after in pairs]
     early = [gap for (one, _), gap in zip(pairs, early, strict=True) if gap < one["wait_seconds"]]
     verdicts.judge("o6", fault, f"started again after {early} s already" if early else "")
-    left = gone_within(END_SECONDS, lambda: marked_processes(bench.folder(name).root))
-    verdicts.judge("o7", fault, f"processes are left: {left}" if left else "")
+    verdicts.judge("o7", fault, left_running(bench.folder(name).root))
 
 
 def _settings(bench: Bench) -> Sequence[str]:

@@ -7,14 +7,12 @@ import socket
 import struct
 import subprocess
 import time
-from contextlib import closing, suppress
 
 from ingot.drill.clean import o7
-from ingot.drill.job import DEADLINE_SECONDS, gone_within, marked_processes
+from ingot.drill.job import DEADLINE_SECONDS
 from ingot.drill.oracles import Trace, Verdicts, o3, read_facts, redone
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 
 from .bench import Bench, options
 from .row import INTERVAL, Row, drawn_mode, drilled, judge_recovered, random_of
@@ -48,8 +46,6 @@ def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o6", where, "" if restored == [(kept, 0)] else f"restored {restored}")
     verdicts.time(folder, injected)
     judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS))
-    with suppress(OSError), closing(reach_local(keeper_name(process.pid, folder.root))):
-        verdicts.judge("o7", where, "the process that keeps snapshots has outlived the run")
 
 
 def stopped_between_snapshots(
@@ -137,8 +133,7 @@ def judge_close(
     """Judge the run `name` like any, but the losses of the steps after each of `stops` by their distance from R, and no
     state: its bits are others. settings: those of R. again: how many steps may be done twice."""
     folder, reference = bench.folder(name), bench.reference(*settings)
-    left = gone_within(5, lambda: marked_processes(folder.root))
-    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before, left))
+    verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before))
     facts = read_facts(folder)
     verdicts.judge("o3", where, o3(facts.samples, reference.samples))
     worst = 0.0

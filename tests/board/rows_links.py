@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from random import Random
 
+from ingot.drill.clean import left_running
 from ingot.drill.job import TrainingJob, ended
 from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
@@ -106,6 +107,7 @@ class _Trial:
             self.judge(f"exit codes {nodes.codes()}" if any(nodes.codes()) else "")
             left = hosts.shared_memory()
             self.verdicts.judge("o7", self.case, f"shared memory {left} is left" if left else "")
+            self.verdicts.judge("o7", self.case, left_running(nodes.folder.root))
         judge_recovered(self.bench, self.verdicts, name, self.case, self.bench.reference(*steps))
 
     def judge(self, finding: str) -> None:

@@ -9,7 +9,7 @@ from ingot.drill.oracles import Verdicts
 
 from . import ALL, killpoints
 from .bench import Bench
-from .row import MODES, newest_valid, random_of
+from .row import MODES, carry_out, newest_valid, random_of
 from .rows_disk import calls_of_a_save, crash_points
 
 pytestmark = pytest.mark.slow
@@ -60,5 +60,5 @@ def test_a_wrong_bit_on_its_way_to_the_disk_is_noticed(bench: Bench):
 )
 def test_a_row(bench: Bench, row):
     verdicts = Verdicts()
-    row.play(bench, 0, verdicts)
+    carry_out(bench, row, 0, verdicts)
     assert not wrong(verdicts)

@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _ORACLES = "tests/unit/drill/test_oracles.py::"
+_PORTS = "test_o7_names_the_ports_of_processes_that_are_left_also_of_those_without_a_mark"
 _FAULTS = "tests/unit/drill/test_faults.py::"
 _QUIET = "tests/unit/drill/test_quiet.py::"
 _COPY = "tests/unit/drill/test_copied.py::"
@@ -79,6 +80,22 @@ MUTANTS: list[Mutant] = [
         before="            die_with_parent()\n",
         after="",
         tests=("tests/e2e/test_drill.py::test_nothing_outlives_a_drill[9--9]",),
+    ),
+    Mutant(
+        name="drill-ports-of-marked-processes-alone",
+        what="a process of a run that has another environment, and listens at a port, may be left",
+        file="drill/job.py",
+        before="    for descriptor in (1, 2):\n",
+        after="    for descriptor in ():\n",
+        tests=(f"{_ORACLES}{_PORTS}[False]",),
+    ),
+    Mutant(
+        name="drill-ports-unseen",
+        what="the ports at which processes of a run still listen are not looked at",
+        file="drill/listening.py",
+        before='if f"socket:[{inode}]" in own)',
+        after='if f"socket:{inode}" in own)',
+        tests=(f"{_ORACLES}{_PORTS}[True]",),
     ),
     Mutant(
         name="drill-slope-without-starts",

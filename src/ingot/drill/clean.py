@@ -1,10 +1,12 @@
-"""O7: what a run that has ended leaves: processes, shared memory, temporary files, a damaged checkpoint. No torch."""
+"""O7: what a run that has ended leaves: processes and the sockets at which they listen, shared memory, temporary files,
+a damaged checkpoint. No torch."""
 
 import os
-from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ingot.drill.job import END_SECONDS, gone_within, processes_of
+from ingot.drill.listening import listening
 from ingot.errors import IngotError
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
@@ -17,14 +19,22 @@ def shared_memory() -> set[str]:
     return set()
 
 
-def o7(folder: RunFolder, temporary: Path, memory_before: set[str], alive: Iterable[int]) -> str:
+def left_running(place: Path) -> str:
+    """Return which processes of jobs with run folders in `place` are left, and the sockets at which they listen, after
+    the seconds that their end may take; "" if none is."""
+    alive = gone_within(END_SECONDS, lambda: processes_of(place))
+    sockets = sorted(address for pid in alive for address in listening(pid))
+    found = f"processes {alive} are left" if alive else ""
+    return f"{found}, and listen at {', '.join(sockets)}" if sockets else found
+
+
+def o7(folder: RunFolder, temporary: Path, memory_before: set[str]) -> str:
     """Return what a run that has ended left; "" if nothing.
 
-    temporary: its folder for temporary files. memory_before: the names in /dev/shm before it. alive: its processes that
-    still live.
+    temporary: its folder for temporary files. memory_before: the names in /dev/shm before it.
     """
-    if alive := list(alive):
-        return f"processes {alive} are left"
+    if found := left_running(folder.root):
+        return found
     if new := [name for name in shared_memory() - memory_before if not _in_use(f"/dev/shm/{name}")]:
         return f"shared memory {sorted(new)} is left"  # one in use is of another program: ours have ended
     if files := [str(path.relative_to(temporary)) for path in temporary.rglob("*") if path.is_file()]:

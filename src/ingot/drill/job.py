@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +125,36 @@ def marked_processes(run: Path) -> list[int]:
     return processes_with(RUN_VARIABLE, run)
 
 
+def processes_of(place: Path) -> list[int]:
+    """Return the living processes of all jobs whose run folder is `place` or below it: those that are marked, and those
+    whose output goes to a file there or beside it, which have perhaps another environment (keepers of snapshots do)."""
+    return [pid for pid in _all_processes() if any(_is_at(path, place) for path in _places_of(pid))]
+
+
+def _places_of(pid: int) -> Iterator[str]:
+    """Return the run folder of a process by its mark, and the files of its standard output and error."""
+    mark = f"{RUN_VARIABLE}=".encode()
+    for variable in _read(f"/proc/{pid}/environ").split(b"\0"):
+        if variable.startswith(mark):
+            yield os.fsdecode(variable.removeprefix(mark))
+    for descriptor in (1, 2):
+        with suppress(OSError):
+            yield str(Path(f"/proc/{pid}/fd/{descriptor}").readlink())
+
+
+def _is_at(path: str, place: Path) -> bool:
+    """Return whether a path is that of `place`, below it, or, with a suffix, beside it."""
+    return path == str(place) or path.startswith((f"{place}/", f"{place}."))
+
+
 def processes_with(variable: str, value: Path) -> list[int]:
     """Return the living processes with this variable in their environment."""
     mark = f"{variable}={value}\0".encode()
-    found = (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
-    return [pid for pid in found if mark in _read(f"/proc/{pid}/environ")]
+    return [pid for pid in _all_processes() if mark in _read(f"/proc/{pid}/environ")]
+
+
+def _all_processes() -> Iterator[int]:
+    return (int(entry.name) for entry in os.scandir("/proc") if entry.name.isdigit())
 
 
 def send(number: signal.Signals, processes: Iterable[int]) -> None:

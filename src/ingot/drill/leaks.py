@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
+from ingot.drill.listening import listening, open_files
 from ingot.machine.processes import identity_of
 
 SAMPLE_SECONDS = 1.0
@@ -19,7 +20,6 @@ _LEAST_SAMPLES = 12
 _MOST_BYTES_PER_MINUTE = 1e6
 _MOST_FILES = 2
 _PAGE = os.sysconf("SC_PAGE_SIZE")
-_LISTENING = "0A"  # the state in /proc/net/tcp
 
 
 class Growth:
@@ -36,16 +36,13 @@ class Growth:
         if now - self._last < SAMPLE_SECONDS:
             return
         self._last = now
-        ports = _listening_inodes()
         for pid in processes:
             with suppress(OSError, IndexError):
                 name = identity_of(pid)
                 if now - self._first.setdefault(name, now) < _WARM_SECONDS:
                     continue
                 memory = int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE
-                files = [_target(link) for link in Path(f"/proc/{pid}/fd").iterdir()]
-                listening = sum(target in ports for target in files)
-                self.add(name, now, memory, len(files), listening)
+                self.add(name, now, memory, len(open_files(pid)), len(listening(pid)))
 
     def add(self, process: str, at: float, memory: int, files: int, listening: int) -> None:
         """Add a sample. process: its name. at: seconds. memory: resident bytes."""
@@ -89,21 +86,3 @@ def _grown(counts: Sequence[int]) -> int:
         return 0
     quarter = len(counts) // 4
     return max(min(counts[-quarter:]) - max(counts[:quarter]), 0)
-
-
-def _target(link: Path) -> str:
-    with suppress(OSError):
-        return str(link.readlink())
-    return ""
-
-
-def _listening_inodes() -> set[str]:
-    """Return the sockets that listen on TCP, as the links of open files name them."""
-    found = set()
-    for table in ("tcp", "tcp6"):
-        with suppress(OSError):
-            for line in Path(f"/proc/net/{table}").read_text().splitlines()[1:]:
-                fields = line.split()
-                if fields[3] == _LISTENING:
-                    found.add(f"socket:[{fields[9]}]")
-    return found

@@ -8,8 +8,8 @@ O4 detect    seconds from the fault to the first `fault` event; of a quiet fault
              first damage that hashes found, or the first windows that were put into quarantine
 O5 recover   seconds from the fault to the first step that had not been reached before it, and that is sound
 O6 message   exit code, error code and facts name the cause (each row says which)
-O7 clean     no process, no shared memory, no temporary file is left, and the last checkpoint verifies. A port is held
-             by a process, so none is left either
+O7 clean     no process, no socket that listens, no shared memory, no temporary file is left, and the last checkpoint
+             verifies
 O8 cost      steps done twice per fault, at most the interval of checkpoints
 """
 

@@ -242,8 +242,7 @@ class Trial:
 
     def judge_recovered(self, reference: RunFacts, most_redone: int) -> None:
         """Judge O1, O2, O3, O7 and O8 of the run, which has ended. most_redone: steps that may be done twice."""
-        left = gone_within(END_SECONDS, self.job.processes)
-        self.judge("o7", o7(self.folder, self.job.temporary, self._memory_before, left))
+        self.judge("o7", o7(self.folder, self.job.temporary, self._memory_before))
         judge_recovered(self.verdicts, self.folder, self.where or self.name, reference, most_redone)
         for fault in self.recoveries:
             self.verdicts.detect += [] if fault.detected is None else [fault.detected]

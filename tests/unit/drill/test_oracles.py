@@ -2,10 +2,15 @@
 
 import json
 import struct
+import subprocess
+import sys
 
+import pytest
 from tests.checkpoints import write_checkpoint
 
+from ingot.drill import clean
 from ingot.drill.clean import leftovers, o7, shared_memory
+from ingot.drill.job import RUN_VARIABLE
 from ingot.drill.oracles import o1, o2, o3, read_facts, recovery, redone
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
@@ -55,14 +60,13 @@ def test_o7_sees_everything_that_can_be_left(tmp_path):
     folder, temporary = RunFolder(tmp_path / "run"), tmp_path / "temporary"
     temporary.mkdir()
 
-    def left(alive=()) -> str:
-        return o7(folder, temporary, shared_memory(), alive)
+    def left() -> str:
+        return o7(folder, temporary, shared_memory())
 
     folder.root.mkdir()
     assert left() == "there is no checkpoint"
     write_checkpoint(folder, 3, {"train.global_batch": 1, "train.seq_len": 1})
     assert left() == ""
-    assert "processes [7]" in left(alive=[7])
     for path in (folder.checkpoints / ".saving-step-00000004", folder.ledger / ".a.1.tmp", folder.stop_request):
         path.mkdir()
         assert leftovers(folder) == [str(path.relative_to(folder.root))] and path.name in left()
@@ -72,6 +76,51 @@ def test_o7_sees_everything_that_can_be_left(tmp_path):
     (temporary / "file").unlink()
     (folder.checkpoint(3) / "manifest.json").write_bytes(b"{}")
     assert "damaged" in left()
+
+
+# Listens in each way, with nothing in its environment, as a process that keeps snapshots does.
+LISTENER = """
+import socket, sys
+ipv4, unix = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+port = ipv4.getsockname()[1]
+unix.bind(f"\\0o7-{port}")
+unix.listen()
+found = [f"127.0.0.1:{port}", f"@o7-{port}"]
+try:
+    ipv6 = socket.create_server(("::1", 0), family=socket.AF_INET6)
+    found.append(f"[::1]:{ipv6.getsockname()[1]}")
+except OSError:
+    pass  # a machine without IPv6
+sys.stderr.write(", ".join(found) + "\\n")
+sys.stderr.flush()
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("marked", [True, False])
+def test_o7_names_the_ports_of_processes_that_are_left_also_of_those_without_a_mark(tmp_path, monkeypatch, marked):
+    monkeypatch.setattr(clean, "END_SECONDS", 0.1)
+    root = tmp_path / "run"
+    root.mkdir()
+    log = root / "0.log"
+    with (
+        log.open("wb") as output,
+        subprocess.Popen(
+            [sys.executable, "-S", "-c", LISTENER],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=output,
+            env={RUN_VARIABLE: str(root)} if marked else {},
+        ) as process,
+    ):
+        while not log.read_text().endswith("\n"):
+            assert process.poll() is None, log.read_text()
+        found = f"processes [{process.pid}] are left, and listen at {log.read_text().strip()}"
+        assert o7(RunFolder(root), tmp_path / "temporary", shared_memory()) == found
+        assert clean.left_running(tmp_path) == found
+        assert clean.left_running(tmp_path / "ru") == clean.left_running(root / "1") == ""
+        process.communicate()
+    assert clean.left_running(tmp_path) == ""
 
 
 def test_the_state_has_step_and_samples(tmp_path):
