@@ -83,9 +83,8 @@ def drilled(row: str, *settings: str) -> Callable[[Bench, int, Verdicts], None]:
         run, reference = bench.drilled(*settings, drawn_mode(seed)), bench.reference(*settings)
         for fault in faults_of(row):
             place = bench.root / f"{fault.id.replace(' ', '-')}-{seed}"
-            with trial.Trial(
-                fault.prepare(run, place), place, random_of(fault.id, seed), verdicts, name=fault.id
-            ) as one:
+            own, random = fault.prepare(run, place), random_of(fault.id, seed)
+            with trial.Trial(own, place, random, verdicts, name=fault.id) as one:
                 play(fault, one, reference)
 
     return play_row

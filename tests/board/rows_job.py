@@ -1,6 +1,5 @@
 """Rows of whole jobs: signals, two launches in one folder, and other numbers of ranks and layouts on resume."""
 
-import contextlib
 import os
 import signal
 import socket
@@ -22,30 +21,6 @@ _LONG = "train.steps=60"  # so that a signal arrives before the end
 SLOW_STEPS = ("train.steps=60", "train.global_batch=64")
 _PREEMPTED = 10
 _CANONICAL = ('parallel.reduce="canonical"', "parallel.virtual_ranks=4", "parallel.dp_shard=1")
-
-
-def rs07_memory(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Remove the tensors of all checkpoints and kill a rank: the run can only continue from the memory of its node."""
-    random, name = random_of("RS07 memory", seed), f"memory-{seed}"
-    rank, step = random.randrange(2), INTERVAL * random.randrange(2, 10)
-    folder = bench.folder(name)
-    in_memory = (*SLOW_STEPS, 'checkpoint.mode="async"', "checkpoint.replicas=1")
-    process = bench.start(name, *options(in_memory))
-    kept, pids = stopped_between_snapshots(bench, name, step, process)
-    where = f"rank {rank} after the snapshot of step {kept}"
-    for path in folder.checkpoints.glob("step-*/rank-*"):
-        path.unlink()
-    injected = time.time()
-    os.kill(pids[rank], signal.SIGKILL)
-    for pid in pids.values():
-        with contextlib.suppress(ProcessLookupError):  # the killed one may be gone
-            os.kill(pid, signal.SIGCONT)
-    ended = bench.ended(process)
-    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
-    restored = [(e["step"], e["peer_bytes"]) for e in read_events(folder.events, events.SNAPSHOT_RESTORED)]
-    verdicts.judge("o6", where, "" if restored == [(kept, 0)] else f"restored {restored}")
-    verdicts.time(folder, injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS))
 
 
 def stopped_between_snapshots(
@@ -153,7 +128,11 @@ def _distance(ours: Trace, reference: Trace, step: int) -> float:
 
 ROWS = (
     Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG)),
-    Row("RS07 memory", "SIGKILL of a rank, and loss of the tensors of all checkpoints", rs07_memory),
+    Row(
+        "RS07 memory",
+        "SIGKILL of a rank, and loss of the tensors of all checkpoints",
+        drilled("RS07 memory", *SLOW_STEPS),
+    ),
     Row("RS08", "SIGKILL of all processes of a job", drilled("RS08", _LONG)),
     Row("RS17", "resume on 2, 1, 2, on 4, 2, 1 and on 4, 2, 4 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),

@@ -79,6 +79,14 @@ def test_a_run_recovers_from_each_fault_bit_for_bit(project):
     assert not (project.root / "runs" / "tiny").exists()
 
 
+@pytest.mark.row("RS07 memory", "RS07 node")
+def test_a_lost_rank_and_a_lost_node_are_restored_from_memory(project):
+    result = drilled(project, "--rows", "RS07", code=0)
+    assert [line["id"] for line in result["rows"]] == ["RS07 memory", "RS07 node"]
+    assert all(line["passed"] and line["o1"] and line["o2"] and line["o3"] and line["o7"] for line in result["rows"])
+    assert "lost" in result["rows"][1]["cause"]
+
+
 def test_a_resume_with_other_samples_is_red(project):
     (project.root / "lossy.py").write_text(LOSSY)
     with project.run_file.open("a") as file:

@@ -5,6 +5,8 @@ from .mutant import Mutant
 _ORACLES = "tests/unit/drill/test_oracles.py::"
 _PORTS = "test_o7_names_the_ports_of_processes_that_are_left_also_of_those_without_a_mark"
 _FAULTS = "tests/unit/drill/test_faults.py::"
+_MEMORY = "test_the_newest_snapshot_before_the_fault_has_to_be_restored_and_no_checkpoint"
+_RESTORED = "tests/e2e/test_drill.py::test_a_lost_rank_and_a_lost_node_are_restored_from_memory"
 _QUIET = "tests/unit/drill/test_quiet.py::"
 _COPY = "tests/unit/drill/test_copied.py::"
 
@@ -98,6 +100,38 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_ORACLES}{_PORTS}[True]",),
     ),
     Mutant(
+        name="drill-memory-of-the-own-node",
+        what="a new node may have all bytes of its state from itself",
+        file="drill/memory.py",
+        before='found = [(e["step"], e["peer_bytes"] > 0)',
+        after='found = [(e["step"], from_peer)',
+        tests=("tests/unit/drill/test_memory.py::" + _MEMORY,),
+    ),
+    Mutant(
+        name="drill-within-a-save",
+        what="a node is lost while the next snapshot is made, which no memory has as a whole",
+        file="drill/memory.py",
+        before="return 0 < kept <= trained < kept + trial.run.interval - 1",
+        after="return 0 < kept <= trained",
+        tests=("tests/unit/drill/test_memory.py::test_ranks_are_stopped_between_two_saves_only",),
+    ),
+    Mutant(
+        name="keeper-outlives-its-node",
+        what="the keeper of a lost node, which has nothing of the job's environment, goes on to listen at a port",
+        file="trainer/checkpoint/keeper.py",
+        before="    select.select([owner_ends], [], [])\n",
+        after="    threading.Event().wait()\n",
+        tests=(_RESTORED,),
+    ),
+    Mutant(
+        name="snapshots-copied-to-no-node",
+        what="snapshots are in the memory of their own node alone",
+        file="trainer/checkpoint/replicas.py",
+        before="peers = [self.nodes[number] for number in self.keep_on]",
+        after="peers = [self.nodes[number] for number in self.keep_on[1:]]",
+        tests=(_RESTORED,),
+    ),
+    Mutant(
         name="drill-slope-without-starts",
         what="the growth of memory is fitted without the own start of each process, so it depends on their order",
         file="drill/leaks.py",
@@ -117,8 +151,8 @@ MUTANTS: list[Mutant] = [
         name="drill-variants-unasked",
         what="a row of a drill plays its variants, which nobody asked for",
         file="drill/drill.py",
-        before="else [fault for fault in FAULTS if fault.id == row]",
-        after="else faults_of(row)",
+        before="return [fault for fault in FAULTS if fault.id == row] or faults_of(row)",
+        after="return faults_of(row)",
         tests=("tests/unit/drill/test_faults.py::test_rows_are_chosen_by_the_ids_of_the_board",),
     ),
     Mutant(

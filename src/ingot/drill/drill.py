@@ -33,8 +33,8 @@ _SUFFIXES = ("", ".tmp", ".log", ".damaged", ".planted", ".tokens")  # of what a
 def chosen_faults(rows: Sequence[str] = (), *, smoke: bool = False) -> list[DrillFault]:
     """Return the faults of these rows of the board, or of the short drill, or all.
 
-    rows: each is the whole id of a fault; with "+" after it, the variants of the row come too. Raises UsageError for a
-    row that has none here.
+    rows: each is the whole id of a fault; with "+" after it, the variants of the row come too, as they do for a row
+    that has nothing else here. Raises UsageError for a row that has none.
     """
     asked = {row: _asked(row) for row in rows}
     if unknown := [row for row, faults in asked.items() if not faults]:
@@ -52,7 +52,9 @@ def chosen_faults(rows: Sequence[str] = (), *, smoke: bool = False) -> list[Dril
 
 
 def _asked(row: str) -> list[DrillFault]:
-    return faults_of(row[:-1]) if row.endswith("+") else [fault for fault in FAULTS if fault.id == row]
+    if row.endswith("+"):
+        return faults_of(row[:-1])
+    return [fault for fault in FAULTS if fault.id == row] or faults_of(row)
 
 
 def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *, steps: int = 0, seed: int = 0) -> dict:

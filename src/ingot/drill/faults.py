@@ -1,7 +1,8 @@
 """The faults of a drill: what each does to a job that trains, from outside, and what has to be reported. No torch.
 
 They have the ids of the board of reliability (docs/reliability.md). Quiet faults, which end no process, are in
-quiet.py. The rest of the board's rows needs a disk that fails or several nodes, and runs on a small run of the board.
+quiet.py; those after which memory replaces the checkpoints in memory.py. The rest of the board's rows needs a disk that
+fails, or more than a lost node, and runs on a small run of the board.
 """
 
 import signal
@@ -12,6 +13,7 @@ from pathlib import Path
 from ingot.drill.damage import cut, flip_any
 from ingot.drill.fault import DrillFault
 from ingot.drill.job import send
+from ingot.drill.memory import MEMORY_FAULTS
 from ingot.drill.quiet import QUIET_FAULTS
 from ingot.drill.trial import Trial
 from ingot.errors import EXIT_PREEMPTED, RunBusyError
@@ -69,7 +71,7 @@ def _kill_launcher(trial: Trial) -> None:
 
 def _kill_all(trial: Trial) -> None:
     trial.injects("SIGKILL of all processes")
-    trial.job.kill(trial.launcher)
+    trial.job.kill(*trial.launchers)
 
 
 def _continued(trial: Trial) -> str:
@@ -188,7 +190,7 @@ def _launch_again(trial: Trial) -> None:
 def _damaged(change: Callable[..., str], what: str) -> Callable[[Trial], None]:
     def inject(trial: Trial) -> None:
         trial.injects(f"SIGKILL of all processes, and {what} of the newest checkpoint")
-        trial.job.kill(trial.launcher)
+        trial.job.kill(*trial.launchers)
         newest = candidate_folders(trial.folder.checkpoints)[0]
         files = [newest / MANIFEST, *(newest / file_of(rank) for rank in range(trial.run.ranks))]
         file = trial.random.choice([path for path in files if path.exists()])
@@ -263,6 +265,7 @@ FAULTS: tuple[DrillFault, ...] = (
         intervals=0,
         needs=_several,
     ),
+    *MEMORY_FAULTS,
     DrillFault(
         id="RS08",
         injects="SIGKILL of all processes; the same command again",

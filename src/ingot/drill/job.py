@@ -19,6 +19,7 @@ from ingot.events import read_events
 from ingot.machine.processes import die_with_parent, parent_of
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 
 RUN_VARIABLE = "INGOT_DRILL_RUN"  # in the environment of all processes of a job: its run folder
 DEADLINE_SECONDS = 120.0
@@ -95,16 +96,21 @@ class TrainingJob:
         """Return the living processes that write checkpoints."""
         return [pid for pid in self.processes() if _WRITER in _read(f"/proc/{pid}/cmdline")]
 
+    def started_by(self, launcher: int) -> list[int]:
+        """Return the living processes of this job that a launcher has started."""
+        started = set(processes_with(SUPERVISOR_VARIABLE, launcher))
+        return [pid for pid in self.processes() if pid in started]
+
     def fork_server(self, launcher: int) -> int | None:
         """Return the process from which the launcher's ranks are forked."""
         return next((pid for pid in self.processes() if parent_of(pid) == launcher), None)
 
-    def kill(self, launcher: subprocess.Popen | None = None) -> None:
+    def kill(self, *launchers: subprocess.Popen) -> None:
         """Kill all processes of the job at once, and wait until they are gone."""
-        if launcher is not None:
+        for launcher in launchers:
             launcher.kill()
-        send(signal.SIGKILL, self.processes())  # the kernel has ended most of them with the launcher
-        if launcher is not None:
+        send(signal.SIGKILL, self.processes())  # the kernel has ended most of them with their launchers
+        for launcher in launchers:
             launcher.wait()
         gone_within(END_SECONDS, self.processes)
 
@@ -147,7 +153,7 @@ def _is_at(path: str, place: Path) -> bool:
     return path == str(place) or path.startswith((f"{place}/", f"{place}."))
 
 
-def processes_with(variable: str, value: Path) -> list[int]:
+def processes_with(variable: str, value: Path | int) -> list[int]:
     """Return the living processes with this variable in their environment."""
     mark = f"{variable}={value}\0".encode()
     return [pid for pid in _all_processes() if mark in _read(f"/proc/{pid}/environ")]

@@ -1,11 +1,12 @@
 """One copy of a run that is disturbed: its job, what its log shows of each fault, and the judgment. No torch."""
 
 import itertools
+import os
 import signal
 import subprocess
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
 from typing import Protocol
@@ -23,6 +24,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.units import format_seconds
 
 _POLL_SECONDS = 0.01
+_DEVICES = "CUDA_VISIBLE_DEVICES"
 _LAST_CHARACTERS = 300  # of what a command printed, in a finding
 
 
@@ -68,6 +70,16 @@ class DrilledRun:
     def ranks(self) -> int:
         return self.config.parallel.world_size
 
+    def devices(self, node: int) -> dict[str, str]:
+        """Return the variables by which a node of several, all on this machine, has its share of the GPUs."""
+        nodes = self.config.launch.nodes
+        if nodes == 1:
+            return {}
+        given = os.environ.get(_DEVICES)
+        all_devices = [*map(str, range(self.ranks))] if given is None else given.split(",")
+        share = self.ranks // nodes
+        return {_DEVICES: ",".join(all_devices[node * share : (node + 1) * share])}
+
     @property
     def done_code(self) -> int:
         """The exit code of the command that reaches the last step."""
@@ -109,7 +121,7 @@ class Trial:
         self.stop_reasons: tuple[str, ...] = ()  # that an event of a requested stop may give
         self.named: tuple[int, ...] = ()  # the ranks of the newest fault
         self.plan, self.planned = FaultPlan(root), list[int]()  # of faults in the ranks, and the numbers of them
-        self.launcher: subprocess.Popen | None = None
+        self.launchers: list[subprocess.Popen] = []  # of each node
         self._events, self._deadline = NewEvents(self.folder.events), deadline
         self._memory_before = shared_memory()
 
@@ -117,23 +129,32 @@ class Trial:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.job.kill(self.launcher)
+        self.job.kill(*self.launchers)
 
     # -- the job --
 
+    @property
+    def launcher(self) -> subprocess.Popen | None:
+        """The newest command; of several nodes, that of the first one."""
+        return self.launchers[0] if self.launchers else None
+
     def start(self) -> None:
-        """Give the command of the run, which continues what is there."""
+        """Give the command of the run, which continues what is there, on each of its nodes."""
         self.look()
         self.trains = False
+        self.launchers = [self.start_node(number) for number in range(self.run.config.launch.nodes)]
+
+    def start_node(self, number: int) -> subprocess.Popen:
+        """Give the command of the run on its node `number`."""
+        job = replace(self.job, variables={**(self.job.variables or {}), **self.run.devices(number)})
         with self.printed.open("ab") as file:
-            self.launcher = self.job.start(file)
+            return job.start(file)
 
     def follow(self, enough: Callable[[], bool] = lambda: False) -> bool:
         """Follow the job until `enough()` holds, or it ends, or makes no progress until the deadline, and is then
         killed. Returns `enough()`."""
-        assert self.launcher is not None
         last, deadline = self.step, time.monotonic() + self._deadline
-        while self.launcher.poll() is None:
+        while any(one.poll() is None for one in self.launchers):
             self.look()
             if enough():
                 return True
@@ -141,16 +162,18 @@ class Trial:
                 last, deadline = self.step, time.monotonic() + self._deadline
             if time.monotonic() > deadline:
                 self.verdicts.judge("o6", self.where or self.name, f"no progress for {self._deadline:.0f} s")
-                self.job.kill(self.launcher)
+                self.job.kill(*self.launchers)
             time.sleep(_POLL_SECONDS)
         self.look()
         return enough()
 
     def finish(self) -> int:
-        """Follow the job to its end. Returns its exit code."""
+        """Follow the job to its end. Returns its exit code, which has to be that of each node."""
         self.follow()
-        assert self.launcher is not None
-        self.codes.append(self.launcher.wait())
+        codes = [one.wait() for one in self.launchers]
+        if len(codes) > 1:
+            self.judge("o6", "" if len(set(codes)) == 1 else f"exit codes of nodes {codes}: {self.last_words()}")
+        self.codes.append(codes[0])
         gone_within(END_SECONDS, self.job.processes)
         self.look()
         return self.codes[-1]

@@ -123,15 +123,17 @@ def test_rows_are_chosen_by_the_ids_of_the_board(run_file):
     assert [fault.id for fault in faults_of("RS03")] == ["RS03", "RS03 all"]
     assert [fault.id for fault in chosen_faults(["RS03 all", "RS01"])] == ["RS03 all", "RS01"]
     assert [fault.id for fault in chosen_faults(["RS01+", "RS01", "RS02+"])] == ["RS01", "RS01 server", "RS02"]
-    assert all(any(fault.id == row.id.split()[0] for fault in FAULTS) for row in FAULTS)  # no row has variants alone
     assert [fault.id for fault in chosen_faults(smoke=True)] == ["RS01", "RS03", "RS08", "RS10", "RS28"]
     assert len(chosen_faults()) == len(FAULTS)
+    assert [fault.id for fault in chosen_faults(["RS07"])] == ["RS07 memory", "RS07 node"]  # it has nothing else
     with refused("E-DRILL-ROW", row="RS99"):
         chosen_faults(["RS01", "RS99"])
     config = load_run(run_file)
     alone = replace(config, parallel=replace(config.parallel, dp_shard=1))
     left_out = {fault.id for fault in FAULTS if fault.needs(alone)}
-    assert left_out == {"RS03 all", "RS06 all", "RS15"}
+    assert left_out == {"RS03 all", "RS06 all", "RS07 node", "RS15"}
+    often = replace(config, checkpoint=replace(config.checkpoint, every_steps=2))
+    assert {fault.id for fault in FAULTS if fault.needs(often)} == {"RS07 memory", "RS07 node", "RS15"}
     background = replace(config, checkpoint=replace(config.checkpoint, mode="async"))
     assert not [fault for fault in FAULTS if fault.needs(background)]
 
