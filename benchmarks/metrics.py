@@ -4,6 +4,9 @@ Cost: the CPU seconds of all that the record adds to a step, relative to those o
 steps in which both are measured. What a log line adds is played on a line of ten steps and counted by the step. The
 thread that writes is measured by its own CPU clock, while steps run as they come.
 
+Traffic: the CPU seconds that the communication by axis adds to an exchange, and to a step of the same model on four
+ranks, whose exchanges are counted by hand.
+
 Opening: the CPU seconds of a series of 1,000 points of a million steps, and of the newest rows of 1,000 ranks.
 
     python benchmarks/metrics.py [--rounds 60]
@@ -16,6 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,6 +35,7 @@ from ingot.schema.metrics import METRICS, newest_rows, read_series
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.build import build_parts
+from ingot.trainer.mesh.axis_traffic import AxisTraffic
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.mesh.step_times import StepTimes
 from ingot.trainer.mesh.waiting import WaitClock
@@ -48,13 +53,16 @@ _LINE, _FIRST = 10, 6  # the first steps allocate
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--parts", default="cost,opening", help="some of them")
+    parser.add_argument("--parts", default="cost,traffic,opening", help="some of them")
     args = parser.parse_args()
     found: dict[str, object] = {}
     with tempfile.TemporaryDirectory() as folder:
         if "cost" in args.parts:
             found["cost"] = cost(Path(folder) / "run", args.rounds)
             print(found["cost"])
+        if "traffic" in args.parts:
+            found["traffic"] = traffic(args.rounds)
+            print(found["traffic"])
         if "opening" in args.parts:
             found["opening"] = opening(Path(folder) / "metrics")
             print(found["opening"])
@@ -132,7 +140,7 @@ def cost(root: Path, rounds: int) -> dict[str, object]:
         numbers = [StepNumbers(step, float(result.loss), float(result.grad_norm), skipped=False)]
         sized = time.thread_time()
         zero = Waits(data=0.0, pipeline=0.0, collectives=0.0, reading=0.0, computing=0.0, queued=0.0, blocked=0.0)
-        interval.add_line(zero, memory, parts.program.times.take())
+        interval.add_line(zero, memory, parts.program.times.take(), {})
         record_line(trainer, [result], numbers, progress_of(step), squares, by_source)
         lined = time.thread_time()
         if step >= _FIRST:
@@ -149,6 +157,42 @@ def cost(root: Path, rounds: int) -> dict[str, object]:
     medians = {part: statistics.median(each) for part, each in seconds.items()} | means
     since = [each["collections"] - before for each, before in zip(gc.get_stats(), collections, strict=True)]
     return medians | ratio_in_percent(added, seconds["step"]) | {"collections of garbage": since}
+
+
+def traffic(rounds: int) -> dict[str, float]:
+    """Return the CPU seconds that the division by axis adds to an exchange, the median of `rounds`, and to a step."""
+    mesh: Any = SimpleNamespace(size=lambda axis: 2 if axis in ("dp_shard", "tp") else 1, views=())
+    groups: list[Any] = [
+        SimpleNamespace(size=lambda: 2, group_desc=f"mesh_{axis}", group_name=axis) for axis in ("shard", "tp")
+    ]
+    works = [_Complete() for _ in range(1000)]
+
+    def seconds(clock: WaitClock) -> float:
+        clock.start()
+        began = time.thread_time()
+        for number, work in enumerate(works):
+            clock.begun(work, groups[number % 2])
+            clock.time(_Complete.wait, work)
+        found = (time.thread_time() - began) / len(works)
+        clock.stop()
+        return found
+
+    pairs = [(seconds(WaitClock()), seconds(WaitClock(traffic=AxisTraffic(mesh)))) for _ in range(rounds)]
+    added = statistics.median(after - before for before, after in pairs)
+    # Of each layer: tp gathers and scatters twice forward and twice backward, dp_shard gathers and scatters. Embedding
+    # and head together have as many once.
+    exchanges = 10 * (load_model("tiny").arch.num_layers + 1)
+    return {"an exchange": added, "exchanges of a step": exchanges, "a step": added * exchanges}
+
+
+class _Complete:
+    """An exchange that is complete."""
+
+    def is_completed(self) -> bool:
+        return True
+
+    def wait(self) -> None:
+        """Return at once."""
 
 
 class _TimedSourceLoss(SourceLoss):

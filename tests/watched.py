@@ -135,7 +135,11 @@ class WatchedRun:
         uses = {"data": 0.002, "pipeline": 0.0, "collectives": 0.02, "reading": 0.01, "computing": 0.06,
                 "queued": 0.004, "blocked": 0.004}  # fmt: skip
         waits = {use: {"mean": own, "least": own / 2, "most": own * 2, "rank": 1} for use, own in uses.items()}
-        yield {"kind": "waits", "time": clock, "step": step, "steps": self.log_every, **waits}
+        spreads = {part: {"mean": own, "least": own / 2, "most": own * 2, "rank": 1}
+                   for part, own in {"exposed": 0.015, "hidden": 0.03 + 0.01 * math.sin(step)}.items()}  # fmt: skip
+        none = {part: {"mean": 0.0, "least": 0.0, "most": 0.0, "rank": 0} for part in spreads}
+        axes = {"dp_shard": spreads, "cp": none, "world": {**none, "exposed": spreads["exposed"]}}
+        yield {"kind": "waits", "time": clock, "step": step, "steps": self.log_every, **waits, "axes": axes}
         yield {
             "kind": "metrics",
             "time": clock,
@@ -177,10 +181,11 @@ class WatchedRun:
                 run.flush()
         run.close()
         names = ("perf/step_seconds", "perf/wait_seconds", "perf/forward_seconds", "perf/backward_seconds",
-                 "perf/optimizer_seconds", "data/wait_seconds", "memory/peak_bytes")  # fmt: skip
-        own = np.array([0.1, 0.03, 0.02, 0.04, 0.008, 0.001, 290.0 * MIB])
+                 "perf/optimizer_seconds", "data/wait_seconds", "memory/peak_bytes",
+                 "perf/dp_shard/exposed_seconds")  # fmt: skip
+        own = np.array([0.1, 0.03, 0.02, 0.04, 0.008, 0.001, 290.0 * MIB, 0.015])
         for rank in range(self.ranks):
-            factor = np.array([1, 0.1, 2.1, 2.1, 1.05, 1, 1]) if rank == self.slow else 1 + 0.01 * rank
+            factor = np.array([1, 0.1, 2.1, 2.1, 1.05, 1, 1, 0.1]) if rank == self.slow else 1 + 0.01 * rank
             writer = TableWriter(lineage / f"rank-{rank:05}", list(names), facts)
             for step in range(max(self.ended - 20, 1), self.ended + 1):
                 values = dict(zip(names, (own * factor).tolist(), strict=True))

@@ -49,6 +49,7 @@ from . import (
     stores,
     stragglers,
     terminal,
+    traffic,
     watch,
     watchdog,
 )
@@ -91,6 +92,7 @@ AREAS: dict[str, list[Mutant]] = {
         recoveries,
         stragglers,
         terminal,
+        traffic,
         metrics,
         watchdog,
         nodes,

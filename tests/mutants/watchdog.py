@@ -336,8 +336,8 @@ MUTANTS: list[Mutant] = [
         name="waits-without-a-heartbeat",
         what="the heartbeat of a rank does not say that it waits for another one",
         file="trainer/run.py",
-        before="WaitClock(heartbeat.set_waiting)",
-        after="WaitClock()",
+        before="WaitClock(heartbeat.set_waiting, ",
+        after="WaitClock(bool, ",
         tests=("tests/unit/trainer/test_loop.py::test_the_heartbeat_says_when_a_rank_waits_for_another_one",),
     ),
     Mutant(

@@ -1,10 +1,16 @@
 """The newest numbers of single ranks, for sinks that show every rank."""
 
+from dataclasses import replace
 from pathlib import Path
 
-from ingot.schema.metrics import METRICS, NewestRow, newest_rows
+from ingot.schema.metrics import METRICS, TRAFFIC_AXES, NewestRow, newest_rows
 
-RANK_METRICS = {metric.name: metric for metric in METRICS if metric.owner == "rank"}
+RANK_METRICS = {
+    name: replace(metric, name=name, meaning=metric.meaning.format(axis=axis))
+    for metric in METRICS
+    for axis in (TRAFFIC_AXES if "{axis}" in metric.name else ("",))
+    if metric.owner == "rank" and (name := metric.name.format(axis=axis))
+}
 
 
 def rank_rows(metrics: Path) -> dict[int, NewestRow]:

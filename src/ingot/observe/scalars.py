@@ -5,6 +5,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ingot.schema import events
+from ingot.schema.metrics import TRAFFIC_AXES
 
 
 class ScalarMeaning(NamedTuple):
@@ -24,6 +25,10 @@ USES = {
     "queued": "ready, but without a core",
     "blocked": "waiting for anything else",
 }
+TRAFFIC = {
+    "exposed": "waiting for the exchanges of {axis}, and for ranks that come late to them",
+    "hidden": "in which an exchange of {axis} is in flight while a rank works",
+}
 # name -> its unit and meaning. Names that depend on a source, a callback or a prompt are not listed: eval/SOURCE/bpb,
 # eval/SOURCE/loss, data/SOURCE/loss, data/SOURCE/share, callbacks/NAME/METRIC.
 SCALARS: dict[str, ScalarMeaning] = {
@@ -41,6 +46,11 @@ SCALARS: dict[str, ScalarMeaning] = {
     **{
         f"perf/{use}_seconds_most": ScalarMeaning("s", f"{words}, the rank with the most")
         for use, words in USES.items()
+    },
+    **{
+        f"perf/{axis}/{part}_seconds": ScalarMeaning("s", f"{words.format(axis=axis)}, {_PER_STEP}")
+        for axis in TRAFFIC_AXES
+        for part, words in TRAFFIC.items()
     },
     "data/wait_seconds": ScalarMeaning("s", "that a step waits for its batch"),
     "memory/peak_bytes": ScalarMeaning("bytes", "most memory of a device since the start"),
@@ -106,6 +116,7 @@ def _found(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             if isinstance(own, Mapping):
                 yield f"perf/{use}_seconds", own.get("mean")
                 yield f"perf/{use}_seconds_most", own.get("most")
+        yield from ((f"perf/{name}_seconds", seconds) for name, seconds in traffic_of(event).items())
     elif kind == events.EXPERTS:
         for field, over in _OF_EXPERTS.items():
             yield f"experts/{field}", _over(over, event.get(field))
@@ -122,6 +133,17 @@ def _found(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 yield f"data/{source}/{field}", own
     elif kind == events.METRICS:
         yield from ((f"callbacks/{event.get('by')}/{name}", own) for name, own in (event.get("values") or {}).items())
+
+
+def traffic_of(event: Mapping[str, Any]) -> dict[str, Any]:
+    """Return AXIS/exposed and AXIS/hidden -> seconds per step, mean over ranks, of a `waits` event; {} without any."""
+    by_axis = event.get("axes")
+    found = {}
+    for axis, parts in by_axis.items() if isinstance(by_axis, Mapping) else ():
+        for part, spread in parts.items() if axis in TRAFFIC_AXES and isinstance(parts, Mapping) else ():
+            if part in TRAFFIC and isinstance(spread, Mapping):
+                found[f"{axis}/{part}"] = spread.get("mean")
+    return found
 
 
 def _over(function: Any, values: Any) -> float | None:

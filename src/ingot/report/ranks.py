@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ingot.report.facts import RunData
 from ingot.report.render.page import Block, HeatMap, HeatRow, Section, Text
-from ingot.schema.metrics import NewestRow, newest_rows
+from ingot.schema.metrics import TRAFFIC_AXES, NewestRow, newest_rows
 from ingot.units import format_bytes, format_seconds
 
 # Columns: title, metric, and whether more of it is worse (waiting for others is what fast ranks do).
@@ -18,6 +18,7 @@ _PHASES = (
     ("optimizer", "perf/optimizer_seconds", True),
     ("waiting for ranks", "perf/wait_seconds", False),
     ("pipeline", "perf/pipeline_wait_seconds", False),
+    *((f"waiting for {axis}", f"perf/{axis}/exposed_seconds", False) for axis in TRAFFIC_AXES),
     ("no core", "perf/queued_seconds", True),
     ("blocked", "perf/blocked_seconds", True),
     ("save", "checkpoint/stall_seconds", True),

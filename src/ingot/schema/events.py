@@ -17,7 +17,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  no experts), dropped, fallback (null: not applicable to this model)   one per log line
   waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, collectives, reading,
                  computing, queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank
-                 with the most (telemetry/usage.py)                  one per log line
+                 with the most (telemetry/usage.py); axes {axis: {exposed, hidden}}: the communication of each axis of
+                 the mesh in the same form, hidden not on GPUs (mesh/axis_traffic.py)              one per log line
   straggler      step, rank, host, phase ("data" or "compute"), factor (of its peers' time), since (step), seconds
                  (more per step than they), ended (true: slow no more), slowdown (null; once the rank was slow for
                  launch.straggler_seconds: the factor by which steps are longer because of it)

@@ -32,6 +32,9 @@ from ingot.schema.metric_files import (
 )
 
 Owner = Literal["run", "rank"]
+ALL_RANKS = "world"
+# Whose communication is counted apart: axes of the mesh, and exchanges of all ranks that belong to none of them.
+TRAFFIC_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", ALL_RANKS)
 
 
 @dataclass(frozen=True)
@@ -51,6 +54,8 @@ class Metric:
 
 _FLIPS = "share of the experts of held-out tokens that are others than at the check before"
 _NORM = "norm of the gradient of a layer, before clipping; {layer} is its number, or `other`"
+_EXPOSED = "waiting per step for the exchanges of {axis}, and for ranks that come late to them; see below"
+_HIDDEN = "time per step in which one is in flight while the rank works; not known on GPUs"
 _RMS = "root mean square of the hidden states that a layer returns"
 METRICS = (
     Metric("train/loss", "nats per token", "run", "step", "mean loss of the step's tokens"),
@@ -89,6 +94,8 @@ METRICS = (
     ),
     Metric("perf/backward_seconds", "s", "rank", "line", "backward per step, with recomputation, in the same way"),
     Metric("perf/optimizer_seconds", "s", "rank", "line", "update of the weights per step, in the same way"),
+    Metric("perf/{axis}/exposed_seconds", "s", "rank", "line", _EXPOSED),
+    Metric("perf/{axis}/hidden_seconds", "s", "rank", "line", _HIDDEN),
     Metric("perf/computing_seconds", "s", "rank", "line", "CPU time of the training thread per step"),
     Metric("perf/queued_seconds", "s", "rank", "line", "time per step that the thread was ready without a core"),
     Metric("perf/reading_seconds", "s", "rank", "line", "time per step of waiting for results of the device"),

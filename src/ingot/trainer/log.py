@@ -6,7 +6,7 @@ import platform
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from statistics import fmean
@@ -40,7 +40,7 @@ from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.stragglers import Straggler
-from ingot.trainer.telemetry.usage import ThreadTime, Waits, peak_memory_bytes, summary
+from ingot.trainer.telemetry.usage import KINDS, ThreadTime, Waits, peak_memory_bytes, summary, summary_by_axis
 from ingot.units import format_seconds
 
 
@@ -101,13 +101,13 @@ def log_interval(
         collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
-    times = trainer.program.times
-    interval.add_line(waits, memory, times.take() if times is not None else {})
+    times, axes = trainer.program.times, interval.by_axis()
+    interval.add_line(waits, memory, times.take() if times is not None else {}, axes)
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
     sizes = trainer.update_size.read() if trainer.update_size is not None else (0.0, 0.0)
     asked = trainer.layer_sizes is not None and trainer.layer_sizes.take_request()
     more = (*sizes, damaged, *still, asked)
-    rows = log_waits(trainer, step, interval, waits, more, step_seconds=step_seconds)
+    rows = log_waits(trainer, step, interval, waits, axes, more, step_seconds=step_seconds)
     any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:5]
     by_source = sum_over_ranks(trainer.source_loss.take()) if trainer.source_loss is not None else None
     record_line(trainer, recent, numbers, progress, rows[:, :2], by_source)
@@ -178,17 +178,20 @@ def log_waits(
     step: int,
     interval: Interval,
     waits: Waits,
+    axes: Mapping[str, tuple[float, float]],
     more: Sequence[float],
     *,
     step_seconds: float,
 ) -> np.ndarray:
-    """Write one `waits` event with the waits of all ranks, and one `straggler` event for each that is newly slow, or
-    whose machine may be drained now. Returns `more` of all ranks, [ranks, len(more)]. Collective: one exchange of a few
-    numbers per rank."""
+    """Write one `waits` event with the waits and the communication of all ranks, and one `straggler` event for each
+    that is newly slow, or whose machine may be drained now. Returns `more` of all ranks, [ranks, len(more)].
+    Collective: one exchange of a few numbers per rank."""
     typical = np.median([interval.own, interval.data], axis=1)
-    rows = gather_from(range(trainer.place.world_size), np.concatenate([waits.row(), typical, more]))
-    own, typical, others = np.split(rows, [-2 - len(more), -len(more)], axis=1)
-    trainer.log(events.WAITS, step=step, steps=interval.steps, **summary(own, interval.steps))
+    numbers = [waits.row(), np.ravel([*axes.values()]), typical, more]
+    rows = gather_from(range(trainer.place.world_size), np.concatenate(numbers))
+    own, by_axis, typical, others = np.split(rows, np.cumsum([len(part) for part in numbers[:-1]]), axis=1)
+    found = summary(own, KINDS, interval.steps) | {"axes": summary_by_axis(by_axis, [*axes], interval.steps)}
+    trainer.log(events.WAITS, step=step, steps=interval.steps, **found)
     if trainer.stragglers is not None:
         news = trainer.stragglers.take(step, interval.steps, *typical.T)
         if trainer.slow_machines is not None:

@@ -46,16 +46,17 @@ def open_recorder(
     *,
     epoch: int = 0,
     sources: Sequence[str] = (),
+    axes: Sequence[str] = (),
 ) -> Recorder | None:
     """Return the recorder of this rank, if the run wants one. Collective.
 
     log: writes an event of this rank. epoch: of the lease of the run (checkpoint/fence.py). sources: the names under
-    which the loss of data sources is recorded.
+    which the loss of data sources is recorded. axes: those whose communication is (mesh/axis_traffic.py).
     """
     if not config.metrics.record:
         return None
     by_table: dict[str, list[str]] = {table: [] for table in ("run", "rank", *EXTRA_TABLES)}
-    words = {"source": sources, "layer": [*range(config.model.num_layers), OTHER]}
+    words = {"source": sources, "layer": [*range(config.model.num_layers), OTHER], "axis": axes}
     for one in METRICS:
         word = next((word for word in words if f"{{{word}}}" in one.name), "")
         own = [one.name.replace(f"{{{word}}}", str(name)) for name in words[word]] if word else [one.name]
@@ -120,13 +121,15 @@ class Interval:
 
     pipeline_before, waited_before: the total seconds that this rank had waited, for pipeline neighbors and for any
     other rank, when the interval began. own: the seconds of each step without its waits for other ranks. data: of
-    these, those that it waited for data. counted: the sum of `own`. last: the numbers of the newest step.
+    these, those that it waited for data. counted: the sum of `own`. last: the numbers of the newest step. axes_before:
+    the seconds of communication by axis when the interval began (WaitClock.by_axis).
     """
 
     began: ThreadTime
     waits: WaitClock
     pipeline_before: float
     waited_before: float
+    axes_before: Mapping[str, tuple[float, float]] = field(default_factory=dict)
     own: list[float] = field(default_factory=list)
     data: list[float] = field(default_factory=list)
     counted: float = 0.0
@@ -136,7 +139,8 @@ class Interval:
     @classmethod
     def begin(cls, trainer: RunParts) -> "Interval":
         waits = trainer.waits
-        return cls(ThreadTime.now(), waits, trainer.program.channels.waited_seconds, waits.seconds)
+        pipeline = trainer.program.channels.waited_seconds
+        return cls(ThreadTime.now(), waits, pipeline, waits.seconds, waits.by_axis())
 
     def add(self, data_wait_seconds: float, pipeline_seconds: float) -> None:
         """Count a step that has ended now. pipeline_seconds: the total of this rank's waits for pipeline neighbors."""
@@ -162,9 +166,23 @@ class Interval:
     def data_wait_seconds(self) -> float:
         return sum(self.data)
 
-    def add_line(self, waits: Waits, memory_bytes: int, times: Mapping[str, float]) -> None:
-        """Add what a log line has measured to the numbers of the newest step. waits, times: seconds of the whole
-        interval; times by phase (mesh.step_times.py).
+    def by_axis(self) -> dict[str, tuple[float, float]]:
+        """Return axis -> (exposed, hidden) seconds of communication since the interval began, NaN where not known."""
+        found = self.waits.by_axis()
+        return {
+            axis: (found[axis][0] - exposed, found[axis][1] - hidden)
+            for axis, (exposed, hidden) in self.axes_before.items()
+        }
+
+    def add_line(
+        self,
+        waits: Waits,
+        memory_bytes: int,
+        times: Mapping[str, float],
+        axes: Mapping[str, tuple[float, float]],
+    ) -> None:
+        """Add what a log line has measured to the numbers of the newest step. waits, times, axes: seconds of the whole
+        interval; times by phase (mesh.step_times.py), axes as `by_axis` returns them.
 
         The wait for the device, which comes here, is a part of the newest step.
         """
@@ -177,6 +195,10 @@ class Interval:
             "perf/blocked_seconds": waits.blocked / steps,
             "memory/peak_bytes": memory_bytes,
         }
+        for axis, (exposed, hidden) in axes.items():
+            self.last[f"perf/{axis}/exposed_seconds"] = exposed / steps
+            if not math.isnan(hidden):
+                self.last[f"perf/{axis}/hidden_seconds"] = hidden / steps
 
 
 def record_line(

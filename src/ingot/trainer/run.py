@@ -32,8 +32,9 @@ from ingot.trainer.listed_data import leave_out_listed
 from ingot.trainer.loader.ledger import Ledger
 from ingot.trainer.log import devices_in_use, log_start, total_peak
 from ingot.trainer.loop import Ending, train
+from ingot.trainer.mesh.axis_traffic import AxisTraffic, DeviceTraffic, traffic_axes
 from ingot.trainer.mesh.environment import ordered_overrides
-from ingot.trainer.mesh.mesh import cpu_group
+from ingot.trainer.mesh.mesh import Mesh, cpu_group
 from ingot.trainer.mesh.start import RankInfo, start, stop
 from ingot.trainer.mesh.waiting import WaitClock
 from ingot.trainer.parts import RunParts
@@ -188,7 +189,7 @@ def build_trainer(
         schedule=SaveSchedule(config, place, first_step, log, on_rank_zero),
         heartbeat=heartbeat,
         clock=clock,
-        waits=WaitClock(heartbeat.set_waiting),
+        waits=WaitClock(heartbeat.set_waiting, _traffic(config, parts.mesh, place)),
         stragglers=stragglers,
         slow_machines=stragglers and slow_machines(config, parts.mesh, place, on_rank_zero),
         alerts=alert_watch(config, folder, parts, first_step, log, is_first=place.is_first),
@@ -200,6 +201,7 @@ def build_trainer(
             event_log.write,
             epoch=facts.epoch,
             sources=recorded_sources(manifest)[0],
+            axes=traffic_axes(parts.mesh),
         ),
         source_loss=None,
         route_flips=None,
@@ -214,6 +216,13 @@ def build_trainer(
     trainer.waits.start()
     clock.end("build")
     return trainer
+
+
+def _traffic(config: RunConfig, mesh: Mesh, place: RankInfo) -> AxisTraffic | None:
+    """Return what divides the waits of this rank by axis; None if nothing is recorded, or there are no other ranks."""
+    if not config.metrics.record or place.world_size == 1:
+        return None
+    return DeviceTraffic(mesh) if place.device.type == "cuda" else AxisTraffic(mesh)
 
 
 def _background(

@@ -6,13 +6,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.observe.scalars import USES
+from ingot.observe.scalars import TRAFFIC, USES
 from ingot.planner.run.scaling import BESIROGLU
 from ingot.report.evaluations import evaluated
-from ingot.schema.metrics import read_series
+from ingot.schema.metrics import ALL_RANKS, read_series
 from ingot.schema.plan import Plan
 from ingot.watch.drawn import Question, WatchBand, WatchLine
-from ingot.watch.live import LiveRun
+from ingot.watch.live import TRAFFIC_COLUMNS, LiveRun
 from ingot.watch.series import Points, StepSeries
 
 OWN = "own:"  # begins the keys of charts of callbacks and loss terms
@@ -200,6 +200,13 @@ def _uses(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]
         yield from asked.line(run, "uses", use, use, number)
 
 
+def _traffic(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    for column in TRAFFIC_COLUMNS if number == 0 else ():
+        axis, _, part = column.partition("/")
+        if any(run.traffic.newest(f"{axis}/{one}") for one in TRAFFIC):
+            yield from asked.line(run, "traffic", column, f"{axis}, {part}", number)
+
+
 def _memory(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:
     yield from asked.line(run, "lines", "peak_memory_bytes", "peak of rank 0", number, 1 / _GIB)
     if run.data.plan:
@@ -237,6 +244,15 @@ CHARTS: dict[str, ChartKind] = {
     "step_time": ChartKind("Time of a step", "s", "fast", _step_time, "lines", "step_seconds", from_zero=True),
     "uses": ChartKind(
         "Parts of a step, mean over ranks", "s", "fast", _uses, "uses", "computing", stacked=True, from_zero=True
+    ),
+    "traffic": ChartKind(
+        "Communication by axis, mean over ranks",
+        "s",
+        "fast",
+        _traffic,
+        "traffic",
+        f"{ALL_RANKS}/exposed",
+        from_zero=True,
     ),
     "memory": ChartKind("Memory", "GiB", "healthy", _memory, "lines", "peak_memory_bytes", from_zero=True),
     "loads": ChartKind("Load of experts", "x mean", "healthy", _loads, "experts", "max_load", from_zero=True),

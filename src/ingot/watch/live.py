@@ -18,7 +18,7 @@ import numpy as np
 
 from ingot.config import from_dict
 from ingot.errors import IngotError
-from ingot.observe.scalars import USES
+from ingot.observe.scalars import TRAFFIC, USES, traffic_of
 from ingot.report.facts import EventReader, RunData
 from ingot.report.ranks import open_stragglers
 from ingot.report.readable import is_number
@@ -26,7 +26,7 @@ from ingot.report.run_state import state_of
 from ingot.schema import events
 from ingot.schema.alert_record import ShownAlert, add_record, record_of
 from ingot.schema.metric_files import MISSING
-from ingot.schema.metrics import NewestRow, newest_rows
+from ingot.schema.metrics import TRAFFIC_AXES, NewestRow, newest_rows
 from ingot.schema.plan import Plan
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
@@ -43,6 +43,7 @@ LINE_COLUMNS = (
     "eta_seconds",
 )  # fmt: skip
 EXPERT_COLUMNS = ("load_cv", "max_load", "min_load", "entropy", "dropped", "fallback")
+TRAFFIC_COLUMNS = tuple(f"{axis}/{part}" for axis in TRAFFIC_AXES for part in TRAFFIC)
 _READ_BYTES = 2 << 20  # of a file in one look: readers wait for it
 _MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 5_000, 1_000, 64
 _MOST_TEXT = 8_000  # characters of a sample or document
@@ -79,7 +80,7 @@ class LiveRun:
         self.version += 1
         self.steps = StepSeries(*STEP_COLUMNS)
         self.lines = StepSeries(*LINE_COLUMNS)
-        self.uses, self.uses_most = StepSeries(*USES), StepSeries(*USES)
+        self.uses, self.uses_most, self.traffic = StepSeries(*USES), StepSeries(*USES), StepSeries(*TRAFFIC_COLUMNS)
         self.experts = StepSeries(*EXPERT_COLUMNS)
         self.own: dict[str, StepSeries] = {}
         self.data = RunData(folder=self.folder)
@@ -187,7 +188,7 @@ class LiveRun:
 
     def all_series(self) -> Iterable[StepSeries]:
         """Yield every series of the log."""
-        yield from (self.steps, self.lines, self.uses, self.uses_most, self.experts, *self.own.values())
+        yield from (self.steps, self.lines, self.uses, self.uses_most, self.traffic, self.experts, *self.own.values())
 
     # -- events --
 
@@ -230,6 +231,8 @@ class LiveRun:
         elif kind == events.WAITS:
             for series, part in ((self.uses, "mean"), (self.uses_most, "most")):
                 self._add(series, {**event, **{use: (event.get(use) or {}).get(part) for use in USES}}, tuple(USES))
+            if by_axis := traffic_of(event):
+                self._add(self.traffic, {"step": event["step"], "time": event["time"], **by_axis}, TRAFFIC_COLUMNS)
         elif kind == events.EXPERTS:
             self._add(self.experts, _over_layers(event), EXPERT_COLUMNS)
         elif kind == events.METRICS:

@@ -30,8 +30,8 @@ def other(tmp_path_factory) -> LiveRun:
 
 def test_charts_are_those_that_have_numbers(run):
     keys = chart_keys([run])
-    assert keys == ["loss", "heldout", "grad_norm", "lr", "speed", "mfu", "step_time", "uses", "memory", "cost",
-                    "own:noise/tokens"]  # fmt: skip
+    assert keys == ["loss", "heldout", "grad_norm", "lr", "speed", "mfu", "step_time", "uses", "traffic", "memory",
+                    "cost", "own:noise/tokens"]  # fmt: skip
     for key in keys:
         found = chart([run], key)
         assert found is not None and found.lines and found.question in QUESTIONS
@@ -93,6 +93,15 @@ def test_parts_of_a_step_are_at_the_same_steps(run):
     assert len({tuple(line.points.steps.tolist()) for line in lines}) == 1
     total = sum(line.points.values for line in lines)
     assert total == pytest.approx(np.full(len(total), 0.1))
+
+
+def test_communication_has_two_lines_for_each_axis_that_has_any(run, other):
+    for runs in ([run], [run, other]):
+        lines = {line.name: line.points.values.mean() for line in chart(runs, "traffic").lines}
+        assert lines == {
+            "dp_shard, exposed": pytest.approx(0.015), "dp_shard, hidden": pytest.approx(0.03, rel=0.1),
+            "world, exposed": pytest.approx(0.015), "world, hidden": 0.0,
+        }  # fmt: skip
 
 
 def test_several_runs_are_one_chart(run, other):

@@ -22,6 +22,7 @@ from ingot.report.diagnose.evidence import (
     less_recompute,
     shorter_bubbles,
 )
+from ingot.report.diagnose.waits import traffic_words
 from ingot.report.readable import is_finite
 from ingot.schema import events as kinds
 from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
@@ -183,18 +184,22 @@ def pipeline_bubble(case: Case) -> Iterator[Cause]:
 def exposed_collectives(case: Case) -> Iterator[Cause]:
     """Yield the communication that does not overlap with other work.
 
-    On a CPU the rank that waits least in collectives waits for no other rank, so its time there is only communication.
-    Older logs have that time among all in which a rank was blocked.
+    The rank that waits least waits for no other rank, so its time there is only communication. On GPUs it is known by
+    axis: the sum of the least ones. Older logs of CPUs have that time among all in which a rank was blocked.
     """
     if case.run.parallel.world_size == 1:
         return
     waits = case.measured.waits
     blocked = waits.get("collectives") or waits.get("blocked")
     planned = exposed_seconds(case.prospect.terms) * case.pace if case.prospect else 0.0
-    if case.on_cpu and blocked:
-        seconds, source = blocked.least, "measured"
+    exposed = case.measured.exposed
+    if (case.on_cpu and blocked) or exposed:
+        seconds = blocked.least if case.on_cpu and blocked else sum(one.least for one in exposed.values())
+        source = "measured"
         evidence = f"every rank waits in collectives for at least {format_seconds(seconds)} of a step"
         evidence += f" (planned {format_seconds(planned)})" if planned else ""
+        words = traffic_words(exposed, case.measured.hidden, case.measured.step_seconds)
+        evidence += f"; means by axis: {words}" if words else ""
     elif planned:
         seconds, source = planned, "planned"
         evidence = "collectives without overlap, as planned: the host cannot measure how long devices wait for others"

@@ -4,11 +4,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ingot.report.diagnose.evidence import Cause, MeasuredSteps
+from ingot.report.diagnose.waits import exposed_axes
+from ingot.schema.metrics import ALL_RANKS
 
 # Cause -> its class, and the least share of a step with which a run is of it. Some communication is exposed in every
 # layout, so it names the run only where it is a third; a loader that is in time makes no step wait.
+_COMMUNICATION = "exposed collectives"
 _CLASSES = {
-    "exposed collectives": ("communication-bound", 0.3),
+    _COMMUNICATION: ("communication-bound", 0.3),
     "data stall": ("data-bound", 0.05),
     "small micro-batches": ("small products", 0.1),
     "host and launches": ("host-bound", 0.1),
@@ -34,5 +37,7 @@ def classes_of(measured: MeasuredSteps, causes: Sequence[Cause]) -> tuple[SlowCl
         name, least = _CLASSES.get(cause.name, ("", 0.0))
         share = cause.seconds / measured.step_seconds
         if name and share >= least:
+            if cause.name == _COMMUNICATION and (axes := exposed_axes(measured.exposed, measured.step_seconds)):
+                name = f"{name} by {'all ranks' if axes[0] == ALL_RANKS else axes[0]}"
             found.append(SlowClass(name=name, cause=cause.name, share=share, least=least))
     return tuple(sorted(found, key=lambda one: -one.share))

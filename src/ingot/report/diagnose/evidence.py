@@ -14,6 +14,7 @@ from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_by
 from ingot.planner.predict.time.exposed import NAMES
 from ingot.planner.predict.time.step_time import step_seconds
 from ingot.report.diagnose.device_times import DeviceTimes, Spread
+from ingot.report.diagnose.waits import by_axis, mean_waits, spread_of
 from ingot.report.facts import RunData
 from ingot.report.readable import is_finite
 from ingot.schema.cluster import Cluster
@@ -33,7 +34,8 @@ class MeasuredSteps:
     includes compilation and connection. fastest_seconds: the step time of the fastest log line. first_seconds: the
     total extra time of first intervals. data_seconds: the wait for data. bursts: the share of this wait in the worst
     tenth of the log lines. longest_wait_seconds: the largest total data wait of a log line. waits: the waits of each
-    kind (telemetry/usage.py); empty for logs of older versions. saves, weights_saves: the number of periodic
+    kind (telemetry/usage.py); empty for logs of older versions. exposed, hidden: the communication of each axis (mesh/
+    axis_traffic.py); empty for older logs and a rank alone. saves, weights_saves: the number of periodic
     checkpoints, and of saves of the weights alone. save_seconds, evaluate_seconds: time of all of them, and of periodic
     evaluations. save_seconds_each: of a checkpoint. restart_seconds: time lost to faults, repeated work included.
     device, host: of the last attempt.
@@ -46,6 +48,8 @@ class MeasuredSteps:
     first_seconds: float
     data_seconds: float
     waits: dict[str, Spread] = field(default_factory=dict)
+    exposed: dict[str, Spread] = field(default_factory=dict)
+    hidden: dict[str, Spread] = field(default_factory=dict)
     bursts: float = 0.0
     longest_wait_seconds: float = 0.0
     saves: int = 0
@@ -92,7 +96,9 @@ def measure(data: RunData) -> MeasuredSteps | None:
         data_seconds=sum(lines[step] * seconds for step, seconds in waiting.items()) / counted,
         bursts=_bursts([lines[step] * seconds for step, seconds in waiting.items()]),
         longest_wait_seconds=max(lines[step] * seconds for step, seconds in waiting.items()),
-        waits=_waits(data, {step: lines[step] for step in steady}),
+        waits=mean_waits(data.waits, {step: lines[step] for step in steady}),
+        exposed=mean_waits(by_axis(data.waits, "exposed"), {step: lines[step] for step in steady}),
+        hidden=mean_waits(by_axis(data.waits, "hidden"), {step: lines[step] for step in steady}),
         device=str(start.get("device", "")),
         host=str(hardware.get("host", "")) if isinstance(hardware, dict) else "",
         **_interruptions(data, done, mean),
@@ -118,7 +124,7 @@ def _data_wait(data: RunData, step: int, steps: int) -> float:
     host waited for data.
     """
     waits, seconds = data.waits.get(step, {}), data.progress[step]["step_seconds"]
-    queued, spread = _spread(waits.get("reading")), _spread(waits.get("data"))
+    queued, spread = spread_of(waits.get("reading")), spread_of(waits.get("data"))
     if queued and queued.least * steps > seconds:
         return 0.0
     return spread.most if spread else data.progress[step]["data_wait_seconds"]
@@ -127,31 +133,6 @@ def _data_wait(data: RunData, step: int, steps: int) -> float:
 def _bursts(seconds: list[float]) -> float:
     worst = sorted(seconds, reverse=True)[: -(-len(seconds) // 10)]
     return sum(worst) / sum(seconds) if sum(seconds) > 0 else 0.0
-
-
-def _waits(data: RunData, lines: dict[int, int]) -> dict[str, Spread]:
-    """Return the mean of each kind of wait over the log lines that have it. lines: the number of steps of each line."""
-    found: dict[str, list[tuple[int, Spread]]] = {}
-    for step, steps in lines.items():
-        for kind, values in data.waits.get(step, {}).items():
-            if spread := _spread(values):
-                found.setdefault(kind, []).append((steps, spread))
-    return {kind: _mean(spreads) for kind, spreads in found.items()}
-
-
-def _mean(spreads: list[tuple[int, Spread]]) -> Spread:
-    total = sum(steps for steps, _ in spreads)
-    mean, least, most = (
-        sum(steps * getattr(spread, name) for steps, spread in spreads) / total for name in ("mean", "least", "most")
-    )
-    ranks = [spread.rank for _, spread in spreads]
-    return Spread(mean, least, most, max(set(ranks), key=ranks.count))
-
-
-def _spread(values) -> Spread | None:
-    if not isinstance(values, dict) or not all(is_finite(values.get(k)) for k in ("mean", "least", "most", "rank")):
-        return None
-    return Spread(values["mean"], values["least"], values["most"], int(values["rank"]))
 
 
 def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, Any]:

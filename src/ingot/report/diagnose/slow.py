@@ -142,6 +142,8 @@ def _unknown(
         yield f"there is no plan.json: planned now, with the run's settings, for {prospect.cluster.name}"
     if not found.waits:
         yield "the log is from a version without `waits` events: how long ranks wait for each other is not known"
+    elif timed and found.exposed:
+        yield "the clocks of the GPUs time phases and waits for exchanges by axis: the bubble is a planned value"
     elif timed:
         yield "the clocks of the GPUs time phases, not single collectives: bubble and collectives are planned values"
     elif found.device != "cpu":

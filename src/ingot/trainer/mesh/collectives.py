@@ -9,7 +9,8 @@ returned Work before using the buffers.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 import torch
@@ -23,6 +24,8 @@ _operators = functional_collectives()
 # These names are new in torch 2.12, where the old names warn.
 _gather_into = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _scatter_into = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_all_reduce = dist.all_reduce  # without the clock's own report, see waiting.py
+_Handle = TypeVar("_Handle")
 
 
 # -- values on the host --
@@ -79,7 +82,7 @@ def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> n
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, concatenated along `dim` in rank order."""
     ranks = group.size()
-    parts = finish(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name))
+    parts = finish(_begun(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name), group))
     if math.prod(x.shape[:dim]) == 1:  # concatenated already
         return parts.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(parts.chunk(ranks, dim=0), dim=dim)
@@ -93,12 +96,13 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         parts = x.contiguous().view(x.shape[dim:])
     else:
         parts = torch.cat(x.chunk(ranks, dim=dim), dim=0)
-    return finish(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name)).view(shape)
+    own = _begun(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name), group)
+    return finish(own).view(shape)
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:
     """Return the sum of `x` over ranks (or its "max" or "min"), on all ranks."""
-    return finish(_operators.all_reduce(x.contiguous(), op, group.group_name))
+    return finish(_begun(_operators.all_reduce(x.contiguous(), op, group.group_name), group))
 
 
 def start_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int], group: dist.ProcessGroup) -> Tensor:
@@ -107,7 +111,8 @@ def start_all_to_all(rows: Tensor, received: Sequence[int], sent: Sequence[int],
     Returns the rows that arrive, received[r] from rank r, in rank order. Call `finish` before reading them; `rows` may
     be freed at once.
     """
-    return _operators.all_to_all_single(rows.contiguous(), list(received), list(sent), group.group_name)
+    arriving = _operators.all_to_all_single(rows.contiguous(), list(received), list(sent), group.group_name)
+    return _begun(arriving, group)
 
 
 def finish(x: Tensor) -> Tensor:
@@ -119,24 +124,55 @@ def finish(x: Tensor) -> Tensor:
 
 def start_gather(whole: Tensor, own: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `whole` with `own` of all ranks, in rank order: one equal part of its first dim for each rank."""
-    return _started(_gather_into(whole.view(-1), own.view(-1), group=group, async_op=True))
+    return started(_gather_into(whole.view(-1), own.view(-1), group=group, async_op=True), group)
 
 
 def scatter_into(own: Tensor, whole: Tensor, group: dist.ProcessGroup, op: dist.ReduceOp.RedOpType) -> None:
     """Reduce `whole` over the ranks and write this rank's part of the result into `own`."""
-    _scatter_into(own, whole, group=group, op=op)
+    _call(_scatter_into, own, whole, group=group, op=op)
 
 
 def start_scatter_sum(own: Tensor, whole: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start to fill `own` with this rank's part of the sum of `whole` over ranks."""
-    return _started(_scatter_into(own.view(-1), whole.view(-1), group=group, async_op=True))
+    return started(_scatter_into(own.view(-1), whole.view(-1), group=group, async_op=True), group)
 
 
 def start_all_sum(x: Tensor, group: dist.ProcessGroup) -> dist.Work:
     """Start the sum of `x` over ranks, in place. Call `wait` on the result before using `x`."""
-    return _started(dist.all_reduce(x, group=group, async_op=True))
+    return started(_all_reduce(x, group=group, async_op=True), group)
 
 
-def _started(work: dist.Work | None) -> dist.Work:
+def all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return the parts from all ranks, in rank order; part r of the first dim of `parts` goes to rank r."""
+    parts = parts.contiguous()
+    found = torch.empty_like(parts)
+    _call(dist.all_to_all_single, found, parts, group=group)
+    return found
+
+
+def sum_in_place(x: Tensor, group: dist.ProcessGroup) -> None:
+    """Replace `x` by its sum over ranks."""
+    _call(_all_reduce, x, group=group)
+
+
+def started(work: dist.Work | None, group: dist.ProcessGroup, *, message: bool = False) -> dist.Work:
+    """Return `work`, an exchange in `group` that began now. message: of two ranks, whose end only a wait shows."""
     assert work is not None  # None is for ranks outside the group
+    if waiting.running is not None:
+        waiting.running.begun(work, group, shows_end=not message)
     return work
+
+
+def _call(function: Callable[..., object], *args: Tensor, **kwargs) -> None:
+    """Call a collective of torch that waits for its end."""
+    if waiting.running is None:
+        function(*args, **kwargs)
+    else:
+        waiting.running.call(function, *args, **kwargs)
+
+
+def _begun(arriving: _Handle, group: dist.ProcessGroup) -> _Handle:
+    """Return the tensor of a collective that began now."""
+    if not torch.compiler.is_compiling() and waiting.running is not None:
+        waiting.running.begun(arriving, group, shows_end=False)
+    return arriving

@@ -55,17 +55,18 @@ class _Timed:
 
     def __enter__(self) -> None:
         times = self._times
-        self._began = _marked() if times._on_gpu else times.now()
+        self._began = marked() if times._on_gpu else times.now()
 
     def __exit__(self, *_) -> None:
         times, began = self._times, self._began
         if isinstance(began, torch.cuda.Event):
-            times._events.append((self._phase, began, _marked()))
+            times._events.append((self._phase, began, marked()))
         else:
             times._seconds[self._phase] += times.now() - began
 
 
-def _marked() -> torch.cuda.Event:
+def marked() -> torch.cuda.Event:
+    """Return an event that was recorded now in the current stream of the GPU."""
     event = torch.cuda.Event(enable_timing=True)
     event.record()
     return event

@@ -4,6 +4,7 @@ Ranks of a job wait for each other several times in a step, so all have steps of
 one that waits least. On a GPU the host does not wait for collectives, so the time says nothing there.
 """
 
+import functools
 import threading
 import time
 from collections.abc import Callable
@@ -11,40 +12,67 @@ from typing import Any
 
 import torch.distributed as dist
 
+from ingot.trainer.mesh.axis_traffic import AxisTraffic, DeviceTraffic
+from ingot.trainer.torch_private import waits_of_fsdp
+
+# The collectives that FSDP2 calls, by their names in torch 2.12, and before.
+_OF_FSDP = (
+    *("all_gather_single", "all_gather_into_tensor", "reduce_scatter_single", "reduce_scatter_tensor"),
+    "all_reduce",
+)
+
 
 class WaitClock:
     """The seconds that the thread which started this clock has waited. One clock runs at a time.
 
-    set_waiting: called with True when such a wait begins, and with False when it ends.
+    set_waiting: called with True when such a wait begins, and with False when it ends. traffic: divides the time by
+    axis of the mesh.
 
     FSDP2 and torch's own blocking functions wait inside of torch, so the clock takes the place of `Work.wait`, with
     which all of them wait. Operators of compiled code wait elsewhere (see `collectives.finish`), and are not counted.
+    With `traffic`, it takes the place of the collectives that FSDP2 calls, too, because a Work does not show its group.
     """
 
-    def __init__(self, set_waiting: Callable[[bool], object] = bool):
-        self.seconds = 0.0
+    def __init__(self, set_waiting: Callable[[bool], object] = bool, traffic: AxisTraffic | None = None):
+        self.seconds, self.traffic = 0.0, traffic
         self._set_waiting = set_waiting
-        self._wait: Any = None
+        self._replaced: list[tuple[Any, str, Any]] = []
 
     def start(self) -> None:
         global running
-        self._thread, self._wait = threading.get_ident(), dist.Work.wait
-        clock, wait = self, self._wait
+        self._thread = threading.get_ident()
+        clock, wait = self, dist.Work.wait
 
         def timed_wait(work: dist.Work, *args, **kwargs) -> bool:
             return clock.time(wait, work, *args, **kwargs)
 
-        dist.Work.wait = timed_wait  # pyright: ignore[reportAttributeAccessIssue]
+        self._replace(dist.Work, "wait", timed_wait)
+        for name in _OF_FSDP if self.traffic is not None else ():
+            if (function := getattr(dist, name, None)) is not None:
+                self._replace(dist, name, functools.partial(self.call, function))
+        if isinstance(self.traffic, DeviceTraffic):
+            for owner, name, group_of in waits_of_fsdp():
+                self._replace(owner, name, _of_group(self.traffic, getattr(owner, name), group_of))
         running = self
+
+    def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
+        self._replaced.append((owner, name, getattr(owner, name)))
+        setattr(owner, name, function)
 
     def stop(self) -> None:
         """Stop the clock. It may be stopped already."""
         global running
-        if self._wait is not None:
-            dist.Work.wait, self._wait, running = self._wait, None, None
+        if self._replaced:
+            running = None
+        while self._replaced:
+            setattr(*self._replaced.pop())
 
     def time(self, wait: Callable[..., Any], *args, **kwargs) -> Any:
-        """Call `wait` and count its time, in the thread of this clock: a thread that saves keeps nobody waiting."""
+        """Call `wait` and count its time, in the thread of this clock: a thread that saves keeps nobody waiting. The
+        first of `args` is what is waited for."""
+        traffic = self.traffic
+        if isinstance(traffic, DeviceTraffic) and args:
+            wait = functools.partial(traffic.around, wait)
         if threading.get_ident() != self._thread:
             return wait(*args, **kwargs)
         began = time.monotonic()
@@ -53,7 +81,43 @@ class WaitClock:
             return wait(*args, **kwargs)
         finally:
             self._set_waiting(False)
-            self.seconds += time.monotonic() - began
+            ended = time.monotonic()
+            self.seconds += ended - began
+            if traffic is not None:
+                traffic.waited(args[0] if args else None, ended - began, ended - self.seconds)
+
+    def begun(self, handle: Any, group: dist.ProcessGroup, *, shows_end: bool = True) -> None:
+        """Take in that an exchange in `group` began. handle: what is waited for later, a Work or a tensor. shows_end:
+        whether the handle shows when the exchange is complete."""
+        if self.traffic is not None:
+            self.traffic.began(handle, group, time.monotonic() - self.seconds, shows_end=shows_end)
+
+    def by_axis(self) -> dict[str, tuple[float, float]]:
+        """Return axis -> (exposed, hidden) seconds so far (AxisTraffic.seconds); {} without `traffic`."""
+        return {} if self.traffic is None else self.traffic.seconds(time.monotonic() - self.seconds)
+
+    def call(self, function: Callable[..., Any], *args, **kwargs) -> Any:
+        """Call a collective of torch, which may wait for its own end. Its group is a keyword argument."""
+        traffic, group = self.traffic, kwargs.get("group")
+        if traffic is None or group is None or threading.get_ident() != self._thread:
+            return function(*args, **kwargs)
+        traffic.blocking, before = group, traffic.blocking
+        try:
+            work = function(*args, **kwargs)
+        finally:
+            traffic.blocking = before
+        if work is not None:
+            self.begun(work, group)
+        return work
+
+
+def _of_group(
+    traffic: DeviceTraffic, method: Callable[..., Any], group_of: Callable[[Any], dist.ProcessGroup]
+) -> Callable[..., Any]:
+    def timed(unit: Any, *args, **kwargs) -> Any:
+        return traffic.of_group(group_of(unit), method, unit, *args, **kwargs)
+
+    return timed
 
 
 running: WaitClock | None = None

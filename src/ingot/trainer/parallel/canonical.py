@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ingot.trainer.mesh.collectives import started
 from ingot.trainer.mesh.mesh import Mesh
 
 
@@ -64,7 +65,7 @@ class ReductionTree:
         while distance < len(ranks):
             peer, group = ranks[index ^ distance], self.mesh.group("dp_replicate")
             swap = [dist.P2POp(dist.isend, buffer, peer, group), dist.P2POp(dist.irecv, other, peer, group)]
-            for work in dist.batch_isend_irecv(swap):
+            for work in [started(one, group, message=True) for one in dist.batch_isend_irecv(swap)]:
                 work.wait()
             buffer.add_(other)
             distance *= 2

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ingot.theory.schedule import Channel, Message, ScheduleTable, channel_order
 from ingot.theory.schedule.table import needed_by, sent_by
+from ingot.trainer.mesh.collectives import started
 from ingot.trainer.mesh.mesh import Mesh, own_group
 
 Parcel = tuple[Channel, Message]
@@ -96,14 +97,12 @@ class Channels:
         return buffer
 
     def _send(self, channel: Channel, tensor: Tensor) -> dist.Work:
-        work = dist.isend(tensor, self.ranks[channel.receiver], group=self.groups[channel])
-        assert work is not None  # None is for ranks outside the group
-        return work
+        group = self.groups[channel]
+        return started(dist.isend(tensor, self.ranks[channel.receiver], group=group), group, message=True)
 
     def _receive(self, channel: Channel, buffer: Tensor) -> dist.Work:
-        work = dist.irecv(buffer, self.ranks[channel.sender], group=self.groups[channel])
-        assert work is not None
-        return work
+        group = self.groups[channel]
+        return started(dist.irecv(buffer, self.ranks[channel.sender], group=group), group, message=True)
 
 
 def _positions(table: ScheduleTable) -> tuple[dict[Parcel, int], dict[Parcel, int]]:

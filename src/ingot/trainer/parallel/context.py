@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ingot.theory.context import rank_positions
-from ingot.trainer.mesh.collectives import gather
+from ingot.trainer.mesh.collectives import all_to_all, gather
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.recompute import KeptResults
 from ingot.trainer.parallel.ring import Ring
@@ -151,15 +151,8 @@ class _Swap(torch.autograd.Function):
     @staticmethod
     def forward(ctx, parts: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group
-        return _all_to_all(parts, group)
+        return all_to_all(parts, group)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
-        return _all_to_all(grads[0], ctx.group), None
-
-
-def _all_to_all(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
-    parts = parts.contiguous()
-    found = torch.empty_like(parts)
-    dist.all_to_all_single(found, parts, group=group)
-    return found
+        return all_to_all(grads[0], ctx.group), None

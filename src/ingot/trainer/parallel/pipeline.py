@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from ingot.errors import ConfigError
@@ -25,6 +24,7 @@ from ingot.plugins.piece import ParameterShard
 from ingot.theory.context import token_multiple
 from ingot.theory.schedule import Action, Channel, ScheduleTable
 from ingot.theory.schedule.table import needed_by, sent_by
+from ingot.trainer.mesh.collectives import sum_in_place
 from ingot.trainer.mesh.mesh import Mesh, own_group
 from ingot.trainer.mesh.step_times import StepPhase, StepTimes
 from ingot.trainer.parallel.channels import Channels
@@ -345,4 +345,5 @@ class TiedEnds:
     @torch.no_grad()
     def sum_gradients(self) -> None:
         if self.shard is not None and self.shard.grad is not None:
-            dist.all_reduce(self.shard.grad, group=self.group)
+            assert self.group is not None
+            sum_in_place(self.shard.grad, self.group)

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from ingot.schema.parallel import Parallel
 from ingot.theory.context import Segments, ring_positions, ring_steps
+from ingot.trainer.mesh.collectives import started
 from ingot.trainer.parallel.flash import attend_part, attend_part_backward
 from ingot.trainer.parallel.recompute import KeptResults
 
@@ -67,7 +68,7 @@ class Ring:
         works = dist.batch_isend_irecv(
             [dist.P2POp(dist.isend, buffer, after, self.group), dist.P2POp(dist.irecv, arriving, before, self.group)]
         )
-        return _Arriving(works, arriving)
+        return _Arriving([started(work, self.group, message=True) for work in works], arriving)
 
 
 @dataclass(frozen=True)

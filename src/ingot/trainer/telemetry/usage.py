@@ -9,6 +9,7 @@ import re
 import resource
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -136,12 +137,26 @@ class Waits:
 KINDS = tuple(Waits.__dataclass_fields__)
 
 
-def summary(rows: np.ndarray, steps: int) -> dict[str, dict[str, float]]:
-    """Return the fields of a `waits` event: seconds per step by kind. rows: `Waits.row` per rank, [ranks, kinds]."""
+def summary(rows: np.ndarray, kinds: Sequence[str], steps: int) -> dict[str, dict[str, float]]:
+    """Return the fields of a `waits` event: seconds per step by kind, without those that are not known (NaN).
+
+    rows: the seconds of `steps` steps of each rank, [ranks, kinds].
+    """
     found = {}
-    for kind, column in zip(KINDS, (rows / steps).T, strict=True):
+    for kind, column in zip(kinds, (rows / steps).T, strict=True):
+        if np.isnan(column).any():
+            continue
         found[kind] = {"mean": _rounded(column.mean()), "least": _rounded(column.min()), "most": _rounded(column.max())}
         found[kind]["rank"] = int(column.argmax())
+    return found
+
+
+def summary_by_axis(rows: np.ndarray, axes: Sequence[str], steps: int) -> dict[str, dict[str, dict[str, float]]]:
+    """Return axis -> its communication, seconds per step (summary). rows: exposed and hidden seconds of each axis and
+    rank, [ranks, 2 x axes]."""
+    found = {}
+    for number, axis in enumerate(axes):
+        found[axis] = summary(rows[:, 2 * number : 2 * number + 2], ("exposed", "hidden"), steps)
     return found
 
 

@@ -9,7 +9,7 @@ from ingot.report.render.page import Bar, Bars, Block, TableBlock
 from ingot.units import format_seconds
 from ingot.watch.chapters import chapters, head
 from ingot.watch.charts import chart, chart_keys
-from ingot.watch.live import LiveRun
+from ingot.watch.live import TRAFFIC_COLUMNS, LiveRun
 from ingot.watch.terminal.canvas import Canvas, Glyphs
 from ingot.watch.terminal.plot import draw_chart, plot_pixels
 from ingot.watch.terminal.text import StyledLine, lines_of
@@ -151,6 +151,7 @@ class WatchScreen:
         blocks: list[tuple[str, list[Block]]] = []
         if view.uses:
             blocks.append(("Where the time of a step goes", _uses(run)))
+            blocks.append(("Communication by axis", _traffic(run)))
         if view.recent:
             blocks.append(("", _recent(run, now)))
         if view.chapters:
@@ -217,6 +218,18 @@ def _uses(run: LiveRun) -> list[Block]:
         if value > 0
     ]
     return [Bars(("Use", "Seconds", "Share", "The rank with most"), rows)]
+
+
+def _traffic(run: LiveRun) -> list[Block]:
+    """Return the newest seconds per step of communication by axis, as bars beside a step."""
+    step = run.lines.newest("step_seconds")
+    found = {column: run.traffic.newest(column) or 0.0 for column in TRAFFIC_COLUMNS}
+    rows = [
+        Bar(column.replace("/", ", "), min(seconds / step, 1.0), (format_seconds(seconds), f"{seconds / step:.0%}"))
+        for column, seconds in found.items()
+        if step and seconds > 0
+    ]
+    return [Bars(("Axis", "Seconds", "Of a step"), rows)] if rows else []
 
 
 def _recent(run: LiveRun, now: float) -> list[Block]:

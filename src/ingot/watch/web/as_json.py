@@ -23,7 +23,7 @@ from ingot.watch.drawn import WatchChart
 from ingot.watch.live import LiveRun
 from ingot.watch.series import StepSeries
 
-FEEDS = ("steps", "lines", "uses", "experts")  # the series of a LiveRun whose new rows pages get at once
+FEEDS = ("steps", "lines", "uses", "traffic", "experts")  # the series of a LiveRun whose new rows pages get at once
 MOST_ROWS = 500  # of a feed in one message
 
 

@@ -112,6 +112,34 @@ def test_the_slowest_loader_counts_and_the_freest_rank_measures_collectives(logg
     assert found.causes[0].name == "data stall" and "straggler" not in causes
 
 
+def with_axes(events: list[dict], *, hidden: bool = True) -> list[dict]:
+    """`events` with the communication of two axes in their `waits` events."""
+    spread = {"mean": 0.04, "least": 0.035, "most": 0.05, "rank": 0}
+    parts = {"exposed": spread} | ({"hidden": spread} if hidden else {})
+    little = {part: dict.fromkeys(("mean", "least", "most", "rank"), 0) for part in parts}
+    for event in events:
+        if event["kind"] == "waits":
+            event["axes"] = {"dp_shard": little, "tp": parts, "planted": {"exposed": 7}, "cp": "damaged"}
+    return events
+
+
+def test_the_class_of_communication_names_its_axis(logged):
+    found = explain_slow(logged(with_axes([started(START), *lines(collectives=(0.04, 0.035, 0.05, 0))])))
+    (cause,) = (cause for cause in found.causes if cause.name == "exposed collectives")
+    assert [one.name for one in found.classes] == ["communication-bound by tp"]
+    assert cause.evidence.endswith("means by axis: tp 40 ms (and 40 ms hidden)")
+    assert found.measured.exposed.keys() == {"dp_shard", "tp"}
+
+
+def test_gpus_measure_the_communication_of_each_axis(logged):
+    run = run_config(parallel=Parallel(dp_replicate=2))
+    events = with_axes([started(START, device="cuda"), *lines(reading=0.05, computing=0.01)], hidden=False)
+    causes = {cause.name: cause for cause in explain_slow(logged(events, run, GPU)).causes}
+    assert causes["exposed collectives"].source == "measured"
+    assert causes["exposed collectives"].seconds == pytest.approx(0.035)
+    assert causes["exposed collectives"].evidence.endswith("means by axis: tp 40 ms")
+
+
 def test_logs_without_the_time_in_collectives_have_it_among_what_was_blocked(logged):
     events = [started(START), *lines(blocked=(0.03, 0.01, 0.05, 0))]
     for event in events:

@@ -182,7 +182,7 @@ async function fetchChart(key) {
   const chart = charts.get(key);
   if (!chart) return;
   asked.set(key, performance.now());
-  const numbers = key === "uses" ? [focus] : runs.map((_, number) => number);
+  const numbers = ["uses", "traffic"].includes(key) ? [focus] : runs.map((_, number) => number);
   const query = new URLSearchParams({ key, runs: numbers.join(","), pixels: chart.pixels });
   const shown = shownRange();
   if (shown) { query.set("first", shown.first); if (span === "") query.set("last", shown.last); }
@@ -283,7 +283,7 @@ function pickRun(number) {
   showHead();
   chaptersVersion = null;
   askChapters();
-  if (charts.has("uses")) refetch("uses", 0);
+  for (const key of ["uses", "traffic"]) if (charts.has(key)) refetch(key, 0);
 }
 
 // -- chapters --
