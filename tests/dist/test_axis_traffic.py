@@ -6,6 +6,7 @@ import threading
 import time
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
 
 from ingot.schema.parallel import Parallel
+from ingot.trainer.build import build_parts
 from ingot.trainer.mesh.axis_traffic import AxisTraffic, DeviceTraffic, axis_of_group, traffic_axes
 from ingot.trainer.mesh.collectives import (
     all_sum,
@@ -29,6 +31,10 @@ from ingot.trainer.mesh.collectives import (
 )
 from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.mesh.waiting import WaitClock
+from ingot.trainer.step import train_step
+
+from .steps import batch_of, run_of
+from .test_experts import EXPERTS
 
 LATE_SECONDS = 0.3
 
@@ -180,6 +186,39 @@ def test_groups_belong_to_axes(fork_ranks, degrees, axes, views):
     assert found == (*axes, "world")
     assert {name: names[name] for name in views} == views
     assert {axis: names[axis] for axis in axes if axis != "ep"} == {axis: axis for axis in axes if axis != "ep"}
+
+
+def trained(rank, world, run):
+    """Return what a step counts by axis, and what is in flight after it."""
+    parts = build_parts(run, torch.device("cpu"), Path())
+    traffic = AxisTraffic(parts.mesh)
+    clock = WaitClock(traffic=traffic)
+    clock.start()
+    try:
+        for step in (1, 2):
+            train_step(parts, batch_of(run, parts.mesh, step), 1e-3)
+        return clock.by_axis(), [type(handle).__name__ for handle in traffic._in_flight]
+    finally:
+        clock.stop()
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"dp_replicate": 2, "dp_shard": 2, "zero": 2},
+        {"pp": 2, "cp": 2},
+        {"dp_shard": 2, "tp": 2, "ep": 2, "zero": 3, "arch": EXPERTS},
+    ],
+)
+def test_each_axis_of_a_step_has_its_exchanges(fork_ranks, layout):
+    run = run_of(**layout)
+    for found, left in fork_ranks(partial(trained, run=run), 4):
+        axes = {axis for axis in layout if axis not in ("zero", "arch")}
+        assert found.keys() == axes | {"world"}
+        assert all(exposed > 0 for exposed, _ in found.values()), found
+        started_early = axes - {"tp"}  # the exchanges of tp are waited for at once
+        assert all(found[axis][1] > 0 for axis in started_early if run.parallel.zero != 3 or axis == "ep"), found
+        assert "Tensor" not in left and (not left or run.parallel.zero != 3)  # gathers for the next forward
 
 
 class Stream:

@@ -55,6 +55,7 @@ def log_interval(
     damaged.
     """
     read_at, hashes = time.monotonic(), trainer.hashes
+    axes = interval.by_axis()  # before the exchanges of this line
     if hashes is not None:
         if saves:
             hashes.before_save(recent[-1].step)
@@ -101,7 +102,7 @@ def log_interval(
         collectives=waited - pipeline,
         reading=interval.began.wall + passed.wall - read_at,
     )
-    times, axes = trainer.program.times, interval.by_axis()
+    times = trainer.program.times
     interval.add_line(waits, memory, times.take() if times is not None else {}, axes)
     still = trainer.alerts.unchanged(numbers, recent[-1].lr) if trainer.alerts else (0, 0)
     sizes = trainer.update_size.read() if trainer.update_size is not None else (0.0, 0.0)

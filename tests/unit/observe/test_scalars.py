@@ -31,11 +31,14 @@ def test_numbers_by_layer_source_and_callback():
     sources = {"kind": events.SOURCES, "step": 4, "loss": {"web": 2.0}, "share": {"web": 0.25}}
     assert scalars_of(sources) == {"data/web/loss": 2.0, "data/web/share": 0.25}
     assert scalars_of(sources | {"loss": 3.0, "share": None}) == {}
+    axes = {"tp": {"exposed": {"mean": 0.25}, "hidden": "damaged"}, "made up": {"exposed": {"mean": 1}}, "cp": 3}
+    assert scalars_of({"kind": events.WAITS, "axes": axes}) == {"perf/tp/exposed_seconds": 0.25}
+    assert scalars_of({"kind": events.WAITS, "axes": 3}) == {}
     metrics = {"kind": events.METRICS, "by": "own", "values": {"x": 1, "words": "no", "flag": True}}
     assert scalars_of(metrics) == {"callbacks/own/x": 1.0}
     assert scalars_of({"kind": events.FINISHED, "seconds": 3.0}) == {}
 
 
 def test_names_are_groups_with_a_slash_and_have_meanings():
-    groups = r"(train|perf|data|memory|run|experts|checkpoint|eval)/[a-z_]+"
+    groups = r"(train|perf|data|memory|run|experts|checkpoint|eval)/([a-z_]+/)?[a-z_]+"
     assert [name for name, own in SCALARS.items() if not re.fullmatch(groups, name) or not own.meaning] == []

@@ -40,6 +40,12 @@ def checks_recorder(fork_ranks, monkeypatch):
     assert groups["1"] == [0]
 
 
+def checks_waits_of_fsdp():
+    """The methods exist; that they have the group is in tests/dist/test_axis_traffic.py, on ranks."""
+    found = private.waits_of_fsdp()
+    assert len(found) == 3 and all(callable(getattr(owner, name)) for owner, name, _ in found)
+
+
 def _one_sum(rank, world):
     torch.distributed.all_reduce(torch.ones(3), group=torch.distributed.new_group([0], group_desc="own"))
     return private.recorded_collectives(), private.ranks_of_groups()
@@ -196,6 +202,7 @@ CHECKS = {
     "WideBuffers": checks_buffers,
     "gather_before_backward": checks_gather,
     "drop_partial_sums": checks_gather,
+    "waits_of_fsdp": checks_waits_of_fsdp,
     "compiler_is_loaded": checks_compiler,
     "allocate": checks_allocate,
     "overlap_products_with_collectives": checks_overlap,

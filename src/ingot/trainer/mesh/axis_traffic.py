@@ -59,7 +59,8 @@ def axis_of_group(mesh: Mesh, group: dist.ProcessGroup) -> str | None:
 @dataclass(slots=True)
 class _Axis:
     """The seconds of an axis so far. flying: its exchanges in flight. since: on the clock of the rank's own work, the
-    time from which `hidden` has not counted them. complete: those that show when they are, in the order of starts."""
+    time from which `hidden` has not counted them. shown: those that show when they are complete, in the order of starts.
+    """
 
     exposed: float = 0.0
     hidden: float = 0.0

@@ -127,7 +127,7 @@ def test_the_class_of_communication_names_its_axis(logged):
     found = explain_slow(logged(with_axes([started(START), *lines(collectives=(0.04, 0.035, 0.05, 0))])))
     (cause,) = (cause for cause in found.causes if cause.name == "exposed collectives")
     assert [one.name for one in found.classes] == ["communication-bound by tp"]
-    assert cause.evidence.endswith("means by axis: tp 40 ms (and 40 ms hidden)")
+    assert cause.evidence.endswith("means by axis: tp 40.0 ms (and 40.0 ms hidden)")
     assert found.measured.exposed.keys() == {"dp_shard", "tp"}
 
 
@@ -137,7 +137,7 @@ def test_gpus_measure_the_communication_of_each_axis(logged):
     causes = {cause.name: cause for cause in explain_slow(logged(events, run, GPU)).causes}
     assert causes["exposed collectives"].source == "measured"
     assert causes["exposed collectives"].seconds == pytest.approx(0.035)
-    assert causes["exposed collectives"].evidence.endswith("means by axis: tp 40 ms")
+    assert causes["exposed collectives"].evidence.endswith("means by axis: tp 40.0 ms")
 
 
 def test_logs_without_the_time_in_collectives_have_it_among_what_was_blocked(logged):
