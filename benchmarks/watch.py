@@ -2,13 +2,15 @@
 
 Reading: CPU seconds until the server has read the whole record, and the memory that this takes. Answer: CPU seconds in
 which the server makes the chart of the loss. First paint: from the navigation to the first drawn chart, in fresh
-windows; cold: in the first window, opened while the record is still being read. Update: what the page's script takes
-for a message with new steps. Pages: CPU seconds of the server for one message to as many open pages.
+windows of a browser that runs; reading: of a server that was just started and still reads the record. Both in turn.
+Read with a page: from the start of the server until it has read all, while a page is open. Update: what the page's
+script takes for a message with new steps. Pages: CPU seconds of the server for one message to as many open pages.
 
     python benchmarks/watch.py [--steps 1000000] [--windows 7] [--pages 500]
 """
 
 import argparse
+import contextlib
 import json
 import os
 import resource
@@ -19,6 +21,7 @@ import sys
 import tempfile
 import time
 import urllib.request
+from collections.abc import Iterator
 from pathlib import Path
 
 from playwright.sync_api import Page, sync_playwright
@@ -35,6 +38,7 @@ from ingot.watch.live import LiveRun  # noqa: E402
 
 CHROMIUM = os.environ.get("INGOT_CHROMIUM", "/usr/bin/chromium")
 _FLAGS = ("--no-sandbox", "--disable-gpu", "--disable-background-networking", "--no-first-run")
+_WINDOW = {"width": 1280, "height": 900}
 
 
 def main() -> None:
@@ -73,36 +77,53 @@ def reading(root: Path) -> dict[str, float]:
 
 def in_browser(root: Path, written: WatchedRun, windows: int, pages: int) -> dict[str, object]:
     """Return what Chromium measures."""
-    command = [sys.executable, "-m", "ingot", "watch", str(root), "--web", "--port", "0", "--json"]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        answer = json.loads(process.stdout.readline())
-        with sync_playwright() as driver:
-            browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(_FLAGS))
-            cold = first_paint(browser.new_context().new_page(), answer["url"])
-            wait_until_read(answer["url"])
-            paints = []
+    reading_paints, paints = [], []
+    with sync_playwright() as driver:
+        browser = driver.chromium.launch(executable_path=CHROMIUM, args=list(_FLAGS))
+        began = time.perf_counter()
+        with served(root) as (url, pid):
+            context = browser.new_context(viewport=_WINDOW)
+            first_paint(context.new_page(), url)  # the first window of a browser takes longer, whatever it shows
+            wait_until_read(url)
+            read_seconds = time.perf_counter() - began
+            context.close()
             for _ in range(windows):
-                context = browser.new_context(viewport={"width": 1280, "height": 900})
+                with served(root) as (own_url, _):
+                    context = browser.new_context(viewport=_WINDOW)
+                    reading_paints.append(first_paint(context.new_page(), own_url))
+                    assert is_reading(own_url), "the record was read before the page was drawn: take more steps"
+                    context.close()
+                context = browser.new_context(viewport=_WINDOW)
                 page = context.new_page()
-                paints.append(first_paint(page, answer["url"]))
+                paints.append(first_paint(page, url))
                 if len(paints) < windows:
                     context.close()
             updates = [update(page, root, written, number) for number in range(windows)]
             browser.close()
-        seconds = fan_out(answer["url"], root, written, process.pid, pages)
-    finally:
-        process.terminate()
-        process.wait()
+            seconds = fan_out(url, root, written, pid, pages)
     return {
-        "first_paint_cold_ms": cold,
+        "first_paint_reading_ms": statistics.median(reading_paints),
+        "first_paint_reading_all_ms": reading_paints,
         "first_paint_ms": statistics.median(paints),
         "first_paint_all_ms": paints,
+        "read_with_page_seconds": read_seconds,
         "update_ms": statistics.median(updates),
         "pages": pages,
         "pages_cpu_seconds": seconds,
     }
+
+
+@contextlib.contextmanager
+def served(root: Path) -> Iterator[tuple[str, int]]:
+    """Yield the address of a server of the run, which was just started, and its process id."""
+    command = [sys.executable, "-m", "ingot", "watch", str(root), "--web", "--port", "0", "--json"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        yield json.loads(process.stdout.readline())["url"], process.pid
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def first_paint(page: Page, url: str) -> float:
@@ -119,9 +140,13 @@ def asked(url: str, path: str):
     return urllib.request.urlopen(request, timeout=120)
 
 
+def is_reading(url: str) -> bool:
+    return "reading" in json.load(asked(url, "/api/runs"))["runs"][0]["note"]
+
+
 def wait_until_read(url: str) -> None:
-    while "reading" in json.load(asked(url, "/api/runs"))["runs"][0]["note"]:
-        time.sleep(0.2)
+    while is_reading(url):
+        time.sleep(1.0)  # each question delays the reader
 
 
 def add_line(root: Path, written: WatchedRun, number: int) -> int:

@@ -6,6 +6,7 @@ _SERIES = "tests/unit/watch/test_series.py"
 _LIVE = "tests/unit/watch/test_live.py"
 _CHARTS = "tests/unit/watch/test_charts.py"
 _APP = "tests/unit/watch/test_app.py"
+_READING = "tests/unit/watch/test_reading.py"
 _FOLLOW = "tests/unit/watch/terminal/test_follow.py"
 
 MUTANTS: list[Mutant] = [
@@ -152,6 +153,46 @@ MUTANTS: list[Mutant] = [
         before="            except Exception as error:\n                failure",
         after="            except KeyError as error:\n                failure",
         tests=(f"{_APP}::test_the_pump_goes_on_after_a_look_that_failed",),
+    ),
+    Mutant(
+        name="watch-reads-while-it-is-asked",
+        what="a page that opens waits for the interpreter while a long log is read",
+        file="watch/web/hub.py",
+        before="                    while self.is_asked:\n",
+        after="                    while False:\n",
+        tests=(f"{_READING}::test_a_long_log_is_read_on_when_the_answers_are_made",),
+    ),
+    Mutant(
+        name="watch-look-goes-on-while-it-is-asked",
+        what="a page that opens waits until a look at a long log ends",
+        file="watch/web/hub.py",
+        before="run.unread and not self.is_asked and",
+        after="run.unread and",
+        tests=(f"{_READING}::test_a_long_log_is_read_on_when_the_answers_are_made",),
+    ),
+    Mutant(
+        name="watch-open-page-stops-the-reader",
+        what="as long as a page listens, a long log is read in slices of a second",
+        file="watch/web/app.py",
+        before='scope["path"] != _EVENTS',
+        after="True",
+        tests=(f"{_READING}::test_requests_count_as_answers_and_a_stream_of_events_does_not",),
+    ),
+    Mutant(
+        name="watch-figures-of-the-begin",
+        what="while a long log is read, the loss and the state are those of months ago",
+        file="watch/chapters.py",
+        before="    if run.tail is not None:",
+        after="    if False:",
+        tests=(f"{_LIVE}::test_the_figures_of_a_long_log_are_of_its_end_while_the_rest_is_read",),
+    ),
+    Mutant(
+        name="watch-unread-alerts-unseen",
+        what="of many alerts the oldest are shown as all, and more come for minutes",
+        file="watch/live.py",
+        before="files = (self._log, self._alert_lines)",
+        after="files = (self._log,)",
+        tests=(f"{_LIVE}::test_many_alerts_are_read_at_once_and_before_that_the_run_says_so",),
     ),
     Mutant(
         name="watch-busy-at-a-lost-log",

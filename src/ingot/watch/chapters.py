@@ -24,7 +24,9 @@ from ingot.watch.drawn import Question
 from ingot.watch.live import LiveRun
 
 _INCIDENTS = 100  # in the table
+_COUNTS = ("Faults", "Alerts")  # figures that need the whole record
 _DAMAGED = "This run's record is not whole"
+_READ_SO_FAR = "The record is still being read: this chapter has what is read so far"
 _SAVES = ("checkpoints", "weights_saves")
 _EVENT_WORDS = {  # of lists of a RunData
     "weights_saves": "saves of weights", "starts": "attempts", "stored": "uploads", "unsaved": "failed saves",
@@ -55,14 +57,20 @@ class WatchChapter:
 
 
 def head(run: LiveRun, now: float | None = None) -> WatchHead:
-    """Return the state of a run in figures. now: Unix seconds; None: the time of the call."""
+    """Return the state of a run in figures. now: Unix seconds; None: the time of the call. While a long log is being
+    read, the figures are of its end, without those that count over the whole run."""
     now = time.time() if now is None else now
+    if run.tail is not None:
+        newest = head(run.tail, now)
+        note = "; ".join(text for text in (newest.note, _progress_note(run)) if text)
+        figures = tuple(own for own in newest.figures if own.label not in _COUNTS)
+        return replace(newest, name=run.name, note=note, figures=figures)
     still = run.still_seconds(now)
     notes = [f"no step for {format_seconds(still)}"] if still else []
     if run.state == "failed" and run.data.faults:
         notes.append(run.data.faults[-1].text)
     if run.unread:
-        notes.append(f"reading its record: {1 - run.unread:.0%}")
+        notes.append(_progress_note(run))
     if run.log_problem:
         notes.append(f"its event log cannot be read ({run.log_problem})")
     return WatchHead(
@@ -74,6 +82,10 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
         last_event=run.last_event,
         figures=tuple(_figures(run, now, still is not None)),
     )
+
+
+def _progress_note(run: LiveRun) -> str:
+    return f"reading its record: {1 - run.unread:.0%}"
 
 
 def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
@@ -117,6 +129,7 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
 def chapters(run: LiveRun) -> list[WatchChapter]:
     """Return the chapters of a run that have content, in the order of their questions."""
     data = run.data
+    so_far = [Text(f"{_READ_SO_FAR} ({1 - run.unread:.0%}).")] if run.unread else []
     found: list[tuple[Question, Section | None]] = [
         ("learning", evaluation_section(data)),
         ("learning", samples_section(data)),
@@ -132,7 +145,7 @@ def chapters(run: LiveRun) -> list[WatchChapter]:
         ("cost", _of_newest(cost_section(data), run, "starts", *_SAVES, "faults")),
     ]
     return [
-        WatchChapter(question=question, section=replace(section, blocks=list(_without_charts(section.blocks))))
+        WatchChapter(question=question, section=replace(section, blocks=[*so_far, *_without_charts(section.blocks)]))
         for question, section in found
         if section and section.blocks
     ]

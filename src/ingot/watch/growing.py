@@ -9,10 +9,12 @@ _LINES_AT_ONCE = 1000
 
 class GrowingFile:
     """A file of lines that another process appends to. most_bytes: that a look reads at most; a longer line is left
-    out. position: the bytes that were read. size: of the file at the last look. left_bytes: of these, those after what
+    out. newest: begin with the lines within so many bytes before the end; None: with the first. position: the bytes
+    that were read. size: of the file at the last look. left_bytes: of these, those after what
     that look read. problem: why the last look could not read a file that is there; "": it could, or none is there."""
 
-    def __init__(self, path: Path, most_bytes: int):
+    def __init__(self, path: Path, most_bytes: int, newest: int | None = None):
+        self._newest = newest
         self.path, self.position, self.size, self.left_bytes, self._most = path, 0, 0, 0, most_bytes
         self.problem = ""
         self._file: tuple[int, int] | None = None
@@ -27,7 +29,12 @@ class GrowingFile:
                 if self._file not in (None, own) or found.st_size < self.position:
                     self._file, self.position, self.size, self.left_bytes = None, 0, 0, 0
                     return None
+                begins = self._file is None
                 self._file, self.size = own, found.st_size
+                if begins and self._newest is not None and self._newest < self.size:
+                    self.position = self.size - self._newest
+                    file.seek(self.position)
+                    self.position += len(file.readline(self._newest))  # the rest of a line
                 file.seek(self.position)
                 added = file.read(self._most)
         except OSError as error:  # of a mount that fails too: the next look may succeed

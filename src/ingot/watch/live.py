@@ -44,7 +44,8 @@ LINE_COLUMNS = (
 )  # fmt: skip
 EXPERT_COLUMNS = ("load_cv", "max_load", "min_load", "entropy", "dropped", "fallback")
 TRAFFIC_COLUMNS = tuple(f"{axis}/{part}" for axis in TRAFFIC_AXES for part in TRAFFIC)
-_READ_BYTES = 2 << 20  # of a file in one look: readers wait for it
+_READ_BYTES = 256 << 10  # of a file in one look: readers wait for it, for about 10 ms
+_TAIL_BYTES = 256 << 10  # of a long log, which are read first
 _MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 5_000, 1_000, 64
 _MOST_TEXT = 8_000  # characters of a sample or document
 _RANKS_SECONDS = 2.0  # between two looks at the numbers of the ranks
@@ -64,11 +65,14 @@ class LiveRun:
     alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest row of each rank. memo: for what
     takes long to find, which readers keep here. names: of the runs in the log. problems: what cannot be read, in words.
     shares_name: its name shows its folder, because another run is shown that has the same one (`distinguish`).
-    clock_jumps: how often the clock went back. last_event: Unix seconds of the newest event.
+    clock_jumps: how often the clock went back. last_event: Unix seconds of the newest event. tail: the run by the end
+    of its log alone, while the rest of a long one is not read yet; None otherwise.
+
+    newest: read the lines within so many bytes before the end of the log, and what is added; None: the whole log.
     """
 
-    def __init__(self, root: Path):
-        self.folder = RunFolder(root)
+    def __init__(self, root: Path, newest: int | None = None):
+        self.folder, self._newest = RunFolder(root), newest
         self.lock = threading.RLock()
         self.generation = self.version = 0
         self.shares_name = False
@@ -97,7 +101,8 @@ class LiveRun:
         self.running = False
         self._state: tuple = (False, None, "")
         self._reader = EventReader(self.data)
-        self._log = GrowingFile(self.folder.events, _READ_BYTES)
+        self.tail: LiveRun | None = None
+        self._log = GrowingFile(self.folder.events, _READ_BYTES, self._newest)
         self._alert_lines = GrowingFile(self.folder.alerts, _READ_BYTES)
         self._files: dict[Path, tuple[int, int] | None] = {}
         self._ranks_read = 0.0
@@ -124,6 +129,7 @@ class LiveRun:
                 self._take_alerts(parsed(lines))
                 self.version += 1
             self._read_ranks()
+            self._read_tail()
             before_state, self.running = self._state, is_locked(self.folder.lock)
             still = self.still_seconds()
             late = None if still is None else int(still / _LATE_SECONDS)
@@ -139,8 +145,9 @@ class LiveRun:
 
     @property
     def unread(self) -> float:
-        """The share of the event log that is not read yet, as of the last look: 0 to 1."""
-        return self._log.left_bytes / self._log.size if self._log.size else 0.0
+        """The share of the event log and of the alerts that is not read yet, as of the last look: 0 to 1."""
+        files = (self._log, self._alert_lines)
+        return sum(file.left_bytes for file in files) / max(sum(file.size for file in files), 1)
 
     @property
     def log_problem(self) -> str:
@@ -329,6 +336,14 @@ class LiveRun:
         before = self._files.get(path)
         self._files[path] = state
         return state is not None and state != before
+
+    def _read_tail(self) -> None:
+        if self._newest is not None or not self._log.left_bytes:
+            self.tail = None
+            return
+        if self.tail is None:
+            self.tail = LiveRun(self.folder.root, _TAIL_BYTES)
+        self.tail.refresh()
 
     def _read_ranks(self) -> None:
         now = time.monotonic()

@@ -52,6 +52,40 @@ def test_small_looks_read_the_same(folder, lines, monkeypatch):
     assert parts.steps.points("loss").steps.tolist() == whole.steps.points("loss").steps.tolist()
 
 
+def test_the_figures_of_a_long_log_are_of_its_end_while_the_rest_is_read(folder, lines, monkeypatch):
+    append(folder, "".join(lines) + json.dumps({"kind": "finished", "time": START + 60, "step": 400, "tokens": 1,
+                                                "seconds": 1.0}) + "\n")  # fmt: skip
+    whole = head(LiveRun(folder.root).read_all(), now=START + 100)
+    monkeypatch.setattr(live, "_READ_BYTES", 3000)
+    monkeypatch.setattr(live, "_TAIL_BYTES", 3000)
+    run = LiveRun(folder.root)
+    run.refresh()
+    early = head(run, now=START + 100)
+    assert 0 < run.last_step < 30 and run.state == "interrupted"  # by what is read so far
+    assert (early.step, early.state, early.last_event) == (400, "finished", START + 60)
+    assert early.note.startswith("reading its record: ")
+    shown = {figure.label: figure.value for figure in whole.figures}
+    assert {figure.label for figure in early.figures} >= {"Loss", "Tokens/s", "MFU", "Cost"}
+    assert all(shown[figure.label] == figure.value for figure in early.figures)
+    assert "Faults" in shown and "Faults" not in {figure.label for figure in early.figures}
+    for own in chapters(run):
+        assert own.section.blocks[0].text.startswith("The record is still being read")
+    assert head(run.read_all(), now=START + 100) == whole
+    assert not any("still being read" in str(own.section.blocks[0]) for own in chapters(run))
+
+
+def test_many_alerts_are_read_at_once_and_before_that_the_run_says_so(folder, lines, monkeypatch):
+    monkeypatch.setattr(live, "_READ_BYTES", 20_000)
+    append(folder, lines[0])
+    (alert, *_) = WatchedRun().alerts()
+    with folder.alerts.open("w") as file:
+        file.writelines(json.dumps(alert.as_dict() | {"id": f"a{number}"}) + "\n" for number in range(200))
+    run = LiveRun(folder.root)
+    run.refresh()
+    assert 0 < run.unread < 1 and "reading its record" in head(run).note
+    assert len(run.read_all().alerts) == 200 and head(run).note == ""
+
+
 def test_a_restart_makes_steps_void_and_a_page_asks_again(folder, lines):
     append(folder, "".join(lines))
     run = LiveRun(folder.root).read_all()

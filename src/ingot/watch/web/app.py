@@ -26,6 +26,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response, StreamingResponse
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ingot.errors import UsageError
 from ingot.watch.chapters import chapters
@@ -40,6 +41,7 @@ from ingot.web.errors import error_handlers
 from ingot.web.guards import LOOPBACK, OnlyHere, SecurityHeaders, TokenGate
 
 STATIC = Path(__file__).parent / "static"
+_EVENTS = "/api/events"
 _THREADS = 2
 _MOST_WAITING = 64
 _KEPT_ANSWERS = 256
@@ -74,9 +76,10 @@ def make_app(
         Route("/api/runs", answers.endpoint(_runs)),
         Route("/api/chart", answers.endpoint(_chart)),
         Route("/api/chapters", answers.endpoint(_chapters)),
-        Route("/api/events", events),
+        Route(_EVENTS, events),
     ]
     middleware = [
+        Middleware(_AnswersFirst, hub=hub),
         Middleware(SecurityHeaders),
         Middleware(OnlyHere, hosts=hosts),
         Middleware(TokenGate, token=token, cookie=cookie),
@@ -88,6 +91,20 @@ def make_app(
     app = Starlette(routes=routes, middleware=middleware, exception_handlers=handlers, lifespan=running)
     app.state.end_streams = hub.end
     return app
+
+
+class _AnswersFirst:
+    """Middleware that reports to the hub that an answer is being made; a stream of events is none."""
+
+    def __init__(self, app: ASGIApp, hub: Hub):
+        self._app, self._hub = app, hub
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"] != _EVENTS:
+            with self._hub.answering():
+                await self._app(scope, receive, send)
+        else:
+            await self._app(scope, receive, send)
 
 
 @dataclass

@@ -1,6 +1,7 @@
 """One reader per run for all pages: it looks at the run folders, and sends what is new to every page that listens."""
 
 import sys
+import time
 import traceback
 from collections.abc import AsyncIterator, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,6 +17,8 @@ from ingot.watch.web.as_json import encoded, feed_json, feeds_of, head_json
 
 MOST_PAGES = 1000
 _LOOK_SECONDS, _IDLE_SECONDS = 0.5, 5.0  # between two looks, with and without a page that listens
+_READ_SECONDS = 0.1  # of reading a long log between two messages
+_AFTER_ANSWER_SECONDS, _MOST_PAUSE_SECONDS = 0.1, 1.0  # for which reading a long log waits for answers
 _ALIVE_SECONDS = 15.0  # after which a line without content shows that the connection is there
 _NOTHING: tuple[int, int, dict[str, int]] = (-1, -1, {})
 _WAITING_MESSAGES = 16  # of a page; a slower one is disconnected, and asks for everything when it comes back
@@ -31,6 +34,23 @@ class Hub:
         self._failures = ["" for _ in self.runs]  # why the last look at a run failed
         self._wake: anyio.Event | None = None
         self._is_ending = False
+        self._answering, self._answered = 0, -_AFTER_ANSWER_SECONDS
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Have the reading of a long log wait for an answer that is being made, and a bit longer: a page asks for more
+        as it opens, and all threads of this process share one processor."""
+        self._answering += 1
+        try:
+            yield
+        finally:
+            self._answering -= 1
+            self._answered = time.monotonic()
+
+    @property
+    def is_asked(self) -> bool:
+        """True while an answer is being made, and just after that."""
+        return self._answering > 0 or time.monotonic() < self._answered + _AFTER_ANSWER_SECONDS
 
     @property
     def pages(self) -> int:
@@ -60,17 +80,23 @@ class Hub:
             if message:
                 self._send(message)
             if message and not failure and any(run.unread for run in self.runs):
+                with anyio.move_on_after(_MOST_PAUSE_SECONDS):
+                    while self.is_asked:
+                        await anyio.sleep(_AFTER_ANSWER_SECONDS / 4)
                 continue
             self._wake = anyio.Event()
             with anyio.move_on_after(_LOOK_SECONDS if self._pages else _IDLE_SECONDS):
                 await self._wake.wait()
 
     def look(self) -> bytes:
-        """Look at all runs once. Return a message of what is new since the last one; b"" if nothing is."""
+        """Look at all runs, at long logs until there is something else to do. Return a message of what is new since the
+        last one; b"" if nothing is."""
         changed = []
         for number, run in enumerate(self.runs):
             try:
-                run.refresh()
+                until = time.monotonic() + _READ_SECONDS
+                while run.refresh() and run.unread and not self.is_asked and time.monotonic() < until:
+                    pass
                 with run.lock:
                     own = self._news(number, run)
                     self._failures[number] = ""
