@@ -47,7 +47,7 @@ MUTANTS: list[Mutant] = [
     ),
     _mutant(
         "heat-only-in-color", "without colors every rank looks the same", "text.py",
-        "(text + _SHADES[level][1], _SHADES[level][0])", "(text, _SHADES[level][0])",
+        "(text + mark.ljust(marks), style)", "(text, style)",
         "test_the_views_show_what_their_names_promise",
     ),
     _mutant(

@@ -195,6 +195,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LIVE}::test_many_alerts_are_read_at_once_and_before_that_the_run_says_so",),
     ),
     Mutant(
+        name="terminal-columns-cut",
+        what="a narrow terminal cuts columns of the map of ranks, without a word",
+        file="watch/terminal/text.py",
+        before="initial=label)) - 1, 1)",
+        after="initial=label)) + 99, 1)",
+        tests=("tests/unit/watch/terminal/test_views.py::test_tables_bars_and_heat_maps_fit",),
+    ),
+    Mutant(
+        name="load-cells-not-sorted",
+        what="the map of loads has the experts in no order",
+        file="report/experts.py",
+        before="chosen = [sorted(loads[i], reverse=True)[at] for at in columns]",
+        after="chosen = [loads[i][at] for at in columns]",
+        tests=("tests/unit/report/test_experts.py::test_the_map_of_cells_has_experts_from_the_busiest_to_the_idlest",),
+    ),
+    Mutant(
         name="watch-busy-at-a-lost-log",
         what="a server looks without a pause at a log that is gone",
         file="watch/web/hub.py",

@@ -13,9 +13,10 @@ from statistics import fmean
 from ingot.report.facts import RunData
 from ingot.report.readable import is_finite
 from ingot.report.render.charts import expert_charts, spread
-from ingot.report.render.page import Block, Chart, Section, TableBlock, Text
+from ingot.report.render.page import Block, Chart, HeatMap, HeatRow, Section, TableBlock, Text
 
 _WIDE, _NARROW = 900, 350
+_COLUMNS = 12  # of the map of cells
 
 
 def experts_section(data: RunData) -> Section | None:
@@ -84,7 +85,22 @@ def _load_chart(event: dict) -> Chart:
         narrow=load_map(layers, loads, width=_NARROW, label=title),
         legend=tuple((kind(level), name) for level, name in enumerate(NAMES)),
         table=TableBlock(header, rows, right=tuple(range(len(header))), caption=title),
+        heat=load_cells(layers, loads),
     )
+
+
+def load_cells(layers: Sequence[int], loads: Sequence[Sequence[float]]) -> HeatMap:
+    """Return the load map as cells with figures, for a page or a terminal: of up to 40 layers, all experts from the
+    busiest to the idlest, or of many experts 12 of them, evenly spread. The arguments are those of `load_map`."""
+    experts = len(loads[0])
+    columns = spread(list(range(experts)), _COLUMNS)
+    inner = [f"{at + 1}" if experts <= _COLUMNS else f"{at / (experts - 1):.0%}" for at in columns[1:-1]]
+    rows = []
+    for i in spread(list(range(len(layers))), 40):
+        chosen = [sorted(loads[i], reverse=True)[at] for at in columns]
+        levels = tuple(bisect(EDGES, load) - _EVEN for load in chosen)
+        rows.append(HeatRow(f"{layers[i]}", tuple(f"{load:.2f}" for load in chosen), levels))
+    return HeatMap(("Layer", *["busiest", *inner, "idlest"][: len(columns)]), rows)
 
 
 # The loads between two colors. The mean load is 1, and the edges below 1 are the reciprocals of those above.

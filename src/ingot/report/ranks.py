@@ -78,7 +78,12 @@ def rank_blocks(rows: Mapping[int, NewestRow], slow: Mapping[int, dict]) -> list
     order = sorted(cells, key=lambda rank: (rank not in slow, -_excess(cells[rank]), rank))[:_SHOWN]
     heat_rows = [_row(rank, cells[rank], rows[rank], slow.get(rank)) for rank in sorted(order)]
     newest = max(row.step for row in rows.values())
-    words = f"Seconds per step at step {newest:,}, one row per rank; darker is farther from the median rank."
+    words = (
+        f"Seconds per step, one row per rank, shaded by the distance from the median rank. Step, data and waiting are "
+        f"of step {newest:,}, other columns are means over the steps of the newest log line."
+    )
+    if {"no core", "blocked"} & {*titles}:
+        words += " No core and blocked overlap with other columns."
     if len(cells) > _SHOWN:
         words += f" The {_SHOWN} of {len(cells):,} ranks that differ most are shown."
     blocks: list[Block] = [Text(words), HeatMap(("Rank", *titles), heat_rows)]

@@ -152,9 +152,11 @@ def chapters(run: LiveRun) -> list[WatchChapter]:
 
 
 def _without_charts(blocks: list[Block]) -> Iterator[Block]:
-    """Yield blocks without charts, which a page draws from the numbers; their tables stay, folded."""
+    """Yield blocks without charts, which a page draws from the numbers; their maps stay, or their tables, folded."""
     for block in blocks:
-        if isinstance(block, Chart):
+        if isinstance(block, Chart) and block.heat:
+            yield from (Text(f"{block.title}, from the busiest to the idlest."), block.heat)
+        elif isinstance(block, Chart):
             yield replace(block.table, caption=block.title, folded=True)
         elif isinstance(block, Folded):
             yield replace(block, blocks=list(_without_charts(block.blocks)))

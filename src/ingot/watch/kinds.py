@@ -259,7 +259,7 @@ CHARTS: dict[str, ChartKind] = {
     "dropped": ChartKind(
         "Beyond the capacity of experts", "%", "healthy", _dropped, "experts", "dropped", from_zero=True
     ),
-    "entropy": ChartKind("Router", "nats", "healthy", _entropy, "experts", "entropy"),
+    "entropy": ChartKind("Entropy of the router", "nats", "healthy", _entropy, "experts", "entropy"),
     "cost": ChartKind("Cost", "USD", "cost", _cost, "lines", "cost_usd", from_zero=True),
 }
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ingot.config import to_toml
-from ingot.report.experts import NAMES, counted, load_map
+from ingot.report.experts import NAMES, counted, load_cells, load_map
 from ingot.report.facts import gather
 from ingot.report.render.markup import render_html, render_markdown
 from ingot.report.write import build_page, write_report
@@ -47,6 +47,18 @@ def test_loads_are_told_by_layer(tmp_path, logs):
     assert "| 1 | 0.721 | 2.00 | 0.00 | 1.250 | 12.50% |" in markdown
     assert "| 2 | 0.000 | 1.00 | 1.00 | 1.250 | 12.50% |" in markdown
     assert 'id="experts"' in report.html.read_text()
+
+
+def test_the_map_of_cells_has_experts_from_the_busiest_to_the_idlest():
+    few = load_cells([1, 2], [[0.2, 4.0, 1.0, 0.8], [1.0, 1.0, 1.0, 1.0]])
+    assert few.header == ("Layer", "busiest", "2", "3", "idlest")
+    assert (few.rows[0].label, few.rows[0].values) == ("1", ("4.00", "1.00", "0.80", "0.20"))
+    assert few.rows[0].levels == (3, 0, 0, -3) and few.rows[1].levels == (0, 0, 0, 0)
+    many = load_cells(list(range(90)), [[number / 50 for number in range(101)]] * 90)
+    assert len(many.rows) == 40 and many.rows[-1].label == "89"
+    assert many.header[:3] == ("Layer", "busiest", "9%") and many.header[-1] == "idlest"
+    assert len(many.header) == 13 and (many.rows[0].values[0], many.rows[0].values[-1]) == ("2.00", "0.00")
+    assert load_cells([0], [[1.0]]).header == ("Layer", "busiest")
 
 
 def test_what_a_fallback_expert_takes_is_not_called_dropped(tmp_path, logs):

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.watched import START, WatchedRun
 
+from ingot.report.render.page import HeatMap
 from ingot.schema.run_folder import RunFolder
 from ingot.watch import live
 from ingot.watch.chapters import chapters, head
@@ -309,3 +310,14 @@ def test_a_run_that_was_just_started_again_is_not_late(tmp_path, monkeypatch):
     append(folder, json.dumps(WatchedRun().started(later, 0, run.last_step)) + "\n")
     run.read_all()
     assert run.state == "running" and run.still_seconds(later + 0.02) is None
+
+
+def test_the_loads_of_experts_are_a_map_of_their_layers(folder, lines):
+    event = {"kind": "experts", "time": START + 40, "step": 400, "steps": 10, "layers": [1], "load_cv": [0.4],
+             "max_load": [1.5], "min_load": [0.5], "entropy": [1.2], "dropped": None, "fallback": None,
+             "loads": [[1.5, 0.5]]}  # fmt: skip
+    append(folder, "".join(lines) + json.dumps(event) + "\n")
+    (found,) = [own.section for own in chapters(LiveRun(folder.root).read_all()) if own.section.anchor == "experts"]
+    (heat,) = [block for block in found.blocks if isinstance(block, HeatMap)]
+    assert [(row.label, row.values) for row in heat.rows] == [("1", ("1.50", "0.50"))]
+    assert not any("Loads of the 2 experts" in getattr(block, "caption", "") for block in found.blocks)

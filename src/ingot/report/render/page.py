@@ -78,6 +78,7 @@ class Chart:
     """A chart. wide, narrow: the same chart as <svg> for wide and for narrow screens.
 
     legend: pairs (CSS class of a line, description). table: the figures of the chart, which Markdown shows instead.
+    heat: what screens without charts show instead; None: the table.
     """
 
     title: str
@@ -85,6 +86,7 @@ class Chart:
     narrow: str
     legend: tuple[tuple[str, str], ...]
     table: TableBlock
+    heat: HeatMap | None = None
 
 
 @dataclass(frozen=True)

@@ -2,14 +2,13 @@
 
 import textwrap
 from collections.abc import Iterator, Sequence
-from itertools import zip_longest
+from itertools import accumulate, zip_longest
 
 from ingot.report.render.page import (
     Bars,
     Block,
     Folded,
     HeatMap,
-    HeatRow,
     LabeledValues,
     Sample,
     TableBlock,
@@ -104,24 +103,38 @@ def _bars(block: Bars, width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
 
 
 def _heat(block: HeatMap, width: int) -> Iterator[StyledLine]:
-    columns = list(zip(*(_cells(row) for row in block.rows), strict=False))
+    """Yield a map; columns that do not fit beside the others follow below them."""
     label = max([len(block.header[0]), *(len(row.label) for row in block.rows)])
-    titles = [title.split(" ") for title in block.header[1:]]
-    widths = [
-        max([*map(len, title), *(len(cell) for cell, _ in column)])
-        for title, column in zip(titles, columns, strict=False)
-    ]
-    deepest = max(len(title) for title in titles) if titles else 0
+    columns = [_HeatColumn(block, at) for at in range(len(block.header) - 1)]
+    while columns:
+        fits = max(sum(total <= width for total in accumulate((c.width + 1 for c in columns), initial=label)) - 1, 1)
+        yield from _heat_lines(block, columns[:fits], label, width)
+        if columns := columns[fits:]:
+            yield []
+
+
+class _HeatColumn:
+    """A column of a map. cells: texts of equal width, with their styles. title: its words. width: of all."""
+
+    def __init__(self, block: HeatMap, at: int):
+        self.title = block.header[at + 1].split(" ")
+        found = [(row.values[at], *_SHADES[row.levels[at]]) for row in block.rows]
+        marks = max([len(mark) for _, _, mark in found], default=0)
+        self.cells = [(text + mark.ljust(marks), style) for text, style, mark in found]
+        self.width = max([*map(len, self.title), *(len(text) for text, _ in self.cells)])
+
+
+def _heat_lines(block: HeatMap, columns: Sequence[_HeatColumn], label: int, width: int) -> Iterator[StyledLine]:
+    deepest = max(len(column.title) for column in columns)
     for at in range(deepest):  # titles of several words end at the same line
-        words = [title[at - deepest + len(title)] if at - deepest + len(title) >= 0 else "" for title in titles]
-        head = " ".join(word.rjust(own) for word, own in zip(words, widths, strict=False))
+        words = [[""] * (deepest - len(column.title)) + column.title for column in columns]
+        head = " ".join(own[at].rjust(column.width) for own, column in zip(words, columns, strict=True))
         yield [((block.header[0] if at == deepest - 1 else "").ljust(label) + " " + head, "bold")]
-    for row in block.rows:
+    used = label + sum(column.width + 1 for column in columns)
+    for number, row in enumerate(block.rows):
         found: StyledLine = [(row.label.ljust(label), "red" if row.note else "")]
-        for (text, style), own in zip(_cells(row), widths, strict=False):
-            found += [(" ", ""), (text.rjust(own), style)]
-        yield found + ([(f"  {row.note}", "red")] if row.note else [])
-
-
-def _cells(row: HeatRow) -> list[tuple[str, str]]:
-    return [(text + _SHADES[level][1], _SHADES[level][0]) for text, level in zip(row.values, row.levels, strict=False)]
+        for column in columns:
+            text, style = column.cells[number]
+            found += [(" ", ""), (text.rjust(column.width), style)]
+        fits = row.note and used + 2 + len(row.note) <= width
+        yield found + ([(f"  {row.note}", "red")] if fits else [])

@@ -23,18 +23,20 @@ _ZOOMS = 12  # the narrowest shows 1/4096 of the steps
 
 @dataclass(frozen=True, kw_only=True)
 class View:
-    """A view. charts: keys of charts (watch/charts.py). chapters: anchors of sections (watch/chapters.py). uses: show
-    how the time of a step is used. recent: show the newest incidents and open alerts."""
+    """A view. charts: keys of charts (watch/charts.py), which get `share` of the screen if it has text, too. chapters:
+    anchors of sections (watch/chapters.py). uses: show how the time of a step is used. recent: show the newest
+    incidents and open alerts."""
 
     title: str
     charts: tuple[str, ...] = ()
     chapters: tuple[str, ...] = ()
     uses: bool = False
     recent: bool = False
+    share: float = 2 / 3
 
 
 VIEWS = (
-    View(title="run", charts=("loss", "speed"), recent=True),
+    View(title="run", charts=("loss", "speed"), recent=True, share=3 / 4),
     View(title="loss", charts=("loss", "heldout")),
     View(title="gradient", charts=("grad_norm", "lr")),
     View(title="speed", charts=("mfu", "step_time"), chapters=("prediction",), uses=True),
@@ -42,7 +44,7 @@ VIEWS = (
     View(title="memory", charts=("memory", "loads", "dropped", "entropy"), chapters=("experts",)),
     View(title="data", charts=(), chapters=("mix", "evaluation", "samples")),
     View(title="saves", chapters=("checkpoints", "recovery")),
-    View(title="alerts", charts=("cost",), chapters=("alerts", "record", "incidents", "cost")),
+    View(title="alerts", charts=("cost",), chapters=("alerts", "record", "incidents", "cost"), share=1 / 3),
 )
 
 
@@ -129,7 +131,7 @@ class WatchScreen:
             return y
         columns = 2 if canvas.width >= _TWO_COLUMNS and len(keys) > 1 else 1
         shares = view.chapters or view.uses or view.recent
-        room = (bottom - y) * (3 if view.recent else 2) // (4 if view.recent else 3) if shares else bottom - y
+        room = int((bottom - y) * view.share) if shares else bottom - y
         rows = min(-(-len(keys) // columns), max(room // _CHART_ROWS, 1))
         height, width = room // rows, (canvas.width - 2 * (columns - 1)) // columns
         if height < 4:

@@ -239,3 +239,7 @@ def test_tables_bars_and_heat_maps_fit():
     text = ["".join(own for own, _ in line) for line in found]
     assert text[2].split() == ["Rank", "ranks", "data"] and text[3].split() == ["0", "1", "s+++", "2", "s"]
     assert ("1 s+++", "red") in [(own.strip(), style) for own, style in found[3]]
+    narrow = ["".join(own for own, _ in line) for line in lines_of([heat], 14, ASCII)]
+    assert max(map(len, narrow)) <= 14
+    assert narrow == ["     waiting", "         for", "Rank   ranks", "0     1 s+++", "1       1-  ", "",
+                      "Rank data", "0    2 s ", "1      2+"]  # fmt: skip

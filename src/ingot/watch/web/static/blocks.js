@@ -2,6 +2,8 @@
 
 import { el } from "/shared/dom.js";
 
+const LONG = 40; // characters
+
 const right = (block, column) => (block.right.includes(column) ? "r" : null);
 
 const KINDS = {
@@ -22,11 +24,13 @@ function folded(caption, children) {
 
 function table(block) {
   const head = block.header.map((text, i) => el("th", { scope: "col", class: right(block, i), text }));
-  const cell = (text, i) => (i === 0 && !block.right.includes(0) && block.header.length > 1 ? el("th", { scope: "row", text }) : el("td", { class: right(block, i), text }));
+  const cell = (text, i) => (i === 0 && !block.right.includes(0) && block.header.length > 1 ? el("th", { scope: "row", text }) : el("td", { class: right(block, i), "data-title": block.header[i], text }));
   const rows = block.rows.map((row) => el("tr", {}, row.map(cell)));
   const compact = block.right.length === block.header.length ? "compact" : null;
+  const many = block.header.length - block.right.length > 2;
+  const long = many && block.rows.some((row) => row.some((text) => text.length > LONG)); // a phone shows a row as a card
   return el(
-    "div", { class: block.header.length - block.right.length > 2 ? "scroll many" : "scroll" },
+    "div", { class: `scroll${many ? (long ? " cards" : " many") : ""}` },
     el("table", { class: compact }, block.caption ? el("caption", { text: block.caption }) : null, el("thead", {}, el("tr", {}, head)), el("tbody", {}, rows)),
   );
 }
