@@ -6,51 +6,90 @@ Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats a
 back gives exactly the bits that were computed.
 """
 
-import contextlib
+import errno
 import json
 import os
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from ingot.errors import ResourceError
+from ingot.storage import disk_full, is_full
+
+_MOST_WAITING = 4 << 20  # bytes of events that wait for room
 
 
 class EventLog:
-    """A writer that appends events to `path`. Several processes may append to one log: each event is a single write."""
+    """A writer that appends events to `path`. Several processes may append to one log: each event is a single write.
+
+    Events for which a full disk has no room wait in memory, at most `_MOST_WAITING` bytes of them, and are written with
+    the next one that finds room: a disk that another program fills for a while stops no run.
+    """
 
     def __init__(self, path: Path):
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o644)
-        self._end_torn_line()
-
-    def _end_torn_line(self) -> None:
+        self._waiting, self._lock = deque[bytes](), threading.Lock()
         # If a writer was killed in the middle of a line, the next event must start on a new line.
         size = os.fstat(self._fd).st_size
-        if size and os.pread(self._fd, 1, size - 1) != b"\n":
-            os.write(self._fd, b"\n")
+        self._is_torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
+        if self._is_torn:
+            self._put(b"")
 
     def write(self, kind: str, **facts) -> None:
-        """Append one event. Raises ResourceError if only a part of the event could be written, as on a full disk."""
+        """Append one event, or keep it until the disk has room. Raises ResourceError if too many wait, and OSError."""
         line = json.dumps({"kind": kind, "time": round(time.time(), 6), **facts}, ensure_ascii=False) + "\n"
         data = line.encode()
-        if (written := os.write(self._fd, data)) < len(data):
-            with contextlib.suppress(OSError):  # or the next event of any process would be a part of this line
-                os.write(self._fd, b"\n")
-            raise ResourceError(
-                "E-EVENTS-WRITE",
-                f"{self.path}: only {written} of {len(data)} bytes of an event could be written",
-                rule="the event log needs room on its disk",
-                fix="free some space, then run the same command again: it continues",
-                path=str(self.path),
-                written_bytes=written,
-                event_bytes=len(data),
-            )
+        if self._waiting or not self._put(data):  # without the lock, which a signal may find taken
+            with self._lock:
+                self._waiting.append(data)
+                if not self._catch_up() and sum(map(len, self._waiting)) > _MOST_WAITING:
+                    raise self._full()
 
     def close(self) -> None:
+        """Write what waits, and close the file. Raises ResourceError if there still is no room for it, unless another
+        error, which that must not hide, is under way."""
+        with self._lock:
+            is_whole = self._catch_up()
         os.close(self._fd)
+        if not is_whole and sys.exception() is None:
+            raise self._full()
+
+    def require_room(self) -> None:
+        """Write what waits. Raises ResourceError if there is no room for it."""
+        with self._lock:
+            if not self._catch_up():
+                raise self._full()
+
+    def _catch_up(self) -> bool:
+        while self._waiting and self._put(self._waiting[0]):
+            self._waiting.popleft()
+        return not self._waiting
+
+    def _put(self, data: bytes) -> bool:
+        """Append a line; b"" only ends a torn one. Returns whether the disk had room for all of it."""
+        data = b"\n" + data if self._is_torn else data
+        try:
+            written = os.write(self._fd, data)
+            self._is_torn = written < len(data)
+            if self._is_torn:
+                os.write(self._fd, b"\n")  # or the next event of any process would be a part of this line
+                self._is_torn = False
+                return False
+        except OSError as error:
+            if not is_full(error):
+                raise
+            return False
+        return True
+
+    def _full(self) -> ResourceError:
+        count = len(self._waiting)
+        error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return disk_full(self.path, error, f"{count} event{'' if count == 1 else 's'} of the log")
 
 
 def read_events(path: Path, *kinds: str) -> Iterator[dict]:

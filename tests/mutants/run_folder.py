@@ -55,6 +55,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/cli/test_main.py::test_what_the_system_refuses_is_a_message_and_no_traceback",),
     ),
     Mutant(
+        name="torn-event-on-a-full-disk",
+        what="an event of which a full disk took a part is lost",
+        file="events.py",
+        before="                self._is_torn = False\n                return False",
+        after="                self._is_torn = False\n                return True",
+        tests=("tests/unit/test_ground.py::test_events_for_which_a_disk_has_no_room_wait_for_it",),
+    ),
+    Mutant(
         name="silent-folder",
         what="a folder that does not answer holds the launcher and its ranks for ever",
         file="trainer/launch/folder_watch.py",

@@ -1,6 +1,7 @@
 """Units, random streams, files and the event log."""
 
 import contextlib
+import errno
 import json
 import os
 import pickle
@@ -154,14 +155,39 @@ def test_events_survive_a_torn_line_and_keep_every_bit(tmp_path):
     assert list(read_events(tmp_path / "absent")) == []
 
 
-def test_an_event_that_does_not_fit_on_the_disk_is_an_error(tmp_path, monkeypatch):
-    log, write = EventLog(tmp_path / "events.jsonl"), os.write
-    with monkeypatch.context() as full:
-        full.setattr(os, "write", lambda fd, data: write(fd, data[:10]))
-        with refused("E-EVENTS-WRITE", written_bytes=10):
-            log.write("step", step=1)
-    EventLog(log.path).write("step", step=2)
-    assert [e["step"] for e in read_events(log.path)] == [2]
+def test_events_for_which_a_disk_has_no_room_wait_for_it(tmp_path, monkeypatch):
+    log, write, room = EventLog(tmp_path / "events.jsonl"), os.write, [0]
+
+    def full(fd, data):
+        if not room[0]:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        room[0] -= (written := write(fd, data[: room[0]]))
+        return written
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "write", full)
+        for step, room[0] in enumerate((0, 10, 0)):  # none; a part of a line, and none for its end; none
+            log.write("step", step=step)
+    other = EventLog(log.path)  # of another process, which ends the torn line
+    other.write("step", step=7)
+    log.write("step", step=3)
+    log.close()
+    assert [e["step"] for e in read_events(log.path)] == [7, 0, 1, 2, 3]
+
+
+def test_a_log_that_stays_full_is_an_error_with_the_events_it_lacks(tmp_path, monkeypatch):
+    log = EventLog(tmp_path / "events.jsonl")
+
+    def full(fd, data):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    log.write("step", text="a" * (3 << 20))
+    with refused("E-DISK-FULL", path=str(log.path)):
+        log.write("step", text="a" * (3 << 20))
+    with refused("E-DISK-FULL") as caught:
+        log.close()
+    assert "2 events of the log could not be finished" in caught.value.found
 
 
 def test_errors_have_distinct_codes_and_cross_processes():

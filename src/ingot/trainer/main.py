@@ -19,6 +19,7 @@ from ingot.errors import IngotError
 from ingot.events import EventLog
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.storage import is_full
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.tiers import fetch_newest
@@ -118,7 +119,9 @@ def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], sta
 def _say(text: str) -> None:
     try:
         print(text, flush=True)
-    except OSError:
+    except OSError as error:
+        if is_full(error):  # of the file of the lines: the next one may find room
+            return
         # The reader of the lines is gone (`| head`, a closed terminal); training continues without it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

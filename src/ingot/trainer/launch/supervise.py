@@ -245,6 +245,8 @@ class _SupervisedJob:
 
     def _restarts_after(self, incident: JobIncident) -> bool:
         self._record_fault(incident)
+        if incident.error is None:
+            self._log.require_room()  # a full disk may be the cause, for whose record a rank had no room either
         incident = self._running.respond(incident)
         wait = 0.0
         try:

@@ -78,7 +78,8 @@ def guarded(folder: RunFolder, rank: int) -> Iterator[None]:
             yield
     except BaseException as error:
         if not isinstance(error, RunBusyError):  # otherwise the folder is another attempt's
-            _write(folder, _ending_of(rank, error))
+            with contextlib.suppress(OSError):  # the error matters more than its record, for which a disk may be full
+                _write(folder, _ending_of(rank, error))
         raise
     _write(folder, RankEnding(rank=rank, time=time.time()))
 
