@@ -138,8 +138,9 @@ def exclusive(folder: Path, doing: str):
         yield
 
 
-def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
-    """Raise ResourceError if the disk that holds `path` has less than `needed_bytes` left."""
+def require_free(path: Path, needed_bytes: int, purpose: str, fix: str = "write to another disk (--out)") -> None:
+    """Raise ResourceError if the disk that holds `path` has less than `needed_bytes` left. purpose: of these bytes. fix:
+    the way out besides freeing some space."""
     from ingot.units import format_bytes
 
     place = path
@@ -149,9 +150,10 @@ def require_free(path: Path, needed_bytes: int, purpose: str) -> None:
     if free < needed_bytes:
         raise ResourceError(
             "E-DISK-SPACE",
-            f"{purpose} needs {format_bytes(needed_bytes)}, but {format_bytes(free)} are free on the disk of {place}",
+            f"{purpose}: room for {format_bytes(needed_bytes)} is needed, and {format_bytes(free)} are free on the disk of "
+            f"{place}",
             rule="the disk must have room for everything before ingot starts to write",
-            fix="free some space, or write to another disk (--out)",
+            fix=f"free some space, or {fix}",
             purpose=purpose,
             path=str(place),
             needed_bytes=needed_bytes,

@@ -191,6 +191,7 @@ def _prune(args: argparse.Namespace, terminal: Terminal) -> int:
 
 def _prove(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.report.lineage.prove import prove_run
+    from ingot.schema.step_ranges import steps_text
 
     proof = prove_run(Path(args.run), hashes=args.hashes)
     done = f"{proof.samples:,} samples in {_segments(proof.segments)}"
@@ -202,6 +203,9 @@ def _prove(args: argparse.Namespace, terminal: Terminal) -> int:
     if proof.replaced:
         what = "samples were of windows in quarantine, and others of their source took their places"
         terminal.say(f"replaced  {proof.replaced:,} {what}, as recorded")
+    if proof.untrained:
+        many = f"{len(proof.untrained):,} steps changed no weights: their updates were skipped, or their data passed"
+        terminal.say(f"untrained {steps_text(proof.untrained)} ({many})")
     for change in proof.changes:
         terminal.say(f"changed   step {change.step}: {change.key} {change.before} -> {change.after}")
     for change in proof.differences:

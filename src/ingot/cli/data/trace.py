@@ -59,6 +59,8 @@ def _step(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.table(rows, ("sample", "tokens", "source", "document", "url"), right=(0, 1))
     if replaced := sorted({d.sample for d in documents if d.replaced}):
         terminal.say(f"in the place of windows in quarantine: the samples {', '.join(map(str, replaced))}")
+    if documents and not documents[0].trained:
+        terminal.say(f"step {args.step} changed no weights: its update was skipped, or its data passed")
     if documents and not documents[0].in_ledger:
         terminal.say(f"no checkpoint covers step {args.step} yet: these are the documents that it will use")
     terminal.result({"step": args.step, "documents": [vars(d) for d in documents]})

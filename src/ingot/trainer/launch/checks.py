@@ -297,7 +297,7 @@ def _check_disk(folder: RunFolder, config: RunConfig, say: Callable[[str], None]
         needed += round(checkpoint_bytes(arch, precision, moments=0).value) * (saves.weights_keep + 1)
         needed -= sum(listed.bytes for listed in list_checkpoints(folder.weights.checkpoints))
         what += f" and {saves.weights_keep + 1} saves of the weights"
-    require_free(folder.checkpoints, max(needed, 0), what)
+    require_free(folder.checkpoints, max(needed, 0), what, "lower checkpoint.keep (or weights_keep)")
 
 
 def _check_striped(config: RunConfig, needed: int, what: str, say: Callable[[str], None]) -> None:

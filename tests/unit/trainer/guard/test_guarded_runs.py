@@ -60,7 +60,7 @@ def of_kind(folder, kind):
     return list(read_events(folder.events, kind))
 
 
-def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run):
+def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run, capsys):
     """The bits are those of a run that was directed to pass it. After the warm-up, sizes are not judged for a while."""
     run = {"dp_shard": 2, "steps": 24, "guard": GUARD | {"settle_steps": 10}, "lr": 2e-2}
     found, ordered = make_run("found", **run), make_run("ordered", skip=("17", "21"), **run)
@@ -80,6 +80,8 @@ def test_a_batch_that_hurts_costs_its_update_alone(fork_ranks, make_run):
         assert [step for one in ledger for step in one.untrained] == [17, 21]
         proof = prove_run(folder.root)
         assert proof.fault is None and proof.untrained == (17, 21) and proof.steps == 24
+    assert main(["ckpt", "prove", str(found.root)]) == 0
+    assert "untrained 17, 21 (2 steps changed no weights" in capsys.readouterr().out
     assert [one.sha256 for one in list_checkpoints(found.checkpoints)[0].manifest.ledger] == [
         one.sha256 for one in list_checkpoints(ordered.checkpoints)[0].manifest.ledger
     ]
