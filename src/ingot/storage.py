@@ -139,8 +139,10 @@ def exclusive(folder: Path, doing: str):
 
 
 def require_free(path: Path, needed_bytes: int, purpose: str, fix: str = "write to another disk (--out)") -> None:
-    """Raise ResourceError if the disk that holds `path` has less than `needed_bytes` left. purpose: of these bytes. fix:
-    the way out besides freeing some space."""
+    """Raise ResourceError if the disk that holds `path` has less than `needed_bytes` left.
+
+    purpose: of these bytes. fix: the way out besides freeing some space.
+    """
     from ingot.units import format_bytes
 
     place = path
@@ -150,8 +152,7 @@ def require_free(path: Path, needed_bytes: int, purpose: str, fix: str = "write 
     if free < needed_bytes:
         raise ResourceError(
             "E-DISK-SPACE",
-            f"{purpose}: room for {format_bytes(needed_bytes)} is needed, and {format_bytes(free)} are free on the disk of "
-            f"{place}",
+            f"{purpose}: {format_bytes(needed_bytes)} of room needed, {format_bytes(free)} free on the disk of {place}",
             rule="the disk must have room for everything before ingot starts to write",
             fix=f"free some space, or {fix}",
             purpose=purpose,
