@@ -293,7 +293,12 @@ def _check_disk(folder: RunFolder, config: RunConfig, say: Callable[[str], None]
     if saves.disks:
         _check_striped(config, max(needed, 0), f"the share of {what} on this disk", say)
         needed, what = 0, "the manifests of checkpoints"
-    if saves.weights_interval:
+    if saves.weights_never_alone:
+        say(
+            f"note: checkpoint.weights_every = {saves.weights_every!r} saves nothing alone: a full checkpoint, every "
+            f"{saves.interval}, falls on each of its steps"
+        )
+    elif saves.weights_interval:
         needed += round(checkpoint_bytes(arch, precision, moments=0).value) * (saves.weights_keep + 1)
         needed -= sum(listed.bytes for listed in list_checkpoints(folder.weights.checkpoints))
         what += f" and {saves.weights_keep + 1} saves of the weights"
