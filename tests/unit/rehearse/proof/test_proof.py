@@ -9,7 +9,7 @@ from ingot.rehearse.proof import cases as cases_module
 from ingot.rehearse.proof.cases import cases, tiny
 from ingot.rehearse.proof.proof import LayoutProof, case_line, prove_layouts
 from ingot.schema.arch import Arch, Mla, Moe
-from ingot.schema.run import Data, RunConfig, Train
+from ingot.schema.run import Data, Optim, RunConfig, Train
 from ingot.theory.rules import load_run
 
 ARCH = Arch(vocab_size=512, d_model=64, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=8, d_ffn=160)
@@ -107,7 +107,8 @@ def load(tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_tiny_models_keep_their_kind_and_fit_most_layouts(name):
     arch = MODELS[name]
-    small = tiny(RunConfig(name="x", model=arch, data=Data(tokens=""), train=TRAIN))
+    small = tiny(RunConfig(name="x", model=arch, data=Data(tokens=""), train=TRAIN, optim=Optim(lr=0.5)))
+    assert small.optim.lr == 0.01  # with a rate that makes training unstable, every last bit counts
     assert (small.model.is_moe, small.model.is_mla, small.model.num_kv_heads == 1) == (
         arch.is_moe,
         arch.is_mla,
