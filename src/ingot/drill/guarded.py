@@ -12,7 +12,7 @@ from typing import Any
 from ingot.drill.oracles import RunFacts, Verdicts, o1, o2, o3, read_facts
 from ingot.drill.plan import FaultPlan, folder_of
 from ingot.drill.trial import DrilledRun, DrillOutput, Trial
-from ingot.drill.undisturbed import DrillReference, undisturbed
+from ingot.drill.undisturbed import REFERENCE, DrillReference, undisturbed
 from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.schema import events
@@ -83,7 +83,8 @@ def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) ->
     """Train the undisturbed run with the settings of faults that are found by the size of a step. Returns it.
 
     It reports how far healthy steps are from those before, and a spike has to be farther than all of them. Raises
-    RunFailed if it fails, or if the settings of the guard change its bits.
+    RunFailed if it fails, or if the settings of the guard change its bits although it
+    did nothing.
     """
     config, place = reference.run.config, root / "guarded"
     run = with_settings(reference.run, _by_size(config))
@@ -94,7 +95,8 @@ def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) ->
     values = {"guard.sigmas": max(config.guard.sigmas, float(math.ceil(_MARGIN * largest)))}
     guarded = with_settings(run, values)
     changed = differences(config, guarded.config)
-    other_bits = any(not one.startswith("guard.") for one in changed)
+    own = list(read_events(RunFolder(root / REFERENCE).events, events.SKIPPED, events.ROLLED_BACK))
+    other_bits = bool(own) or any(not one.startswith("guard.") for one in changed)
     theirs = reference.facts
     difference = o1(facts.trace, theirs.trace) or o2(facts.state, theirs.state) or o3(facts.samples, theirs.samples)
     if difference and not other_bits:
@@ -105,7 +107,8 @@ def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) ->
             fix="use operations with a fixed order of sums: the same number of threads, fixed kernels, no atomic adds",
             run=str(root),
         )
-    bits = "a run of its own, because the warm-up is shorter" if other_bits else "with the same bits"
+    why = "the guard acted in the first one" if own else "the warm-up is shorter"
+    bits = f"a run of its own, because {why}" if other_bits else "with the same bits"
     output.say(
         f"\nguarded    the undisturbed run once more in {format_seconds(seconds)}, for the faults that the guard finds "
         f"by the size of a step; {bits}\n"

@@ -8,7 +8,7 @@ from statistics import median
 from ingot.drill.copied import DrillCopy, with_interval
 from ingot.drill.oracles import o1
 from ingot.drill.trial import DrilledRun, DrillOutput
-from ingot.drill.undisturbed import DrillReference, undisturbed
+from ingot.drill.undisturbed import REFERENCE, DrillReference, undisturbed
 from ingot.errors import RunFailed, UsageError
 from ingot.events import read_events
 from ingot.schema import events
@@ -51,8 +51,8 @@ def train_reference(
         variables=variables,
         step_seconds=step,
     )
-    facts, took = undisturbed(run, copy.root / "reference", output)
-    step = _step_seconds(RunFolder(copy.root / "reference"))
+    facts, took = undisturbed(run, copy.root / REFERENCE, output)
+    step = _step_seconds(RunFolder(copy.root / REFERENCE))
     common = {number: facts.trace[number] for number in first.trace}
     if found := o1(first.trace, common):
         raise RunFailed(

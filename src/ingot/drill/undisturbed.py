@@ -10,6 +10,9 @@ from ingot.drill.trial import DrilledRun, DrillOutput, Trial
 from ingot.errors import RunFailed
 
 
+REFERENCE = "reference"  # the name of its folder
+
+
 @dataclass(frozen=True)
 class DrillReference:
     """The undisturbed run that all copies are compared with. seconds: that its command took."""

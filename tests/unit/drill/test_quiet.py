@@ -203,6 +203,11 @@ def test_a_spike_has_to_be_farther_than_all_healthy_steps(reference, tmp_path, m
     monkeypatch.setattr(guarded, "undisturbed", lambda *_: (replace(reference.facts, state="other"), 1.0))
     with refused("E-DRILL-UNSTEADY"):
         guarded.train_guarded(reference, tmp_path / "drill", shown)
+    skipped = RunFolder(tmp_path / "drill" / "reference").events
+    skipped.parent.mkdir(parents=True)
+    skipped.write_text('{"kind": "skipped", "steps": [3]}\n')
+    guarded.train_guarded(reference, tmp_path / "drill", shown)
+    assert any("because the guard acted in the first one" in line for line in shown.lines)
 
 
 def test_the_plug_in_is_added_to_those_of_the_run(reference, tmp_path, monkeypatch):
