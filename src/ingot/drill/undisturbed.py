@@ -9,7 +9,6 @@ from ingot.drill.oracles import RunFacts, Verdicts, read_facts
 from ingot.drill.trial import DrilledRun, DrillOutput, Trial
 from ingot.errors import RunFailed
 
-
 REFERENCE = "reference"  # the name of its folder
 
 
