@@ -106,7 +106,10 @@ class CheckpointFiles:
         """Check that the disk has room, and make the temporary folder. Raises ResourceError."""
         needed = _LEDGER_BYTES + _EXTRA_BYTES_PER_RANK * len(bytes_by_rank)
         needed += 0 if Places(self.path).own_folder(0) else sum(bytes_by_rank)  # each rank looks at its own disk
-        purpose, checkpoints = f"the checkpoint of step {self.step}, its manifest and the ledger", self.folder.checkpoints
+        purpose, checkpoints = (
+            f"the checkpoint of step {self.step}, its manifest and the ledger",
+            self.folder.checkpoints,
+        )
         self._on_disk(checkpoints, lambda: require_free(checkpoints, needed, purpose))
         self.discard()
         if not self.folder.checkpoints.is_dir():

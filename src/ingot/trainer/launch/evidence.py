@@ -66,10 +66,11 @@ def question(beats: Mapping[int, Beat], place: Path | None) -> Answers:
     silent = [rank for rank, answer in calls.items() if answer is None and states[rank] not in STOPPED]
     deaf = {rank: why for rank in silent if (why := _why_deaf(beats[rank].pid))}
     stacks = {rank: _read(beat.pid, beat.stacks) for rank, beat in beats.items()}
+    stopped = {rank: "a signal or a debugger has stopped it" for rank, state in states.items() if state in STOPPED}
     with contextlib.suppress(OSError):  # a full disk must not keep a hang from its end
         if place is not None:
             for rank, text in stacks.items():
-                why = f": {deaf[rank]}" if rank in deaf else ""
+                why = f": {reason}" if (reason := (deaf | stopped).get(rank)) else ""
                 (place / f"rank-{rank}.stacks").write_text(text or f"this rank wrote no stacks{why}\n")
             add_native_stacks(beats, place, silent)
     return Answers(states, calls, {rank for rank, text in stacks.items() if text}, deaf)

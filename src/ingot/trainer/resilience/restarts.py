@@ -117,6 +117,7 @@ class Restarts:
 def _shown_in(incident: JobIncident, log: Path) -> str:
     """Return where the cause of an incident can be seen."""
     if not incident.setting:
-        return f"see {log}"
+        is_empty = log.is_file() and not log.stat().st_size  # as of a rank that was killed
+        return f"see ingot status {log.parent.parent}; its ranks printed nothing" if is_empty else f"see {log}"
     stacks = f"see the stacks in {incident.evidence}; " if incident.evidence else ""
     return f"{stacks}if the program does need that time, raise {incident.setting}"

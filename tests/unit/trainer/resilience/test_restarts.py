@@ -27,6 +27,16 @@ def incident(step=7, signature="", **facts) -> JobIncident:
     return JobIncident(rank=1, kind="killed", cause="was killed (SIGKILL)", signature=signature, step=step, **facts)
 
 
+def test_an_empty_log_shows_no_cause(clock, tmp_path):
+    log = tmp_path / "runs" / "a" / "logs" / "attempt-1.log"
+    log.parent.mkdir(parents=True)
+    for text, shown in (("Traceback", f"see {log}"), ("", f"ingot status {tmp_path / 'runs' / 'a'}")):
+        log.write_text(text)
+        with refused("E-RUN-RESTARTS") as failed:
+            Restarts(Launch(max_restarts=0), clock).wait_after(incident(1), log)
+        assert shown in failed.value.fix
+
+
 def test_accidents_use_up_the_budget_of_their_hour(clock):
     restarts = Restarts(Launch(max_restarts=3), clock)
     for step in range(1, 4):
