@@ -84,7 +84,7 @@ def test_every_rank_is_asked_and_the_stopped_one_is_blamed(hung):
     cause, place = examine(hang, folder)
     assert (cause.ranks, cause.mismatch, cause.accident) == ((1,), False, True) and "stopped (SIGSTOP)" in cause.words
     assert "in _wait" in (place / "rank-0.stacks").read_text()
-    assert "wrote no stacks" in (place / "rank-1.stacks").read_text()
+    assert "wrote no stacks: a signal" in (place / "rank-1.stacks").read_text()
     written = json.loads((place / "hang.json").read_text())
     assert written["ranks"] == [1] and written["state"]["0"]["answered"] and not written["state"]["1"]["answered"]
     assert written["state"]["1"]["process_state"] == "T" and written["state"]["1"]["step"] == 12
