@@ -103,7 +103,7 @@ def _play(
 
     output = _ToStandardError() if terminal.json_mode and not terminal.quiet else terminal
     output.say(f"drill      copies of {args.run}, in {copy.root}; the run itself is only read")
-    output.say(f"changed    {', '.join(changes)}, and the interval of checkpoints")
+    output.say(f"changed    {', '.join([*changes, 'the interval of checkpoints'])}")
     if times is not None:
         result = soak(copy, faults, output, seconds=times[0], every=times[1], steps=args.steps, seed=args.seed)
         terminal.say()

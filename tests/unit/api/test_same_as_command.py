@@ -85,7 +85,7 @@ def test_train_and_resume(command, golden):
     assert (code, printed["step"]) == (10, 4)
     assert plain(ingot.train(run, until_step=4, say=lines.append).facts()) == printed
     assert plain(ingot.resume(run, until_step=4).facts()) == printed
-    assert any("already past step 4" in line for line in lines)
+    assert any("already at step 4" in line for line in lines)
 
 
 def test_evaluate_and_load_model(command, golden):

@@ -10,7 +10,15 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from ingot.errors import CheckpointError, ConfigError, ConfirmationNeeded, IngotError, MissingPartError, UsageError
+from ingot.errors import (
+    CheckpointError,
+    ConfigError,
+    ConfirmationNeeded,
+    DataMissing,
+    IngotError,
+    MissingPartError,
+    UsageError,
+)
 from ingot.hub.config_file import require_fit, run_of
 from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.accepted import read_accepted, write_accepted
@@ -235,6 +243,8 @@ def _checked_tokens(folder: RunFolder, config: RunConfig, key: str, value: str) 
         check_vocabulary(manifest, config.model.vocab_size)
     except IngotError as error:
         error.found = f"{key}: {error.found}"
+        if isinstance(error, DataMissing) and not Path(value).is_absolute():
+            error.fix += f"; {value!r} is looked for from the folder of the run file on"
         error.facts["key"] = key
         raise
     return manifest

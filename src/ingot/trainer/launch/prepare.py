@@ -191,7 +191,8 @@ class RunRequest:
                 say("its settings stay as they were; to train with new settings, raise train.steps or change --out")
         elif step := past_step(folder, self.config, self.until_step):
             code = EXIT_PREEMPTED
-            say(f"{folder.root} is already past step {self.until_step}: step {step} is saved, nothing is started")
+            where = "at" if step == self.until_step else "past"
+            say(f"{folder.root} is already {where} step {self.until_step}: step {step} is saved, nothing is started")
         else:
             return None
         return JobResult(exit_code=code, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)

@@ -263,11 +263,11 @@ def test_a_finished_run_keeps_its_settings(run_file, jobs, config, folder):
 def test_a_step_that_is_already_past_starts_nothing(run_file, jobs, config, folder):
     tokens = write_token_manifest(run_file.parent / "tokens")
     write_checkpoint(folder, 60, config, tokens.fingerprint())
-    for until in (40, 60):
+    for until, where in ((40, "past"), (60, "at")):
         printed = []
         outcome = launch_train.train(run_file, until_step=until, say=printed.append)
         assert (outcome.exit_code, outcome.step, outcome.saved_step) == (10, 60, 60)
-        assert "is already past step" in printed[0] and not jobs
+        assert f"is already {where} step" in printed[0] and not jobs
     launch_train.train(run_file, until_step=61)
     assert len(jobs) == 1
 
