@@ -1,5 +1,5 @@
-"""Spikes, by the real commands: the step of an explosion is explained; a poisoned page is built, trained on, found by the
-guard, explained, and left out again."""
+"""Spikes, by the real commands: the step of an explosion is explained; a poisoned page is built, trained on, found by
+the guard, explained, and left out again."""
 
 import json
 import math

@@ -223,6 +223,24 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/test_lease.py",),
     ),
     Mutant(
+        name="overtaken-forgotten-by-a-kill",
+        what="checkpoints that were overtaken in an earlier attempt are never named",
+        file="trainer/checkpoint/uploader.py",
+        before="    left_out = [*overtaken]  #",
+        after="    left_out: list[int] = []  #",
+        tests=(
+            "tests/unit/trainer/test_tiers.py::test_checkpoints_that_were_overtaken_before_a_kill_are_named_after_it",
+        ),
+    ),
+    Mutant(
+        name="void-ones-named",
+        what="checkpoints that a start or a roll-back made void are named as left out",
+        file="trainer/checkpoint/uploader.py",
+        before="waiting = {step for step in waiting if step <= to}",
+        after="pass",
+        tests=(f"{_REMOTE}::test_the_log_shows_which_checkpoints_earlier_attempts_left_out",),
+    ),
+    Mutant(
         name="stored-and-never-logged",
         what="an upload that ended before the run was killed never gets its event",
         file="trainer/checkpoint/uploader.py",

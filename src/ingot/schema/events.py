@@ -62,7 +62,8 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  passed_over [{step, reason} ..] (newer ones)         training continues from the checkpoint of to_step
   checkpoint     step, bytes, stall_seconds (training paused), snapshot_seconds (of these, for the copy of the state
                  in memory; null: training waited for the files), write_seconds (until it was verified), verify_seconds
-                 (the slowest rank read back and compared, most of it while it wrote), path
+                 (the slowest rank read back and compared, most of it while it wrote), path, store (to which it is to
+                 go, as in the run file; "": none)
                                                                       after the checkpoint was verified
   checkpoint_skipped  step, what ("full", or "weights" alone), in_flight (step)   an earlier save was being written
   checkpoint_failed   step, what, code (of an error of ingot, or ""), reason, write_seconds

@@ -218,9 +218,9 @@ def _record(
     seconds: SaveSeconds,
 ) -> None:
     """Take in that a save ended well, and report it. segment: the ledger segment that a full checkpoint added."""
-    path = str(trainer.folder.of(kind).checkpoint(step).relative_to(trainer.folder.root))
-    event = events.CHECKPOINT if kind == FULL else events.WEIGHTS_SAVED
-    trainer.log(event, step=step, bytes=size, **seconds.as_facts(), path=path)
+    path = trainer.folder.of(kind).checkpoint(step).relative_to(trainer.folder.root)
+    facts = seconds.as_facts() | {"path": str(path), "store": trainer.config.checkpoint.remote.url}
+    trainer.log(events.CHECKPOINT if kind == FULL else events.WEIGHTS_SAVED, step=step, bytes=size, **facts)
     written = "" if seconds.write is None else f"written in {format_seconds(seconds.write)}  "
     stall = f"stall {format_seconds(seconds.stall)}"
     what = "" if kind == FULL else "weights of "

@@ -3,6 +3,7 @@
 import os
 import shutil
 import signal
+from dataclasses import replace
 
 import pytest
 
@@ -92,6 +93,20 @@ def test_a_flipped_bit_on_the_disk_is_mended_from_the_store(fork_ranks, make_run
     assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, 8, 8]
     for one in list_checkpoints(folder.checkpoints):
         verify_checkpoint(one.path)
+
+
+def test_checkpoints_that_were_overtaken_before_a_kill_are_named_after_it(fork_ranks, make_run, tmp_path):
+    """The upload of step 2 takes until the end of the attempt, and what the uploader knows ends with it."""
+    (tmp_path / "store").mkdir()
+    slow = RemoteCheckpoints(url=f"file://{tmp_path}/store", bytes_per_second=1000)
+    settings = RUN | {"dp_shard": 1, "every_steps": 2, "steps": 8}
+    folder = make_run(remote=slow, **settings)
+    assert fork_ranks(run_rank, 1, folder, {7: give_up}) == ["E-RUN-BUSY"]
+    assert stored(folder, events.CHECKPOINT) == [2, 4, 6] and not stored(folder)
+    fork_ranks(run_rank, 1, make_run(remote=replace(slow, bytes_per_second=0), **settings))
+    first, *_ = logged = list(read_events(folder.events, events.CHECKPOINT_STORED))
+    assert first["left_out"][:2] == [2, 4]
+    assert sorted(step for one in logged for step in (one["step"], *one.get("left_out", ()))) == [2, 4, 6, 8]
 
 
 def test_training_goes_on_without_the_store_and_its_uploader(fork_ranks, make_run, tmp_path):

@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -207,17 +207,20 @@ def upload_all(
     requests: _Requests,
     report: Callable[[dict[str, Any]], None],
     is_logged: Callable[[SaveKind, int], bool],
+    overtaken: Iterable[int] = (),
 ) -> None:
     """Upload the last requested checkpoint, else the last weights, again and again, until no more will come.
 
-    is_logged: whether the event log shows that the store has the save of that kind and step.
+    is_logged: whether the event log shows that the store has the save of that kind and step. overtaken: the steps of
+    checkpoints that earlier processes did not upload.
     """
     done: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
-    left_out: list[int] = []  # the steps of checkpoints that newer ones overtook, not reported so far
+    left_out = [*overtaken]  # the steps of checkpoints that newer ones overtook, not reported so far
     while (found := requests.next(done)) is not None:
         done[found.kind], pause = found.number, _PAUSE_SECONDS
         if found.kind == FULL:
-            left_out += requests.overtaken(found)
+            # After a roll-back, later steps are void.
+            left_out = [step for step in (*left_out, *requests.overtaken(found)) if step < found.step]
         while not _upload(tiers[found.kind], found.step, pause, report, is_logged, left_out):
             if requests.displaces(found.kind, done, random.uniform(pause / 2, pause)):
                 left_out += [found.step] if found.kind == FULL else []
@@ -246,8 +249,8 @@ def _upload(
         sent = tier.push(step)
         if tier.commits and (sent or not is_logged(tier.kind, step)):
             stored = {"kind": events.CHECKPOINT_STORED, "bytes": sent, "seconds": time.monotonic() - began}
-            if tier.kind == FULL and (older := sorted({one for one in left_out if one < step})):
-                stored["left_out"] = older
+            if tier.kind == FULL and left_out:
+                stored |= {"left_out": older} if (older := _absent(tier, left_out)) else {}
                 left_out.clear()
             report(about | stored)
     except Exception as error:
@@ -267,6 +270,15 @@ def _upload(
     except IngotError as error:  # the next upload tries again
         print(f"{tier.url}: old checkpoints were not removed: {error.found}", file=sys.stderr)
     return True
+
+
+def _absent(tier: RemoteTier, steps: Iterable[int]) -> list[int]:
+    """Return those of `steps` that the store does not have, ascending: a command, or an upload whose event was lost in
+    a kill, may have sent one."""
+    older = sorted({*steps})
+    with contextlib.suppress(IngotError):
+        return sorted({*older} - {*tier.steps()})
+    return older
 
 
 class Progress(Meter):
@@ -304,6 +316,22 @@ def is_stored_by_log(folder: RunFolder, url: str, kind: SaveKind, step: int) -> 
     return any((one.get("store"), one.get("what"), one.get("step")) == (url, kind, step) for one in logged)
 
 
+def overtaken_by_log(folder: RunFolder, url: str, store: str) -> list[int]:
+    """Return the steps of the checkpoints that were to go to a store, and of which the event log of the run shows
+    neither that the store has them nor that they were left out. url: the store in the run file; store: in events."""
+    waiting: set[int] = set()
+    kinds = (events.CHECKPOINT, events.CHECKPOINT_STORED, events.RUN_STARTED, events.ROLLED_BACK)
+    for event in read_events(folder.events, *kinds):
+        match event:
+            case {"kind": events.CHECKPOINT, "step": step} if event.get("store") == url:
+                waiting.add(step)
+            case {"kind": events.CHECKPOINT_STORED, "step": step, "what": "full"} if event.get("store") == store:
+                waiting -= {step, *event.get("left_out", ())}
+            case {"kind": events.RUN_STARTED, "from_step": to} | {"kind": events.ROLLED_BACK, "to_step": to}:
+                waiting = {step for step in waiting if step <= to}
+    return sorted(waiting)
+
+
 def main(root: str, epoch: str) -> None:
     """Answer the requests on standard input until it is closed or ends."""
     from ingot.theory.rules import recorded_run
@@ -323,11 +351,13 @@ def main(root: str, epoch: str) -> None:
             answers.flush()
 
     tiers: dict[SaveKind, RemoteTier] = {}
+    checkpoint = recorded_run(folder.config).checkpoint
     for kind in KINDS:
-        tier = open_tier(folder.of(kind), recorded_run(folder.config).checkpoint, int(epoch), Progress(report))
+        tier = open_tier(folder.of(kind), checkpoint, int(epoch), Progress(report))
         assert tier is not None
         tiers[kind] = tier
-    upload_all(tiers, requests, report, partial(is_stored_by_log, folder, tiers[FULL].url))
+    overtaken = overtaken_by_log(folder, checkpoint.remote.url, tiers[FULL].url)
+    upload_all(tiers, requests, report, partial(is_stored_by_log, folder, tiers[FULL].url), overtaken)
 
 
 if __name__ == "__main__":

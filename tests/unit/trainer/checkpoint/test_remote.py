@@ -445,7 +445,7 @@ class Tier:
     url, commits = "s3://bucket/run", True
 
     def __init__(self, script, kind=FULL):
-        self.script, self.kind, self.pushed, self.pruned = list(script), kind, [], 0
+        self.script, self.kind, self.pushed, self.pruned, self.held = list(script), kind, [], 0, []
 
     def push(self, step):
         self.pushed.append(step)
@@ -453,6 +453,9 @@ class Tier:
         if error is not None:
             raise error
         return 7
+
+    def steps(self):
+        return self.held
 
     def prune(self):
         self.pruned += 1
@@ -565,6 +568,25 @@ def test_each_checkpoint_that_a_newer_one_overtakes_is_reported_once(monkeypatch
     requests.add(10, FULL)
     uploader.upload_all(tiers, requests, saved, never_logged)
     assert reports == [(20, [10]), (40, [30]), (50, None)]
+
+
+def test_the_log_shows_which_checkpoints_earlier_attempts_left_out(folder):
+    """Not those for another store or none, those that were stored or named, and those that a start made void."""
+    log, place = EventLog(folder.events), "s3://bucket/run"
+    stored = {"what": FULL, "store": f"{place}/"}  # as the store writes its address
+    for step, store in ((1, None), (2, "s3://other"), (3, place), (4, place), (5, place), (6, place)):
+        log.write(events.CHECKPOINT, step=step, store=store)
+    log.write(events.CHECKPOINT_STORED, step=4, left_out=[3], **stored)
+    log.write(events.CHECKPOINT_STORED, step=6, **stored | {"store": "s3://other"})
+    log.write(events.CHECKPOINT_STORED, step=6, **stored | {"what": WEIGHTS})
+    assert uploader.overtaken_by_log(folder, place, f"{place}/") == [5, 6]
+    log.write(events.RUN_STARTED, from_step=5)
+    overtaken = uploader.overtaken_by_log(folder, place, f"{place}/")
+    assert overtaken == [5]
+    tier, reports = Tier([]), []
+    tier.held = [5]  # it was sent by a command
+    uploader.upload_all({FULL: tier}, requested(8), reports.append, never_logged, [4, *overtaken, 9])
+    assert reports[0]["left_out"] == [4]
 
 
 @pytest.mark.parametrize(
