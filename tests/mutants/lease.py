@@ -228,4 +228,26 @@ MUTANTS: list[Mutant] = [
         after="        pass\n",
         tests=(f"{_HELD}::test_under_torchrun_the_attempt_begins_with_the_checkpoint_of_the_store",),
     ),
+    Mutant(
+        name="moved-folder-is-a-copy",
+        what="a run folder that was moved is taken for one of two copies",
+        file="trainer/lease.py",
+        before="return is_elsewhere and _has_run(Path(holder.folder), holder.run)",
+        after="return is_elsewhere",
+        tests=(
+            "tests/unit/trainer/test_lease.py"
+            "::test_copies_of_a_run_folder_that_share_a_store_are_reported_at_each_change",
+        ),
+    ),
+    Mutant(
+        name="copy-at-the-same-path",
+        what="a copy on another machine whose path is the same is never named",
+        file="trainer/lease.py",
+        before="return is_elsewhere or here.holder != holder.holder",
+        after="return is_elsewhere",
+        tests=(
+            "tests/unit/trainer/test_lease.py"
+            "::test_a_copy_at_the_same_path_of_another_machine_is_reported_and_a_shared_folder_is_not",
+        ),
+    ),
 ]

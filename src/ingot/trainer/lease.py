@@ -14,6 +14,7 @@ import time
 import uuid
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.events import EventLog
@@ -31,6 +32,7 @@ from ingot.trainer.checkpoint.fence import (
     alive_name,
     lease_lost,
     newest_epoch,
+    newest_local_epoch,
     read_epoch,
     record_name,
     to_bytes,
@@ -109,14 +111,26 @@ class RunLease:
 
     def _say_shared(self, store: BlobStore, holder: Epoch) -> None:
         """Report that another folder with the history of this run used the store last: a copy of it, or its original.
-        A folder without a history is new, and one that was moved is reported once."""
-        here, is_other = newest_epoch(self._here), holder.folder not in ("", str(self._folder.root.resolve()))
-        if is_other and here is not None and here.run == holder.run != "":
-            self._say(
-                f"store     {store.url} was used last by {holder.owner} with the run folder {holder.folder}, of the "
-                "same run; two copies of a run folder replace each other's checkpoints there: give one of them a store "
-                "of its own (--set checkpoint.remote.url=NEW_PLACE)"
-            )
+        A folder without a history is new."""
+        here = newest_epoch(self._here)
+        if here is None or not here.run == holder.run != "" or not self._is_other_folder(here, holder):
+            return
+        self._say(
+            f"store     {store.url} was used last by {holder.owner} with the run folder {holder.folder}, of the "
+            "same run; two copies of a run folder replace each other's checkpoints there: give one of them a store "
+            "of its own (--set checkpoint.remote.url=NEW_PLACE)"
+        )
+
+    def _is_other_folder(self, here: Epoch, holder: Epoch) -> bool:
+        """Return whether the `holder` of the store trained another folder of this run, whose own record is `here`.
+
+        On this machine a folder that was moved is none: its old place is empty. On another machine the same path may be
+        the same folder, which both machines share, or a copy: a copy has other records, except at its first start.
+        """
+        is_elsewhere = holder.folder not in ("", str(self._folder.root.resolve()))
+        if holder.host == socket.gethostname():
+            return is_elsewhere and _has_run(Path(holder.folder), holder.run)
+        return is_elsewhere or here.holder != holder.holder
 
     def _require_silence(self, place: BlobStore, holder: Epoch, before: bytes, patience: float) -> None:
         ends = time.monotonic() + patience
@@ -305,6 +319,14 @@ def _sign(place: BlobStore, holder: Epoch) -> bytes:
     with contextlib.suppress(NotStored):
         return read_object(place, alive_name(holder.epoch), _MOST_BYTES)
     return b""
+
+
+def _has_run(folder: Path, run: str) -> bool:
+    """Return whether the folder has records of the run with the id `run`, or cannot be read."""
+    with contextlib.suppress(IngotError, OSError):
+        found = newest_local_epoch(folder)
+        return found is not None and found.run == run
+    return True
 
 
 def _runs_here(holder: Epoch) -> bool:

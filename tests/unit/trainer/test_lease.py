@@ -147,6 +147,32 @@ def test_copies_of_a_run_folder_that_share_a_store_are_reported_at_each_change(f
     assert lines(folder) == [str(copy.root)]
     shutil.rmtree(copy.root / "lease")  # as a new folder, which continues what the store has
     assert lines(copy) == []
+    moved = RunFolder(folder.root.rename(tmp_path / "moved"))
+    shutil.rmtree(copy.root)
+    assert lines(moved) == []  # no two copies: the other folder is gone
+
+
+def test_a_copy_at_the_same_path_of_another_machine_is_reported_and_a_shared_folder_is_not(
+    folder, tmp_path, monkeypatch
+):
+    store = MemoryStore()
+
+    def lines(host):
+        printed = []
+        monkeypatch.setattr("socket.gethostname", lambda: host)
+        with lease_of(folder, store) as lease:
+            lease.wait(printed.append)
+            lease.take()
+        return printed
+
+    for host in ("node-a", "node-b", "node-a"):
+        assert lines(host) == []
+    shutil.copytree(folder.root, tmp_path / "disk of node-a")
+    assert lines("node-b") == []  # the first start of a copy looks like that of a shared folder
+    shutil.rmtree(folder.root)
+    shutil.copytree(tmp_path / "disk of node-a", folder.root)
+    (line,) = lines("node-a")
+    assert line.startswith("store ") and "by node-b:" in line and f"folder {folder.root}," in line
 
 
 def test_a_silent_launcher_loses_the_run(folder):
