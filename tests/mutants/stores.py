@@ -241,6 +241,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REMOTE}::test_the_log_shows_which_checkpoints_earlier_attempts_left_out",),
     ),
     Mutant(
+        name="folder-refused-by-the-system",
+        what="a check ends with an error of the system if it may not look into the folder above a store",
+        file="stores/local.py",
+        before="except OSError as error:  # a folder above it cannot be searched",
+        after="except FileExistsError as error:",
+        tests=("tests/unit/cli/test_check.py::test_a_place_that_the_system_refuses_to_look_at_is_a_finding",),
+    ),
+    Mutant(
         name="stored-and-never-logged",
         what="an upload that ended before the run was killed never gets its event",
         file="trainer/checkpoint/uploader.py",

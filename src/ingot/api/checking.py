@@ -207,7 +207,10 @@ def _init_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) ->
         require_fit(folder, config.model)
     except ConfigError as error:
         where = _place(path, overrides, "init")
-        yield Finding("error", where, error.found, error.fix, missing_here=not folder.is_dir())
+        yield Finding("error", where, error.found, error.fix, missing_here=not _is_there(folder))
+    except OSError as error:  # a folder above it cannot be searched
+        fix = "correct the permissions, or the path"
+        yield Finding("error", _place(path, overrides, "init"), f"{folder}: {error.strerror}", fix, missing_here=True)
 
 
 def _store_problems(path: Path, overrides: tuple[str, ...], config: RunConfig) -> Iterator[Finding]:
@@ -241,7 +244,7 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
         try:
             read_quarantine(listed)
         except IngotError as error:
-            yield Finding("error", where, error.found, error.fix, missing_here=not listed.exists())
+            yield Finding("error", where, error.found, error.fix, missing_here=not _is_there(listed))
             continue
         names.setdefault(listed, name)
     readable, found = replace(config.data, quarantine=tuple(map(str, names))), dict[Path, tuple[int, int]]()
@@ -256,6 +259,13 @@ def _quarantine_problems(path: Path, overrides: tuple[str, ...], config: RunConf
         message = f"documents of the list {names[listed]} in the tokens: {documents:,}; the run leaves out {windows:,} "
         fix = f"ingot data purge {tokens.parent.parent} --quarantine {listed}"
         yield Finding("warning", where, f"{message}windows", fix)
+
+
+def _is_there(path: Path) -> bool:
+    """Return whether this machine shows `path`: not below a folder without permission."""
+    with contextlib.suppress(OSError):
+        return path.exists()
+    return False
 
 
 def _place(path: Path, overrides: tuple[str, ...], key: str) -> str:

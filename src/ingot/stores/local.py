@@ -104,7 +104,13 @@ class LocalStore:
         return self._folder / check_name(name)
 
     def _require_folder(self) -> None:
-        if not self._must_exist or self._folder.exists():  # a file in its place has an error of its own
+        if not self._must_exist:
+            return
+        try:
+            is_there = self._folder.exists()  # a file in its place has an error of its own
+        except OSError as error:  # a folder above it cannot be searched
+            raise self._refused(self._folder, error) from None
+        if is_there:
             return
         raise StoreRefused(
             "E-STORE-NO-FOLDER",

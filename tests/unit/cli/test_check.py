@@ -128,6 +128,23 @@ def test_a_store_folder_that_does_not_exist_is_found_before_the_start(run_file, 
     assert problems() == [] and not list((tmp_path / "store").iterdir())
 
 
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("checkpoint.remote.url", "file:///{name}"),
+        ("init", "{name}/hf"),
+        ("data.quarantine", '["{name}/list.jsonl"]'),
+    ],
+)
+def test_a_place_that_the_system_refuses_to_look_at_is_a_finding(run_file, capsys, key, value):
+    """As below a folder without permission, which root would have: a name that is too long is refused to everyone."""
+    name = "n" * 300
+    assert main(["check", run_file, "--set", f"{key}={value.format(name=name)}", "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)["findings"]
+    (problem,) = (one for one in found if one["where"] == f"--set {key}")
+    assert problem["severity"] == "error" and name in problem["message"]
+
+
 def test_json_has_the_findings_and_the_useful_share_of_the_work(run_file, capsys, traced_here):
     command = ["check", run_file, "--cluster", "8xh100", "--simulate", "--json", "--set", "parallel.recompute=full"]
     assert main(command) == 0
