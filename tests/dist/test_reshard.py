@@ -144,7 +144,7 @@ def load(root, state, refused=None, settings=None):
         state,
         settings=settings or {},
         data_fingerprint="d",
-        on_refused=lambda step, path, reason: note((step, reason)),
+        on_refused=lambda step, path, reason, again: note((step, reason)),
     )
 
 

@@ -249,6 +249,17 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/cli/test_check.py::test_a_place_that_the_system_refuses_to_look_at_is_a_finding",),
     ),
     Mutant(
+        name="store-named-and-not-asked",
+        what="the line of a refused checkpoint promises a copy of the store that is not tried",
+        file="trainer/checkpoint/load.py",
+        before="again = error.code not in (OTHER_MODEL, FILE_LOST) and step not in fetched",
+        after="again = error.code != FILE_LOST",
+        tests=(
+            "tests/unit/trainer/checkpoint/test_load.py"
+            "::test_the_store_is_asked_for_a_step_again_unless_its_copy_was_refused_or_is_of_another_model",
+        ),
+    ),
+    Mutant(
         name="stored-and-never-logged",
         what="an upload that ended before the run was killed never gets its event",
         file="trainer/checkpoint/uploader.py",

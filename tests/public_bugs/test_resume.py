@@ -117,7 +117,7 @@ def resumed(folder: RunFolder) -> tuple[int, list[int]]:
         state_of(*make_training(seed=5, steps=1)),
         settings={"optim.lr": 0.01},
         data_fingerprint="d" * 64,
-        on_refused=lambda step, path, reason: found.append(step),
+        on_refused=lambda step, path, reason, again: found.append(step),
     )
     assert manifest is not None
     return manifest.step, found

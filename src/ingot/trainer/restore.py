@@ -22,7 +22,6 @@ from ingot.schema.run_folder import RunFolder
 from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.checkpoint.accepted import changes_since, record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
-from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
 from ingot.trainer.checkpoint.manifest import candidate_folders, doubt_about, grade_of_doubt, newest_step
@@ -193,9 +192,9 @@ def load_newest(
 
     store = facts.settings.get("checkpoint.remote.url")
 
-    def on_refused(step: int, path: Path, reason: str) -> None:
+    def on_refused(step: int, path: Path, reason: str, again: bool) -> None:
         log(events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason)
-        from_store = f"the copy in {store}, then " if store and not reason.endswith(TOO_LATE) else ""
+        from_store = f"the copy in {store}, then " if store and again else ""
         say(f"refused   {reason}; trying {from_store}the next older one")
 
     def on_fetched(manifest: CheckpointManifest, fetched: NodeFetch) -> None:

@@ -59,6 +59,7 @@ from ingot.trainer.checkpoint.tensors import dtype_name
 from ingot.trainer.checkpoint.vanished import require_checkpoints
 
 FetchInstead = Callable[..., tuple[int, list[str]]]  # as tiers.fetch_instead
+OnRefused = Callable[[int, Path, str, bool], None]  # step, path, reason, again: the store is asked for the same step
 OTHER_MODEL = "E-CKPT-OTHER-MODEL"
 
 
@@ -68,7 +69,7 @@ def resume(
     *,
     settings: Mapping[str, Any],
     data_fingerprint: str,
-    on_refused: Callable[[int, Path, str], None],
+    on_refused: OnRefused,
     fetch_instead: FetchInstead = lambda step, seen, following, *, again: (0, []),
     fetch_file: FetchFile | None = None,
     on_fetched: Callable[[CheckpointManifest, NodeFetch], None] = lambda manifest, fetched: None,
@@ -78,16 +79,16 @@ def resume(
     settings: all settings of the run, flat. Only master weights are filled; the caller updates the parameters in
     compute precision.
 
-    A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason)` on every rank, and
-    the next one is tried, on the disk or in the store: `fetch_instead` on rank 0 fetches one in place of a damaged one
-    (tiers.py). Random states are restored if the number of ranks is the same. fetch_file, on_fetched: for files on
-    disks of nodes (nodes.py); the second is called on every rank, for each node that fetched some. Raises
-    CheckpointError if no existing checkpoint can be used or saved checkpoints vanished, ConfirmationNeeded if settings
-    or data differ from those of the checkpoint.
+    A checkpoint that is damaged or of another model is reported by `on_refused(step, path, reason, again)` on every
+    rank, and the next one is tried, on the disk or in the store: `fetch_instead` on rank 0 fetches one in place of a
+    damaged one (tiers.py), again: first the same one. Random states are restored if the number of ranks is the same.
+    fetch_file, on_fetched: for files on disks of nodes (nodes.py); the second is called on every rank, for each node
+    that fetched some. Raises CheckpointError if no existing checkpoint can be used or saved checkpoints vanished,
+    ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
     for name in from_rank_zero(lambda: [path.name for path in late_folders(folder.checkpoints)]):
         path = folder.checkpoints / name
-        on_refused(int(name.removeprefix("step-")), path, f"checkpoint {path}: {TOO_LATE}")
+        on_refused(int(name.removeprefix("step-")), path, f"checkpoint {path}: {TOO_LATE}", False)
     # Those in doubt come last; the sort keeps the order of others, newest first.
     names = from_rank_zero(lambda: [path.name for path in sorted(_candidates(folder), key=grade_of_doubt)])
     candidates = [folder.checkpoints / name for name in names]
@@ -103,11 +104,11 @@ def resume(
             _load(path, manifest, state, brought.small)
         except CheckpointError as error:
             step = int(path.name.removeprefix("step-"))
-            on_refused(step, path, error.found)
+            again = error.code not in (OTHER_MODEL, FILE_LOST) and step not in fetched
+            on_refused(step, path, error.found, again)
             refused.append(error.found)
             causes.append({"code": error.code} | error.facts)
             if error.code != OTHER_MODEL:  # the store has no other one
-                again = error.code != FILE_LOST and step not in fetched
                 seen = {int(name.removeprefix("step-")) for name in names} | fetched
                 following = waiting[0] if waiting else None
                 found, reasons = from_rank_zero(partial(fetch_instead, step, seen, following, again=again))

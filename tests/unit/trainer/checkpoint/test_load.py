@@ -24,6 +24,7 @@ from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.save import save_checkpoint
 from ingot.trainer.checkpoint.state import GENERATORS
 from ingot.trainer.checkpoint.tiers import fetch_instead
+from ingot.trainer.restore import load_newest
 
 from .conftest import facts, make_training, save, state_of, train_one, values
 
@@ -37,7 +38,7 @@ def go_on(folder, model, optimizer, settings=SETTINGS, data="d" * 64, **options)
         state_of(model, optimizer),
         settings=settings,
         data_fingerprint=data,
-        on_refused=lambda step, path, reason: refused.append((step, reason)),
+        on_refused=lambda step, path, reason, again: refused.append((step, reason)),
         **options,
     )
     return manifest, refused
@@ -167,6 +168,42 @@ def test_checkpoints_of_the_store_come_in_their_turn(folder, training):
     with refused("E-CKPT-NONE-USABLE", checkpoints=3) as caught:
         go_on(folder, *make_training(steps=0), fetch_instead=instead)
     assert caught.value.found.count("\n") == 4  # three on the disk, 10 in the store; the others were refused before
+
+
+def test_the_store_is_asked_for_a_step_again_unless_its_copy_was_refused_or_is_of_another_model(folder, training):
+    path, asked = save(folder, 2, *training).path / "rank-00000.safetensors", []
+    sound = path.read_bytes()
+
+    def again(training, fetch_instead):
+        asked.clear()
+        with refused("E-CKPT-NONE-USABLE"):
+            resume(
+                folder,
+                state_of(*training),
+                settings=SETTINGS,
+                data_fingerprint="d" * 64,
+                on_refused=lambda step, path, reason, again: asked.append(again),
+                fetch_instead=fetch_instead,
+            )
+        return asked
+
+    def fetched_once(step, seen, following, *, again):  # the copy is damaged, too
+        return (step if again else 0), []
+
+    path.write_bytes(sound[:-1])
+    assert again(training, fetched_once) == [True, False]
+    path.write_bytes(sound)
+    deeper = torch.nn.Sequential(*training[0], torch.nn.Linear(3, 3))
+    assert again((deeper, torch.optim.AdamW(deeper.parameters())), fetched_once) == [False]
+
+
+@pytest.mark.parametrize(("again", "text"), [(True, "the copy in s3://bucket, then the next"), (False, "the next")])
+def test_the_line_of_a_refusal_names_the_store_only_if_it_is_asked(folder, monkeypatch, again, text):
+    lines, path = [], folder.checkpoint(2)
+    monkeypatch.setattr("ingot.trainer.restore.resume", lambda *_, on_refused, **__: on_refused(2, path, "cut", again))
+    of_run = SimpleNamespace(settings={"checkpoint.remote.url": "s3://bucket"}, data_fingerprint="")
+    load_newest(SimpleNamespace(state=None), folder, of_run, lambda *_, **__: None, lines.append, None, None)
+    assert lines == [f"refused   cut; trying {text} older one"]
 
 
 def test_never_starts_again_silently(folder, training):

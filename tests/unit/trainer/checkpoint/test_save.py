@@ -30,7 +30,7 @@ def load(folder, into=None):
         state_of(model, optimizer),
         settings={"optim.lr": 0.01},
         data_fingerprint="d" * 64,
-        on_refused=lambda step, path, reason: None,
+        on_refused=lambda step, path, reason, again: None,
     )
     return manifest, values(model, optimizer)
 

@@ -42,7 +42,7 @@ def resumed(folder) -> tuple[int, list[int]]:
         state_of(*make_training(seed=5)),
         settings=SETTINGS,
         data_fingerprint="d" * 64,
-        on_refused=lambda step, path, reason: steps.append(step),
+        on_refused=lambda step, path, reason, again: steps.append(step),
     )
     return manifest.step, steps
 
