@@ -240,6 +240,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     Mutant(
+        name="guard-after-guard",
+        what="after a stop of the guard that asks nothing, the next command of ingot guard is itself",
+        file="report/status.py",
+        before="if (question := open_question(folder, read_measures(folder.guard))) is not None:",
+        after="if (question := open_question(folder, read_measures(folder.guard))) or code:",
+        tests=("tests/unit/report/test_ends.py",),
+    ),
+    Mutant(
+        name="question-after-its-answer",
+        what="the status names the question of the guard although it is answered",
+        file="report/status.py",
+        before="'guard' if given_answer(folder, question) is None else 'train'",
+        after="'guard'",
+        tests=("tests/unit/report/test_ends.py",),
+    ),
+    Mutant(
         name="finished-at-step-0",
         what="the status of a run whose last checkpoint came from the store is that it finished at step 0",
         file="report/status.py",

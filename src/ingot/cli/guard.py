@@ -28,10 +28,10 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.errors import EXIT_OK, UsageError
     from ingot.report.facts import no_run_folder
     from ingot.report.status import command_after, read_status
-    from ingot.schema.guard_answer import question_of_stopped, question_of_waiting, write_answer
+    from ingot.schema.guard_answer import given_answer, question_of_waiting, write_answer
     from ingot.schema.guard_record import described, read_measures
     from ingot.schema.run_folder import RunFolder
-    from ingot.trainer.checkpoint.resumable import went_on_after
+    from ingot.trainer.checkpoint.resumable import open_question
     from ingot.trainer.resilience.lock import is_locked
 
     folder = RunFolder(args.run)
@@ -41,8 +41,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     measures, alive = read_measures(folder.guard), is_locked(folder.lock)
     question, until = question_of_waiting(folder) or (None, 0.0)
     if until < time.time():  # a wait that was killed leaves its question
-        until, question = None, None if alive else question_of_stopped(measures)
-        question = None if question and went_on_after(folder, question) else question
+        until, question = None, None if alive else open_question(folder, measures)
     for one in measures:
         terminal.say(f"{one.action:9} {described(one)}")
     if args.take and question is None:
@@ -53,10 +52,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             fix=f"see what it did: ingot guard {args.run}; to pass data by decision, set data.skip in the run file",
             run=str(args.run),
         )
-    if args.take and question is not None:
-        write_answer(folder, question, args.take)
+    answer = args.take
+    if answer and question is not None:
+        write_answer(folder, question, answer)
+    elif question is not None:
+        answer = given_answer(folder, question)
+    if answer and question is not None:
         steps = f"steps {question.first}-{question.last}"
-        terminal.say(f"answered  {steps}: {args.take}" + (" at once" if until else " at the next start"))
+        terminal.say(f"answered  {steps}: {answer}" + (" at once" if until else " at the next start"))
     elif question is None:
         terminal.say("the guard asks nothing" if measures else "the guard took no measure")
         if fault := status.fault:
@@ -70,14 +73,14 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         {
             "measures": [asdict(one) for one in measures],
             "question": None if question is None else asdict(question) | {"until": until},
-            "answer": args.take,
+            "answer": answer,
             "fault": status.fault,
         }
     )
-    if question is not None and not args.take:
+    if question is not None and answer is None:
         terminal.next(f"ingot guard {args.run} --take lower")
-    elif status.fault and not args.take:
+    elif status.fault and answer is None:
         terminal.next(command_after(status.fault, args.run))
     else:
-        terminal.next(f"ingot train {args.run}" if args.take and not alive else f"ingot status {args.run}")
+        terminal.next(f"ingot train {args.run}" if answer and not alive else f"ingot status {args.run}")
     return EXIT_OK

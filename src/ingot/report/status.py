@@ -5,6 +5,7 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.report.facts import no_run_folder
 from ingot.report.faults import FaultReader
@@ -16,17 +17,18 @@ from ingot.schema import events
 from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
 from ingot.schema.checkpoint import FULL, WEIGHTS
-from ingot.schema.guard_record import described, measure_of
+from ingot.schema.guard_answer import given_answer
+from ingot.schema.guard_record import described, measure_of, read_measures
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.late_lines import late_after_seconds
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import MANIFEST
-from ingot.trainer.checkpoint.resumable import find_resume_point
+from ingot.trainer.checkpoint.resumable import find_resume_point, open_question
+from ingot.trainer.resilience.failure_kinds import VALUES
 from ingot.trainer.resilience.lock import is_locked
 
 _BARS = "▁▂▃▄▅▆▇█"
 _SPARK_WIDTH = 24
-_NO_NUMBERS = ("E-GRADIENTS-", "E-POLICY-", "E-ROLLBACK-")  # numerics that `explain nan` does not explain
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -332,11 +334,15 @@ def _log_damage(folder: RunFolder) -> str:
 
 def command_after(fault: dict | None, root: Path) -> str:
     """Return the command to give after the `fault` event that ended the run in `root`; None: it ended otherwise."""
-    fault = fault or {}
-    if fault.get("code") == "E-GUARD-STOPPED":
-        return f"ingot guard {root}"
-    numbers = fault.get("failure") == "numerics" and not str(fault.get("code", "")).startswith(_NO_NUMBERS)
-    return f"ingot explain nan {root}" if numbers else f"ingot train {root}"
+    fault, folder = fault or {}, RunFolder(root)
+    if fault.get("failure") != "numerics":
+        return f"ingot train {root}"
+    code = fault.get("code", "")  # logs of earlier versions have none
+    if not code or code == "E-GUARD-STOPPED":
+        with suppress(DataError, OSError):  # of a record that cannot be read, which `ingot train` reports
+            if (question := open_question(folder, read_measures(folder.guard))) is not None:
+                return f"ingot {'guard' if given_answer(folder, question) is None else 'train'} {root}"
+    return f"ingot explain nan {root}" if not code or code in VALUES else f"ingot train {root}"
 
 
 def sparkline(values: tuple[float, ...], width: int = _SPARK_WIDTH) -> str:

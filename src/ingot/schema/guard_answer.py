@@ -41,14 +41,17 @@ def write_answer(folder: RunFolder, question: Measure, action: Action) -> None:
     write_json(folder.guard_answer, {"first": question.first, "last": question.last, "action": action})
 
 
+def given_answer(folder: RunFolder, question: Measure) -> Action | None:
+    """Return the answer to `question` that the run has not taken yet; None if there is none, or one to another one."""
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        found: Mapping[str, Any] = json.loads(folder.guard_answer.read_bytes())
+        if (found["first"], found["last"]) == (question.first, question.last) and found["action"] in ANSWERS:
+            return found["action"]
+    return None
+
+
 def take_answer(folder: RunFolder, question: Measure) -> Action | None:
     """Return the answer to `question`, and remove it; None if there is none. One to another question is removed."""
-    try:
-        found: Mapping[str, Any] = json.loads(folder.guard_answer.read_bytes())
-        right = (found["first"], found["last"]) == (question.first, question.last) and found["action"] in ANSWERS
-    except FileNotFoundError:
-        return None
-    except (OSError, ValueError, KeyError, TypeError):
-        found, right = {}, False
+    answer = given_answer(folder, question)
     folder.guard_answer.unlink(missing_ok=True)
-    return found["action"] if right else None
+    return answer

@@ -1,5 +1,7 @@
 """The end of a run by a fault: what `ingot status` and `ingot guard` say of it, and the command that comes next."""
 
+import json
+
 import pytest
 
 from ingot.cli.main import main
@@ -8,6 +10,7 @@ from ingot.events import EventLog
 from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status
 from ingot.schema import events
+from ingot.schema.guard_record import STOP, Measure, write_measures
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 
@@ -25,7 +28,7 @@ def folder(tmp_path):
     ("failure", "code", "command"),
     [
         ("numerics", "E-LOSS-EXPLODED", "explain nan"),
-        ("numerics", "E-GUARD-STOPPED", "guard"),
+        ("numerics", "E-GUARD-STOPPED", "train"),  # it asks nothing: its record is gone, or the run went on
         ("numerics", "E-ROLLBACK-LIMIT", "train"),
         ("disk", "E-DISK-FULL", "train"),
     ],
@@ -44,3 +47,24 @@ def test_after_a_fault_the_next_command_is_that_of_its_code_and_the_guard_names_
     assert f"at step 82 with {code}: loss 672.9 at step 82" in shown and next_line in shown
     log.write(events.RUN_STARTED, from_step=0)
     assert read_status(folder.root).fault is None
+
+
+@pytest.mark.parametrize("code", [{"code": "E-GUARD-STOPPED"}, {}])  # logs of earlier versions have no code
+def test_a_guard_that_stopped_the_run_is_named_until_it_is_answered(folder, capsys, code):
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    log.write(events.FAULT, rank=0, failure="numerics", cause="6 updates had to be skipped", step=82, **code)
+    write_measures(folder.guard, [Measure(action=STOP, first=82, last=84, found=("loss spike",))])
+
+    def next_of(*command):
+        assert main([*command, str(folder.root)]) == 0
+        return " ".join(capsys.readouterr().out.rpartition("Next:")[2].split()).removeprefix("ingot explain ")
+
+    ask, train = f"ingot guard {folder.root}", f"ingot train {folder.root}"
+    assert next_of("status").endswith(ask) and next_of("guard") == f"{ask} --take lower"
+    assert main(["guard", str(folder.root), "--take", "pass", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["answer"] == "pass"
+    assert next_of("status").endswith(train)
+    assert next_of("guard") == train and folder.guard_answer.exists()
+    assert main(["guard", str(folder.root)]) == 0
+    assert "answered  steps 82-84: pass at the next start" in capsys.readouterr().out

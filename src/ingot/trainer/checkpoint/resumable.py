@@ -3,11 +3,12 @@
 No torch.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.guard_answer import question_of_stopped
 from ingot.schema.guard_record import NO_DOUBT, Measure
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, list_checkpoints
@@ -81,6 +82,13 @@ def went_on_after(folder: RunFolder, measure: Measure) -> bool:
     """Return whether the run saved a checkpoint after this measure of its guard."""
     listed = list_checkpoints(folder.checkpoints)
     return any(one.manifest and measure in one.manifest.guard.measures for one in listed)
+
+
+def open_question(folder: RunFolder, measures: Sequence[Measure]) -> Measure | None:
+    """Return the measure that stopped the run of `folder`, in whose place a person may choose another one; None if none
+    did, or if the run went on without. measures: the record of its guard."""
+    question = question_of_stopped(measures)
+    return None if question is None or went_on_after(folder, question) else question
 
 
 def first_usable(listed: Iterable[ListedCheckpoint]) -> ListedCheckpoint | None:

@@ -51,6 +51,8 @@ _TABLE: dict[Kind, str] = {
     """,
     "job": "E-FOLDER-BUSY E-LEASE-LOST E-RUN-BUSY",
 }
+# The "numerics" whose values `ingot explain nan` looks for. The others are no values: of the guard, or of its steps.
+VALUES = frozenset({"E-LOSS-EXPLODED", "E-LOSS-NOT-FINITE", "E-LOSS-SCALE", "E-STATE-NOT-FINITE"})
 CODES: dict[Kind, tuple[str, ...]] = {kind: tuple(text.split()) for kind, text in _TABLE.items()}
 # The kind of an error whose code the table lacks, like one that a plug-in raises. Any other class: "bug".
 _CLASSES: tuple[tuple[type[IngotError], Kind], ...] = (

@@ -3,7 +3,7 @@ from collections import Counter
 import pytest
 
 from ingot.errors import CheckpointError, NodeUnhealthy, RunBusyError, RunFailed, UsageError, catalogs
-from ingot.trainer.resilience.failure_kinds import CODES, kind_of_code, kind_of_error
+from ingot.trainer.resilience.failure_kinds import CODES, VALUES, kind_of_code, kind_of_error
 
 _RANK = {"hub", "ingot", "machine", "plugins", "schema", "stores", "theory", "tokenizer", "trainer"}
 _OTHERS = {
@@ -36,6 +36,13 @@ def test_every_code_that_can_end_a_rank_has_a_kind():
     assert set(found) == _RANK | _OTHERS
     codes = {code for package in _RANK for code in found[package]}
     assert {code for code in codes if kind_of_code(code) is None} == set(_NO_RANK.split())
+
+
+def test_every_code_of_numerics_is_one_of_values_or_one_that_is_none():
+    """A new code is red here until somebody decides whether `ingot explain nan` has something to explain."""
+    codes = {code for package in _RANK for code in catalogs()[package]}
+    others = {"E-GRADIENTS-VARY", "E-GUARD-STOPPED", "E-POLICY-SKIP", "E-ROLLBACK-LIMIT", "E-ROLLBACK-NO-CHECKPOINT"}
+    assert {code for code in codes if kind_of_code(code) == "numerics"} == VALUES | others and not VALUES & others
 
 
 def test_every_line_of_the_table_decides_a_code():
