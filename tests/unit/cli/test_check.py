@@ -137,7 +137,7 @@ def test_a_store_folder_that_does_not_exist_is_found_before_the_start(run_file, 
     ],
 )
 def test_a_place_that_the_system_refuses_to_look_at_is_a_finding(run_file, capsys, key, value):
-    """As below a folder without permission, which root would have: a name that is too long is refused to everyone."""
+    """Below a folder without permission, which root would have; a name that is too long is refused to everyone."""
     name = "n" * 300
     assert main(["check", run_file, "--set", f"{key}={value.format(name=name)}", "--json"]) == 3
     found = json.loads(capsys.readouterr().out)["findings"]
