@@ -11,6 +11,14 @@ _FOLLOW = "tests/unit/watch/terminal/test_follow.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="extrapolated-loss",
+        what="an expected loss is drawn for fewer tokens than any run of the fit had",
+        file="watch/kinds.py",
+        before="    known = (tokens >= _FIT.tokens[0]) & (tokens <= _FIT.tokens[1])\n",
+        after="    known = tokens > 0\n",
+        tests=(f"{_CHARTS}::test_the_loss_of_a_fit_is_drawn_where_the_fit_has_runs_and_else_why_it_is_not",),
+    ),
+    Mutant(
         name="thinned-peaks-lost",
         what="a peak between two pixels is not drawn",
         file="watch/series.py",

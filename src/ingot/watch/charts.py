@@ -55,7 +55,14 @@ def chart(
     return WatchChart(
         key=key, title=kind.title, unit=kind.unit, question=kind.question, lines=tuple(lines), bands=bands,
         marks=marks, stacked=kind.stacked, from_zero=kind.from_zero, log=kind.log, first=begin, last=end, total=total,
+        note=_note(runs, kind),
     )  # fmt: skip
+
+
+def _note(runs: Sequence[LiveRun], kind: ChartKind) -> str:
+    """Return what is not drawn of the runs, and why; of several, each with its name."""
+    notes = [(run, text) for run in runs if (text := kind.note(run))]
+    return "; ".join(text if len(runs) == 1 else f"{run.name}: {text}" for run, text in notes)
 
 
 def _thinned(line: WatchLine, pixels: int) -> WatchLine:

@@ -7,24 +7,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from ingot.observe.scalars import TRAFFIC, USES
+from ingot.planner.run.hyperparameters import size_in_laws
 from ingot.planner.run.scaling import BESIROGLU
 from ingot.report.evaluations import evaluated
 from ingot.schema.metrics import ALL_RANKS, read_series
 from ingot.schema.plan import Plan
+from ingot.units import format_count
 from ingot.watch.drawn import Question, WatchBand, WatchLine
 from ingot.watch.live import TRAFFIC_COLUMNS, LiveRun
 from ingot.watch.series import Points, StepSeries
 
 OWN = "own:"  # begins the keys of charts of callbacks and loss terms
 _GIB = 2**30
-_FIT_PARAMETERS = 40e6  # the smallest models of the fit of Besiroglu et al.
+_FIT = BESIROGLU
 _EARLY_POINTS = 2000
 
 
 @dataclass(frozen=True)
 class ChartKind:
     """A kind of chart. build: yields its lines, not thinned, and bands for a run and its number. series, column: it is
-    shown for runs that have numbers there."""
+    shown for runs that have numbers there. note: what is not drawn of a run, and why; "": nothing."""
 
     title: str
     unit: str
@@ -36,6 +38,7 @@ class ChartKind:
     from_zero: bool = False
     log: bool = False
     marked: bool = False
+    note: Callable[[LiveRun], str] = lambda run: ""
 
 
 @dataclass(frozen=True)
@@ -117,19 +120,34 @@ def _loss(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine 
         yield WatchLine(name="held-out loss", style="dots", points=held_out, run=number)
     expected = _expected_loss(asked, run)
     if len(expected.steps):
-        words = f"of this size and tokens, by {BESIROGLU.source}, on other text"
+        words = f"of this size and tokens, by {_FIT.source}, on other text"
         yield WatchLine(name=words, style="expected", points=expected, run=number)
 
 
 def _expected_loss(asked: ChartRequest, run: LiveRun) -> Points:
-    """Return the loss by a published fit at log lines; none for models smaller than those of the fit."""
-    parameters = run.data.plan.parameters if run.data.plan else 0
-    if parameters < _FIT_PARAMETERS:
+    """Return the loss by a published fit at log lines; none where the fit would be extrapolated (`_not_expected`)."""
+    parameters = size_in_laws(run.data.run.model) if run.data.run else 0
+    if not _FIT.parameters[0] <= parameters <= _FIT.parameters[1]:
         return Points(np.zeros(0, np.int64), np.zeros(0))
     steps, tokens = run.lines.points("tokens", asked.first, asked.last)
-    steps, tokens = steps[tokens > 0], tokens[tokens > 0]
-    fit = BESIROGLU
-    return Points(steps, fit.e + fit.a / parameters**fit.alpha + fit.b / tokens**fit.beta)
+    known = (tokens >= _FIT.tokens[0]) & (tokens <= _FIT.tokens[1])
+    steps, tokens = steps[known], tokens[known]
+    return Points(steps, _FIT.e + _FIT.a / parameters**_FIT.alpha + _FIT.b / tokens**_FIT.beta)
+
+
+def _not_expected(run: LiveRun) -> str:
+    """Return why a run has no expected loss, or has none yet, in words; "": it has one, or its run file is unknown."""
+    if run.data.run is None:
+        return ""
+    parameters, tokens = size_in_laws(run.data.run.model), run.lines.newest("tokens")
+    if not _FIT.parameters[0] <= parameters <= _FIT.parameters[1]:
+        what, value, (low, high) = "parameters", parameters, _FIT.parameters
+    elif tokens is not None and not _FIT.tokens[0] <= tokens <= _FIT.tokens[1]:
+        what, value, (low, high) = "tokens", tokens, _FIT.tokens
+    else:
+        return ""
+    own = f"no expected loss for {format_count(value)} {what}"
+    return f"{own}: the fit of {_FIT.source} is of {format_count(low)} to {format_count(high)}"
 
 
 def _evaluations(asked: ChartRequest, run: LiveRun, value: Callable[[dict], float]) -> Points:
@@ -233,7 +251,7 @@ def _cost(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]
 
 
 CHARTS: dict[str, ChartKind] = {
-    "loss": ChartKind("Loss", "nats per token", "learning", _loss, "steps", "loss", log=True, marked=True),
+    "loss": ChartKind("Loss", "nats per token", "learning", _loss, "steps", "loss", log=True, marked=True, note=_not_expected),
     "heldout": ChartKind("Held-out text", "bits per byte", "learning", _held_out, "", ""),
     "grad_norm": ChartKind("Gradient norm", "", "learning", _grad_norm, "steps", "grad_norm", log=True, marked=True),
     "lr": ChartKind("Learning rate", "", "learning", _learning_rate, "steps", "lr", from_zero=True),

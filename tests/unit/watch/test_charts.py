@@ -7,7 +7,11 @@ import numpy as np
 import pytest
 from tests.watched import HOSTILE, WatchedRun
 
+from ingot.planner.run.hyperparameters import size_in_laws
+from ingot.planner.run.scaling import BESIROGLU
 from ingot.report.render.page import Bars, Folded, HeatMap, LabeledValues, Sample, TableBlock, Text
+from ingot.units import format_count
+from ingot.watch import kinds
 from ingot.watch.chapters import chapters, head
 from ingot.watch.charts import chart, chart_keys
 from ingot.watch.drawn import QUESTIONS
@@ -50,6 +54,23 @@ def test_the_loss_has_void_steps_incidents_and_held_out_text(run):
     assert "rank 1 was killed (SIGKILL)" in marks[250].text
     assert marks[250].severity == "bad"
     assert "rank 2 on node-7" in marks[400].text
+
+
+def test_the_loss_of_a_fit_is_drawn_where_the_fit_has_runs_and_else_why_it_is_not(run, other, monkeypatch):
+    tokens, parameters = run.lines.newest("tokens"), size_in_laws(run.data.run.model)
+    small = chart([run], "loss")
+    assert small.note.startswith(f"no expected loss for {format_count(parameters)} parameters: the fit of Besiroglu")
+    assert "57.3M to 16.2B" in small.note and chart_json(small)["note"] == small.note
+    assert f"{run.name}: no expected" in chart([run, other], "loss").note and not chart([run], "lr").note
+    monkeypatch.setattr(kinds, "_FIT", replace(BESIROGLU, parameters=(1, 1e9), tokens=(tokens / 2, 1e15)))
+    known = chart([run], "loss")
+    (line,) = [one for one in known.lines if one.style == "expected"]
+    steps, counts = run.lines.points("tokens", 1, None)
+    assert line.points.steps.tolist() == steps[counts >= tokens / 2].tolist() and known.note == ""
+    assert line.points.values[-1] == pytest.approx(BESIROGLU.loss(parameters, tokens))
+    monkeypatch.setattr(kinds, "_FIT", replace(BESIROGLU, parameters=(1, 1e9), tokens=(2 * tokens, 1e15)))
+    early = chart([run], "loss")
+    assert f"for {format_count(tokens)} tokens" in early.note and "expected" not in [one.style for one in early.lines]
 
 
 @pytest.mark.parametrize(("count", "window"), [(0, 5), (1, 5), (2, 5), (4, 5), (5, 5), (6, 5), (57, 11), (64, 7)])

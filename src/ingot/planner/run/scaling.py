@@ -46,7 +46,8 @@ def compute_optimal(flops: float) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class LossFit:
-    """A fit of the loss: L(N, D) = E + A / N^alpha + B / D^beta."""
+    """A fit of the loss: L(N, D) = E + A / N^alpha + B / D^beta. parameters, tokens: the least and the largest N and D
+    of the runs to which it is fitted; elsewhere it is extrapolated."""
 
     e: float
     a: float
@@ -54,6 +55,8 @@ class LossFit:
     alpha: float
     beta: float
     source: str
+    parameters: tuple[float, float]
+    tokens: tuple[float, float]
 
     def loss(self, parameters: float, tokens: float) -> float:
         return self.e + self.a / parameters**self.alpha + self.b / tokens**self.beta
@@ -94,10 +97,17 @@ class LossFit:
         return loss - self.e
 
 
-HOFFMANN = LossFit(1.69, 406.4, 410.7, 0.34, 0.28, "Hoffmann et al. 2022, approach 3")
+# Their abstract: 70 million to over 16 billion parameters, on 5 to 500 billion tokens.
+HOFFMANN = LossFit(
+    1.69, 406.4, 410.7, 0.34, 0.28, "Hoffmann et al. 2022, approach 3", parameters=(70e6, 16e9), tokens=(5e9, 500e9)
+)
 # A new fit to the same runs. Hoffmann et al.'s published fit was not at its optimum, and disagreed with their
-# approaches 1 and 2.
-BESIROGLU = LossFit(1.8172, 482.01, 2085.43, 0.3478, 0.3658, "Besiroglu et al. 2024")
+# approaches 1 and 2. The ranges are those of the 245 runs that they read from Hoffmann et al.'s figure 4 (the table in
+# data_analysis.ipynb of github.com/epoch-research/analyzing-chinchilla).
+BESIROGLU = LossFit(
+    1.8172, 482.01, 2085.43, 0.3478, 0.3658, "Besiroglu et al. 2024",
+    parameters=(57_334_197, 16_183_346_311), tokens=(245_105_958, 317_754_489_344),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -80,8 +80,11 @@ def draw_chart(
         canvas.put(at, y + 1 + rows, canvas.glyphs.mark, _MARK_STYLES[mark.severity], 1)
     bottom = y + height - 1
     canvas.put(x + _LABEL, bottom, f"step {chart.first:,}", "dim", inner)
-    if beyond := _beyond(chart, scale):
-        canvas.put(x + _LABEL + len(f"step {chart.first:,}") + 2, bottom, beyond, "yellow", max(inner - 24, 0))
+    beyond = _beyond(chart, scale)
+    if beyond or chart.note:
+        look = "yellow" if beyond else "dim"
+        text = beyond or chart.note
+        canvas.put(x + _LABEL + len(f"step {chart.first:,}") + 2, bottom, text, look, max(inner - 24, 0))
     last = f"{chart.last:,}"
     canvas.put(x + width - len(last), bottom, last, "dim", len(last))
 

@@ -58,7 +58,7 @@ def chart_json(chart: WatchChart) -> dict[str, Any]:
          "y": numbers(line.points.values)}
         for line in chart.lines
     ]  # fmt: skip
-    own = {"key", "title", "unit", "question", "stacked", "from_zero", "log", "first", "last", "total"}
+    own = {"key", "title", "unit", "question", "stacked", "from_zero", "log", "first", "last", "total", "note"}
     return {name: getattr(chart, name) for name in sorted(own)} | {
         "lines": lines,
         "bands": [asdict(band) for band in chart.bands],

@@ -33,7 +33,7 @@ from ingot.theory.params import count_parameters
 from ingot.theory.rules.layout import legal_tp
 
 # Hoffmann et al.'s fit with the third digit of its exponents, which Sardana et al. use.
-THREE_DIGITS = LossFit(1.69, 406.4, 410.7, 0.336, 0.283, "Sardana et al. 2024")
+THREE_DIGITS = LossFit(1.69, 406.4, 410.7, 0.336, 0.283, "Sardana et al. 2024", (1e6, 1e12), (1e6, 1e15))
 MODELS, TOKENS = st.floats(1e7, 1e12), st.floats(1e9, 1e14)
 
 

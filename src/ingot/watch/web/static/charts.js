@@ -360,7 +360,8 @@ export class Chart {
       const range = band.low === band.high ? short(band.low) : `${short(band.low, 3)} to ${short(band.high, 3)}`;
       entries.push(el("li", {}, key, this.#data.bands.length > 1 ? name : `${name}: ${range}`));
     }
-    show(this.#legend, entries.length > 1 || several ? entries : []);
+    const shown = entries.length > 1 || several ? entries : [];
+    show(this.#legend, this.#data.note ? [...shown, el("li", { text: this.#data.note })] : shown);
     const newest = this.#data.lines.find((line) => line.style === "raw") ?? this.#data.lines.find((line) => line.style === "main");
     this.#last.textContent = newest && this.#view.runs.length === 1 && !this.#data.stacked ? short(newest.y[newest.y.length - 1]) : "";
     this.#describe();
