@@ -306,6 +306,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_ALERTS}::test_updates_that_change_no_weights_are_counted",),
     ),
     Mutant(
+        name="weights-of-again-are-still",
+        what="steps that are trained again after a roll-back count as updates that changed nothing",
+        file="trainer/guard/weights.py",
+        before="        if went_back or len(now) == 0",
+        after="        if len(now) == 0",
+        tests=(f"{_ALERTS}::test_updates_that_change_no_weights_are_counted",),
+    ),
+    Mutant(
         name="end-of-a-schedule-is-still",
         what="updates that are too small for float32, at the end of a schedule, count as updates that changed nothing",
         file="trainer/guard/alerts.py",

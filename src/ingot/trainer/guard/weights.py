@@ -22,6 +22,7 @@ class WeightProbe:
         some = [shard.value for shard in shards if shard.value.numel()]
         self._values = some[:: max(len(some) // _SHARDS, 1)][:_SHARDS]
         self._before, self._updates, self._since = self._read(), 0, 0
+        self._last = 0  # step of the last line
 
     def _read(self) -> Tensor:
         parts = [one.view(-1)[:: max(one.numel() // _ELEMENTS, 1)][:_ELEMENTS] for one in self._values]
@@ -31,7 +32,11 @@ class WeightProbe:
         """Return how many updates in a row, up to the steps of this line, changed nothing, and the step of the first.
         The host waits for the device."""
         now, made = self._read(), [numbers.step for numbers in line if not numbers.skipped]
-        if len(now) == 0 or not torch.equal(now, self._before):
+        went_back = (
+            bool(line) and line[0].step <= self._last
+        )  # steps that are trained again give the same weights again
+        self._last = line[-1].step if line else self._last
+        if went_back or len(now) == 0 or not torch.equal(now, self._before):
             self._before, self._updates, self._since = now, 0, 0
         elif made:
             self._since = self._since or made[0]

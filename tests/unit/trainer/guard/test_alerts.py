@@ -37,6 +37,8 @@ def test_updates_that_change_no_weights_are_counted():
     shards[2].value[1] += 1e-7
     assert probe.look(line_of(11, 3)) == (0, 0)
     assert probe.look(line_of(14, 3)) == (3, 14)
+    assert probe.look(line_of(14, 3)) == (0, 0)  # the run went back: it has the weights of this line again
+    assert probe.look(line_of(17, 3)) == (3, 17)
     assert WeightProbe([]).look(line_of(1, 9)) == (0, 0)
 
 
@@ -102,7 +104,7 @@ def test_ranks_whose_weights_do_not_change_are_named(make_run):
     (alert,) = watch.line(line_of(4, 3), 1e-3, np.array([[6, 1], [0, 0]]))
     assert (alert.places, alert.value, alert.since, alert.cause) == (("rank 0",), 6, 1, "")
     rates = (5e-3, 1e-9, 0.0, 0.0)  # a schedule that falls to 0 has updates that are too small
-    assert [watch.unchanged(line_of(step, 2), lr)[0] for step, lr in enumerate(rates)] == [2, 2, 4, 6]
+    assert [watch.unchanged(line_of(2 * number + 1, 2), lr)[0] for number, lr in enumerate(rates)] == [2, 2, 4, 6]
     (alert,) = watch.line(line_of(1007, 3), 0.0, np.array([[4, 1006], [5, 1005]]))
     assert (alert.places, alert.since, alert.cause) == ((), 1005, "the learning rate is 0")
     assert described(alert) == "step 1009: 5 updates since step 1,005 changed no weights; the learning rate is 0"
