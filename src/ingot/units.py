@@ -89,6 +89,16 @@ def _scaled(n: float, steps: tuple[tuple[float, str], ...]) -> str:
     return f"{value:.3g}{unit}" if abs(value) < 999.5 else f"{value:,.0f}{unit}"
 
 
+def plural(count: float, noun: str) -> str:
+    """Return a noun with the ending for a count: "step" for 1, else "steps"."""
+    return noun if count == 1 else noun + "s"
+
+
+def counted(count: int, noun: str) -> str:
+    """Return a count with its noun: "1 step", "1,200 steps"."""
+    return f"{count:,} {plural(count, noun)}"
+
+
 def format_count(n: float) -> str:
     """Format a count: 1_234_567 -> '1.23M'."""
     return _scaled(n, ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k"), (1, "")))

@@ -58,8 +58,8 @@ MUTANTS: list[Mutant] = [
         name="loss-of-a-void-step",
         what="the loss after a roll-back is that of the bad step before it",
         file="report/facts.py",
-        before='.get("loss"), None\n            self._back = event\n',
-        after='.get("loss"), (event["from_step"], data.steps[event["from_step"]]["loss"])\n            self._back = event\n',
+        before='.get("loss"), None\n',
+        after='.get("loss"), (event["from_step"], data.steps[event["from_step"]]["loss"])\n',
         tests=(f"{_TIMELINE}::test_a_roll_back_from_which_the_run_did_not_come_back_has_no_loss_after_it",),
     ),
 ]

@@ -3,7 +3,7 @@
 import pytest
 
 from ingot.errors import ConfigError
-from ingot.units import format_flops, format_seconds, format_usd, parse_count, parse_seconds
+from ingot.units import counted, format_flops, format_seconds, format_usd, parse_count, parse_seconds
 
 
 @pytest.mark.parametrize(
@@ -27,6 +27,10 @@ def test_flops(value, text):
 )
 def test_usd(dollars, text):
     assert format_usd(dollars) == text
+
+
+def test_one_of_a_kind_has_no_plural():
+    assert [counted(count, "step") for count in (0, 1, 1200)] == ["0 steps", "1 step", "1,200 steps"]
 
 
 def test_centuries_are_years():

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 from ingot.cli.arguments import path
 from ingot.cli.options import add_overrides
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         f"{len(open_now)} open   {'is running' if running else 'is not running'}   times in UTC"
     )
     if unreadable:
-        terminal.say(f"log    {unreadable:,} events lack what their kind has, and were left out")
+        terminal.say(f"log    left out {counted(unreadable, 'event')} without what their kind has")
     for one in found[-_SHOWN:]:
         _say(one, terminal)
     if len(found) > _SHOWN:

@@ -9,6 +9,7 @@ from ingot.cli.arguments import place
 from ingot.cli.ckpt_help import ABOUT
 from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 
 EXAMPLES = (
     "ingot ckpt ls runs/demo",
@@ -122,7 +123,8 @@ def _verify(args: argparse.Namespace, terminal: Terminal) -> int:
     for line in below:
         terminal.say(line)
     if unchecked := sum(c.unchecked for c in inspected.checkpoints):
-        terminal.say(f"unchecked {unchecked} tensor files that are not on this machine")
+        verb = "is" if unchecked == 1 else "are"
+        terminal.say(f"unchecked {counted(unchecked, 'tensor file')} that {verb} not on this machine")
     if inspected.store_problem:
         terminal.say(f"store     not listed: {inspected.store_problem}")
     if inspected.resumes_elsewhere:
@@ -194,8 +196,8 @@ def _prove(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.schema.step_ranges import steps_text
 
     proof = prove_run(Path(args.run), hashes=args.hashes)
-    done = f"{proof.samples:,} samples in {_segments(proof.segments)}"
-    terminal.say(f"ledger    {proof.steps} of {proof.checkpoint} steps: {done}, each as in the order")
+    done = f"{counted(proof.samples, 'sample')} in {_segments(proof.segments)}"
+    terminal.say(f"ledger    {proof.steps:,} of {counted(proof.checkpoint, 'step')}: {done}, each as in the order")
     for name, epochs in sorted(proof.epochs.items()):
         what, windows = name or "all sources", proof.windows[name]
         full = f"each of its {windows:,} windows once in every full epoch, none twice" if epochs >= 1 else "none twice"

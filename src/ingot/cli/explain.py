@@ -6,6 +6,7 @@ from ingot.cli import explain_nan, explain_spike
 from ingot.cli.arguments import count, path
 from ingot.cli.options import add_budget, add_cluster, add_layout, add_overrides, pins_of
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 
 EXAMPLES = (
     "ingot explain",
@@ -213,7 +214,7 @@ def _show_step(found, terminal: Terminal) -> None:
     measured, planned = found.measured, found.planned_step_seconds
     state = "is running" if found.running else "is not running"
     terminal.say(f"{terminal.style(found.name, 'bold')}   {state}, step {found.last_step:,} of {found.steps:,}")
-    line = f"step      {format_seconds(measured.step_seconds)} measured, mean of {measured.steps:,} steps"
+    line = f"step      {format_seconds(measured.step_seconds)} measured, mean of {counted(measured.steps, 'step')}"
     if planned:
         line += f"; {format_seconds(planned)} planned for {found.cluster}: {measured.step_seconds / planned:.2f} times"
     terminal.say(line)

@@ -5,6 +5,7 @@ import math
 from typing import TYPE_CHECKING, Any
 
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 from ingot.value_names import printable
 
 if TYPE_CHECKING:
@@ -80,8 +81,8 @@ def _show_losses(
     known = {document.id: document for document in batch.documents}
     for one in documents[:_DOCUMENTS]:
         excess = f", {one.excess:.0%} of the excess" if one.excess == one.excess and has_spike else ""
-        place = printable(_place(known.get(one.document), one.source))
-        terminal.say(f"          {one.document[:12]}  {one.loss:.4g} over {one.tokens:,} tokens{excess}  {place}")
+        place, own_tokens = printable(_place(known.get(one.document), one.source)), counted(one.tokens, "token")
+        terminal.say(f"          {one.document[:12]}  {one.loss:.4g} over {own_tokens}{excess}  {place}")
     if len(sources) > 1:
         shown = (f"{printable(one.source)} {_number(one.loss)} ({_number(one.other)})" for one in sources)
         terminal.say(f"sources   loss in the step, and in step {replayed.other_step} in brackets: {', '.join(shown)}")
@@ -97,7 +98,7 @@ def _show_layers(replayed: "ReplayedSpike", terminal: Terminal) -> None:
     if not rows:
         return
     terminal.say(
-        "layers    those whose gradient grew most: its norm (before: median of the steps before), and that of their weights"
+        "layers    those whose gradient grew most: its norm (before: median of the steps before), that of their weights"
     )
     other = f"step {replayed.other_step}" if replayed.other_step else "other"
     header = ("", "before", f"step {replayed.own.step}", other, "weights before", "after")

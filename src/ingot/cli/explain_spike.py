@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from ingot.cli import explain_replay
 from ingot.cli.arguments import add_run_and_step, path
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 from ingot.value_names import printable
 
 if TYPE_CHECKING:
@@ -54,7 +55,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     state = "is running" if found.running else "is not running"
     terminal.say(f"{terminal.style(printable(found.name), 'bold')}   {state}")
     terminal.say(
-        f"compared  with {found.healthy_documents:,} documents of {found.healthy_steps:,} healthy steps of this run"
+        f"compared  with {counted(found.healthy_documents, 'document')} of "
+        f"{counted(found.healthy_steps, 'healthy step')} of this run"
     )
     shown: dict[str, int] = {}
     for batch in found.batches:
@@ -64,7 +66,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     _show_repeated(found, terminal)
     if found.more:
         steps = ", ".join(map(str, found.more[:_SAMPLES])) + (", ..." if len(found.more) > _SAMPLES else "")
-        terminal.say(f"more      {len(found.more):,} steps with less trouble: {steps}; --step explains one")
+        terminal.say(f"more      {counted(len(found.more), 'step')} with less trouble: {steps}; --step explains one")
     for sentence in found.unknown:
         terminal.say(f"unknown   {sentence}")
     added = _quarantine(found, args.quarantine, terminal) if args.quarantine else []
@@ -88,8 +90,7 @@ def _quarantine(found: "SpikeReport", path: Path, terminal: Terminal) -> "list[Q
     entries = entries_for(found)
     added = add_to_quarantine(path, entries) if entries else []
     known = f"; it had {len(entries) - len(added):,} of the suspects" if len(added) < len(entries) else ""
-    documents = "document was" if len(added) == 1 else "documents were"
-    terminal.say(f"list      {len(added):,} {documents} added to {path}{known}")
+    terminal.say(f"list      {counted(len(added), 'document')} added to {path}{known}")
     return added
 
 
@@ -116,14 +117,17 @@ def _show_batch(batch: "SpikeBatch", shown: dict[str, int], terminal: Terminal) 
         terminal.say(f"sources   tokens of the step, and of healthy ones in brackets: {', '.join(shares)}")
     suspects = batch.suspects
     if not any(document.signs for document in batch.documents):
-        terminal.say(f"suspects  unknown: the {len(batch.documents):,} documents could not be compared")
+        terminal.say(f"suspects  unknown: the documents ({len(batch.documents):,}) could not be compared")
     elif not suspects:
+        documents = counted(len(batch.documents), "document")
         terminal.say(
-            f"suspects  none: the {len(batch.documents):,} documents are like those of healthy steps. The cause may be "
-            "the learning rate, weights that were harmed before, or the hardware"
+            f"suspects  none: {documents}, all like those of healthy steps. The cause may be the learning rate, "
+            "weights that were harmed before, or the hardware"
         )
     else:
-        terminal.say(f"suspects  {len(suspects):,} of {len(batch.documents):,} documents, the most unusual first")
+        terminal.say(
+            f"suspects  {len(suspects):,} of {counted(len(batch.documents), 'document')}, the most unusual first"
+        )
     for number, document in enumerate(suspects[:_SUSPECTS], 1):
         _show_document(number, document, shown, terminal)
         shown.setdefault(document.id, step.step)
@@ -139,14 +143,12 @@ def _show_text(batch: "SpikeBatch", terminal: Terminal) -> None:
     text, change = batch.text, batch.source_change
     if math.isfinite(batch.lr):
         terminal.say(f"lr        {batch.lr:.3g}")
-    terminal.say(
-        f"batch     {text.tokens:,} tokens of {text.documents:,} documents, each with {text.shortest:,} to "
-        f"{text.longest:,}, median {text.median:,}"
-    )
+    lengths = f"each with {text.shortest:,} to {text.longest:,}, median {text.median:,}"
+    terminal.say(f"batch     {counted(text.tokens, 'token')} of {counted(text.documents, 'document')}, {lengths}")
     if text.most_repeated:
         terminal.say(f"repeated  {text.repeated:.1%} of the tokens are in sequences of 8 that occur again in the batch")
     for one in text.most_repeated:
-        documents = f"{one.documents:,} documents" if one.documents > 1 else "1 document"
+        documents = counted(one.documents, "document")
         terminal.say(f"          {one.times:,} times in {documents}: {printable(one.text or str(list(one.tokens)))!r}")
     if change is not None:
         terminal.say(
@@ -158,14 +160,13 @@ def _show_text(batch: "SpikeBatch", terminal: Terminal) -> None:
 def _show_document(number: int, document: "BatchDocument", shown: dict[str, int], terminal: Terminal) -> None:
     place = f"{document.record_id} in {document.file}, " if document.file else ""
     samples = ", ".join(map(str, document.samples[:_SAMPLES])) + (", .." if len(document.samples) > _SAMPLES else "")
+    own = counted(document.tokens, "token")
     terminal.say(f"{number:>3}. {terminal.style(document.id[:12], 'bold')}  {printable(document.url)}")
     if document.id in shown:
         names = ", ".join(sign.kind.name for sign in document.reasons)
-        terminal.say(f"     as in step {shown[document.id]} ({names}): {document.tokens:,} tokens in sample {samples}")
+        terminal.say(f"     as in step {shown[document.id]} ({names}): {own} in sample {samples}")
         return
-    terminal.say(
-        f"     {printable(place)}source {printable(document.source)}: {document.tokens:,} tokens in sample {samples}"
-    )
+    terminal.say(f"     {printable(place)}source {printable(document.source)}: {own} in sample {samples}")
     excerpts: list[str] = []
     for sign in document.reasons[:_REASONS]:
         terminal.say(f"     {sign.kind.name}: {sign.words}")

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -37,7 +38,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if is_drill(args.run):
         return _say_drill(args.run, terminal)
     status = read_status(args.run)
-    parts = [terminal.style(status.name, "bold"), status.state, f"{status.ranks} ranks"]
+    parts = [terminal.style(status.name, "bold"), status.state, counted(status.ranks, "rank")]
     if status.layout:
         parts[-1] += f" ({degrees_text(status.layout)})"
     parts.append(f"step {status.step:,}/{status.steps:,}")
@@ -166,7 +167,7 @@ def _say_drill(root: "Path", terminal: Terminal) -> int:
     from ingot.report.status import read_status
 
     drill = read_drill(root)
-    verdict = f", {drill.faults} faults, {len(drill.red)} red" if drill.state == "finished" else ""
+    verdict = f", {counted(drill.faults, 'fault')}, {len(drill.red)} red" if drill.state == "finished" else ""
     terminal.say(f"drill  {terminal.style(str(root), 'bold')}   {drill.state}{verdict}")
     terminal.say(
         "       the folder of ingot drill, which breaks copies of a run on purpose; copies that recovered are gone"
@@ -250,7 +251,7 @@ def _policy_text(status: "RunStatus") -> str:
 def _quarantine_text(quarantined: Sequence[dict]) -> str:
     last, windows = quarantined[-1], sum(one["windows"] for one in quarantined)
     return (
-        f"{windows:,} windows in quarantine (last: {last['windows']:,} of shard {last['shard']} from step "
+        f"{counted(windows, 'window')} in quarantine (last: {last['windows']:,} of shard {last['shard']} from step "
         f"{last['step']:,} on, {last['code']}): others of their source are in their place"
     )
 

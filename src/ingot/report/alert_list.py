@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from ingot.report.facts import RunData
 from ingot.report.render.page import Block, Section, TableBlock, Text
 from ingot.schema.alert_record import ShownAlert, read_records, summarized
-from ingot.units import format_seconds
+from ingot.units import counted, format_seconds
 
 _SHOWN = 50
 
@@ -21,7 +21,7 @@ def alert_blocks(found: Sequence[ShownAlert], left_out: int = 0) -> list[Block]:
     """Return a table of alerts: open ones first, each group newest first. left_out: how many older ones there are."""
     still_open = sum(alert.over is None for alert in found)
     total = len(found) + left_out
-    words = f"{still_open:,} open of {total:,} {'alert' if total == 1 else 'alerts'}."
+    words = f"{still_open:,} open of {counted(total, 'alert')}."
     ordered = sorted(found, key=lambda alert: (alert.over is not None, -alert.last.time))
     shown = ordered[:_SHOWN]
     if total > len(shown):

@@ -28,10 +28,10 @@ from ingot.report.render.page import (
     TableBlock,
     Text,
 )
-from ingot.report.sections import funnel_section, plural
+from ingot.report.sections import funnel_section
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
-from ingot.units import format_bytes, format_count
+from ingot.units import counted, format_bytes, format_count, plural
 
 # Control characters except tab and line feed, and characters that change the text direction.
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
@@ -84,7 +84,7 @@ def card(facts: CardFacts, command: str) -> ReportPage:
     )
     return ReportPage(
         title=f"Data card: {facts.name}",
-        subtitle=f"{len(facts.corpus.inputs):,} crawl files, {facts.records:,} records",
+        subtitle=f"{counted(len(facts.corpus.inputs), 'crawl file')}, {counted(facts.records, 'record')}",
         headline=_headline(facts),
         command=command,
         sections=[section for section in sections if section],
@@ -104,7 +104,7 @@ def _headline(facts: CardFacts) -> list[HeadlineFigure]:
     text_bytes = sum(source.text_bytes for source in facts.sources)
     sources = f"{len(facts.sources)} source" + "s" * (len(facts.sources) != 1)
     figures = [
-        HeadlineFigure("Documents", format_count(facts.kept), f"{share:.1%} of {facts.records:,} records"),
+        HeadlineFigure("Documents", format_count(facts.kept), f"{share:.1%} of {counted(facts.records, 'record')}"),
         HeadlineFigure("Text", format_bytes(text_bytes), f"{facts.domain_count:,} hosts, {sources}"),
     ]
     if facts.tokens:
@@ -248,6 +248,6 @@ def _provenance(facts: CardFacts) -> Section:
         [
             LabeledValues(pairs),
             TableBlock(("What", "SHA-256"), rows),
-            TableBlock(("Input", "SHA-256"), inputs, caption=f"{len(inputs):,} inputs", folded=len(inputs) > 4),
+            TableBlock(("Input", "SHA-256"), inputs, caption=counted(len(inputs), "input"), folded=len(inputs) > 4),
         ],
     )

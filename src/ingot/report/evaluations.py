@@ -43,7 +43,7 @@ def _heldout(evaluations: list[dict]) -> list[Block]:
     ]
     if len(evaluations) > 1:
         earlier = [(f"{e['step']:,}", f"{e['bpb']:.4f}", f"{e['loss']:.4f}") for e in evaluations]
-        caption = f"All {len(earlier)} evaluations"
+        caption = f"All evaluations: {len(earlier):,}"
         blocks.append(
             TableBlock(("Step", "Bits per byte", "Loss"), earlier, right=(0, 1, 2), caption=caption, folded=True)
         )

@@ -60,7 +60,7 @@ class RunData:
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
     findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
     have an entry in it (timeline.py), in the order of the log; a `rolled_back` event also has the loss of its `to_step`
-    when it was written, and (step, loss) of the first step from its `from_step` on that was trained after it, None while
+    at that time, and (step, loss) of the first step from its `from_step` on that was trained after it, None while
     unknown. sanity: the `sanity` events. ranges: the last
     `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and
     `checkpoint_skipped` events. weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`,

@@ -18,7 +18,7 @@ def metrics_section(data: RunData) -> Section | None:
     blocks += [Charts(charts)] if charts else []
     header = ("Metric", "By", "Lines", "First", "Lowest", "Highest", "Last", "At step")
     rows = [_row(by, name, values) for (by, name), values in data.metrics.items()]
-    caption = f"All {len(rows)} metrics"
+    caption = f"All metrics: {len(rows):,}"
     blocks.append(TableBlock(header, rows, right=(2, 3, 4, 5, 6, 7), caption=caption, folded=len(rows) > 12))
     return Section("own-metrics", "Own metrics", blocks)
 

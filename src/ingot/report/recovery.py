@@ -8,11 +8,10 @@ from ingot.report.faults import FaultRecord
 from ingot.report.lineage.order_sections import windows_of
 from ingot.report.readable import is_finite
 from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, Text
-from ingot.report.sections import plural
 from ingot.report.timeline import size_of, timeline
 from ingot.schema import events as kinds
 from ingot.trainer.resilience.start_times import PHASES
-from ingot.units import format_count, format_seconds
+from ingot.units import counted, format_count, format_seconds, plural
 
 _SHOWN_STARTS = 20
 _SHOWN_DRAINED = 20
@@ -29,7 +28,7 @@ def recovery_section(data: RunData) -> Section | None:
         blocks.append(Text(_describe_fault(fault)))
         blocks.append(LabeledValues(_figures(fault)))
     if len(data.faults) > 20:
-        blocks.append(Text(f"{len(data.faults) - 20} more faults are in the event log."))
+        blocks.append(Text(f"The event log has {counted(len(data.faults) - 20, 'more fault')}."))
     if data.faults and data.start_times:
         rows = [(_clock(e["time"]), f"{e['attempt']}", *_start_cells(e)) for e in data.start_times[-_SHOWN_STARTS:]]
         heads = ("Time", "Attempt", "In all", *(name.replace("_", " ") for name in PHASES))

@@ -23,11 +23,7 @@ from ingot.report.tiers import tiers_table
 from ingot.schema import events as kinds
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import FULL
-from ingot.units import format_bytes, format_count, format_seconds
-
-
-def plural(count: float, word: str) -> str:
-    return word if count == 1 else word + "s"
+from ingot.units import counted, format_bytes, format_count, format_seconds, plural
 
 
 def stages_section(data: RunData) -> Section | None:
@@ -63,8 +59,8 @@ def funnel_section(data: RunData) -> Section | None:
         drops += [(count, stage.name, rule) for rule, count in stage.dropped.items() if count]
     kept = funnel[-1].documents_out
     text_bytes = sum(part.text_bytes for part in data.corpus.parts)
-    intro = f"{kept:,} of {funnel[0].documents_in:,} documents were kept ({kept / entered:.1%}), "
-    intro += f"{format_bytes(text_bytes)} of text from {len(data.corpus.inputs)} crawl files"
+    intro = f"{kept:,} of {counted(funnel[0].documents_in, 'document')} were kept ({kept / entered:.1%}), "
+    intro += f"{format_bytes(text_bytes)} of text from {counted(len(data.corpus.inputs), 'crawl file')}"
     intro += f", {format_count(data.tokens.tokens)} training tokens." if data.tokens else "."
     drops.sort(key=_largest_first)
     if drops:
@@ -73,7 +69,7 @@ def funnel_section(data: RunData) -> Section | None:
     blocks: list[Block] = [Text(intro), Bars(("Stage", "Kept", "Of stage", "Dropped"), bars)]
     if rows:
         header = ("Rule", "Stage", "Dropped", "Of crawl")
-        caption = f"Why documents were dropped: {len(rows)} rules"
+        caption = f"Why documents were dropped: {counted(len(rows), 'rule')}"
         blocks.append(TableBlock(header, rows, right=(2, 3), caption=caption, folded=len(rows) > 5))
     if idle:
         caption = f"{len(idle)} {plural(len(idle), 'stage')} that dropped nothing"
@@ -106,7 +102,9 @@ def checkpoints_section(data: RunData) -> Section | None:
     blocks: list[Block] = [Text(text)]
     if data.weights_saves:
         paused = format_seconds(sum(e["stall_seconds"] for e in data.weights_saves))
-        blocks.append(Text(f"The weights alone were saved {len(data.weights_saves)} times: {paused} of pauses in all."))
+        blocks.append(
+            Text(f"The weights alone were saved {counted(len(data.weights_saves), 'time')}: {paused} of pauses in all.")
+        )
     if data.unused:
         blocks.append(Text(data.unused))
     if data.refused:
@@ -116,7 +114,7 @@ def checkpoints_section(data: RunData) -> Section | None:
         blocks.append(_unsaved(data))
     if (tiers := tiers_table(data)) is not None:
         blocks.append(tiers)
-    right, caption = tuple(range(len(header))), f"All {len(rows)} checkpoints"
+    right, caption = tuple(range(len(header))), f"All checkpoints: {len(rows):,}"
     if "Verify" in header:
         caption += "; most of Verify passes during Write"
     blocks.append(TableBlock(header, rows, right=right, caption=caption, folded=len(rows) > 6))
@@ -156,7 +154,8 @@ def settings_section(data: RunData) -> Section | None:
     if not data.run:
         return None
     run, arch = data.run, data.run.model
-    batch = f"{run.train.global_batch} sequences of {run.train.seq_len:,} tokens ({run.tokens_per_step:,} a step)"
+    batch = f"{counted(run.train.global_batch, 'sequence')} of {run.train.seq_len:,} tokens"
+    batch += f" ({run.tokens_per_step:,} a step)"
     if run.accumulation > 1:
         batch += f", accumulated over {run.accumulation} microbatches"
     kind = "Llama with QK-norm" if arch.qk_norm else "Llama"
@@ -168,13 +167,13 @@ def settings_section(data: RunData) -> Section | None:
         [
             LabeledValues(
                 [
-                    ("Model", f"{kind}, {arch.num_layers} layers, width {arch.d_model}{dense}"),
+                    ("Model", f"{kind}, {counted(arch.num_layers, 'layer')}, width {arch.d_model}{dense}"),
                     *experts,
                     ("Attention", _attention(arch)),
                     ("Vocabulary", f"{arch.vocab_size:,}" + (", embeddings tied" if arch.tied_embeddings else "")),
                     ("Batch", batch),
                     ("Optimizer", f"AdamW, peak rate {run.optim.lr:g}, weight decay {run.optim.weight_decay:g}"),
-                    ("Schedule", f"{run.schedule.kind}, {run.schedule.warmup_steps} warm-up steps"),
+                    ("Schedule", f"{run.schedule.kind}, {counted(run.schedule.warmup_steps, 'warm-up step')}"),
                     ("Precision", run.train.precision),
                     ("Ranks", _ranks(data, run.parallel.world_size)),
                     ("Seed", f"{run.seed}"),

@@ -54,4 +54,5 @@ def tiers_table(data: RunData) -> TableBlock | None:
     header = ("Step", "Size", *(title for title, _ in tiers), "Read back and compared")
     newest = sorted(saves.items(), reverse=True)[:_SHOWN]
     rows = [(f"{step:,}", own.size, *(getattr(own, name) for _, name in tiers), own.verified) for step, own in newest]
-    return TableBlock(header, rows, right=(0, 1), caption=f"The newest {len(rows)} saves by tier")
+    of_these = "save" if len(rows) == 1 else f"{len(rows)} saves"
+    return TableBlock(header, rows, right=(0, 1), caption=f"The newest {of_these} by tier")

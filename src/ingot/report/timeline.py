@@ -14,6 +14,7 @@ from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
 from ingot.schema.guard_record import described, measure_of
 from ingot.schema.step_ranges import steps_text
+from ingot.units import counted
 
 _SHOWN_RANGES = 8  # of the steps that one entry names
 _SIGNS = {
@@ -158,20 +159,17 @@ def _skipped(event: Mapping[str, Any]) -> str:
 
 def _quarantined(event: Mapping[str, Any]) -> str:
     windows = event["windows"]
-    return f"left out {windows:,} {'window' if windows == 1 else 'windows'} of the data: {event['found']}"
+    return f"left out {counted(windows, 'window')} of the data: {event['found']}"
 
 
 def _listed(event: Mapping[str, Any]) -> str:
     documents = event["documents"]
-    return (
-        f"left out {event['windows']:,} windows with {documents:,} {'document' if documents == 1 else 'documents'} of "
-        f"{event['path']}"
-    )
+    return f"left out {counted(event['windows'], 'window')} with {counted(documents, 'document')} of {event['path']}"
 
 
 def _metrics_lost(event: Mapping[str, Any]) -> str:
     what = "the rest of the attempt is not recorded" if event["ended"] else "more may follow"
-    return f"metrics of rank {event['rank']}: {event['rows']:,} rows dropped, {what}: {event['reason']}"
+    return f"metrics of rank {event['rank']}: {counted(event['rows'], 'row')} dropped, {what}: {event['reason']}"
 
 
 def _sanity(event: Mapping[str, Any]) -> str | None:

@@ -24,7 +24,6 @@ from ingot.report.sections import (
     comparison_section,
     funnel_section,
     machine_section,
-    plural,
     provenance_section,
     settings_section,
     stages_section,
@@ -32,7 +31,7 @@ from ingot.report.sections import (
 )
 from ingot.schema.events import FAULT
 from ingot.storage import write_atomic
-from ingot.units import format_count, format_seconds
+from ingot.units import counted, format_count, format_seconds, plural
 
 
 @dataclass(frozen=True)
@@ -83,7 +82,7 @@ def build_page(data: RunData, command: str) -> ReportPage:
     name = data.run.name if data.run else data.folder.root.resolve().name
     footer = f"Written by ingot {__version__} from the event log of the run."
     if data.unreadable_events:
-        footer += f" {data.unreadable_events} events could not be read and are not in this report."
+        footer += f" {counted(data.unreadable_events, 'event')} could not be read: the report is made of the others."
     return ReportPage(
         title=name,
         subtitle=_subtitle(data),
@@ -155,7 +154,7 @@ def _recovery_figure(data: RunData) -> HeadlineFigure | None:
     if ended := count - len(resumed):
         others = f"{ended} {plural(ended, 'fault')} ended the command"
         return HeadlineFigure("Recovery", f"{len(resumed)} of {count}", others, good=False)
-    note = f"after {count} fault{'s' if count > 1 else ''}"
+    note = f"after {counted(count, 'fault')}"
     good = None
     if data.twin:
         good = data.twin.equal

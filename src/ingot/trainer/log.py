@@ -41,7 +41,7 @@ from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.stragglers import Straggler
 from ingot.trainer.telemetry.usage import KINDS, ThreadTime, Waits, peak_memory_bytes, summary, summary_by_axis
-from ingot.units import format_seconds
+from ingot.units import counted, format_seconds
 
 
 def log_interval(
@@ -223,7 +223,8 @@ def log_data_trouble(trainer: RunParts, step: int, trouble: DataTrouble) -> None
     """Write the `data_trouble` event of this rank, and a line."""
     rank, seconds = trainer.place.rank, round(trouble.seconds, 3)
     trainer.event_log.write(events.DATA_TROUBLE, rank=rank, step=step, **vars(trouble) | {"seconds": seconds})
-    line = f"data      {trouble.path}: {trouble.reason}, {trouble.tries} times in {seconds:.1f} s, before step {step}"
+    tries = counted(trouble.tries, "time")
+    line = f"data      {trouble.path}: {trouble.reason}, {tries} in {seconds:.1f} s, before step {step}"
     if trainer.place.is_first:
         trainer.say(line)
     else:

@@ -19,7 +19,7 @@ from ingot.report.readable import is_finite
 from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
 from ingot.report.sections import checkpoints_section, comparison_section
-from ingot.units import format_count, format_seconds, format_usd
+from ingot.units import counted, format_count, format_seconds, format_usd
 from ingot.watch.drawn import Question
 from ingot.watch.live import LiveRun
 
@@ -205,9 +205,10 @@ def _record(run: LiveRun) -> Section | None:
     """Return what is wrong with the record of the run; None if nothing is."""
     lines = list(run.problems.values())
     if run.data.unreadable_events:
-        lines.append(f"{run.data.unreadable_events:,} events cannot be read: they are damaged, or of another version.")
+        unreadable = counted(run.data.unreadable_events, "event")
+        lines.append(f"Damaged, or of another version: {unreadable} that cannot be read.")
     if run.clock_jumps:
-        lines.append(f"The clock went back {run.clock_jumps:,} times, so durations across these times are wrong.")
+        lines.append(f"The clock went back {counted(run.clock_jumps, 'time')}, so durations across that are wrong.")
     if len(run.names) > 1:
         lines.append(f"The log has events of {len(run.names)} runs: {', '.join(list(run.names)[:5])}.")
     if run.steps.skipped:

@@ -55,7 +55,8 @@ class WatchMark:
 @dataclass(frozen=True, kw_only=True)
 class WatchChart:
     """A chart over steps. stacked: its lines are parts of a whole. from_zero: its axis begins at 0. log: values spread
-    so far that a logarithmic axis helps. first, last: the steps that it covers. total: the points before thinning. note: what is not drawn, and why; "": nothing."""
+    so far that a logarithmic axis helps. first, last: the steps that it covers. total: the points before thinning.
+    note: what is not drawn, and why; "": nothing."""
 
     key: str
     title: str

@@ -251,7 +251,9 @@ def _cost(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]
 
 
 CHARTS: dict[str, ChartKind] = {
-    "loss": ChartKind("Loss", "nats per token", "learning", _loss, "steps", "loss", log=True, marked=True, note=_not_expected),
+    "loss": ChartKind(
+        "Loss", "nats per token", "learning", _loss, "steps", "loss", log=True, marked=True, note=_not_expected
+    ),
     "heldout": ChartKind("Held-out text", "bits per byte", "learning", _held_out, "", ""),
     "grad_norm": ChartKind("Gradient norm", "", "learning", _grad_norm, "steps", "grad_norm", log=True, marked=True),
     "lr": ChartKind("Learning rate", "", "learning", _learning_rate, "steps", "lr", from_zero=True),

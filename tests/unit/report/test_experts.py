@@ -163,7 +163,7 @@ def test_no_value_of_any_field_breaks_the_report(tmp_path, logs):
 def test_an_event_whose_lists_do_not_match_is_counted_not_used(tmp_path, logs):
     event = experts_event(logs.START, 10, UNEVEN) | {"min_load": [1.0]}
     markdown = write_report(run_of(tmp_path, logs, event)).markdown.read_text()
-    assert "1 events could not be read" in markdown and "Experts" not in markdown
+    assert "1 event could not be read" in markdown and "Experts" not in markdown
 
 
 def test_no_feed_forward_is_named_where_all_blocks_have_experts(tmp_path, logs):

@@ -124,8 +124,11 @@ def run(logs, tmp_path):
         backs = sum(one["kind"] == "rolled_back" for one in trained)
         if event["kind"] == "rolled_back":
             last = (22, 55, 72)[backs - 1]
-            trained += [one for one in steps(event["time"], event["to_step"] + 1, last, 4 - backs / 2)
-                        if (backs, one["step"]) not in ((2, 19), (2, 20), (2, 21))]  # passed
+            trained += [
+                one
+                for one in steps(event["time"], event["to_step"] + 1, last, 4 - backs / 2)
+                if (backs, one["step"]) not in ((2, 19), (2, 20), (2, 21))
+            ]  # passed
     events += trained
     ranges = {"layers": ["embedding", "layers.0"], "underflow": [0.0, 0.125], "saturation": [0.0, 0.02]}
     events.append({"kind": "gradient_range", "time": clock, "step": 72, "loss_scale": 1024.0} | ranges)

@@ -238,7 +238,7 @@ def test_unreadable_events_are_counted_not_used(line, tmp_path, logs):
     run = logs.write_events(tmp_path, [logs.started(logs.START, 0, 0)])
     with RunFolder(run).events.open("a") as file:
         file.write(line + "\n")
-    assert "1 events could not be read" in write_report(run).markdown.read_text()
+    assert "1 event could not be read" in write_report(run).markdown.read_text()
 
 
 json_values = st.recursive(

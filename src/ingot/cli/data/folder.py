@@ -7,6 +7,7 @@ from pathlib import Path
 from ingot.cli.arguments import count, place
 from ingot.cli.terminal import Terminal
 from ingot.schema.corpus import FunnelStage
+from ingot.units import counted
 from ingot.value_names import printable
 
 _EXCERPT_CHARACTERS = 300
@@ -166,7 +167,7 @@ def run_index(args: argparse.Namespace, terminal: Terminal) -> None:
     parts = len(load_corpus(corpus).parts)
     documents = index_corpus(corpus, out, lambda done, count: terminal.progress(done / parts, f"{count:,} documents"))
     total = Index(out, DedupRules(**load_corpus(corpus).recipe.get("dedup", {}))).documents
-    terminal.say(f"{documents:,} documents of {corpus} added; {out} now has {total:,}")
+    terminal.say(f"{counted(documents, 'document')} of {corpus} added; {out} now has {total:,}")
     terminal.result({"index": str(out), "added": documents, "documents": total})
     terminal.next(f"ingot data build MORE... --against {out} --out NEW")
 

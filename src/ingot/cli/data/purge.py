@@ -5,6 +5,7 @@ from pathlib import Path
 
 from ingot.cli.arguments import place
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 from ingot.value_names import printable
 
 _SHOWN = 10
@@ -83,7 +84,8 @@ def run_purge(args: argparse.Namespace, terminal: Terminal) -> None:
     else:
         verb = "would be removed" if args.dry_run else "removed"
         tokens = sum(place.tokens for place in outcome.locations)
-        terminal.say(f"{verb}: {kept:,} documents with {tokens:,} tokens, {len(records) - kept:,} dropped records")
+        dropped = counted(len(records) - kept, "dropped record")
+        terminal.say(f"{verb}: {counted(kept, 'document')} with {counted(tokens, 'token')}, {dropped}")
         terminal.table(
             [(t.id[:12], t.rule or "kept", printable(t.url)) for t in records[:_SHOWN]], ("document", "was", "url")
         )
@@ -117,9 +119,9 @@ def _say_more(total: int, terminal: Terminal) -> None:
 
 def _print_runs(runs, terminal: Terminal) -> None:
     for one in runs:
-        text = f"run {one['run']} ({one['trained_steps']:,} steps saved): "
+        text = f"run {one['run']} ({counted(one['trained_steps'], 'step')} saved): "
         if one["samples"]:
-            text += f"used {one['documents']:,} of these documents in {one['samples']:,} samples"
+            text += f"used {one['documents']:,} of these documents in {counted(one['samples'], 'sample')}"
             text += f", first at step {one['first_step']}"
         else:
             text += "used none of these documents"

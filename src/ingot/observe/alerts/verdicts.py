@@ -17,7 +17,7 @@ from ingot.schema.alert_record import CRITICAL, WARNING
 from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.guard_record import STOP, described, measure_of
 from ingot.schema.run import RunConfig
-from ingot.units import format_seconds
+from ingot.units import counted, format_seconds
 
 Verdict = Sign | End
 _MOST_UNFIT = 16  # machines of one check
@@ -160,7 +160,7 @@ class VerdictRules:
         yield Sign(
             kind=kinds.DAMAGED_DATA,
             subject=str(event["shard"]),
-            evidence=f"{int(event['windows']):,} windows of shard {event['shard']} are left out: {event['found']}",
+            evidence=f"left out {counted(int(event['windows']), 'window')} of shard {event['shard']}: {event['found']}",
             since=int(event["step"]),
             value=float(int(event["windows"])),
             quiet_steps=self._guard.calm_steps,

@@ -9,6 +9,7 @@ from typing import Any
 from ingot.planner.show.layout import degrees_text
 from ingot.report.compare.curves import Axis, ComparedRun
 from ingot.schema.changes import ChangeClass, class_of
+from ingot.units import counted
 
 _OTHER_NUMBERS, _SAME_BITS, MACHINE = ChangeClass.OTHER_NUMBERS, ChangeClass.SAME_BITS, "machine"
 # Settings whose values are paths relative to the run folder. The code of plug-ins is compared, not its place.
@@ -124,9 +125,9 @@ def notes_of(runs: list[ComparedRun], same: bool | None, by: Axis) -> list[str]:
             notes.append(f"The log of {letter} lacks its start: its training time counts from step {step:,}.")
         infinite = sum(not math.isfinite(event["loss"]) for event in run.data.steps.values())
         if infinite:
-            notes.append(f"{letter} has {infinite:,} steps whose loss is not finite; they are left out.")
+            notes.append(f"{letter}: left out {counted(infinite, 'step')} whose loss is not finite.")
         if run.data.unreadable_events:
-            notes.append(f"{letter}: {run.data.unreadable_events:,} events cannot be read and are left out.")
+            notes.append(f"{letter}: left out {counted(run.data.unreadable_events, 'event')} that cannot be read.")
     return notes
 
 

@@ -27,7 +27,7 @@ from ingot.report.readable import is_finite
 from ingot.schema import events as kinds
 from ingot.theory.failures import PUBLISHED_RATES, daly_interval, first_order_overhead, job_mttf_seconds
 from ingot.theory.layout import resolve_parallel
-from ingot.units import format_bytes, format_seconds
+from ingot.units import counted, format_bytes, format_seconds
 
 # Data waits come in bursts if a tenth of the log lines has more than this share of them; this needs enough log lines.
 _IN_BURSTS, _LEAST_LINES = 0.5, 10
@@ -308,8 +308,8 @@ def checkpoint_stall(case: Case) -> Iterator[Cause]:
         return
     each = found.save_seconds_each
     interval = "at the best interval" if every.is_auto else f"one every {every}"
-    evidence = f"{found.saves} checkpoints, {interval}, each stops training for {format_seconds(each)}"
-    evidence += f"; {found.weights_saves} saves of the weights alone" if found.weights_saves else ""
+    evidence = f"{counted(found.saves, 'checkpoint')}, {interval}, each stops training for {format_seconds(each)}"
+    evidence += f"; {counted(found.weights_saves, 'save')} of the weights alone" if found.weights_saves else ""
     yield Cause(
         name="checkpoint stall",
         seconds=found.save_seconds,
@@ -324,7 +324,7 @@ def restarts(case: Case) -> Iterator[Cause]:
     if not found.restarts:
         return
     causes = ", ".join(dict.fromkeys(fault.cause or "unknown" for fault in case.data.faults if fault.recovered))
-    evidence = f"{found.restarts} faults ({causes}); {found.redone_steps} steps were repeated"
+    evidence = f"{counted(found.restarts, 'fault')} ({causes}); {counted(found.redone_steps, 'step')} trained again"
     repair = Remedy(
         text="repair the cause of the faults: ingot report lists them",
         settings={},
@@ -388,6 +388,6 @@ def evaluation(case: Case) -> Iterator[Cause]:
         name="evaluation",
         seconds=found.evaluate_seconds,
         source="measured",
-        evidence=f"{found.evaluations} evaluations of held-out text, one every {every} steps",
+        evidence=f"{counted(found.evaluations, 'evaluation')} of held-out text, one every {counted(every, 'step')}",
         remedies=(remedy,),
     )

@@ -29,6 +29,7 @@ from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.cluster import Cluster
 from ingot.theory.rules.parts import with_known_parts
 from ingot.trainer.resilience.lock import is_locked
+from ingot.units import counted
 
 # Causes below this share of the wall-clock time per step are not shown.
 LEAST_SHARE = 0.01
@@ -149,9 +150,9 @@ def _unknown(
     elif found.device != "cpu":
         yield "on GPUs only the host is timed: bubble and collectives are planned values, a slow GPU is not visible"
     if found.untimed_evaluations:
-        yield f"{found.untimed_evaluations} evaluations were not timed"
+        yield f"{counted(found.untimed_evaluations, 'evaluation')} without a time"
     if data.unreadable_events:
-        yield f"{data.unreadable_events} events could not be read"
+        yield f"{counted(data.unreadable_events, 'event')} could not be read"
     if found.intervals < 2:
         yield "there is one log line so far, and the first steps take longer than others"
 

@@ -178,7 +178,7 @@ def _advice(cause: SpikeCause, data: RunData, batch: SpikeBatch, replayed: Repla
             "" if math.isnan(step.later_loss) else undone,
             "check the machines: ingot doctor --bench on each, ingot doctor DIR --nodes N for all",
             f"prove the layout: ingot check {root} --proof; without a fault of it, continue: ingot train {root}",
-            "" if data.run.guard.hash_every else "set guard.hash_every: hashes of the state name the rank of a wrong bit",
+            "" if data.run.guard.hash_every else "set guard.hash_every: hashes name the rank of a wrong bit",
         ]
     return [one for one in found if one] if cause not in ("none", "unknown") else []
 

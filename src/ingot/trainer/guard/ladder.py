@@ -32,6 +32,7 @@ from ingot.schema.guard_record import (
 )
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.step_judge import NOT_FINITE, StepJudge
+from ingot.units import counted
 
 MEASURES: dict[str, tuple[Action, ...]] = {
     "guard": (AGAIN, PASS, EARLIER, LOWER, ACCEPT, STOP),
@@ -146,7 +147,7 @@ class Ladder:
 
     def _stopped(self, measure: Measure) -> RunFailed:
         steps = f"{measure.first} to {measure.last}"
-        of_them = f"{measure.skipped} updates" if measure.skipped else "the updates"
+        of_them = counted(measure.skipped, "update") if measure.skipped else "the updates"
         return RunFailed(
             "E-GUARD-STOPPED",
             f"{of_them} of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "

@@ -41,6 +41,7 @@ from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints,
 from ingot.trainer.lease import RunLease
 from ingot.trainer.loader.listed import listed_windows
 from ingot.trainer.mesh.environment import environment_number
+from ingot.units import counted
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
 
@@ -256,7 +257,7 @@ def _check_quarantined(folder: RunFolder, config: RunConfig, say: Callable[[str]
     purge = f"ingot data purge {(folder.root / config.data.tokens).resolve().parent.parent} --quarantine"
     for path, (documents, windows) in listed_windows(config, folder).items():
         say(
-            f"warning: the tokens have {documents:,} document{'s' * (documents != 1)} of {path}: the run leaves out "
+            f"warning: the tokens have {counted(documents, 'document')} of {path}: the run leaves out "
             f"{windows:,} windows; to remove them from the tokens: {purge} {path}"
         )
 
@@ -299,7 +300,7 @@ def _check_disk(folder: RunFolder, config: RunConfig, say: Callable[[str], None]
     most = saves.most_kept(config.train.steps, config.guard.proven_steps) + 1
     needed = round(checkpoint_bytes(arch, precision, mean_moments(config)).value) * most
     needed -= sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
-    what = f"{most} checkpoints"
+    what = counted(most, "checkpoint")
     if saves.disks:
         _check_striped(config, max(needed, 0), f"the share of {what} on this disk", say)
         needed, what = 0, "the manifests of checkpoints"

@@ -44,6 +44,7 @@ from ingot.trainer.launch.checks import (
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.lease import RunLease
 from ingot.trainer.mesh.start import rank_threads
+from ingot.units import counted
 
 
 class RunRequest:
@@ -282,7 +283,7 @@ def _move_aside(folder: RunFolder, archive: bool) -> Path | None:
         step = max(newest_step(folder.checkpoints), *saved_steps(folder).values(), 0)
         raise ConfirmationNeeded(
             "E-FRESH-EXISTS",
-            f"--fresh is given, but there is a run in {folder.root}, with {step} saved steps",
+            f"--fresh is given, but there is a run in {folder.root}, with {counted(step, 'saved step')}",
             rule="a run is never overwritten",
             fix="add --archive to move it aside, or train into another folder (--out DIR)",
             run=str(folder.root),
@@ -319,7 +320,7 @@ def _opening(folder: RunFolder, config: RunConfig, step: int) -> str:
     elif candidate_folders(folder.checkpoints):
         what = f"continue  of {steps} steps, if the ranks can use a checkpoint"
     else:
-        what = f"start     {steps} steps"
+        what = f"start     {counted(steps, 'step')}"
     return (
         f"run       {folder.root} (process {os.getpid()})\n"
         f"{what} · seed {config.seed} · config {config.training_sha256()[:8]} · {_ranks(resolve_parallel(config))}"

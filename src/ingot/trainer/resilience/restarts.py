@@ -13,7 +13,7 @@ from pathlib import Path
 from ingot.errors import RunFailed
 from ingot.schema.launch import Launch
 from ingot.trainer.resilience.incidents import JobIncident
-from ingot.units import format_seconds
+from ingot.units import counted, format_seconds
 
 SAME = 3  # times the same failure at the same step: a bug
 NO_PROGRESS = 3  # restarts in a row that reach no new step; NVIDIA's resiliency extension has the same number
@@ -93,7 +93,7 @@ class Restarts:
         if self.recent > most:
             raise RunFailed(
                 "E-RUN-RESTARTS",
-                f"{what}, after {most} restarts",
+                f"{what}, after {counted(most, 'restart')}",
                 rule=f"a job is restarted at most launch.max_restarts = {most} times in {format_seconds(window)} "
                 "(launch.restart_window_seconds)",
                 fix=f"find the cause ({_shown_in(incident, log)}); the same command continues from the last checkpoint",

@@ -388,4 +388,4 @@ def test_wrong_folders_and_empty_logs(tmp_path, logged):
 def test_a_damaged_event_is_counted_and_left_out(logged):
     damaged = {"kind": "waits", "time": START, "step": 50, "steps": 10, "data": {"mean": "much"}}
     found = explain_slow(logged([started(START), *line(10, 0.1), *line(20, 0.1), damaged, {"kind": "progress"}]))
-    assert found.measured.steps == 10 and "1 events could not be read" in found.unknown
+    assert found.measured.steps == 10 and "1 event could not be read" in found.unknown

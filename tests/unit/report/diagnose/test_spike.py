@@ -155,7 +155,9 @@ def test_without_a_step_the_worst_findings_are_explained(run, capsys):
     assert found.batches[0].step.skipped and found.batches[0].step.found == ("loss spike",)
     assert main(["explain", "spike", str(run)]) == 0
     out = capsys.readouterr().out
-    assert "     as in step " in out and "later     the run went back" in out  # in this log, a step is after its finding
+    assert (
+        "     as in step " in out and "later     the run went back" in out
+    )  # in this log, a step is after its finding
 
 
 def test_without_a_finding_the_step_that_ended_the_run_is_explained(run):

@@ -203,8 +203,9 @@ def judged(folder, logged, own, other, early, before=3.0, checkpoint=30, found=(
         return ReplayedStep(step=step, loss=loss, grad_norm=norm, lr=1e-3, skipped=False, change=0.0)
 
     replayed = ReplayedSpike(
-        checkpoint=checkpoint, unused=(), steps=(made(39, before, 1.0),), own=made(40, *own), nats=np.zeros((1, 1), np.float32),
-        other_step=41 if other[0] == other[0] or own[0] != own[0] else 0, other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
+        checkpoint=checkpoint, unused=(), steps=(made(39, before, 1.0),), own=made(40, *own),
+        nats=np.zeros((1, 1), np.float32), other_step=41 if other[0] == other[0] or own[0] != own[0] else 0,
+        other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
         early_loss=early[0], early_other_loss=early[1], layers=(), device="cpu", precision="fp32", notes=(),
     )  # fmt: skip
     return judge_spike(data, batch, replayed)

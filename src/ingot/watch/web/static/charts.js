@@ -371,7 +371,7 @@ export class Chart {
     const { title, unit, first, last, lines, marks } = this.#data;
     const main = lines.find((line) => line.style === "main") ?? lines[0];
     const ends = main ? `, from ${short(main.y[0])} to ${short(main.y[main.y.length - 1])}` : "";
-    const many = marks.length ? `, ${marks.length} marked places` : "";
+    const many = marks.length ? `, ${marks.length} marked place${marks.length === 1 ? "" : "s"}` : "";
     this.#box.setAttribute("aria-label", `${title}${unit ? ` in ${unit}` : ""}, steps ${whole(first)} to ${whole(last)}${ends}${many}. Arrow keys move the cursor, plus and minus zoom, Escape shows all.`);
   }
 }
