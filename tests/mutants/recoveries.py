@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = [
         file="report/faults.py",
         before="            self._redone.clear()\n",
         after="            pass\n",
-        tests=(f"{_FACTS}::test_a_fault_after_a_roll_back_redoes_the_steps_since_then_alone",),
+        tests=(f"{_FACTS}::test_steps_that_follow_a_roll_back_are_not_compared_with_those_that_a_fault_lost",),
     ),
     Mutant(
         name="failed-restart-unseen",

@@ -87,7 +87,7 @@ FAULT = {"kind": "fault", "rank": 0, "cause": "hung"}
 def test_a_fault_after_a_roll_back_redoes_the_steps_since_then_alone(tmp_path, logs):
     first, clock = logs.steps_events(1, 60, logs.START)
     second, later = logs.steps_events(21, 30, clock + 5)
-    third, end = logs.steps_events(21, 80, later + 5)
+    third, _ = logs.steps_events(21, 80, later + 5)
     back = {"kind": "rolled_back", "time": clock + 1, "from_step": 60, "to_step": 20}
     events = [
         logs.started(logs.START, 0, 0), *first, back, *second, FAULT | {"time": later + 1, "step": 33},
@@ -96,10 +96,23 @@ def test_a_fault_after_a_roll_back_redoes_the_steps_since_then_alone(tmp_path, l
     (fault,) = read(tmp_path / "one", logs, events).faults
     assert (fault.fault_step, fault.redone_steps) == (33, 13)
     assert (fault.compared_steps, fault.compared_equal) == (10, True)  # not those of before the roll-back
-    again = [dict(event, loss=event["loss"] + 1) for event in third if event["kind"] == "step"]
-    events += [back | {"time": end + 1}, *again]  # other data: these steps are not those of before the fault
-    (fault,) = read(tmp_path / "two", logs, events).faults
-    assert (fault.compared_steps, fault.compared_equal) == (10, True)
+    right_after = [*events[: 1 + len(first)], back, FAULT | {"time": clock + 2}, logs.started(clock + 4, 1, 20), *third]
+    (fault,) = read(tmp_path / "two", logs, right_after).faults
+    assert (fault.fault_step, fault.redone_steps, fault.compared_steps) == (20, 0, 0)
+
+
+def test_steps_that_follow_a_roll_back_are_not_compared_with_those_that_a_fault_lost(tmp_path, logs):
+    first, clock = logs.steps_events(1, 60, logs.START)
+    second, later = logs.steps_events(21, 30, clock + 5)
+    third, _ = logs.steps_events(21, 60, later + 5)
+    passed = [event | {"loss": event["loss"] + 1} for event in third]  # on other data
+    events = [
+        logs.started(logs.START, 0, 0), *first, FAULT | {"time": clock + 1, "step": 60},
+        logs.started(clock + 4, 1, 20), *second,
+        {"kind": "rolled_back", "time": later + 1, "from_step": 30, "to_step": 20}, *passed,
+    ]  # fmt: skip
+    (fault,) = read(tmp_path, logs, events).faults
+    assert (fault.redone_steps, fault.compared_steps, fault.compared_equal) == (40, 10, True)
 
 
 def test_steps_lost_by_a_second_fault_are_those_of_its_own_attempt(tmp_path, logs):
