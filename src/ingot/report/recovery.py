@@ -1,7 +1,7 @@
 """The section of a report on faults and recoveries, and on what the guards of the run found and did."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ingot.report.facts import LOSS_AFTER, LOSS_BEFORE, RunData
 from ingot.report.faults import FaultRecord
@@ -11,8 +11,9 @@ from ingot.report.render.page import Block, LabeledValues, Section, TableBlock, 
 from ingot.report.timeline import size_of, timeline
 from ingot.schema import events as kinds
 from ingot.trainer.resilience.start_times import PHASES
-from ingot.units import counted, format_count, format_seconds, plural
+from ingot.units import format_count, format_seconds, plural
 
+_SHOWN_FAULTS = 20
 _SHOWN_STARTS = 20
 _SHOWN_DRAINED = 20
 _SHOWN_FINDINGS = 20
@@ -24,19 +25,21 @@ def recovery_section(data: RunData) -> Section | None:
     """Return the section on faults, recoveries, drained machines, what the guards found and did, and on the undisturbed
     twin if there is one."""
     blocks: list[Block] = []
-    for fault in data.faults[:20]:
-        blocks.append(Text(_describe_fault(fault)))
+    drained = [event for event in data.health if event.get("verdict") in ("drain", "discard")]
+    dated = (*drained, *(data.start_times if data.faults else ()))
+    clock = _clock_for([fault.detected_at for fault in data.faults] + [event["time"] for event in dated])
+    if (older := len(data.faults) - _SHOWN_FAULTS) > 0:
+        blocks.append(Text(f"These are the newest {_SHOWN_FAULTS} faults. The event log has {older:,} before them."))
+    for fault in data.faults[-_SHOWN_FAULTS:]:
+        blocks.append(Text(_describe_fault(fault, clock)))
         blocks.append(LabeledValues(_figures(fault)))
-    if len(data.faults) > 20:
-        blocks.append(Text(f"The event log has {counted(len(data.faults) - 20, 'more fault')}."))
     if data.faults and data.start_times:
-        rows = [(_clock(e["time"]), f"{e['attempt']}", *_start_cells(e)) for e in data.start_times[-_SHOWN_STARTS:]]
+        rows = [(clock(e["time"]), f"{e['attempt']}", *_start_cells(e)) for e in data.start_times[-_SHOWN_STARTS:]]
         heads = ("Time", "Attempt", "In all", *(name.replace("_", " ") for name in PHASES))
         blocks.append(
             TableBlock(heads, rows, right=tuple(range(1, len(heads))), caption="Seconds of each start by phase")
         )
-    drained = [event for event in data.health if event.get("verdict") in ("drain", "discard")]
-    if rows := [(_clock(e["time"]), str(e.get("node")), str(e.get("words"))) for e in drained[-_SHOWN_DRAINED:]]:
+    if rows := [(clock(e["time"]), str(e.get("node")), str(e.get("words"))) for e in drained[-_SHOWN_DRAINED:]]:
         blocks.append(TableBlock(("Time", "Machine", "Why it left the run"), rows, caption="Drained machines"))
     blocks += _timeline(data)
     if data.findings:
@@ -164,14 +167,17 @@ def _ranges(data: RunData) -> list[Block]:
     return [TableBlock(heads, rows, right=(1, 2), caption=caption, folded=True)]
 
 
-def _clock(moment: float) -> str:
-    return time.strftime("%H:%M:%S UTC", time.gmtime(moment))
+def _clock_for(times: Sequence[float]) -> Callable[[float], str]:
+    """Return what writes a time (Unix seconds): with its date if `times` are of several days."""
+    form = "%H:%M:%S UTC" if len({time.gmtime(one)[:3] for one in times}) < 2 else "%Y-%m-%d %H:%M:%S UTC"
+    return lambda moment: time.strftime(form, time.gmtime(moment))
 
 
-def _describe_fault(fault: FaultRecord) -> str:
+def _describe_fault(fault: FaultRecord, clock: Callable[[float], str]) -> str:
     on_purpose = ", on purpose" if fault.injected_at is not None else ""
-    clock = _clock(fault.injected_at or fault.detected_at)
-    lost = f"At {clock}, near step {fault.fault_step:,}, {fault.text}{on_purpose}."
+    lost = (
+        f"At {clock(fault.injected_at or fault.detected_at)}, near step {fault.fault_step:,}, {fault.text}{on_purpose}."
+    )
     if fault.resumed_from is None:
         return f"{lost} The run did not go on afterwards."
     place = f"the checkpoint of step {fault.resumed_from:,}" if fault.resumed_from else "the beginning"

@@ -1,9 +1,13 @@
 """Faults and recoveries are read from the order of events, however many there are."""
 
+import re
+
 import pytest
 
 from ingot.planner.show.layout import degrees_text
 from ingot.report.facts import RunData, gather, read_run_events
+from ingot.report.recovery import recovery_section
+from ingot.report.render.page import Text
 from ingot.report.write import write_report
 from ingot.schema.run_folder import RunFolder
 
@@ -147,6 +151,18 @@ def test_a_restart_that_fails_before_it_trains_is_a_fault_of_its_own(tmp_path, l
     faults = read(tmp_path, logs, events).faults
     assert [(one.resumed_from, one.redone_steps, one.compared_steps) for one in faults] == [(40, 20, 20), (40, 0, 0)]
     assert [one.recover_seconds for one in faults] == [pytest.approx(13), pytest.approx(5)]
+
+
+def test_the_report_has_the_newest_faults_with_their_days(tmp_path, logs):
+    events = [logs.started(logs.START, 0, 0)]
+    for number in range(1, 23):  # one every six hours
+        day = logs.START + number * 21_600
+        events += [FAULT | {"time": day, "step": number}, logs.started(day + 4, number, 0)]
+    section = recovery_section(read(tmp_path, logs, events))
+    texts = [block.text for block in section.blocks if isinstance(block, Text)]
+    assert texts[0] == "These are the newest 20 faults. The event log has 2 before them."
+    assert "near step 3, rank 0 hung" in texts[1] and "near step 22," in texts[-1]
+    assert re.match(r"At 2026-\d\d-\d\d \d\d:\d\d:\d\d UTC, near", texts[-1])
 
 
 def test_a_drill_that_ended_no_attempt_is_not_the_cause_of_a_later_fault(tmp_path, logs):
