@@ -19,7 +19,7 @@ from ingot.events import read_events
 from ingot.machine.processes import die_with_parent, parent_of
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 
 RUN_VARIABLE = "INGOT_DRILL_RUN"  # in the environment of all processes of a job: its run folder
 DEADLINE_SECONDS = 120.0

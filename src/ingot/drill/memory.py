@@ -4,10 +4,8 @@ checkpoints are removed. No torch.
 A node is a launcher on this machine with half of the ranks, and with a keeper of snapshots of its own.
 """
 
-import os
 import signal
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +13,11 @@ from ingot.drill.fault import DrillFault
 from ingot.drill.guarded import with_settings
 from ingot.drill.job import send
 from ingot.drill.trial import DrilledRun, Trial
-from ingot.machine.facts import usable_cores
 from ingot.schema import events
 from ingot.schema.run import RunConfig
-from ingot.trainer.launch.train import most_ranks
-from ingot.trainer.mesh.start import rank_threads
 
 _NODES = 2
-_LEAST_INTERVAL = 3  # steps: one of them lies between two saves, and can be seen
-_THREADS = "OMP_NUM_THREADS"
+_LEAST_INTERVAL = 3  # steps, so that the drill can see one between two saves
 
 
 # -- the runs --
@@ -35,12 +29,9 @@ def _with_keeper(run: DrilledRun, place: Path) -> DrilledRun:
 
 
 def _on_two_nodes(run: DrilledRun, place: Path) -> DrilledRun:
-    """Return the run on two nodes, whose ranks have as many threads as those on one: bits depend on that. Nodes are not
-    judged by their speed, because both are this machine."""
+    """Return the run on two nodes, which are not judged by their speed, because both are this machine."""
     calm = {"launch.nodes": _NODES, "launch.check_every": 0, "launch.on_straggler": "report"}
-    threads = rank_threads(most_ranks(run.config.parallel), usable_cores())
-    variables = {_THREADS: os.environ.get(_THREADS, str(threads)), **run.variables}
-    return replace(with_settings(_with_keeper(run, place), calm), variables=variables)
+    return with_settings(_with_keeper(run, place), calm)
 
 
 def _rarely_saves(config: RunConfig) -> str:

@@ -1,6 +1,7 @@
 """The undisturbed run of a drill: how long a step takes, how many steps the copies have, and R. No torch."""
 
 import itertools
+import os
 import shutil
 from dataclasses import replace
 from statistics import median
@@ -11,8 +12,12 @@ from ingot.drill.trial import DrilledRun, DrillOutput
 from ingot.drill.undisturbed import REFERENCE, DrillReference, undisturbed
 from ingot.errors import RunFailed, UsageError
 from ingot.events import read_events
+from ingot.machine.facts import usable_cores
 from ingot.schema import events
+from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.launch.train import most_ranks
+from ingot.trainer.mesh.start import threads_per_rank
 from ingot.units import format_seconds
 
 LEAST_STEPS = 12
@@ -37,7 +42,7 @@ def train_reference(
             fix="give more with --steps N, or a longer run with --set train.steps=N",
             steps=steps or of_run,
         )
-    variables = {"TORCHINDUCTOR_CACHE_DIR": str(copy.root / "compiled")}
+    variables = {"TORCHINDUCTOR_CACHE_DIR": str(copy.root / "compiled"), **threads_of(copy.config)}
     copy = with_interval(copy, _PROBE_STEPS)
     probe = DrilledRun(run_file=copy.run_file, config=copy.config, until=_PROBE_STEPS, variables=variables)
     first, _ = undisturbed(probe, copy.root / "probe", output)
@@ -69,6 +74,13 @@ def train_reference(
         f"the first {len(common)} steps twice, with the same bits"
     )
     return DrillReference(replace(run, step_seconds=step), facts, took)
+
+
+def threads_of(config: RunConfig) -> dict[str, str]:
+    """Return the variable with the threads of a rank if all ranks are on one node. Copies on two have as many: bits
+    depend on that."""
+    name = "OMP_NUM_THREADS"
+    return {name: os.environ.get(name) or str(threads_per_rank(most_ranks(config.parallel), usable_cores()))}
 
 
 def _step_seconds(folder: RunFolder) -> float:

@@ -21,8 +21,8 @@ from ingot.trainer.guard.step_judge import CORRUPTION, KINDS, NORM_NOT_FINITE
 from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, judge, repeated
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.mesh.collectives import any_rank, gather_from
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.parts import RunParts
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.save import reload, report_roll_back
 
 _DRAIN_SECONDS = 30.0  # that ranks wait for their launcher to end them, so that it can drain the machine

@@ -25,9 +25,9 @@ from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.tiers import fetch_newest
 from ingot.trainer.interrupts import signals_ask
 from ingot.trainer.lease import open_lease
-from ingot.trainer.mesh.environment import environment_number
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE, environment_number
 from ingot.trainer.resilience.again import forget, open_line
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE, guarded
+from ingot.trainer.resilience.endings import guarded
 from ingot.trainer.resilience.heartbeat import Heartbeat, open_heartbeat
 from ingot.trainer.resilience.leaving import PeerLost
 from ingot.trainer.resilience.lock import RunLock

@@ -38,10 +38,10 @@ from ingot.trainer.loader.loader import Loader
 from ingot.trainer.loader.order import earlier_weights
 from ingot.trainer.loader.window_filter import WindowFilter
 from ingot.trainer.mesh.collectives import gather_from
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import RankInfo, uses_store_of_torchrun
 from ingot.trainer.parts import StepParts
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.units import format_bytes, format_seconds
 
 

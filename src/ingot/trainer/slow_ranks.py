@@ -4,9 +4,9 @@ import os
 from collections.abc import Callable
 
 from ingot.schema.run import RunConfig
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.telemetry.slow_machines import SlowMachines
 from ingot.trainer.telemetry.stragglers import StragglerWatch
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ingot.drill import memory
+from ingot.drill import memory, reference
 from ingot.drill.faults import FAULTS
 
 KEPT, STEP, DRILL = ({"kind": kind, "step": 20} for kind in ("snapshot_kept", "step", "drill"))
@@ -44,10 +44,11 @@ def test_ranks_are_stopped_between_two_saves_only(trial, kept, trained, between)
 def test_nodes_of_one_machine_share_its_devices_and_its_threads(trial, tmp_path, monkeypatch):
     one = trial().run
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setattr(memory, "usable_cores", lambda: 8)
+    monkeypatch.setattr(reference, "usable_cores", lambda: 8)
     monkeypatch.delenv("OMP_NUM_THREADS")
     two = fault("RS07 node").prepare(one, tmp_path)
-    assert one.devices(0) == {} and two.variables["OMP_NUM_THREADS"] == "4"
+    assert reference.threads_of(one.config) == reference.threads_of(two.config) == {"OMP_NUM_THREADS": "4"}
+    assert one.devices(0) == {}
     assert [two.devices(node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b,GPU-c")
     assert [two.devices(node)["CUDA_VISIBLE_DEVICES"] for node in (0, 1)] == ["GPU-a", "GPU-b"]

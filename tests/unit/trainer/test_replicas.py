@@ -35,8 +35,8 @@ from ingot.trainer.checkpoint.keeper import (
 from ingot.trainer.checkpoint.message import pack_json, read_message, unpack_json
 from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.loop import train
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.mesh.start import RankInfo
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.policy import Verdict
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save import save, settle

@@ -37,9 +37,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ingot.machine.processes import die_with_parent
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.mesh.start import NodeShare
 from ingot.trainer.resilience.again import LINE_VARIABLE, Place, line_of_ranks, redirect_errors, send_place
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.leaving import LEAVE_SIGNAL
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 from ingot.trainer.resilience.start_times import Ordered

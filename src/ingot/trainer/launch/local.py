@@ -22,8 +22,8 @@ from ingot.errors import ResourceError
 from ingot.machine.processes import oom_kills, parent_of
 from ingot.schema.run_folder import Job
 from ingot.trainer.launch.watchdog import STOPPED, state_of
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.mesh.start import NodeShare
-from ingot.trainer.resilience.endings import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.heartbeat import HEARTBEAT_VARIABLE, Heartbeats
 from ingot.trainer.resilience.leaving import LEAVE_SIGNAL
 from ingot.trainer.resilience.start_times import FIRST, Ordered

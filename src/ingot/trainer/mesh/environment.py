@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from ingot.errors import ConfigError
 
+SUPERVISOR_VARIABLE = "INGOT_SUPERVISOR"  # process id of the supervisor, in the environment of its ranks
 OVERRIDES_VARIABLE = "INGOT_OVERRIDES"  # the settings in which this attempt differs from the run file, as JSON
 
 

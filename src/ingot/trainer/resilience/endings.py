@@ -22,11 +22,11 @@ from ingot.errors import ConfigError, IngotError, RunBusyError
 from ingot.machine.processes import die_with_parent
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import full_disk_named, write_json
+from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
 from ingot.trainer.resilience.collective_calls import CollectiveCall
 from ingot.trainer.resilience.leaving import is_about_a_peer
 from ingot.trainer.resilience.reports import calls_of_this_process
 
-SUPERVISOR_VARIABLE = "INGOT_SUPERVISOR"  # process id of the supervisor, in the environment of its ranks
 _HANG = re.compile(r"timed out|timeout", re.I)
 
 
