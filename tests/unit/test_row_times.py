@@ -4,7 +4,7 @@ import pytest
 from tests.row_times import PROPERTY, rows_line
 
 
-def report(*rows, when="call", seconds=1.0, outcome="passed"):
+def report(*rows, when="call", seconds=1.0, outcome="passed", **worker):
     return pytest.TestReport(
         nodeid="test",
         location=("file", 0, "test"),
@@ -14,6 +14,7 @@ def report(*rows, when="call", seconds=1.0, outcome="passed"):
         when=when,
         duration=seconds,
         user_properties=[("other", "RS99"), *((PROPERTY, row) for row in rows)],
+        **worker,
     )
 
 
@@ -25,3 +26,5 @@ def test_rows_are_named_once_with_the_time_of_all_their_tests():
     skipped = [report("RS31", when="setup", outcome="skipped"), report("RS01", when="setup", outcome="skipped")]
     assert rows_line(played + skipped) == "board: 2 rows, 8 s: RS01, RS09; not played: RS31"
     assert rows_line(skipped) == "board: 0 rows, 0 s; not played: RS01, RS31"
+    apart = [report("RS02", worker_id="gw0"), *(report("RS03", worker_id="gw1") for _ in range(3))]
+    assert rows_line(apart) == "board: 2 rows, 4 s (3 s on one of 2 workers): RS02, RS03"
