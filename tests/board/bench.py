@@ -15,7 +15,7 @@ from pathlib import Path
 from tests.e2e.conftest import RUN_FILE, write_tokens
 
 from ingot.drill.clean import shared_memory
-from ingot.drill.job import DEADLINE_SECONDS, Ended, TrainingJob, ended, marked_processes, send
+from ingot.drill.job import DEADLINE_SECONDS, RUN_VARIABLE, Ended, TrainingJob, ended, marked_processes, send
 from ingot.drill.oracles import RunFacts, read_facts
 from ingot.drill.trial import DrilledRun
 from ingot.events import read_events
@@ -154,7 +154,9 @@ class Bench:
                 stdout=subprocess.PIPE,
                 text=True,
                 cwd=ROOT,
-                env=os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.interposer)},
+                env=os.environ
+                | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.interposer)}
+                | {RUN_VARIABLE: ""},  # it outlives the row that needs it first
             )
         return self._launcher
 

@@ -1,5 +1,6 @@
 """A row of the board: a fault, carried out for a seed, and the judgment that all rows share."""
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from random import Random
@@ -8,6 +9,7 @@ from ingot.drill import trial
 from ingot.drill.clean import left_running, o7
 from ingot.drill.fault import play
 from ingot.drill.faults import faults_of
+from ingot.drill.job import RUN_VARIABLE
 from ingot.drill.oracles import RunFacts, Trace, Verdicts
 from ingot.errors import IngotError
 from ingot.events import read_events
@@ -33,8 +35,15 @@ class Row:
 
 
 def carry_out(bench: Bench, row: Row, seed: int, verdicts: Verdicts) -> None:
-    """Play a row with a seed, and look for processes and sockets that any of its runs left."""
-    row.play(bench, seed, verdicts)
+    """Play a row with a seed, and look for processes and sockets that it left, of its runs or of other commands: all
+    that it starts has a mark."""
+    before = os.environ.get(RUN_VARIABLE)
+    os.environ[RUN_VARIABLE] = str(bench.root / "row")
+    try:
+        row.play(bench, seed, verdicts)
+    finally:
+        os.environ.pop(RUN_VARIABLE)
+        os.environ.update({RUN_VARIABLE: before} if before else {})
     verdicts.judge("o7", "after the row", left_running(bench.root))
 
 

@@ -1,15 +1,21 @@
 """The table shows every row, and what was recorded is not played again."""
 
 import json
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 
+from ingot.drill import clean
+from ingot.drill.job import RUN_VARIABLE
 from ingot.drill.oracles import Verdicts
 
 from . import ALL, MISSING
 from . import __main__ as board
+from .row import Row, carry_out
 from .table import CASES, cases_of, table_of
 
 
@@ -121,6 +127,21 @@ def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
     assert "2 rows with 2 seeds in 0.1 minutes: 0 red" in capsys.readouterr().out
     assert board.main(["--rows", "RS06,RS03", "--seeds", "1", "--lines", str(recorded)]) == 0
     assert "2 rows with 1 seeds or more in 0.1 minutes: 0 red" in capsys.readouterr().out and len(played) == 4
+
+
+def test_a_command_that_a_row_leaves_is_found_after_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(clean, "END_SECONDS", 0.1)
+    monkeypatch.delenv(RUN_VARIABLE, raising=False)
+    started = []
+
+    def leaves(bench, seed, verdicts):
+        started.append(subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE))
+
+    verdicts, row = Verdicts(), Row("RD9", "a command that does not end", leaves)
+    carry_out(SimpleNamespace(root=tmp_path), row, 0, verdicts)
+    with started[0] as process:
+        assert verdicts.wrong == {"o7": [f"after the row: processes [{process.pid}] are left"]}
+    assert RUN_VARIABLE not in os.environ
 
 
 def test_a_row_that_this_machine_cannot_play_is_not_green(monkeypatch, capsys):
