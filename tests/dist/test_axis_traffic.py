@@ -138,7 +138,7 @@ def test_an_exchange_beside_work_is_hidden_until_it_is_complete(fork_ranks):
 
 
 def edges(rank, world):
-    """What is in flight at a log line counts in both intervals, and one that nobody waits for is forgotten."""
+    """An exchange in flight at a log line counts in both intervals, and one that nobody waits for is forgotten."""
     mesh = mesh_of(dp_shard=2)
     clock = WaitClock(traffic=AxisTraffic(mesh))
     clock.start()

@@ -58,9 +58,8 @@ def axis_of_group(mesh: Mesh, group: dist.ProcessGroup) -> str | None:
 
 @dataclass(slots=True)
 class _Axis:
-    """The seconds of an axis so far. flying: its exchanges in flight. since: on the clock of the rank's own work, the
-    time from which `hidden` has not counted them. shown: those that show when they are complete, in the order of starts.
-    """
+    """The seconds of an axis so far. flying: its exchanges in flight. since: the time, on the clock of the rank's own
+    work, from which `hidden` lacks them. shown: those that show when they are complete, in the order of starts."""
 
     exposed: float = 0.0
     hidden: float = 0.0
@@ -86,7 +85,7 @@ class _Flight:
 class AxisTraffic:
     """The communication of this rank since it was made; WaitClock (mesh/waiting.py) feeds it.
 
-    `own`, in all methods: the seconds that the rank has worked, on a clock that stands while it waits for others.
+    `own`, in all methods: the seconds that the rank has worked, on a clock that stops while it waits for others.
     blocking: the group of the call in progress that waits for its own exchange; None outside of one.
     """
 
