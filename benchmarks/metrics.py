@@ -228,7 +228,7 @@ def progress_of(step: int) -> ProgressLine:
 def opening(metrics: Path, steps: int = 1_000_000, ranks: int = 1000) -> dict[str, float]:
     """Return the CPU seconds of opening the numbers of a long run, and of a wide one."""
     metrics.mkdir()
-    names = [metric.name for metric in METRICS if metric.owner == "run"]
+    names = [metric.name for metric in METRICS if metric.owner == "run" and not metric.table]
     writer = TableWriter(lineage_folder(metrics, 1, 1) / "run", names, {"line_steps": _LINE})
     began = time.process_time()
     for step in range(1, steps + 1):
