@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from ingot.events import read_events
@@ -30,6 +31,8 @@ class Fault(StepCallback):
     def on_update(self, step):
         if step == 3 and self.rank == 0:
             (self.root / "measure-layers").touch()
+        if step > 12 and step % 2 and self.rank == 1:
+            time.sleep(0.2)  # late to the vote of all ranks, before the step of a log line
         if step != 12 or self.rank != 1:
             return
         if self.kind == "removed":
@@ -60,6 +63,13 @@ def run_with(root: Path, kind: str) -> Path:
     return root / kind
 
 
+def exposed_more(metrics: Path, axis: str) -> float:
+    """Return how much longer rank 0 waits for the exchanges of an axis than rank 1, since that comes late."""
+    series = [read_series(metrics, rank, f"perf/{axis}/exposed_seconds")[-1] for rank in (0, 1)]
+    more = series[0].mean - series[1].mean
+    return float(np.median(more[series[0].last > 14]))
+
+
 @pytest.mark.slow
 def test_a_folder_of_numbers_that_is_removed_costs_the_numbers_alone(tmp_path):
     folder = run_with(tmp_path, "removed")
@@ -87,5 +97,6 @@ def test_a_killed_rank_leaves_the_numbers_of_all_but_the_last_second(tmp_path):
     )
     assert all(one.valid and one.last[-1] == STEPS and one.mean.max() < 6 for one in losses)
     assert sum(one.mean[-1] for one in shares) == 1.0
+    assert exposed_more(metrics, "world") > 0.05 > exposed_more(metrics, "dp_shard")
     layers = [read_series(metrics, None, f"layers/1/{kind}")[-1] for kind in ("grad_norm", "activation_rms")]
     assert [one.first.tolist() for one in layers] == [[5]] * 2 and all(one.mean[0] > 0 for one in layers)
