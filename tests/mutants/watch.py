@@ -190,8 +190,8 @@ MUTANTS: list[Mutant] = [
         name="watch-figures-of-the-begin",
         what="while a long log is read, the loss and the state are those of months ago",
         file="watch/chapters.py",
-        before="    if run.tail is not None:",
-        after="    if False:",
+        before="newest = run.tail or run",
+        after="newest = run",
         tests=(f"{_LIVE}::test_the_figures_of_a_long_log_are_of_its_end_while_the_rest_is_read",),
     ),
     Mutant(
@@ -201,6 +201,14 @@ MUTANTS: list[Mutant] = [
         before="files = (self._log, self._alert_lines)",
         after="files = (self._log,)",
         tests=(f"{_LIVE}::test_many_alerts_are_read_at_once_and_before_that_the_run_says_so",),
+    ),
+    Mutant(
+        name="huge-losses-warn",
+        what="a loss near the largest number writes warnings over the screen of a terminal",
+        file="watch/kinds.py",
+        before='@np.errstate(over="ignore", invalid="ignore")',
+        after="@np.errstate()",
+        tests=("tests/unit/watch/test_hostile_logs.py::test_a_hostile_log_is_shown_as_far_as_it_can_be_read",),
     ),
     Mutant(
         name="terminal-columns-cut",

@@ -60,32 +60,25 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
     """Return the state of a run in figures. now: Unix seconds; None: the time of the call. While a long log is being
     read, the figures are of its end, without those that count over the whole run."""
     now = time.time() if now is None else now
-    if run.tail is not None:
-        newest = head(run.tail, now)
-        note = "; ".join(text for text in (newest.note, _progress_note(run)) if text)
-        figures = tuple(own for own in newest.figures if own.label not in _COUNTS)
-        return replace(newest, name=run.name, note=note, figures=figures)
-    still = run.still_seconds(now)
+    newest = run.tail or run
+    still = newest.still_seconds(now)
     notes = [f"no step for {format_seconds(still)}"] if still else []
-    if run.state == "failed" and run.data.faults:
-        notes.append(run.data.faults[-1].text)
+    if newest.state == "failed" and newest.data.faults:
+        notes.append(newest.data.faults[-1].text)
     if run.unread:
-        notes.append(_progress_note(run))
+        notes.append(f"reading its record: {1 - run.unread:.0%}")
     if run.log_problem:
         notes.append(f"its event log cannot be read ({run.log_problem})")
+    figures = _figures(newest, now, still is not None)
     return WatchHead(
         name=run.name,
-        state=run.state,
+        state=newest.state,
         note="; ".join(notes),
-        step=run.last_step,
+        step=newest.last_step,
         steps=run.total_steps,
-        last_event=run.last_event,
-        figures=tuple(_figures(run, now, still is not None)),
+        last_event=newest.last_event,
+        figures=tuple(own for own in figures if not (run.unread and own.label in _COUNTS)),
     )
-
-
-def _progress_note(run: LiveRun) -> str:
-    return f"reading its record: {1 - run.unread:.0%}"
 
 
 def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
@@ -123,7 +116,8 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
         note = f"{back:,} recovered" + (f", {ended:,} ended the command" if ended else "")
         yield HeadlineFigure("Faults", f"{faults:,}", note, good=None if back == faults else False)
     if still_open := sum(alert.over is None for alert in run.alerts.values()):
-        yield HeadlineFigure("Alerts", f"{still_open:,} open", "", good=False)
+        among = f"of the newest {len(run.alerts):,}" if run.alerts_left_out else ""
+        yield HeadlineFigure("Alerts", f"{still_open:,} open", among, good=False)
 
 
 def chapters(run: LiveRun) -> list[WatchChapter]:

@@ -86,6 +86,7 @@ class ChartRequest:
             yield WatchLine(name=name, style=style, points=Points(part.last, part.mean), run=number)
 
 
+@np.errstate(over="ignore", invalid="ignore")  # the mean of values near the largest number is infinite, without a word
 def moving_mean(points: Points, window: int) -> Points:
     """Return the centered moving mean over up to `window` finite points; the window shrinks at both ends."""
     finite = np.isfinite(points.values)

@@ -37,7 +37,7 @@ def needs(package: str, extra: str = ""):
 
 def fed(root: Path, name: str, settings: str = "") -> RunFolder:
     """A run that trained steps 1 and 2, was started again, and trained 2 and 3, after its sink `name` got all of it."""
-    folder = planted(root, f"[sinks.{name}]\nclose_seconds = 60\n{settings}\n")
+    folder = planted(root, f"[sinks.{name}]\nclose_seconds = 300\n{settings}\n")
     log = PlantedRun(folder)
     log.start()
     log.line(1)
@@ -47,7 +47,7 @@ def fed(root: Path, name: str, settings: str = "") -> RunFolder:
     log.line(2, loss=3.0)
     log.line(3, loss=2.5)
     command = [sys.executable, "-P", "-m", "ingot.observe.feed", str(folder.root)]
-    done = subprocess.run(command, input=b"end\n", stdout=subprocess.PIPE, timeout=120)
+    done = subprocess.run(command, input=b"end\n", stdout=subprocess.PIPE, timeout=400)
     assert done.stdout == b"" and list(read_events(folder.events, events.SINK_FAILED)) == []
     return folder
 

@@ -64,7 +64,7 @@ def test_the_figures_of_a_long_log_are_of_its_end_while_the_rest_is_read(folder,
     early = head(run, now=START + 100)
     assert 0 < run.last_step < 30 and run.state == "interrupted"  # by what is read so far
     assert (early.step, early.state, early.last_event) == (400, "finished", START + 60)
-    assert early.note.startswith("reading its record: ")
+    assert early.note == f"reading its record: {1 - run.unread:.0%}"
     shown = {figure.label: figure.value for figure in whole.figures}
     assert {figure.label for figure in early.figures} >= {"Loss", "Tokens/s", "MFU", "Cost"}
     assert all(shown[figure.label] == figure.value for figure in early.figures)
@@ -83,8 +83,11 @@ def test_many_alerts_are_read_at_once_and_before_that_the_run_says_so(folder, li
         file.writelines(json.dumps(alert.as_dict() | {"id": f"a{number}"}) + "\n" for number in range(200))
     run = LiveRun(folder.root)
     run.refresh()
-    assert 0 < run.unread < 1 and "reading its record" in head(run).note
+    early = head(run)
+    assert 0 < run.unread < 1 and early.note.count("reading its record") == 1
+    assert "Alerts" not in [figure.label for figure in early.figures]
     assert len(run.read_all().alerts) == 200 and head(run).note == ""
+    assert ("Alerts", "200 open", "") in [(one.label, one.value, one.note) for one in head(run).figures]
 
 
 def test_a_restart_makes_steps_void_and_a_page_asks_again(folder, lines):
@@ -203,6 +206,8 @@ def test_many_incidents_and_alerts_stay_bounded(folder, monkeypatch):
     assert len(run.data.health) <= 100
     assert len(run.alerts) <= 40
     assert len(run.alerts) + run.alerts_left_out == 500
+    figure = next(one for one in head(run).figures if one.label == "Alerts")
+    assert figure.note == f"of the newest {len(run.alerts):,}"
     sections = {one.section.anchor: one.section for one in chapters(run)}
     assert "6,000" in sections["incidents"].blocks[0].caption
     assert "500 open" not in sections["alerts"].blocks[0].text and "500 alerts" in sections["alerts"].blocks[0].text
