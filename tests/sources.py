@@ -21,6 +21,10 @@ def parsed(folder: Path) -> dict[Path, list[ast.AST]]:
 
 @cache
 def source_nodes() -> dict[Path, list[ast.AST]]:
-    found = parsed(SOURCE)
+    gc.disable()
+    try:
+        found = parsed(SOURCE)
+    finally:
+        gc.enable()
     gc.freeze()  # a million nodes, which every collection of garbage would visit
     return found
