@@ -113,6 +113,7 @@ def test_nothing_outlives_a_drill(project, number, code):
     assert left == []
 
 
+@pytest.mark.nightly
 def test_a_soak_of_random_faults(project):
     result = drilled(project, "--soak", "20s", "--every", "2s", "--seed", "3", code=0)
     (line,) = result["rows"]

@@ -45,7 +45,7 @@ def prove(lab: Project, out: str) -> None:
     assert (lab.root / out / "report.html").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_process_is_killed_and_resumes_with_the_bits_of_the_command(lab):
     text = lab.run_file.read_text()
     lab.run_file.write_text(text.replace("dp_shard = 2", "dp_shard = 1"))

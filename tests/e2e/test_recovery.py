@@ -265,7 +265,9 @@ def test_a_damaged_newest_checkpoint_is_refused_aloud(project, undisturbed):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [0, 2], ids=["run folder", "two disks"])
+@pytest.mark.parametrize(
+    "number", [pytest.param(0, id="run folder"), pytest.param(2, id="two disks", marks=pytest.mark.nightly)]
+)
 def test_everything_is_killed_while_a_checkpoint_is_written(project, undisturbed, number):
     """The writer of rank 1 is stopped, so a save never ends; then the supervisor and all ranks get SIGKILL. The stopped
     writer ends with them, and the same command continues from the last checkpoint that was complete."""

@@ -167,7 +167,7 @@ def two_nodes() -> Iterator[Ray]:
         cluster.shutdown()
 
 
-@pytest.mark.parametrize("runner", [lambda: Local(2), pytest.param(two_nodes, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("runner", [lambda: Local(2), pytest.param(two_nodes, marks=pytest.mark.nightly)])
 def test_workers_use_the_filter_that_the_recipe_names(example, runner):
     """The filter changes texts, drops documents and notes its process, and the bytes are those of a build here."""
     marks = example.folder / "marks"
