@@ -19,8 +19,7 @@ SECONDS = (
     ("tests/unit/data/test_runners.py", 40),
     ("tests/board/", 15),
     ("tests/e2e/", 8),
-    ("tests/unit/api/test_train_here.py", 4),
-    ("tests/unit/api/test_trainer.py", 1),
+    ("tests/unit/api/test_train_here.py", 1.5),
     ("tests/unit/trainer/test_stragglers.py", 5),
     ("tests/unit/trainer/integrity/", 2),
     ("tests/unit/trainer/guard/test_guarded_runs.py", 2),
@@ -40,11 +39,19 @@ SECONDS = (
 )
 
 
+# Files that share what takes seconds to make: the syntax of all files, the run of the command.
+TOGETHER = {
+    "tests/unit/test_errors.py": "tests/unit/test_house.py",
+    "tests/unit/api/test_trainer.py": "tests/unit/api/test_train_here.py",
+}
+
+
 class ByFile(LoadScopeScheduling):
     """Keeps the tests of a file on one worker, so that their shared fixtures are made once."""
 
     def _split_scope(self, nodeid: str) -> str:
-        return nodeid.partition("::")[0]
+        file = nodeid.partition("::")[0]
+        return TOGETHER.get(file, file)
 
     def _assign_work_unit(self, node: WorkerController) -> None:
         waits = node is self.nodes[0]

@@ -11,7 +11,9 @@ from types import ModuleType
 
 import pytest
 
+import ingot
 from ingot.cli.main import main
+from ingot.trainer.checkpoint.manifest import list_checkpoints
 
 TESTS = Path(__file__).parents[2]
 # Imported before forks, which would each import them.
@@ -64,6 +66,27 @@ def run_file(golden, tmp_path) -> Path:
     path = tmp_path / "run.toml"
     path.write_text(text.replace('name = "dense-1-rank"', 'name = "own"'))
     return path
+
+
+def numbers(run):
+    """(metrics, files of the newest checkpoint) of the run in a folder."""
+    run = ingot.Run(run)
+    manifest = list_checkpoints(run.paths.checkpoints)[0].manifest
+    assert manifest
+    return run.metrics(), manifest.files
+
+
+@pytest.fixture(scope="session")
+def whole(golden, tmp_path_factory):
+    """The numbers of the undisturbed run of `run_file`, trained by the command: on one rank, and on two."""
+    folder, found = tmp_path_factory.mktemp("whole"), {}
+    text = (golden / "dense-1-rank" / "run.toml").read_text().replace("../data", str(golden / "data"))
+    text = text.replace("log_every = 1", "log_every = 2").replace("dense-1-rank", "own")
+    for ranks in (1, 2):
+        path = folder / f"{ranks}.toml"
+        path.write_text(text.replace("dp_shard = 1", f"dp_shard = {ranks}"))
+        found[ranks] = numbers(ingot.train(path, folder / f"run-{ranks}").run)
+    return found
 
 
 @pytest.fixture

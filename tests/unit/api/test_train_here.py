@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from tests.expect import refused
+from tests.unit.api.conftest import numbers
 
 import ingot
 from ingot.plugins.callback import StepCallback, Verdict
-from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.given import NOTHING_GIVEN, given_callbacks, imported_callbacks
 
 torch = pytest.importorskip("torch")
@@ -49,22 +49,6 @@ def as_command(run_file, out, until_step=None):
     return numbers(result.run)
 
 
-def numbers(run):
-    run = ingot.Run(run)
-    manifest = list_checkpoints(run.paths.checkpoints)[0].manifest
-    assert manifest
-    return run.metrics(), manifest.files
-
-
-@pytest.fixture(scope="module")
-def whole(golden, tmp_path_factory):
-    """The numbers of the undisturbed run, trained by a process that the supervisor started."""
-    folder = tmp_path_factory.mktemp("whole")
-    text = (golden / "dense-1-rank" / "run.toml").read_text().replace("../data", str(golden / "data"))
-    (folder / "run.toml").write_text(text.replace("log_every = 1", "log_every = 2").replace("dense-1-rank", "own"))
-    return as_command(folder / "run.toml", folder / "whole")
-
-
 def state_of_process():
     gc.collect()  # a model is in cycles of references
     return {
@@ -88,7 +72,7 @@ def test_a_run_in_this_process_has_the_bits_of_the_command(run_file, tmp_path, w
 
     result, lines, seen = forked(train)
     assert result.finished and (result.step, result.saved_step, result.restarts) == (6, 6, 0)
-    assert numbers(result.run) == whole
+    assert numbers(result.run) == whole[1]
     assert seen == [1, 2, 3, 4, 5, 6] and sum(line.startswith("step ") for line in lines) == 3
     assert ingot.Run(result.run).status().state == "finished"
 
@@ -102,10 +86,10 @@ def test_the_command_continues_a_run_of_this_process_and_the_reverse(run_file, t
     here, there = tmp_path / "here", tmp_path / "there"
     result = forked(lambda: ingot.train(run_file, here, callbacks=[print_nothing], until_step=3))
     assert not result.finished and (result.step, result.exit_code) == (3, 10)
-    assert as_command(run_file, here) == whole
+    assert as_command(run_file, here) == whole[1]
     as_command(run_file, there, until_step=3)
     assert forked(lambda: ingot.resume(there, callbacks=[print_nothing])).finished
-    assert numbers(there) == whole
+    assert numbers(there) == whole[1]
 
 
 def test_a_callback_with_state_is_a_part_of_the_run(run_file, tmp_path, whole, forked):
@@ -118,9 +102,9 @@ def test_a_callback_with_state_is_a_part_of_the_run(run_file, tmp_path, whole, f
     with refused("E-RUN-CHANGED", keys=["callbacks"]):
         ingot.resume(tmp_path / "run", callbacks=[print_nothing])
     assert train(MeanLoss()).finished  # the class or an instance
-    assert numbers(tmp_path / "run")[0] == whole[0]
+    assert numbers(tmp_path / "run")[0] == whole[1][0]
     values = {e["step"]: e["values"] for e in ingot.Run(tmp_path / "run").events("metrics")}
-    mean = sum(whole[0]["loss"]) / 6
+    mean = sum(whole[1][0]["loss"]) / 6
     assert values[6] == {"mean": pytest.approx(mean, rel=1e-12), "steps": 6}
     assert ingot.Run(tmp_path / "run").config.callbacks == {}
 
@@ -131,7 +115,7 @@ def test_a_run_continues_without_its_callback_after_consent(run_file, tmp_path, 
     forked(lambda: ingot.train(run_file, run, callbacks=[MeanLoss, StopsAtFour]))
     assert ingot.Run(run).checkpoints()[-1].step == 4
     assert ingot.resume(run, accept=["callbacks"]).finished
-    assert numbers(run)[0] == whole[0]
+    assert numbers(run)[0] == whole[1][0]
     ((change),) = ingot.Run(run).events("setting_changed")
     assert (change["key"], change["new"], set(change["old"])) == ("callbacks", {}, {"MeanLoss", "StopsAtFour"})
 
@@ -159,7 +143,7 @@ def test_a_signal_saves_and_stops(run_file, tmp_path, whole, forked, number):
     )  # requests are read at lines, or after 0.2 s
     assert sum(line.startswith("stopping") for line in lines) == 1
     assert forked(lambda: ingot.resume(tmp_path / "run", callbacks=[print_nothing])).finished
-    assert numbers(tmp_path / "run") == whole
+    assert numbers(tmp_path / "run") == whole[1]
 
 
 def test_a_second_interrupt_and_an_error_leave_a_process_that_trains_again(run_file, tmp_path, whole, forked):
@@ -180,7 +164,7 @@ def test_a_second_interrupt_and_an_error_leave_a_process_that_trains_again(run_f
         assert "ingot-loader" not in threads and not torch.distributed.is_initialized()
         return ingot.train(run_file, run, callbacks=[print_nothing])
 
-    assert forked(train).finished and numbers(tmp_path / "run") == whole
+    assert forked(train).finished and numbers(tmp_path / "run") == whole[1]
 
 
 def test_a_process_of_a_group_is_refused(run_file, tmp_path, fork_ranks):

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 from tests.expect import refused
-from tests.unit.api.test_train_here import MeanLoss, numbers, state_of_process
+from tests.unit.api.conftest import numbers
+from tests.unit.api.test_train_here import MeanLoss, state_of_process
 
 import ingot
 from ingot.schema.run_folder import RunFolder
@@ -38,19 +39,6 @@ def loop(run_file, out, *, by_hand=False, each=lambda trainer, batch: None, **op
                 trainer.save()
             each(trainer, batch)
     return steps, lines
-
-
-@pytest.fixture(scope="module")
-def whole(golden, tmp_path_factory):
-    """The numbers of the undisturbed run of the command: (run file with one rank, with two) -> numbers."""
-    folder, found = tmp_path_factory.mktemp("whole"), {}
-    text = (golden / "dense-1-rank" / "run.toml").read_text().replace("../data", str(golden / "data"))
-    text = text.replace("log_every = 1", "log_every = 2").replace("dense-1-rank", "own")
-    for ranks in (1, 2):
-        path = folder / f"{ranks}.toml"
-        path.write_text(text.replace("dp_shard = 1", f"dp_shard = {ranks}"))
-        found[ranks] = numbers(ingot.train(path, folder / f"run-{ranks}").run)
-    return found
 
 
 @pytest.mark.parametrize("by_hand", [False, True])
