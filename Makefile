@@ -7,8 +7,8 @@ BIN := $(VENV)/bin
 run: $(VENV)/.installed-all
 	$(BIN)/ingot quickstart
 
-# tests/conftest.py sets the number of workers, and keeps the tests of a file on one of them. DONE=FILE leaves out the
-# tests whose names are lines of FILE.
+# tests/conftest.py sets the number of workers, and tests/schedule.py the order of files, each of which one worker plays.
+# DONE=FILE leaves out the tests whose names are lines of FILE.
 PYTEST := $(BIN)/python -m pytest -n auto --durations=60 --durations-min=2
 test: $(VENV)/.installed-dev
 	$(PYTEST) -m "not slow and not nightly" $(if $(DONE),--except=$(DONE))
