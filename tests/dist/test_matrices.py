@@ -53,15 +53,22 @@ FORMS = {
     "canonical": {"dp_replicate": 2, "reduce": "canonical", "virtual_ranks": 2},
     "canonical, cp": {"cp": 2, "reduce": "canonical", "virtual_ranks": 1},
 }  # fmt: skip
+# Left to the slow tests: combinations of forms, and second cases of one.
 LONG = (
+    "zero 2",
+    "zero 3, uneven rows",
+    "ranks without rows",
+    "tp without sequence",
     "tp over shared heads",
-    "cp x tp",
-    "ep, zero 3",
-    "hsdp",
-    "experts with a copy",
-    "zero 3 x tp",
     "zero 1 x tp",
+    "zero 3 x tp",
+    "cp x tp",
+    "pp, two stages on each rank",
+    "hsdp",
+    "ep, zero 3",
     "ep over tp",
+    "experts with a copy",
+    "canonical, cp",
 )
 
 
@@ -148,7 +155,7 @@ def placed(rank, world, run):
     return real, computed, tuple(parts.mesh.ranks("copy")), work
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", [pytest.param(f, marks=pytest.mark.slow) if f in LONG else f for f in FORMS])
 def test_the_placement_is_that_of_the_real_shards(fork_ranks, form):
     run = run_with(FORMS[form])
     ranks = fork_ranks(placed, run.parallel.world_size, run)
