@@ -77,7 +77,12 @@ def assert_equals_one_process(fork_ranks, alone, run, crowded=()):
 
 @pytest.mark.parametrize("load", CROWDED)
 @pytest.mark.parametrize(
-    "layout", [{"dp_shard": 2, "ep": 2, "zero": 2}, {"tp": 2, "ep": 2}, {"dp_shard": 4, "ep": 2, "zero": 3}]
+    "layout",
+    [
+        {"dp_shard": 2, "ep": 2, "zero": 2},
+        {"tp": 2, "ep": 2},
+        pytest.param({"dp_shard": 4, "ep": 2, "zero": 3}, marks=pytest.mark.slow),
+    ],
 )
 def test_loads_do_not_matter(fork_ranks, alone, layout, load):
     loads = assert_equals_one_process(fork_ranks, alone, run_with(**layout), CROWDED[load])
@@ -85,7 +90,9 @@ def test_loads_do_not_matter(fork_ranks, alone, layout, load):
         assert (loads > 0).sum() == 2 * EXPERTS.num_layers  # and all others have nothing to do
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "zero": 3}, {"tp": 2, "cp": 2, "ep": 4}])
+@pytest.mark.parametrize(
+    "layout", [{"dp_shard": 2, "ep": 2, "zero": 3}, pytest.param({"tp": 2, "cp": 2, "ep": 4}, marks=pytest.mark.slow)]
+)
 def test_the_same_assignments_are_dropped(fork_ranks, alone, layout):
     moe = replace(MOE, capacity_factor=0.5, overflow="fallback")
     assert_equals_one_process(fork_ranks, alone, run_with(moe, **layout), (0, 1))
@@ -116,7 +123,7 @@ def test_canonical_sums_of_experts_do_not_depend_on_copies(fork_ranks, alone, co
     assert_equals_one_process(fork_ranks, alone, more)
 
 
-@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), ("bf16", 0.05)])
+@pytest.mark.parametrize("precision, tolerance", [("fp32", 1e-5), pytest.param("bf16", 0.05, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "layout", [{"dp_replicate": 2, "dp_shard": 2, "ep": 2}, {"dp_shard": 2, "tp": 2, "ep": 1}], ids=str
 )

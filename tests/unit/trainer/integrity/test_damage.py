@@ -187,7 +187,7 @@ def test_norms_are_compared_over_tensor_ranks_and_copies_of_masters_over_those_t
     assert files_of(folder) == files_of(plain)
 
 
-@pytest.mark.parametrize("mode", ["sync", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("sync", marks=pytest.mark.slow), "async"])
 def test_nothing_damaged_is_saved(trained, mode):
     """Bits flip in steps that are saved: after the hash of the update, and after that before the save."""
     flips = [
