@@ -20,7 +20,7 @@ MUTANTS: list[Mutant] = [
         name="hardware-never-blamed",
         what="a spike that the replay does not have is blamed on the data",
         file="report/diagnose/spike_verdict.py",
-        before="    if not again >= HALF * size:",
+        before="    if not again >= (HALF * size if math.isfinite(size) else least):",
         after="    if again == -size:",
         tests=(f"{_REPLAY}::test_the_verdict_follows_from_the_sizes",),
     ),

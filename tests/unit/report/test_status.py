@@ -418,3 +418,17 @@ def test_a_failed_run_names_the_error_and_the_command_that_explains_it(folder, c
     with RunLock(folder.lock):
         assert main(["status", str(folder.root)]) == 0
     assert f"Next:  ingot watch {folder.root}" in capsys.readouterr().out
+
+
+def test_the_step_of_an_attempt_that_logged_no_step_is_that_of_its_checkpoint(folder):
+    log = EventLog(folder.events)
+    for kind, facts, step in (
+        (events.RUN_STARTED, {"from_step": 40}, 40),
+        (events.ROLLED_BACK, {"from_step": 40, "to_step": 20}, 20),
+        (events.STEP, {"step": 21, "loss": 3.0}, 21),
+        (events.STOPPED, {"step": 21, "reason": "requested", "saved_step": 21}, 21),
+        (events.RUN_STARTED, {"from_step": 60}, 60),  # from the store: another machine trained the steps between
+        (events.FINISHED, {"step": 60}, 60),
+    ):
+        log.write(kind, **facts)
+        assert read_status(folder.root).step == step

@@ -378,11 +378,11 @@ def test_a_full_disk_is_noticed_first(run_file, jobs, monkeypatch):
     # A checkpoint has a parameter and AdamW's two moments of it.
     assert 3 * both.value.facts["needed_bytes"] == 4 * full.value.facts["needed_bytes"]
     assert "checkpoint.keep" in full.value.fix
-    said: list[str] = []
+    noted: list[str] = []
     never = ["checkpoint.every_steps=20", "checkpoint.weights_every=40 steps"]
     with refused("E-DISK-SPACE", purpose="4 checkpoints"):
-        launch_train.train(run_file, overrides=never, say=said.append)
-    assert any("saves nothing alone: a full checkpoint, every 20 steps" in line for line in said)
+        launch_train.train(run_file, overrides=never, say=noted.append)
+    assert any("saves nothing alone: a full checkpoint, every 20 steps" in line for line in noted)
 
 
 def test_each_disk_needs_room_for_the_files_of_its_ranks(run_file, jobs, monkeypatch, tmp_path):
