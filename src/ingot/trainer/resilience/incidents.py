@@ -48,7 +48,7 @@ class JobIncident:
     def at_step(self) -> int:
         """The step whose numbers ended the attempt, which can be before the last one in the log; else that one."""
         of_error = self.error.facts.get("step") if self.error and self.kind == "numerics" else None
-        return self.step if of_error is None else of_error
+        return of_error if isinstance(of_error, int) else self.step
 
 
 @dataclass(frozen=True, kw_only=True)
