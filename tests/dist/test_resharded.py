@@ -40,7 +40,7 @@ CASES = {
     "context": (ARCH, {"cp": 2, "tp": 2}, {"dp_shard": 2, "zero": 2}),
 }
 # Cases whose first or second layout, or model, another case has too.
-LONG = ("experts", "copies, as many ranks", "context", "uneven")
+LONG = ("experts", "copies, as many ranks", "context", "uneven", "latent attention")
 
 
 def go_on(rank, world, run, folder, target, steps):

@@ -32,11 +32,11 @@ CASES = [
     pytest.param(4, {"dp_shard": 4, "zero": 2}, 2 + 16 / 4, marks=pytest.mark.slow),
     (2, {"dp_shard": 2, "zero": 3}, 16 / 2),
     pytest.param(4, {"dp_shard": 4, "zero": 3, "grads": "bf16"}, 16 / 4, marks=pytest.mark.slow),
-    (4, {"dp_replicate": 2, "dp_shard": 2, "zero": 2}, 2 + 16 / 2),
+    pytest.param(4, {"dp_replicate": 2, "dp_shard": 2, "zero": 2}, 2 + 16 / 2, marks=pytest.mark.slow),
     (2, {"dp_shard": 2, "zero": 1, "precision": "fp32"}, 4 + 4 + 8 / 2),
     # Ranks of context parallelism divide what those of dp_shard divide.
     (2, {"cp": 2, "context": "ring", "zero": 1}, 6 + 12 / 2),
-    (4, {"cp": 2, "context": "ulysses", "dp_shard": 2, "zero": 2}, 2 + 16 / 4),
+    pytest.param(4, {"cp": 2, "context": "ulysses", "dp_shard": 2, "zero": 2}, 2 + 16 / 4, marks=pytest.mark.slow),
     (2, {"cp": 2, "context": "ring", "zero": 3}, 16 / 2),
     # The moments are elsewhere, and with offload_parameters all that lasts.
     (2, {"dp_shard": 2, "zero": 1, "offload": "cpu"}, 6 + 4 / 2),
@@ -94,7 +94,7 @@ def test_state_takes_what_the_bills_say(fork_ranks, tmp_path, world, settings, e
         # All ranks divide what all hold; of experts, two ranks hold the same half.
         pytest.param(4, {"dp_shard": 4, "ep": 2, "zero": 1}, 6 + 12 / 4, 6 + 12 / 2, marks=pytest.mark.slow),
         pytest.param(4, {"dp_shard": 4, "ep": 4, "zero": 2}, 2 + 16 / 4, 18, marks=pytest.mark.slow),
-        (4, {"dp_shard": 4, "ep": 2, "zero": 3}, 16 / 4, 16 / 2),
+        pytest.param(4, {"dp_shard": 4, "ep": 2, "zero": 3}, 16 / 4, 16 / 2, marks=pytest.mark.slow),
         # tp does not cut experts: its ranks divide their state.
         (2, {"tp": 2, "zero": 1}, 18, 6 + 12 / 2),
     ],

@@ -30,6 +30,8 @@ CASES = {
     "zero 2": (2, {"dp_shard": 2, "zero": 2}, "bf16", {}),
     "experts": (4, {"dp_replicate": 2, "dp_shard": 2, "ep": 2, "zero": 1}, "bf16", {"dp_replicate": {NORM, MATRIX}}),
 }
+# Hashed on each change by the slow tests alone: a second case of copies, of divided activations and of expert copies.
+LONG = ("copies and shards", "rings", "experts")
 
 
 def hashed_steps(rank, ranks, run):
@@ -53,7 +55,9 @@ def hashed_steps(rank, ranks, run):
     return differs, {axis: names for axis, names in copied.items() if names}, bool(forward), hashes.read()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow) if case in LONG else case for case in CASES]
+)
 def test_nothing_differs_without_a_fault_and_copies_are_known(fork_ranks, case):
     ranks, layout, precision, copies = CASES[case]
     arch = EXPERTS if case == "experts" else ARCH
