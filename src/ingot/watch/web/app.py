@@ -69,8 +69,12 @@ def make_app(
             raise HTTPException(503, f"{MOST_PAGES:,} pages are open; close some, and load this one again")
         return StreamingResponse(hub.listen(), media_type="text/event-stream")
 
+    async def page(request: Request) -> Response:
+        hub.page_opens()
+        return FileResponse(STATIC / "index.html")
+
     routes = [
-        Route("/", _page),
+        Route("/", page),
         Mount("/static", StaticFiles(directory=STATIC)),
         Mount("/shared", StaticFiles(directory=SHARED)),
         Route("/api/runs", answers.endpoint(_runs)),
@@ -161,10 +165,6 @@ class _Answers:
         finally:
             del self._made[key]
             making.ended.set()
-
-
-async def _page(request: Request) -> Response:
-    return FileResponse(STATIC / "index.html")
 
 
 def _runs(hub: Hub, request: Request) -> dict:

@@ -18,7 +18,8 @@ from ingot.watch.web.as_json import encoded, feed_json, feeds_of, head_json
 MOST_PAGES = 1000
 _LOOK_SECONDS, _IDLE_SECONDS = 0.5, 5.0  # between two looks, with and without a page that listens
 _READ_SECONDS = 0.1  # of reading a long log between two messages
-_AFTER_ANSWER_SECONDS, _MOST_PAUSE_SECONDS = 0.1, 1.0  # for which reading a long log waits for answers
+_OPENING_SECONDS = 1.5  # for which reading a long log waits for the requests of a page that opens
+_AFTER_ANSWER_SECONDS = 0.1  # and between two of them
 _ALIVE_SECONDS = 15.0  # after which a line without content shows that the connection is there
 _NOTHING: tuple[int, int, dict[str, int]] = (-1, -1, {})
 _WAITING_MESSAGES = 16  # of a page; a slower one is disconnected, and asks for everything when it comes back
@@ -34,12 +35,11 @@ class Hub:
         self._failures = ["" for _ in self.runs]  # why the last look at a run failed
         self._wake: anyio.Event | None = None
         self._is_ending = False
-        self._answering, self._answered = 0, -_AFTER_ANSWER_SECONDS
+        self._answering, self._answered, self._opened = 0, -_AFTER_ANSWER_SECONDS, -_OPENING_SECONDS
 
     @contextmanager
     def answering(self) -> Iterator[None]:
-        """Have the reading of a long log wait for an answer that is being made, and a bit longer: a page asks for more
-        as it opens, and all threads of this process share one processor."""
+        """Count an answer that is being made."""
         self._answering += 1
         try:
             yield
@@ -47,10 +47,17 @@ class Hub:
             self._answering -= 1
             self._answered = time.monotonic()
 
+    def page_opens(self) -> None:
+        """Have the reading of a long log wait for the requests of a page that opens: all threads of this process share
+        one processor. Pages that are open ask again and again, and must not stop the reader."""
+        self._opened = time.monotonic()
+
     @property
-    def is_asked(self) -> bool:
-        """True while an answer is being made, and just after that."""
-        return self._answering > 0 or time.monotonic() < self._answered + _AFTER_ANSWER_SECONDS
+    def is_opening(self) -> bool:
+        """True if a page was opened just now, and an answer is being made, or just was."""
+        now = time.monotonic()
+        is_asked = self._answering > 0 or now < self._answered + _AFTER_ANSWER_SECONDS
+        return is_asked and now < self._opened + _OPENING_SECONDS
 
     @property
     def pages(self) -> int:
@@ -80,9 +87,8 @@ class Hub:
             if message:
                 self._send(message)
             if message and not failure and any(run.unread for run in self.runs):
-                with anyio.move_on_after(_MOST_PAUSE_SECONDS):
-                    while self.is_asked:
-                        await anyio.sleep(_AFTER_ANSWER_SECONDS / 4)
+                while self.is_opening:
+                    await anyio.sleep(_AFTER_ANSWER_SECONDS / 4)
                 continue
             self._wake = anyio.Event()
             with anyio.move_on_after(_LOOK_SECONDS if self._pages else _IDLE_SECONDS):
@@ -95,7 +101,7 @@ class Hub:
         for number, run in enumerate(self.runs):
             try:
                 until = time.monotonic() + _READ_SECONDS
-                while run.refresh() and run.unread and not self.is_asked and time.monotonic() < until:
+                while run.refresh() and run.unread and not self.is_opening and time.monotonic() < until:
                     pass
                 with run.lock:
                     own = self._news(number, run)
@@ -160,6 +166,7 @@ class Hub:
             "run": number,
             "version": run.version,
             "again": not whole,  # the page asks for its charts again
+            "reading": run.unread > 0,
             "head": head_json(head(run)),
             "new": {name: rows for name, rows in new.items() if rows and rows["step"]} if whole else {},
         }

@@ -94,11 +94,12 @@ function take(news) {
   keys = news.charts;
   for (const own of news.runs) {
     const was = runs[own.run];
-    runs[own.run] = { ...own.head, version: own.version };
+    runs[own.run] = { ...own.head, version: own.version, reading: own.reading };
+    const wait = own.reading ? REFRESH_MS : was?.reading ? 0 : 1000; // charts of a log that is read are asked for less often
     missedHeads?.set(own.run, runs[own.run]);
     if (was && was.state !== own.head.state) say(`${own.head.name} is ${own.head.state}`);
     for (const [key, chart] of charts) {
-      if (own.again) refetch(key, 1000);
+      if (own.again) refetch(key, wait);
       else if (range === null || span !== "") {
         grown(key, chart, chart.feed(own.run, own.new, own.version));
       }
