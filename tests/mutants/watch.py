@@ -166,8 +166,8 @@ MUTANTS: list[Mutant] = [
         name="watch-reads-while-it-is-asked",
         what="a page that opens waits for the interpreter while a long log is read",
         file="watch/web/hub.py",
-        before="                    while self.is_opening:\n",
-        after="                    while False:\n",
+        before="                while self.is_opening:\n",
+        after="                while False:\n",
         tests=(f"{_READING}::test_a_long_log_is_read_on_when_the_answers_are_made",),
     ),
     Mutant(
