@@ -60,8 +60,8 @@ MUTANTS: list[Mutant] = [
         name="clip-limit-stays",
         what="the limit of the gradient norm stays when the learning rate is lowered",
         file="trainer/step.py",
-        before="limit = parts.config.optim.clip_norm * limit_factor(parts.policy.measures(), step)",
-        after="limit = parts.config.optim.clip_norm",
+        before="limit = optim.clip_norm * limit_factor(parts.policy.measures(), step, optim.lr)",
+        after="limit = optim.clip_norm",
         tests=(f"{_RUNS}::test_lower_rates_come_with_a_lower_limit",),
     ),
     Mutant(

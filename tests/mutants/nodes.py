@@ -342,8 +342,8 @@ MUTANTS: list[Mutant] = [
         name="memory-unanswered",
         what="the supervisor restarts a rank that ran out of memory as after an accident",
         file="trainer/launch/supervise.py",
-        before="        incident = self._running.respond(incident)\n",
-        after="",
+        before="_with_next_measure(self._running.respond(incident))",
+        after="_with_next_measure(incident)",
         tests=("tests/unit/trainer/launch/test_supervise.py::test_a_rank_without_memory_starts_again_with_less",),
     ),
     Mutant(

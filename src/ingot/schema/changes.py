@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MIXTURE = "data.weights"
+SKIP = "data.skip"
 # Settings that are tables with free keys: each is one setting, however many entries it has.
 TABLES = (MIXTURE, "optim.options", "schedule.options", "callbacks", "loss", "sinks", "plugins.code", "model.options")
 UNSET = "not set"
@@ -127,10 +128,16 @@ class SettingChange:
     def keeps_level(self) -> bool:
         """True if healthy steps have the loss and the gradient norm that they had before: the guard goes on with its
         window, or it would miss the harm of a rate that is too high."""
-        return self.kind.is_free or self.key == "train.steps" or self.key.startswith(_SAME_LEVEL)
+        return self.kind.is_free or self.key in ("train.steps", SKIP) or self.key.startswith(_SAME_LEVEL)
 
     def __str__(self) -> str:
         return f"{self.key}   {self.before} -> {self.after}"
+
+
+def changes_updates(key: str) -> bool:
+    """Return whether a new value of the setting `key` changes the updates of healthy steps: those that are judged, and
+    those that are passed, stay as they were."""
+    return not class_of(key).is_free and key != SKIP and not key.startswith("guard.")
 
 
 def class_of(key: str) -> ChangeClass:

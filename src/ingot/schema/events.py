@@ -43,7 +43,7 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
   sanity         step, loss (of a fixed batch of held-out text, nats per token), suspect
                                                                       before a full save, guard.sanity_every
   guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
-                 were skipped), skipped (of them; 0: all), found [kinds], lr_factor, clip_factor, lr_last
+                 were skipped), skipped (of them; 0: all), found [kinds], lr_factor, clip_factor, lr_last, lr
                  (schema/guard_record.py)                             the guard took a measure
   guard_asked    first, last, found [kinds], until (Unix seconds)     the run waits for a person (guard_answer.py)
   alert          alert (its kind), step, since (the first step that shows it), value, limit, places [ranks or layers],

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ingot.errors import DataError
-from ingot.schema.step_ranges import StepSpan
+from ingot.schema.step_ranges import StepSpan, merged
 from ingot.storage import write_json
 
 Action = Literal["again", "pass", "earlier", "lower", "accept", "stop"]
@@ -32,7 +32,8 @@ class Measure:
     found: the kinds of what was found in them. proven_to: the last step that had guard.proven_steps good steps after it
     when the trouble began: weights of later ones are in doubt. With "earlier" and "lower", `first` is one step earlier.
     lr_factor, clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient
-    norm from step `first` to `lr_last`.
+    norm from step `first` to `lr_last`. lr: optim.lr when the measure was taken, 0 if the record does not have it. The
+    factors hold for this rate alone: with another one, which its user chose, they have ended.
     """
 
     action: Action
@@ -44,15 +45,20 @@ class Measure:
     lr_factor: float = 1.0
     clip_factor: float = 1.0
     lr_last: int = 0
+    lr: float = 0.0
 
     @property
     def passes(self) -> bool:
         """True if the data of the steps are passed from here on."""
         return self.action in (PASS, EARLIER, LOWER)
 
-    def lowers(self, step: int) -> bool:
-        """True if the factors hold for `step`."""
-        return self.action == LOWER and self.first <= step <= self.lr_last
+    def is_of(self, lr: float) -> bool:
+        """Return whether the measure was taken with optim.lr = `lr`, as far as its record says."""
+        return self.lr in (0.0, lr)
+
+    def lowers(self, step: int, lr: float) -> bool:
+        """Return whether the factors hold for `step` of a run with optim.lr = `lr`."""
+        return self.action == LOWER and self.first <= step <= self.lr_last and self.is_of(lr)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,14 +171,36 @@ def back_to(path: Path, state: GuardState | None = None, proven_steps: int = 0) 
     return (rows[-1].proven_to, rows[-1].first - 2, *may_be) if rows else may_be
 
 
-def lr_factor(measures: Sequence[Measure], step: int) -> float:
-    """Return the factor of the learning rate of `step`: the product of those that hold for it."""
-    return math.prod(one.lr_factor for one in measures if one.lowers(step))
+def lr_factor(measures: Sequence[Measure], step: int, lr: float) -> float:
+    """Return the factor of the learning rate of `step`: the product of those that hold for it. lr: optim.lr."""
+    return math.prod(one.lr_factor for one in measures if one.lowers(step, lr))
 
 
-def clip_factor(measures: Sequence[Measure], step: int) -> float:
-    """Return the factor of the limit of the gradient norm of `step`: the product of those that hold for it."""
-    return math.prod(one.clip_factor for one in measures if one.lowers(step))
+def clip_factor(measures: Sequence[Measure], step: int, lr: float) -> float:
+    """Return the factor of the limit of the gradient norm of `step`: the product of those that hold for it. lr:
+    optim.lr."""
+    return math.prod(one.clip_factor for one in measures if one.lowers(step, lr))
+
+
+def in_force(measures: Sequence[Measure], first_step: int, lr: float) -> list[str]:
+    """Return sentences for people about what the measures do in the steps from `first_step` on, and about factors that
+    would hold there with the rate of before. lr: optim.lr."""
+    found = []
+    if passed := merged(passed_steps(measures), first_step - 1):
+        found.append(f"passes the data of the steps {', '.join(map(str, passed))}, as its measures decided")
+    open_ones = [one for one in measures if one.action == LOWER and one.lr_last >= first_step]
+    for one in open_ones:
+        factors = f"{one.lr_factor:g} of the learning rate and {one.clip_factor:g} of optim.clip_norm"
+        because = f"because of steps {StepSpan(one.first, one.last)}"
+        if one.is_of(lr):
+            found.append(f"lowered: {factors} up to step {one.lr_last}, {because}; another optim.lr ends it")
+        else:
+            found.append(f"no longer lowered: {factors} {because} ended, as optim.lr is {lr:g} and was {one.lr:g}")
+    holding = [one for one in open_ones if one.is_of(lr)]
+    if len(holding) > 1:
+        at = max(first_step, *(one.first for one in holding))
+        found.append(f"lowered: in all, step {at} has {lr_factor(measures, at, lr):g} of the learning rate")
+    return found
 
 
 def read_measures(path: Path) -> list[Measure]:
@@ -206,6 +234,7 @@ def measure_of(values: Mapping[str, Any]) -> Measure:
         lr_factor=float(values["lr_factor"]),
         clip_factor=float(values.get("clip_factor", 1.0)),
         lr_last=int(values["lr_last"]),
+        lr=float(values.get("lr", 0.0)),
     )
 
 

@@ -43,6 +43,18 @@ def number_of(ranges: Iterable[StepSpan], first: int, last: int) -> int:
     return number
 
 
+def merged(ranges: Iterable[StepSpan], after: int = 0) -> list[StepSpan]:
+    """Return the steps of `ranges` after step `after` as ranges that do not touch, in order."""
+    found: list[StepSpan] = []
+    for one in sorted(ranges):
+        first = max(one.first, after + 1)
+        if found and first <= found[-1].last + 1:
+            found[-1] = StepSpan(found[-1].first, max(found[-1].last, one.last))
+        elif first <= one.last:
+            found.append(StepSpan(first, one.last))
+    return found
+
+
 def among(step: int, ranges: Iterable[StepSpan]) -> bool:
     """Return whether `step` is in one of `ranges`."""
     return any(step in one for one in ranges)

@@ -77,12 +77,12 @@ class DefaultPolicy:
     def measures(self) -> Sequence[Measure]:
         return self.ladder.measures if self.ladder else self._recorded
 
-    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool, changed_after: int = 0) -> None:
         self._recent.clear()
         self._vetoes, self._last = 0, None
         self._recorded = with_those_of(self._recorded, state.measures)
         if self.ladder:
-            self.ladder.restore(state, changed=changed, new_window=new_window)
+            self.ladder.restore(state, changed=changed, new_window=new_window, changed_after=changed_after)
 
     def verdict(self, result: StepResult) -> Verdict:
         self.judge(result.line)

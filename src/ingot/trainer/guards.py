@@ -13,6 +13,7 @@ from ingot.schema.guard_record import (
     Action,
     Measure,
     SanityState,
+    in_force,
     measure_of,
     passed_steps,
     read_measures,
@@ -41,6 +42,8 @@ def open_guards(trainer: RunParts, policy: DefaultPolicy) -> None:
     """Give a run that is otherwise complete the guards that need its parts. Collective."""
     config = trainer.config
     _warn_of_passed(trainer)
+    for sentence in in_force(trainer.policy.measures(), trainer.first_step, config.optim.lr):
+        trainer.say(f"guard     {sentence}")
     if policy.ladder is not None and config.guard.ask_seconds:
         policy.ladder.ask = partial(ask_person, trainer)
     trainer.gradients = _gradients(config, trainer)
@@ -60,7 +63,8 @@ def policy_of(
     ladder = None
     if judge is not None and config.guard.acts:
         record = lambda taken: from_rank_zero(lambda: write_measures(folder.guard, taken))  # noqa: E731
-        ladder = Ladder(config.guard, folder, judge, measures, record, partial(log_measure, log, say))
+        report = partial(log_measure, log, say)
+        ladder = Ladder(config.guard, folder, judge, measures, record, report, config.optim.lr)
         answer: Action | None = from_rank_zero(lambda: _answer(folder, measures))
         if answer is not None:
             ladder.answer(answer)

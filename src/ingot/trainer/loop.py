@@ -12,7 +12,7 @@ from ingot.errors import EXIT_OK, EXIT_PREEMPTED, CheckpointError, RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
-from ingot.schema.guard_record import lr_factor
+from ingot.schema.guard_record import Measure, lr_factor
 from ingot.trainer.damage import judge_replayed, look_closer, replace_damaged
 from ingot.trainer.damaged_data import next_batch
 from ingot.trainer.integrity.watch import STATE_CHANGED
@@ -94,10 +94,11 @@ class RunLoop:
         self._recent: list[StepResult] = []
         self._interval = Interval.begin(trainer)
         self._roll_backs: Counter[int] = Counter()
+        self._measures = len(trainer.policy.measures())  # known before this attempt, or before the last return
 
     def learning_rate(self, step: int) -> float:
         """Return the learning rate of `step`: that of the schedule, times the factor of the guard's measures."""
-        return self._schedule(step) * lr_factor(self.trainer.policy.measures(), step)
+        return self._schedule(step) * lr_factor(self.trainer.policy.measures(), step, self.trainer.config.optim.lr)
 
     def next_batch(self) -> Batch | None:
         """Return the batch of the next step that is trained; None after the last step or a stop. Steps whose data are
@@ -251,8 +252,12 @@ class RunLoop:
         if self.verdict is Verdict.ROLL_BACK:
             self.trainer.heartbeat.enter(Phase.START, self.done)
             require_progress(self.trainer, self.done, self._roll_backs)
-            go_back = replace_damaged if self._is_damaged else roll_back
-            self.done = self.saved = go_back(self.trainer, self.done)
+            measures, known = self.trainer.policy.measures(), self._measures
+            self._measures = len(measures)
+            if self._is_damaged:
+                self.done = self.saved = replace_damaged(self.trainer, self.done)
+            else:
+                self.done = self.saved = roll_back(self.trainer, self.done, measures[-1] if measures[known:] else None)
             if self.trainer.recorder is not None:
                 self.trainer.recorder.went_back(self.done + 1)
             if self.trainer.route_flips is not None:
@@ -343,8 +348,9 @@ def require_progress(trainer: RunParts, step: int, so_far: Counter[int]) -> None
         )
 
 
-def roll_back(trainer: RunParts, step: int) -> int:
-    """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective."""
-    back_at = reload(trainer)
+def roll_back(trainer: RunParts, step: int, measure: Measure | None = None) -> int:
+    """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective. measure: the
+    guard's, because of which the run goes back; None: a callback asked for it."""
+    back_at = reload(trainer, measure)
     report_roll_back(trainer, step, back_at, "guard")
     return back_at

@@ -20,7 +20,7 @@ from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.tokenizer.encoder import Encoder
-from ingot.trainer.checkpoint.accepted import changes_since, record_resumed
+from ingot.trainer.checkpoint.accepted import alters_steps_after, changes_since, last_change, record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
@@ -235,7 +235,9 @@ def _take_up(
     changes = [] if same else changes_since(restored, facts.settings, facts.data_fingerprint)
     new_level = [one.key for one in changes if not one.keeps_level]
     new_window = not same and not (changes and not new_level)
-    parts.policy.restore(restored.guard, changed=not same, new_window=new_window)
+    changed = not same and not (changes and not any(alters_steps_after(restored.step, one) for one in changes))
+    since = last_change(restored, changes)
+    parts.policy.restore(restored.guard, changed=changed, new_window=new_window, changed_after=since)
     if parts.step_judge:
         _say_window(parts.step_judge, restored.step, new_level if new_window else None, say)
     # The order of samples depends on this record: no rank may open the data before it is written.

@@ -13,9 +13,10 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
-from ingot.errors import IngotError, RunFailed
+from ingot.errors import IngotError
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, LedgerSegment, SaveKind
+from ingot.schema.guard_record import Measure
 from ingot.trainer.checkpoint.replicas import Copied
 from ingot.trainer.checkpoint.resumable import roll_back_choice
 from ingot.trainer.checkpoint.save import save_checkpoint
@@ -23,6 +24,7 @@ from ingot.trainer.checkpoint.uploader import UPLOAD_SECONDS, left_out_text
 from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.mesh.collectives import largest_of_ranks
+from ingot.trainer.no_checkpoint import no_checkpoint
 from ingot.trainer.parts import RunParts
 from ingot.trainer.restore import load_newest, open_loader
 from ingot.units import format_bytes, format_seconds
@@ -334,10 +336,11 @@ def _of_readers(own: np.ndarray, readers: Sequence[int]) -> list[np.ndarray]:
     return [part.numpy() for part in parts]
 
 
-def reload(trainer: RunParts) -> int:
+def reload(trainer: RunParts, measure: Measure | None = None) -> int:
     """Load the newest undamaged checkpoint into the running `trainer`. Returns its step. Collective.
 
-    Raises RunFailed if there is no checkpoint yet, CheckpointError if no checkpoint can be used.
+    measure: the guard's, because of which the run goes back. Raises RunFailed if there is no checkpoint yet,
+    CheckpointError if no checkpoint can be used.
     """
     settle(trainer, wait=True)
     if trainer.background is not None:
@@ -352,14 +355,7 @@ def reload(trainer: RunParts) -> int:
         trainer.fetch_file,
     )
     if restored is None:
-        raise RunFailed(
-            "E-ROLLBACK-NO-CHECKPOINT",
-            "the run has to roll back, but there is no checkpoint yet",
-            rule="after rows of skipped steps, or if its state is damaged, a run rolls back to its newest checkpoint",
-            fix="run the same command: it begins again, with what the guard recorded; lower checkpoint.every or "
-            "checkpoint.every_steps, so that the first checkpoint is saved earlier",
-            run=str(trainer.folder.root),
-        )
+        raise no_checkpoint(trainer.folder, trainer.config.optim.lr, measure)
     trainer.loader.close()
     trainer.quarantine = recorded_quarantine(trainer.folder, restored)
     trainer.loader = open_loader(

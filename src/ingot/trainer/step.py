@@ -64,7 +64,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     veto, judged = _judge(parts, step, mean_loss, grad_norm, overflow)
     times = parts.program.times
     with _errors_of_rules(parts.config.optim.kind), times.phase("optimizer") if times else nullcontext():
-        limit = parts.config.optim.clip_norm * limit_factor(parts.policy.measures(), step)
+        optim = parts.config.optim
+        limit = optim.clip_norm * limit_factor(parts.policy.measures(), step, optim.lr)
         factor = clip_factor(grad_norm, limit, scale=scale)
         parts.optimizer.step(lr, scale=factor, found_inf=veto)
     if parts.loss_scale and overflow is not None:

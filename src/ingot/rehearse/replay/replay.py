@@ -150,7 +150,8 @@ class _Player:
 
     def _ends(self, batch: Batch, wanted: int) -> bool:
         """Run one step, and return whether something of it is not finite that the run did not go over."""
-        parts, lr = self.parts, self._rate(batch.step) * lr_factor(self.policy.measures(), batch.step)
+        parts, measures = self.parts, self.policy.measures()
+        lr = self._rate(batch.step) * lr_factor(measures, batch.step, parts.config.optim.lr)
         self.policy.step = batch.step
         scales = [(one, one.clone()) for one in (parts.loss_scale.state().values() if parts.loss_scale else ())]
         sampled = _samples(parts)

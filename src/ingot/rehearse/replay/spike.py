@@ -130,7 +130,8 @@ class _SpikePlayer:
         return steps, norms
 
     def _step(self, batch: Batch) -> ReplayedStep:
-        parts, lr = self.parts, self._rate(batch.step) * lr_factor(self.policy.measures(), batch.step)
+        parts, measures = self.parts, self.policy.measures()
+        lr = self._rate(batch.step) * lr_factor(measures, batch.step, parts.config.optim.lr)
         self.policy.step = batch.step
         result = update(parts, batch.step, forward_backward(parts, batch), lr)
         assert result.skipped is not None

@@ -14,10 +14,11 @@ from ingot.errors import ConfirmationNeeded
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.accepted import AcceptedChanges, read_accepted, write_accepted
-from ingot.schema.changes import ChangeClass, SettingChange
+from ingot.schema.changes import SKIP, ChangeClass, SettingChange, changes_updates
 from ingot.schema.checkpoint import CheckpointManifest
 from ingot.schema.run import setting_changes, settings_sha256
 from ingot.schema.run_folder import RunFolder
+from ingot.schema.step_ranges import StepSpan, merged, parse_step_range
 
 DATA = "data.tokens"  # the token stream: its fingerprint is compared, not its path
 _SHOWN_DIGITS = 12
@@ -41,6 +42,37 @@ def changes_since(
         before, after = manifest.data_fingerprint[:_SHOWN_DIGITS], data_fingerprint[:_SHOWN_DIGITS]
         changes.append(OtherData(DATA, before, after))
     return changes
+
+
+def alters_steps_after(step: int, change: SettingChange) -> bool:
+    """Return whether a change has an effect on the steps after `step`: data.skip may name earlier ones alone."""
+    if change.key != SKIP:
+        return not change.kind.is_free
+    before, after = (merged(_spans(value), step) for value in (change.before, change.after))
+    return before != after
+
+
+def past_steps(step: int, change: SettingChange) -> list[StepSpan]:
+    """Return the steps up to `step` that a change of data.skip adds or takes away; none for another setting."""
+    if change.key != SKIP:
+        return []
+    before, after = (set(_spans(value)) for value in (change.before, change.after))
+    return merged(StepSpan(one.first, min(one.last, step)) for one in before ^ after if one.first <= step)
+
+
+def _spans(value: Any) -> list[StepSpan]:
+    return [parse_step_range(one) for one in value] if isinstance(value, list | tuple) else []
+
+
+def last_change(manifest: CheckpointManifest, changes: Iterable[SettingChange]) -> int:
+    """Return the step after which the newest accepted change of the updates holds; 0: there is none.
+
+    manifest: of the checkpoint that training continues from. changes: since it.
+    """
+    if any(changes_updates(one.key) for one in changes):
+        return manifest.step
+    earlier = manifest.accepted or ()
+    return max((one.step for one in earlier if any(map(changes_updates, one.changes))), default=0)
 
 
 def record_for(

@@ -5,18 +5,19 @@ A single bad batch costs its own update and no more. Several in a row, or a larg
 weights that were harmed before, by a fault of the hardware, by data, or by a learning rate that is too high; the
 measures separate these, from the cheapest on. An update that harms the weights shows in the step after it, so the
 third measure passes the step before the trouble, too, and the fourth has a lower learning rate and limit of the
-gradient norm for some time. After `calm_steps` without new trouble, the next one begins with the first measure. All
+gradient norm for some time. After `calm_steps` without new trouble, the next one begins with the first measure, and so
+does one with another learning rate than the last measure had. All
 ranks decide alike, because they read the same numbers; what was decided is recorded before it takes effect, so that a
 run that is killed then takes the same way.
 """
 
 import math
 from collections.abc import Callable, Sequence, Set
-from dataclasses import replace
 from itertools import chain
 
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
+from ingot.schema.accepted import command_with_rate, rate_to_try
 from ingot.schema.guard import Guard
 from ingot.schema.guard_record import (
     ACCEPT,
@@ -44,8 +45,9 @@ class Ladder:
     """The rows of skipped steps of a run, and its measures.
 
     folder: of the run. measures: those of its record. judge: gets a new window when a level is accepted. record: called
-    on every rank with all measures after each new one, before it takes effect. report: called with each new one. ask:
-    asks a person for the measure in place of one that stops the run, or returns None if the run is to stop otherwise.
+    on every rank with all measures after each new one, before it takes effect. report: called with each new one. lr:
+    optim.lr of the run. ask: asks a person for the measure in place of one that stops the run, or returns None if the
+    run is to stop otherwise.
     """
 
     def __init__(
@@ -56,8 +58,10 @@ class Ladder:
         measures: Sequence[Measure],
         record: Callable[[Sequence[Measure]], None],
         report: Callable[[Measure], None],
+        lr: float = 0.0,
     ):
-        self.guard, self.folder, self.measures = guard, folder, list(measures)
+        self.guard, self.folder, self.measures, self.lr = guard, folder, list(measures), lr
+        self._changed_after = 0
         self._judge, self._record, self._report = judge, record, report
         self.ask: Callable[[Measure], Action | None] | None = None
         self._row: list[int] = []
@@ -123,27 +127,58 @@ class Ladder:
         actions = MEASURES[self.guard.preset]
         taken = self.measures[-1] if self.measures else None
         again = taken is not None and taken.action in actions and abs(first - taken.last) <= self.guard.calm_steps
+        again = again and taken is not None and taken.is_of(self.lr)
         action = actions[min(actions.index(taken.action) + 1, len(actions) - 1)] if taken and again else actions[0]
-        if action == ACCEPT and kinds <= NOT_FINITE:  # there is no level to accept
+        # There is no level to accept, or the level is the work of a change that a person can take back.
+        after_change = 0 < self._changed_after >= first - self.guard.calm_steps
+        if action == ACCEPT and (kinds <= NOT_FINITE or after_change):
             action = STOP
         return self._measure(action, first, last, found, skipped)
 
     def _measure(self, action: Action, first: int, last: int, found: tuple[str, ...], skipped: int) -> Measure:
         """Return a measure against the trouble in the steps first..last."""
-        proven_to = max(first - 2 - self.guard.proven_steps, 0)  # for all measures, the step before counts as trouble
+        proven_to = self._proven_to(first)
         if action in (EARLIER, LOWER):
-            began = next((one.first for one in reversed(self.measures) if one.action == AGAIN), first)
-            found_from = first
+            began = self._began(first, last, skipped)
+            if skipped and began - 1 > first:  # the trouble began before that of the measures so far
+                skipped = sum(step >= began - 1 for step in self._skipped) or skipped
+            proven_to = min(proven_to, self._proven_to(began))
             first = max(began - 1, 1)
-            if skipped and first > found_from:  # the trouble began before that of the measures so far
-                skipped = sum(step >= first for step in self._skipped) or skipped
-            proven_to = max(min(proven_to, began - 2 - self.guard.proven_steps), 0)
-        measure = Measure(action=action, first=first, last=last, found=found, skipped=skipped, proven_to=proven_to)
-        if action != LOWER:
-            return measure
-        guard = self.guard
-        lr_last = last + guard.lr_steps
-        return replace(measure, lr_factor=guard.lr_factor, clip_factor=guard.clip_factor, lr_last=lr_last)
+        lower = {"lr_factor": self.guard.lr_factor, "clip_factor": self.guard.clip_factor}
+        return Measure(
+            action=action,
+            first=first,
+            last=last,
+            found=found,
+            skipped=skipped,
+            proven_to=proven_to,
+            lr=self.lr,
+            **(lower | {"lr_last": last + self.guard.lr_steps} if action == LOWER else {}),
+        )
+
+    def _proven_to(self, first: int) -> int:
+        """Return up to which step a checkpoint has guard.proven_steps of training before trouble from step `first` on.
+
+        The step before counts as trouble. An update with changed settings between a checkpoint and the trouble is the
+        cause to look for: the run does not go back to before the change, where the change would hold for more steps.
+        """
+        proven = max(first - 2 - self.guard.proven_steps, 0)
+        return max(proven, self._changed_after) if self._changed_after < first - 1 else proven
+
+    def _began(self, first: int, last: int, skipped: int) -> int:
+        """Return the first step of trouble whose last steps are first..last: that of its measures so far. skipped: as
+        in Measure.
+
+        After the run went back, a row can come before that of the first measure. It belongs to the trouble; of a share,
+        whose steps may be far apart, only what comes before all of the trouble does.
+        """
+        firsts: list[int] = []
+        for one in reversed(self.measures):
+            firsts.append(one.first + 1 if one.action in (EARLIER, LOWER) else one.first)
+            if one.action == AGAIN:
+                break
+        began = min(firsts, default=first)
+        return min(began, first) if not skipped or began - 1 > last else began
 
     def _stopped(self, measure: Measure) -> RunFailed:
         steps = f"{measure.first} to {measure.last}"
@@ -153,17 +188,17 @@ class Ladder:
             f"{of_them} of the steps {steps} had to be skipped ({', '.join(measure.found)}), also after the run went "
             "back, trained them again and passed their data",
             rule="the guard takes each measure once before it stops for a person; weights of these steps are in doubt",
-            fix=f"look for the cause: {self._explanation(measure)}. Then choose the next measure, as in `ingot guard "
-            f"{self.folder.root} --take lower` (or pass, earlier, accept), or lower optim.lr, and run the same "
-            "command: it continues from a checkpoint",
+            fix=f"look for the cause: {explanation(self.folder, measure)}. If it is the learning rate: "
+            f"{self._lower_rate()}. Otherwise choose the next measure, as in `ingot guard {self.folder.root} --take "
+            "lower` (or pass, earlier, accept), and run the same command. Both continue from a checkpoint, or begin "
+            "again if there is none",
             step=measure.first,
             last_step=measure.last,
             found=list(measure.found),
         )
 
-    def _explanation(self, measure: Measure) -> str:
-        topic = "nan" if NOT_FINITE & {*measure.found} else "spike"
-        return f"ingot explain {topic} {self.folder.root} --step {measure.first}"
+    def _lower_rate(self) -> str:
+        return command_with_rate(self.folder.root, rate_to_try(self.folder.accepted, self.lr))
 
     def state(self) -> GuardState:
         """Return what a checkpoint of the last step keeps. The host waits for the device."""
@@ -177,8 +212,9 @@ class Ladder:
             norms=norms,
         )
 
-    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
-        """Go on as after the step whose checkpoint has `state`."""
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool, changed_after: int = 0) -> None:
+        """Go on as after the step whose checkpoint has `state`. The rest as in Policy."""
+        self._changed_after = changed_after
         missing = [one for one in state.measures if one not in self.measures]
         self.measures = with_those_of(self.measures, state.measures)
         if missing:  # the checkpoint came from elsewhere, without the record of the folder
@@ -194,3 +230,9 @@ class Ladder:
         self._judge.restore(state.losses, state.norms)
         if new_window:
             self._judge.forget()
+
+
+def explanation(folder: RunFolder, measure: Measure) -> str:
+    """Return the command that explains the first step of a measure."""
+    topic = "nan" if NOT_FINITE & {*measure.found} else "spike"
+    return f"ingot explain {topic} {folder.root} --step {measure.first}"

@@ -24,6 +24,7 @@ from ingot.machine.facts import find_gpus, usable_cores
 from ingot.schema.accepted import read_accepted, write_accepted
 from ingot.schema.changes import CLASSES, ChangeClass, SettingChange
 from ingot.schema.checkpoint import CheckpointManifest
+from ingot.schema.guard_record import read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
@@ -31,7 +32,7 @@ from ingot.storage import require_free
 from ingot.theory.layout import require_layout
 from ingot.theory.memory import checkpoint_bytes
 from ingot.theory.update import mean_moments
-from ingot.trainer.checkpoint.accepted import changes_since, record_for
+from ingot.trainer.checkpoint.accepted import changes_since, past_steps, record_for
 from ingot.trainer.checkpoint.fence import newest_epoch
 from ingot.trainer.checkpoint.folders import find_weights
 from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, read_manifest, verify_checkpoint
@@ -128,6 +129,7 @@ def _require_same(
     if not changes:
         return []
     _require_same_model(changes, newest.step)
+    _require_steps(config, newest.step)
     needed = record_for(newest.step, config.settings(), data_fingerprint, changes).changes
     known = [one.changes for one in read_accepted(folder.accepted) if one.step == newest.step] if needed else []
     confirmed = {*accepted, *(key for one in known for key in one if one[key] == needed.get(key))}
@@ -186,6 +188,46 @@ def _require_same_model(changes: Collection[SettingChange], step: int) -> None:
                 before=change.before,
                 step=step,
             )
+
+
+def _require_steps(config: RunConfig, step: int) -> None:
+    """Raise ConfigError if the run, whose newest checkpoint is of `step`, is to have fewer steps."""
+    if config.train.steps < step:
+        raise ConfigError(
+            "E-RUN-PAST-STEPS",
+            f"train.steps = {config.train.steps}, but the run continues after step {step}",
+            rule="train.steps is the number of all steps of a run, and trained steps are not taken back; nothing was "
+            "started",
+            fix=f"--set train.steps={step} ends the run at its checkpoint; a run of {config.train.steps} steps needs "
+            "another folder (--out DIR)",
+            steps=config.train.steps,
+            step=step,
+        )
+
+
+def warn_of_past(step: int, changes: Collection[SettingChange], say: Callable[[str], None]) -> None:
+    """Report steps up to `step`, after which the run continues, that a change of data.skip has no effect on."""
+    for change in changes:
+        if past := past_steps(step, change):
+            s = "s" if past[0].last > past[0].first or len(past) > 1 else ""
+            say(
+                f"WARNING   data.skip has no effect on step{s} {', '.join(map(str, past))}: the run continues after "
+                f"step {step}, and trained steps stay as they are"
+            )
+
+
+def drop_measures_of_another_rate(folder: RunFolder, lr: float, say: Callable[[str], None]) -> None:
+    """Remove from the record of a run without a checkpoint the measures of its guard that were taken with another
+    optim.lr than `lr`, and report them: none of their steps was kept, and they are not those of this rate."""
+    if candidate_folders(folder.checkpoints):
+        return
+    measures = read_measures(folder.guard)
+    if others := [one for one in measures if not one.is_of(lr)]:
+        write_measures(folder.guard, [one for one in measures if one.is_of(lr)])
+        say(
+            f"guard     begins anew with optim.lr = {lr:g}: {len(others)} measure{'s' * (len(others) != 1)} with "
+            f"{others[-1].lr:g}, from before any checkpoint, no longer hold"
+        )
 
 
 def record_accepted(

@@ -32,6 +32,7 @@ from ingot.trainer.checkpoint.vanished import require_checkpoints, saved_steps
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
 from ingot.trainer.launch.checks import (
     check_until_step,
+    drop_measures_of_another_rate,
     is_sound,
     past_step,
     preflight,
@@ -40,6 +41,7 @@ from ingot.trainer.launch.checks import (
     require_same_in_store,
     require_settings,
     run_in_store,
+    warn_of_past,
 )
 from ingot.trainer.launch.outcome import JobResult
 from ingot.trainer.lease import RunLease
@@ -110,7 +112,8 @@ class RunRequest:
         tokens = preflight(folder, self.written, say)
         changes = require_same_experiment(folder, config, tokens.fingerprint(), self.accept)
         for key in dict.fromkeys(self.accept):
-            if key not in [change.key for change in changes]:
+            # With a --set of its own, the flag is as it was printed: it is not needed before the first checkpoint.
+            if key not in [change.key for change in changes] and not self._sets(key):
                 say(f"note: --accept-change {key} has no effect: there is no change to confirm")
         if ended := self._ended(changes, say):
             return ended
@@ -123,12 +126,20 @@ class RunRequest:
             shutil.copyfile(plan, folder.plan)
         if ended := self._ended_elsewhere(changes, say):
             return ended
-        say(_opening(folder, config, resume_step(folder)))
+        drop_measures_of_another_rate(folder, config.optim.lr, say)
+        step = resume_step(folder)
+        say(_opening(folder, config, step))
         for change in changes:
             say(f"changed   {change}   {change.kind}{'' if change.kind.is_free else ', accepted'}")
+        warn_of_past(step, changes, say)
         if kept := self._kept_launch_settings():
             say(f"kept      {', '.join(kept)}   as in {folder.config}; change it with --set")
         return None
+
+    def _sets(self, key: str) -> bool:
+        """Return whether --set gives the setting `key`, or an entry of it."""
+        given = [override.partition("=")[0].strip() for override in self.overrides]
+        return any(one == key or one.startswith(f"{key}.") for one in given)
 
     def _kept_launch_settings(self) -> list[str]:
         """Return the settings of [launch] that the run has from its folder, without the defaults and those that this

@@ -8,6 +8,7 @@ import contextlib
 import signal
 import time
 from collections.abc import Callable, Collection
+from dataclasses import replace
 
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError, RunBusyError
 from ingot.events import EventLog
@@ -247,7 +248,7 @@ class _SupervisedJob:
         self._record_fault(incident)
         if incident.error is None:
             self._log.require_room()  # a full disk may be the cause, for whose record a rank had no room either
-        incident = self._running.respond(incident)
+        incident = _with_next_measure(self._running.respond(incident))
         wait = 0.0
         try:
             wait = self._restarts.wait_after(incident, self._running.log)
@@ -314,6 +315,16 @@ class _SupervisedJob:
 
     def _saved_step(self) -> int:
         return resume_step(self._folder) if self._seen.saved is None else self._seen.saved
+
+
+def _with_next_measure(incident: JobIncident) -> JobIncident:
+    """Return the incident as one that the next attempt does not repeat, if the guard took a measure before the first
+    checkpoint: the attempt begins at the first step, and each measure is taken once, so the last one ends the job."""
+    error = incident.error
+    if error is None or error.code != "E-ROLLBACK-NO-CHECKPOINT" or not (measure := error.facts.get("measure")):
+        return incident
+    cause = f"cannot go back without a checkpoint ({error.code}), and begins again with the measure {measure!r}"
+    return replace(incident, adapted=True, cause=cause)
 
 
 def _now() -> str:

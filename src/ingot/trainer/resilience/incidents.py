@@ -29,7 +29,8 @@ class JobIncident:
     error: the IngotError of a rank, if there is one. detected_by: "supervisor" if ranks ended, "watchdog" if they
     hung; then `evidence` is the
     folder with what the ranks were doing, `seconds` the time without progress, and `setting` that of the limit.
-    adapted: the next attempt has another layout, in which this cannot repeat, so it is no restart of the budget.
+    adapted: the next attempt has another layout, or another measure of the guard, with which this cannot repeat, so it
+    is no restart of the budget.
     """
 
     rank: int

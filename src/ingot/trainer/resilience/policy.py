@@ -122,9 +122,10 @@ class Policy(Protocol):
         """Return the measures of the guard so far, oldest first."""
         ...
 
-    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool, changed_after: int = 0) -> None:
         """Go on as after the step whose checkpoint has `state`. changed: settings or data are others, so earlier
-        skipped steps do not count. new_window: earlier losses are no measure, as after a change of the data."""
+        skipped steps do not count. new_window: earlier losses are no measure, as after a change of the data.
+        changed_after: the step after which the newest accepted change of training holds; 0: there is none."""
         ...
 
 
@@ -149,5 +150,5 @@ class Unwatched:
     def measures(self) -> Sequence[Measure]:
         return ()
 
-    def restore(self, state: GuardState, *, changed: bool, new_window: bool) -> None:
+    def restore(self, state: GuardState, *, changed: bool, new_window: bool, changed_after: int = 0) -> None:
         pass

@@ -59,7 +59,7 @@ class Restarts:
         log: the standard error of the attempt. Raises the error of a rank that a restart cannot resolve, and RunFailed
         if the same happened at the same step SAME times, if the job reaches no new step, or if it failed too often.
         """
-        if incident.adapted:  # there are only so many layouts
+        if incident.adapted:  # there are only so many layouts, or measures
             self._adapted += 1
             return 0.0
         before = self._take(incident, self._clock())

@@ -153,7 +153,7 @@ def test_a_kill_before_the_run_has_gone_back_changes_nothing(fork_ranks, make_ru
     run = {"steps": 30, "guard": GUARD, "lr": 2e-2}
     bad, folder, ordered = {20, 21, 22}, make_run("killed", **run), make_run("ordered", skip=("20-22",), **run)
 
-    def killed(trainer, step):
+    def killed(*_):
         raise SystemExit(9)
 
     with monkeypatch.context() as patch:

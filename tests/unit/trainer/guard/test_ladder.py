@@ -25,6 +25,7 @@ from ingot.schema.guard_record import (
     described,
     doubt,
     guard_state,
+    in_force,
     lr_factor,
     passed_steps,
     read_measures,
@@ -59,11 +60,10 @@ def line(first, pattern, kind=SPIKE):
     ]
 
 
-def ladder_of(tmp_path, measures=(), **settings):
+def ladder_of(tmp_path, measures=(), lr=0.0, **settings):
     folder, reported = RunFolder(tmp_path), []
-    ladder = Ladder(
-        Guard(**settings), folder, Judge(), measures, lambda all: write_measures(folder.guard, all), reported.append
-    )
+    record = lambda all: write_measures(folder.guard, all)  # noqa: E731
+    ladder = Ladder(Guard(**settings), folder, Judge(), measures, record, reported.append, lr)
     ladder.reported = reported
     return ladder
 
@@ -95,7 +95,10 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
     assert found == [(AGAIN, 9, 11), (PASS, 9, 11), (EARLIER, 8, 18), (LOWER, 8, 21), (ACCEPT, 30, 32)]
     assert ladder.reported == ladder.measures == read_measures(tmp_path / "guard.json")
     assert passed_steps(ladder.measures) == [StepSpan(9, 11), StepSpan(8, 18), StepSpan(8, 21)]
-    factors = {step: (lr_factor(ladder.measures, step), clip_factor(ladder.measures, step)) for step in (7, 8, 71, 72)}
+    factors = {
+        step: (lr_factor(ladder.measures, step, 0.1), clip_factor(ladder.measures, step, 0.1))
+        for step in (7, 8, 71, 72)
+    }
     assert factors == {7: (1, 1), 8: (0.5, 0.25), 71: (0.5, 0.25), 72: (1, 1)}
     assert ladder_of(tmp_path, ladder.measures)._judge.begins == {30}  # also after a kill
     with pytest.raises(RunFailed):
@@ -178,6 +181,76 @@ def test_doubt_about_checkpoints():
     assert grades == [0, UNPROVEN, UNPROVEN, SUSPECT, SUSPECT]
     assert doubt([again], 12, ()).reason == "only 7 steps of training followed before trouble from step 20 on"
     assert doubt([again], 30, [again]) == NO_DOUBT
+
+
+def test_the_measures_hold_for_the_steps_that_hurt(tmp_path):
+    """The run went back, to before an accepted change, and other steps hurt then: earlier ones than at first."""
+    ladder = ladder_of(tmp_path)
+    for first in (852, 842, 845, 848):
+        assert ask(ladder, first, "xxx") is Verdict.ROLL_BACK
+    found = [(one.action, one.first, one.last, one.proven_to) for one in ladder.measures]
+    assert found[:2] == [(AGAIN, 852, 854, 842), (PASS, 842, 844, 832)]
+    assert found[2:] == [(EARLIER, 841, 847, 832), (LOWER, 841, 850, 832)]
+    assert [lr_factor(ladder.measures, step, 0.1) for step in (840, 841, 1050, 1051)] == [1, 0.5, 0.5, 1]
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_a_range_is_never_reversed_and_has_all_steps_of_the_row(tmp_path, seed):
+    random, ladder = Random(seed), ladder_of(tmp_path, skip_share=0.1, calm_steps=60)
+    for _ in range(40):
+        first, pattern = random.randrange(1, 120), random.choice(("xxx", "xx.xx.xx.", "x.x.x.x.x.x."))
+        ladder.ask = lambda measure: random.choice(ANSWERS[:-1])
+        if ask(ladder, first, pattern) is Verdict.ROLL_BACK:
+            (*_, taken) = ladder.measures
+            assert 1 <= taken.first <= taken.last and first <= taken.last
+            assert taken.skipped or taken.first <= first, taken
+            ladder.restore(GuardState(), changed=False, new_window=False)
+    assert {one.action for one in ladder.measures} == {AGAIN, PASS, EARLIER, LOWER, ACCEPT}
+
+
+def test_the_run_goes_back_to_an_accepted_change_not_behind_it(tmp_path):
+    """The updates after it are the cause to look for; what hurts in the first step after it comes from before. No
+    measure makes the level the normal one that the change has led to."""
+    ladder = ladder_of(tmp_path)
+    ladder.restore(GuardState(), changed=True, new_window=False, changed_after=850)
+    for first in (852, 852, 855, 858):
+        assert ask(ladder, first, "xxx") is Verdict.ROLL_BACK
+    assert [one.action for one in ladder.measures] == [AGAIN, PASS, EARLIER, LOWER]
+    assert [(one.first, one.proven_to) for one in ladder.measures] == [(852, 850)] * 2 + [(851, 850)] * 2
+    assert doubt(ladder.measures, 850, ()) == NO_DOUBT and doubt(ladder.measures, 851, ()).grade == SUSPECT
+    with pytest.raises(RunFailed):
+        ask(ladder, 861, "xxx")
+    later, at_once = ladder_of(tmp_path), ladder_of(tmp_path)
+    for one, first, proven_to in ((later, 900, 890), (at_once, 851, 841)):
+        one.restore(GuardState(), changed=True, new_window=False, changed_after=850)
+        assert ask(one, first, "xxx") is Verdict.ROLL_BACK and one.measures[-1].proven_to == proven_to
+
+
+def test_a_lower_rate_ends_with_another_rate_and_the_measures_begin_anew(tmp_path):
+    old = ladder_of(tmp_path, lr=0.5)
+    for _ in range(4):
+        assert ask(old, 9, "xxx") is Verdict.ROLL_BACK
+    measures = read_measures(tmp_path / "guard.json")
+    assert measures == old.measures and {one.lr for one in measures} == {0.5}
+    assert [lr_factor(measures, 20, lr) for lr in (0.5, 0.3)] == [clip_factor(measures, 20, lr) for lr in (0.5, 0.3)]
+    assert [lr_factor(measures, 20, lr) for lr in (0.5, 0.3)] == [0.5, 1]
+    new = ladder_of(tmp_path, measures, lr=0.3)
+    assert ask(new, 12, "xxx") is Verdict.ROLL_BACK and new.measures[-1].action == AGAIN
+    unknown = [replace(one, lr=0.0) for one in measures]  # the record of an earlier version
+    assert lr_factor(unknown, 20, 0.3) == 0.5
+
+
+def test_what_the_measures_do_is_described(tmp_path):
+    one = Measure(action=LOWER, first=8, last=11, found=(NAN,), lr_factor=0.5, clip_factor=0.5, lr_last=211, lr=0.5)
+    other = replace(one, last=15, lr_last=215)
+    assert [line.partition(":")[0] for line in in_force([one, other], 5, 0.5)] == [
+        "passes the data of the steps 8-15, as its measures decided",
+        *["lowered"] * 3,
+    ]
+    assert "step 8 has 0.25 of the learning rate" in in_force([one, other], 5, 0.5)[-1]
+    (line,) = in_force([one], 100, 0.3)
+    assert "ended" in line and "0.3" in line and "0.5" in line
+    assert in_force([one], 212, 0.5) == [] and in_force([], 1, 0.5) == []
 
 
 def test_after_calm_steps_the_next_row_is_a_trouble_of_its_own(tmp_path):

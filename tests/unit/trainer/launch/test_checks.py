@@ -4,9 +4,19 @@ from dataclasses import replace
 import pytest
 from tests.expect import named, refused
 
+from ingot.schema.accepted import AcceptedChanges
 from ingot.schema.arch import Moe
 from ingot.schema.changes import ChangeClass, class_of
-from ingot.trainer.launch.checks import record_accepted, require_same_experiment, require_settings
+from ingot.schema.guard_record import Measure, read_measures, write_measures
+from ingot.trainer.checkpoint.accepted import alters_steps_after, last_change
+from ingot.trainer.checkpoint.manifest import read_manifest
+from ingot.trainer.launch.checks import (
+    drop_measures_of_another_rate,
+    record_accepted,
+    require_same_experiment,
+    require_settings,
+    warn_of_past,
+)
 
 from .conftest import write_checkpoint
 
@@ -129,6 +139,57 @@ def test_a_change_that_was_accepted_stays_accepted_when_another_one_of_the_same_
         require_same_experiment(folder, changed(longer, "optim.lr", 3.0), DATA, ())
     with refused("E-RUN-CHANGED", keys=["train.steps"]):
         require_same_experiment(folder, changed(both, "train.steps", 300), DATA, ())
+
+
+def test_a_run_keeps_its_trained_steps(folder, trained):
+    with refused("E-RUN-PAST-STEPS", steps=39, step=40):
+        require_same_experiment(folder, changed(trained, "train.steps", 39), DATA, ("train.steps",))
+    require_same_experiment(folder, changed(trained, "train.steps", 40), DATA, ("train.steps",))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "past", "alters"),
+    [
+        ((), ("35-38", "40"), "steps 35-38, 40:", False),
+        (("30",), ("30", "39-45", "60"), "steps 39-40:", True),
+        (("30-33",), (), "steps 30-33:", False),
+        (("41-45",), ("41-42", "43-45"), "", False),
+        ((), ("41",), "", True),
+    ],
+)
+def test_data_skip_of_past_steps_is_reported(folder, config, before, after, past, alters):
+    """The guard goes on as without a change if no step to come is another one."""
+    write_checkpoint(folder, 40, changed(config, "data.skip", before), DATA)
+    (change,) = require_same_experiment(folder, changed(config, "data.skip", after), DATA, ("data.skip",))
+    lines = []
+    warn_of_past(40, [change], lines.append)
+    assert [past in line for line in lines] == [True] * bool(past)
+    assert alters_steps_after(40, change) is alters and change.keeps_level
+
+
+def test_the_newest_change_of_the_updates_is_found(folder, trained):
+    """Changes of the guard and of data to be passed are none."""
+    for key, value, last in (("optim.lr", 1e-4, 40), ("guard.preset", "strict", 20), ("data.skip", ("90",), 20)):
+        changes = require_same_experiment(folder, changed(trained, key, value), DATA, (key,))
+        accepted = tuple(
+            AcceptedChanges(step=step, config_sha256="", data_fingerprint="", changes={of: (1, 2)})
+            for step, of in ((10, "seed"), (20, "optim.clip_norm"), (30, "guard.window"))
+        )
+        manifest = replace(read_manifest(folder.checkpoint(40)), accepted=accepted)
+        assert last_change(manifest, changes) == last
+    assert last_change(replace(manifest, accepted=None), ()) == 0
+
+
+def test_measures_of_another_rate_go_before_the_first_checkpoint(folder, config):
+    old = Measure(action="pass", first=2, last=4, found=(), lr=100.0)
+    own, unknown, lines = replace(old, lr=config.optim.lr), replace(old, lr=0.0), []
+    write_measures(folder.guard, [old, own, unknown])
+    drop_measures_of_another_rate(folder, config.optim.lr, lines.append)
+    assert read_measures(folder.guard) == [own, unknown] and len(lines) == 1 and "100" in lines[0]
+    write_measures(folder.guard, [old])
+    write_checkpoint(folder, 40, config, DATA)
+    drop_measures_of_another_rate(folder, config.optim.lr, lines.append)
+    assert read_measures(folder.guard) == [old] and len(lines) == 1
 
 
 @pytest.mark.parametrize(("key", "value"), REFUSED)

@@ -33,7 +33,7 @@ from ingot.trainer.resilience.start_times import Ordered
 RANK = """
 import json, os, signal, sys, time
 from pathlib import Path
-from ingot.errors import DataError
+from ingot.errors import DataError, RunFailed
 from ingot.events import EventLog
 from ingot.trainer.resilience.endings import guarded
 from ingot.trainer.resilience.heartbeat import Phase, open_heartbeat
@@ -98,6 +98,9 @@ with guarded(folder, rank):
         os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 1 and deed == "memory":
         raise MemoryError(f"of {os.environ['INGOT_OVERRIDES']}")
+    elif deed in ("pass", "again", "roll back"):
+        facts = {} if deed == "roll back" else {"measure": deed}
+        raise RunFailed("E-ROLLBACK-NO-CHECKPOINT", "no checkpoint yet", **facts)
     elif rank == 1 and deed == "bug":
         raise ValueError(f"index {attempt} is out of range")
     elif rank == 1 and deed == "data":
@@ -202,6 +205,14 @@ def test_a_rank_without_memory_starts_again_with_less(act):
     assert "goes on with train.micro_batch=7 near step 6" in act.printed[1] and "of 0)" not in act.printed[1]
     with refused("E-RUN-MEMORY", rank=1, bytes={"weights": 5}, overrides=["train.micro_batch=8"]):
         act("memory", fallbacks=found)
+
+
+def test_a_measure_before_the_first_checkpoint_begins_again(act):
+    """The guard takes each once, so this is no restart of the budget; what no measure is for is not tried again."""
+    assert act("again,pass,finish", max_restarts=0).restarts == 2
+    assert [e["adapted"] for e in read_events(act.folder.events, events.RESTART)] == [True, True]
+    with refused("E-ROLLBACK-NO-CHECKPOINT"):
+        act("roll back,finish")
 
 
 def test_a_rank_knows_how_long_its_job_was_gone(act, monkeypatch):
