@@ -19,7 +19,7 @@ def options(*settings: str) -> list[str]:
 
 @pytest.mark.slow
 def test_an_accepted_rate_that_is_too_high(project: Project) -> None:
-    """The run goes back to the step of the change, not behind it, and lowers the rate of the steps that hurt. The rate
+    """The run goes back to the step of the change and no further, and lowers the rate of the steps that hurt. The rate
     that its user chooses then holds at once."""
     folder = project.folder("raised")
     project.train("raised", *options(*EARLY, "optim.lr=0.003"), "--until-step", "50", code=10)

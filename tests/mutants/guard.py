@@ -170,7 +170,7 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LADDER}::test_the_measures_hold_for_the_steps_that_hurt",),
     ),
     Mutant(
-        name="back-behind-a-change",
+        name="back-past-a-change",
         what="the run goes back to before an accepted change whose updates hurt, and the change holds for more steps",
         file="trainer/guard/ladder.py",
         before="return max(proven, self._changed_after) if self._changed_after < first - 1 else proven",
