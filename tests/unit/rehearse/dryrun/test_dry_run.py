@@ -67,12 +67,12 @@ def traces(run: RunConfig, ranks: list[int]) -> dict[int, Tracker]:
 
 LAYOUTS = [  # those of the nightly tests are parts of others, or of REAL
     pytest.param({"dp_shard": 2, "zero": 1}, marks=pytest.mark.nightly),
-    {"dp_shard": 2, "zero": 2, "grads": "bf16"},
+    pytest.param({"dp_shard": 2, "zero": 2, "grads": "bf16"}, marks=pytest.mark.slow),
     pytest.param({"dp_shard": 2, "zero": 3}, marks=pytest.mark.nightly),
     {"dp_replicate": 2, "dp_shard": 2, "zero": 3, "recompute": "full"},
     {"tp": 2, "recompute": "selective"},
     pytest.param({"pp": 2, "dp_shard": 2}, marks=pytest.mark.nightly),
-    {"pp": 2, "tp": 2, "schedule": "zb_v"},
+    pytest.param({"pp": 2, "tp": 2, "schedule": "zb_v"}, marks=pytest.mark.slow),
     {"dp_shard": 2, "pp": 2, "tp": 2, "schedule": "interleaved"},
 ]
 
@@ -338,6 +338,7 @@ def test_patience_counts_from_the_last_sign_of_progress(tmp_path, monkeypatch):
     assert answers == [{"rank": 0}] and seen == [(1, "save")] * 6
 
 
+@pytest.mark.slow
 def test_overlapped_tensor_parallelism_is_traced_without_its_overlap():
     plain, overlapped = (role.trace_rank(config(tp=2, async_tp=overlap), 0, "cuda") for overlap in (False, True))
     assert plain.calls == overlapped.calls
