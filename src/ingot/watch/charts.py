@@ -60,9 +60,14 @@ def chart(
 
 
 def _note(runs: Sequence[LiveRun], kind: ChartKind) -> str:
-    """Return what is not drawn of the runs, and why; of several, each with its name."""
-    notes = [(run, text) for run in runs if (text := kind.note(run))]
-    return "; ".join(text if len(runs) == 1 else f"{run.name}: {text}" for run, text in notes)
+    """Return what is not drawn of the runs, and why; with the names of the runs that it is about, if not of all."""
+    named: dict[str, list[str]] = {}
+    for run in runs:
+        named.setdefault(kind.note(run), []).append(run.name)
+    named.pop("", None)
+    return "; ".join(
+        text if len(names) == len(runs) else f"{', '.join(names)}: {text}" for text, names in named.items()
+    )
 
 
 def _thinned(line: WatchLine, pixels: int) -> WatchLine:
