@@ -6,6 +6,7 @@ Every line has `kind` (see schema/events.py) and `time` (Unix seconds). Floats a
 back gives exactly the bits that were computed.
 """
 
+import contextlib
 import errno
 import json
 import os
@@ -18,15 +19,18 @@ from pathlib import Path
 
 from ingot.errors import ResourceError
 from ingot.storage import disk_full, is_full
+from ingot.units import counted
 
 _MOST_WAITING = 4 << 20  # bytes of events that wait for room
 
 
 class EventLog:
-    """A writer that appends events to `path`. Several processes may append to one log: each event is a single write.
+    """A writer that appends events to `path`. Several processes may append to one log: each event is a single write. A
+    context manager.
 
     Events for which a full disk has no room wait in memory, at most `_MOST_WAITING` bytes of them, and are written with
-    the next one that finds room: a disk that another program fills for a while stops no run.
+    the next one that finds room, as `late`: a disk that another program fills for a while stops no run. No handler of a
+    signal may write to a log that the interrupted thread writes to.
     """
 
     def __init__(self, path: Path):
@@ -34,30 +38,34 @@ class EventLog:
         self.path = path
         self._fd = os.open(path, os.O_CREAT | os.O_RDWR | os.O_APPEND, 0o644)
         self._waiting, self._lock = deque[bytes](), threading.Lock()
-        # If a writer was killed in the middle of a line, the next event must start on a new line.
-        size = os.fstat(self._fd).st_size
-        self._is_torn = bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
-        if self._is_torn:
-            self._put(b"")
+        self._may_be_torn = True  # a writer may have been killed in the middle of a line, or found no room for its end
+        self._put(b"")
+
+    def __enter__(self) -> "EventLog":
+        return self
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is None:
+            self.close()
+        else:  # which another one would hide
+            with contextlib.suppress(OSError, ResourceError):
+                self.close()
 
     def write(self, kind: str, **facts) -> None:
         """Append one event, or keep it until the disk has room. Raises ResourceError if too many wait, and OSError."""
-        line = json.dumps({"kind": kind, "time": round(time.time(), 6), **facts}, ensure_ascii=False) + "\n"
-        data = line.encode()
-        if self._waiting or not self._put(data):  # without the lock, which a signal may find taken
+        event = {"kind": kind, "time": round(time.time(), 6), **facts}
+        if self._waiting or not self._put(_line_of(event)):
             with self._lock:
-                self._waiting.append(data)
+                self._waiting.append(_line_of(event | {"late": True}))
                 if not self._catch_up() and sum(map(len, self._waiting)) > _MOST_WAITING:
                     raise self._full()
 
     def close(self) -> None:
-        """Write what waits, and close the file. Raises ResourceError if there still is no room for it, unless another
-        error, which that must not hide, is under way."""
-        with self._lock:
-            is_whole = self._catch_up()
-        os.close(self._fd)
-        if not is_whole and sys.exception() is None:
-            raise self._full()
+        """Write what waits, and close the file. Raises ResourceError if there still is no room for it."""
+        try:
+            self.require_room()
+        finally:
+            os.close(self._fd)
 
     def require_room(self) -> None:
         """Write what waits. Raises ResourceError if there is no room for it."""
@@ -70,26 +78,31 @@ class EventLog:
             self._waiting.popleft()
         return not self._waiting
 
-    def _put(self, data: bytes) -> bool:
+    def _put(self, line: bytes) -> bool:
         """Append a line; b"" only ends a torn one. Returns whether the disk had room for all of it."""
-        data = b"\n" + data if self._is_torn else data
+        data = b"\n" + line if self._may_be_torn and self._is_torn() else line
         try:
-            written = os.write(self._fd, data)
-            self._is_torn = written < len(data)
-            if self._is_torn:
+            written = os.write(self._fd, data) if data else 0
+            self._may_be_torn = written < len(data)
+            if self._may_be_torn:
                 os.write(self._fd, b"\n")  # or the next event of any process would be a part of this line
-                self._is_torn = False
-                return False
         except OSError as error:
-            if not is_full(error):
+            if not is_full(error) or error.errno == errno.EFBIG:  # a limit of this process stays
                 raise
-            return False
-        return True
+            self._may_be_torn = True
+        return not self._may_be_torn
+
+    def _is_torn(self) -> bool:
+        size = os.fstat(self._fd).st_size
+        return bool(size) and os.pread(self._fd, 1, size - 1) != b"\n"
 
     def _full(self) -> ResourceError:
-        count = len(self._waiting)
         error = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        return disk_full(self.path, error, f"{count} event{'' if count == 1 else 's'} of the log")
+        return disk_full(self.path, error, f"{counted(len(self._waiting), 'event')} of the log")
+
+
+def _line_of(event: dict) -> bytes:
+    return (json.dumps(event, ensure_ascii=False) + "\n").encode()
 
 
 def read_events(path: Path, *kinds: str) -> Iterator[dict]:

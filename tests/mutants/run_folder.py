@@ -42,8 +42,8 @@ MUTANTS: list[Mutant] = [
         name="full-disk-is-a-crash",
         what="a rank whose disk is full ends with a traceback, and is started again",
         file="trainer/resilience/endings.py",
-        before="with full_disk_named(folder.root):",
-        after="with contextlib.nullcontext():",
+        before="with full_disk_named(folder.root):\n            yield",
+        after="with contextlib.nullcontext():\n            yield",
         tests=("tests/unit/trainer/resilience/test_endings.py::test_a_full_disk_is_a_cause_that_no_restart_resolves",),
     ),
     Mutant(
@@ -58,8 +58,8 @@ MUTANTS: list[Mutant] = [
         name="torn-event-on-a-full-disk",
         what="an event of which a full disk took a part is lost",
         file="events.py",
-        before="                self._is_torn = False\n                return False",
-        after="                self._is_torn = False\n                return True",
+        before="        return not self._may_be_torn",
+        after="        return True",
         tests=("tests/unit/test_ground.py::test_events_for_which_a_disk_has_no_room_wait_for_it",),
     ),
     Mutant(

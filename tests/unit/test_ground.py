@@ -172,7 +172,9 @@ def test_events_for_which_a_disk_has_no_room_wait_for_it(tmp_path, monkeypatch):
     other.write("step", step=7)
     log.write("step", step=3)
     log.close()
-    assert [e["step"] for e in read_events(log.path)] == [7, 0, 1, 2, 3]
+    assert [(e["step"], e.get("late", False)) for e in read_events(log.path)] == [
+        (7, False), (0, True), (1, True), (2, True), (3, True)
+    ]  # fmt: skip
 
 
 def test_a_log_that_stays_full_is_an_error_with_the_events_it_lacks(tmp_path, monkeypatch):
@@ -186,8 +188,10 @@ def test_a_log_that_stays_full_is_an_error_with_the_events_it_lacks(tmp_path, mo
     with refused("E-DISK-FULL", path=str(log.path)):
         log.write("step", text="a" * (3 << 20))
     with refused("E-DISK-FULL") as caught:
-        log.close()
+        log.require_room()
     assert "2 events of the log could not be finished" in caught.value.found
+    with pytest.raises(KeyError), log:  # which an error of the log does not hide
+        raise KeyError
 
 
 def test_errors_have_distinct_codes_and_cross_processes():

@@ -215,7 +215,7 @@ def main(root: str) -> None:
     folder.logs.mkdir(exist_ok=True)
 
     def record(kind: str, **facts: Any) -> None:
-        with contextlib.suppress(Exception), contextlib.closing(EventLog(folder.events)) as log:  # of a full disk, too
+        with contextlib.suppress(Exception), EventLog(folder.events) as log:  # of a full disk, too
             log.write(kind, **facts)
 
     def say(line: str) -> None:

@@ -311,7 +311,7 @@ class RunLease:
     def _report(self, line: str, kind: str, **facts: object) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone
             self._say(line)
-        with contextlib.suppress(OSError, IngotError), contextlib.closing(EventLog(self._folder.events)) as log:
+        with contextlib.suppress(OSError, IngotError), EventLog(self._folder.events) as log:
             log.write(kind, **facts)
 
 

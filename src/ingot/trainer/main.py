@@ -109,7 +109,7 @@ def _begin(folder: RunFolder, config: RunConfig, say: Callable[[str], None], sta
     stack.enter_context(RunLock(folder.lock))
     lease = stack.enter_context(open_lease(folder, config))
     lease.wait(say)
-    with contextlib.closing(EventLog(folder.events)) as log:
+    with EventLog(folder.events) as log:
         tier = open_tier(folder, config.checkpoint)
         fetch_newest(folder, tier, log.write, say, lambda stored: lease.require_same_run())
     lease.take()

@@ -1,5 +1,6 @@
 """The parts of a training run as two dataclasses: what one step needs, and what a whole run needs."""
 
+import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -154,15 +155,8 @@ class RunParts(StepParts):
     def close(self) -> None:
         """End the threads, close the files and release the model. Raises ResourceError if a thread hangs in a read."""
         self.waits.stop()
-        try:
-            self.loader.close()
-        finally:
-            if self.background is not None:
-                self.background.close()
-            if self.uploader is not None:
-                self.uploader.close()
-            self.optimizer.close()
-            self.model.close()
-            if self.recorder is not None:
-                self.recorder.close()
-            self.event_log.close()
+        others = (self.recorder, self.model, self.optimizer, self.uploader, self.background, self.loader)
+        with contextlib.ExitStack() as ends:  # the last one is closed first, and all are, whatever one of them raises
+            for part in (self.event_log, *others):
+                if part is not None:
+                    ends.callback(part.close)

@@ -1,5 +1,6 @@
 """A run on one rank, in this order: config -> mesh -> model -> parallelize -> optimizer -> resume -> loader -> loop."""
 
+import contextlib
 import gc
 import os
 import socket
@@ -8,6 +9,7 @@ from datetime import timedelta
 
 import torch
 
+from ingot.errors import IngotError
 from ingot.events import EventLog
 from ingot.rng import derive
 from ingot.schema import events
@@ -94,8 +96,11 @@ def run_rank(
         with with_peers():
             ending = train(trainer)
         trainer.heartbeat.enter(Phase.LEAVE, ending.step)
-    finally:
-        trainer.close()
+    except BaseException:
+        with contextlib.suppress(IngotError, OSError):  # the first error is the cause
+            trainer.close()
+        raise
+    trainer.close()
     # The model is in cycles of references. Its groups have threads, which must not end while the interpreter does.
     del trainer
     gc.collect()

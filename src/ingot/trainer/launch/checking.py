@@ -168,7 +168,7 @@ class MachineCheck:
         hosts = {node_name(): (node_name(), own)}
         hosts |= {other.name: (other.node.host, other.node.sickness) for other in self._others}
         found = [(one, self._finding(one, hosts[one.node][0])) for one in self._result.unfit]
-        with contextlib.closing(EventLog(self._folder.events)) as log:
+        with EventLog(self._folder.events) as log:
             log.write(events.FLEET_CHECK, **asdict(self._result))
             for _, finding in found:
                 record_finding(finding, log.write, self._say)

@@ -255,7 +255,7 @@ class BackgroundEvaluations:
     def _log_unwritten(self) -> None:
         if not self._unwritten or self._ends.is_set():
             return
-        with contextlib.closing(EventLog(self._folder.events)) as log:
+        with EventLog(self._folder.events) as log:
             while self._unwritten:
                 step, saved_at, kind, facts = self._unwritten[0]
                 is_void = self._due.saved_at(step) != saved_at  # there may be another save of this step now

@@ -183,5 +183,5 @@ def _drained(folder: RunFolder) -> dict[str, str]:
 
 def record_alone(folder: RunFolder, finding: HealthFinding, say: Callable[[str], None]) -> None:
     """Record a finding of a job on one machine."""
-    with contextlib.closing(EventLog(folder.events)) as log:
+    with EventLog(folder.events) as log:
         record_finding(finding, log.write, say)

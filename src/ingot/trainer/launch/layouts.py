@@ -1,7 +1,6 @@
 """The layout of each attempt of a job: that of the run file, or a fallback layout while nodes are missing, or after a
 rank ran out of memory. No torch."""
 
-import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -113,7 +112,7 @@ class Layouts:
             self._recorded = overrides
             nodes = layout.nodes if layout else self._launch.nodes
             facts = {"nodes": nodes, "of_nodes": self._launch.nodes, "ranks": ranks, "overrides": list(overrides)}
-            with contextlib.closing(EventLog(self._folder.events)) as log:
+            with EventLog(self._folder.events) as log:
                 log.write(events.LAYOUT, **facts, reason="memory" if self.adapted else "nodes" if layout else "")
         return overrides
 

@@ -40,7 +40,7 @@ def leading(
     """Lead a job: listen for other nodes, and part from them with the error that ends the block, if it is one of the
     run. signals: catches the stop signals to this process from here on. The others as for JobOnNodes."""
     signals.catch()  # this process may step down, and ranks that trained need an end of their run in the event log
-    with contextlib.closing(EventLog(folder.events)) as log:
+    with EventLog(folder.events) as log:
         record_lost_leader(folder, log.write, say)
         running = JobOnNodes(folder, here, launch, layouts, terms=terms, facts=facts, say=say, record=log.write)
         try:

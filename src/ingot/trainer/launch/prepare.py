@@ -1,7 +1,6 @@
 """The way from the arguments of `ingot train` to a run folder in which ranks can start: find the run, check everything,
 record what the user accepted. No torch."""
 
-import contextlib
 import os
 import shutil
 import time
@@ -189,7 +188,7 @@ class RunRequest:
         return JobResult(exit_code=EXIT_OK, step=step, saved_step=step, restarts=0, seconds=0.0, run=folder.root)
 
     def _log(self, kind: str, **facts) -> None:
-        with contextlib.closing(EventLog(self.folder.events)) as log:
+        with EventLog(self.folder.events) as log:
             log.write(kind, **facts)
 
     def _ended(self, changes: Sequence[SettingChange], say: Callable[[str], None]) -> JobResult | None:

@@ -88,7 +88,7 @@ def fetch_checkpoint(
         lease.take()
         received = tier.fetch(step)
         moved = Moved(step=step, kind=kind, bytes=received, store=tier.url, seconds=time.perf_counter() - began)
-        with contextlib.closing(EventLog(folder.events)) as log:
+        with EventLog(folder.events) as log:
             about = {"what": kind, "store": tier.url, "bytes": received, "seconds": moved.seconds}
             log.write(events.CHECKPOINT_FETCHED, step=step, **about)
         remove_leftovers(folder)  # the copy that was replaced

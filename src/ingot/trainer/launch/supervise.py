@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Collection
 from dataclasses import replace
 
-from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError, RunBusyError
+from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError, ResourceError, RunBusyError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.launch import Launch
@@ -33,6 +33,7 @@ from ingot.trainer.resilience.stop_requests import DRAIN, PLANNED, REQUESTED, RE
 
 _LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
 _POLL_SECONDS = 0.05
+_ROOM_SECONDS = 5.0  # for a full disk to have room for the record of a fault
 
 
 def supervise(
@@ -64,7 +65,7 @@ def supervise(
     stopping = Stopping(folder, StopRequests(None, launch, started if began is None else began), say)
     job = _SupervisedJob(folder, running, launch, lease, watch, stopping, say)
     try:
-        with handlers(stopping.signal):
+        with job.log, handlers(stopping.signal):
             while received:
                 stopping.signal(received.pop(0))
             job.run()
@@ -96,7 +97,7 @@ class _SupervisedJob:
     ):
         self._folder, self._running, self._launch = folder, running, launch
         self._lease, self._watch, self._stopping, self._say = lease, watch, stopping, say
-        self._log, self._seen = EventLog(folder.events), EventLogReader(folder.events)
+        self.log, self._seen = EventLog(folder.events), EventLogReader(folder.events)
         self._earlier = running.earlier()
         self._restarts = Restarts(launch, earlier=self._earlier.restarts if self._earlier else ())
         self._attempt = 0
@@ -135,7 +136,6 @@ class _SupervisedJob:
                 assert self._lease is not None
                 remove_saves_of(self._folder, self._lease.epoch)
             with contextlib.suppress(OSError):  # the folder may be lost, which another error says
-                self._log.close()
                 if not lost:  # otherwise it is the next job's
                     self._folder.stop_request.unlink(missing_ok=True)
 
@@ -241,13 +241,13 @@ class _SupervisedJob:
             return False
         self._prepare_restart()
         step, kept = self._saved_step(), len(self._kept)
-        self._log.write(events.PLANNED_RESTART, reason=ended.reason, step=step, kept=kept)
+        self.log.write(events.PLANNED_RESTART, reason=ended.reason, step=step, kept=kept)
         return True
 
     def _restarts_after(self, incident: JobIncident) -> bool:
         self._record_fault(incident)
         if incident.error is None:
-            self._log.require_room()  # a full disk may be the cause, for whose record a rank had no room either
+            self._require_room(incident)
         incident = _with_next_measure(self._running.respond(incident))
         wait = 0.0
         try:
@@ -261,9 +261,22 @@ class _SupervisedJob:
         most, count = self._launch.max_restarts, self._restarts.count
         facts = {"wait_seconds": wait, "kept": len(self._kept), "step": incident.step, "signature": incident.signature}
         facts["adapted"] = incident.adapted
-        self._log.write(events.RESTART, attempt=count, of=most, **facts)
+        self.log.write(events.RESTART, attempt=count, of=most, **facts)
         report(self._say, _fault_line(incident, self._saved_step(), self._restarts.recent, most, wait, self._kept))
         return not self._stopped_while_waiting(wait)
+
+    def _require_room(self, incident: JobIncident) -> None:
+        """Wait for room for the record of a fault. Raises ResourceError if there is none: a full disk may be the cause,
+        for whose record a rank had no room either, and a restart would not be recorded."""
+        until = time.monotonic() + _ROOM_SECONDS
+        while True:
+            try:
+                return self.log.require_room()
+            except ResourceError:
+                if time.monotonic() >= until:
+                    report(self._say, f"{_now()} {_who(incident)} {incident.cause} near step {incident.step}")
+                    raise
+            time.sleep(_POLL_SECONDS)
 
     def _prepare_restart(self) -> None:
         require_checkpoints(self._folder, self._seen.saved or 0)
@@ -285,7 +298,7 @@ class _SupervisedJob:
         return False
 
     def _record_fault(self, incident: JobIncident) -> None:
-        self._log.write(
+        self.log.write(
             events.FAULT,
             rank=incident.rank if incident.rank >= 0 else None,
             failure=incident.kind,
@@ -307,7 +320,7 @@ class _SupervisedJob:
         seen.saved = resume_step(self._folder)  # a rank that was killed may not have reported its last save
         seen.step = max(seen.step, seen.saved)
         reason = stopping.request.reason if stopping.request else REQUESTED
-        self._log.write(events.STOPPED, step=seen.step, reason=reason, saved_step=seen.saved)
+        self.log.write(events.STOPPED, step=seen.step, reason=reason, saved_step=seen.saved)
         if stopping.interrupted:
             raise KeyboardInterrupt(
                 f"step {seen.saved} is the newest checkpoint of the {seen.step} steps that were trained"
@@ -327,6 +340,10 @@ def _with_next_measure(incident: JobIncident) -> JobIncident:
     return replace(incident, adapted=True, cause=cause)
 
 
+def _who(incident: JobIncident) -> str:
+    return f"rank {incident.rank}" if incident.rank >= 0 else "the job"
+
+
 def _now() -> str:
     return time.strftime("%H:%M:%S")
 
@@ -334,12 +351,11 @@ def _now() -> str:
 def _fault_line(
     incident: JobIncident, saved_step: int, recent: int, max_restarts: int, wait: float, kept: Collection[int]
 ) -> str:
-    who = f"rank {incident.rank}" if incident.rank >= 0 else "the job"
     stacks = f" (stacks in {incident.evidence})" if incident.evidence else ""
     number = "" if incident.adapted else f" ({recent} of {max_restarts})"
     keep = "; 1 rank keeps its process" if len(kept) == 1 else f"; {len(kept)} ranks keep their processes"
     return (
-        f"{_now()} {who} {incident.cause} near step {incident.step}{stacks}; "
+        f"{_now()} {_who(incident)} {incident.cause} near step {incident.step}{stacks}; "
         f"restarting from step {saved_step}{f' in {wait:.0f} s' if wait else ''}{number}"
         f"{keep if kept else ''}"
     )

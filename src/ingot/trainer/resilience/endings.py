@@ -81,7 +81,8 @@ def guarded(folder: RunFolder, rank: int) -> Iterator[None]:
             with contextlib.suppress(OSError):  # the error matters more than its record, for which a disk may be full
                 _write(folder, _ending_of(rank, error))
         raise
-    _write(folder, RankEnding(rank=rank, time=time.time()))
+    with full_disk_named(folder.root):
+        _write(folder, RankEnding(rank=rank, time=time.time()))
 
 
 def _ending_of(rank: int, error: BaseException) -> RankEnding:

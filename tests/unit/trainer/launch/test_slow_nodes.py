@@ -1,6 +1,5 @@
 """Slow nodes of a job: launchers of this machine, whose ranks are reported as slow by the test."""
 
-import contextlib
 import json
 import os
 import signal
@@ -25,7 +24,7 @@ def report(cluster, rank: int, **changes) -> None:
         assert time.monotonic() < ends
         found = read_events(cluster.folder.events, events.RANK_STARTED, events.RUN_STARTED)
         began = [event["kind"] for event in found if event.get("rank", 0) == 0]
-    with contextlib.closing(EventLog(cluster.folder.events)) as log:
+    with EventLog(cluster.folder.events) as log:
         log.write(events.STRAGGLER, step=90, rank=rank, **SLOW | changes)
 
 
