@@ -170,12 +170,28 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LADDER}::test_the_measures_hold_for_the_steps_that_hurt",),
     ),
     Mutant(
+        name="trouble-from-the-first-row-on",
+        what="a measure after a roll-back leaves out the earlier steps whose data were passed before",
+        file="trainer/guard/ladder.py",
+        before="            firsts.append(one.first + 1 if one.action in (EARLIER, LOWER) else one.first)\n            if one",
+        after="            firsts = [one.first]\n            if one",
+        tests=(f"{_LADDER}::test_the_measures_hold_for_the_steps_that_hurt",),
+    ),
+    Mutant(
         name="back-past-a-change",
         what="the run goes back to before an accepted change whose updates hurt, and the change holds for more steps",
         file="trainer/guard/ladder.py",
         before="return max(proven, self._changed_after) if self._changed_after < first - 1 else proven",
         after="return proven",
         tests=(f"{_LADDER}::test_the_run_goes_back_to_an_accepted_change_not_behind_it",),
+    ),
+    Mutant(
+        name="change-unknown-to-the-guard",
+        what="the guard does not know after which step an accepted change holds",
+        file="trainer/restore.py",
+        before="changed=changed, new_window=new_window, changed_after=since)",
+        after="changed=changed, new_window=new_window)",
+        tests=(f"{_RUNS}::test_the_run_goes_back_to_the_step_of_an_accepted_change",),
     ),
     Mutant(
         name="level-of-a-change-accepted",

@@ -13,6 +13,7 @@ run that is killed then takes the same way.
 
 import math
 from collections.abc import Callable, Sequence, Set
+from dataclasses import replace
 from itertools import chain
 
 from ingot.errors import RunFailed
@@ -144,17 +145,14 @@ class Ladder:
                 skipped = sum(step >= began - 1 for step in self._skipped) or skipped
             proven_to = min(proven_to, self._proven_to(began))
             first = max(began - 1, 1)
-        lower = {"lr_factor": self.guard.lr_factor, "clip_factor": self.guard.clip_factor}
-        return Measure(
-            action=action,
-            first=first,
-            last=last,
-            found=found,
-            skipped=skipped,
-            proven_to=proven_to,
-            lr=self.lr,
-            **(lower | {"lr_last": last + self.guard.lr_steps} if action == LOWER else {}),
+        measure = Measure(
+            action=action, first=first, last=last, found=found, skipped=skipped, proven_to=proven_to, lr=self.lr
         )
+        if action != LOWER:
+            return measure
+        guard = self.guard
+        lr_last = last + guard.lr_steps
+        return replace(measure, lr_factor=guard.lr_factor, clip_factor=guard.clip_factor, lr_last=lr_last)
 
     def _proven_to(self, first: int) -> int:
         """Return up to which step a checkpoint has guard.proven_steps of training before trouble from step `first` on.

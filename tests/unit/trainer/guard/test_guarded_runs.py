@@ -181,6 +181,21 @@ def test_steps_that_hurt_once_are_trained_again(fork_ranks, make_run):
     assert files_of(found) == files_of(calm)
 
 
+def test_the_run_goes_back_to_the_step_of_an_accepted_change(fork_ranks, make_run):
+    """No further, so the change holds from there on; also in a later attempt. The measures have the new rate."""
+    folder = make_run(steps=24, guard=GUARD, lr=2e-2)
+    train_with(fork_ranks, folder, (), ranks=1, until_step=14)
+    config = load_run(folder.config)
+    accept(folder, replace(config, optim=replace(config.optim, lr=1e-2)), "optim.lr")
+    train_with(fork_ranks, folder, (), ranks=1, until_step=15)
+    train_with(fork_ranks, folder, {16, 17, 18}, ranks=1)
+    assert [e["to_step"] for e in of_kind(folder, "rolled_back")] == [14, 14]
+    assert [(one.action, one.first, one.lr) for one in read_measures(folder.guard)] == [
+        (AGAIN, 16, 1e-2),
+        (PASS, 16, 1e-2),
+    ]
+
+
 def test_an_update_that_harmed_the_weights_is_undone(fork_ranks, make_run, monkeypatch):
     """A learning rate of fifty times in step 15 shows from step 16 on. Its checkpoint is suspect, and an older one is
     used: the run ends as one that was directed to pass the steps. If none is proven, the newest is taken."""

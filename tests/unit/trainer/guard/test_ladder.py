@@ -34,6 +34,7 @@ from ingot.schema.guard_record import (
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.step_ranges import StepSpan, among
 from ingot.trainer.guard.ladder import Ladder
+from ingot.trainer.no_checkpoint import no_checkpoint
 
 SPIKE, NAN = "loss spike", "gradient not finite"
 
@@ -192,6 +193,10 @@ def test_the_measures_hold_for_the_steps_that_hurt(tmp_path):
     assert found[:2] == [(AGAIN, 852, 854, 842), (PASS, 842, 844, 832)]
     assert found[2:] == [(EARLIER, 841, 847, 832), (LOWER, 841, 850, 832)]
     assert [lr_factor(ladder.measures, step, 0.1) for step in (840, 841, 1050, 1051)] == [1, 0.5, 0.5, 1]
+    other = ladder_of(tmp_path)
+    for first in (852, 852, 846, 842):
+        assert ask(other, first, "xxx") is Verdict.ROLL_BACK
+    assert [(one.first, one.last) for one in other.measures] == [(852, 854), (852, 854), (845, 848), (841, 844)]
 
 
 @pytest.mark.parametrize("seed", range(4))
@@ -306,3 +311,13 @@ def test_the_record_of_a_checkpoint_completes_that_of_the_folder(tmp_path):
     assert ladder._judge.forgotten == 0
     ladder.restore(GuardState(measures=(old, new)), changed=True, new_window=True)
     assert ladder._judge.forgotten == 1 and ladder.state().row == ()
+
+
+def test_without_a_checkpoint_the_error_names_the_cause_and_the_rate(tmp_path):
+    """The facts have the measure with which the launcher begins again; after damage there is none."""
+    measure = Measure(action=PASS, first=2, last=4, found=(NAN,), lr=0.5)
+    error = no_checkpoint(RunFolder(tmp_path), 0.5, measure)
+    assert (error.code, error.facts["measure"], error.facts["step"]) == ("E-ROLLBACK-NO-CHECKPOINT", PASS, 2)
+    assert f"ingot explain nan {tmp_path} --step 2." in error.fix
+    assert f"ingot train {tmp_path} --set optim.lr=0.05 --accept-change optim.lr." in error.fix
+    assert "measure" not in no_checkpoint(RunFolder(tmp_path), 0.5, None).facts
