@@ -173,8 +173,8 @@ MUTANTS: list[Mutant] = [
         name="trouble-from-the-first-row-on",
         what="a measure after a roll-back leaves out the earlier steps whose data were passed before",
         file="trainer/guard/ladder.py",
-        before="            firsts.append(one.first + 1 if one.action in (EARLIER, LOWER) else one.first)\n            if one",
-        after="            firsts = [one.first]\n            if one",
+        before="firsts.append(one.first + 1 if one.action in (EARLIER, LOWER) else one.first)",
+        after="firsts = [one.first]",
         tests=(f"{_LADDER}::test_the_measures_hold_for_the_steps_that_hurt",),
     ),
     Mutant(
