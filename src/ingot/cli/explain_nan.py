@@ -41,7 +41,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> None:
     terminal.say(f"{terminal.style(case.run.name, 'bold')}   {state}")
     terminal.say(f"step      {case.step}: {case.reason}")
     found = replay.replay(
-        args.run, case.step, skipped=case.skipped, device=args.device, say=terminal.say, progress=terminal.progress
+        args.run,
+        case.step,
+        skipped=case.skipped,
+        device=args.device,
+        say=terminal.say,
+        progress=terminal.progress,
+        way=case.way,
     )
     terminal.end_progress()
     causes = judge(case, found)

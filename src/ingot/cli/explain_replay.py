@@ -18,9 +18,10 @@ _DOCUMENTS, _LAYERS = 5, 6  # shown
 
 def replayed_facts(args: argparse.Namespace, found: "SpikeReport", terminal: Terminal) -> dict[str, Any]:
     """Replay the first step of `found`, show what it says, and return it as values of JSON."""
-    from dataclasses import asdict
+    from dataclasses import asdict, replace
 
-    from ingot.rehearse.replay import spike as replay
+    from ingot.rehearse.replay.spike import replay_spike
+    from ingot.report.diagnose.attempts import attempt_of, recorded_way
     from ingot.report.diagnose.spike import parts_at
     from ingot.report.diagnose.spike_verdict import document_losses, judge_spike, source_losses
     from ingot.report.diagnose.troubled import skipped_steps
@@ -28,21 +29,23 @@ def replayed_facts(args: argparse.Namespace, found: "SpikeReport", terminal: Ter
 
     batch, data = found.batches[0], gather(args.run)
     step = batch.step.step
+    attempt = attempt_of(data, step, batch.step.time)
     terminal.say("")
-    replayed = replay.replay_spike(
+    replayed = replay_spike(
         args.run,
         step,
-        skipped=skipped_steps(data, step),
+        skipped=skipped_steps(data, step, attempt.began),
         device=args.device,
         say=terminal.say,
         progress=terminal.progress,
+        way=recorded_way(data, attempt),
     )
     terminal.end_progress()
-    verdict = judge_spike(data, batch, replayed)
+    verdict = judge_spike(replace(data, steps=attempt.steps), batch, replayed, attempt)
     documents = document_losses(batch.parts, replayed)
     other = parts_at(args.run, replayed.other_step) if replayed.other_step else []
     sources = source_losses(batch.parts, other, replayed)
-    has_spike = verdict.cause not in ("hardware", "none")
+    has_spike = verdict.has_spike
     _show_losses(batch, documents, sources, replayed, terminal, has_spike=has_spike)
     _show_layers(replayed, terminal)
     _show_verdict(step, verdict, terminal)
@@ -72,7 +75,9 @@ def _show_losses(
     has_spike: bool,
 ) -> None:
     own, other = replayed.own, replayed.other_step
-    terminal.say(f"replayed  step {own.step}: loss {own.loss:.4g}, gradient norm {own.grad_norm:.4g}")
+    terminal.say(
+        f"replayed  step {own.step}: loss {own.loss:.4g}, gradient norm {own.grad_norm:.4g}, learning rate {own.lr:.3g}"
+    )
     if other:
         sizes = f"loss {replayed.other_loss:.4g}, gradient norm {replayed.other_grad_norm:.4g}"
         terminal.say(f"          the batch of step {other} on the same weights: {sizes}")
@@ -128,6 +133,7 @@ def _show_verdict(step: int, verdict: "SpikeVerdict", terminal: Terminal) -> Non
         "data": "data: this batch, and no other one on the same weights",
         "data and state": "data and state: this batch on these weights",
         "state": "state: these weights, whatever the batch",
+        "settings": "settings: an accepted change shortly before",
         "hardware": "hardware or layout: the replay has no spike",
         "none": "none: there is no spike",
         "unknown": "unknown",

@@ -110,7 +110,7 @@ def _show_batch(batch: "SpikeBatch", shown: dict[str, int], terminal: Terminal) 
             f"{step.later_grad_norm:.4g}"
         )
     _show_text(batch, terminal)
-    for text in batch.changes or ("nothing in the data changed at this step",):
+    for text in batch.changes or ("nothing in the data or the settings changed at this step",):
         terminal.say(f"changes   {printable(text)}")
     if len(batch.sources) > 1:
         shares = (f"{printable(name)} {own:.0%} ({usual:.0%})" for name, (own, usual) in batch.sources.items())

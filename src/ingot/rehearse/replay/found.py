@@ -1,9 +1,30 @@
 """The results of a replay, as plain values. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Literal
 
 import numpy as np
+
+from ingot.schema.guard_record import Measure
+
+# -- what the log of the run has --
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedWay:
+    """The way of the run to one training of a step, as its log has it. rates: step -> its learning rate, with the
+    factors of the guard. measures: of the guard before it; None: all in the record that do not name the step. foreign:
+    the steps of checkpoints that are not on the way."""
+
+    rates: Mapping[int, float] = field(default_factory=dict)
+    measures: Sequence[Measure] | None = None
+    foreign: Collection[int] = ()
+
+
+LAST_WAY = RecordedWay()  # to the last training of the step, with the rates of the run file
+
+# -- a step that is not finite --
 
 Phase = Literal["", "forward", "backward", "gradient norm", "update"]
 

@@ -1,7 +1,7 @@
 """Open a run for a replay in one process: its newest checkpoint before a step, and its batches from there on."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,9 +10,10 @@ from torch import Tensor
 
 from ingot.errors import CheckpointError
 from ingot.rehearse.replay.config import one_process
+from ingot.rehearse.replay.found import LAST_WAY, RecordedWay
 from ingot.rng import derive
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.guard_record import Measure, read_measures
+from ingot.schema.guard_record import Measure, lr_factor, read_measures
 from ingot.schema.quarantine_record import continued, read_quarantine
 from ingot.schema.run import RunConfig, setting_changes
 from ingot.schema.run_folder import RunFolder
@@ -26,6 +27,7 @@ from ingot.trainer.heldout import data_path
 from ingot.trainer.launch.here import own_process
 from ingot.trainer.loader.loader import Loader
 from ingot.trainer.mesh.start import start
+from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import Unwatched
 from ingot.trainer.restore import open_loader
@@ -55,7 +57,8 @@ class OpenedReplay:
 
     parts: of its step, with the state of the checkpoint. loader: its batches from step first + 1 on. first: the step of
     the checkpoint; 0: the first weights. older: usable or damaged checkpoints before it. unused: why newer ones are not
-    used. notes: differences between replay and run, as sentences.
+    used. notes: differences between replay and run, as sentences. rates: step -> its learning rate in the run, where the
+    log has it.
     """
 
     parts: StepParts
@@ -66,27 +69,44 @@ class OpenedReplay:
     older: list[ListedCheckpoint]
     unused: tuple[str, ...]
     notes: tuple[str, ...]
+    rates: Mapping[int, float]
+
+    def rate_of(self, step: int) -> float:
+        """Return the learning rate of `step`: that of the log, else by the schedule and the factors of the guard."""
+        if step in self.rates:
+            return self.rates[step]
+        config = self.parts.config
+        schedule = learning_rate(config.train.steps, config.optim.lr, config.schedule)
+        return schedule(step) * lr_factor(self.policy.measures(), step)
 
 
 @contextlib.contextmanager
 def open_replay(
-    root: Path, wanted: int, *, skipped: Iterable[int], device: str, say: Callable[[str], None]
+    root: Path,
+    wanted: int,
+    *,
+    skipped: Iterable[int],
+    device: str,
+    say: Callable[[str], None],
+    way: RecordedWay = LAST_WAY,
 ) -> Iterator[OpenedReplay]:
     """Open the run folder `root` at the newest usable checkpoint before step `wanted`, in this process.
 
-    skipped: the steps whose updates the run skipped. device: "auto", "cpu" or "cuda". The run may still be training.
-    Raises ConfigError for a run file that cannot be used here, ResourceError if this machine has too little memory.
+    skipped: the steps whose updates the run skipped. device: "auto", "cpu" or "cuda". way: of the run to this training
+    of the step. The run may still be training. Raises ConfigError for a run file that cannot be used here,
+    ResourceError if this machine has too little memory.
     """
     folder = RunFolder(root)
     config, notes = one_process(load_run(folder.config), device, say)
-    # Those taken because of the step are from after it was trained.
-    measures = [one for one in read_measures(folder.guard) if not one.first <= wanted <= one.last]
+    measures = way.measures
+    if measures is None:  # those taken because of the step are from after it was trained
+        measures = [one for one in read_measures(folder.guard) if not one.first <= wanted <= one.last]
     policy = RecordedSkips(skipped, measures)
     with contextlib.ExitStack() as stack:
         stack.enter_context(own_process({}, alone=True))
         place = start(config.train.device, config.launch.timeout_seconds, tf32=config.train.tf32)
         torch.manual_seed(derive(config.seed, "torch", 0))
-        checkpoint, manifest, older, unused = _newest(folder, wanted)
+        checkpoint, manifest, older, unused = _newest(folder, wanted, way.foreign)
         parts = build_parts(config, place.device, folder.root, policy, continues=checkpoint is not None)
         stack.callback(parts.optimizer.close)
         stack.callback(parts.model.close)
@@ -112,6 +132,7 @@ def open_replay(
             older=older,
             unused=unused,
             notes=tuple(notes),
+            rates=way.rates,
         )
         del parts
         try:
@@ -121,7 +142,7 @@ def open_replay(
 
 
 def _newest(
-    folder: RunFolder, wanted: int
+    folder: RunFolder, wanted: int, foreign: Collection[int]
 ) -> tuple[ListedCheckpoint | None, CheckpointManifest | None, list[ListedCheckpoint], tuple[str, ...]]:
     """Return the newest usable checkpoint before step `wanted` with its manifest, the older ones, and why newer ones
     were not used."""
@@ -131,6 +152,9 @@ def _newest(
         try:
             if one.damage:
                 unused.append(f"the checkpoint of step {one.step}: {one.damage}")
+                continue
+            if one.step in foreign:
+                unused.append(f"the checkpoint of step {one.step}: the run trained it again, after it had gone back")
                 continue
             return one, verify_tensors(one.path), before[number + 1 :], tuple(unused)
         except CheckpointError as error:

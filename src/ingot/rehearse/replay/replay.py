@@ -13,16 +13,22 @@ import torch
 from torch import Tensor
 
 from ingot.errors import CheckpointError
-from ingot.rehearse.replay.found import NotFiniteOrigin, Phase, Replayed, ReplayedStep, TensorRange
-from ingot.rehearse.replay.opened import RecordedSkips, open_replay
+from ingot.rehearse.replay.found import (
+    LAST_WAY,
+    NotFiniteOrigin,
+    Phase,
+    RecordedWay,
+    Replayed,
+    ReplayedStep,
+    TensorRange,
+)
+from ingot.rehearse.replay.opened import OpenedReplay, open_replay
 from ingot.rehearse.replay.watch import FiniteWatch, is_finite, range_of
-from ingot.schema.guard_record import lr_factor
 from ingot.trainer.checkpoint.manifest import ListedCheckpoint, verify_tensors
 from ingot.trainer.checkpoint.reader import read_blocks
 from ingot.trainer.checkpoint.state import StateBlock
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.optim.gradients import gradient_norm
-from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import StepParts
 from ingot.trainer.step import forward_backward, loss_scale, update
 
@@ -40,17 +46,19 @@ def replay(
     device: str = "auto",
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[float, str], None] = lambda fraction, text: None,
+    way: RecordedWay = LAST_WAY,
 ) -> Replayed:
     """Replay the run folder `root` from the newest usable checkpoint before step `wanted`, up to MORE_STEPS beyond it.
 
-    skipped: the steps whose updates the run skipped. device: "auto", "cpu" or "cuda". The run may still be training.
-    Raises ConfigError for a run file that cannot be used here, ResourceError if this machine has too little memory,
+    skipped: the steps whose updates the run skipped. device: "auto", "cpu" or "cuda". way: of the run to this training
+    of the step, with its learning rates. The run may still be training. Raises ConfigError for a run file that cannot
+    be used here, ResourceError if this machine has too little memory,
     DataError for damaged tokens, CheckpointError if a checkpoint vanishes meanwhile.
     """
-    with open_replay(root, wanted, skipped=skipped, device=device, say=say) as opened:
+    with open_replay(root, wanted, skipped=skipped, device=device, say=say, way=way) as opened:
         config, parts = opened.parts.config, opened.parts
         bad = _bad_state(parts)
-        player = _Player(parts, opened.policy, say, progress, watch_state=not bad)
+        player = _Player(opened, say, progress, watch_state=not bad)
         player.play(opened.loader, opened.first, wanted)
         found = Replayed(
             checkpoint=opened.first,
@@ -110,17 +118,15 @@ class _Player:
 
     def __init__(
         self,
-        parts: StepParts,
-        policy: RecordedSkips,
+        opened: OpenedReplay,
         say: Callable[[str], None],
         progress: Callable[[float, str], None],
         *,
         watch_state: bool,
     ):
-        config = parts.config
-        self.parts, self.policy, self._say, self._progress = parts, policy, say, progress
+        self.parts, self.policy, self._rate_of = opened.parts, opened.policy, opened.rate_of
+        self._say, self._progress = say, progress
         self._watch_state = watch_state  # else it was not finite before
-        self._rate = learning_rate(config.train.steps, config.optim.lr, config.schedule)
         self.steps: list[ReplayedStep] = []
         self.bad_state: tuple[TensorRange, ...] = ()
         self.step = 0
@@ -150,8 +156,7 @@ class _Player:
 
     def _ends(self, batch: Batch, wanted: int) -> bool:
         """Run one step, and return whether something of it is not finite that the run did not go over."""
-        parts, measures = self.parts, self.policy.measures()
-        lr = self._rate(batch.step) * lr_factor(measures, batch.step, parts.config.optim.lr)
+        parts, lr = self.parts, self._rate_of(batch.step)
         self.policy.step = batch.step
         scales = [(one, one.clone()) for one in (parts.loss_scale.state().values() if parts.loss_scale else ())]
         sampled = _samples(parts)

@@ -14,13 +14,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from ingot.rehearse.replay.found import LayerNorms, ReplayedSpike, ReplayedStep
+from ingot.rehearse.replay.found import LAST_WAY, LayerNorms, RecordedWay, ReplayedSpike, ReplayedStep
 from ingot.rehearse.replay.opened import OpenedReplay, open_replay
-from ingot.schema.guard_record import lr_factor
 from ingot.trainer.integrity.recompute import unnoticed
 from ingot.trainer.loader.loader import Batch, Loader
 from ingot.trainer.optim.gradients import gradient_norm
-from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import StepParts
 from ingot.trainer.step import forward_backward, loss_scale, update
 
@@ -36,14 +34,16 @@ def replay_spike(
     device: str = "auto",
     say: Callable[[str], None] = lambda line: None,
     progress: Callable[[float, str], None] = lambda fraction, text: None,
+    way: RecordedWay = LAST_WAY,
 ) -> ReplayedSpike:
     """Replay the run folder `root` from the newest usable checkpoint before step `wanted`, up to this step.
 
-    skipped: the steps whose updates the run skipped. device: "auto", "cpu" or "cuda". The run may still be training.
-    Raises ConfigError for a run file that cannot be used here, ResourceError if this machine has too little memory,
+    skipped: the steps whose updates the run skipped. device: "auto", "cpu" or "cuda". way: of the run to this training
+    of the step, with its learning rates. The run may still be training. Raises ConfigError for a run file that cannot
+    be used here, ResourceError if this machine has too little memory,
     DataError for damaged tokens, CheckpointError if a checkpoint vanishes meanwhile.
     """
-    with open_replay(root, wanted, skipped=skipped, device=device, say=say) as opened:
+    with open_replay(root, wanted, skipped=skipped, device=device, say=say, way=way) as opened:
         return _SpikePlayer(opened, wanted, say, progress).play()
 
 
@@ -59,8 +59,6 @@ class _SpikePlayer:
     ):
         self.opened, self.wanted, self._say, self._progress = opened, wanted, say, progress
         self.parts, self.policy = opened.parts, opened.policy
-        config = self.parts.config
-        self._rate = learning_rate(config.train.steps, config.optim.lr, config.schedule)
         self._norms: dict[str, float] = {}
         self.policy.look = self._look
 
@@ -130,8 +128,7 @@ class _SpikePlayer:
         return steps, norms
 
     def _step(self, batch: Batch) -> ReplayedStep:
-        parts, measures = self.parts, self.policy.measures()
-        lr = self._rate(batch.step) * lr_factor(measures, batch.step, parts.config.optim.lr)
+        parts, lr = self.parts, self.opened.rate_of(batch.step)
         self.policy.step = batch.step
         result = update(parts, batch.step, forward_backward(parts, batch), lr)
         assert result.skipped is not None

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ingot.errors import DataMissing
+from ingot.rehearse.replay.found import RecordedWay
+from ingot.report.diagnose.attempts import attempt_of, recorded_way
 from ingot.report.diagnose.troubled import skipped_steps
 from ingot.report.facts import RunData, gather, no_run_folder
 from ingot.schema.accepted import rate_to_try
@@ -38,7 +40,7 @@ class NotFiniteCase:
     step: that step. reason: how it was found, as text. logged: the steps of the log up to it, the newest WINDOW of them
     and it. largest: the logged step before it with the largest loss; None if there is none. guess: the loss of a
     uniform guess, ln(vocabulary). healthy: the log has nothing against the step.
-    skipped: the steps whose updates the run skipped, in the attempt of the step.
+    skipped: the steps whose updates the run skipped, in the attempt of the step. way: of the run to the step.
     running: a process trains the run now. rate_to_try: the value of optim.lr to continue with if it is too high.
     """
 
@@ -51,6 +53,7 @@ class NotFiniteCase:
     guess: float
     healthy: bool
     skipped: tuple[int, ...]
+    way: RecordedWay
     running: bool
     rate_to_try: float
 
@@ -85,6 +88,7 @@ def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
         healthy=any(one.step == found and one.is_finite and one.loss <= EXPLODED * guess for one in logged)
         and found not in _unsaved(data),
         skipped=tuple(own for own in skipped_steps(data, found) if own < found),
+        way=recorded_way(data, attempt_of(data, found)),
         running=is_locked(data.folder.lock),
         rate_to_try=rate_to_try(data.folder.accepted, data.run.optim.lr),
     )

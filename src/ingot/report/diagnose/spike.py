@@ -14,6 +14,7 @@ import numpy as np
 
 from ingot.data.lineage.purge.history import TokenLayout
 from ingot.errors import DataError, DataMissing, IngotError, UsageError
+from ingot.report.diagnose.attempts import attempt_of
 from ingot.report.diagnose.batch_text import BatchText, describe_batch
 from ingot.report.diagnose.data_changes import SourceChange, changes_at, shares_of_sources, source_change
 from ingot.report.diagnose.document_signs import (
@@ -69,10 +70,11 @@ class BatchDocument:
 
 @dataclass(frozen=True, kw_only=True)
 class SpikeBatch:
-    """A step and its documents, the most suspicious first. changes: in words, what changed in the data at or shortly
-    before the step. sources: source -> its share of the tokens of the step, and of the healthy ones. source_change: of
-    the mixture, shortly before the step; None: there is none. text: the lengths and repetitions of the batch. lr: the
-    learning rate of the step in the log, NaN if it is not there. parts: of documents, in the order of the batch."""
+    """A step and its documents, the most suspicious first. changes: in words, what changed in the settings and
+    in the data at or shortly before the step. sources: source -> its share of the tokens of the step, and of healthy
+    ones. source_change: of the mixture, shortly before the step; None: there is none. text: the lengths and repetitions
+    of the batch. lr: the learning rate of this training of the step in the log, NaN if it is not there. parts: of
+    documents, in the order of the batch."""
 
     step: TroubledStep
     documents: tuple[BatchDocument, ...]
@@ -126,16 +128,18 @@ def explain_spike(root: Path, step: int | None = None, progress: Progress | None
     explained = []
     for number, one in enumerate(chosen):
         report(0.5 + 0.5 * number / len(chosen), f"step {one.step}")
-        own = parts[one.step]
+        own, attempt = parts[one.step], attempt_of(data, one.step, one.time)
+        level = batches.tokens.config.guard.level
+        settings = (str(change) for change in attempt.changes if change.step >= one.step - level and change.shown)
         explained.append(
             SpikeBatch(
                 step=one,
                 documents=batches.documents(own, healthy, origin),
-                changes=tuple(changes_at(batches.tokens, batches.order, one.step)),
+                changes=(*settings, *changes_at(batches.tokens, batches.order, one.step)),
                 sources=shares_of_sources(own, healthy.parts),
                 source_change=source_change(batches.tokens, batches.order, one.step),
                 text=batches.text(own),
-                lr=data.steps.get(one.step, {}).get("lr", math.nan),
+                lr=attempt.rates.get(one.step, math.nan),
                 parts=tuple(own),
             )
         )

@@ -13,12 +13,14 @@ from typing import Literal
 import numpy as np
 
 from ingot.rehearse.replay.found import ReplayedSpike
+from ingot.report.diagnose.attempts import ChangedSetting, StepAttempt
+from ingot.report.diagnose.changed_settings import blamed, changes_before, way_back
 from ingot.report.diagnose.spike import SpikeBatch
 from ingot.report.diagnose.troubled import usual_levels
 from ingot.report.facts import RunData
 from ingot.report.lineage.trace import DocumentPart
 
-SpikeCause = Literal["data", "data and state", "state", "hardware", "none", "unknown"]
+SpikeCause = Literal["data", "data and state", "state", "settings", "hardware", "none", "unknown"]
 HALF = 0.5  # of the size of a spike
 _LEAST_NORM = math.log(2)  # a gradient norm below twice the usual one is no spike
 
@@ -26,6 +28,7 @@ _LEAST_NORM = math.log(2)  # a gradient norm below twice the usual one is no spi
 @dataclass(frozen=True, kw_only=True)
 class SpikeVerdict:
     """The verdict on a step. measure: by what it was judged. reasons: what was found, as sentences. advice: what to do.
+    has_spike: the replay has the spike, too.
 
     usual_loss, usual_grad_norm: the medians of the healthy steps of the log before. departs: the first replayed step
     whose numbers are not those of the log, by a tenth of the spike or more; 0: none.
@@ -36,6 +39,7 @@ class SpikeVerdict:
     usual_loss: float
     usual_grad_norm: float
     departs: int
+    has_spike: bool
     reasons: tuple[str, ...]
     advice: tuple[str, ...]
 
@@ -62,8 +66,13 @@ class ReplayedSource:
     other: float
 
 
-def judge_spike(data: RunData, batch: SpikeBatch, replayed: ReplayedSpike) -> SpikeVerdict:
-    """Return the verdict on the step of `batch`, from the log of its run and the replay of the step."""
+def judge_spike(
+    data: RunData, batch: SpikeBatch, replayed: ReplayedSpike, attempt: StepAttempt | None = None
+) -> SpikeVerdict:
+    """Return the verdict on the step of `batch`, from the log of its run and the replay of the step.
+
+    attempt: this training of the step, whose steps `data` has; None: no setting changed on the way.
+    """
     assert data.run is not None
     step, own = batch.step, replayed.own
     usual_loss, usual_norm = usual_levels(data, step.step, data.run.guard.level)
@@ -78,6 +87,10 @@ def judge_spike(data: RunData, batch: SpikeBatch, replayed: ReplayedSpike) -> Sp
         other = math.inf
     departs = _departs(data, replayed, HALF * abs(size) / 5, by_norm)
     cause, reasons = _cause(data, replayed, size, shown, other, by_norm)
+    has_spike = cause not in ("hardware", "none")
+    changed = changes_before(data, batch, replayed, attempt) if attempt else []
+    if changed and cause in ("state", "data and state", "hardware"):
+        cause, reasons = "settings", (*reasons, *(blamed(one, step.step) for one in changed))
     logged_value, replay_value = (step.grad_norm, own.grad_norm) if by_norm else (step.loss, own.loss)
     what = "gradient norm" if by_norm else "loss"
     usual = usual_norm if by_norm else usual_loss
@@ -91,8 +104,9 @@ def judge_spike(data: RunData, batch: SpikeBatch, replayed: ReplayedSpike) -> Sp
         usual_loss=usual_loss,
         usual_grad_norm=usual_norm,
         departs=departs,
+        has_spike=has_spike,
         reasons=(first, *reasons),
-        advice=tuple(_advice(cause, data, batch, replayed)),
+        advice=tuple(_advice(cause, data, batch, replayed, changed)),
     )
 
 
@@ -154,7 +168,13 @@ def _departs(data: RunData, replayed: ReplayedSpike, least: float, by_norm: bool
     return 0
 
 
-def _advice(cause: SpikeCause, data: RunData, batch: SpikeBatch, replayed: ReplayedSpike) -> list[str]:
+def _advice(
+    cause: SpikeCause,
+    data: RunData,
+    batch: SpikeBatch,
+    replayed: ReplayedSpike,
+    changed: Sequence[ChangedSetting],
+) -> list[str]:
     assert data.run is not None
     root, step = data.folder.root, batch.step
     lower = f"lower the learning rate (optim.lr, now {data.run.optim.lr:.2g}), or optim.clip_norm"
@@ -171,7 +191,11 @@ def _advice(cause: SpikeCause, data: RunData, batch: SpikeBatch, replayed: Repla
     if cause in ("state", "data and state"):
         found.append(lower)
     if cause == "state":
-        found.append(f"continue from a checkpoint before the loss rose: ingot ckpt ls {root}")
+        found.append(
+            f"go back to a checkpoint before the loss rose (ingot ckpt ls {root}): ingot ckpt rewind {root} --to STEP"
+        )
+    if cause == "settings":
+        found += way_back(root, changed, replayed.checkpoint)
     if cause == "hardware":
         undone = f"nothing to undo: the run went back, and trained the step again with a loss of {step.later_loss:.4g}"
         found = [

@@ -11,7 +11,8 @@ from ingot.report.facts import RunData
 class TroubledStep:
     """A step in which the run found trouble. found: the kinds. loss, grad_norm: NaN if they are not in the log.
     loss_sigmas, norm_sigmas: deviations above the median of healthy steps. skipped: its update was not made.
-    later_loss, later_grad_norm: of the same step when the run went back and trained it again; NaN if it did not."""
+    later_loss, later_grad_norm: of the same step when the run went back and trained it again; NaN if it did not.
+    time: of this training of the step, or just after it, in Unix seconds; infinite: the last one that the log has."""
 
     step: int
     found: tuple[str, ...]
@@ -22,6 +23,7 @@ class TroubledStep:
     skipped: bool = False
     later_loss: float = math.nan
     later_grad_norm: float = math.nan
+    time: float = math.inf
 
     @property
     def size(self) -> float:
@@ -47,6 +49,7 @@ def troubled_steps(data: RunData) -> list[TroubledStep]:
             skipped=bool(event.get("skipped")),
             later_loss=later.get("loss", math.nan),
             later_grad_norm=later.get("grad_norm", math.nan),
+            time=event["time"],
         )
         if own.step not in steps or own.size > steps[own.step].size:  # it may have been trained again
             steps[own.step] = own
@@ -71,10 +74,14 @@ def usual_levels(data: RunData, step: int, level: int) -> tuple[float, float]:
     return (median(losses) if losses else math.nan), (median(norms) if norms else math.nan)
 
 
-def skipped_steps(data: RunData, step: int) -> list[int]:
-    """Return the steps up to `step` whose updates are missing in the weights with which the run trained `step` last,
-    ascending: skipped, and not trained again after the run went back."""
-    reached = data.steps[step]["time"] if step in data.steps else math.inf
+def skipped_steps(data: RunData, step: int, reached: float = math.inf) -> list[int]:
+    """Return the steps up to `step` whose updates are missing in the weights with which the run trained `step`,
+    ascending: skipped, and not trained again after the run went back.
+
+    reached: the time of this training of the step; infinite: the last one.
+    """
+    if math.isinf(reached) and step in data.steps:
+        reached = data.steps[step]["time"]
     back = [(one["time"], one["from_step"]) for one in data.starts]
     back += [(one["time"], one["to_step"]) for one in data.roll_backs]
     # What is logged after the run left `step` again is of later weights. Its own log line may follow its numbers.

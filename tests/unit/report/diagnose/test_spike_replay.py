@@ -13,7 +13,8 @@ from tests.unit.report.diagnose.test_slow_runs import ARCH
 
 from ingot.cli.main import main
 from ingot.config import to_dict, to_toml
-from ingot.rehearse.replay.found import ReplayedSpike, ReplayedStep
+from ingot.rehearse.replay.found import RecordedWay, ReplayedSpike, ReplayedStep
+from ingot.report.diagnose.attempts import ChangedSetting, StepAttempt, attempt_of
 from ingot.report.diagnose.batch_text import BatchText
 from ingot.report.diagnose.spike import SpikeBatch
 from ingot.report.diagnose.spike_verdict import judge_spike
@@ -21,6 +22,7 @@ from ingot.report.diagnose.troubled import TroubledStep, skipped_steps
 from ingot.report.facts import RunData
 from ingot.schema.arch import Moe
 from ingot.schema.guard import Guard
+from ingot.schema.guard_record import Measure, write_measures
 from ingot.schema.run import Checkpoint, Data, Optim, RunConfig, Train, WatchSettings
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, Shard, TokenManifest, read_token_manifest
@@ -158,7 +160,9 @@ def test_the_other_batch_does_not_balance_experts(tmp_path):
     write_atomic(RunFolder(tmp_path / "run").config, to_toml(config))
     loads = []
     for plays in (False, True):
-        with open_replay(tmp_path / "run", 1, skipped=(), device="cpu", say=lambda line: None) as opened:
+        way = RecordedWay(rates={1: 0.25})
+        with open_replay(tmp_path / "run", 1, skipped=(), device="cpu", say=lambda line: None, way=way) as opened:
+            assert opened.rate_of(1) == 0.25 != opened.rate_of(2)
             if plays:
                 assert _SpikePlayer(opened, 1, lambda line: None, lambda *_: None).play().other_step == 2
             else:
@@ -184,7 +188,9 @@ CASES = [
 ]
 
 
-def judged(folder, logged, own, other, early, before=3.0, checkpoint=30, found=("loss spike",), later=MISSING):
+def judged(
+    folder, logged, own, other, early, before=3.0, checkpoint=30, found=("loss spike",), later=MISSING, way=None
+):
     config = RunConfig(
         name="r",
         model=SMALL,
@@ -208,7 +214,7 @@ def judged(folder, logged, own, other, early, before=3.0, checkpoint=30, found=(
         other_loss=other[0], other_grad_norm=other[1], other_nats=None, other_loss_after=other[0],
         early_loss=early[0], early_other_loss=early[1], layers=(), device="cpu", precision="fp32", notes=(),
     )  # fmt: skip
-    return judge_spike(data, batch, replayed)
+    return judge_spike(data, batch, replayed, way)
 
 
 @pytest.mark.parametrize(("cause", "logged", "own", "other", "early"), CASES)
@@ -247,6 +253,68 @@ def test_a_loss_that_is_not_finite_has_a_verdict(tmp_path, cause, own, other):
 def test_a_replay_that_leaves_the_log_before_the_step_is_no_replay_of_it(tmp_path, case):
     verdict = judged(tmp_path, *case[1:], before=4.0)
     assert verdict.departs == 39 and "from step 39 on" in verdict.reasons[-1]
+
+
+@pytest.mark.parametrize("case", [CASES[1], CASES[2], CASES[3]])
+@pytest.mark.parametrize(
+    ("step", "key", "before", "after", "blamed"),
+    [
+        (38, "optim.lr", 1e-3, 0.1, True),
+        (38, "optim.clip_norm", 1.0, 1e3, True),
+        (38, "optim.lr", 1e-3, 1e-4, False),  # a lower rate makes no spike
+        (38, "guard.preset", "guard", "strict", False),
+        (20, "optim.lr", 1e-3, 0.1, False),  # before the checkpoint and the level of the guard
+    ],
+)
+def test_an_accepted_change_is_weighed_before_hardware_is_blamed(tmp_path, case, step, key, before, after, blamed):
+    changed = ChangedSetting(step=step, key=key, before=before, after=after)
+    verdict = judged(tmp_path, *case[1:], way=StepAttempt(step=40, changes=(changed,)))
+    assert verdict.cause == ("settings" if blamed else case[0])
+    assert any(f"ingot ckpt rewind {tmp_path} --to 30" in text for text in verdict.advice) == blamed
+    if blamed:
+        assert "by an accepted change after step 38, 2 steps before" in verdict.reasons[-1]
+        assert any(f"--set {key}={before}" in text for text in verdict.advice)
+
+
+def test_the_way_to_a_step_is_that_of_the_training_with_the_finding(tmp_path):
+    """Step 6 was trained with a rate that was raised after step 5; the run went back to step 4, and took it there."""
+    lines, clock = [], iter(range(100))
+
+    def log(kind, **facts):
+        lines.append({"kind": kind, "time": float(next(clock))} | facts)
+
+    def train(first, last, lr):
+        for step in range(first, last + 1):
+            log("step", step=step, loss=3.0, grad_norm=1.0, lr=lr)
+
+    def change(step):
+        log("setting_changed", key="optim.lr", old=1e-3, new=0.1, step=step)
+
+    log("run_started", from_step=0)
+    train(1, 5, 1e-3)
+    for step in (4, 5):
+        log("checkpoint", step=step)
+    change(5)
+    log("run_started", from_step=5)
+    train(6, 7, 0.1)
+    found = lines[-2]["time"] + 0.5
+    log("guard", action="lower", first=7, last=7)
+    change(4)
+    log("rolled_back", from_step=7, to_step=4)
+    train(5, 6, 0.05)
+    log("checkpoint", step=5)
+    folder = RunFolder(tmp_path)
+    folder.events.write_text("".join(json.dumps(one) + "\n" for one in lines))
+    data = RunData(folder=folder)
+    way = attempt_of(data, 6, found)
+    assert way.rates == dict.fromkeys(range(1, 6), 1e-3) | {6: 0.1}
+    assert [(one.step, one.after) for one in way.changes] == [(5, 0.1)]
+    assert (way.later_measures, way.foreign) == ((("lower", 7, 7),), {5})
+    lowered = Measure(action="lower", first=7, last=7, found=("loss spike",), lr_factor=0.5, lr_last=99)
+    write_measures(folder.guard, [lowered])
+    last = attempt_of(data, 6)
+    assert (way.measures(data), last.measures(data)) == ([], [lowered])
+    assert (last.rates[5], last.foreign, [one.step for one in last.changes]) == (0.05, set(), [4])
 
 
 def went(time, to, *, started=False):
