@@ -2,11 +2,18 @@
 
 import argparse
 import time
+from typing import TYPE_CHECKING
 
 from ingot.cli.arguments import path
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 from ingot.value_names import printable
 
+if TYPE_CHECKING:
+    from ingot.report.status import RunStatus
+    from ingot.schema.run_folder import RunFolder
+
+_SHOWN = 8  # skipped steps
 _MEASURES = ("pass", "earlier", "lower", "accept", "stop")  # as in schema/guard_answer.py
 
 EXAMPLES = ("ingot guard runs/demo", "ingot guard runs/demo --take lower")
@@ -20,6 +27,19 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="answer the guard's question: pass the data of the steps, also that of one step earlier, lower the "
         "learning rate as well, accept the new level, or stop",
     )
+
+
+def _nothing_asked(folder: "RunFolder", status: "RunStatus", has_measures: bool) -> str:
+    """Return the line of a guard without a question: what it did, besides measures."""
+    if not folder.events.exists():
+        return "the run has not started: its guard has judged no step"
+    if has_measures:
+        return "the guard asks nothing"
+    if not (skipped := status.skipped_steps):
+        return "the guard took no measure, and skipped no update"
+    before = ".., " if len(skipped) > _SHOWN else ""
+    steps = ", ".join(f"{step:,}" for step in skipped[-_SHOWN:])
+    return f"the guard took no measure; it skipped the updates of {counted(len(skipped), 'step')}: {before}{steps}"
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -61,7 +81,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         steps = f"steps {question.first}-{question.last}"
         terminal.say(f"answered  {steps}: {answer}" + (" at once" if until else " at the next start"))
     elif question is None:
-        terminal.say("the guard asks nothing" if measures else "the guard took no measure")
+        terminal.say(_nothing_asked(folder, status, bool(measures)))
         if fault := status.fault:
             code = fault.get("code") or "a fault"
             cause = printable(str(fault.get("cause") or "failed"))
@@ -75,6 +95,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             "question": None if question is None else asdict(question) | {"until": until},
             "answer": answer,
             "fault": status.fault,
+            "skipped_steps": list(status.skipped_steps),
         }
     )
     if question is not None and answer is None:

@@ -49,6 +49,18 @@ def test_after_a_fault_the_next_command_is_that_of_its_code_and_the_guard_names_
     assert read_status(folder.root).fault is None
 
 
+def test_a_guard_without_measures_shows_the_updates_that_it_skipped(folder, capsys):
+    assert main(["guard", str(folder.root)]) == 0
+    assert "the run has not started" in capsys.readouterr().out
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0)
+    assert main(["guard", str(folder.root)]) == 0
+    assert "took no measure, and skipped no update" in capsys.readouterr().out
+    log.write(events.SKIPPED, steps=[*range(101, 111)])
+    assert main(["guard", str(folder.root)]) == 0
+    assert "it skipped the updates of 10 steps: .., 103, 104, 105, 106, 107, 108, 109, 110" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("code", [{"code": "E-GUARD-STOPPED"}, {}])  # logs of earlier versions have no code
 def test_a_guard_that_stopped_the_run_is_named_until_it_is_answered(folder, capsys, code):
     log = EventLog(folder.events)
