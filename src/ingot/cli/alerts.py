@@ -62,6 +62,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         found, unreadable = summarized(replayed.records), replayed.unreadable
     else:
         found, unreadable = summarized(read_records(folder.alerts)), 0
+    found.sort(key=lambda one: (one.last.began, one.last.step))  # they fired when their signs were enough
     open_now = [one for one in found if one.over is None]
     what = "would have fired, by its log" if replays else "fired"
     terminal.say(
