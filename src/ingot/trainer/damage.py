@@ -79,10 +79,24 @@ def look_closer(trainer: RunParts, line: Sequence[StepNumbers]) -> bool:
     suspected = [one.step for one in line if one.finding and kinds & {*one.finding.kinds} and math.isfinite(one.loss)]
     if not suspected or (hashes := trainer.hashes) is None:
         return False
-    trainer.say(f"suspected step {suspected[0]} looks like damage: the hashes of the state are compared")
+    trainer.say(f"suspected step {suspected[0]} has a sign of damage, {_closer(hashes)}")
     hashes.suspect_damage(line[-1].step)
     hashes.compare()
-    return any_rank(hashes.read())
+    is_damaged = any_rank(hashes.read())
+    if hashes.has_copies and not is_damaged:
+        trainer.say(f"compared  the state after step {line[-1].step} is equal on all ranks that have copies: no damage")
+    return is_damaged
+
+
+def _closer(hashes: StateHashes) -> str:
+    """Return what the run does about a sign of damage, as the rest of a sentence."""
+    if hashes.has_copies:
+        return "or of a learning rate that is too high: the hashes of the state are compared"
+    again = "; the gradients of the next step are computed twice" if hashes.gradients is not None else ""
+    return (
+        "or of a learning rate that is too high; nothing is compared: no rank has a copy of the state of another one "
+        f"(parallel.dp_replicate makes them){again}"
+    )
 
 
 def judge_replayed(trainer: RunParts, step: int) -> None:

@@ -95,6 +95,11 @@ class StateHashes:
         self._suspects: list[_Check] = []
         self._changed: Tensor | None = None
 
+    @property
+    def has_copies(self) -> bool:
+        """True if another rank has a copy of some of the state, so that hashes can be compared."""
+        return bool(self._masters.groups or self._copies.groups)
+
     # -- in each step, without waiting --
 
     def before_update(self, step: int) -> None:

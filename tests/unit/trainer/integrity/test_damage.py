@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from ingot.events import read_events
 from ingot.plugins.callback import StepCallback
 from ingot.schema import events
 from ingot.theory.rules import load_run
+from ingot.trainer import damage
 from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
@@ -208,6 +210,22 @@ def test_damage_that_comes_again_ends_the_run(trained):
     ending = "E-STATE-DAMAGED", {"ranks": [1], "step": 5}
     folder = trained("flips", 2, [Flip(5, 1, 3, always=True)], "parallel.dp_replicate=2", ending=ending)
     assert verdicts(folder) == [("persistent", [1], True)]
+
+
+@pytest.mark.parametrize(("has_copies", "shown"), [(True, "no damage"), (False, "nothing is compared")])
+def test_a_suspicion_has_a_result_or_the_reason_why_it_has_none(monkeypatch, has_copies, shown):
+    lines, finding = [], SimpleNamespace(kinds=("suspected corruption",))
+    hashes = SimpleNamespace(
+        has_copies=has_copies,
+        gradients=None,
+        suspect_damage=lambda step: None,
+        compare=lambda: None,
+        read=lambda: False,
+    )
+    monkeypatch.setattr(damage, "any_rank", bool)
+    run = SimpleNamespace(hashes=hashes, loss_scale=None, say=lines.append)
+    assert not damage.look_closer(run, [SimpleNamespace(step=131, finding=finding, loss=3.0)])
+    assert "step 131" in lines[0] and shown in lines[-1] and len(lines) == 1 + has_copies
 
 
 SUSPICIOUS = (
