@@ -18,7 +18,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, NamedTuple
@@ -208,11 +208,13 @@ def upload_all(
     report: Callable[[dict[str, Any]], None],
     is_logged: Callable[[SaveKind, int], bool],
     overtaken: Iterable[int] = (),
+    stored: Collection[int] = (),
 ) -> None:
     """Upload the last requested checkpoint, else the last weights, again and again, until no more will come.
 
     is_logged: whether the event log shows that the store has the save of that kind and step. overtaken: the steps of
-    checkpoints that earlier processes did not upload.
+    checkpoints that earlier processes did not upload. stored: those that they did: a start asks for the one that it
+    continues from once more, which is not left out if a newer one overtakes this request.
     """
     done: dict[SaveKind, int] = {FULL: 0, WEIGHTS: 0}
     left_out = [*overtaken]  # the steps of checkpoints that newer ones overtook, not reported so far
@@ -220,7 +222,8 @@ def upload_all(
         done[found.kind], pause = found.number, _PAUSE_SECONDS
         if found.kind == FULL:
             # After a roll-back, later steps are void.
-            left_out = [step for step in (*left_out, *requests.overtaken(found)) if step < found.step]
+            older = (*left_out, *(step for step in requests.overtaken(found) if step not in stored))
+            left_out = [step for step in older if step < found.step]
         while not _upload(tiers[found.kind], found.step, pause, report, is_logged, left_out):
             if requests.displaces(found.kind, done, random.uniform(pause / 2, pause)):
                 left_out += [found.step] if found.kind == FULL else []
@@ -332,6 +335,18 @@ def overtaken_by_log(folder: RunFolder, url: str, store: str) -> list[int]:
     return sorted(waiting)
 
 
+def stored_by_log(folder: RunFolder, store: str) -> set[int]:
+    """Return the steps of the checkpoints that went to a store, and were not saved again since, by the event log."""
+    found: set[int] = set()
+    for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_STORED):
+        match event:
+            case {"kind": events.CHECKPOINT, "step": step}:
+                found.discard(step)
+            case {"kind": events.CHECKPOINT_STORED, "step": step, "what": "full"} if event.get("store") == store:
+                found.add(step)
+    return found
+
+
 def main(root: str, epoch: str) -> None:
     """Answer the requests on standard input until it is closed or ends."""
     from ingot.theory.rules import recorded_run
@@ -357,7 +372,8 @@ def main(root: str, epoch: str) -> None:
         assert tier is not None
         tiers[kind] = tier
     overtaken = overtaken_by_log(folder, checkpoint.remote.url, tiers[FULL].url)
-    upload_all(tiers, requests, report, partial(is_stored_by_log, folder, tiers[FULL].url), overtaken)
+    stored = stored_by_log(folder, tiers[FULL].url)
+    upload_all(tiers, requests, report, partial(is_stored_by_log, folder, tiers[FULL].url), overtaken, stored)
 
 
 if __name__ == "__main__":

@@ -484,6 +484,19 @@ def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
     assert tier.pruned == 1
 
 
+def test_a_checkpoint_that_went_to_the_store_before_the_start_is_not_left_out(folder):
+    """A start asks for the upload of the one that it continues from; a newer save overtakes this request."""
+    log = EventLog(folder.events)
+    for step in (10, 20):
+        log.write(events.CHECKPOINT, step=step, store="memory://")
+        log.write(events.CHECKPOINT_STORED, store="memory://", what=FULL, step=step, bytes=7)
+    log.write(events.CHECKPOINT, step=10, store="memory://")  # trained again, and not uploaded since
+    stored, reports = uploader.stored_by_log(folder, "memory://"), []
+    assert stored == {20}
+    uploader.upload_all({FULL: Tier([])}, requested(10, 20, 30), reports.append, never_logged, (), stored)
+    assert [(one["step"], one["left_out"]) for one in reports] == [(30, [10])]
+
+
 def test_an_upload_that_the_log_does_not_show_is_reported_when_the_store_has_it(folder, tmp_path):
     """The run was killed between the end of the upload and its event; later starts find the event."""
     store, log = MemoryStore(), EventLog(folder.events)
