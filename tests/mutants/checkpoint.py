@@ -10,6 +10,33 @@ _RETENTION = "tests/unit/trainer/checkpoint/test_retention.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="stored-ones-are-left-out",
+        what="a checkpoint that is in the store is reported as left out, because a start asked for it once more",
+        file="trainer/checkpoint/uploader.py",
+        before="if step not in stored))",
+        after="if step))",
+        tests=(
+            "tests/unit/trainer/checkpoint/test_remote.py"
+            "::test_a_checkpoint_that_went_to_the_store_before_the_start_is_not_left_out",
+        ),
+    ),
+    Mutant(
+        name="store-wins-over-a-rewind",
+        what="after ingot ckpt rewind, the next start fetches the newer checkpoint from the store",
+        file="trainer/launch/rewind.py",
+        before="            _take_from_store(saves_tier, step)\n",
+        after="",
+        tests=("tests/e2e/test_rewind.py",),
+    ),
+    Mutant(
+        name="doubt-wins-over-a-rewind",
+        what="after ingot ckpt rewind, later measures of the guard put the checkpoint in doubt: an older one is taken",
+        file="trainer/launch/rewind.py",
+        before="    write_measures(folder.guard, manifest.guard.measures)\n",
+        after="",
+        tests=("tests/e2e/test_rewind.py",),
+    ),
+    Mutant(
         name="hash-of-other-files",
         what="ranks of a smaller job hash the first files of a checkpoint and leave out the rest",
         file="trainer/checkpoint/load.py",

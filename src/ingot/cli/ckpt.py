@@ -23,6 +23,7 @@ EXAMPLES = (
     "ingot ckpt fetch runs/demo --step 400",
     "ingot ckpt pin runs/demo 400",
     "ingot ckpt unpin runs/demo 400",
+    "ingot ckpt rewind runs/demo --to 400",
     "ingot ckpt prune runs/demo --dry-run",
     "ingot ckpt gc runs/demo --dry-run",
     *ckpt_convert.EXAMPLES,
@@ -73,6 +74,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         action = actions.add_parser(name, help=what)
         action.add_argument("run", type=place, metavar="RUN", help="run folder")
         action.add_argument("step", type=int, metavar="STEP", help="the step of the checkpoint")
+    rewind = actions.add_parser("rewind", help="continue from an older checkpoint: newer ones are set aside")
+    rewind.add_argument("run", type=place, metavar="RUN", help="run folder")
+    rewind.add_argument("--to", type=int, metavar="STEP", required=True, help="the step of the checkpoint")
     prune = actions.add_parser("prune", help="remove the checkpoints that the rules of the run file do not keep")
     prune.add_argument("run", type=place, metavar="RUN", help="run folder")
     prune.add_argument("--dry-run", action="store_true", help="show what stays and what goes, and remove nothing")
@@ -91,6 +95,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         return (_prove if args.action == "prove" else _repair)(args, terminal)
     if args.action in ("push", "fetch"):
         return _move(args, terminal)
+    if args.action == "rewind":
+        return _rewind(args, terminal)
     if args.action in ("pin", "unpin", "prune"):
         return (_prune if args.action == "prune" else _pin)(args, terminal)
     if shows := {"ls": ckpt_ls.run, "diff": ckpt_diff.run, "gc": ckpt_gc.run}.get(args.action):
@@ -171,6 +177,22 @@ def _pin(args: argparse.Namespace, terminal: Terminal) -> int:
     if pinned.waits:
         terminal.say(f"note      {pinned.waits}; the next upload of the run pins it in the store")
     terminal.result(pinned.as_dict())
+    return EXIT_OK
+
+
+def _rewind(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK
+    from ingot.trainer.launch.rewind import rewind_run
+
+    found = rewind_run(Path(args.run), args.to, terminal.say, ByteBar(terminal))
+    steps = ", ".join(map(str, found.set_aside))
+    aside = f"set aside {'steps' if len(found.set_aside) > 1 else 'step'} {steps}, in {args.run}/{found.folder}"
+    terminal.say(aside if steps else "set aside nothing: no checkpoint is newer")
+    terminal.say(f"continues after step {found.step}, at the next start")
+    for change in found.changed:
+        terminal.say(f"changed   {change}   since this checkpoint: the next start asks for it, or --set takes it back")
+    terminal.result(found.as_dict())
+    terminal.next(f"ingot train {args.run}", f"ingot ckpt ls {args.run}")
     return EXIT_OK
 
 

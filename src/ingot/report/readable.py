@@ -29,6 +29,7 @@ _NUMBERS = {
     kinds.FINISHED: ("step", "tokens"),
     kinds.SETTING_CHANGED: ("step",),
     kinds.ROLLED_BACK: ("from_step", "to_step"),
+    kinds.REWOUND: ("step",),
     kinds.FINDING: ("step",),
     kinds.METRICS_LOST: ("step", "rows"),
     kinds.SANITY: ("step",),

@@ -188,6 +188,12 @@ def _steps(steps: Sequence[int]) -> str:
     return f"{'step' if len(steps) == 1 else 'steps'} {', '.join(ranges[:_SHOWN_RANGES])}{more}"
 
 
+def _rewound(event: dict) -> str:
+    steps = ", ".join(map(str, event["set_aside"]))
+    aside = f"; newer ones are set aside by the user: steps {steps}, in {event['folder']}" if steps else ""
+    return f"by command, the run goes back to the checkpoint of step {event['step']}{aside}"
+
+
 _TEXTS = {
     kinds.FINDING: _finding,
     kinds.SKIPPED: _skipped,
@@ -201,6 +207,7 @@ _TEXTS = {
     kinds.STATE_DAMAGED: _damaged,
     kinds.STATE_REPLAYED: _replayed,
     kinds.ROLLED_BACK: _rolled_back,
+    kinds.REWOUND: _rewound,
 }
 KINDS = frozenset(_TEXTS)
 _STEP_OF = {kinds.GUARD: "last", kinds.ROLLED_BACK: "from_step"}

@@ -84,6 +84,11 @@ class RunFolder:
         return self.checkpoints / f"step-{step:08d}"
 
     @property
+    def set_aside(self) -> Path:
+        """A folder with what `ingot ckpt rewind` moved out of the way, one numbered subfolder per call."""
+        return self.root / "set-aside"
+
+    @property
     def lock(self) -> Path:
         return self.root / "lock"
 

@@ -105,7 +105,9 @@ def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     assert text_of([wrong])[0].startswith("55 the hashes of the gradients found damage of rank 1 on node-b: tensor w; ")
     lost = {"kind": "metrics_lost", "time": 1.0, "rank": 3, "step": 8, "rows": 1200, "reason": "slow", "ended": False}
     assert text_of([lost]) == ["8 metrics of rank 3: 1,200 rows dropped, more may follow: slow"]
-    assert {event["kind"] for event in (*troubled(1.0), lists, lost)} == KINDS - {"alert", "quarantined"}
+    back = {"kind": "rewound", "time": 1.0, "step": 8, "set_aside": [12, 16], "folder": "set-aside/0001"}
+    assert "to the checkpoint of step 8; newer ones are set aside by the user: steps 12, 16" in text_of([back])[0]
+    assert {event["kind"] for event in (*troubled(1.0), lists, lost, back)} == KINDS - {"alert", "quarantined"}
 
 
 def steps(clock, first, last, begin):

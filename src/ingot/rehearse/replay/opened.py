@@ -57,8 +57,8 @@ class OpenedReplay:
 
     parts: of its step, with the state of the checkpoint. loader: its batches from step first + 1 on. first: the step of
     the checkpoint; 0: the first weights. older: usable or damaged checkpoints before it. unused: why newer ones are not
-    used. notes: differences between replay and run, as sentences. rates: step -> its learning rate in the run, where the
-    log has it.
+    used. notes: differences between replay and run, as sentences. rates: step -> its learning rate in the run, where
+    the log has it.
     """
 
     parts: StepParts

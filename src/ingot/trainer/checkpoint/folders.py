@@ -10,7 +10,7 @@ from pathlib import Path
 from ingot.errors import CheckpointError, UsageError
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.guard_record import SUSPECT, GuardState, back_to
-from ingot.schema.run_folder import RunFolder
+from ingot.schema.run_folder import CHECKPOINTS, RunFolder
 from ingot.storage import fsync_dir, remove_unfinished
 from ingot.trainer.checkpoint.manifest import candidate_folders, grade_of_doubt, is_finished, late_folders, listed_names
 from ingot.trainer.checkpoint.pins import REMOVED, pinned_steps
@@ -113,10 +113,16 @@ def unlisted_on_disks(folder: RunFolder) -> list[Path]:
 
 
 def _kept(folder: RunFolder) -> dict[str, set[str] | None]:
-    """Return what stays on disks: the files of every checkpoint of the run, also of those that are damaged or late."""
+    """Return what stays on disks: the files of every checkpoint of the run, also of those that are damaged, late or set
+    aside."""
     checkpoints = folder.of(FULL).checkpoints
-    found = checkpoints.iterdir() if checkpoints.is_dir() else ()
-    return {path.name: listed_names(path) for path in found if FOLDER.fullmatch(path.name)}
+    found = [*checkpoints.iterdir()] if checkpoints.is_dir() else []
+    kept: dict[str, set[str] | None] = {}
+    for path in (*found, *folder.set_aside.glob(f"*/{CHECKPOINTS}/*")):
+        if FOLDER.fullmatch(path.name):
+            names, before = listed_names(path), kept.get(path.name, set())
+            kept[path.name] = None if names is None or before is None else names | before
+    return kept
 
 
 def _is_pinned(folder: RunFolder, path: Path) -> bool:

@@ -334,6 +334,12 @@ class RemoteTier(FetchedCheckpoints):
             if self._name(step, MANIFEST) in (one.name for one in objects) or not self._has_manifest(step)
         }
 
+    def retract(self, step: int) -> None:
+        """Remove the manifest and the pin of a stored save: it is none any more, and is uploaded again if it is named.
+        Its other objects stay until the tier is pruned."""
+        self.pins.unpin(step)
+        self.store.remove(self._name(step, MANIFEST))
+
     def prune(self) -> list[int]:
         """Remove the checkpoints that the rules of the tier do not keep, and what uploads that never ended left.
 

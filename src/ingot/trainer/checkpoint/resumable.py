@@ -50,14 +50,19 @@ class _Refusal:
     reason: str
 
 
+_READ = (events.CHECKPOINT, events.CHECKPOINT_REFUSED, events.RUN_STARTED, events.REWOUND)
+
+
 def _read_log(folder: RunFolder) -> tuple[int, dict[int, _Refusal]]:
     """Return the newest step saved, and step -> the refusal of checkpoints that were neither saved nor loaded since."""
     saved, refused = 0, {}
-    for event in read_events(folder.events, events.CHECKPOINT, events.CHECKPOINT_REFUSED, events.RUN_STARTED):
+    for event in read_events(folder.events, *_READ):
         step = event.get("from_step" if event["kind"] == events.RUN_STARTED else "step")
         if not isinstance(step, int):
             continue
-        if event["kind"] == events.CHECKPOINT_REFUSED:
+        if event["kind"] == events.REWOUND:  # what was newer is set aside, and missed by nobody
+            saved, refused = step, {one: why for one, why in refused.items() if one < step}
+        elif event["kind"] == events.CHECKPOINT_REFUSED:
             reason, time = str(event.get("reason", "")), event.get("time")
             refused[step] = _Refusal(
                 time if isinstance(time, int | float) else 0.0, reason.partition(": ")[2] or reason
