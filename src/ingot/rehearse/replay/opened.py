@@ -77,7 +77,7 @@ class OpenedReplay:
             return self.rates[step]
         config = self.parts.config
         schedule = learning_rate(config.train.steps, config.optim.lr, config.schedule)
-        return schedule(step) * lr_factor(self.policy.measures(), step)
+        return schedule(step) * lr_factor(self.policy.measures(), step, config.optim.lr)
 
 
 @contextlib.contextmanager
