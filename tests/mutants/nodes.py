@@ -349,9 +349,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="old-rate-in-the-status",
         what="a job without progress is shown with the rate of its newest step",
-        file="report/status.py",
-        before="return seconds if seconds > late_after_seconds(",
-        after="return seconds if seconds < 0 < late_after_seconds(",
+        file="report/silence.py",
+        before="return seconds if seconds > limit",
+        after="return seconds if seconds < 0 < limit",
         tests=("tests/unit/report/test_status.py::test_a_job_without_progress_shows_since_when_and_no_rate",),
     ),
     Mutant(

@@ -15,6 +15,7 @@ from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
 from ingot.report.readable import is_readable
 from ingot.report.run_state import ENDS
+from ingot.report.silence import LogSilence
 from ingot.report.timeline import KINDS
 from ingot.schema import events as kinds
 from ingot.schema.corpus import CorpusManifest
@@ -25,6 +26,7 @@ from ingot.schema.tokens import TokenManifest, read_token_manifest
 from ingot.storage import sha256_file
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.resumable import find_resume_point
+from ingot.trainer.resilience.lock import is_locked
 
 # Events by which the ranks show that they run.
 _OF_RANKS = (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED)
@@ -66,8 +68,8 @@ class RunData:
     `checkpoint_skipped` events. weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`,
     `snapshot_kept` and `straggler` events. hashes: the
     SHA-256 of each named item. active_seconds: the time from the start of each attempt to its last event, summed;
-    pauses between attempts are not included. unused: what is wrong with the newest checkpoint, if training would not
-    resume from it.
+    pauses between attempts are not included. running: a command trains the run now. unused: what is wrong with the
+    newest checkpoint, if training would not resume from it.
     """
 
     folder: RunFolder
@@ -115,6 +117,7 @@ class RunData:
     end: str = ""  # the kind of the last event of run_state.ENDS
     active_seconds: float = 0.0
     unreadable_events: int = 0
+    running: bool = False
     unused: str = ""
 
     @property
@@ -151,6 +154,7 @@ def gather(run: Path, *, corpus: Path | None = None, twin: Path | None = None, s
     _read_artifacts(data, corpus)
     if twin:
         data.twin = _read_json(Twin, twin)
+    data.running = is_locked(data.folder.lock)
     read_run_events(data)
     newest = find_resume_point(data.folder)
     if newest.problem:
@@ -246,10 +250,10 @@ def read_run_events(data: RunData) -> None:
 
 class EventReader:
     """Takes the events of a log, in order, into `data`. One that lacks what its kind requires is counted there, and not
-    used."""
+    used. silence: how long the run has been silent."""
 
     def __init__(self, data: RunData):
-        self._data, self._faults = data, FaultReader(data.steps)
+        self._data, self._faults, self.silence = data, FaultReader(data.steps), LogSilence()
         self._back: dict | None = None  # the last roll-back, until the run is where it went back from
         self._started = self._alive = None  # of this attempt, in Unix seconds
         self._earlier_seconds = 0.0
@@ -294,6 +298,7 @@ class EventReader:
             return False
         kind = event["kind"]
         self._faults.see(event)
+        self.silence.see(event)
         data.faults = self._faults.found
         if kind in KINDS:
             data.timeline.append(event)

@@ -31,8 +31,9 @@ def recovery_section(data: RunData) -> Section | None:
     if (older := len(data.faults) - _SHOWN_FAULTS) > 0:
         blocks.append(Text(f"These are the newest {_SHOWN_FAULTS} faults. The event log has {older:,} before them."))
     for fault in data.faults[-_SHOWN_FAULTS:]:
-        blocks.append(Text(_describe_fault(fault, clock)))
-        blocks.append(LabeledValues(_figures(fault)))
+        blocks.append(Text(_describe_fault(fault, clock, running=data.running)))
+        if figures := _figures(fault):
+            blocks.append(LabeledValues(figures))
     if data.faults and data.start_times:
         rows = [(clock(e["time"]), f"{e['attempt']}", *_start_cells(e)) for e in data.start_times[-_SHOWN_STARTS:]]
         heads = ("Time", "Attempt", "In all", *(name.replace("_", " ") for name in PHASES))
@@ -173,13 +174,16 @@ def _clock_for(times: Sequence[float]) -> Callable[[float], str]:
     return lambda moment: time.strftime(form, time.gmtime(moment))
 
 
-def _describe_fault(fault: FaultRecord, clock: Callable[[float], str]) -> str:
+def _describe_fault(fault: FaultRecord, clock: Callable[[float], str], *, running: bool) -> str:
     on_purpose = ", on purpose" if fault.injected_at is not None else ""
     lost = (
         f"At {clock(fault.injected_at or fault.detected_at)}, near step {fault.fault_step:,}, {fault.text}{on_purpose}."
     )
+    if fault.next_fault_at is not None:
+        ended = "The command ended, and a new one" if fault.by_command else "The restart after it"
+        return f"{lost} {ended} ended in the next fault before it trained."
     if fault.resumed_from is None:
-        return f"{lost} The run did not go on afterwards."
+        return f"{lost} {'The run starts again.' if running else 'The run did not go on afterwards.'}"
     place = f"the checkpoint of step {fault.resumed_from:,}" if fault.resumed_from else "the beginning"
     if fault.by_command:
         return f"{lost} The command ended. A new one continued the run from {place}."

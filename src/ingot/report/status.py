@@ -8,10 +8,11 @@ from pathlib import Path
 from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.report.facts import no_run_folder
-from ingot.report.faults import FaultReader
+from ingot.report.faults import FaultReader, fault_of
 from ingot.report.readable import has_values, is_readable
 from ingot.report.robust import shown_range
 from ingot.report.run_state import ENDS, state_of
+from ingot.report.silence import LogSilence
 from ingot.report.timeline import KINDS, TimelineEntry, entry_of
 from ingot.schema import events
 from ingot.schema.alert import alert_of
@@ -20,7 +21,6 @@ from ingot.schema.checkpoint import FULL, WEIGHTS
 from ingot.schema.guard_answer import given_answer
 from ingot.schema.guard_record import described, measure_of, read_measures
 from ingot.schema.run_folder import RunFolder
-from ingot.theory.late_lines import late_after_seconds
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.manifest import MANIFEST
 from ingot.trainer.checkpoint.resumable import find_resume_point, open_question
@@ -55,7 +55,8 @@ class RunStatus:
     guard: the last measure of the guard, in words; "": none. alerts: the last of each kind, in words, the newest last.
     quarantined: what the run leaves out of its tokens: the `quarantined` events, oldest first.
     losses: the loss of every step, in order; the value of a repeated step replaces the first value.
-    still_seconds: the time since the newest step, if the job runs and that time is far longer than usual; else None.
+    still_seconds: the time without a step, if the job runs and that time is far longer than usual (silence.py); else
+    None.
     tokens_per_second and eta_seconds are then None, because those of the newest step are no longer true.
     layout: the mesh axes larger than 1 of the last attempt, with "ep" and "context" (schema/events.py).
     fallback: the newest `layout` event, if the job does not have the layout of the run file.
@@ -137,9 +138,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     kept, stored = last.get(events.SNAPSHOT_KEPT, {}), log.stored.get(FULL, {})
     failed = log.failures.get(FULL) or log.failures.get(WEIGHTS) or {}
     running, resumes = is_locked(folder.lock), find_resume_point(folder)
-    # A run that has ended its steps may still upload what it saved.
-    trains = running and last.get("end", {}).get("kind") not in (events.STOPPED, events.FINISHED)
-    still = _still_seconds(progress, run.watch.log_every, time.time() if now is None else now) if trains else None
+    still = log.silence.seconds(run, time.time() if now is None else now) if running else None
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
     state = state_of(running=running, end=last.get("end", {}).get("kind", ""), steps=len(losses))
@@ -147,7 +146,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     return RunStatus(
         name=run.name,
         state=state,
-        failure=log.faults.found[-1].text if state == "failed" and log.faults.found else "",
+        failure=fault_of(last["end"]).text if state == "failed" else "",
         steps=run.train.steps,
         step=max(log.reached, unlogged),
         ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
@@ -216,7 +215,8 @@ class _Log:
     restart_seconds: list[float] = field(default_factory=list)
     slow: dict[int, dict] = field(default_factory=dict)
     drained: list[dict] = field(default_factory=list)
-    faults: FaultReader = field(init=False)
+    faults: FaultReader = field(default_factory=FaultReader)
+    silence: LogSilence = field(default_factory=LogSilence)
     skipped: set[int] = field(default_factory=set)
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
@@ -227,14 +227,12 @@ class _Log:
     quarantined: list[dict] = field(default_factory=list)
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
-    def __post_init__(self) -> None:
-        self.faults = FaultReader()
-
     def take(self, event: dict) -> None:
         """Take in the next event."""
         kind = event.get("kind", "")
         if is_readable(event):
             self.faults.see(event)
+        self.silence.see(event)
         self.latest = event.get("time", self.latest)
         if kind != events.EVALUATION or event.get("step", 0) >= self.last.get(kind, {}).get("step", 0):
             self.last[kind] = event  # an evaluation in the background may come after one of a later step
@@ -305,14 +303,6 @@ class _Log:
             del self.losses[step]
         if self.last.get(events.EVALUATION, {}).get("step", 0) > to:
             del self.last[events.EVALUATION]
-
-
-def _still_seconds(progress: dict, log_every: int, now: float) -> float | None:
-    """Return the time since the newest `progress` event, if steps as fast as its own would have written several."""
-    if not progress.get("step_seconds"):
-        return None
-    seconds = now - progress["time"]
-    return seconds if seconds > late_after_seconds(log_every, progress["step_seconds"]) else None
 
 
 def _time_of(folder: RunFolder, step: int) -> float | None:

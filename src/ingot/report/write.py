@@ -12,6 +12,7 @@ from ingot.report.data_mix import data_mix_section
 from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
 from ingot.report.facts import RunData, gather
+from ingot.report.faults import count_ends
 from ingot.report.metrics import metrics_section
 from ingot.report.ranks import ranks_section
 from ingot.report.readable import is_finite, is_number
@@ -111,7 +112,7 @@ def _state(data: RunData) -> str:
     total = f" of {data.run.train.steps:,}" if data.run else ""
     if data.finished and data.finished["step"] >= data.valid_step:
         return f"finished at step {data.finished['step']:,}"
-    if data.end == FAULT:
+    if data.end == FAULT and not data.running:
         return f"failed at step {data.valid_step:,}{total}"
     if data.stopped:
         return f"stopped at step {data.valid_step:,}{total}"
@@ -149,16 +150,16 @@ def _recovery_figure(data: RunData) -> HeadlineFigure | None:
     without faults."""
     if not data.faults:
         return None
-    resumed = [i for i in data.faults if i.recovered]
     count = len(data.faults)
-    if ended := count - len(resumed):
-        others = f"{ended} {plural(ended, 'fault')} ended the command"
-        return HeadlineFigure("Recovery", f"{len(resumed)} of {count}", others, good=False)
+    recovered, ended = count_ends(data.faults, running=data.running)
+    if recovered < count:
+        others = f"{ended} {plural(ended, 'fault')} ended the command" if ended else "the run starts again"
+        return HeadlineFigure("Recovery", f"{recovered} of {count}", others, good=False if ended else None)
     note = f"after {counted(count, 'fault')}"
     good = None
     if data.twin:
         good = data.twin.equal
         note += ", losses equal bit for bit" if good else ", losses differ from the undisturbed run"
     return HeadlineFigure(
-        "Recovered in", format_seconds(max(i.recover_seconds or 0.0 for i in resumed)), note, good=good
+        "Recovered in", format_seconds(max(i.recover_seconds or 0.0 for i in data.faults)), note, good=good
     )

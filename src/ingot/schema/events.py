@@ -103,11 +103,11 @@ Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th
                  else last seen), detected_by ("supervisor", "watchdog"), evidence (path in the run folder; "": none),
                  seconds (since a rank last made progress; null: the rank ended)
                                                                       a rank was lost, or an error ended the attempt
-  node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid (of its launcher), node (its
-                 number in the job; null: none yet), reason (of a loss, or why the leader steps down),
-                 address, leader_address (of one that joined: the two ends of its connection, whose network the ranks
-                 use; the loopback address on the leader's machine)
-                                                                      a machine of a job on several. The
+  node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid (of its launcher), started (of
+                 one that leads or joined: the start of its launcher, in Unix seconds), node (its number in the job;
+                 null: none yet), reason (of a loss, or why the leader steps down), address, leader_address (of one
+                 that joined: the two ends of its connection, whose network the ranks use; the loopback address on the
+                 leader's machine)                                    a machine of a job on several. The
                  loss of a leader, and its fault, are written by the next one
   health         node, device, report (its kind), code (of an XID, or 0), count, words, verdict ("warn"; "drain": the
                  run saves and goes on without the machine; "discard": it saves nothing before)   (machine/health)

@@ -14,6 +14,7 @@ from ingot.report.cost import cost_section
 from ingot.report.data_mix import mix_blocks, source_shares
 from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
+from ingot.report.faults import count_ends
 from ingot.report.ranks import rank_blocks
 from ingot.report.readable import is_finite
 from ingot.report.recovery import recovery_section
@@ -111,8 +112,8 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
         age = f"{format_seconds(max(now - last['time'], 0.0))} ago" if run.state == "running" else "the newest"
         yield HeadlineFigure("Checkpoint", f"step {last['step']:,}", age)
     if faults := len(run.data.faults) + (older := run.left_out["faults"]):
-        back = sum(fault.recovered for fault in run.data.faults) + older  # older ones count as recovered
-        ended = sum(fault.by_command for fault in run.data.faults)
+        recovered, ended = count_ends(run.data.faults, running=run.running)
+        back = recovered + older  # older ones count as recovered
         note = f"{back:,} recovered" + (f", {ended:,} ended the command" if ended else "")
         yield HeadlineFigure("Faults", f"{faults:,}", note, good=None if back == faults else False)
     if still_open := sum(alert.over is None for alert in run.alerts.values()):

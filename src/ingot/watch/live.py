@@ -30,7 +30,6 @@ from ingot.schema.metrics import TRAFFIC_AXES, NewestRow, newest_rows
 from ingot.schema.plan import Plan
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import read_token_manifest
-from ingot.theory.late_lines import late_after_seconds
 from ingot.theory.rules import recorded_run
 from ingot.trainer.resilience.lock import is_locked
 from ingot.watch.growing import GrowingFile, parsed
@@ -131,6 +130,7 @@ class LiveRun:
             self._read_ranks()
             self._read_tail()
             before_state, self.running = self._state, is_locked(self.folder.lock)
+            self.data.running = self.running
             still = self.still_seconds()
             late = None if still is None else int(still / _LATE_SECONDS)
             self._state = self.running, late, self.log_problem
@@ -178,16 +178,11 @@ class LiveRun:
         return state_of(running=self.running, end=self.data.end, steps=self.last_step)
 
     def still_seconds(self, now: float | None = None) -> float | None:
-        """Return the time since the newest log line of a running run, if the next one is late; else None. now: Unix
-        seconds; None: the time of the call. An attempt without a log line is not late: its first step takes longer."""
-        step_seconds, written = self.lines.newest("step_seconds"), self.lines.time_of(self.lines.last_step)
-        if not (self.running and self.data.run and step_seconds and written):
+        """Return the time without a step of a running run, if the next log line is late (report/silence.py); else
+        None. now: Unix seconds; None: the time of the call."""
+        if not (self.running and self.data.run):
             return None
-        started = self.data.starts[-1]["time"] if self.data.starts else 0.0
-        if written < started or self.data.end in (events.FAULT, events.STOPPED, events.FINISHED):
-            return None
-        seconds = (time.time() if now is None else now) - written
-        return seconds if seconds > late_after_seconds(self.data.run.watch.log_every, step_seconds) else None
+        return self._reader.silence.seconds(self.data.run, time.time() if now is None else now)
 
     def slow_ranks(self) -> dict[int, dict]:
         """Return the `straggler` events of the ranks that are slow, by rank."""

@@ -91,8 +91,6 @@ def drilled_events() -> list[dict]:
         {"kind": "drill", "time": clock + 0.11, "action": "kill", "rank": 1, "pid": 4242, "step": KILL - 1},
         {"kind": "fault", "time": clock + 0.32, "rank": 1, "cause": "was killed (SIGKILL)", "step": KILL,
          "detected_by": "supervisor"},
-        {"kind": "fault", "time": clock + 0.33, "rank": 0, "cause": "lost the connection", "step": KILL,
-         "detected_by": "supervisor"},
         {"kind": "restart", "time": clock + 0.33, "attempt": 1, "of": 3},
         started(clock + 4.52, 1, RESUMED),
         {"kind": "start_times", "time": clock + 6.0, "attempt": 1, "total_seconds": 4.41, "seconds": {

@@ -5,17 +5,40 @@ import re
 import pytest
 
 from ingot.planner.show.layout import degrees_text
+from ingot.report.cost import cost_rows
+from ingot.report.diagnose.evidence import measure
 from ingot.report.facts import RunData, gather, read_run_events
+from ingot.report.faults import count_ends
 from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Text
 from ingot.report.write import write_report
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.lock import RunLock
 
 
 def read(folder, logs, events) -> RunData:
     facts = RunData(folder=RunFolder(logs.write_events(folder, events)))
     read_run_events(facts)
     return facts
+
+
+def killed(clock: float, step: int) -> dict:
+    return {
+        "kind": "fault", "time": clock, "rank": 1, "failure": "killed", "cause": "was killed (SIGKILL)", "code": "",
+        "step": step, "detected_by": "supervisor", "evidence": "", "seconds": None,
+    }  # fmt: skip
+
+
+def restart(clock: float) -> dict:
+    return {"kind": "restart", "time": clock, "attempt": 1, "of": 3, "wait_seconds": 0.0, "kept": 0, "step": 30}
+
+
+def rank_started(clock: float, attempt: int) -> dict:
+    return {"kind": "rank_started", "time": clock, "rank": 0, "pid": 7, "host": "", "attempt": attempt}
+
+
+def node(clock: float, action: str, host: str, started: float | None = 1.0) -> dict:
+    return {"kind": "node", "time": clock, "action": action, "host": host, "pid": 7, "node": 0, "started": started}
 
 
 def test_a_drilled_kill_is_measured(tmp_path, logs):
@@ -66,7 +89,132 @@ def test_a_command_that_was_killed_is_a_fault_that_ended_it(tmp_path, logs):
     ]  # fmt: skip
     (found,) = read(tmp_path, logs, events).faults
     assert (found.rank, found.fault_step, found.resumed_from, found.by_command) == (None, 30, 20, True)
-    assert found.detected_at == first[-1]["time"] and "SIGKILL of the command" in found.cause
+    assert found.detected_at == first[-1]["time"] and "ended without an event" in found.cause
+
+
+def test_later_starts_do_not_change_the_time_of_a_recovery(tmp_path, logs):
+    """Every attempt logs its start_times: also that of the next command, and that after a planned restart."""
+    events = [event for event in logs.drilled_events() if event["kind"] not in ("finished", "exported")]
+    clock = events[-1]["time"]
+    phases = {"detect": None, "kill": None, "wait": None, "import": 77.0}
+    times = {"kind": "start_times", "attempt": 0, "total_seconds": 77.0, "seconds": phases}
+    planned = {"kind": "planned_restart", "time": clock + 101, "reason": "2 nodes are there", "step": logs.STEPS}
+    later = [
+        {"kind": "stopped", "time": clock + 1, "step": logs.STEPS, "reason": "SIGTERM", "saved_step": logs.STEPS},
+        rank_started(clock + 90, 0), logs.started(clock + 92, 0, logs.STEPS), times | {"time": clock + 100},
+        planned, rank_started(clock + 103, 1), logs.started(clock + 105, 1, logs.STEPS),
+        times | {"time": clock + 106, "attempt": 1, "total_seconds": 5.0, "seconds": phases | {"kill": 0.1}},
+    ]  # fmt: skip
+    (fault,) = read(tmp_path, logs, [*events, *later]).faults
+    assert fault.recover_seconds == pytest.approx(4.41)
+
+
+def test_the_time_of_a_launch_is_not_that_of_a_recovery(tmp_path, logs):
+    """The next leader measures its own start only: the time until it noticed the loss is not in it."""
+    first, clock = logs.steps_events(1, 30, logs.START)
+    lost = {"rank": 0, "failure": "node", "cause": "was lost with the leader, node-a (process 7)", "code": ""}
+    phases = {"detect": None, "kill": None, "wait": None, "import": 0.1}
+    events = [
+        node(logs.START, "leads", "a"), node(logs.START, "joined", "b"), logs.started(logs.START + 1, 0, 0), *first,
+        node(clock + 1, "lost", "a", started=None), {"kind": "fault", "time": clock + 1, "step": 30, **lost},
+        node(clock + 1, "leads", "b"), rank_started(clock + 8, 0), logs.started(clock + 9, 0, 20),
+        {"kind": "start_times", "time": clock + 10, "attempt": 0, "total_seconds": 2.0, "seconds": phases},
+    ]  # fmt: skip
+    (fault,) = read(tmp_path, logs, events).faults
+    assert fault.recover_seconds == pytest.approx(8)
+
+
+def test_a_restart_that_ends_in_another_fault_is_two_faults_and_one_recovery(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, _ = logs.steps_events(21, 40, clock + 20)
+    events = [
+        logs.started(logs.START, 0, 0), *first, killed(clock + 1, 30), restart(clock + 1), rank_started(clock + 3, 1),
+        killed(clock + 4, 30), restart(clock + 6), rank_started(clock + 9, 2), logs.started(clock + 11, 2, 20),
+        *second,
+    ]  # fmt: skip
+    data = read(tmp_path, logs, events)
+    assert [(one.recovered, one.by_command, one.redone_steps) for one in data.faults] == [
+        (True, False, 10), (True, False, 0)
+    ]  # fmt: skip
+    assert [one.gap_seconds for one in data.faults] == pytest.approx([3, 7])  # together, the time that was lost
+    assert [one.recover_seconds for one in data.faults] == pytest.approx([10, 7])
+    text = write_report(tmp_path).markdown.read_text()
+    assert "The restart after it ended in the next fault before it trained." in text
+
+
+def test_a_new_command_whose_first_attempt_fails_recovers_from_that_only(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    hours = clock + 30_000
+    second, _ = logs.steps_events(21, 40, hours + 20)
+    events = [
+        logs.started(logs.START, 0, 0), *first, killed(clock + 1, 30), rank_started(hours, 0),
+        killed(hours + 1, 30), restart(hours + 1), rank_started(hours + 4, 1), logs.started(hours + 6, 1, 20), *second,
+    ]  # fmt: skip
+    data = read(tmp_path, logs, events)
+    ended, recovered = data.faults
+    assert (ended.by_command, ended.recovered, ended.gap_seconds) == (True, False, None)
+    assert (recovered.recovered, recovered.gap_seconds, recovered.redone_steps) == (True, pytest.approx(5), 0)
+    assert (ended.resumed_from, ended.redone_steps) == (20, 10)  # what the command lost that had trained
+    assert count_ends(data.faults, running=True) == (1, 1)
+    without_ranks = [event for event in events if event["kind"] != "rank_started"]  # they failed on import
+    assert [one.by_command for one in read(tmp_path, logs, without_ranks).faults] == [True, False]
+
+
+def test_an_end_without_an_event_is_as_old_as_the_last_sign_of_training(tmp_path, logs):
+    """A new command writes several events before its ranks train, hours later perhaps."""
+    first, clock = logs.steps_events(1, 30, logs.START)
+    drill = {"kind": "drill", "time": clock + 0.1, "action": "kill", "rank": 1, "pid": 7, "step": 30}
+    later, more = clock + 30_000, {"step": 30, "store": "s3://bucket/run", "bytes": 1, "seconds": 1.0}
+    events = [
+        logs.started(logs.START, 0, 0), *first, drill, {"kind": "checkpoint_fetched", "time": later, **more},
+        rank_started(later + 20, 0),
+        {"kind": "setting_changed", "time": later + 21, "key": "optim.lr", "old": 1, "new": 2, "step": 30},
+        logs.started(later + 22, 0, 30),
+    ]  # fmt: skip
+    (fault,) = read(tmp_path, logs, events).faults
+    assert (fault.detected_at, fault.detect_seconds) == (first[-1]["time"], None)
+    assert fault.paused_seconds == pytest.approx(30_022)
+    cut = read(tmp_path, logs, [*events[:-1], killed(later + 21, 30)]).faults  # this one is of the new command
+    assert [(one.rank, one.by_command) for one in cut] == [(None, True), (1, False)]
+
+
+@pytest.mark.parametrize("joins", [True, False])
+def test_a_job_that_is_lost_on_all_nodes_ended_its_command(tmp_path, logs, joins):
+    """The next leader records the loss when it starts. It goes on with the job if a launcher of that has joined it."""
+    first, clock = logs.steps_events(1, 30, logs.START)
+    later = clock + 30_000
+    lost = {"rank": 0, "failure": "node", "cause": "was lost with the leader, node-a (process 7)", "code": ""}
+    events = [
+        node(logs.START, "leads", "a"), node(logs.START, "joined", "b"), logs.started(logs.START + 1, 0, 0), *first,
+        node(later, "lost", "a", started=None), {"kind": "fault", "time": later, "step": 30, **lost},
+        node(later, "leads", "a", started=9.0), node(later, "joined", "b", started=1.0 if joins else 9.0),
+        rank_started(later + 2, 0), logs.started(later + 3, 0, 20),
+    ]  # fmt: skip
+    (fault,) = read(tmp_path, logs, events).faults
+    assert (fault.recovered, fault.by_command) == (joins, not joins)
+    assert fault.detected_at == first[-1]["time"]
+
+
+def test_while_a_run_starts_again_its_fault_has_not_ended_the_command(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    events = [logs.started(logs.START, 0, 0), *first, killed(clock + 1, 30), restart(clock + 1)]
+    folder = RunFolder(logs.write_events(tmp_path, events))
+    with RunLock(folder.lock):
+        text = write_report(tmp_path).markdown.read_text()
+        assert "failed at step" not in text and "The run starts again." in text and "ended the command" not in text
+    text = write_report(tmp_path).markdown.read_text()
+    assert "failed at step 30" in text and "did not go on afterwards" in text and "1 fault ended the command" in text
+
+
+def test_steps_trained_again_after_a_new_command_are_counted_everywhere(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, _ = logs.steps_events(21, 60, clock + 400)
+    events = [logs.started(logs.START, 0, 0), *first, killed(clock + 1, 30), logs.started(clock + 400, 0, 20), *second]
+    data = read(tmp_path, logs, events)
+    assert dict(cost_rows(data))["Steps trained again"].startswith("10, ")
+    measured = measure(data)
+    assert (measured.restarts, measured.redone_steps) == (1, 10)
+    assert measured.restart_seconds == pytest.approx(10 * measured.step_seconds / 60)
 
 
 def test_two_faults_are_two_incidents(tmp_path, logs):
@@ -123,7 +271,7 @@ def test_steps_lost_by_a_second_fault_are_those_of_its_own_attempt(tmp_path, log
     first, clock = logs.steps_events(1, 60, logs.START)
     second, later = logs.steps_events(21, 30, clock + 5)
     third, _ = logs.steps_events(21, 80, later + 5)
-    times = {"kind": "start_times", "seconds": {}, "attempt": 1}
+    times = {"kind": "start_times", "seconds": {"kill": 0.1}, "attempt": 1}
     events = [
         logs.started(logs.START, 0, 0), *first, FAULT | {"time": clock + 1, "step": 60},
         logs.started(clock + 4, 1, 20), times | {"time": clock + 5, "total_seconds": 3.0},
@@ -141,9 +289,8 @@ def test_steps_lost_by_a_second_fault_are_those_of_its_own_attempt(tmp_path, log
 def test_a_restart_that_fails_before_it_trains_is_a_fault_of_its_own(tmp_path, logs):
     first, clock = logs.steps_events(1, 60, logs.START)
     second, _ = logs.steps_events(41, 80, clock + 20)
-    lost = FAULT | {"rank": 1, "cause": "lost the connection"}
     events = [
-        logs.started(logs.START, 0, 0), *first, FAULT | {"time": clock + 1, "step": 60}, lost | {"time": clock + 1.1},
+        logs.started(logs.START, 0, 0), *first, FAULT | {"time": clock + 1, "step": 60},
         {"kind": "restart", "time": clock + 2, "attempt": 1, "of": 3}, FAULT | {"time": clock + 9, "step": 60},
         {"kind": "restart", "time": clock + 10, "attempt": 2, "of": 3},
         logs.started(clock + 14, 2, 40), *second,

@@ -16,6 +16,7 @@ from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status, sparkline
 from ingot.schema import events
 from ingot.schema.alert import LOSS_RATIO, UNCHANGED, Alert
+from ingot.schema.launch import Launch
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.lock import RunLock
@@ -94,12 +95,12 @@ def test_a_job_with_another_layout_shows_it_and_its_ranks_until_it_has_its_own_a
 
 def test_a_fault_and_its_recovery_count_each_step_once(folder):
     log = EventLog(folder.events)
-    log.write(events.RUN_STARTED, from_step=0)
+    log.write(events.RUN_STARTED, from_step=0, world_size=2)
     steps(log, 1, 7)
     log.write(events.FAULT, rank=1, cause="SIGKILL")
     assert read_status(folder.root).state == "failed"
     log.write(events.RESTART, attempt=1)
-    log.write(events.RUN_STARTED, from_step=4)
+    log.write(events.RUN_STARTED, from_step=4, world_size=2)
     assert read_status(folder.root).step == 4
     steps(log, 5, 6, shift=0.25)
     status = read_status(folder.root)
@@ -182,6 +183,38 @@ def test_a_job_without_progress_shows_since_when_and_no_rate(folder, capsys, mon
     with RunLock(folder.lock):  # for its uploads
         assert read_status(folder.root).still_seconds is None
     assert read_status(folder.root).still_seconds is None  # nothing runs
+
+
+def test_a_job_that_starts_again_is_late_only_after_the_time_of_a_start(folder):
+    """The newest log line of the attempt before may be hours old."""
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0, world_size=2)
+    log.write(events.PROGRESS, step=5, tokens_per_second=1e4, eta_seconds=60.0, step_seconds=0.5)
+    newest = list(read_events(folder.events))[-1]["time"]
+    append = {"rank": 0, "pid": 7, "host": "", "attempt": 0}
+    with folder.events.open("a") as file:
+        file.write(json.dumps({"kind": events.RANK_STARTED, "time": newest + 8000, **append}) + "\n")
+    limit = Launch().watchdog_other_seconds
+    with RunLock(folder.lock):
+        assert read_status(folder.root, newest + 8001).still_seconds is None
+        assert read_status(folder.root, newest + 8000 + limit - 1).still_seconds is None
+        assert read_status(folder.root, newest + 8001 + limit).still_seconds == pytest.approx(limit + 1)
+
+
+def test_of_two_faults_the_one_that_ended_the_run_is_named(folder, capsys):
+    """The supervisor writes a fault per attempt. Here, the restart finds no checkpoint that it can use."""
+    log = EventLog(folder.events)
+    log.write(events.RUN_STARTED, from_step=0, world_size=2, attempt=0)
+    steps(log, 1, 7)
+    log.write(events.FAULT, rank=1, failure="killed", cause="was killed (SIGKILL)", code="", step=7)
+    log.write(events.RESTART, attempt=1)
+    log.write(events.RANK_STARTED, rank=0, pid=7, host="", attempt=1)
+    log.write(events.FAULT, rank=0, failure="disk", cause="none can be used", code="E-CKPT-NONE-USABLE", step=7)
+    status = read_status(folder.root)
+    assert status.failure == "rank 0: none can be used (E-CKPT-NONE-USABLE)"
+    assert status.fault["code"] == "E-CKPT-NONE-USABLE" and len(status.faults) == 2
+    assert main(["status", str(folder.root)]) == 0
+    assert "faults 2, restarts 1\n       rank 1 was killed (SIGKILL), step 7\n" in capsys.readouterr().out
 
 
 def test_a_torn_line_and_unknown_kinds_do_no_harm(folder):

@@ -315,6 +315,11 @@ def test_a_run_that_was_just_started_again_is_not_late(tmp_path, monkeypatch):
     append(folder, json.dumps(WatchedRun().started(later, 0, run.last_step)) + "\n")
     run.read_all()
     assert run.state == "running" and run.still_seconds(later + 0.02) is None
+    limit = run.data.run.launch.watchdog_other_seconds
+    assert run.still_seconds(later + limit + 1) == pytest.approx(limit + 1)  # it hangs before its first line
+    append(folder, json.dumps({"kind": "finished", "time": later, "step": 1, "tokens": 1, "seconds": 1.0}) + "\n")
+    run.read_all()
+    assert run.still_seconds(later + limit + 1) is None  # it uploads what it saved
 
 
 def test_the_loads_of_experts_are_a_map_of_their_layers(folder, lines):

@@ -323,7 +323,7 @@ def restarts(case: Case) -> Iterator[Cause]:
     found = case.measured
     if not found.restarts:
         return
-    causes = ", ".join(dict.fromkeys(fault.cause or "unknown" for fault in case.data.faults if fault.recovered))
+    causes = ", ".join(dict.fromkeys(fault.cause or "unknown" for fault in case.data.faults if not fault.is_open))
     evidence = f"{counted(found.restarts, 'fault')} ({causes}); {counted(found.redone_steps, 'step')} trained again"
     repair = Remedy(
         text="repair the cause of the faults: ingot report lists them",

@@ -37,8 +37,9 @@ class MeasuredSteps:
     kind (telemetry/usage.py); empty for logs of older versions. exposed, hidden: the communication of each axis (mesh/
     axis_traffic.py); empty for older logs and a rank alone. saves, weights_saves: the number of periodic
     checkpoints, and of saves of the weights alone. save_seconds, evaluate_seconds: time of all of them, and of periodic
-    evaluations. save_seconds_each: of a checkpoint. restart_seconds: time lost to faults, repeated work included.
-    device, host: of the last attempt.
+    evaluations. save_seconds_each: of a checkpoint. restarts: faults after which an attempt followed, of this command
+    or a new one. redone_steps: that were trained again after faults. restart_seconds: time lost to faults, repeated
+    work included. device, host: of the last attempt.
     """
 
     steps: int
@@ -144,8 +145,8 @@ def _interruptions(data: RunData, done: int, step_seconds: float) -> dict[str, A
     saves = [event["stall_seconds"] for event in periodic]
     between = [event for event in data.evaluations if event["step"] != last and not event.get("background")]
     timed = [event["seconds"] for event in between if is_finite(event.get("seconds"))]
-    back = [fault for fault in data.faults if fault.gap_seconds is not None]
-    redone = sum(fault.redone_steps or 0 for fault in back)
+    back = [fault for fault in data.faults if not fault.is_open]
+    redone = sum(fault.redone_steps or 0 for fault in data.faults)  # a new command trains them again, too
     lost = sum(fault.gap_seconds or 0.0 for fault in back) + redone * step_seconds
     weights = [event["stall_seconds"] for event in data.weights_saves]
     return {

@@ -12,7 +12,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.incidents import JobIncident
 
 # Of this process, which began before it joined anything. A container that is started again has the same name and id.
-_STARTED = time.time()
+STARTED = time.time()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,7 +38,7 @@ def earlier_job(folder: RunFolder) -> EarlierJob | None:
             if event["action"] == "leads" and who not in members:
                 takes_part, members, restarts, is_checked = False, set(), [], False
             members.add(who)
-            takes_part = takes_part or (who == own and event["time"] >= _STARTED)
+            takes_part = takes_part or (who == own and event["time"] >= STARTED)
         elif events.ends_run(kind, event):
             takes_part, members, restarts, is_checked = False, set(), [], False
         elif kind == events.RESTART:

@@ -93,6 +93,7 @@ def record_lost_leader(folder: RunFolder, record: Callable[..., None], say: Call
         rank=0,
         failure="node",
         cause=cause,
+        code="",
         step=step,
         detected_by="supervisor",
         evidence="",

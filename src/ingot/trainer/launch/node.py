@@ -26,6 +26,7 @@ from ingot.trainer.interrupts import PendingSignals
 from ingot.trainer.launch.checking import NodeProbe
 from ingot.trainer.launch.evidence import question
 from ingot.trainer.launch.folder_watch import FolderWatch
+from ingot.trainer.launch.handover import STARTED
 from ingot.trainer.launch.health import HealthWatch, finding_values, require_sound
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.link import LeaderAddress, Link, dial, signs_of_life
@@ -176,7 +177,7 @@ def _joined(folder: RunFolder, facts: Mapping[str, str]) -> Link:
     link = dial(address) if address else None
     if link is None:
         raise LeaderGone(joined=False)
-    link.send(hello={"host": node_name(), "pid": os.getpid(), "facts": dict(facts)})
+    link.send(hello={"host": node_name(), "pid": os.getpid(), "started": STARTED, "facts": dict(facts)})
     return link
 
 

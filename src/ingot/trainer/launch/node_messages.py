@@ -1,7 +1,7 @@
 """The messages between the leader of a job and its other nodes: values as plain ones, and back. No torch.
 
-A node: `hello` (host, pid, facts), `ready` (its imports are done), `rank` (code, ago, ending, facts), `done` (an
-attempt; facts), `ended` (an attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states,
+A node: `hello` (host, pid, started, facts), `ready` (its imports are done), `rank` (code, ago, ending, facts), `done`
+(an attempt; facts), `ended` (an attempt; kept), `watch` (its hang, or null), `answers` (to a question; beats, states,
 calls, with_stacks, deaf), `signal` (its name), `health` (a finding: health.py), `checked` (a request of a check;
 answer).
 

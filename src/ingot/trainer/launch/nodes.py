@@ -22,6 +22,7 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.message import as_error
 from ingot.trainer.launch.evidence import Answers
+from ingot.trainer.launch.handover import STARTED
 from ingot.trainer.launch.health import Sickness, finding_from, record_finding, unhealthy, write_drained
 from ingot.trainer.launch.link import LeaderAddress, Link, answer, listen
 from ingot.trainer.launch.node_messages import answers_from, difference, hang_from
@@ -177,7 +178,8 @@ class Nodes:
         )
 
     def _record_own(self, action: str, reason: str = "") -> None:
-        self._record(events.NODE, host=node_name(), pid=os.getpid(), action=action, node=0, reason=reason)
+        own = {"host": node_name(), "pid": os.getpid(), "started": STARTED}
+        self._record(events.NODE, **own, action=action, node=0, reason=reason)
 
     def part(self, result: Mapping[str, Any] | None, error: IngotError | None = None) -> None:
         """Give every node the end of the job: its result, or its error. With neither, they look for another leader."""
@@ -247,12 +249,13 @@ class Nodes:
             node.link.finish(_GOODBYE_SECONDS)
             self._nodes.remove(node)
             return
+        who = {"host": host, "pid": pid, "started": float(hello["started"])}
         node.link.send(accepted=dict(self._terms))
         if node.link.closed:  # it gave up before it was heard, and comes again
             return
         node.host, node.pid = host, pid
         way = {"address": node.link.other_host, "leader_address": node.link.own_host}
-        self._record(events.NODE, host=host, pid=pid, action="joined", node=None, reason="", **way)
+        self._record(events.NODE, **who, action="joined", node=None, reason="", **way)
         spares = len(self._nodes) - (self._launch.nodes - 1)
         if spares > 0:
             self._say(f"nodes     {host} waits as a spare; spares: {spares}")

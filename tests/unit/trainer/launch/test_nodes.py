@@ -13,6 +13,7 @@ import pytest
 from ingot.errors import IngotError, RunBusyError
 from ingot.events import read_events
 from ingot.machine.health.report_file import ReportFile
+from ingot.report.faults import FaultReader, FaultRecord
 from ingot.schema import events
 from ingot.schema.fallbacks import Fallback, Fallbacks
 from ingot.schema.launch import Launch
@@ -66,10 +67,11 @@ def work(rank):
     names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "INGOT_ATTEMPT")
     place = {name: os.environ[name] for name in (*names, "GLOO_SOCKET_IFNAME")}
     place |= {"args": sys.argv[2:], "server": os.getppid(), "overrides": os.environ["INGOT_OVERRIDES"]}
-    log.write("rank_started", rank=rank, pid=os.getpid(), host="", attempt=0, place=place)
+    attempt = int(os.environ["INGOT_ATTEMPT"])
+    log.write("rank_started", rank=rank, pid=os.getpid(), host="", attempt=attempt, place=place)
     if rank == 0:
-        log.write("run_started", from_step=0)
-        log.write("progress", step=1 + int(os.environ["INGOT_ATTEMPT"]))
+        log.write("run_started", from_step=0, attempt=attempt, world_size=int(os.environ["WORLD_SIZE"]))
+        log.write("progress", step=1 + attempt)
     heartbeat.enter(Phase.STEP, 1)
     fail = folder.root / f"{rank}.fail"
     while not (folder.stop_request.exists() or (folder.root / "finish").exists()):
@@ -223,6 +225,13 @@ class Cluster:
                 found[name] = [], "killed"
         return found
 
+    def found(self) -> list[FaultRecord]:
+        """The faults as the report has them."""
+        reader = FaultReader()
+        for event in read_events(self.folder.events):
+            reader.see(event)
+        return reader.found
+
     def faults(self) -> list[tuple]:
         return [(e["rank"], e["failure"]) for e in read_events(self.folder.events, events.FAULT)]
 
@@ -354,6 +363,9 @@ def test_another_node_leads_when_the_leader_is_lost(cluster):
     assert (fault["rank"], fault["failure"], fault["step"], fault["detected_by"]) == (0, "node", 1, "supervisor")
     assert f"node-a (process {cluster.launchers['a'].pid})" in fault["cause"] and 0 <= fault["seconds"] < _LONG
     assert next((event["host"], event["node"]) for event in cluster.nodes("lost")) == ("node-a", 0)
+    assert fault["code"] == ""
+    (found,) = cluster.found()  # the next leader counts its attempts from 0, too
+    assert (found.recovered, found.by_command) == (True, False) and found.gap_seconds < _LONG
 
 
 def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
@@ -372,6 +384,7 @@ def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
     ended = cluster.ends()
     assert {code for name, (_, code) in ended.items() if name != "b"} == {0}
     assert any("leads no longer" in line for line in ended["a"][0])
+    assert {(one.recovered, one.by_command) for one in cluster.found()} == {(True, False)}  # the job of node-a goes on
 
 
 @pytest.mark.parametrize(
@@ -590,7 +603,7 @@ def test_one_that_connects_and_is_silent_keeps_no_node_out(cluster):
         ends = time.monotonic() + 4.0  # a handshake may take five seconds
         link = dial(address)
         assert link is not None
-        link.send(hello={"host": "b", "pid": 7, "facts": FACTS})
+        link.send(hello={"host": "b", "pid": 7, "started": 1.0, "facts": FACTS})
         while not nodes.present():
             assert time.monotonic() < ends
             assert not list(nodes.poll())
@@ -605,7 +618,7 @@ def test_a_node_that_gave_up_before_it_was_heard_does_no_harm(cluster):
     settings = {"terms": {}, "facts": FACTS, "say": print, "record": lambda kind, **facts: recorded.append(facts)}
     nodes = Nodes(cluster.folder, Launch(nodes=2), **settings)
     link = dial(LeaderAddress.read(cluster.folder.leader))
-    link.send(hello={"host": "b", "pid": 7, "facts": FACTS})
+    link.send(hello={"host": "b", "pid": 7, "started": 1.0, "facts": FACTS})
     link.close("it waits no longer")
     while nodes._arrived.empty():
         time.sleep(0.01)
@@ -719,7 +732,7 @@ def test_the_machine_of_the_leader_is_drained_and_another_one_leads(cluster):
     cluster.finish()
     assert {name: code for name, (_, code) in cluster.ends().items()} == {"a": "E-NODE-UNHEALTHY", "b": 0, "c": 0}
     assert list(json.loads(cluster.folder.drained.read_text())) == ["node-a"]
-    assert not cluster.faults()  # the leader parted: it was not lost
+    assert not cluster.faults() and not cluster.found()  # the leader parted: it was not lost
 
 
 def test_a_spare_with_a_fault_leaves_and_nothing_starts_again(cluster):
