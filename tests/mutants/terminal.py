@@ -71,4 +71,30 @@ MUTANTS: list[Mutant] = [
         "escapes-for-files", "a file gets escape sequences", "follow.py",
         'and os.environ.get("TERM", "dumb") != "dumb"', "", "test_a_terminal_that_cannot_be_drawn_on_gets_text",
     ),
+    _mutant(
+        "plan-beyond-the-plot", "a run with a tenth of the planned speed seems to have all of it", "plot.py",
+        "for band in chart.bands if math.isfinite(band.low + band.high)", "for band in chart.bands[:0]",
+        "test_the_plan_is_drawn_where_it_is",
+    ),
+    _mutant(
+        "short-runs-are-outliers", "a run that has just begun is a line at the edge of the plot", "plot.py",
+        "len(found := values[np.isfinite(values)])]\n",
+        "len(found := values[np.isfinite(values)])]\n    finite = [np.concatenate(finite)] if finite else []\n",
+        "test_a_run_that_has_just_begun_and_few_points_are_no_outliers",
+    ),
+    _mutant(
+        "outlier-in-its-mean", "one step flattens all others, because a mean is spread over its neighbors", "plot.py",
+        'line.style == "raw" or (line.style == "main" and line.run not in raw)', 'line.style in ("raw", "main")',
+        "test_a_run_that_has_just_begun_and_few_points_are_no_outliers",
+    ),
+    _mutant(
+        "cropped-before-the-logarithm", "a logarithmic chart leaves out values that it could show", "plot.py",
+        "if chart.log and min(values.min() for values in finite) > 0:", "if False:",
+        "test_a_logarithm_or_a_zero_leaves_nothing_out_that_it_shows",
+    ),
+    _mutant(
+        "zero-not-in-the-range", "values are left out although the axis begins at 0", "plot.py",
+        ", from_zero=chart.from_zero) for", ") for",
+        "test_a_logarithm_or_a_zero_leaves_nothing_out_that_it_shows",
+    ),
 ]  # fmt: skip

@@ -110,17 +110,36 @@ def _style(style: str, run: int, *, one_run: bool) -> str:
 
 
 def _scale_of(chart: WatchChart, lines: Sequence[WatchLine]) -> _Scale:
-    values = np.concatenate([line.points.values for line in lines] + [np.array([b.low, b.high]) for b in chart.bands])
-    values = values[np.isfinite(values)]
-    if not len(values):
+    finite = [found for values in _samples(lines) if len(found := values[np.isfinite(values)])]
+    if not finite:
         return _Scale(0.0, 1.0, False)
-    low, high = shown_range(values.tolist())
+    # Each line has its own range: a short one must not be an outlier of a long one.
+    if chart.log and min(values.min() for values in finite) > 0:  # what a logarithm shows is not left out
+        logs = [shown_range(np.log(values).tolist()) for values in finite]
+        ranges = [(math.exp(low), math.exp(high)) for low, high in logs]
+    else:
+        ranges = [shown_range(values.tolist(), from_zero=chart.from_zero) for values in finite]
+    ranges += [(band.low, band.high) for band in chart.bands if math.isfinite(band.low + band.high)]
+    low, high = min(own for own, _ in ranges), max(own for _, own in ranges)
     if chart.log and low > 0 and high / low > _LOG_FROM:
         return _Scale(math.log(low), math.log(high), True)
-    low = min(low, 0.0) if chart.from_zero else low
     if high <= low:
         low, high = low - max(abs(low), 1.0) * 0.05, high + max(abs(high), 1.0) * 0.05
     return _Scale(low, high, False)
+
+
+def _samples(lines: Sequence[WatchLine]) -> list[np.ndarray]:
+    """Return the values of each line for the scale. Those of void steps are a part of the line that replaced them; a
+    mean has none of its own, because an outlier is spread over it."""
+    raw = {line.run for line in lines if line.style == "raw"}
+    found = []
+    for line in lines:
+        void = [own.points.values for own in lines if own.style == "void" and own.run == line.run]
+        if line.style in ("dots", "expected"):
+            found.append(line.points.values)
+        elif line.style == "raw" or (line.style == "main" and line.run not in raw):
+            found.append(np.concatenate([line.points.values, *void]))
+    return found or [line.points.values for line in lines]
 
 
 def _beyond(chart: WatchChart, scale: _Scale) -> str:

@@ -10,13 +10,14 @@ from tests.unit.report.diagnose.test_slow_runs import ARCH
 
 from ingot.config import to_toml
 from ingot.report.render.page import Bar, Bars, HeatMap, HeatRow, TableBlock
+from ingot.report.robust import shown_range
 from ingot.schema.alert_record import AlertRecord
 from ingot.schema.metric_files import TableWriter, lineage_folder
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import write_atomic
 from ingot.trainer.telemetry.usage import KINDS
-from ingot.watch.drawn import WatchChart, WatchLine, WatchMark
+from ingot.watch.drawn import WatchBand, WatchChart, WatchLine, WatchMark
 from ingot.watch.live import LiveRun
 from ingot.watch.series import Points
 from ingot.watch.terminal.canvas import ASCII, UNICODE, Canvas, glyphs_for
@@ -209,6 +210,47 @@ def test_an_outlier_does_not_flatten_the_others_and_is_named():
     labels = [text[:8].strip() for text in lines[1:] if text[:8].strip()]
     assert 7 < float(labels[0]) <= 8 and float(labels[-1]) >= 7
     assert "above, up to 673" in lines[-1]
+
+
+@pytest.mark.parametrize("high", [45.0, 0.5])
+def test_the_plan_is_drawn_where_it_is(high):
+    """A run that has a tenth of the planned speed must not seem to have all of it."""
+    (line,) = chart().lines
+    values = np.linspace(4.0, 4.2, 100)
+    band = WatchBand(name="the plan", low=high, high=high)
+    lines = drawn(
+        chart(from_zero=True, bands=(band,), lines=(replace(line, points=Points(line.points.steps, values)),))
+    )
+    rows = [number for number, text in enumerate(lines) if "-" in text[9:]]
+    assert float(lines[1][:8]) == max(high, 4.2) and "above" not in lines[-1] and "below" not in lines[-1]
+    assert rows == [1 if high > 4 else 11] and "*" not in lines[rows[0]]
+
+
+def test_a_run_that_has_just_begun_and_few_points_are_no_outliers():
+    (line,) = chart().lines
+    short = replace(line, run=1, points=Points(np.arange(1, 4), np.array([11.0, 10.5, 10.0])))
+    dots = replace(line, style="dots", points=Points(np.array([50]), np.array([5.0])))
+    long = replace(line, points=Points(line.points.steps, np.linspace(3.1, 3.0, 100)))
+    lines = drawn(chart(lines=(long, short, dots)))
+    assert lines[1].split()[0] == "11" and "above" not in lines[-1]
+    steps = np.arange(40)
+    spiked = np.where(steps == 20, 673.0, np.linspace(3.1, 3.0, 40))
+    mean = np.where(abs(steps - 20) < 3, 137.0, 3.05)
+    lines = replace(line, style="raw", points=Points(steps, spiked)), replace(line, points=Points(steps, mean))
+    shown = drawn(chart(lines=lines))
+    assert float(shown[1][:8]) < 4 and "above, up to 673" in shown[-1]
+
+
+def test_a_logarithm_or_a_zero_leaves_nothing_out_that_it_shows():
+    (line,) = chart().lines
+    values = np.concatenate([np.geomspace(1000.0, 10.0, 6), np.geomspace(10.0, 1.0, 94)])
+    wide = replace(line, points=Points(line.points.steps, values))
+    lines = drawn(chart(log=True, lines=(wide,)))
+    assert [float(lines[row][:8].replace(",", "")) for row in (1, 12)] == [1000, 1] and "above" not in lines[-1]
+    near = replace(line, points=Points(line.points.steps, np.where(np.arange(100) < 99, 100.0, 120.0)))
+    lines = drawn(chart(from_zero=True, lines=(near,)))
+    assert (lines[1].split()[0], lines[12].split()[0]) == ("120", "0") and "above" not in lines[-1]
+    assert shown_range([100.0] * 7 + [3000.0], from_zero=True) == (0.0, 100.0)
 
 
 def test_void_steps_are_pale_and_incidents_are_below():
