@@ -146,7 +146,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     return RunStatus(
         name=run.name,
         state=state,
-        failure=fault_of(last["end"]).text if state == "failed" else "",
+        failure=fault_of(last["end"]).text if state == "failed" and is_readable(last["end"]) else "",
         steps=run.train.steps,
         step=max(log.reached, unlogged),
         ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
