@@ -384,7 +384,6 @@ def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
     ended = cluster.ends()
     assert {code for name, (_, code) in ended.items() if name != "b"} == {0}
     assert any("leads no longer" in line for line in ended["a"][0])
-    assert {(one.recovered, one.by_command) for one in cluster.found()} == {(True, False)}  # the job of node-a goes on
 
 
 @pytest.mark.parametrize(
