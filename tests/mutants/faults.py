@@ -38,6 +38,16 @@ MUTANTS: list[Mutant] = [
         f"{_FACTS}::test_a_job_that_is_lost_on_all_nodes_ended_its_command",
     ),
     _mutant(
+        "late-join-unseen", "a leader that steps down ends its job, if the ranks of the next one begin before it joins",
+        "                self._take_back_end()\n", "",
+        f"{_FACTS}::test_a_job_goes_on_when_a_leader_that_stepped_down_joins_the_next_one",
+    ),
+    _mutant(
+        "late-join-after-a-fault", "a fault before a leader stepped down does not recover if the next one has one",
+        "            if self._led_to is None:\n                self._open[:0] = self._left\n", "",
+        f"{_FACTS}::test_a_job_goes_on_when_a_leader_that_stepped_down_joins_the_next_one",
+    ),
+    _mutant(
         "first-attempt-of-the-next-leader", "each leader begins a command, because it counts its attempts from 0",
         ' == 0 and not self._led', " == 0", f"{_NODES}::test_another_node_leads_when_the_leader_is_lost",
     ),

@@ -47,6 +47,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_FACTS}::test_a_drill_that_ended_no_attempt_is_not_the_cause_of_a_later_fault",),
     ),
     Mutant(
+        name="nan-differs-from-nan",
+        what="steps whose loss is NaN in both attempts count as different",
+        file="report/faults.py",
+        before="one == other or (one != one and other != other)",
+        after="one == other",
+        tests=(f"{_FACTS}::test_losses_that_are_no_numbers_are_equal",),
+    ),
+    Mutant(
         name="losses-of-another-roll-back",
         what="a roll-back of a live run is shown with the losses of one that was forgotten",
         file="report/recovery.py",

@@ -1,5 +1,6 @@
 """Faults and recoveries are read from the order of events, however many there are."""
 
+import math
 import re
 
 import pytest
@@ -195,6 +196,29 @@ def test_a_job_that_is_lost_on_all_nodes_ended_its_command(tmp_path, logs, joins
     assert fault.detected_at == first[-1]["time"]
 
 
+@pytest.mark.parametrize("joins", ["before", "after", "after another fault", "never"])
+def test_a_job_goes_on_when_a_leader_that_stepped_down_joins_the_next_one(tmp_path, logs, joins):
+    """It waits for its nodes, and the next leader may be a launcher that is new, whose ranks may begin before it joins.
+    One that never joins may have been killed: then the new launchers are a new command."""
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, _ = logs.steps_events(21, 40, clock + 40)
+    again = [node(clock + 31, "joined", "a")]
+    failed = [killed(clock + 25, 30), restart(clock + 26), *again, rank_started(clock + 32, 1)]
+    events = [
+        node(logs.START, "leads", "a"), node(logs.START, "joined", "b"), logs.started(logs.START + 1, 0, 0), *first,
+        node(clock + 1, "lost", "b", started=None), killed(clock + 1, 30), restart(clock + 2),
+        node(clock + 12, "steps_down", "a"), node(clock + 20, "leads", "c", started=5.0),
+        node(clock + 21, "joined", "d", started=5.0), *(again if joins == "before" else []),
+        rank_started(clock + 22, 0),
+        *(failed if joins == "after another fault" else []), logs.started(clock + 33, int("fault" in joins), 20),
+        *(again if joins == "after" else []), *second,
+    ]  # fmt: skip
+    lost, *others = read(tmp_path, logs, events).faults
+    assert (lost.recovered, lost.by_command) == ((False, True) if joins == "never" else (True, False))
+    assert lost.gap_seconds == {"never": None, "after another fault": pytest.approx(24)}.get(joins, pytest.approx(32))
+    assert all(one.recovered and not one.by_command for one in others) and lost.redone_steps == 10
+
+
 def test_while_a_run_starts_again_its_fault_has_not_ended_the_command(tmp_path, logs):
     first, clock = logs.steps_events(1, 30, logs.START)
     events = [logs.started(logs.START, 0, 0), *first, killed(clock + 1, 30), restart(clock + 1)]
@@ -284,6 +308,17 @@ def test_steps_lost_by_a_second_fault_are_those_of_its_own_attempt(tmp_path, log
     assert [(one.fault_step, one.redone_steps, one.compared_steps) for one in faults] == [(60, 40, 40), (30, 10, 10)]
     assert all(one.compared_equal for one in faults)
     assert [one.recover_seconds for one in faults] == [3.0, 4.0]
+
+
+def test_losses_that_are_no_numbers_are_equal(tmp_path, logs):
+    first, clock = logs.steps_events(1, 30, logs.START)
+    second, _ = logs.steps_events(21, 40, clock + 5)
+    for event in (*first, *second):
+        event |= {"loss": math.nan} if event["kind"] == "step" and event["step"] > 25 else {}
+    again = FAULT | {"time": clock + 1}, logs.started(clock + 4, 1, 20), *second
+    events = [logs.started(logs.START, 0, 0), *first, *again]
+    (fault,) = read(tmp_path, logs, events).faults
+    assert (fault.compared_steps, fault.compared_equal) == (10, True)
 
 
 def test_a_restart_that_fails_before_it_trains_is_a_fault_of_its_own(tmp_path, logs):

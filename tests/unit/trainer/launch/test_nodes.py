@@ -380,10 +380,12 @@ def test_a_leader_that_no_node_reaches_lets_another_one_lead(cluster):
     cluster.wait_for("leads", 2)
     cluster.attempt(0)
     assert [event["host"] for event in cluster.nodes("leads")] == ["node-a", "node-c"]
+    cluster.wait_for("joined", 3)  # node-a, too
     cluster.finish()
     ended = cluster.ends()
     assert {code for name, (_, code) in ended.items() if name != "b"} == {0}
     assert any("leads no longer" in line for line in ended["a"][0])
+    assert {(one.recovered, one.by_command) for one in cluster.found()} == {(True, False)}  # the job of node-a goes on
 
 
 @pytest.mark.parametrize(
