@@ -178,6 +178,8 @@ def _show_document(number: int, document: "BatchDocument", shown: dict[str, int]
 
 def _commands(args: argparse.Namespace, found: "SpikeReport") -> list[str]:
     from ingot.report.lineage.exposure import data_of
+    from ingot.schema.run_folder import RunFolder
+    from ingot.trainer.checkpoint.manifest import newest_step
 
     commands = []
     if any(batch.suspects for batch in found.batches):
@@ -191,7 +193,9 @@ def _commands(args: argparse.Namespace, found: "SpikeReport") -> list[str]:
         commands.append(f"ingot explain spike {args.run} --step {found.batches[0].step.step} --replay")
     if any("not finite" in kind for batch in found.batches for kind in batch.step.found):
         commands.append(f"ingot explain nan {args.run}")
-    return [*commands, f"ingot ckpt ls {args.run}"]
+    if newest_step(RunFolder(args.run).checkpoints):
+        commands.append(f"ingot ckpt ls {args.run}")
+    return commands or [f"ingot status {args.run}"]
 
 
 def _facts(found: "SpikeReport", added: "list[QuarantineEntry]") -> dict[str, Any]:
