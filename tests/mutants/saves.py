@@ -166,7 +166,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="no-room-for-weights",
         what="a run starts on a disk that has no room for saves of the weights alone",
-        file="trainer/launch/checks.py",
+        file="trainer/launch/disk_checks.py",
         before="needed += round(",
         after="needed -= round(",
         tests=("tests/unit/trainer/launch/test_train.py::test_a_full_disk_is_noticed_first",),

@@ -249,12 +249,6 @@ class Checkpoint:
         return None if self.weights_every in NEVER else parse_interval(self.weights_every)
 
     @property
-    def weights_never_alone(self) -> bool:
-        """True if a full save falls on each step at which the weights alone would be saved, and has them."""
-        alone, full = self.weights_interval, self.interval
-        return alone is not None and alone.steps > 0 and full.steps > 0 and alone.steps % full.steps == 0
-
-    @property
     def weights_apart(self) -> bool:
         """True if saves of the weights alone have a snapshot of their own: the last full one stays in memory."""
         return self.replicas > 0 and self.weights_interval is not None

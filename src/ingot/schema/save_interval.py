@@ -25,6 +25,10 @@ class SaveInterval:
     def is_auto(self) -> bool:
         return not self.steps and not self.seconds
 
+    def falls_on_each_of(self, other: "SaveInterval") -> bool:
+        """Return whether a save at this interval falls on each step of another one."""
+        return self.steps > 0 and other.steps > 0 and other.steps % self.steps == 0
+
     def in_steps(self, step_seconds: float) -> int:
         """Return the interval in steps of `step_seconds`, at least 1; 0 for "auto"."""
         if self.is_auto:

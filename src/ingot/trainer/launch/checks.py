@@ -28,20 +28,16 @@ from ingot.schema.guard_record import read_measures, write_measures
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest, check_vocabulary, read_token_manifest
-from ingot.storage import require_free
 from ingot.theory.layout import require_layout
-from ingot.theory.memory import checkpoint_bytes
-from ingot.theory.update import mean_moments
 from ingot.trainer.checkpoint.accepted import changes_since, past_steps, record_for
 from ingot.trainer.checkpoint.fence import newest_epoch
 from ingot.trainer.checkpoint.folders import find_weights
-from ingot.trainer.checkpoint.manifest import candidate_folders, list_checkpoints, read_manifest, verify_checkpoint
-from ingot.trainer.checkpoint.places import own_disks, require_disks
+from ingot.trainer.checkpoint.manifest import candidate_folders, read_manifest, verify_checkpoint
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.resumable import first_usable, judged_checkpoints, resume_step
+from ingot.trainer.launch.disk_checks import check_disks
 from ingot.trainer.lease import RunLease
 from ingot.trainer.loader.listed import listed_windows
-from ingot.trainer.mesh.environment import environment_number
 from ingot.units import counted
 
 BIAS_RATE = "model.moe.bias_rate"  # router biases may be added, but never removed
@@ -276,7 +272,7 @@ def preflight(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) 
         _checked_tokens(folder, config, "data.heldout", config.data.heldout)
     _check_quarantined(folder, config, say)
     _check_devices(config, say)
-    _check_disk(folder, config, say)
+    check_disks(folder, config, say)
     return tokens
 
 
@@ -333,50 +329,6 @@ def _degrees(config: RunConfig) -> str:
 def _fewer(config: RunConfig, ranks: int) -> str:
     only_shards = config.parallel.world_size == config.parallel.dp_shard
     return f"--set parallel.dp_shard={ranks}" if only_shards else f"degrees that multiply to at most {ranks}"
-
-
-def _check_disk(folder: RunFolder, config: RunConfig, say: Callable[[str], None]) -> None:
-    """Check that the disk has room for the checkpoints that stay and the one being written, and for saves of the
-    weights alone."""
-    saves, arch, precision = config.checkpoint, config.model, config.train.precision
-    most = saves.most_kept(config.train.steps, config.guard.proven_steps) + 1
-    needed = round(checkpoint_bytes(arch, precision, mean_moments(config)).value) * most
-    needed -= sum(listed.bytes for listed in list_checkpoints(folder.checkpoints))
-    what = counted(most, "checkpoint")
-    if saves.disks:
-        _check_striped(config, max(needed, 0), f"the share of {what} on this disk", say)
-        needed, what = 0, "the manifests of checkpoints"
-    if saves.weights_never_alone:
-        say(
-            f"note: checkpoint.weights_every = {saves.weights_every!r} saves nothing alone: a full checkpoint, every "
-            f"{saves.interval}, falls on each of its steps"
-        )
-    elif saves.weights_interval:
-        needed += round(checkpoint_bytes(arch, precision, moments=0).value) * (saves.weights_keep + 1)
-        needed -= sum(listed.bytes for listed in list_checkpoints(folder.weights.checkpoints))
-        what += f" and {saves.weights_keep + 1} saves of the weights"
-    require_free(folder.checkpoints, max(needed, 0), what, "lower checkpoint.keep (or weights_keep)")
-
-
-def _check_striped(config: RunConfig, needed: int, what: str, say: Callable[[str], None]) -> None:
-    """Check that the disks of this node exist, and have room for the files of its ranks; note those that no rank will
-    use. needed: of all ranks."""
-    require_disks(config.checkpoint.disks)
-    disks, world = own_disks(config.checkpoint.disks), config.parallel.world_size
-    by_device: dict[int, tuple[Path, int]] = {}  # two folders may be on one file system
-    ranks = min(environment_number("LOCAL_WORLD_SIZE", world // config.launch.nodes, least=1), world)
-    if unused := config.checkpoint.disks[ranks:]:
-        say(
-            f"note: checkpoint.disks names {len(disks)} folders, but a node has {ranks} rank{'s' * (ranks != 1)} with "
-            f"one file each: {', '.join(unused)} stay{'s' * (len(unused) == 1)} unused"
-        )
-    for local_rank in range(ranks):
-        disk = disks[local_rank % len(disks)]
-        device = disk.stat().st_dev
-        before = by_device.get(device, (disk, 0))[1]
-        by_device[device] = disk, before + needed // world
-    for disk, size in by_device.values():
-        require_free(disk, size, what)
 
 
 def check_until_step(until_step: int | None, config: RunConfig) -> None:
