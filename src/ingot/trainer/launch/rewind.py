@@ -53,7 +53,7 @@ def rewind_run(path: Path, step: int, say: Callable[[str], None] = lambda text: 
     run is training, CheckpointError if the checkpoint is damaged or was suspect when it was saved, and the errors of
     the store.
     """
-    runs = {kind: open_run(path, meter, kind) for kind in KINDS}
+    runs: dict[SaveKind, tuple[RunFolder, RemoteTier | None]] = {kind: open_run(path, meter, kind) for kind in KINDS}
     folder, tier = runs["full"]
     with held(folder, tier, say) as lease:
         stored = tier.steps() if tier else []
