@@ -290,4 +290,20 @@ MUTANTS: list[Mutant] = [
         after="signal.getsignal(signal.SIGTERM)",
         tests=(f"{_FOLLOW}::test_a_suspended_or_terminated_program_leaves_the_terminal_as_it_was",),
     ),
+    Mutant(
+        name="watch-ends-within-a-long-line",
+        what="a log is read up to a line that is left out, as if it were all",
+        file="watch/live.py",
+        before="        self.version += self._log.position != position",
+        after="        self.version += bool(lines)",
+        tests=(f"{_LIVE}::test_a_line_longer_than_a_look_is_read_and_one_beyond_every_limit_is_counted",),
+    ),
+    Mutant(
+        name="watch-rest-of-a-long-line-read",
+        what="the rest of a line that is left out is read as a line of its own",
+        file="watch/growing.py",
+        before="self.too_long, self._is_within = 1, True",
+        after="self.too_long = 1",
+        tests=(f"{_LIVE}::test_the_rest_of_a_line_that_is_left_out_is_no_line",),
+    ),
 ]

@@ -43,7 +43,7 @@ LINE_COLUMNS = (
 )  # fmt: skip
 EXPERT_COLUMNS = ("load_cv", "max_load", "min_load", "entropy", "dropped", "fallback")
 TRAFFIC_COLUMNS = tuple(f"{axis}/{part}" for axis in TRAFFIC_AXES for part in TRAFFIC)
-_READ_BYTES = 256 << 10  # of a file in one look: readers wait for it, for about 10 ms
+_READ_BYTES = 256 << 10  # of a file in one look, or a longer line: readers wait for it, for about 10 ms
 _TAIL_BYTES = 256 << 10  # of a long log, which are read first
 _MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 5_000, 1_000, 64
 _MOST_TEXT = 8_000  # characters of a sample or document
@@ -113,20 +113,15 @@ class LiveRun:
         again soon, because more may be there."""
         before = self.version
         with self.lock:
+            self._read_log()
             self._read_artifacts()
-            if (lines := self._log.read_lines()) is None:
-                self._begin()
-                self._read_artifacts()
-                lines = self._log.read_lines()
-            if lines:
-                self._take(parsed(lines))
-                self.version += 1
+            position = self._alert_lines.position
             if (lines := self._alert_lines.read_lines()) is None:
                 self.alerts.clear()
                 self.alerts_left_out = 0
             elif lines:
                 self._take_alerts(parsed(lines))
-                self.version += 1
+            self.version += self._alert_lines.position != position
             self._read_ranks()
             self._read_tail()
             before_state, self.running = self._state, is_locked(self.folder.lock)
@@ -136,6 +131,15 @@ class LiveRun:
             self._state = self.running, late, self.log_problem
             self.version += self._state != before_state
         return self.version > before
+
+    def _read_log(self) -> None:
+        position, lines = self._log.position, self._log.read_lines()
+        if lines is None:
+            self._begin()
+            position, lines = self._log.position, self._log.read_lines()
+        self._take(parsed(lines or []))
+        self.data.unreadable_events += self._log.too_long
+        self.version += self._log.position != position  # also within a line that is left out: more is there to read
 
     def read_all(self) -> "LiveRun":
         """Read the whole record, and return this object."""

@@ -9,7 +9,7 @@ from tests.watched import START, WatchedRun
 
 from ingot.report.render.page import HeatMap
 from ingot.schema.run_folder import RunFolder
-from ingot.watch import live
+from ingot.watch import growing, live
 from ingot.watch.chapters import chapters, head
 from ingot.watch.live import LiveRun
 
@@ -125,6 +125,30 @@ def test_a_torn_line_waits_for_its_rest(folder, lines):
     run.refresh()
     assert len(run.steps) + len(run.lines) > seen
     assert run.data.unreadable_events == 0
+
+
+def test_a_line_longer_than_a_look_is_read_and_one_beyond_every_limit_is_counted(folder, lines, monkeypatch):
+    sample = {"kind": "sample", "time": START, "step": 2, "prompt": "", "text": "x" * 600_000}
+    append(folder, "".join(lines[:50]) + json.dumps(sample) + "\n" + "".join(lines[50:]))
+    run = LiveRun(folder.root).read_all()
+    assert (run.unread, run.last_step, run.data.unreadable_events) == (0, 400, 0)
+    assert any(own["text"].startswith("xxx") for own in run.data.samples)
+    monkeypatch.setattr(growing, "LONGEST_BYTES", 500_000, raising=False)
+    run = LiveRun(folder.root).read_all()
+    assert (run.unread, run.last_step, run.data.unreadable_events) == (0, 400, 1)
+    assert not any(own["text"].startswith("xxx") for own in run.data.samples)
+
+
+def test_the_rest_of_a_line_that_is_left_out_is_no_line(folder, lines, monkeypatch):
+    monkeypatch.setattr(growing, "LONGEST_BYTES", 500_000, raising=False)
+    append(folder, "".join(lines[:50]) + "x" * 600_000)
+    run = LiveRun(folder.root).read_all()
+    step = run.last_step
+    append(folder, "x" * 300_000)
+    run.read_all()
+    append(folder, "3\n" + "".join(lines[50:]))
+    assert 0 < step < run.read_all().last_step == 400
+    assert run.data.unreadable_events == 1
 
 
 def test_a_log_that_was_cut_or_replaced_is_read_anew(folder, lines):
