@@ -241,6 +241,22 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_REMOTE}::test_the_log_shows_which_checkpoints_earlier_attempts_left_out",),
     ),
     Mutant(
+        name="stored-and-removed-is-left-out",
+        what="a checkpoint whose upload was not logged is named as left out when the store has removed it",
+        file="trainer/checkpoint/uploader.py",
+        before="waiting = {step for step in waiting if step > last}",
+        after="waiting.discard(last)",
+        tests=(f"{_REMOTE}::test_a_checkpoint_that_went_up_without_an_event_is_never_called_left_out",),
+    ),
+    Mutant(
+        name="stored-fails-on-its-listing",
+        what="a checkpoint that is stored is reported as not stored if the store cannot be listed then",
+        file="trainer/checkpoint/uploader.py",
+        before="    with contextlib.suppress(Exception):  #",
+        after="    with contextlib.suppress(IngotError):  #",
+        tests=(f"{_REMOTE}::test_damaged_events_and_a_listing_that_fails_stop_no_upload",),
+    ),
+    Mutant(
         name="folder-refused-by-the-system",
         what="a check ends with an error of the system if it may not look into the folder above a store",
         file="stores/local.py",

@@ -279,7 +279,7 @@ def _absent(tier: RemoteTier, steps: Iterable[int]) -> list[int]:
     """Return those of `steps` that the store does not have, ascending: a command, or an upload whose event was lost in
     a kill, may have sent one."""
     older = sorted({*steps})
-    with contextlib.suppress(IngotError):
+    with contextlib.suppress(Exception):  # the checkpoint is stored, whatever a listing raises
         return sorted({*older} - {*tier.steps()})
     return older
 
@@ -320,17 +320,18 @@ def is_stored_by_log(folder: RunFolder, url: str, kind: SaveKind, step: int) -> 
 
 
 def overtaken_by_log(folder: RunFolder, url: str, store: str) -> list[int]:
-    """Return the steps of the checkpoints that were to go to a store, and of which the event log of the run shows
-    neither that the store has them nor that they were left out. url: the store in the run file; store: in events."""
+    """Return the steps of the checkpoints that were to go to a store, and that are later than the last one that the
+    event log of the run shows to be stored: its event names the older ones that the store lacked then. url: the store
+    in the run file; store: in events. Events without a step are left out."""
     waiting: set[int] = set()
     kinds = (events.CHECKPOINT, events.CHECKPOINT_STORED, events.RUN_STARTED, events.ROLLED_BACK)
     for event in read_events(folder.events, *kinds):
         match event:
-            case {"kind": events.CHECKPOINT, "step": step} if event.get("store") == url:
+            case {"kind": events.CHECKPOINT, "step": int(step)} if event.get("store") == url:
                 waiting.add(step)
-            case {"kind": events.CHECKPOINT_STORED, "step": step, "what": "full"} if event.get("store") == store:
-                waiting -= {step, *event.get("left_out", ())}
-            case {"kind": events.RUN_STARTED, "from_step": to} | {"kind": events.ROLLED_BACK, "to_step": to}:
+            case {"kind": events.CHECKPOINT_STORED, "step": int(last), "what": "full"} if event.get("store") == store:
+                waiting = {step for step in waiting if step > last}
+            case {"kind": events.RUN_STARTED, "from_step": int(to)} | {"kind": events.ROLLED_BACK, "to_step": int(to)}:
                 waiting = {step for step in waiting if step <= to}
     return sorted(waiting)
 

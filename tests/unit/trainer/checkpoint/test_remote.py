@@ -602,6 +602,31 @@ def test_the_log_shows_which_checkpoints_earlier_attempts_left_out(folder):
     assert reports[0]["left_out"] == [4]
 
 
+def test_a_checkpoint_that_went_up_without_an_event_is_never_called_left_out(folder):
+    """The store had step 1 when the event of step 2 named what it lacked, and removed it later."""
+    log, place = EventLog(folder.events), "s3://bucket/run"
+    for step in (1, 2):
+        log.write(events.CHECKPOINT, step=step, store=place)
+    log.write(events.CHECKPOINT_STORED, step=2, what=FULL, store=place)
+    log.write(events.CHECKPOINT, step=3, store=place)
+    assert uploader.overtaken_by_log(folder, place, place) == [3]
+
+
+def test_damaged_events_and_a_listing_that_fails_stop_no_upload(folder):
+    log, place = EventLog(folder.events), "s3://bucket/run"
+    for step in (3, None, "4", [5]):
+        log.write(events.CHECKPOINT, step=step, store=place)
+        log.write(events.CHECKPOINT_STORED, step=None, what=FULL, store=place, left_out=step)
+        log.write(events.RUN_STARTED, from_step=None)
+        log.write(events.ROLLED_BACK, to_step="2")
+    log.write(events.CHECKPOINT_STORED, step=2, what=FULL, store=place, left_out=None)
+    overtaken = uploader.overtaken_by_log(folder, place, place)
+    tier, reports = Tier([]), []
+    tier.held = None  # not iterable: an error that is none of a store
+    uploader.upload_all({FULL: tier}, requested(8), reports.append, never_logged, overtaken)
+    assert [(one["kind"], one["left_out"]) for one in reports] == [(events.CHECKPOINT_STORED, [3])]
+
+
 @pytest.mark.parametrize(
     ("error", "fix"),
     [(StoreRefused("E-STORE-REFUSED", "no permission", fix="get it"), "get it"), (OSError("gone"), "")],
