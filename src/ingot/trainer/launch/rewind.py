@@ -3,7 +3,6 @@
 No torch.
 """
 
-import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -77,7 +76,7 @@ def rewind_run(path: Path, step: int, say: Callable[[str], None] = lambda text: 
                 _set_aside(saves, one, aside)
         _forget_measures(folder, manifest, aside)
         where = str(aside.relative_to(folder.root)) if aside.exists() else ""
-        with contextlib.closing(EventLog(folder.events)) as log:
+        with EventLog(folder.events) as log:
             log.write(
                 events.REWOUND,
                 step=step,
