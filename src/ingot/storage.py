@@ -52,9 +52,13 @@ def fsync_dir(path: Path) -> None:
 
 
 @contextlib.contextmanager
-def atomic_file(path: Path, mode: str = "wb"):
-    """Yield a file that appears at `path`, flushed to disk, when the block ends without an error."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+def atomic_file(path: Path, mode: str = "wb", *, make_folder: bool = True):
+    """Yield a file that appears at `path`, flushed to disk, when the block ends without an error.
+
+    make_folder: make its folder if it is not there; False: raise FileNotFoundError.
+    """
+    if make_folder:
+        path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f".{path.name}.{os.getpid()}{_UNFINISHED}")
     encoding = None if "b" in mode else "utf-8"
     try:
@@ -88,8 +92,8 @@ def remove_unfinished(folder: Path) -> list[str]:
     return [path.name for path in left]
 
 
-def write_atomic(path: Path, data: bytes | str) -> None:
-    with atomic_file(path) as file:
+def write_atomic(path: Path, data: bytes | str, *, make_folder: bool = True) -> None:
+    with atomic_file(path, make_folder=make_folder) as file:
         file.write(data.encode() if isinstance(data, str) else data)
 
 

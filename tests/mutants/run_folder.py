@@ -63,6 +63,17 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/test_ground.py::test_events_for_which_a_disk_has_no_room_wait_for_it",),
     ),
     Mutant(
+        name="manifest-below-the-mount-point",
+        what="a manifest is written below the mount point if the mount goes just then",
+        file="trainer/checkpoint/manifest.py",
+        before=", make_folder=False)",
+        after=")",
+        tests=(
+            "tests/unit/trainer/checkpoint/test_manifest.py"
+            "::test_no_manifest_is_written_below_a_mount_point_whose_mount_is_gone",
+        ),
+    ),
+    Mutant(
         name="silent-folder",
         what="a folder that does not answer holds the launcher and its ranks for ever",
         file="trainer/launch/folder_watch.py",

@@ -198,7 +198,7 @@ def test_a_job_that_is_lost_on_all_nodes_ended_its_command(tmp_path, logs, joins
 
 @pytest.mark.parametrize("joins", ["before", "after", "after another fault", "never"])
 def test_a_job_goes_on_when_a_leader_that_stepped_down_joins_the_next_one(tmp_path, logs, joins):
-    """It waits for its nodes, and the next leader may be a launcher that is new, whose ranks may begin before it joins.
+    """The next leader may be a launcher that is new, and its ranks may begin before the one that waits has joined.
     One that never joins may have been killed: then the new launchers are a new command."""
     first, clock = logs.steps_events(1, 30, logs.START)
     second, _ = logs.steps_events(21, 40, clock + 40)

@@ -73,10 +73,11 @@ def doubt_about(manifest: CheckpointManifest, measures: Sequence[Measure]) -> Do
 
 
 def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
-    """Write the manifest with one line per key, which people can read and `is_finished` can search."""
+    """Write the manifest with one line per key, which people can read and `is_finished` can search. Raises
+    FileNotFoundError without its folder: a folder below a mount point whose mount has just gone is none of the run."""
     values = to_dict(manifest)
     lines = [f"{canonical_json(k)}:{canonical_json(v)}" for k, v in (values | {"sha256": _hash(values)}).items()]
-    write_atomic(folder / MANIFEST, "{\n" + ",\n".join(lines) + "\n}\n")
+    write_atomic(folder / MANIFEST, "{\n" + ",\n".join(lines) + "\n}\n", make_folder=False)
 
 
 def _hash(values: dict) -> str:
