@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 
 from ingot.schema.parallel import Parallel
 from ingot.trainer.build import build_parts
@@ -261,27 +262,47 @@ def on_device(rank, world):
     return found
 
 
-def waits_of_fsdp(rank, world):
-    """Return what a device counts by axis of a step of FSDP2, whose every wait of the stream takes 1 s."""
-    mesh, stream = mesh_of(dp_shard=2), Stream()
+def waits_of_fsdp(rank, world, copies, reduces):
+    """Return what a device counts by axis of a step of FSDP2, in which each wait of a stream takes 1 s, and each copy
+    out of a buffer or sum with earlier gradients 100 s."""
+    mesh, clock_of_device, streams = mesh_of(dp_replicate=copies, dp_shard=2), Stream(), torch.cpu.Stream
 
-    def mark():
-        stream.now += 1.0
-        return stream.mark()
+    def passing(function, seconds):
+        def slowly(*args):
+            clock_of_device.now += seconds
+            return function(*args)
 
+        return slowly
+
+    for owner, name, seconds in (
+        (streams, "wait_event", 1.0),
+        (FSDPParam, "init_unsharded_param", 100.0),
+        (FSDPParam, "accumulate_unsharded_grad_if_needed", 100.0),
+    ):
+        setattr(owner, name, passing(getattr(owner, name), seconds))
+    streams.record_event = lambda stream: object()  # of a CPU they are None
     model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh.plane("shard"))
-    clock = WaitClock(traffic=DeviceTraffic(mesh, mark, lambda: stream.side))
+    model.set_requires_gradient_sync(reduces)
+    clock = WaitClock(traffic=DeviceTraffic(mesh, clock_of_device.mark, torch.cpu.current_stream, streams))
     clock.start()
     try:
         model(torch.ones(2, 4)).sum().backward()
-        return clock.by_axis()
+        return {axis: exposed for axis, (exposed, _) in clock.by_axis().items()}
     finally:
         clock.stop()
 
 
-def test_a_device_counts_the_waits_of_fsdp(fork_ranks):
-    for found in fork_ranks(waits_of_fsdp, 2):
-        assert found["dp_shard"][0] >= 3.0  # gathered for the forward, reduced after the backward, and the end of it
+@pytest.mark.parametrize(
+    "copies, reduces, due",
+    [
+        (1, True, {"dp_shard": 2.0}),  # gathered for the forward; the end of the backward
+        (1, False, {"dp_shard": 1.0}),
+        (2, True, {"dp_shard": 1.0, "dp_replicate": 1.0}),
+    ],
+)
+def test_a_device_counts_the_waits_of_fsdp_and_no_copies(fork_ranks, copies, reduces, due):
+    for found in fork_ranks(partial(waits_of_fsdp, copies=copies, reduces=reduces), 2 * copies):
+        assert found == due | {"world": 0.0}
 
 
 def test_a_device_counts_the_waits_of_the_stream_that_computes(fork_ranks):

@@ -6,6 +6,7 @@ _RANKS = "tests/dist/test_axis_traffic.py"
 _RUNS = "tests/unit/trainer/test_axis_traffic.py"
 _LATE = (f"{_RANKS}::test_a_late_rank_is_exposed_in_its_axis_alone",)
 _HIDDEN = (f"{_RANKS}::test_an_exchange_beside_work_is_hidden_until_it_is_complete",)
+_FSDP = (f"{_RANKS}::test_a_device_counts_the_waits_of_fsdp_and_no_copies",)
 _TRAFFIC = "trainer/mesh/axis_traffic.py"
 _CLOCK = "trainer/mesh/waiting.py"
 
@@ -78,9 +79,25 @@ MUTANTS: list[Mutant] = [
         name="fsdp-waits-on-devices-not-marked",
         what="with ZeRO-3, a GPU shows no communication of dp_shard",
         file=_CLOCK,
-        before="for owner, name, group_of in waits_of_fsdp():",
-        after="for owner, name, group_of in ():",
-        tests=(f"{_RANKS}::test_a_device_counts_the_waits_of_fsdp",),
+        before="            for name in names:\n",
+        after="            for name in ():\n",
+        tests=_FSDP,
+    ),
+    Mutant(
+        name="sums-over-copies-in-the-shards",
+        what="with HSDP, a GPU waits for dp_shard and never for dp_replicate",
+        file="trainer/torch_private.py",
+        before='if hasattr(unit.mesh_info, "replicate_process_group"):',
+        after="if False:",
+        tests=_FSDP,
+    ),
+    Mutant(
+        name="streams-of-fsdp-exposed",
+        what="waits of FSDP2's own streams count as exposed, too",
+        file=_TRAFFIC,
+        before="if group_of is None or stream != self._stream:",
+        after="if group_of is None:",
+        tests=_FSDP,
     ),
     Mutant(
         name="communication-without-its-axis",

@@ -7,7 +7,6 @@ A name is private if it, or a module on its path, begins with an underscore. A w
 import contextlib
 import json
 import sys
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -193,9 +192,8 @@ def drop_partial_sums(fsdp_module: Any) -> None:
         group._partial_reduce_output = None
 
 
-def waits_of_fsdp() -> list[tuple[type, str, Callable[[Any], dist.ProcessGroup]]]:
-    """Return the methods of FSDP2 in which the stream that computes waits for exchanges: their class, their name, and
-    the function that returns the group of a unit, the first argument of the method.
+def waits_of_fsdp() -> tuple[type, tuple[str, ...]]:
+    """Return the class of the units of FSDP2, and its methods in which the stream that computes waits for exchanges.
 
     Why: these waits are for events of FSDP2's own streams, which show no group.
     Checked: 2.13, without a GPU.
@@ -203,8 +201,25 @@ def waits_of_fsdp() -> list[tuple[type, str, Callable[[Any], dist.ProcessGroup]]
     """
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
-    names = ("wait_for_unshard", "post_backward", "finalize_backward")
-    return [(FSDPParamGroup, name, lambda unit: unit._all_gather_process_group) for name in names]
+    return FSDPParamGroup, ("wait_for_unshard", "post_backward", "finalize_backward")
+
+
+def group_of_fsdp_wait(unit: Any, event: Any) -> dist.ProcessGroup:
+    """Return the group for whose exchange a stream waits that waits for `event` in one of the methods `waits_of_fsdp`.
+
+    unit: the first argument of the method. The events of the stream that sums over the copies of the model (HSDP) are
+    in the group of the copies, all others in that of the shards.
+    Why: see waits_of_fsdp.
+    Checked: 2.13, without a GPU.
+    Fallback: the group of the shards; then sums over copies count there.
+    """
+    streams = unit.comm_ctx
+    if hasattr(unit.mesh_info, "replicate_process_group"):
+        summed = streams._last_post_reduce_events.get(getattr(streams, "all_reduce_stream", None))
+        kept = unit._all_reduce_state
+        if event is summed or (kept is not None and event is kept.event):
+            return unit._all_reduce_process_group
+    return unit._all_gather_process_group
 
 
 # -- the compiler -----------------------------------------------------------------------------------------------------

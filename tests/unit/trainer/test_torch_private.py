@@ -3,6 +3,7 @@ src touches them.
 """
 
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -41,9 +42,22 @@ def checks_recorder(fork_ranks, monkeypatch):
 
 
 def checks_waits_of_fsdp():
-    """The methods exist; that they have the group is in tests/dist/test_axis_traffic.py, on ranks."""
-    found = private.waits_of_fsdp()
-    assert len(found) == 3 and all(callable(getattr(owner, name)) for owner, name, _ in found)
+    """The methods exist; that streams wait in them is in tests/dist/test_axis_traffic.py, on ranks."""
+    units, names = private.waits_of_fsdp()
+    assert len(names) == 3 and all(callable(getattr(units, name)) for name in names)
+
+
+def checks_group_of_fsdp_wait():
+    streams = SimpleNamespace(all_reduce_stream="sums", _last_post_reduce_events={"sums": 1, "scatters": 2})
+    unit = SimpleNamespace(
+        comm_ctx=streams,
+        mesh_info=SimpleNamespace(replicate_process_group="copies"),
+        _all_reduce_state=SimpleNamespace(event=3),
+        _all_reduce_process_group="copies",
+        _all_gather_process_group="shards",
+    )
+    found = [private.group_of_fsdp_wait(unit, event) for event in (1, 2, 3, 4)]
+    assert found == ["copies", "shards", "copies", "shards"]
 
 
 def _one_sum(rank, world):
@@ -203,6 +217,7 @@ CHECKS = {
     "gather_before_backward": checks_gather,
     "drop_partial_sums": checks_gather,
     "waits_of_fsdp": checks_waits_of_fsdp,
+    "group_of_fsdp_wait": checks_group_of_fsdp_wait,
     "compiler_is_loaded": checks_compiler,
     "allocate": checks_allocate,
     "overlap_products_with_collectives": checks_overlap,

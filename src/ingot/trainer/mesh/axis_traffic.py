@@ -14,7 +14,8 @@ read at log lines. NCCL shows the end of an exchange only to streams that wait f
 import math
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,7 +159,7 @@ class AxisTraffic:
 class DeviceTraffic(AxisTraffic):
     """The communication for which the stream waits that was the current one when this was made.
 
-    mark: records an event in the current stream. stream: returns the current stream.
+    mark: records an event in the current stream. stream: returns the current stream. streams: the class of streams.
     """
 
     def __init__(
@@ -166,10 +167,12 @@ class DeviceTraffic(AxisTraffic):
         mesh: Mesh,
         mark: Callable[[], Any] = marked,
         stream: Callable[[], Any] = lambda: torch.cuda.current_stream(),
+        streams: type = torch.cuda.Stream,
     ):
         super().__init__(mesh)
+        self.streams = streams
         self._mark, self._current, self._stream = mark, stream, stream()
-        self._thread = threading.get_ident()
+        self._thread, self._within = threading.get_ident(), threading.local()
         self._waits: deque[tuple[_Axis, Any, Any]] = deque()
 
     def began(self, handle: Any, group: dist.ProcessGroup, own: float, *, shows_end: bool) -> None:
@@ -186,9 +189,23 @@ class DeviceTraffic(AxisTraffic):
             axis = self._axis_of_call()
         return self._marked(axis, wait, handle, *args, **kwargs)
 
-    def of_group(self, group: dist.ProcessGroup, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Call a function in which the stream waits for exchanges in `group`, and not by way of `around`."""
-        return self._marked(self._axis(group), function, *args, **kwargs)
+    @contextmanager
+    def within(self, group_of: Callable[[Any], dist.ProcessGroup]) -> Iterator[None]:
+        """While this is entered, `for_event` counts the waits of this thread. group_of: event -> the group for whose
+        exchange a stream waits that waits for it."""
+        before = getattr(self._within, "group_of", None)
+        self._within.group_of = group_of
+        try:
+            yield
+        finally:
+            self._within.group_of = before
+
+    def for_event(self, wait: Callable[..., Any], stream: Any, event: Any) -> Any:
+        """Call `wait`, with which `stream` waits for `event`, and mark its begin and end if that is `within`."""
+        group_of = getattr(self._within, "group_of", None)
+        if group_of is None or stream != self._stream:
+            return wait(stream, event)
+        return self._marked(self._axis(group_of(event)), wait, stream, event)
 
     def _marked(self, axis: _Axis | None, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if axis is None or self._current() != self._stream:

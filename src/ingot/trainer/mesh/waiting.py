@@ -13,7 +13,7 @@ from typing import Any
 import torch.distributed as dist
 
 from ingot.trainer.mesh.axis_traffic import AxisTraffic, DeviceTraffic
-from ingot.trainer.torch_private import waits_of_fsdp
+from ingot.trainer.torch_private import group_of_fsdp_wait, waits_of_fsdp
 
 # The collectives that FSDP2 calls, by their names in torch 2.12, and before.
 _OF_FSDP = (
@@ -51,8 +51,11 @@ class WaitClock:
             if (function := getattr(dist, name, None)) is not None:
                 self._replace(dist, name, functools.partial(self.call, function))
         if isinstance(self.traffic, DeviceTraffic):
-            for owner, name, group_of in waits_of_fsdp():
-                self._replace(owner, name, _of_group(self.traffic, getattr(owner, name), group_of))
+            units, names = waits_of_fsdp()
+            for name in names:
+                self._replace(units, name, _within(self.traffic, getattr(units, name)))
+            streams = self.traffic.streams
+            self._replace(streams, "wait_event", _for_event(self.traffic, streams.wait_event))
         running = self
 
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -111,13 +114,19 @@ class WaitClock:
         return work
 
 
-def _of_group(
-    traffic: DeviceTraffic, method: Callable[..., Any], group_of: Callable[[Any], dist.ProcessGroup]
-) -> Callable[..., Any]:
-    def timed(unit: Any, *args, **kwargs) -> Any:
-        return traffic.of_group(group_of(unit), method, unit, *args, **kwargs)
+def _within(traffic: DeviceTraffic, method: Callable[..., Any]) -> Callable[..., Any]:
+    def entered(unit: Any, *args, **kwargs) -> Any:
+        with traffic.within(functools.partial(group_of_fsdp_wait, unit)):
+            return method(unit, *args, **kwargs)
 
-    return timed
+    return entered
+
+
+def _for_event(traffic: DeviceTraffic, wait: Callable[..., Any]) -> Callable[..., Any]:
+    def marked(stream: Any, event: Any) -> Any:
+        return traffic.for_event(wait, stream, event)
+
+    return marked
 
 
 running: WaitClock | None = None
