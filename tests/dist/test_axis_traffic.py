@@ -280,7 +280,8 @@ def waits_of_fsdp(rank, world, copies, reduces):
         (FSDPParam, "accumulate_unsharded_grad_if_needed", 100.0),
     ):
         setattr(owner, name, passing(getattr(owner, name), seconds))
-    streams.record_event = lambda stream: object()  # of a CPU they are None
+    streams.record_event = lambda stream: object()  # of a CPU they are None, and no stream waits for another
+    streams.wait_stream = lambda stream, other: stream.wait_event(other.record_event())
     model = fully_shard(torch.nn.Linear(4, 4), mesh=mesh.plane("shard"))
     model.set_requires_gradient_sync(reduces)
     clock = WaitClock(traffic=DeviceTraffic(mesh, clock_of_device.mark, torch.cpu.current_stream, streams))
