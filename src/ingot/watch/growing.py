@@ -23,9 +23,9 @@ class GrowingFile:
         self._file: tuple[int, int] | None = None
 
     def read_lines(self) -> list[bytes] | None:
-        """Return the whole lines that were added since the last look; [] without any. Look again while `position`
-        moves: a look within a line that is left out returns no lines. Return None if the file was replaced, or is
-        shorter than it was: nothing that was read of it holds, and the next look begins anew."""
+        """Return the whole lines that were added since the last look; [] without any. Return None if the file was
+        replaced, or is shorter than it was: nothing that was read of it holds, and the next look begins anew. A look
+        within a line that is left out returns no lines, but moves `position`."""
         self.too_long = 0
         try:
             with self.path.open("rb") as file:
