@@ -306,4 +306,12 @@ MUTANTS: list[Mutant] = [
         after="self.too_long = 1",
         tests=(f"{_LIVE}::test_the_rest_of_a_line_that_is_left_out_is_no_line",),
     ),
+    Mutant(
+        name="watch-late-lines-are-jumps",
+        what="lines that waited for a full disk are shown as a clock that went back",
+        file="watch/live.py",
+        before=' and event.get("late") is not True',
+        after="",
+        tests=(f"{_LIVE}::test_lines_that_were_kept_until_they_could_be_written_are_no_jump_of_the_clock",),
+    ),
 ]

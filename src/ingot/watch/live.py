@@ -221,12 +221,12 @@ class LiveRun:
         rows["time"] = [event["time"] for event in found]
         rows["values"] = [[_number(event[name]) for name in STEP_COLUMNS] for event in found]
         self._add_rows(self.steps, rows)
-        self._see_time(found[0]["time"])
-        self._see_time(found[-1]["time"])
+        self._see_time(found[0])
+        self._see_time(found[-1])
 
     def _take_event(self, event: dict) -> None:
         kind = event["kind"]
-        self._see_time(event["time"])
+        self._see_time(event)
         if kind == events.RUN_STARTED:
             self.names[str(event.get("run", ""))[:200]] = None
             self._go_back(event["from_step"])
@@ -270,10 +270,14 @@ class LiveRun:
         if any(went):
             self.generation += 1
 
-    def _see_time(self, seconds: float) -> None:
-        if self.last_event is not None and seconds < self.last_event - _JUMP_SECONDS:
+    def _see_time(self, event: Mapping) -> None:
+        seconds = event["time"]
+        before = seconds if self.last_event is None else self.last_event
+        if seconds < before - _JUMP_SECONDS and event.get("late") is not True:  # late: kept until it could be written
             self.clock_jumps += 1
-        self.last_event = seconds
+            self.last_event = seconds
+        else:
+            self.last_event = max(seconds, before)
 
     def _prune(self) -> None:
         """Leave of the events of each kind the newest ones."""

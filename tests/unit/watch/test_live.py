@@ -216,6 +216,18 @@ def test_a_clock_that_jumps_is_mentioned_and_moves_no_step(folder, lines):
     assert run.still_seconds(now=START) is None
 
 
+def test_lines_that_were_kept_until_they_could_be_written_are_no_jump_of_the_clock(folder, lines):
+    append(folder, "".join(lines))
+    last = LiveRun(folder.root).read_all().last_event
+    for event in (json.loads(line) for line in lines[-30:]):
+        append(folder, json.dumps({**event, "time": event["time"] - 300, "late": True}) + "\n")
+    run = LiveRun(folder.root).read_all()
+    assert (run.clock_jumps, run.last_event) == (0, last)
+    append(folder, json.dumps({**json.loads(lines[-1]), "time": last - 300}) + "\n")
+    run.read_all()
+    assert (run.clock_jumps, run.last_event) == (1, last - 300)
+
+
 def test_many_incidents_and_alerts_stay_bounded(folder, monkeypatch):
     for name, most in (("_MOST_EVENTS", 50), ("_MOST_ALERTS", 20), ("_MOST_STEPS", 100)):
         monkeypatch.setattr(live, name, most)
