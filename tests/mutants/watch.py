@@ -198,8 +198,8 @@ MUTANTS: list[Mutant] = [
         name="watch-figures-of-the-begin",
         what="while a long log is read, the loss and the state are those of months ago",
         file="watch/chapters.py",
-        before="newest = run.tail or run",
-        after="newest = run",
+        before="end = run.tail or run",
+        after="end = run",
         tests=(f"{_LIVE}::test_the_figures_of_a_long_log_are_of_its_end_while_the_rest_is_read",),
     ),
     Mutant(
@@ -305,6 +305,14 @@ MUTANTS: list[Mutant] = [
         before="self.too_long, self._is_within = 1, True",
         after="self.too_long = 1",
         tests=(f"{_LIVE}::test_the_rest_of_a_line_that_is_left_out_is_no_line",),
+    ),
+    Mutant(
+        name="watch-no-step-at-the-end",
+        what="a long log that ends in samples is shown at step 0, without a loss",
+        file="watch/chapters.py",
+        before="newest = end if end.last_step else run",
+        after="newest = end",
+        tests=(f"{_LIVE}::test_a_long_log_whose_end_has_no_step_has_the_figures_of_its_begin",),
     ),
     Mutant(
         name="watch-late-lines-are-jumps",

@@ -19,6 +19,7 @@ from ingot.report.ranks import rank_blocks
 from ingot.report.readable import is_finite
 from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
+from ingot.report.run_state import state_of
 from ingot.report.sections import checkpoints_section, comparison_section
 from ingot.units import counted, format_count, format_seconds, format_usd
 from ingot.watch.drawn import Question
@@ -59,30 +60,35 @@ class WatchChapter:
 
 def head(run: LiveRun, now: float | None = None) -> WatchHead:
     """Return the state of a run in figures. now: Unix seconds; None: the time of the call. While a long log is being
-    read, the figures are of its end, without those that count over the whole run."""
+    read, the figures are of its end, without those that count over the whole run; of its begin if no step is in the
+    end that is read first."""
     now = time.time() if now is None else now
-    newest = run.tail or run
-    still = newest.still_seconds(now)
+    end = run.tail or run
+    newest = end if end.last_step else run
+    state = state_of(running=run.running, end=end.data.end or run.data.end, steps=newest.last_step)
+    still = end.still_seconds(now)
     notes = [f"no step for {format_seconds(still)}"] if still else []
-    if newest.state == "failed" and newest.data.faults:
-        notes.append(newest.data.faults[-1].text)
+    if state == "failed" and end.data.faults:
+        notes.append(end.data.faults[-1].text)
     if run.unread:
         notes.append(f"reading its record: {1 - run.unread:.0%}")
     if run.log_problem:
         notes.append(f"its event log cannot be read ({run.log_problem})")
-    figures = _figures(newest, now, still is not None)
+    is_old = newest is not end
+    hidden = (*(_COUNTS if run.unread else ()), *(("Checkpoint",) if is_old else ()))  # there are newer ones
+    figures = _figures(newest, now, is_old or still is not None)
     return WatchHead(
         name=run.name,
-        state=newest.state,
+        state=state,
         note="; ".join(notes),
         step=newest.last_step,
         steps=run.total_steps,
-        last_event=newest.last_event,
-        figures=tuple(own for own in figures if not (run.unread and own.label in _COUNTS)),
+        last_event=run.last_event if end.last_event is None else end.last_event,
+        figures=tuple(own for own in figures if own.label not in hidden),
     )
 
 
-def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
+def _figures(run: LiveRun, now: float, is_old: bool) -> Iterator[HeadlineFigure]:
     newest = run.lines.newest
     if (loss := run.steps.newest("loss")) is not None:
         bpb = newest("bpb")
@@ -93,14 +99,14 @@ def _figures(run: LiveRun, now: float, still: bool) -> Iterator[HeadlineFigure]:
         good = None if unigram <= 0 else last["bpb"] < unigram
         note = f"bits per byte, at step {last['step']:,}"
         yield HeadlineFigure("Held-out", f"{last['bpb']:.3f}", note, good=good)
-    if (speed := newest("tokens_per_second")) is not None and not still:
+    if (speed := newest("tokens_per_second")) is not None and not is_old:
         seconds = newest("step_seconds")
         yield HeadlineFigure("Tokens/s", format_count(speed), f"{format_seconds(seconds)} a step" if seconds else "")
     if (mfu := newest("mfu")) is not None:
         plan = run.data.plan.mfu if run.data.plan else None
         yield HeadlineFigure("MFU", f"{mfu:.1%}", f"plan {plan:.1%}" if plan else "")
     eta = newest("eta_seconds")
-    if run.state == "running" and is_finite(eta) and not still:
+    if run.state == "running" and is_finite(eta) and not is_old:
         done = f"{run.last_step / run.total_steps:.1%} done" if run.total_steps else ""
         yield HeadlineFigure("Time left", format_seconds(eta), done)
     if (cost := newest("cost_usd")) is not None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from tests.watched import START, WatchedRun
 
+from ingot.config import to_toml
 from ingot.report.render.page import HeatMap
 from ingot.schema.run_folder import RunFolder
 from ingot.watch import growing, live
@@ -73,6 +74,27 @@ def test_the_figures_of_a_long_log_are_of_its_end_while_the_rest_is_read(folder,
         assert own.section.blocks[0].text.startswith("The record is still being read")
     assert head(run.read_all(), now=START + 100) == whole
     assert not any("still being read" in str(own.section.blocks[0]) for own in chapters(run))
+
+
+def test_a_long_log_whose_end_has_no_step_has_the_figures_of_its_begin(folder, lines, monkeypatch):
+    sample = {"kind": "sample", "time": START + 59, "step": 400, "prompt": "", "text": "x" * 1000}
+    stopped = {"kind": "stopped", "time": START + 60, "step": 400, "reason": "SIGTERM"}
+    append(folder, "".join(lines) + (json.dumps(sample) + "\n") * 5 + json.dumps(stopped) + "\n")
+    folder.config.write_text(to_toml(WatchedRun().config()))
+    monkeypatch.setattr(live, "_READ_BYTES", 20_000)
+    monkeypatch.setattr(live, "_TAIL_BYTES", 3000)
+    run = LiveRun(folder.root)
+    run.refresh()
+    early = head(run, now=START + 5000)
+    assert run.unread > 0 and run.tail.last_step == 0 and run.tail.data.samples
+    assert early.step == run.last_step > 0
+    assert (early.state, early.last_event) == ("stopped", START + 60)
+    assert "Loss" in [figure.label for figure in early.figures]
+    monkeypatch.setattr(live, "is_locked", lambda path: True)
+    run.refresh()
+    early = head(run, now=START + 5000)
+    assert early.state == "running" and early.note.startswith("reading its record")  # its lines are old, not late
+    assert not {"Time left", "Tokens/s", "Checkpoint"} & {figure.label for figure in early.figures}
 
 
 def test_many_alerts_are_read_at_once_and_before_that_the_run_says_so(folder, lines, monkeypatch):
