@@ -111,6 +111,9 @@ class LiveRun:
     def refresh(self) -> bool:
         """Read what was added since the last look, some megabytes at most. Return whether anything is new; then look
         again soon, because more may be there."""
+        return self._look(with_tail=True)
+
+    def _look(self, *, with_tail: bool) -> bool:
         before = self.version
         with self.lock:
             self._read_log()
@@ -123,13 +126,13 @@ class LiveRun:
                 self._take_alerts(parsed(lines))
             self.version += self._alert_lines.position != position
             self._read_ranks()
-            self._read_tail()
             before_state, self.running = self._state, is_locked(self.folder.lock)
             self.data.running = self.running
             still = self.still_seconds()
             late = None if still is None else int(still / _LATE_SECONDS)
             self._state = self.running, late, self.log_problem
             self.version += self._state != before_state
+            self._read_tail(wanted=with_tail)
         return self.version > before
 
     def _read_log(self) -> None:
@@ -143,7 +146,7 @@ class LiveRun:
 
     def read_all(self) -> "LiveRun":
         """Read the whole record, and return this object."""
-        while self.refresh() and self.unread:
+        while self._look(with_tail=False) and self.unread:
             pass
         return self
 
@@ -340,13 +343,15 @@ class LiveRun:
         self._files[path] = state
         return state is not None and state != before
 
-    def _read_tail(self) -> None:
-        if self._newest is not None or not self._log.left_bytes:
+    def _read_tail(self, *, wanted: bool) -> None:
+        """Read the end of a log that is not read yet; of the other files the tail has what this run read."""
+        if not wanted or not self._log.left_bytes:
             self.tail = None
             return
-        if self.tail is None:
-            self.tail = LiveRun(self.folder.root, _TAIL_BYTES)
-        self.tail.refresh()
+        tail = self.tail = self.tail or LiveRun(self.folder.root, _TAIL_BYTES)
+        tail._read_log()
+        tail.data.run, tail.data.tokens, tail.data.plan = self.data.run, self.data.tokens, self.data.plan
+        tail.ranks, tail.running = self.ranks, self.running
 
     def _read_ranks(self) -> None:
         now = time.monotonic()

@@ -2,6 +2,7 @@
 
 import errno
 import json
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,27 @@ def test_a_long_log_whose_end_has_no_step_has_the_figures_of_its_begin(folder, l
     early = head(run, now=START + 5000)
     assert early.state == "running" and early.note.startswith("reading its record")  # its lines are old, not late
     assert not {"Time left", "Tokens/s", "Checkpoint"} & {figure.label for figure in early.figures}
+
+
+def test_the_end_of_a_long_log_is_read_for_screens_alone_and_without_other_files(tmp_path, monkeypatch):
+    folder = RunFolder(WatchedRun().write(tmp_path / "run"))
+    monkeypatch.setattr(live, "_READ_BYTES", 20_000)
+    opened, plain_open = Counter(), Path.open
+
+    def counted(path, *args, **options):
+        opened[path.name] += 1
+        return plain_open(path, *args, **options)
+
+    made, growing_file = [], live.GrowingFile
+    with monkeypatch.context() as patch:
+        patch.setattr(live, "GrowingFile", lambda *own: made.append(own) or growing_file(*own))
+        assert LiveRun(folder.root).read_all().unread == 0 and len(made) == 2
+    run = LiveRun(folder.root)
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "open", counted)
+        run.refresh()
+    assert run.tail and (opened[folder.events.name], opened[folder.alerts.name]) == (2, 1)
+    assert run.tail.total_steps == run.total_steps > 0 and run.tail.ranks == run.ranks != {}
 
 
 def test_many_alerts_are_read_at_once_and_before_that_the_run_says_so(folder, lines, monkeypatch):

@@ -63,7 +63,7 @@ def plain(runs: Sequence[LiveRun]) -> str:
 def _read(runs: Sequence[LiveRun], seconds: float | None) -> bool:
     """Read what is new, for at most about `seconds`; None: all of it. Return whether more is there to read. Raises
     DataMissing if a run folder vanished."""
-    ends = math.inf if seconds is None else time.monotonic() + seconds
+    ends = time.monotonic() + (seconds or 0.0)
     more = False
     for run in runs:
         if not run.folder.root.is_dir():
@@ -74,6 +74,9 @@ def _read(runs: Sequence[LiveRun], seconds: float | None) -> bool:
                 fix="if it was moved, name the new place: ingot watch RUN",
                 run=str(run.folder.root),
             )
+        if seconds is None:
+            run.read_all()
+            continue
         while (own := run.refresh() and run.unread > 0) and time.monotonic() < ends:
             pass
         more = more or own
