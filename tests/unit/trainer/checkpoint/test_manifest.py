@@ -47,8 +47,8 @@ def test_reads_back_what_was_written(saved):
 def test_no_manifest_is_written_below_a_mount_point_whose_mount_is_gone(saved, tmp_path):
     manifest = read_manifest(saved)
     with pytest.raises(FileNotFoundError):
-        write_manifest(tmp_path / "run" / "checkpoints" / ".saving-step-00000040", manifest)
-    assert not (tmp_path / "run").exists()
+        write_manifest(tmp_path / "unmounted" / ".saving-step-00000040", manifest)
+    assert not (tmp_path / "unmounted").exists()
 
 
 def test_a_manifest_arrives_on_other_ranks_as_it_was(saved):
