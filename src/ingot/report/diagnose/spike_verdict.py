@@ -82,10 +82,12 @@ def judge_spike(
     again = (_or_infinite(own.loss) - usual_loss, _ratio(_or_infinite(own.grad_norm), usual_norm))
     by_norm = not logged[0] > _least_loss(data) and logged[1] >= _LEAST_NORM
     size, shown = (logged[1], again[1]) if by_norm else (logged[0], again[0])
-    other = _ratio(replayed.other_grad_norm, usual_norm) if by_norm else replayed.other_loss - usual_loss
-    if replayed.other_step and math.isnan(replayed.other_loss):
-        other = math.inf
-    departs = _departs(data, replayed, HALF * abs(size) / 5, by_norm)
+    other = math.nan
+    if replayed.other_step:
+        other_loss, other_norm = _or_infinite(replayed.other_loss), _or_infinite(replayed.other_grad_norm)
+        other = _ratio(other_norm, usual_norm) if by_norm else other_loss - usual_loss
+    least = _LEAST_NORM if by_norm else _least_loss(data)
+    departs = _departs(data, replayed, HALF * (abs(size) if math.isfinite(size) else least) / 5, by_norm)
     cause, reasons = _cause(data, replayed, size, shown, other, by_norm)
     has_spike = cause not in ("hardware", "none")
     changed = changes_before(data, batch, replayed, attempt) if attempt else []
@@ -127,15 +129,17 @@ def _cause(
     if other >= HALF * again:
         return "state", (f"the batch of step {replayed.other_step} has a spike on these weights, too",)
     reason = f"the batch of step {replayed.other_step} has none on the same weights"
-    early = replayed.early_loss - replayed.early_other_loss
+    early = _or_infinite(replayed.early_loss) - replayed.early_other_loss
     if by_norm or not replayed.steps:
         return "data", (reason,)
     if not replayed.checkpoint:  # to these weights, all batches are alike
         untrained = "whether older weights have it too is not known: there is no checkpoint before it, and the first "
         return "data", (reason, f"{untrained}weights are untrained")
     when = f"on the weights of step {replayed.checkpoint}"
-    if early >= HALF * (replayed.own.loss - replayed.other_loss):
-        return "data", (reason, f"{when} its loss is above that of the other batch, too, by {early:.3g} nats")
+    above = _or_infinite(replayed.own.loss) - replayed.other_loss
+    if early >= (HALF * above if math.isfinite(above) else least):
+        by = f"by {early:.3g} nats" if math.isfinite(early) else "and is not finite"
+        return "data", (reason, f"{when} its loss is above that of the other batch, too, {by}")
     return "data and state", (reason, f"{when} its loss is that of the other batch ({early:+.3g} nats)")
 
 
