@@ -205,19 +205,17 @@ def waits_of_fsdp() -> tuple[type, tuple[str, ...]]:
 
 
 def group_of_fsdp_wait(unit: Any, event: Any) -> dist.ProcessGroup:
-    """Return the group for whose exchange a stream waits that waits for `event` in one of the methods `waits_of_fsdp`.
+    """Return the group for whose exchange a stream waits that waits for `event` in a method of `waits_of_fsdp`: that
+    of the copies of the model (HSDP), if their stream recorded it, or that of the shards. unit: of that method.
 
-    unit: the first argument of the method. The events of the stream that sums over the copies of the model (HSDP) are
-    in the group of the copies, all others in that of the shards.
     Why: see waits_of_fsdp.
-    Checked: 2.13, without a GPU.
-    Fallback: the group of the shards; then sums over copies count there.
+    Checked: 2.13, without a GPU. Before it, the last sum over copies of a backward counts in the group of the shards.
+    Fallback: the group of the shards.
     """
-    streams = unit.comm_ctx
     if hasattr(unit.mesh_info, "replicate_process_group"):
-        summed = streams._last_post_reduce_events.get(getattr(streams, "all_reduce_stream", None))
-        kept = unit._all_reduce_state
-        if event is summed or (kept is not None and event is kept.event):
+        streams, kept = unit.comm_ctx, unit._all_reduce_state
+        last = getattr(streams, "_last_post_reduce_events", {}).get(getattr(streams, "all_reduce_stream", None))
+        if event is last or (kept is not None and event is kept.event):
             return unit._all_reduce_process_group
     return unit._all_gather_process_group
 
