@@ -224,7 +224,7 @@ def _start_text(status: "RunStatus") -> str:
     from ingot.units import format_seconds
 
     newest = status.start_times or {}
-    what = "the last restart" if newest["seconds"].get("kill") is not None else "the first start"
+    what = "the last restart" if newest["seconds"].get("kill") is not None else "the start"
     text = f"{what} took {format_seconds(newest['total_seconds'])}: {phases_text(newest['seconds'])}"
     several = status.restart_seconds
     return text + (f"; median of {len(several)}: {format_seconds(median(several))}" if len(several) > 1 else "")

@@ -12,7 +12,7 @@ from typing import Any
 from ingot.schema import events as kinds
 from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import described, measure_of
+from ingot.schema.guard_record import described, deviations_text, measure_of
 from ingot.schema.step_ranges import steps_text
 from ingot.units import counted
 
@@ -114,9 +114,7 @@ def size_of(finding: Mapping[str, Any]) -> tuple[float, int]:
 
 
 def _finding(event: Mapping[str, Any]) -> str:
-    sizes = f" ({event['loss_sigmas']:+.1f} deviations)", f" ({event['norm_sigmas']:+.1f})"
-    if any("not finite" in kind for kind in event["found"]):  # its deviations have no meaning
-        sizes = "", ""
+    sizes = deviations_text(event["found"], event["loss_sigmas"], event["norm_sigmas"])
     text = f"the guard found {', '.join(event['found'])}; loss {event['loss']:.4g}{sizes[0]}"
     text += f", gradient norm {event['grad_norm']:.4g}{sizes[1]}"
     return text + ("; skipped its update" if event.get("skipped") else "")

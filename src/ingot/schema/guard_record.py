@@ -246,3 +246,11 @@ def write_measures(path: Path, measures: Sequence[Measure]) -> None:
 def with_those_of(measures: Sequence[Measure], saved: Sequence[Measure]) -> list[Measure]:
     """Return `saved`, the measures of a checkpoint, and after them those of `measures` that it lacks."""
     return [*saved, *(one for one in measures if one not in saved)]
+
+
+def deviations_text(found: Sequence[str], loss_sigmas: float, norm_sigmas: float) -> tuple[str, str]:
+    """Return what follows loss and gradient norm of a finding, " (+7.0 deviations)" and " (+1.0)"; "" for values that
+    are not finite, whose deviations have no meaning. found: the kinds of the finding."""
+    if any("not finite" in kind for kind in found):
+        return "", ""
+    return f" ({loss_sigmas:+.1f} deviations)", f" ({norm_sigmas:+.1f})"

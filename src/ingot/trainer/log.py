@@ -20,7 +20,7 @@ from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import Measure, described
+from ingot.schema.guard_record import Measure, described, deviations_text
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -138,9 +138,10 @@ def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
                 norm_factor=found.norm_factor,
                 skipped=own.skipped,
             )
+            sizes = deviations_text(found.kinds, found.loss_sigmas, found.norm_sigmas)
             trainer.say(
-                f"finding   step {own.step}: {', '.join(found.kinds)}; loss {own.loss:.4g} ({found.loss_sigmas:+.1f} "
-                f"deviations), gradient norm {own.grad_norm:.4g} ({found.norm_sigmas:+.1f})"
+                f"finding   step {own.step}: {', '.join(found.kinds)}; loss {own.loss:.4g}{sizes[0]}, "
+                f"gradient norm {own.grad_norm:.4g}{sizes[1]}"
             )
     if found := [own for own in numbers if own.finding]:
         trainer.say(f"          why: {explanation(trainer.folder, found[0])}")

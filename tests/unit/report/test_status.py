@@ -138,7 +138,7 @@ def test_the_last_restart_by_phase(folder, capsys):
     log.write(events.START_TIMES, attempt=0, seconds=phases, total_seconds=5.0)
     assert main(["status", str(folder.root)]) == 0
     assert (
-        "start  the first start took 5.0 s: schedule 0.50 s, import 3.00 s, warm up 1.50 s" in capsys.readouterr().out
+        "start  the start took 5.0 s: schedule 0.50 s, import 3.00 s, warm up 1.50 s" in capsys.readouterr().out
     )
     for attempt, total in ((1, 8.0), (2, 6.0)):
         again = phases | {"detect": 0.25, "kill": 0.5, "wait": 0.0}
