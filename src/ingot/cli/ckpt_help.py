@@ -24,7 +24,7 @@ ABOUT = {
     "keep it.",
     "rewind": "Go back by hand: the next ingot train RUN continues from the checkpoint of this step, whose bytes\n"
     "are compared. Newer ones go to RUN/set-aside, and their copies in the store lose their manifests. The guard\n"
-    "forgets what it did after the step. Deletes nothing on the disk. Refused while the run trains.",
+    "forgets what it did after the step. Removes nothing from the disk. Refused while the run trains.",
     "prune": "Remove the checkpoints that the rules of the run file do not keep (checkpoint.keep, keep_every,\n"
     "weights_keep, and those of checkpoint.remote), from the disk and from the store. Pinned ones and the\n"
     "newest sound one stay. --dry-run shows what stays and why.",

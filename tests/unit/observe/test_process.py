@@ -262,7 +262,8 @@ def test_a_replay_with_other_limits_and_a_log_with_damage(folder, capsys):
     history.lines(20)
     write(folder, history)
     with folder.events.open("a") as file:
-        file.write('{"kind": "straggler", "time": 1.0}\n{"kind": "progr')  # of another version, and torn
+        # of another version, and torn
+        file.write(f'{{"kind": "straggler", "time": {history.time}}}\n{{"kind": "progr')
     found = alerts_of(folder, capsys)  # no channel: computed from the log
     assert [one["kind"] for one in found["alerts"]] == [kinds.STRAGGLER, kinds.RUN_ENDED]
     assert (found["replayed"], found["unreadable_events"]) == (True, 1)

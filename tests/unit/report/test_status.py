@@ -137,9 +137,7 @@ def test_the_last_restart_by_phase(folder, capsys):
     phases = {"detect": None, "kill": None, "wait": None, "schedule": 0.5, "import": 3.0, "warm_up": 1.5}
     log.write(events.START_TIMES, attempt=0, seconds=phases, total_seconds=5.0)
     assert main(["status", str(folder.root)]) == 0
-    assert (
-        "start  the start took 5.0 s: schedule 0.50 s, import 3.00 s, warm up 1.50 s" in capsys.readouterr().out
-    )
+    assert "start  the start took 5.0 s: schedule 0.50 s, import 3.00 s, warm up 1.50 s" in capsys.readouterr().out
     for attempt, total in ((1, 8.0), (2, 6.0)):
         again = phases | {"detect": 0.25, "kill": 0.5, "wait": 0.0}
         log.write(events.START_TIMES, attempt=attempt, seconds=again, total_seconds=total)
