@@ -333,7 +333,7 @@ class EventReader:
         if kind == kinds.RUN_STARTED:
             self._earlier_seconds = self._data.active_seconds
             self._started = self._alive = event["time"]
-        elif kind in _OF_RANKS and not event.get("background"):
+        elif kind in _OF_RANKS and not event.get("background") and not event.get("late"):  # late: of an earlier time
             self._alive = event["time"]
         if self._started and self._alive:
             self._data.active_seconds = self._earlier_seconds + max(self._alive - self._started, 0.0)

@@ -1,6 +1,7 @@
 """The kinds of events in a run's `events.jsonl`, with the fields of each. Readers must skip unknown kinds.
 
-Common fields: kind, time (Unix seconds). Steps count from 1: step n is the n-th optimizer step.
+Common fields: kind, time (Unix seconds), late (true: a full disk took the line later, after lines of later times). Steps
+count from 1: step n is the n-th optimizer step.
 
   run_started    run, attempt, world_size, layout {axis: size; with expert parallelism also "ep": ranks, with context
                  parallelism also "context": "ring", "ulysses" or "usp, ulysses N"}, device, precision, parameters,
