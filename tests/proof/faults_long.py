@@ -106,7 +106,7 @@ def positions_restart(stack: ExitStack) -> None:
 
 @fault("heads come back from the wrong ranks", "ulysses", _LATER)
 def heads_mixed_up(stack: ExitStack) -> None:
-    replaced(stack, context, "_all_to_all", lambda swap: lambda parts, group: swap(parts, group).roll(1, 0))
+    replaced(stack, context, "all_to_all", lambda swap: lambda parts, group: swap(parts, group).roll(1, 0))
 
 
 @fault("gradients are summed over cp ranks, not averaged", "striped ring", "gradient norm parameters")

@@ -48,7 +48,7 @@ TOPICS = ("mem", "time", "comms", "bubble", "lr", "batch", "size", "failures")
 PAIRS = (Path(__file__).parent / "flags.txt").read_text()
 
 # The exit code of a value that is refused: a shard of another size needs more tokens than a test has.
-REFUSED = {"--shard-size 4KB": 3, "--set train.micro_batch=3": 3, "--take lower": 2}
+REFUSED = {"--shard-size 4KB": 3, "--set train.micro_batch=3": 3, "--take lower": 2, "--to 1": 2}
 MACHINE = read_machine()
 PLANS: dict[str, object] = {}
 # What `explain bubble` needs to explain something.
