@@ -1,6 +1,6 @@
 """The kinds of events in a run's `events.jsonl`, with the fields of each. Readers must skip unknown kinds.
 
-Common fields: kind, time (Unix seconds), late (true: a full disk took the line later, after lines of later times). Steps
+Common fields: kind, time (Unix seconds), late (true: a full disk took the line only after others of later times). Steps
 count from 1: step n is the n-th optimizer step.
 
   run_started    run, attempt, world_size, layout {axis: size; with expert parallelism also "ep": ranks, with context
