@@ -3,7 +3,7 @@
 No torch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -63,15 +63,12 @@ def pin_checkpoint(path: Path, step: int) -> Pinned:
         _take_back(folder, step, before)
         if tier is not None:
             tier.pins.unpin(step)
-        steps = sorted({*_finished_steps(folder), *(tier.steps() if tier else ())})
-        alone = is_finished(folder.weights.checkpoint(step))
-        raise UsageError(
-            "E-CKPT-STEP-UNKNOWN",
-            f"{path} has no finished checkpoint of step {step}{', only the weights alone' if alone else ''}",
+        raise unknown_step(
+            folder,
+            step,
+            tier.steps() if tier else (),
             rule="a checkpoint must exist to be pinned; saves of the weights alone are kept by checkpoint.weights_keep",
-            fix=f"name one of the steps {', '.join(map(str, steps))}" if steps else "pin one after the run saved it",
-            step=step,
-            steps=steps,
+            without="pin one after the run saved it",
         )
     lacks = tier.url if tier is not None and not waits and tier.url not in places else ""
     return Pinned(step=step, pinned=True, places=tuple(places), waits=waits, lacks=lacks)
@@ -82,7 +79,23 @@ def _take_back(folder: RunFolder, step: int, before: bool) -> None:
         pins.unpin(folder, step)
 
 
-def _finished_steps(folder: RunFolder) -> list[int]:
+def unknown_step(folder: RunFolder, step: int, stored: Iterable[int], *, rule: str, without: str) -> UsageError:
+    """Return the error of a step of which neither the disk nor the store has a checkpoint. stored: the steps in the
+    store. without: the way out of a run without checkpoints."""
+    steps = sorted({*finished_steps(folder), *stored})
+    alone = is_finished(folder.weights.checkpoint(step))
+    return UsageError(
+        "E-CKPT-STEP-UNKNOWN",
+        f"{folder.root} has no finished checkpoint of step {step}{', only the weights alone' if alone else ''}",
+        rule=rule,
+        fix=f"name one of the steps {', '.join(map(str, steps))}" if steps else without,
+        step=step,
+        steps=steps,
+    )
+
+
+def finished_steps(folder: RunFolder) -> list[int]:
+    """Return the steps of the finished saves on the disk, newest first."""
     return [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
 
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from ingot.errors import EXIT_OK, CheckpointError, UsageError
+from ingot.errors import EXIT_OK, CheckpointError
 from ingot.events import EventLog
 from ingot.schema import events
 from ingot.schema.checkpoint import KINDS, CheckpointManifest, SaveKind
@@ -18,10 +18,11 @@ from ingot.schema.run_folder import RunFolder
 from ingot.storage import fsync_dir
 from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint import pins
-from ingot.trainer.checkpoint.manifest import candidate_folders, doubt_about, is_finished, verify_here
+from ingot.trainer.checkpoint.manifest import doubt_about, verify_here
 from ingot.trainer.checkpoint.manifest import read_manifest as read_here
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.launch.retain import finished_steps, unknown_step
 from ingot.trainer.launch.stored import held, open_run
 
 
@@ -56,9 +57,11 @@ def rewind_run(path: Path, step: int, say: Callable[[str], None] = lambda text: 
     folder, tier = runs["full"]
     with held(folder, tier, say) as lease:
         stored = tier.steps() if tier else []
-        _require(folder, step, stored)
+        if step not in (*finished_steps(folder), *stored):
+            rule = "a run goes back to a checkpoint, on its disk or in its store"
+            raise unknown_step(folder, step, stored, rule=rule, without="train until the first checkpoint")
         lease.take()
-        for one in sorted({*stored} - {*_steps(folder)}):
+        for one in sorted({*stored} - {*finished_steps(folder)}):
             if one >= step and tier is not None:
                 say(f"fetched   step {one}: only {tier.url} had it")
                 tier.fetch(one)
@@ -69,7 +72,7 @@ def rewind_run(path: Path, step: int, say: Callable[[str], None] = lambda text: 
         aside = _new_folder(folder)
         moved: dict[SaveKind, tuple[int, ...]] = {}
         for kind, (saves, saves_tier) in runs.items():
-            newer = tuple(one for one in _steps(saves) if one > step)
+            newer = tuple(one for one in finished_steps(saves) if one > step)
             _take_from_store(saves_tier, step)
             moved[kind] = tuple(sorted(newer))
             for one in newer:  # the newest first: a kill leaves a run that continues from the newest of the rest
@@ -91,26 +94,6 @@ def rewind_run(path: Path, step: int, say: Callable[[str], None] = lambda text: 
         weights=moved["weights"],
         folder=where,
         changed=_changed(folder, manifest),
-    )
-
-
-def _steps(folder: RunFolder) -> list[int]:
-    """Return the steps of the finished saves on the disk, newest first."""
-    return [int(p.name.removeprefix("step-")) for p in candidate_folders(folder.checkpoints) if is_finished(p)]
-
-
-def _require(folder: RunFolder, step: int, stored: list[int]) -> None:
-    steps = sorted({*_steps(folder), *stored})
-    if step in steps:
-        return
-    alone = is_finished(folder.weights.checkpoint(step))
-    raise UsageError(
-        "E-CKPT-STEP-UNKNOWN",
-        f"{folder.root} has no finished checkpoint of step {step}{', only the weights alone' if alone else ''}",
-        rule="a run goes back to a checkpoint, on its disk or in its store",
-        fix=f"name one of the steps {', '.join(map(str, steps))}" if steps else "train until the first checkpoint",
-        step=step,
-        steps=steps,
     )
 
 
