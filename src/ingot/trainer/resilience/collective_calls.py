@@ -134,14 +134,16 @@ def _absent(
     reports: Mapping[int, Sequence[CollectiveCall] | None], waiting: Mapping[int, list[CollectiveCall]]
 ) -> Blame | None:
     """Follow who waits for whom, from each rank that waits, to the ranks at the end of these chains."""
-    missing = {
-        rank: {other for call in calls for other in call.ranks if other != rank and not _came(reports.get(other), call)}
-        for rank, calls in waiting.items()
-    }
+
+    def absent(call: CollectiveCall, rank: int) -> set[int]:
+        return {other for other in call.ranks if other != rank and not _came(reports.get(other), call)}
+
+    missing = {rank: {other for call in calls for other in absent(call, rank)} for rank, calls in waiting.items()}
     blamed = sorted({other for others in missing.values() for other in others if not missing.get(other)})
     waits = next((rank for rank, others in missing.items() if others & set(blamed)), None)
     if blamed and waits is not None:
-        call = next(call for call in waiting[waits] if set(call.ranks) & set(blamed))
+        # Not the first call that is not finished: one whose ranks all came is recorded as finished a moment later.
+        call = next(call for call in waiting[waits] if absent(call, waits) & set(blamed))
         who = f"rank{'s' if len(blamed) > 1 else ''} {', '.join(map(str, blamed))}"
         return Blame(tuple(blamed), False, f"rank {waits} waits for {who} in {call.words()}")
     circle = [rank for rank, others in missing.items() if others]

@@ -79,6 +79,11 @@ def test_the_rank_that_others_wait_for_is_blamed():
     assert blame.words == "rank 2 waits for rank 3 in all_reduce [8] Float, number 8 of group c (ranks 2, 3)"
 
 
+def test_a_call_to_which_all_ranks_came_is_not_the_one_that_is_waited_for():
+    blame = find_blame({0: [call(12), call(13)], 1: [call(12, finished=True)]})
+    assert blame is not None and blame.ranks == (1,) and "number 13" in blame.words
+
+
 def test_a_rank_that_does_not_answer_may_be_blamed():
     blame = find_blame({0: [call()], 1: None})
     assert blame is not None and blame.ranks == (1,)
