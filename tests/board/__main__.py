@@ -1,6 +1,7 @@
 """python -m tests.board: the rows, one line of JSON per row and seed, and exit code 1 if one is red.
 
 python -m tests.board                              all rows with five seeds
+python -m tests.board --workers 2                  the same, two rows at a time
 python -m tests.board --rows RS09,RS10 --seeds 1   some rows, with seed 0
 python -m tests.board --write                      all rows, and the tables in docs/reliability.md
 python -m tests.board --rows RS09 --write          some rows, and the tables of their cases there
@@ -15,7 +16,10 @@ import subprocess
 import sys
 import time
 import traceback
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from datetime import date
+from multiprocessing import get_context
 from pathlib import Path
 
 from ingot.drill.oracles import Verdicts
@@ -32,6 +36,7 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.board", description="Run the board of reliability.")
     parser.add_argument("--rows", type=lambda text: text.split(","), help="only these rows, as RS09,RS10")
     parser.add_argument("--seeds", type=int, default=5, help="seeds 0 to this number, exclusive (default: %(default)s)")
+    parser.add_argument("--workers", type=int, default=1, help="rows played at a time (default: %(default)s)")
     parser.add_argument(
         "--write", action="store_true", help=f"write the tables of {PAGE.name} whose rows are asked for"
     )
@@ -61,23 +66,24 @@ def main(arguments: list[str]) -> int:
     not_played = {row.id: reason for row in rows if (reason := row.missing())}
     for name, reason in not_played.items():
         print(f"{name}: not played: {reason}", file=sys.stderr)
-    about = own()
-    with Bench() as bench:
-        for row in (row for row in rows if row.id not in not_played):
-            for seed in (seed for seed in range(args.seeds) if (row.id, seed) not in known):
-                lines.append(play(bench, row, seed) | about)
-                text = json.dumps(lines[-1])
-                print(text, flush=True)
-                if args.json:  # at once: a run of an hour may be interrupted
-                    with args.json.open("a") as file:
-                        file.write(text + "\n")
+    about, began = own(), time.monotonic()
+    seeds_of = {row.id: [seed for seed in range(args.seeds) if (row.id, seed) not in known] for row in rows}
+    to_play = [(row, seed) for row in rows if row.id not in not_played for seed in seeds_of[row.id]]
+    for line in play_all(to_play, args.workers):
+        lines.append(line | about)
+        text = json.dumps(lines[-1])
+        print(text, flush=True)
+        if args.json:  # at once: a run of an hour may be interrupted
+            with args.json.open("a") as file:
+                file.write(text + "\n")
     minutes = sum(line["seconds"] for line in lines) / 60
+    played = f", {(time.monotonic() - began) / 60:.1f} minutes by {args.workers} workers" if args.workers > 1 else ""
     red = sorted({line["id"] for line in lines if not line["passed"]})
     more = " or more" if any(line["seed"] >= args.seeds for line in lines) else ""
     seeds = f"{args.seeds} seeds{more} in {minutes:.1f} minutes"
     names = f" ({', '.join(red)})" if red else ""
     without = f", {len(not_played)} not played" if not_played else ""
-    summary = f"{len(rows)} rows with {seeds}: {len(red)} red{names}, {len(MISSING)} missing{without}"
+    summary = f"{len(rows)} rows with {seeds}: {len(red)} red{names}, {len(MISSING)} missing{without}{played}"
     print(f"\n{table_of(lines)}\n\n{summary}")
     if args.write:
         if not args.rows:
@@ -89,6 +95,28 @@ def main(arguments: list[str]) -> int:
                 seeds = ", ".join(map(str, sorted({line["seed"] for line in found})))
                 write(f"{played_on(found)}: {names}, seeds {seeds}.\n\n{cases_of(found)}", name)
     return 1 if red else 0
+
+
+def play_all(to_play: list[tuple[Row, int]], workers: int) -> Iterator[dict]:
+    """Play rows with their seeds, in a number of processes. Yields the lines as they come, of several processes row by
+    row: the undisturbed runs of a row serve all of its seeds."""
+    if workers == 1:
+        with Bench() as bench:
+            yield from (play(bench, row, seed) for row, seed in to_play)
+        return
+    seeds: dict[str, list[int]] = {}
+    for row, seed in to_play:
+        seeds.setdefault(row.id, []).append(seed)
+    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
+        for done in as_completed([pool.submit(play_row, *item) for item in seeds.items()]):
+            yield from done.result()
+
+
+def play_row(name: str, seeds: list[int]) -> list[dict]:
+    """Play the row `name` with these seeds on a bench of its own."""
+    row = next(row for row in ALL if row.id == name)
+    with Bench() as bench:
+        return [play(bench, row, seed) for seed in seeds]
 
 
 def play(bench: Bench, row: Row, seed: int) -> dict:
