@@ -55,6 +55,22 @@ MUTANTS: list[Mutant] = [
         _VERDICT,
     ),
     _mutant(
+        "communication-without-axis",
+        "an alert of communication names no axis",
+        "limits.py",
+        "    if (found := busiest_axis(event)) is None:\n",
+        "    if (found := None) is None:\n",
+        f"{_RULES}::test_communication_names_the_axis_that_takes_most",
+    ),
+    _mutant(
+        "communication-by-host-alone",
+        "waits of the streams of a GPU for others alert nobody",
+        "limits.py",
+        "max(host, least_exposed(event))",
+        "max(host, 0.0)",
+        f"{_RULES}::test_communication_names_the_axis_that_takes_most",
+    ),
+    _mutant(
         "mfu-not-limited", "a low MFU alerts nobody", "limits.py", "mfu < alerts.mfu_least)", "mfu < 0)", _LINES
     ),
     _mutant(

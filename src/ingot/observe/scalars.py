@@ -1,11 +1,12 @@
 """The numbers that events of the log have, by the names under which sinks send them."""
 
 from collections.abc import Iterator, Mapping
+from math import isfinite
 from statistics import fmean
 from typing import Any, NamedTuple
 
 from ingot.schema import events
-from ingot.schema.metrics import TRAFFIC_AXES
+from ingot.schema.metrics import ALL_RANKS, TRAFFIC_AXES
 
 
 class ScalarMeaning(NamedTuple):
@@ -15,6 +16,7 @@ class ScalarMeaning(NamedTuple):
     meaning: str
 
 
+PIPELINE = "pp"
 _PER_STEP = "per step, mean over ranks"
 USES = {
     "data": "waiting for the next batch",
@@ -144,6 +146,40 @@ def traffic_of(event: Mapping[str, Any]) -> dict[str, Any]:
             if part in TRAFFIC and isinstance(spread, Mapping):
                 found[f"{axis}/{part}"] = spread.get("mean")
     return found
+
+
+class AxisTraffic(NamedTuple):
+    """The communication of an axis, seconds per step, mean over ranks. hidden: None if it is not known."""
+
+    axis: str
+    exposed: float
+    hidden: float | None
+
+
+def busiest_axis(event: Mapping[str, Any]) -> AxisTraffic | None:
+    """Return the axis for whose collectives ranks wait most, of a `waits` event; None if communication was not counted
+    by axis, or no rank waited. "pp" is left out: a stage waits for the work of its neighbor, which is the bubble."""
+    found = {name: seconds for name, seconds in traffic_of(event).items() if _is_number(seconds) and isfinite(seconds)}
+    exposed = {axis: found.get(f"{axis}/exposed", 0.0) for axis in TRAFFIC_AXES if axis != PIPELINE}
+    axis = max(exposed, key=exposed.__getitem__)
+    return AxisTraffic(axis, exposed[axis], found.get(f"{axis}/hidden")) if exposed[axis] > 0 else None
+
+
+def least_exposed(event: Mapping[str, Any]) -> float:
+    """Return the seconds per step that every rank waits for collectives, of a `waits` event: the sum over axes of the
+    rank that waits least; 0 if communication was not counted by axis. "pp" is left out, as above."""
+    by_axis = event.get("axes")
+    total = 0.0
+    for axis, parts in by_axis.items() if isinstance(by_axis, Mapping) else ():
+        spread = parts.get("exposed") if axis in TRAFFIC_AXES and isinstance(parts, Mapping) else None
+        least = spread.get("least") if axis != PIPELINE and isinstance(spread, Mapping) else None
+        total += least if _is_number(least) and isfinite(least) else 0.0
+    return total
+
+
+def axis_title(axis: str) -> str:
+    """Return an axis in words for people."""
+    return "all ranks" if axis == ALL_RANKS else axis
 
 
 def _over(function: Any, values: Any) -> float | None:

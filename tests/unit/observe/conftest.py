@@ -72,13 +72,13 @@ class History:
     def line(self, seconds: float = 1.0, **changes) -> list[AlertRecord]:
         """A log line of 10 steps of `seconds`, with a checkpoint where one is due."""
         waits = changes.pop("collectives", 0.05 * seconds)
-        saves = changes.pop("saves", True)
+        saves, axes = changes.pop("saves", True), changes.pop("axes", {})
         self.step, self.time = self.step + 10, self.time + 10 * seconds
         facts = {"tokens_per_second": self.run.tokens_per_step / seconds, "step_seconds": seconds, "mfu": 0.45,
                  "cost_usd": 0.0, "eta_seconds": 3600.0} | changes  # fmt: skip
         found = self.event(events.PROGRESS, step=self.step, steps=self.run.train.steps, loss=3.0, **facts)
         uses = {"least": waits, "mean": waits, "most": waits, "rank": 0}
-        found += self.event(events.WAITS, step=self.step, steps=10, collectives=uses)
+        found += self.event(events.WAITS, step=self.step, steps=10, collectives=uses, axes=axes)
         if saves and self.step % (self.run.checkpoint.every_steps or 10**9) == 0:
             facts = {"bytes": 1000, "stall_seconds": 0.1, "write_seconds": 1.0, "path": "x"}
             found += self.event(events.CHECKPOINT, step=self.step, **facts)

@@ -136,6 +136,27 @@ def test_lines_in_a_row_beyond_a_limit_are_an_alert_until_as_many_are_within_it(
     assert other.lines(9, **beyond) == []
 
 
+def _spread(seconds: float) -> dict:
+    return {"mean": seconds, "least": 0.9 * seconds, "most": 1.1 * seconds, "rank": 0}
+
+
+def test_communication_names_the_axis_that_takes_most(history):
+    axes = {
+        "dp_shard": {"exposed": _spread(0.25), "hidden": _spread(0.4)},
+        "tp": {"exposed": _spread(0.125), "hidden": _spread(0.0)},
+        "pp": {"exposed": _spread(0.5), "hidden": _spread(0.0)},  # waits for the work of other stages
+    }
+    run = history()
+    run.lines(2)
+    (fired,) = run.lines(3, collectives=0.0, axes=axes)  # on a GPU, whose host waits for nothing
+    assert fired.kind == kinds.COMMUNICATION and fired.value == pytest.approx(0.9 * 0.375)
+    assert "dp_shard takes most: 25% of a step" in fired.evidence and "hides 400.0 ms" in fired.evidence
+    assert fired.next == f"ingot explain slow {RUN_DIR}"
+    for damaged in ({"tp": "x", "ep": {"exposed": 1}, "x": {"exposed": _spread(1.0)}}, [], None):
+        (plain,) = history().lines(5, collectives=0.9, axes=damaged)
+        assert "takes most" not in plain.evidence
+
+
 def test_the_first_line_of_an_attempt_counts_for_nothing(history):
     run = history(alerts=Alerts(lines=1))
     for _ in range(3):

@@ -15,6 +15,7 @@ from ingot.observe.alerts import kinds
 from ingot.observe.alerts.incidents import End, Sign
 from ingot.observe.alerts.run_state import RunState, finite
 from ingot.observe.alerts.verdicts import Verdict
+from ingot.observe.scalars import axis_title, busiest_axis, least_exposed
 from ingot.schema import events
 from ingot.schema.alert_record import CRITICAL, WARNING
 from ingot.schema.plan import Plan
@@ -76,6 +77,16 @@ def _shares(weights: Mapping[str, float]) -> dict[str, float]:
     for source, weight in weights.items() if total else ():
         found[metric_part(source)] += weight / total
     return dict(found)
+
+
+def _axis_words(event: Mapping[str, Any], step_seconds: float) -> str:
+    """Return the axis that takes most of the communication of a `waits` event, as the end of a sentence; "" if it was
+    not counted by axis."""
+    if (found := busiest_axis(event)) is None:
+        return ""
+    hidden = f", and hides {format_seconds(found.hidden)}" if found.hidden else ""
+    title, share = axis_title(found.axis), found.exposed / step_seconds
+    return f"; {title} takes most: {share:.0%} of a step ({format_seconds(found.exposed)}), mean over ranks{hidden}"
 
 
 class LimitRules:
@@ -159,17 +170,19 @@ class LimitRules:
 
     def _communication(self, event: Mapping[str, Any]) -> Iterator[Verdict]:
         # The rank that waits least waits for no other rank: its time is only communication (report/diagnose/causes.py).
-        waits, step = finite(event["collectives"]["least"]), self._state.step_seconds
-        if waits is None or not step or not self._alerts.communication_most:
+        # The host's waits on CPUs; those of the device, by axis, on GPUs.
+        host, step = finite(event["collectives"]["least"]), self._state.step_seconds
+        if host is None or not step or not self._alerts.communication_most:
             return
-        share = waits / step
+        share = (waits := max(host, least_exposed(event))) / step
         due = self._rows.judge(kinds.COMMUNICATION, share > self._alerts.communication_most)
         if due:
             yield Sign(
                 kind=kinds.COMMUNICATION,
                 goes_on=True,
                 evidence=f"every rank waits in collectives for {share:.0%} of a step and more "
-                f"({format_seconds(waits)} of {format_seconds(step)}), above {self._alerts.communication_most:.0%}",
+                f"({format_seconds(waits)} of {format_seconds(step)}), above {self._alerts.communication_most:.0%}"
+                + _axis_words(event, step),
                 since=self._state.step,
                 value=share,
                 limit=self._alerts.communication_most,

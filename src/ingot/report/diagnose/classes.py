@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ingot.observe.scalars import axis_title
 from ingot.report.diagnose.evidence import Cause, MeasuredSteps
 from ingot.report.diagnose.waits import exposed_axes
-from ingot.schema.metrics import ALL_RANKS
 
 # Cause -> its class, and the least share of a step with which a run is of it. Some communication is exposed in every
 # layout, so it names the run only where it is a third; a loader that is in time makes no step wait.
@@ -38,6 +38,6 @@ def classes_of(measured: MeasuredSteps, causes: Sequence[Cause]) -> tuple[SlowCl
         share = cause.seconds / measured.step_seconds
         if name and share >= least:
             if cause.name == _COMMUNICATION and (axes := exposed_axes(measured.exposed, measured.step_seconds)):
-                name = f"{name} by {'all ranks' if axes[0] == ALL_RANKS else axes[0]}"
+                name = f"{name} by {axis_title(axes[0])}"
             found.append(SlowClass(name=name, cause=cause.name, share=share, least=least))
     return tuple(sorted(found, key=lambda one: -one.share))

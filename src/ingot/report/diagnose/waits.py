@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ingot.observe.scalars import axis_title
 from ingot.report.diagnose.device_times import Spread
 from ingot.report.readable import is_finite
 from ingot.schema.metrics import ALL_RANKS, TRAFFIC_AXES
@@ -60,7 +61,7 @@ def traffic_words(exposed: Mapping[str, Spread], hidden: Mapping[str, Spread], s
     """Return the communication of the axes that ranks wait for most, as a phrase; "" for none."""
     phrases = []
     for axis in exposed_axes(exposed, step_seconds)[:_SHOWN]:
-        name = "all ranks" if axis == ALL_RANKS else axis
+        name = axis_title(axis)
         beside = f" (and {format_seconds(hidden[axis].mean)} hidden)" if axis in hidden and axis != ALL_RANKS else ""
         phrases.append(f"{name} {format_seconds(exposed[axis].mean)}{beside}")
     return ", ".join(phrases)
