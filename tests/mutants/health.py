@@ -316,6 +316,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_CHECKING}::test_the_next_leader_knows_the_job_of_the_one_before",),
     ),
     Mutant(
+        name="launchers-by-process-id",
+        what="a launcher with the process id of one before it goes on with the restarts of that one",
+        file="schema/events.py",
+        before='    names = ("pid", "started") if',
+        after='    names = ("host", "pid") if',
+        tests=(f"{_CHECKING}::test_the_next_leader_knows_the_job_of_the_one_before",),
+    ),
+    Mutant(
         name="check-counts-as-schedule",
         what="the time of a check is counted as that of something else",
         file="trainer/launch/job_here.py",

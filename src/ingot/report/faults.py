@@ -189,7 +189,7 @@ class FaultReader:
         return event.get("attempt") == 0 and not self._led
 
     def _see_node(self, event: dict) -> None:
-        who, action = tuple(str(event.get(name)) for name in ("host", "pid", "started")), event.get("action")
+        who, action = kinds.launcher_of(event), event.get("action")
         if action == "leads":
             self._led = True
             if who in self._members:

@@ -208,3 +208,11 @@ def ends_run(kind: str | None, facts: Mapping[str, Any]) -> bool:
     """Return whether an event is the end of the run: it has finished, or stopped and is not started again. facts: the
     fields of the event."""
     return kind == FINISHED or (kind == STOPPED and facts.get("reason") not in PLANNED_STOPS)
+
+
+def launcher_of(event: Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the identity of the launcher that a `node` event is about, as far as one log needs it: its process id and
+    start. A process id alone is used again, and a host may get another name; older logs lack the start, and have both.
+    """
+    names = ("pid", "started") if isinstance(event.get("started"), int | float) else ("host", "pid")
+    return tuple(str(event.get(name)) for name in names)

@@ -38,7 +38,8 @@ def rank_started(clock: float, attempt: int) -> dict:
     return {"kind": "rank_started", "time": clock, "rank": 0, "pid": 7, "host": "", "attempt": attempt}
 
 
-def node(clock: float, action: str, host: str, started: float | None = 1.0) -> dict:
+def node(clock: float, action: str, host: str, started: float | None = 0.0) -> dict:
+    started = float(ord(host[0])) if started == 0.0 else started
     return {"kind": "node", "time": clock, "action": action, "host": host, "pid": 7, "node": 0, "started": started}
 
 
@@ -188,7 +189,7 @@ def test_a_job_that_is_lost_on_all_nodes_ended_its_command(tmp_path, logs, joins
     events = [
         node(logs.START, "leads", "a"), node(logs.START, "joined", "b"), logs.started(logs.START + 1, 0, 0), *first,
         node(later, "lost", "a", started=None), {"kind": "fault", "time": later, "step": 30, **lost},
-        node(later, "leads", "a", started=9.0), node(later, "joined", "b", started=1.0 if joins else 9.0),
+        node(later, "leads", "a", started=9.0), node(later, "joined", "b", started=0.0 if joins else 10.0),
         rank_started(later + 2, 0), logs.started(later + 3, 0, 20),
     ]  # fmt: skip
     (fault,) = read(tmp_path, logs, events).faults
@@ -208,7 +209,7 @@ def test_a_job_goes_on_when_a_leader_that_stepped_down_joins_the_next_one(tmp_pa
         node(logs.START, "leads", "a"), node(logs.START, "joined", "b"), logs.started(logs.START + 1, 0, 0), *first,
         node(clock + 1, "lost", "b", started=None), killed(clock + 1, 30), restart(clock + 2),
         node(clock + 12, "steps_down", "a"), node(clock + 20, "leads", "c", started=5.0),
-        node(clock + 21, "joined", "d", started=5.0), *(again if joins == "before" else []),
+        node(clock + 21, "joined", "d", started=6.0), *(again if joins == "before" else []),
         rank_started(clock + 22, 0),
         *(failed if joins == "after another fault" else []), logs.started(clock + 33, int("fault" in joins), 20),
         *(again if joins == "after" else []), *second,

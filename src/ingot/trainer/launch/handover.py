@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from ingot.events import read_events
-from ingot.machine.health.report import node_name
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.incidents import JobIncident
@@ -29,16 +28,17 @@ def earlier_job(folder: RunFolder) -> EarlierJob | None:
 
     A launcher that had joined a leader goes on with the job of that one. Call it before the event of the new leader.
     """
-    own, takes_part, members = (node_name(), os.getpid()), False, set[tuple[Any, Any]]()
+    own = events.launcher_of({"pid": os.getpid(), "started": STARTED})
+    takes_part, members = False, set[tuple[str, ...]]()
     restarts, is_checked = list[tuple[float, JobIncident]](), False
     for event in read_events(folder.events):
         kind = event.get("kind")
         if kind == events.NODE and event["action"] in ("leads", "joined"):
-            who = event["host"], event["pid"]
+            who = events.launcher_of(event)
             if event["action"] == "leads" and who not in members:
                 takes_part, members, restarts, is_checked = False, set(), [], False
             members.add(who)
-            takes_part = takes_part or (who == own and event["time"] >= STARTED)
+            takes_part = takes_part or who == own
         elif events.ends_run(kind, event):
             takes_part, members, restarts, is_checked = False, set(), [], False
         elif kind == events.RESTART:

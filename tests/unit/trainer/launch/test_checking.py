@@ -19,7 +19,7 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.fleet import rounds
 from ingot.trainer.launch import checking, health
-from ingot.trainer.launch.handover import earlier_job
+from ingot.trainer.launch.handover import STARTED, earlier_job
 from ingot.trainer.launch.job_here import JobHere
 
 Cluster, cluster = test_nodes.Cluster, test_nodes.cluster
@@ -352,8 +352,10 @@ def _log(folder: RunFolder, *lines: tuple[str, dict]) -> None:
     log.close()
 
 
-def _node(action: str, host: str = "", pid: int = 7) -> tuple[str, dict]:
-    return events.NODE, {"action": action, "host": host or node_name(), "pid": pid if host else os.getpid()}
+def _node(action: str, host: str = "", pid: int = 7, started: float = 0.0) -> tuple[str, dict]:
+    own = {"host": node_name(), "pid": os.getpid(), "started": STARTED}
+    other = {"host": host, "pid": pid, "started": started or float(ord(host[:1] or "a"))}
+    return events.NODE, {"action": action} | (other if host else own)
 
 
 RESTART = events.RESTART, {"step": 4, "signature": "x"}
@@ -369,12 +371,18 @@ BEGAN = events.RUN_STARTED, {"from_step": 0}
         # Another command later: a budget of its own.
         ([_node("leads", "a"), RESTART, BEGAN, _node("leads", "b"), _node("joined")], 0, False),
         ([_node("leads", "a"), _node("joined"), RESTART, _node("leads", "b"), RESTART], None, None),
+        # A process id that is used again: a new launcher begins a job of its own, and this one was not the other one.
+        ([_node("leads", "a"), RESTART, _node("leads", "a", started=9.0), _node("joined")], 0, False),
+        ([_node("leads", "a"), _node("joined", node_name(), os.getpid()), RESTART], None, None),
+        # A host that has another name now.
+        ([_node("leads", "a"), _node("joined", "before", os.getpid(), STARTED), RESTART], 1, False),
+        ([_node("joined", "b"), RESTART, _node("leads", "c", started=98.0), _node("joined")], 1, False),
         ([RESTART], None, None),
         # The same command after an end; and in a container that was started again, with the same name and process id.
         ([_node("joined"), RESTART, (events.FINISHED, {}), _node("leads", "b"), _node("joined")], 0, False),
         ([_node("joined"), RESTART, (events.STOPPED, {"reason": "SIGTERM"})], None, None),
         ([_node("joined"), RESTART, (events.STOPPED, {"reason": "restart"})], 1, False),
-        ([(events.NODE, _node("joined")[1] | {"time": 1.0}), RESTART], None, None),
+        ([(events.NODE, {k: v for k, v in _node("joined")[1].items() if k != "started"}), RESTART], None, None),
         # A change of the layout for lack of memory.
         ([_node("joined"), (events.RESTART, RESTART[1] | {"adapted": True})], 1, False),
     ],
