@@ -256,6 +256,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/report/test_ends.py",),
     ),
     Mutant(
+        name="stop-without-effect",
+        what="ingot guard --take stop is written for a run that has stopped, whose next start ignores it",
+        file="cli/guard.py",
+        before="if answer == STOP and question is not None and until is None:",
+        after="if False:",
+        tests=("tests/unit/report/test_ends.py",),
+    ),
+    Mutant(
         name="finished-at-step-0",
         what="the status of a run whose last checkpoint came from the store is that it finished at step 0",
         file="report/status.py",

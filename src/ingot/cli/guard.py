@@ -10,7 +10,11 @@ from ingot.units import counted
 from ingot.value_names import printable
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ingot.errors import UsageError
     from ingot.report.status import RunStatus
+    from ingot.schema.guard_record import Measure
     from ingot.schema.run_folder import RunFolder
 
 _SHOWN = 8  # skipped steps
@@ -25,7 +29,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "--take",
         choices=_MEASURES,
         help="answer the guard's question: pass the data of the steps, also that of one step earlier, lower the "
-        "learning rate as well, accept the new level, or stop",
+        "learning rate as well, accept the new level, or stop; on a run that has stopped, stop withdraws the answer",
     )
 
 
@@ -42,6 +46,22 @@ def _nothing_asked(folder: "RunFolder", status: "RunStatus", has_measures: bool)
     return f"the guard took no measure; it skipped the updates of {counted(len(skipped), 'step')}: {before}{steps}"
 
 
+def _has_stopped(run: "Path", question: "Measure") -> "UsageError":
+    """Return the error of `--take stop` for a run that has stopped: a next start would go on without a measure."""
+    from ingot.errors import UsageError
+
+    return UsageError(
+        "E-GUARD-HAS-STOPPED",
+        f"--take stop: the run {run} has stopped because of the steps {question.first}-{question.last}",
+        rule="stop is an answer while the run waits (guard.ask_seconds); a run that has stopped stays so until "
+        "`ingot train`",
+        fix=f"leave it as it is; or choose how it goes on: ingot guard {run} --take lower (or pass, earlier, accept)",
+        run=str(run),
+        first=question.first,
+        last=question.last,
+    )
+
+
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from dataclasses import asdict
 
@@ -49,7 +69,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.report.facts import no_run_folder
     from ingot.report.status import command_after, read_status
     from ingot.schema.guard_answer import given_answer, question_of_waiting, write_answer
-    from ingot.schema.guard_record import described, read_measures
+    from ingot.schema.guard_record import STOP, described, read_measures
     from ingot.schema.run_folder import RunFolder
     from ingot.trainer.checkpoint.resumable import open_question
     from ingot.trainer.resilience.lock import is_locked
@@ -73,7 +93,13 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             run=str(args.run),
         )
     answer = args.take
-    if answer and question is not None:
+    if answer == STOP and question is not None and until is None:
+        if given_answer(folder, question) is None:
+            raise _has_stopped(args.run, question)
+        folder.guard_answer.unlink(missing_ok=True)
+        terminal.say(f"withdrawn the answer about the steps {question.first}-{question.last}: no measure is chosen")
+        answer = None
+    elif answer and question is not None:
         write_answer(folder, question, answer)
     elif question is not None:
         answer = given_answer(folder, question)

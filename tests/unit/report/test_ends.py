@@ -1,6 +1,7 @@
 """The end of a run by a fault: what `ingot status` and `ingot guard` say of it, and the command that comes next."""
 
 import json
+import time
 
 import pytest
 
@@ -10,6 +11,7 @@ from ingot.events import EventLog
 from ingot.planner.request.presets import load_model
 from ingot.report.status import read_status
 from ingot.schema import events
+from ingot.schema.guard_answer import write_question
 from ingot.schema.guard_record import STOP, Measure, write_measures
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
@@ -80,3 +82,16 @@ def test_a_guard_that_stopped_the_run_is_named_until_it_is_answered(folder, caps
     assert next_of("guard") == train and folder.guard_answer.exists()
     assert main(["guard", str(folder.root)]) == 0
     assert "answered  steps 82-84: pass at the next start" in capsys.readouterr().out
+
+
+def test_a_run_that_has_stopped_takes_no_stop_and_withdraws_an_answer(folder, capsys):
+    write_measures(folder.guard, [Measure(action=STOP, first=82, last=84, found=("loss spike",))])
+    stop = ["guard", str(folder.root), "--take", "stop"]
+    assert main(stop) == 2 and "E-GUARD-HAS-STOPPED" in capsys.readouterr().err
+    assert not folder.guard_answer.exists()  # which the next start would not heed
+    assert main([*stop[:-1], "lower"]) == 0 and folder.guard_answer.exists()
+    assert main(stop) == 0 and not folder.guard_answer.exists()
+    assert f"ingot guard {folder.root} --take lower" in capsys.readouterr().out.splitlines()[-1]
+    until = time.time() + 60  # while the run waits
+    write_question(folder.guard_question, Measure(action=STOP, first=90, last=92, found=("loss spike",)), until)
+    assert main(stop) == 0 and folder.guard_answer.exists()
