@@ -11,6 +11,22 @@ _FOLLOW = "tests/unit/watch/terminal/test_follow.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="page-waits-for-its-answers",
+        what="an interrupted page goes on until an answer is ready that nobody waits for",
+        file="cli/serving.py",
+        before="        os._exit(0)\n",
+        after="        pass\n",
+        tests=("tests/unit/cli/test_watch.py::test_an_answer_that_takes_long_does_not_keep_an_interrupted_page",),
+    ),
+    Mutant(
+        name="tracebacks-of-left-answers",
+        what="an interrupted page shows a traceback for each answer that it leaves",
+        file="cli/serving.py",
+        before="        log.addFilter(_nothing)",
+        after="        pass",
+        tests=("tests/unit/cli/test_watch.py::test_an_answer_that_takes_long_does_not_keep_an_interrupted_page",),
+    ),
+    Mutant(
         name="extrapolated-loss",
         what="an expected loss is drawn for fewer tokens than any run of the fit had",
         file="watch/kinds.py",

@@ -40,7 +40,7 @@ def serve(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"{terminal.style('warn', 'yellow')}      everyone who can reach {name}:{port} can use the page")
     terminal.result({"url": url, "port": port})
     app = make_app(LOOPBACK if local else ("*",))
-    serving.run_until_interrupted(uvicorn, app, listening)
+    serving.run_until_interrupted(uvicorn, app, listening, terminal.say)
     return EXIT_OK
 
 

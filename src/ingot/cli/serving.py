@@ -2,8 +2,13 @@
 
 import argparse
 import contextlib
+import os
+import sys
+import threading
 
 from ingot.cli.arguments import count
+
+_IDLE_SECONDS = 0.5
 
 
 def add_address(group: argparse._ArgumentGroup, port: int) -> None:
@@ -33,22 +38,48 @@ def is_asked(args: argparse.Namespace, verb: str, port: int) -> bool:
     return args.web
 
 
-def run_until_interrupted(uvicorn, app, listening, end_streams=lambda: None) -> None:
-    """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. end_streams: ends the answers that last
-    as long as the server; one that goes on is an error on the terminal after three seconds."""
+def run_until_interrupted(uvicorn, app, listening, say, end_streams=lambda: None) -> None:
+    """Serve `app` on the socket `listening` until Ctrl-C. uvicorn: the module. say: prints a line. end_streams: ends
+    the answers that last as long as the server.
+
+    Answers get three seconds to end. A thread that still makes one then, or waits for a disk that does not answer, is
+    left: the process ends at once, with exit code 0, because it would wait for it otherwise.
+    """
+    import logging
+
     config = uvicorn.Config(
         app, log_level="warning", access_log=False, timeout_keep_alive=20, timeout_graceful_shutdown=3
     )
     server = uvicorn.Server(config)
-    shut_down = server.shutdown
+    shut_down, log = server.shutdown, logging.getLogger("uvicorn.error")
 
     async def end(sockets=None) -> None:
         end_streams()
+        log.addFilter(_nothing)  # of each answer that is left, a traceback
         await shut_down(sockets)
 
     server.shutdown = end
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+    finally:
+        log.removeFilter(_nothing)
+    if _has_busy_threads():
+        say("ended     before an answer to the page was ready")
+        sys.stdout.flush()
+        os._exit(0)
+
+
+def _nothing(record) -> bool:
+    return False
+
+
+def _has_busy_threads() -> bool:
+    """Return whether a thread works for which the end of this process would wait."""
+    others = [one for one in threading.enumerate() if one is not threading.main_thread() and not one.daemon]
+    for one in others:
+        one.join(_IDLE_SECONDS)  # idle threads of a loop that was closed are ending now
+    return any(one.is_alive() for one in others)
 
 
 def listen(host: str, port: int):

@@ -118,5 +118,5 @@ def _serve(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"{terminal.style('warn', 'yellow')}      {warning}")
     terminal.result({"url": url, "port": port})
     app = make_app(runs, token=token, cookie=f"ingot-watch-{port}", hosts=names_of_host(host))
-    serving.run_until_interrupted(uvicorn, app, listening, app.state.end_streams)
+    serving.run_until_interrupted(uvicorn, app, listening, terminal.say, app.state.end_streams)
     return EXIT_OK

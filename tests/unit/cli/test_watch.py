@@ -6,6 +6,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 import urllib.error
 import urllib.request
 
@@ -25,19 +27,31 @@ def run(tmp_path):
 
 
 @pytest.fixture
-def served(run):
-    """The page in a process of its own: (process, address, token)."""
-    code = "import sys; from ingot.cli.main import main; sys.exit(main())"
-    process = subprocess.Popen(
-        [sys.executable, "-c", code, "watch", str(run), "--web", "--port", "0", "--json"],
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    answer = json.loads(process.stdout.readline())
-    assert answer["url"].startswith(f"http://127.0.0.1:{answer['port']}/?token=")
-    base, _, token = answer["url"].partition("/?token=")
-    yield process, base, token
-    process.kill()
-    process.communicate()
+def serve(run):
+    """Start the page in a process of its own, after the lines `before`: (process, address, token)."""
+    processes = []
+
+    def start(before: str = ""):
+        code = f"import sys\n{before}\nfrom ingot.cli.main import main; sys.exit(main())"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code, "watch", str(run), "--web", "--port", "0", "--json"],
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        processes.append(process)
+        answer = json.loads(process.stdout.readline())
+        assert answer["url"].startswith(f"http://127.0.0.1:{answer['port']}/?token=")
+        base, _, token = answer["url"].partition("/?token=")
+        return process, base, token
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def served(serve):
+    return serve()
 
 
 def ask(base: str, path: str, token: str = ""):
@@ -58,6 +72,32 @@ def test_the_page_is_served_with_its_token_until_it_is_interrupted(served):
         process.send_signal(signal.SIGINT)  # while a page listens
         assert process.wait(120) == 0
     assert process.stderr.read() == ""
+
+
+_SLOW = """
+import time
+import ingot.watch.web.app as app
+from ingot.cli.terminal import Terminal
+app.chapters = lambda run: time.sleep(120) or []
+Terminal.say = lambda terminal, text="": text.startswith("ended") and print(text, flush=True)  # with --json, too
+"""
+
+
+@pytest.mark.slow
+def test_an_answer_that_takes_long_does_not_keep_an_interrupted_page(serve):
+    process, base, token = serve(_SLOW)
+    asking = threading.Thread(target=_ask_in_vain, args=(base, token), daemon=True)
+    asking.start()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 0
+    lines = process.stdout.read().splitlines()
+    assert process.stderr.read() == "" and lines == ["ended     before an answer to the page was ready"]
+
+
+def _ask_in_vain(base: str, token: str) -> None:
+    with contextlib.suppress(OSError):
+        ask(base, "/api/chapters?run=0", token)
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ class Hub:
         while True:
             message, before = b"", failure
             try:
-                message = await anyio.to_thread.run_sync(self.look)
+                message = await anyio.to_thread.run_sync(self.look, abandon_on_cancel=True)  # of a disk that hangs
                 failure = ""
             except Exception as error:
                 failure = _described(error)
