@@ -12,6 +12,22 @@ _WAITS = "tests/unit/trainer/guard/test_no_host_wait.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="passed-steps-in-the-speed",
+        what="steps whose data were passed count as trained ones, so that a run seems faster",
+        file="trainer/log.py",
+        before="    trained = [own for own in numbers if not own.passed]\n",
+        after="    trained = numbers\n",
+        tests=("tests/unit/trainer/guard/test_guarded_runs.py::test_passed_steps_show_as_such_and_have_no_numbers",),
+    ),
+    Mutant(
+        name="passed-line-without-a-step",
+        what="a log line of passed steps counts as one that cannot be read",
+        file="report/readable.py",
+        before='required = ("step", "tokens") if is_passed_line(event) else',
+        after="required =",
+        tests=("tests/unit/trainer/guard/test_guarded_runs.py::test_passed_steps_show_as_such_and_have_no_numbers",),
+    ),
+    Mutant(
         name="spikes-in-the-window",
         what="a spike becomes part of what later steps are compared with",
         file="trainer/guard/step_judge.py",

@@ -41,7 +41,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     parts = [terminal.style(status.name, "bold"), status.state, counted(status.ranks, "rank")]
     if status.layout:
         parts[-1] += f" ({degrees_text(status.layout)})"
-    parts.append(f"step {status.step:,}/{status.steps:,}")
+    parts.append(f"step {status.step:,}/{status.steps:,}" + (" passed" if status.passed else ""))
     if status.loss is not None:
         parts.append(f"loss {status.loss:.3f}")
     if status.bpb is not None:

@@ -299,8 +299,8 @@ class QuickstartRun:
                 killer.stop()
             if not outcome.finished:
                 raise Preempted(f"stopped at step {outcome.step}, saved; the same command continues")
-            progress = list(read_events(self.paths.run.events, events.PROGRESS))
-            last = progress[-1]
+            trained = [one for one in read_events(self.paths.run.events, events.PROGRESS) if one["loss"] is not None]
+            last = trained[-1]
             lines.append(
                 f"step {last['step']} · loss {last['loss']:.3f} nats · {last['bpb']:.3f} bits per byte · "
                 f"{format_count(last['tokens_per_second'])} tokens/s"

@@ -13,7 +13,7 @@ from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
-from ingot.report.readable import is_readable
+from ingot.report.readable import is_passed_line, is_readable
 from ingot.report.run_state import ENDS
 from ingot.report.silence import LogSilence
 from ingot.report.timeline import KINDS
@@ -123,6 +123,11 @@ class RunData:
     @property
     def last_step(self) -> int:
         return max((*self.steps, *self.progress, 0))
+
+    def trained_between(self, before: int, step: int) -> int:
+        """Return how many of the steps before+1..step were trained: their data were not passed."""
+        passed = {one for event in self.passed for one in event["steps"] if before < one <= step}
+        return step - before - len(passed)
 
     def go_back(self, step: int) -> None:
         """Drop the log lines of steps after `step`, and mark their evaluations and samples as void: the run is there
@@ -315,6 +320,8 @@ class EventReader:
             data.stopped = None
         if kind in self._lists:
             self._lists[kind].append(event)
+        elif is_passed_line(event):
+            data.valid_step = event["step"]
         elif kind in self._by_step:
             self._by_step[kind][event["step"]] = event
             if kind in (kinds.STEP, kinds.PROGRESS):

@@ -1,6 +1,7 @@
 """Checks of the events of a log: which have what their kind requires. Logs can be damaged or of other versions."""
 
-from typing import TypeGuard
+from collections.abc import Mapping
+from typing import Any, TypeGuard
 
 from ingot.report.timeline import KINDS, entry_of
 from ingot.schema import events as kinds
@@ -64,9 +65,15 @@ def is_readable(event) -> bool:
         return False
     if kind == kinds.GRADIENT_RANGE and not _has_shares_by_layer(event):
         return False
-    finite = all(is_finite(event.get(name)) for name in _NUMBERS.get(kind, ()))
+    required = ("step", "tokens") if is_passed_line(event) else _NUMBERS.get(kind, ())
+    finite = all(is_finite(event.get(name)) for name in required)
     finite = finite and all(is_number(event.get(name)) for name in _PERHAPS_NOT_FINITE.get(kind, ()))
     return finite and (kind not in KINDS or _has_text(event))
+
+
+def is_passed_line(event: Mapping[str, Any]) -> bool:
+    """Check whether an event is a log line of steps whose data all were passed: it has no number of a trained step."""
+    return event.get("kind") == kinds.PROGRESS and is_number(event.get("passed")) and event.get("step_seconds") is None
 
 
 def _has_text(event: dict) -> bool:

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from ingot.report.readable import is_finite
+from ingot.report.readable import is_finite, is_passed_line
 from ingot.schema import events as kinds
 from ingot.schema.run import RunConfig
 from ingot.theory.late_lines import late_after_seconds
@@ -31,7 +31,8 @@ class LogSilence:
         elif kind == kinds.PROGRESS:
             seconds = event.get("step_seconds")
             self._since, self._has_line = event["time"], True
-            self._step_seconds = seconds if is_finite(seconds) else 0.0
+            if not is_passed_line(event):
+                self._step_seconds = seconds if is_finite(seconds) else 0.0
         elif kind in _BEGINS:
             self._since, self._has_line = event["time"], False
 

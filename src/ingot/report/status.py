@@ -9,7 +9,7 @@ from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.report.facts import no_run_folder
 from ingot.report.faults import FaultReader, fault_of
-from ingot.report.readable import has_values, is_readable
+from ingot.report.readable import has_values, is_passed_line, is_readable
 from ingot.report.robust import shown_range
 from ingot.report.run_state import ENDS, state_of
 from ingot.report.silence import LogSilence
@@ -66,6 +66,7 @@ class RunStatus:
     restart_seconds: the total of each restart that was measured. stragglers: the newest `straggler` event of each rank
     that is slow. drained: the `health` events after which a machine left the run, or was to leave it, oldest first.
     fleet_check: the newest `fleet_check` event: the machines as they were measured, and which are unfit.
+    passed: the data of the newest steps were passed, so they have no loss.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
     """
 
@@ -120,6 +121,7 @@ class RunStatus:
     stragglers: tuple[dict, ...] = ()
     drained: tuple[dict, ...] = ()
     fleet_check: dict | None = None
+    passed: bool = False
 
 
 def read_status(root: Path, now: float | None = None) -> RunStatus:
@@ -180,6 +182,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         skipped_steps=tuple(sorted(log.skipped)),
         roll_backs=tuple(log.roll_backs),
         guard=log.asked or log.guard,
+        passed=log.passed_step == log.reached,
         happened=asdict(log.happened) if log.happened else None,
         damaged_ranks=tuple(sorted(log.damaged)),
         alerts=tuple(log.alerts.values()),
@@ -221,6 +224,7 @@ class _Log:
     roll_backs: list[tuple[int, int]] = field(default_factory=list)
     guard: str = ""
     asked: str = ""
+    passed_step: int = -1
     happened: TimelineEntry | None = None
     damaged: set[int] = field(default_factory=set)
     alerts: dict[str, str] = field(default_factory=dict)
@@ -234,7 +238,10 @@ class _Log:
             self.faults.see(event)
         self.silence.see(event)
         self.latest = event.get("time", self.latest)
-        if kind != events.EVALUATION or event.get("step", 0) >= self.last.get(kind, {}).get("step", 0):
+        if is_passed_line(event):
+            self.passed_step = event.get("step", 0)
+            self.reached = self.passed_step
+        elif kind != events.EVALUATION or event.get("step", 0) >= self.last.get(kind, {}).get("step", 0):
             self.last[kind] = event  # an evaluation in the background may come after one of a later step
         if kind in KINDS:
             with suppress(AttributeError, KeyError, TypeError, ValueError):  # of a version that wrote other fields

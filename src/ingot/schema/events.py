@@ -15,7 +15,9 @@ count from 1: step n is the n-th optimizer step.
   step           step, loss (nats per token), grad_norm, lr           one per optimizer step, written every log_every
   progress       step, steps, loss, bpb, grad_norm, lr, tokens, tokens_per_second, mfu (null on CPU), data_wait_seconds,
                  step_seconds, eta_seconds, cost_usd (null: price unknown), peak_memory_bytes, load_cv, max_load (null:
-                 no experts), dropped, fallback (null: not applicable to this model)   one per log line
+                 no experts), dropped, fallback (null: not applicable to this model), passed (number of steps whose
+                 data were passed; if all were: loss, bpb, grad_norm, tokens_per_second, mfu, data_wait_seconds,
+                 step_seconds and eta_seconds are null)               one per log line
   waits          step, steps (number covered), and for each use of a rank's time (data, pipeline, collectives, reading,
                  computing, queued, blocked) {mean, least, most, rank}: seconds per step over all ranks, and the rank
                  with the most (telemetry/usage.py); axes {axis: {exposed, hidden}}: the communication of each axis of

@@ -46,18 +46,20 @@ class GoodputMeter:
         elif kind == events.RUN_STARTED and (self._last is not None or self.elapsed):
             self._pass(time)
         elif kind == events.PROGRESS:
-            step, seconds = int(event["step"]), float(event["step_seconds"])
+            step, passed = int(event["step"]), int(event.get("passed") or 0)
+            seconds = math.nan if event["step_seconds"] is None else float(event["step_seconds"])
             if not (math.isfinite(seconds) and seconds > 0):
+                self._newest_step = max(step, self._newest_step) if passed else self._newest_step
                 return
             if self._last is None and not self.elapsed:  # what came before is the start of the run
                 self._last, self._newest_step = time, step
                 return
             before = self.elapsed
             self._pass(time)
-            new = max(step - self._newest_step, 0) * seconds
-            passed = self.elapsed - before
-            self.productive += min(new, passed) if passed else new
-            self.elapsed += 0.0 if passed else new  # the clock was set back
+            new = max(step - self._newest_step - passed, 0) * seconds
+            since = self.elapsed - before
+            self.productive += min(new, since) if since else new
+            self.elapsed += 0.0 if since else new  # the clock was set back
             self._newest_step = max(step, self._newest_step)
             self._sample()
 

@@ -62,45 +62,47 @@ def log_interval(
         hashes.compare()
     numbers = read_steps(recent)
     damaged = hashes is not None and hashes.read()
-    passed = ThreadTime.now().since(interval.began)
+    elapsed = ThreadTime.now().since(interval.began)
     waited = trainer.waits.seconds - interval.waited_before
-    step_seconds = passed.wall / interval.steps
+    trained = [own for own in numbers if not own.passed]
+    newest, step_seconds = trained[-1] if trained else None, elapsed.wall / len(trained) if trained else None
     memory = peak_memory_bytes(trainer.place.device)
     for result, own in zip(recent, numbers, strict=True):
         if not own.passed:
             trainer.log(events.STEP, step=result.step, loss=own.loss, grad_norm=own.grad_norm, lr=result.lr)
     log_findings(trainer, numbers)
     config, step, steps = trainer.config, recent[-1].step, trainer.config.train.steps
-    tokens_per_second = config.tokens_per_step / step_seconds
+    tokens_per_second = config.tokens_per_step / step_seconds if step_seconds else None
     mfu = None
-    if trainer.peak_flops is not None:
+    if trainer.peak_flops is not None and tokens_per_second is not None:
         mfu = model_flops_utilization(tokens_per_second, trainer.flops_per_token, trainer.peak_flops)
     progress = ProgressLine(
         step=step,
         steps=steps,
-        loss=numbers[-1].loss,
-        bpb=numbers[-1].loss / math.log(2) * trainer.tokens_per_byte,
-        grad_norm=numbers[-1].grad_norm,
+        loss=newest and newest.loss,
+        bpb=newest and newest.loss / math.log(2) * trainer.tokens_per_byte,
+        grad_norm=newest and newest.grad_norm,
         lr=recent[-1].lr,
         tokens=step * config.tokens_per_step,
         tokens_per_second=tokens_per_second,
         mfu=mfu,
-        data_wait_seconds=interval.data_wait_seconds / interval.steps,
+        data_wait_seconds=interval.data_wait_seconds / len(trained) if trained else None,
         step_seconds=step_seconds,
-        eta_seconds=(steps - step) * step_seconds,
+        eta_seconds=step_seconds and (steps - step) * step_seconds,
         cost_usd=trainer.cost.usd(),
         peak_memory_bytes=memory,
+        passed=len(numbers) - len(trained),
         **log_experts(trainer, recent, with_loads=saves),
     )
     trainer.log(events.PROGRESS, **asdict(progress))
     log_loss_terms(trainer, step)
     pipeline = trainer.program.channels.waited_seconds - interval.pipeline_before
     waits = Waits.of(
-        passed,
+        elapsed,
         data=interval.data_wait_seconds,
         pipeline=pipeline,
         collectives=waited - pipeline,
-        reading=interval.began.wall + passed.wall - read_at,
+        reading=interval.began.wall + elapsed.wall - read_at,
     )
     times = trainer.program.times
     interval.add_line(waits, memory, times.take() if times is not None else {}, axes)
@@ -113,7 +115,7 @@ def log_interval(
     by_source = sum_over_ranks(trainer.source_loss.take()) if trainer.source_loss is not None else None
     record_line(trainer, recent, numbers, progress, rows[:, :2], by_source)
     record_layers(trainer, asked=bool(rows[:, 5].any()))
-    if (phases := trainer.clock.line(passed.wall, interval.steps)) is not None:
+    if trained and (phases := trainer.clock.line(elapsed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
     if trainer.alerts is not None:
@@ -183,15 +185,17 @@ def log_waits(
     axes: Mapping[str, tuple[float, float]],
     more: Sequence[float],
     *,
-    step_seconds: float,
+    step_seconds: float | None,
 ) -> np.ndarray:
     """Write one `waits` event with the waits and the communication of all ranks, and one `straggler` event for each
-    that is newly slow, or whose machine may be drained now. Returns `more` of all ranks, [ranks, len(more)].
-    Collective: one exchange of a few numbers per rank."""
-    typical = np.median([interval.own, interval.data], axis=1)
+    that is newly slow, or whose machine may be drained now; nothing without a trained step. Returns `more` of all
+    ranks, [ranks, len(more)]. Collective: one exchange of a few numbers per rank."""
+    typical = np.median([interval.own or [0.0], interval.data or [0.0]], axis=1)
     numbers = [waits.row(), np.ravel([*axes.values()]), typical, more]
     rows = gather_from(range(trainer.place.world_size), np.concatenate(numbers))
     own, by_axis, typical, others = np.split(rows, np.cumsum([len(part) for part in numbers[:-1]]), axis=1)
+    if step_seconds is None:
+        return others
     found = summary(own, KINDS, interval.steps) | {"axes": summary_by_axis(by_axis, [*axes], interval.steps)}
     trainer.log(events.WAITS, step=step, steps=interval.steps, **found)
     if trainer.stragglers is not None:

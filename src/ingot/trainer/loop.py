@@ -139,7 +139,7 @@ class RunLoop:
         trainer.ledger.record(step, batch.sample_ids)
         if trainer.source_loss is not None:
             trainer.source_loss.add(step, batch.sample_ids)
-        self._interval.add(batch.wait_seconds, trainer.program.channels.waited_seconds)
+        self._interval.add(batch.wait_seconds, trainer.program.channels.waited_seconds, passed=batch.passed)
         self.done, self.line = step, []
 
         due_save = FULL if step == trainer.until_step else trainer.schedule.take(step)

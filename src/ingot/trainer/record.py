@@ -120,9 +120,9 @@ class Interval:
     """The steps between two log lines, on this rank's clocks. Saving and evaluation are not part of an interval.
 
     pipeline_before, waited_before: the total seconds that this rank had waited, for pipeline neighbors and for any
-    other rank, when the interval began. own: the seconds of each step without its waits for other ranks. data: of
-    these, those that it waited for data. counted: the sum of `own`. last: the numbers of the newest step. axes_before:
-    the seconds of communication by axis when the interval began (WaitClock.by_axis).
+    other rank, when the interval began. own: the seconds of each trained step without its waits for other ranks.
+    data: of these, those that it waited for data. counted: the seconds so far without waits. last: the numbers of the
+    newest step. axes_before: the seconds of communication by axis when the interval began (WaitClock.by_axis).
     """
 
     began: ThreadTime
@@ -142,17 +142,19 @@ class Interval:
         pipeline = trainer.program.channels.waited_seconds
         return cls(ThreadTime.now(), waits, pipeline, waits.seconds, waits.by_axis())
 
-    def add(self, data_wait_seconds: float, pipeline_seconds: float) -> None:
-        """Count a step that has ended now. pipeline_seconds: the total of this rank's waits for pipeline neighbors."""
-        passed, waited = time.monotonic() - self.began.wall, self.waits.seconds - self.waited_before
+    def add(self, data_wait_seconds: float, pipeline_seconds: float, *, passed: bool = False) -> None:
+        """Count a step that has ended now. pipeline_seconds: the total of this rank's waits for pipeline neighbors.
+        passed: its data were passed, so that it is none of the trained steps."""
+        elapsed, waited = time.monotonic() - self.began.wall, self.waits.seconds - self.waited_before
         pipeline = pipeline_seconds - self.pipeline_before
-        since = passed - waited
-        self.own.append(since - self.counted)
+        since = elapsed - waited
+        if not passed:
+            self.own.append(since - self.counted)
+            self.data.append(data_wait_seconds)
         self.counted = since
-        self.data.append(data_wait_seconds)
-        before, self._ended = self._ended, (passed, waited, pipeline)
+        before, self._ended = self._ended, (elapsed, waited, pipeline)
         self.last = {
-            "perf/step_seconds": passed - before[0],
+            "perf/step_seconds": elapsed - before[0],
             "perf/wait_seconds": waited - before[1],
             "perf/pipeline_wait_seconds": pipeline - before[2],
             "data/wait_seconds": data_wait_seconds,
@@ -160,6 +162,7 @@ class Interval:
 
     @property
     def steps(self) -> int:
+        """The number of trained steps."""
         return len(self.own)
 
     @property
@@ -186,7 +189,7 @@ class Interval:
 
         The wait for the device, which comes here, is a part of the newest step.
         """
-        steps = self.steps
+        steps = max(self.steps, 1)
         self.last["perf/step_seconds"] += waits.reading
         self.last |= {f"perf/{phase}_seconds": seconds / steps for phase, seconds in times.items()} | {
             "perf/computing_seconds": waits.computing / steps,
@@ -235,14 +238,14 @@ def record_line(
         "perf/mfu": progress.mfu,
         "perf/eta_seconds": progress.eta_seconds,
         "run/cost_usd": progress.cost_usd,
-        "run/cost_to_come_usd": trainer.cost.usd_of(progress.eta_seconds),
+        "run/cost_to_come_usd": eta if (eta := progress.eta_seconds) is None else trainer.cost.usd_of(eta),
         "experts/load_cv": progress.load_cv,
         "experts/max_load": progress.max_load,
         "experts/dropped": progress.dropped,
         "experts/fallback": progress.fallback,
     }
     if (goodput := trainer.recorder.goodput) is not None:
-        goodput.add(progress.step, progress.step_seconds * len(numbers))
+        goodput.add(progress.step, (progress.step_seconds or 0.0) * (len(numbers) - progress.passed))
         line |= {TRAINED: goodput.trained_seconds, "run/goodput": goodput.share(time.time())}
     rows[-1][1].update({name: value for name, value in line.items() if value is not None})
     trainer.recorder.run_steps(rows)

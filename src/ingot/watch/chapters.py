@@ -70,6 +70,8 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
     notes = [f"no step for {format_seconds(still)}"] if still else []
     if state == "failed" and end.data.faults:
         notes.append(end.data.faults[-1].text)
+    if passed := _passed(newest):
+        notes.append(passed)
     if run.unread:
         notes.append(f"reading its record: {1 - run.unread:.0%}")
     if run.log_problem:
@@ -86,6 +88,14 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
         last_event=run.last_event if end.last_event is None else end.last_event,
         figures=tuple(own for own in figures if own.label not in hidden),
     )
+
+
+def _passed(run: LiveRun) -> str:
+    """Return a note if the data of the newest steps were passed: they have no loss and no speed; "" otherwise."""
+    if run.lines.last_step < run.steps.last_step or not run.data.passed:
+        return ""
+    trained = run.steps.last_step
+    return f"passed the data since step {trained:,}" if run.data.passed[-1]["steps"][-1] > trained else ""
 
 
 def _figures(run: LiveRun, now: float, is_old: bool) -> Iterator[HeadlineFigure]:

@@ -79,7 +79,7 @@ class RunState:
             devices = priced_devices(int(event["world_size"]), self._run.launch.nodes, on_gpu=event["device"] != "cpu")
             self.usd_per_hour = self._run.cost.usd_per_hour * devices
         elif kind == events.PROGRESS:
-            self.step, self.lines = int(event["step"]), self.lines + 1
+            self.step, self.lines = int(event["step"]), self.lines + (event["step_seconds"] is not None)  # None: passed
             self.step_seconds = finite(event["step_seconds"]) or self.step_seconds
             self.alive, self.failed = True, False  # the log of its start may be lost
             self.saved_time = time if self.saved_time is None else self.saved_time

@@ -238,7 +238,7 @@ class ComparedRun:
         if borders and found.get(borders[0], 0.0) > 0:  # it was trained again: the clock ran since the line before
             borders.insert(0, min((start["from_step"] for start in self.data.starts), default=borders[0]))
         for before, step in pairwise(borders):
-            productive += (step - before) * max(self.data.progress[step]["step_seconds"], 0.0)
+            productive += self.data.trained_between(before, step) * max(self.data.progress[step]["step_seconds"], 0.0)
             if (share := goodput_share(productive, found.get(step, 0.0))) is not None:
                 shares.append((step, share))
         return _curve(shares)

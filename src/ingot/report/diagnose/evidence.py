@@ -107,15 +107,16 @@ def measure(data: RunData) -> MeasuredSteps | None:
 
 
 def _intervals(data: RunData) -> dict[int, int]:
-    """Return, for the step of each progress line, the number of steps since the line before. Lines without a step time
-    are left out."""
+    """Return, for the step of each progress line, the number of trained steps since the line before. Lines without a
+    step time are left out."""
     starts = sorted({start["from_step"] for start in data.starts})
 
     def timed(step: int) -> bool:
         return step in data.progress and data.progress[step]["step_seconds"] > 0
 
     borders = sorted({*data.progress, *starts, 0})
-    return {step: step - before for before, step in pairwise(borders) if timed(step)}
+    trained = {step: data.trained_between(before, step) for before, step in pairwise(borders) if timed(step)}
+    return {step: number for step, number in trained.items() if number > 0}
 
 
 def _data_wait(data: RunData, step: int, steps: int) -> float:

@@ -61,7 +61,7 @@ class AlertWatch:
         for event in read_events(path, events.PROGRESS, events.SETTING_CHANGED):
             if event["kind"] == events.SETTING_CHANGED:
                 losses.clear()
-            else:
+            elif event["loss"] is not None:  # of a trained step
                 losses[event["step"]] = event["loss"]
         self._trends.take_up(sorted(losses.items()), step)
 

@@ -10,34 +10,37 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.units import format_count
+from ingot.units import counted, format_count
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProgressLine:
-    """The fields of a `progress` event, in the units of schema/events.py. Seconds are means per step of the interval.
+    """The fields of a `progress` event, in the units of schema/events.py. Seconds are means per trained step of the
+    interval; loss, bpb and grad_norm are of the last step that was trained.
 
+    passed: the number of steps whose data were passed. If all were, there is no number of a trained step: None.
     load_cv, dropped, fallback: means over all layers with experts (see ExpertLoadFacts). max_load: the maximum.
     """
 
     step: int
     steps: int
-    loss: float
-    bpb: float
-    grad_norm: float
+    loss: float | None
+    bpb: float | None
+    grad_norm: float | None
     lr: float
     tokens: int
-    tokens_per_second: float
+    tokens_per_second: float | None
     mfu: float | None
-    data_wait_seconds: float
-    step_seconds: float
-    eta_seconds: float
+    data_wait_seconds: float | None
+    step_seconds: float | None
+    eta_seconds: float | None
     cost_usd: float | None
     peak_memory_bytes: int
     load_cv: float | None = None
     max_load: float | None = None
     dropped: float | None = None
     fallback: float | None = None
+    passed: int = 0
 
 
 # A named group for every field of `format_line`. Optional fields: the cost (if the price is known), the load (with
@@ -53,14 +56,17 @@ LINE_PATTERN = re.compile(
 
 
 def format_line(progress: ProgressLine) -> str:
-    """Format the progress line, which LINE_PATTERN parses."""
+    """Format the progress line, which LINE_PATTERN parses; of steps that all were passed, one without numbers."""
     p, width = progress, len(str(progress.steps))
+    at = f"step {p.step:>{width}}/{p.steps}"
+    if p.loss is None or p.bpb is None or p.grad_norm is None or p.tokens_per_second is None or p.eta_seconds is None:
+        return f"{at}  passed {counted(p.passed, 'step')} without training"
+    waits = (p.data_wait_seconds or 0.0) / (p.step_seconds or 1.0)
     mfu = "n/a" if p.mfu is None else f"{p.mfu:5.1%}"
     cost = "" if p.cost_usd is None else f" ${p.cost_usd:,.2f}"
     return (
-        f"step {p.step:>{width}}/{p.steps}"
-        f"  loss {_five(p.loss)} bpb {p.bpb:.2f} gn {p.grad_norm:<4.2g} lr {_power(p.lr)}"
-        f"  {format_count(p.tokens_per_second):>5} tok/s mfu {mfu} data {p.data_wait_seconds / p.step_seconds:>3.0%}"
+        f"{at}  loss {_five(p.loss)} bpb {p.bpb:.2f} gn {p.grad_norm:<4.2g} lr {_power(p.lr)}"
+        f"  {format_count(p.tokens_per_second):>5} tok/s mfu {mfu} data {waits:>3.0%}"
         f"{_load(p)}  eta {_clock(p.eta_seconds)}{cost}"
     )
 

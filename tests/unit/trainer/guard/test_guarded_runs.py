@@ -11,9 +11,11 @@ from tests.unit.trainer.test_mixture_change import accept
 from ingot.cli.main import main
 from ingot.errors import RunFailed
 from ingot.events import read_events
+from ingot.report.facts import gather
 from ingot.report.lineage.exposure import RunTokens
 from ingot.report.lineage.order_sections import windows_of
 from ingot.report.lineage.prove import prove_run
+from ingot.report.status import read_status
 from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, Measure, read_measures, write_measures
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
@@ -24,6 +26,8 @@ from ingot.trainer.loader.reader import Windows
 from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.resilience.stop_requests import StopRequest, StopRequests
 from ingot.trainer.step import train_step
+from ingot.watch.chapters import head
+from ingot.watch.live import LiveRun
 
 GUARD = {"window": 16, "ready": 8, "settle_steps": 4, "loss_spread": 0.2, "norm_spread": 0.5}
 
@@ -299,6 +303,36 @@ def test_a_start_says_that_most_steps_are_passed(fork_ranks, make_run):
     lines = [fork_ranks(run_rank, 1, make_run(skip, steps=6, skip=(skip,)))[0][1] for skip in ("1-3", "2-5")]
     warnings = [[line[:53] for line in own if "the data of" in line] for own in lines]
     assert warnings == [[], ["WARNING   the data of 4 of the 6 steps from step 1 on"]]
+
+
+def test_passed_steps_show_as_such_and_have_no_numbers(fork_ranks, make_run, capsys):
+    """In log lines, in what watches the run, and in its averages."""
+    folder = make_run(steps=12, skip=("2", "5-8"), log_every=4, every_steps=12)
+    ((_, said),) = fork_ranks(run_rank, 1, folder)
+    lines = [line for line in said if line.startswith("step ")]
+    assert ["nan" in line for line in lines] == [False] * 3
+    assert lines[1] == "step  8/12  passed 4 steps without training"
+    mixed, passed, trained = of_kind(folder, "progress")
+    assert [one["passed"] for one in (mixed, passed, trained)] == [1, 4, 0]
+    assert passed["loss"] is passed["tokens_per_second"] is passed["mfu"] is passed["eta_seconds"] is None
+    tokens = load_run(folder.config).tokens_per_step
+    assert mixed["tokens_per_second"] * mixed["step_seconds"] == pytest.approx(tokens)
+    assert mixed["loss"] == of_kind(folder, "step")[2]["loss"]  # of step 4, the third that was trained
+    assert [one["step"] for one in of_kind(folder, "waits")] == [4, 12]
+
+    log = folder.events.read_text().splitlines(keepends=True)
+    at = max(number for number, line in enumerate(log) if '"passed"' in line and '"step": 8' in line)
+    folder.events.write_text("".join(log[: at + 1]))  # as it was then
+    live = LiveRun(folder.root).read_all()
+    own = head(live)
+    assert (live.last_step, own.note) == (8, "passed the data since step 4")
+    assert math.isfinite(live.lines.newest("tokens_per_second")) and list(live.lines.points("bpb").steps) == [4]
+    status = read_status(folder.root)
+    assert status.passed and status.step == 8 and status.tokens_per_second == mixed["tokens_per_second"]
+    assert main(["status", str(folder.root)]) == 0 and "step 8/12 passed" in capsys.readouterr().out
+    data = gather(folder.root)
+    assert (list(data.progress), data.valid_step, data.trained_between(0, 8)) == ([4], 8, 3)
+    assert data.unreadable_events == live.data.unreadable_events == 0
 
 
 @pytest.mark.slow

@@ -26,6 +26,11 @@ def line(**changes):
     return format_line(ProgressLine(**(USUAL | changes)))
 
 
+def test_a_line_of_steps_that_all_were_passed_shows_no_numbers():
+    names = ("loss", "bpb", "grad_norm", "tokens_per_second", "data_wait_seconds", "step_seconds", "eta_seconds")
+    assert line(**dict.fromkeys(names), passed=10) == "step 100/880  passed 10 steps without training"
+
+
 EVEN = {"load_cv": 0.31, "max_load": 2.149}
 
 
