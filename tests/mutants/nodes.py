@@ -11,6 +11,22 @@ _LAYOUTS = "tests/unit/trainer/launch/test_layouts.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="waiting-leader-failed",
+        what="a run whose leader stepped down and waits is shown as one that failed",
+        file="report/run_state.py",
+        before="    if waits:\n",
+        after="    if False:\n",
+        tests=("tests/unit/report/test_facts.py::test_a_leader_that_stepped_down_waits",),
+    ),
+    Mutant(
+        name="leader-waits-for-ever",
+        what="a run whose leader stepped down and ended is shown as one that waits, for ever",
+        file="report/run_state.py",
+        before="- since < run.launch.node_wait_seconds",
+        after="- since < 1e18",
+        tests=("tests/unit/report/test_facts.py::test_a_leader_that_stepped_down_waits",),
+    ),
+    Mutant(
         name="any-node-may-join",
         what="the leader does not look at a node's proof of the key",
         file="trainer/launch/link.py",

@@ -57,6 +57,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.say("   ".join(parts))
     if status.failure:
         terminal.say(f"failed {terminal.style(status.failure, 'red')}")
+    if status.state == "waiting":
+        terminal.say("waits  for other nodes: the one that led stepped down; the others join with the same command")
     if status.log_damage:
         terminal.say(f"log    {status.log_damage}")
     if status.losses:
@@ -91,6 +93,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     terminal.result(asdict(status))
     follow_up = {
         "running": f"ingot watch {args.run}",
+        "waiting": f"ingot watch {args.run}",
         "finished": f"ingot report {args.run}",
     }
     code = (status.fault or {}).get("code")

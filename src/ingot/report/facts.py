@@ -14,7 +14,7 @@ from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
 from ingot.report.readable import is_passed_line, is_readable
-from ingot.report.run_state import ENDS
+from ingot.report.run_state import ENDS, stepped_down
 from ingot.report.silence import LogSilence
 from ingot.report.timeline import KINDS
 from ingot.schema import events as kinds
@@ -115,6 +115,7 @@ class RunData:
     finished: dict | None = None
     stopped: dict | None = None
     end: str = ""  # the kind of the last event of run_state.ENDS
+    stepped_down: float | None = None  # when its leader did, in Unix seconds (run_state.py)
     active_seconds: float = 0.0
     unreadable_events: int = 0
     running: bool = False
@@ -307,6 +308,7 @@ class EventReader:
         data.faults = self._faults.found
         if kind in KINDS:
             data.timeline.append(event)
+        data.stepped_down = stepped_down(data.stepped_down, event)
         if kind in ENDS:
             data.end = kind
         if kind == kinds.ROLLED_BACK:

@@ -11,7 +11,7 @@ from ingot.report.facts import no_run_folder
 from ingot.report.faults import FaultReader, fault_of
 from ingot.report.readable import has_values, is_passed_line, is_readable
 from ingot.report.robust import shown_range
-from ingot.report.run_state import ENDS, state_of
+from ingot.report.run_state import ENDS, state_of, stepped_down, waits_for_nodes
 from ingot.report.silence import LogSilence
 from ingot.report.timeline import KINDS, TimelineEntry, entry_of
 from ingot.schema import events
@@ -35,9 +35,10 @@ _SPARK_WIDTH = 24
 class RunStatus:
     """The state of a run, for `ingot status`. Times are Unix seconds; a value is None if it is not known yet.
 
-    state: "running", "finished", "stopped" (on request), "failed" (the last attempt ended in a fault), "interrupted"
-    (the process ended without an event, as after a power loss), "not started", or "unknown" (checkpoints exist, but the
-    event log is missing or unreadable: see `log_damage`; `step` is then the step of the newest checkpoint).
+    state: "running", "waiting" (its leader stepped down, and waits for other nodes), "finished", "stopped" (on
+    request), "failed" (the last attempt ended in a fault), "interrupted" (the process ended without an event, as after
+    a power loss), "not started", or "unknown" (checkpoints exist, but the event log is missing or unreadable: see
+    `log_damage`; `step` is then the step of the newest checkpoint).
     faults: each with its rank, cause and step. failure: of a failed run, its last fault in words.
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
@@ -143,7 +144,8 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
     still = log.silence.seconds(run, time.time() if now is None else now) if running else None
     # Without a log of the start, the newest checkpoint is all that is known of the run.
     unlogged = resumes.newest_step if not (losses or "end" in last) else 0
-    state = state_of(running=running, end=last.get("end", {}).get("kind", ""), steps=len(losses))
+    waits = waits_for_nodes(log.stepped_down, run, now)
+    state = state_of(running=running, end=last.get("end", {}).get("kind", ""), steps=len(losses), waits=waits)
     state = "unknown" if unlogged and not running else state
     return RunStatus(
         name=run.name,
@@ -225,6 +227,7 @@ class _Log:
     guard: str = ""
     asked: str = ""
     passed_step: int = -1
+    stepped_down: float | None = None
     happened: TimelineEntry | None = None
     damaged: set[int] = field(default_factory=set)
     alerts: dict[str, str] = field(default_factory=dict)
@@ -286,6 +289,7 @@ class _Log:
             self._take_save(kind, event)
         if kind in (events.STOPPED, events.FINISHED):
             self.reached = event.get("step", self.reached)
+        self.stepped_down = stepped_down(self.stepped_down, event)
         if kind in ENDS:
             self.asked = ""
             self.last["end"] = event

@@ -19,6 +19,7 @@ from ingot.report.readable import is_finite, is_number
 from ingot.report.recovery import recovery_section
 from ingot.report.render.markup import render_html, render_markdown
 from ingot.report.render.page import HeadlineFigure, ReportPage
+from ingot.report.run_state import waits_for_nodes
 from ingot.report.sections import (
     changed_settings_section,
     checkpoints_section,
@@ -112,6 +113,8 @@ def _state(data: RunData) -> str:
     total = f" of {data.run.train.steps:,}" if data.run else ""
     if data.finished and data.finished["step"] >= data.valid_step:
         return f"finished at step {data.finished['step']:,}"
+    if not data.running and waits_for_nodes(data.stepped_down, data.run):
+        return f"waiting for its nodes at step {data.valid_step:,}{total}"
     if data.end == FAULT and not data.running:
         return f"failed at step {data.valid_step:,}{total}"
     if data.stopped:

@@ -19,7 +19,7 @@ from ingot.report.ranks import rank_blocks
 from ingot.report.readable import is_finite
 from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
-from ingot.report.run_state import state_of
+from ingot.report.run_state import state_of, waits_for_nodes
 from ingot.report.sections import checkpoints_section, comparison_section
 from ingot.units import counted, format_count, format_seconds, format_usd
 from ingot.watch.drawn import Question
@@ -65,9 +65,11 @@ def head(run: LiveRun, now: float | None = None) -> WatchHead:
     now = time.time() if now is None else now
     end = run.tail or run
     newest = end if end.last_step else run
-    state = state_of(running=run.running, end=end.data.end or run.data.end, steps=newest.last_step)
+    last, waits = end.data.end or run.data.end, waits_for_nodes(end.data.stepped_down, run.data.run, now)
+    state = state_of(running=run.running, end=last, steps=newest.last_step, waits=waits)
     still = end.still_seconds(now)
     notes = [f"no step for {format_seconds(still)}"] if still else []
+    notes += ["for other nodes: the one that led stepped down, and another one may lead"] if state == "waiting" else []
     if state == "failed" and end.data.faults:
         notes.append(end.data.faults[-1].text)
     if passed := _passed(newest):

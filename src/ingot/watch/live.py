@@ -22,7 +22,7 @@ from ingot.observe.scalars import TRAFFIC, USES, traffic_of
 from ingot.report.facts import EventReader, RunData
 from ingot.report.ranks import open_stragglers
 from ingot.report.readable import is_number
-from ingot.report.run_state import state_of
+from ingot.report.run_state import state_of, waits_for_nodes
 from ingot.schema import events
 from ingot.schema.alert_record import ShownAlert, add_record, record_of
 from ingot.schema.metric_files import MISSING
@@ -182,7 +182,8 @@ class LiveRun:
     @property
     def state(self) -> str:
         """The state in a word (report/run_state.py)."""
-        return state_of(running=self.running, end=self.data.end, steps=self.last_step)
+        waits = waits_for_nodes(self.data.stepped_down, self.data.run)
+        return state_of(running=self.running, end=self.data.end, steps=self.last_step, waits=waits)
 
     def still_seconds(self, now: float | None = None) -> float | None:
         """Return the time without a step of a running run, if the next log line is late (report/silence.py); else

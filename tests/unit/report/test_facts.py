@@ -2,9 +2,13 @@
 
 import math
 import re
+import time
 
 import pytest
 
+from ingot.cli.main import main
+from ingot.config import to_toml
+from ingot.planner.request.presets import load_model
 from ingot.planner.show.layout import degrees_text
 from ingot.report.cost import cost_rows
 from ingot.report.diagnose.evidence import measure
@@ -12,9 +16,13 @@ from ingot.report.facts import RunData, gather, read_run_events
 from ingot.report.faults import count_ends
 from ingot.report.recovery import recovery_section
 from ingot.report.render.page import Text
+from ingot.report.status import read_status
 from ingot.report.write import write_report
+from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.resilience.lock import RunLock
+from ingot.watch.chapters import head
+from ingot.watch.live import LiveRun
 
 
 def read(folder, logs, events) -> RunData:
@@ -218,6 +226,31 @@ def test_a_job_goes_on_when_a_leader_that_stepped_down_joins_the_next_one(tmp_pa
     assert (lost.recovered, lost.by_command) == ((False, True) if joins == "never" else (True, False))
     assert lost.gap_seconds == {"never": None, "after another fault": pytest.approx(24)}.get(joins, pytest.approx(32))
     assert all(one.recovered and not one.by_command for one in others) and lost.redone_steps == 10
+
+
+@pytest.mark.parametrize(("age", "after", "state"), [
+    (30.0, [], "waiting"),
+    (700.0, [], "failed"),  # it has given up: launch.node_wait_seconds is 600
+    (30.0, ["leads"], "failed"),  # and was killed before its ranks began
+    (30.0, ["leads", "stopped"], "stopped"),
+])  # fmt: skip
+def test_a_leader_that_stepped_down_waits(tmp_path, logs, capsys, age, after, state):
+    clock = time.time() - age
+    first, lost = logs.steps_events(1, 30, clock - 90)[0], killed(clock - 20, 30)
+    more = {"leads": node(clock + 1, "leads", "b"), "stopped": {"kind": "stopped", "time": clock + 2, "step": 30,
+            "reason": "requested", "saved_step": 20}}  # fmt: skip
+    events = [node(clock - 100, "leads", "a"), logs.started(clock - 99, 0, 0), *first, lost,
+              node(clock, "steps_down", "a"), *(more[kind] for kind in after)]  # fmt: skip
+    folder = RunFolder(logs.write_events(tmp_path, events))
+    train = Train(steps=100, seq_len=8, global_batch=2, micro_batch=2)
+    run = RunConfig(name="demo", model=load_model("tiny").arch, data=Data(tokens="t"), train=train)
+    folder.config.write_text(to_toml(run))
+    waits, own = state == "waiting", head(LiveRun(tmp_path).read_all())
+    assert [read_status(tmp_path).state, own.state] == [state] * 2 and ("other nodes" in own.note) == waits
+    words = "waiting for its nodes at step 30" if waits else f"{state} at step 30"
+    assert words in write_report(tmp_path).markdown.read_text()
+    assert main(["status", str(tmp_path)]) == 0
+    assert ("waits  for other nodes" in capsys.readouterr().out) == waits
 
 
 def test_while_a_run_starts_again_its_fault_has_not_ended_the_command(tmp_path, logs):

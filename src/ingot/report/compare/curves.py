@@ -19,7 +19,7 @@ from ingot.events import read_events
 from ingot.report.evaluations import evaluated, newest_by_step
 from ingot.report.facts import RunData, drop_after, no_run_folder, read_run_events, require_log
 from ingot.report.readable import is_finite
-from ingot.report.run_state import state_of
+from ingot.report.run_state import state_of, waits_for_nodes
 from ingot.schema import events
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -136,7 +136,8 @@ class ComparedRun:
     @property
     def state(self) -> str:
         """The state in a word (report/run_state.py)."""
-        return state_of(running=self.running, end=self.data.end, steps=len(self.data.steps))
+        waits = waits_for_nodes(self.data.stepped_down, self.config)
+        return state_of(running=self.running, end=self.data.end, steps=len(self.data.steps), waits=waits)
 
     def _lines(self, *names: str) -> list[dict]:
         """Return the valid log lines that have these fields as finite numbers, in the order of steps."""

@@ -101,7 +101,7 @@ class WatchScreen:
         for run in self.runs[:most]:
             own = head(run, now)
             x = canvas.put(0, y, own.name, "bold", canvas.width // 3) + 2
-            style = {"running": "green", "failed": "red", "interrupted": "red"}.get(own.state, "")
+            style = {"running": "green", "waiting": "yellow", "failed": "red", "interrupted": "red"}.get(own.state, "")
             x = canvas.put(x, y, own.state, style) + 2
             done = f"step {own.step:,}" + (f" of {own.steps:,} ({own.step / own.steps:.0%})" if own.steps else "")
             x = canvas.put(x, y, done) + 2
