@@ -48,8 +48,8 @@ MUTANTS: list[Mutant] = [
         name="own-time-with-waits",
         what="the time in which a rank waits for others is its own",
         file="trainer/record.py",
-        before="since = passed - waited",
-        after="since = passed",
+        before="since = elapsed - waited",
+        after="since = elapsed",
         tests=(f"{_RUNS}::test_a_wait_for_the_slow_rank_is_no_work",),
     ),
     Mutant(

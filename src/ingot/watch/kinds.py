@@ -13,8 +13,9 @@ from ingot.report.evaluations import evaluated
 from ingot.schema.metrics import ALL_RANKS, read_series
 from ingot.schema.plan import Plan
 from ingot.units import format_count
+from ingot.watch.columns import TRAFFIC_COLUMNS
 from ingot.watch.drawn import Question, WatchBand, WatchLine
-from ingot.watch.live import TRAFFIC_COLUMNS, LiveRun
+from ingot.watch.live import LiveRun
 from ingot.watch.series import Points, StepSeries
 
 OWN = "own:"  # begins the keys of charts of callbacks and loss terms

@@ -4,8 +4,6 @@ A `LiveRun` keeps the numbers of every step as arrays (series.py), and of all el
 (report/facts.py), incidents to mark, and alerts. Logs may be cut, damaged, of other versions, or of several runs.
 """
 
-import json
-import math
 import threading
 import time
 from collections import Counter, deque
@@ -16,38 +14,25 @@ from typing import Any
 
 import numpy as np
 
-from ingot.config import from_dict
-from ingot.errors import IngotError
-from ingot.observe.scalars import TRAFFIC, USES, traffic_of
+from ingot.observe.scalars import USES, traffic_of
 from ingot.report.facts import EventReader, RunData
 from ingot.report.ranks import open_stragglers
-from ingot.report.readable import is_number
 from ingot.report.run_state import state_of, waits_for_nodes
 from ingot.schema import events
 from ingot.schema.alert_record import ShownAlert, add_record, record_of
-from ingot.schema.metric_files import MISSING
-from ingot.schema.metrics import TRAFFIC_AXES, NewestRow, newest_rows
-from ingot.schema.plan import Plan
+from ingot.schema.metrics import NewestRow
 from ingot.schema.run_folder import RunFolder
-from ingot.schema.tokens import read_token_manifest
-from ingot.theory.rules import recorded_run
 from ingot.trainer.resilience.lock import is_locked
+from ingot.watch.artifacts import RunArtifacts
+from ingot.watch.columns import EXPERT_COLUMNS, LINE_COLUMNS, STEP_COLUMNS, TRAFFIC_COLUMNS, number_of, over_layers
 from ingot.watch.growing import GrowingFile, parsed
 from ingot.watch.incidents import Incident, incident_of
 from ingot.watch.series import StepSeries
 
-STEP_COLUMNS = ("loss", "grad_norm", "lr")
-LINE_COLUMNS = (
-    "bpb", "tokens", "tokens_per_second", "mfu", "step_seconds", "data_wait_seconds", "peak_memory_bytes", "cost_usd",
-    "eta_seconds",
-)  # fmt: skip
-EXPERT_COLUMNS = ("load_cv", "max_load", "min_load", "entropy", "dropped", "fallback")
-TRAFFIC_COLUMNS = tuple(f"{axis}/{part}" for axis in TRAFFIC_AXES for part in TRAFFIC)
 _READ_BYTES = 256 << 10  # of a file in one look, or a longer line: readers wait for it, for about 10 ms
 _TAIL_BYTES = 256 << 10  # of a long log, which are read first
 _MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 5_000, 1_000, 64
 _MOST_TEXT = 8_000  # characters of a sample or document
-_RANKS_SECONDS = 2.0  # between two looks at the numbers of the ranks
 _JUMP_SECONDS = 60.0
 _LATE_SECONDS = 10.0  # of silence after which a run that is late counts as changed: readers show how long it lasts
 
@@ -99,12 +84,10 @@ class LiveRun:
         self.last_event: float | None = None
         self.running = False
         self._state: tuple = (False, None, "")
-        self._reader = EventReader(self.data)
+        self._reader, self._artifacts = EventReader(self.data), RunArtifacts(self.data)
         self.tail: LiveRun | None = None
         self._log = GrowingFile(self.folder.events, _READ_BYTES, self._newest)
         self._alert_lines = GrowingFile(self.folder.alerts, _READ_BYTES)
-        self._files: dict[Path, tuple[int, int] | None] = {}
-        self._ranks_read = 0.0
 
     # -- looks --
 
@@ -117,7 +100,8 @@ class LiveRun:
         before = self.version
         with self.lock:
             self._read_log()
-            self._read_artifacts()
+            self.version += self._artifacts.read()
+            self.ranks, self.problems = self._artifacts.ranks, self._artifacts.problems
             position = self._alert_lines.position
             if (lines := self._alert_lines.read_lines()) is None:
                 self.alerts.clear()
@@ -125,7 +109,6 @@ class LiveRun:
             elif lines:
                 self._take_alerts(parsed(lines))
             self.version += self._alert_lines.position != position
-            self._read_ranks()
             before_state, self.running = self._state, is_locked(self.folder.lock)
             self.data.running = self.running
             still = self.still_seconds()
@@ -223,7 +206,7 @@ class LiveRun:
         rows = self.steps.new_rows(len(found))
         rows["step"] = [event["step"] for event in found]
         rows["time"] = [event["time"] for event in found]
-        rows["values"] = [[_number(event[name]) for name in STEP_COLUMNS] for event in found]
+        rows["values"] = [[number_of(event[name]) for name in STEP_COLUMNS] for event in found]
         self._add_rows(self.steps, rows)
         self._see_time(found[0])
         self._see_time(found[-1])
@@ -244,7 +227,7 @@ class LiveRun:
             if by_axis := traffic_of(event):
                 self._add(self.traffic, {"step": event["step"], "time": event["time"], **by_axis}, TRAFFIC_COLUMNS)
         elif kind == events.EXPERTS:
-            self._add(self.experts, _over_layers(event), EXPERT_COLUMNS)
+            self._add(self.experts, over_layers(event), EXPERT_COLUMNS)
         elif kind == events.METRICS:
             for name, value in event["values"].items():
                 name = f"{event['by']}/{name}"[:200]
@@ -260,7 +243,11 @@ class LiveRun:
 
     def _add(self, series: StepSeries, event: Mapping, columns: tuple[str, ...]) -> None:
         row = series.new_rows(1)
-        row["step"], row["time"], row["values"] = event["step"], event["time"], [_number(event.get(c)) for c in columns]
+        row["step"], row["time"], row["values"] = (
+            event["step"],
+            event["time"],
+            [number_of(event.get(c)) for c in columns],
+        )
         self._add_rows(series, row)
 
     def _add_rows(self, series: StepSeries, rows: np.ndarray) -> None:
@@ -308,42 +295,6 @@ class LiveRun:
                 del self.alerts[one]
                 self.alerts_left_out += 1
 
-    # -- other files --
-
-    def _read_artifacts(self) -> None:
-        if self._changed(self.folder.config):
-            self.data.run = self._read("run.toml", lambda: recorded_run(self.folder.config))
-            if self.data.run:
-                tokens = self.folder.root / self.data.run.data.tokens
-                if (tokens / "manifest.json").is_file():
-                    self.data.tokens = self._read("tokens", lambda: read_token_manifest(tokens))
-        if self._changed(self.folder.plan):
-            self.data.plan = self._read("plan.json", self._plan)
-
-    def _plan(self) -> Plan:
-        return from_dict(Plan, json.loads(self.folder.plan.read_bytes()), where=lambda key: f"plan.json ({key})")
-
-    def _read(self, name: str, read):
-        self.version += 1
-        self.problems.pop(name, None)
-        try:
-            return read()
-        except IngotError as error:
-            self.problems[name] = error.found
-        except (OSError, ValueError, RecursionError, TypeError) as error:
-            self.problems[name] = f"{name} cannot be read: {error}"
-        return None
-
-    def _changed(self, path: Path) -> bool:
-        try:
-            found = path.stat()
-            state = (found.st_mtime_ns, found.st_ino)
-        except OSError:
-            state = None
-        before = self._files.get(path)
-        self._files[path] = state
-        return state is not None and state != before
-
     def _read_tail(self, *, wanted: bool) -> None:
         """Read the end of a log that is not read yet; of the other files the tail has what this run read."""
         if not wanted or not self._log.left_bytes:
@@ -354,17 +305,6 @@ class LiveRun:
         tail.data.run, tail.data.tokens, tail.data.plan = self.data.run, self.data.tokens, self.data.plan
         tail.ranks, tail.running = self.ranks, self.running
 
-    def _read_ranks(self) -> None:
-        now = time.monotonic()
-        if now - self._ranks_read < _RANKS_SECONDS and self.ranks:
-            return
-        self._ranks_read = now
-        with suppress(OSError, ValueError):  # segments are removed while they are read
-            found = newest_rows(self.folder.metrics)
-            if found != self.ranks:
-                self.ranks = found
-                self.version += 1
-
 
 def distinguish(runs: Sequence[LiveRun]) -> None:
     """Give runs of one name names with their folders."""
@@ -373,20 +313,3 @@ def distinguish(runs: Sequence[LiveRun]) -> None:
     names = Counter(run.name for run in runs)
     for run in runs:
         run.shares_name = names[run.name] > 1
-
-
-def _number(value) -> float:
-    try:
-        return float(value) if is_number(value) else MISSING
-    except OverflowError:  # an integer of hundreds of digits
-        return math.inf
-
-
-def _over_layers(event: Mapping) -> dict:
-    """Return an `experts` event with one number per column: means over layers, the largest and the least load."""
-    found = {"step": event["step"], "time": event["time"]}
-    for name in EXPERT_COLUMNS:
-        values = event.get(name) or []
-        over = {"max_load": max, "min_load": min}.get(name, lambda own: sum(own) / len(own))
-        found[name] = over(values) if values else None
-    return found

@@ -9,7 +9,8 @@ from ingot.report.render.page import Bar, Bars, Block, TableBlock
 from ingot.units import format_seconds
 from ingot.watch.chapters import chapters, head
 from ingot.watch.charts import chart, chart_keys
-from ingot.watch.live import TRAFFIC_COLUMNS, LiveRun
+from ingot.watch.columns import TRAFFIC_COLUMNS
+from ingot.watch.live import LiveRun
 from ingot.watch.terminal.canvas import Canvas, Glyphs
 from ingot.watch.terminal.plot import draw_chart, plot_pixels
 from ingot.watch.terminal.text import StyledLine, lines_of
