@@ -148,7 +148,7 @@ def traffic_of(event: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-class AxisTraffic(NamedTuple):
+class BusiestAxis(NamedTuple):
     """The communication of an axis, seconds per step, mean over ranks. hidden: None if it is not known."""
 
     axis: str
@@ -156,13 +156,13 @@ class AxisTraffic(NamedTuple):
     hidden: float | None
 
 
-def busiest_axis(event: Mapping[str, Any]) -> AxisTraffic | None:
+def busiest_axis(event: Mapping[str, Any]) -> BusiestAxis | None:
     """Return the axis for whose collectives ranks wait most, of a `waits` event; None if communication was not counted
     by axis, or no rank waited. "pp" is left out: a stage waits for the work of its neighbor, which is the bubble."""
     found = {name: seconds for name, seconds in traffic_of(event).items() if _is_number(seconds) and isfinite(seconds)}
     exposed = {axis: found.get(f"{axis}/exposed", 0.0) for axis in TRAFFIC_AXES if axis != PIPELINE}
     axis = max(exposed, key=exposed.__getitem__)
-    return AxisTraffic(axis, exposed[axis], found.get(f"{axis}/hidden")) if exposed[axis] > 0 else None
+    return BusiestAxis(axis, exposed[axis], found.get(f"{axis}/hidden")) if exposed[axis] > 0 else None
 
 
 def least_exposed(event: Mapping[str, Any]) -> float:

@@ -5,7 +5,9 @@ kind requires are counted in `unreadable_events` and not used.
 """
 
 import json
+from collections import Counter, deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -13,6 +15,7 @@ from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
 from ingot.report.faults import FaultReader, FaultRecord
+from ingot.report.incidents import MARKED, MOST_INCIDENTS, Incident, incident_of
 from ingot.report.readable import is_passed_line, is_readable
 from ingot.report.run_state import ENDS, stepped_down
 from ingot.report.silence import LogSilence
@@ -68,8 +71,8 @@ class RunData:
     `checkpoint_skipped` events. weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`,
     `snapshot_kept` and `straggler` events. hashes: the
     SHA-256 of each named item. active_seconds: the time from the start of each attempt to its last event, summed;
-    pauses between attempts are not included. running: a command trains the run now. unused: what is wrong with the
-    newest checkpoint, if training would not resume from it.
+    pauses between attempts are not included. incidents: the newest; incident_counts: all, by kind. running: a command
+    trains the run now. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
 
     folder: RunFolder
@@ -111,6 +114,8 @@ class RunData:
     ranges: dict[int, dict] = field(default_factory=dict)
     start_times: list[dict] = field(default_factory=list)
     health: list[dict] = field(default_factory=list)
+    incidents: deque[Incident] = field(default_factory=lambda: deque(maxlen=MOST_INCIDENTS))
+    incident_counts: Counter[str] = field(default_factory=Counter)
     exported: dict | None = None
     finished: dict | None = None
     stopped: dict | None = None
@@ -336,7 +341,15 @@ class EventReader:
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
             setattr(data, kind, event)
         self._count_time(kind, event)
+        if kind in MARKED:
+            self._mark(kind, event)
         return True
+
+    def _mark(self, kind: str, event: dict) -> None:
+        with suppress(AttributeError, KeyError, TypeError, ValueError, OverflowError):  # of another version
+            if (incident := incident_of(event, self._data.valid_step)) is not None:
+                self._data.incidents.append(incident)
+                self._data.incident_counts[kind] += 1
 
     def _count_time(self, kind: str, event: dict) -> None:
         if kind == kinds.RUN_STARTED:

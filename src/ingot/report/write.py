@@ -13,12 +13,13 @@ from ingot.report.evaluations import evaluated, evaluation_section, samples_sect
 from ingot.report.experts import experts_section
 from ingot.report.facts import RunData, gather
 from ingot.report.faults import count_ends
+from ingot.report.incidents import incidents_section
 from ingot.report.metrics import metrics_section
 from ingot.report.ranks import ranks_section
 from ingot.report.readable import is_finite, is_number
 from ingot.report.recovery import recovery_section
 from ingot.report.render.markup import render_html, render_markdown
-from ingot.report.render.page import HeadlineFigure, ReportPage
+from ingot.report.render.page import HeadlineFigure, ReportPage, Section
 from ingot.report.run_state import waits_for_nodes
 from ingot.report.sections import (
     changed_settings_section,
@@ -31,6 +32,7 @@ from ingot.report.sections import (
     stages_section,
     training_section,
 )
+from ingot.report.step_parts import step_section
 from ingot.schema.events import FAULT
 from ingot.storage import write_atomic
 from ingot.units import counted, format_count, format_seconds, plural
@@ -76,10 +78,10 @@ def write_report(
 def build_page(data: RunData, command: str) -> ReportPage:
     """Return the report page of a run. command: the command that reproduces the run."""
     sections = (
-        training_section, metrics_section, ranks_section, experts_section, evaluation_section, samples_section,
-        recovery_section, alerts_section, comparison_section, cost_section, stages_section, funnel_section,
-        data_mix_section, checkpoints_section, settings_section, changed_settings_section, machine_section,
-        provenance_section,
+        training_section, step_section, metrics_section, ranks_section, experts_section, evaluation_section,
+        samples_section, recovery_section, _incidents_section, alerts_section, comparison_section, cost_section,
+        stages_section, funnel_section, data_mix_section, checkpoints_section, settings_section,
+        changed_settings_section, machine_section, provenance_section,
     )  # fmt: skip
     name = data.run.name if data.run else data.folder.root.resolve().name
     footer = f"Written by ingot {__version__} from the event log of the run."
@@ -93,6 +95,10 @@ def build_page(data: RunData, command: str) -> ReportPage:
         sections=[s for s in (section(data) for section in sections) if s],
         footer=footer,
     )
+
+
+def _incidents_section(data: RunData) -> Section | None:
+    return incidents_section(data.incidents, data.incident_counts.total())
 
 
 def _subtitle(data: RunData) -> str:

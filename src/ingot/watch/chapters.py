@@ -15,17 +15,25 @@ from ingot.report.data_mix import mix_blocks, source_shares
 from ingot.report.evaluations import evaluated, evaluation_section, samples_section
 from ingot.report.experts import experts_section
 from ingot.report.faults import count_ends
+from ingot.report.incidents import incidents_section
+from ingot.report.metrics import metrics_section
 from ingot.report.ranks import rank_blocks
 from ingot.report.readable import is_finite
 from ingot.report.recovery import recovery_section
-from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, TableBlock, Text
+from ingot.report.render.page import Block, Chart, Charts, Folded, HeadlineFigure, Section, Text
 from ingot.report.run_state import state_of, waits_for_nodes
-from ingot.report.sections import checkpoints_section, comparison_section
+from ingot.report.sections import (
+    changed_settings_section,
+    checkpoints_section,
+    comparison_section,
+    machine_section,
+    settings_section,
+)
+from ingot.report.step_parts import step_section
 from ingot.units import counted, format_count, format_seconds, format_usd
 from ingot.watch.drawn import Question
 from ingot.watch.live import LiveRun
 
-_INCIDENTS = 100  # in the table
 _COUNTS = ("Faults", "Alerts")  # figures that need the whole record
 _DAMAGED = "This run's record is not whole"
 _READ_SO_FAR = "The record is still being read: this chapter has what is read so far"
@@ -147,14 +155,19 @@ def chapters(run: LiveRun) -> list[WatchChapter]:
         ("learning", evaluation_section(data)),
         ("learning", samples_section(data)),
         ("learning", _mix(run)),
+        ("learning", metrics_section(data)),
+        ("learning", _of_newest(changed_settings_section(data), run, "changed_settings")),
+        ("learning", settings_section(data)),
+        ("fast", step_section(data)),
         ("fast", comparison_section(data)),
         ("fast", _ranks(run)),
         ("healthy", _record(run)),
         ("healthy", _alerts(run)),
-        ("healthy", _incidents(run)),
+        ("healthy", incidents_section(data.incidents, data.incident_counts.total())),
         ("healthy", _of_newest(recovery_section(data), run, "faults", "timeline", "findings", "passed", "health")),
         ("healthy", _of_newest(_of_files(checkpoints_section, run), run, *_SAVES, "stored", "unsaved", "refused")),
         ("healthy", experts_section(data)),
+        ("healthy", machine_section(data)),
         ("cost", _of_newest(cost_section(data), run, "starts", *_SAVES, "faults")),
     ]
     return [
@@ -227,15 +240,3 @@ def _record(run: LiveRun) -> Section | None:
     if run.steps.skipped:
         lines.append(f"{run.steps.skipped:,} of the oldest steps are left out of the charts, without their extremes.")
     return Section("record", _DAMAGED, [Text(line) for line in lines]) if lines else None
-
-
-def _incidents(run: LiveRun) -> Section | None:
-    """Return the newest incidents, newest first."""
-    if not run.incidents:
-        return None
-    total = run.incident_counts.total()
-    shown = list(run.incidents)[-_INCIDENTS:][::-1]
-    rows = [(f"{one.step:,}", time.strftime("%m-%d %H:%M:%S", time.gmtime(one.time)), one.text) for one in shown]
-    words = f"All {total:,}" if total == len(shown) else f"The newest {len(shown)} of {total:,}"
-    table = TableBlock(("Step", "Time (UTC)", "Incident"), rows, right=(0,), caption=f"{words}, newest first")
-    return Section("incidents", "Incidents", [table])

@@ -10,8 +10,8 @@ from functools import reduce
 import numpy as np
 
 from ingot.report.evaluations import evaluated
+from ingot.report.incidents import Severity
 from ingot.watch.drawn import WatchBand, WatchChart, WatchLine, WatchMark
-from ingot.watch.incidents import Severity
 from ingot.watch.kinds import CHARTS, OWN, ChartKind, ChartRequest, kind_of
 from ingot.watch.live import LiveRun
 from ingot.watch.series import Points, thinned
@@ -94,7 +94,7 @@ def _marks(run: LiveRun, number: int, first: int, last: int, pixels: int) -> Ite
     """Yield the incidents of these steps; those within a few pixels are one mark."""
     width = max((last - first + 1) * _MARK_PIXELS / max(pixels, 1), 1.0)
     found: dict[int, list] = {}
-    for incident in run.incidents:
+    for incident in run.data.incidents:
         if first <= incident.step <= last:
             found.setdefault(int((incident.step - first) / width), []).append(incident)
     for _, group in sorted(found.items()):

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
-from ingot.watch.incidents import Severity
+from ingot.report.incidents import Severity
 from ingot.watch.series import Points
 
 Question = Literal["learning", "fast", "healthy", "cost"]

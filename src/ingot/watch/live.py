@@ -6,7 +6,7 @@ A `LiveRun` keeps the numbers of every step as arrays (series.py), and of all el
 
 import threading
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -26,12 +26,11 @@ from ingot.trainer.resilience.lock import is_locked
 from ingot.watch.artifacts import RunArtifacts
 from ingot.watch.columns import EXPERT_COLUMNS, LINE_COLUMNS, STEP_COLUMNS, TRAFFIC_COLUMNS, number_of, over_layers
 from ingot.watch.growing import GrowingFile, parsed
-from ingot.watch.incidents import Incident, incident_of
 from ingot.watch.series import StepSeries
 
 _READ_BYTES = 256 << 10  # of a file in one look, or a longer line: readers wait for it, for about 10 ms
 _TAIL_BYTES = 256 << 10  # of a long log, which are read first
-_MOST_EVENTS, _MOST_STEPS, _MOST_INCIDENTS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 5_000, 1_000, 64
+_MOST_EVENTS, _MOST_STEPS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 1_000, 64
 _MOST_TEXT = 8_000  # characters of a sample or document
 _JUMP_SECONDS = 60.0
 _LATE_SECONDS = 10.0  # of silence after which a run that is late counts as changed: readers show how long it lasts
@@ -68,12 +67,10 @@ class LiveRun:
         self.version += 1
         self.steps = StepSeries(*STEP_COLUMNS)
         self.lines = StepSeries(*LINE_COLUMNS)
-        self.uses, self.uses_most, self.traffic = StepSeries(*USES), StepSeries(*USES), StepSeries(*TRAFFIC_COLUMNS)
+        self.uses, self.traffic = StepSeries(*USES), StepSeries(*TRAFFIC_COLUMNS)
         self.experts = StepSeries(*EXPERT_COLUMNS)
         self.own: dict[str, StepSeries] = {}
         self.data = RunData(folder=self.folder)
-        self.incidents: deque[Incident] = deque(maxlen=_MOST_INCIDENTS)
-        self.incident_counts: Counter[str] = Counter()
         self.left_out: Counter[str] = Counter()
         self.alerts: dict[str, ShownAlert] = {}
         self.alerts_left_out = self.clock_jumps = 0
@@ -181,7 +178,7 @@ class LiveRun:
 
     def all_series(self) -> Iterable[StepSeries]:
         """Yield every series of the log."""
-        yield from (self.steps, self.lines, self.uses, self.uses_most, self.traffic, self.experts, *self.own.values())
+        yield from (self.steps, self.lines, self.uses, self.traffic, self.experts, *self.own.values())
 
     # -- events --
 
@@ -222,8 +219,7 @@ class LiveRun:
         elif kind == events.PROGRESS:
             self._add(self.lines, event, LINE_COLUMNS)
         elif kind == events.WAITS:
-            for series, part in ((self.uses, "mean"), (self.uses_most, "most")):
-                self._add(series, {**event, **{use: (event.get(use) or {}).get(part) for use in USES}}, tuple(USES))
+            self._add(self.uses, {**event, **{use: (event.get(use) or {}).get("mean") for use in USES}}, tuple(USES))
             if by_axis := traffic_of(event):
                 self._add(self.traffic, {"step": event["step"], "time": event["time"], **by_axis}, TRAFFIC_COLUMNS)
         elif kind == events.EXPERTS:
@@ -237,9 +233,6 @@ class LiveRun:
             for field in ("prompt", "text"):
                 if len(text := str(event.get(field, ""))) > _MOST_TEXT:
                     event[field] = text[:_MOST_TEXT] + " …"
-        if (incident := incident_of(event, self.last_step)) is not None:
-            self.incidents.append(incident)
-            self.incident_counts[kind] += 1
 
     def _add(self, series: StepSeries, event: Mapping, columns: tuple[str, ...]) -> None:
         row = series.new_rows(1)

@@ -9,7 +9,9 @@ from tests.watched import HOSTILE, WatchedRun
 
 from ingot.planner.run.hyperparameters import size_in_laws
 from ingot.planner.run.scaling import BESIROGLU
-from ingot.report.render.page import Bars, Folded, HeatMap, LabeledValues, Sample, TableBlock, Text
+from ingot.report.facts import gather
+from ingot.report.render.page import Bars, Chart, Charts, Folded, HeatMap, LabeledValues, Sample, TableBlock, Text
+from ingot.report.write import build_page
 from ingot.units import format_count
 from ingot.watch import kinds
 from ingot.watch.chapters import chapters, head
@@ -136,8 +138,8 @@ def test_several_runs_are_one_chart(run, other):
 
 def test_incidents_close_to_each_other_are_one_mark(run):
     marks = chart([run], "loss", pixels=50).marks
-    assert sum(mark.count for mark in marks) == sum(1 <= one.step <= 400 for one in run.incidents)
-    assert len(marks) < len(run.incidents)
+    assert sum(mark.count for mark in marks) == sum(1 <= one.step <= 400 for one in run.data.incidents)
+    assert len(marks) < len(run.data.incidents)
 
 
 def test_every_question_has_a_chapter_and_every_block_is_drawn(run):
@@ -151,6 +153,22 @@ def test_every_question_has_a_chapter_and_every_block_is_drawn(run):
         isinstance(block, Text | LabeledValues | TableBlock | Bars | HeatMap | Sample | Folded) for block in blocks
     )
     assert json.loads(encoded(chapters_json(found)))
+
+
+# Chapters of the report alone: charts, which the page draws itself; and files that a page does not read again.
+OF_THE_REPORT = {"training", "chapters", "data", "provenance"}
+
+
+def test_the_page_and_the_report_have_the_same_chapters_with_the_same_figures(run):
+    page = {one.section.anchor: one.section for one in chapters(run)}
+    report = {one.anchor: one for one in build_page(gather(run.folder.root), "ingot train").sections}
+    assert page.keys() == report.keys() - OF_THE_REPORT
+    assert {"step", "settings", "machine", "incidents", "alerts", "cost", "ranks"} <= page.keys()
+    for anchor in page.keys() - {"checkpoints"}:  # a report also looks for the one from which the run would resume
+        own = [block for block in report[anchor].blocks if not isinstance(block, Chart | Charts | Folded)]
+        assert all(block in page[anchor].blocks for block in own), anchor
+    axes = next(one for one in report["step"].blocks if isinstance(one, Bars) and one.header[0] == "Axis")
+    assert ("dp_shard, hidden", "30%") in [(row.label, row.values[1]) for row in axes.rows]
 
 
 def test_a_slow_rank_is_seen_in_the_map(run):

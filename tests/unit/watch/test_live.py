@@ -42,7 +42,7 @@ def test_what_is_added_is_found_and_nothing_is_read_twice(folder, lines):
     again = LiveRun(folder.root).read_all()
     assert rows < len(run.steps) == len(again.steps)
     assert run.steps.points("loss").values.tolist() == again.steps.points("loss").values.tolist()
-    assert [one.text for one in run.incidents] == [one.text for one in again.incidents]
+    assert [one.text for one in run.data.incidents] == [one.text for one in again.data.incidents]
 
 
 def test_small_looks_read_the_same(folder, lines, monkeypatch):
@@ -147,7 +147,7 @@ def test_a_restart_makes_steps_void_and_a_page_asks_again(folder, lines):
     assert run.generation > generation
     assert run.last_step == 300
     assert [part.steps[-1] for part in run.steps.void_points("loss")] == [250, 400]
-    assert run.incidents[-1].text.startswith("rolled back to the checkpoint of step 300")
+    assert run.data.incidents[-1].text.startswith("rolled back to the checkpoint of step 300")
 
 
 def test_steps_that_go_back_within_one_look_are_asked_again(folder, lines):
@@ -282,7 +282,7 @@ def test_many_incidents_and_alerts_stay_bounded(folder, monkeypatch):
     with folder.alerts.open("w") as file:
         file.writelines(json.dumps(alert.as_dict() | {"id": f"a{number}"}) + "\n" for number in range(500))
     run = LiveRun(folder.root).read_all()
-    assert len(run.incidents) == 5000 and run.incident_counts["health"] == 6000
+    assert len(run.data.incidents) == 5000 and run.data.incident_counts["health"] == 6000
     assert len(run.data.health) <= 100
     assert len(run.alerts) <= 40
     assert len(run.alerts) + run.alerts_left_out == 500

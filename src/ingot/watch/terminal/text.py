@@ -99,7 +99,8 @@ def _bars(block: Bars, width: int, glyphs: Glyphs) -> Iterator[StyledLine]:
         values = "  ".join(value.rjust(own) for value, own in zip(row.values, sizes, strict=False))
         line: StyledLine = [(row.label[:label].ljust(label) + " ", ""), (glyphs.bar * filled, "cyan")]
         line += [(glyphs.shades[1] * (size - filled), "dim"), (f" {values}", "")]
-        yield line + ([(f"  {row.note}", "dim")] if row.note else [])
+        used = sum(len(text) for text, _ in line)
+        yield line + ([(f"  {row.note}", "dim")] if row.note and used + 2 + len(row.note) <= width else [])
 
 
 def _heat(block: HeatMap, width: int) -> Iterator[StyledLine]:

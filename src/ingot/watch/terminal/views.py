@@ -4,12 +4,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ingot.observe.scalars import USES
-from ingot.report.render.page import Bar, Bars, Block, TableBlock
+from ingot.report.render.page import Block, TableBlock
 from ingot.units import format_seconds
 from ingot.watch.chapters import chapters, head
 from ingot.watch.charts import chart, chart_keys
-from ingot.watch.columns import TRAFFIC_COLUMNS
 from ingot.watch.live import LiveRun
 from ingot.watch.terminal.canvas import Canvas, Glyphs
 from ingot.watch.terminal.plot import draw_chart, plot_pixels
@@ -25,13 +23,12 @@ _ZOOMS = 12  # the narrowest shows 1/4096 of the steps
 @dataclass(frozen=True, kw_only=True)
 class View:
     """A view. charts: keys of charts (watch/charts.py), which get `share` of the screen if it has text, too. chapters:
-    anchors of sections (watch/chapters.py). uses: show how the time of a step is used. recent: show the newest
+    anchors of sections (watch/chapters.py). recent: show the newest
     incidents and open alerts."""
 
     title: str
     charts: tuple[str, ...] = ()
     chapters: tuple[str, ...] = ()
-    uses: bool = False
     recent: bool = False
     share: float = 2 / 3
 
@@ -40,10 +37,14 @@ VIEWS = (
     View(title="run", charts=("loss", "speed"), recent=True, share=3 / 4),
     View(title="loss", charts=("loss", "heldout")),
     View(title="gradient", charts=("grad_norm", "lr")),
-    View(title="speed", charts=("mfu", "step_time"), chapters=("prediction",), uses=True),
-    View(title="ranks", chapters=("ranks",)),
+    View(title="speed", charts=("mfu", "step_time"), chapters=("step", "prediction")),
+    View(title="ranks", chapters=("ranks", "machine")),
     View(title="memory", charts=("memory", "loads", "dropped", "entropy"), chapters=("experts",)),
-    View(title="data", charts=(), chapters=("mix", "evaluation", "samples")),
+    View(
+        title="data",
+        charts=(),
+        chapters=("mix", "evaluation", "samples", "own-metrics", "changed-settings", "settings"),
+    ),
     View(title="saves", chapters=("checkpoints", "recovery")),
     View(title="alerts", charts=("cost",), chapters=("alerts", "record", "incidents", "cost"), share=1 / 3),
 )
@@ -131,7 +132,7 @@ class WatchScreen:
         if not keys:
             return y
         columns = 2 if canvas.width >= _TWO_COLUMNS and len(keys) > 1 else 1
-        shares = view.chapters or view.uses or view.recent
+        shares = view.chapters or view.recent
         room = int((bottom - y) * view.share) if shares else bottom - y
         rows = min(-(-len(keys) // columns), max(room // _CHART_ROWS, 1))
         height, width = room // rows, (canvas.width - 2 * (columns - 1)) // columns
@@ -152,9 +153,6 @@ class WatchScreen:
 
     def _text(self, view: View, run: LiveRun, width: int, now: float) -> list[StyledLine]:
         blocks: list[tuple[str, list[Block]]] = []
-        if view.uses:
-            blocks.append(("Where the time of a step goes", _uses(run)))
-            blocks.append(("Communication by axis", _traffic(run)))
         if view.recent:
             blocks.append(("", _recent(run, now)))
         if view.chapters:
@@ -204,43 +202,12 @@ def _silence(run: LiveRun, now: float) -> str:
     return f"no sign of life since {since} ({format_seconds(max(now - run.last_event, 0.0))} ago)"
 
 
-def _uses(run: LiveRun) -> list[Block]:
-    """Return the newest seconds per step of each use of a rank's time, as bars."""
-    values = {use: run.uses.newest(use) or 0.0 for use in USES}
-    total = sum(values.values())
-    if not total:
-        return []
-    most = {use: run.uses_most.newest(use) for use in USES}
-    rows = [
-        Bar(
-            use,
-            value / total,
-            (format_seconds(value), f"{value / total:.0%}", f"most {format_seconds(most[use] or 0.0)}"),
-        )
-        for use, value in values.items()
-        if value > 0
-    ]
-    return [Bars(("Use", "Seconds", "Share", "The rank with most"), rows)]
-
-
-def _traffic(run: LiveRun) -> list[Block]:
-    """Return the newest seconds per step of communication by axis, as bars beside a step."""
-    step = run.lines.newest("step_seconds")
-    found = {column: run.traffic.newest(column) or 0.0 for column in TRAFFIC_COLUMNS}
-    rows = [
-        Bar(column.replace("/", ", "), min(seconds / step, 1.0), (format_seconds(seconds), f"{seconds / step:.0%}"))
-        for column, seconds in found.items()
-        if step and seconds > 0
-    ]
-    return [Bars(("Axis", "Seconds", "Of a step"), rows)] if rows else []
-
-
 def _recent(run: LiveRun, now: float) -> list[Block]:
     """Return the open alerts and the newest incidents."""
     rows = [
         ("open alert", f"{alert.last.step:,}", f"{alert.last.evidence}; {alert.last.next}")
         for alert in [one for one in run.alerts.values() if one.over is None][-_RECENT:]
     ]
-    for one in list(run.incidents)[-_RECENT:][::-1]:
+    for one in list(run.data.incidents)[-_RECENT:][::-1]:
         rows.append((f"{format_seconds(max(now - one.time, 0.0))} ago", f"{one.step:,}", one.text))
     return [TableBlock(("", "Step", "Alerts and incidents"), rows, right=(1,))] if rows else []

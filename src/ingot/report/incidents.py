@@ -1,16 +1,20 @@
 """The incidents of a run, in words for people: faults, restarts, measures of the guard, saves that failed.
 
-The timeline of the report has what guards found and did; here is all that is marked on a chart.
+The timeline of the report has what guards found and did; here is all that is marked on a chart of the page.
 """
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from ingot.report.render.page import Section, TableBlock
 from ingot.report.timeline import KINDS, entry_of
 from ingot.schema import events as kinds
 from ingot.units import format_seconds
 
+MOST_INCIDENTS = 5_000  # that are kept, the newest
+_SHOWN = 100
 Severity = Literal["bad", "warn", "info"]
 
 
@@ -23,6 +27,18 @@ class Incident:
     kind: str
     severity: Severity
     text: str
+
+
+def incidents_section(found: Sequence[Incident], total: int) -> Section | None:
+    """Return the newest incidents as a table, newest first; None without any. total: how many there were."""
+    if not found:
+        return None
+    shown = list(found)[-_SHOWN:][::-1]
+    rows = [(f"{one.step:,}", time.strftime("%m-%d %H:%M:%S", time.gmtime(one.time)), one.text) for one in shown]
+    words = f"All {total:,}" if total == len(shown) else f"The newest {len(shown)} of {total:,}"
+    caption = f"{words}, newest first"
+    table = TableBlock(("Step", "Time (UTC)", "Incident"), rows, right=(0,), caption=caption)
+    return Section("incidents", "Incidents", [table])
 
 
 def incident_of(event: Mapping[str, Any], step: int) -> Incident | None:
@@ -94,3 +110,4 @@ _TEXTS: dict[str, tuple[Severity, Callable[[Mapping[str, Any]], str | None]]] = 
     kinds.STOPPED: ("info", lambda event: f"stopped: {event['reason']}"),
     kinds.FINISHED: ("info", lambda event: "finished"),
 }
+MARKED = frozenset((*KINDS, *_TEXTS))  # the kinds of events that have an incident
