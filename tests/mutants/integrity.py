@@ -16,6 +16,7 @@ _FLIPS = (
 _TWICE = (
     "tests/dist/test_recomputed_gradients.py::test_nothing_differs_without_a_fault_no_bit_changes_and_flips_are_found"
 )
+_SPOILED = f"{_DAMAGE}::test_of_two_copies_that_are_both_spoiled_the_one_whose_gradients_changed_first_is_named"
 _SAVED = f"{_DAMAGE}::test_nothing_damaged_is_saved"
 
 MUTANTS: list[Mutant] = [
@@ -132,6 +133,30 @@ MUTANTS: list[Mutant] = [
         tests=(
             f"{_DAMAGE}::test_between_two_hashes_copies_find_damage_and_all_steps_that_are_trained_again_are_hashed",
         ),
+    ),
+    Mutant(
+        name="first-difference-ignored",
+        what="of two copies that are both spoiled nobody is named",
+        file="trainer/integrity/verdict.py",
+        before="    if 0 < len(earliest) < len(ranks):",
+        after="    if False:",
+        tests=(_SPOILED,),
+    ),
+    Mutant(
+        name="varying-samples-blamed",
+        what="a rank is named because its kernels find other bits each time",
+        file="trainer/integrity/verdict.py",
+        before="all(not first or first > sound for",
+        after="all(True for",
+        tests=(_VERDICT,),
+    ),
+    Mutant(
+        name="gradients-of-others-sampled",
+        what="the samples of a rank's gradients have those of another rank's batch, too",
+        file="trainer/integrity/samples.py",
+        before="        if not self.apart:",
+        after="        if True:",
+        tests=(f"{_SPOILED}[60]",),
     ),
     Mutant(
         name="damaged-forever-again",

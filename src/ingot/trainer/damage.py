@@ -18,7 +18,7 @@ from ingot.schema import events
 from ingot.schema.checkpoint import FULL
 from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.guard.step_judge import CORRUPTION, KINDS, NORM_NOT_FINITE
-from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, judge, repeated
+from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, firsts, judge, repeated
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.mesh.collectives import any_rank, gather_from
 from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
@@ -46,9 +46,9 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
     """
     hashes, ranks = _hashes(trainer), range(trainer.place.world_size)
     changed = hashes.changed()
-    own = hashes.suspicion()
-    rows = gather_from(ranks, np.array([own.trust, own.step, changed], dtype=np.float64))
-    damage = judge([(Trust(int(trust)), int(at)) for trust, at, _ in rows])
+    own, difference = hashes.suspicion(), hashes.first_difference()
+    rows = gather_from(ranks, np.array([own.trust, own.step, changed, *difference], dtype=np.float64))
+    damage = judge([(Trust(int(trust)), int(at)) for trust, at, *_ in rows])
     if trainer.place.rank in damage.ranks:
         facts = {"tensor": own.tensor, "element": own.element, "bit": own.bit, "sign": _SIGNS[damage.trust]}
         host, rank = socket.gethostname(), trainer.place.rank
@@ -56,7 +56,7 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
     what = "gradients" if damage.of_gradients else "state"
     trainer.say(f"damaged   the {what} of {_named(trainer, damage.ranks, damage.is_named)} at step {damage.step}")
     if (before := hashes.replayed) is not None:
-        replayed = repeated(before, damage, rows[:, 2].astype(bool).tolist())
+        replayed = repeated(before, damage, rows[:, 2].astype(bool).tolist(), _firsts(before, rows[:, 3:]))
         _report(trainer, before, replayed)
         if replayed.verdict == "persistent":
             _end(trainer, damage, replayed)
@@ -105,12 +105,19 @@ def judge_replayed(trainer: RunParts, step: int) -> None:
     hashes = trainer.hashes
     if hashes is None or (damage := hashes.replayed) is None or step < damage.step:
         return
-    changed = [False] * trainer.place.world_size
+    changed, first = [False] * trainer.place.world_size, []
     if not damage.is_named:
-        own = np.array([hashes.changed()], dtype=np.float64)
-        changed = gather_from(range(trainer.place.world_size), own)[:, 0].astype(bool).tolist()
+        own = np.array([hashes.changed(), *hashes.first_difference()], dtype=np.float64)
+        rows = gather_from(range(trainer.place.world_size), own)
+        changed, first = rows[:, 0].astype(bool).tolist(), _firsts(damage, rows[:, 1:])
     hashes.end_replay()
-    _report(trainer, damage, ended(damage, changed))
+    _report(trainer, damage, ended(damage, changed, first))
+
+
+def _firsts(damage: Damage, differences: np.ndarray) -> list[int]:
+    """Return for each rank the first step whose own gradients changed when it was trained again, if that says whose
+    state is damaged: wrong gradients need not be among those that are sampled. differences: as for `firsts`."""
+    return [] if damage.of_gradients else firsts([(int(first), int(sound)) for first, sound in differences])
 
 
 def _require_few(trainer: RunParts, damage: Damage) -> None:

@@ -32,6 +32,7 @@ from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.heldout import Heldout
 from ingot.trainer.integrity.recompute import RecomputedGradients
+from ingot.trainer.integrity.samples import GradientSamples
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.log import log_measure
 from ingot.trainer.parts import RunParts, StepParts
@@ -113,7 +114,7 @@ def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:
     if not config.guard.hash_every:
         return None
     in_memory = parts.mesh.parallel.offload != "nvme"
-    return StateHashes(
+    hashes = StateHashes(
         parts.state,
         parts.model.data.published(),
         parts.mesh,
@@ -121,6 +122,9 @@ def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:
         moments=in_memory,
         gradients=parts.gradients,
     )
+    if hashes.every > 1 and hashes.has_pairs:  # a rank that hashes in each step sees its own change
+        hashes.samples = GradientSamples(parts.model.data, parts.place.device, parts.gradients)
+    return hashes
 
 
 def _gradients(config: RunConfig, trainer: RunParts) -> RecomputedGradients | None:

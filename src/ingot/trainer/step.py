@@ -50,6 +50,8 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     parts.model.reduce()
     if parts.gradients is not None:
         parts.gradients.reduced(step)
+    if parts.hashes is not None and parts.hashes.samples is not None:
+        parts.hashes.samples.reduced(step, loss)
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
     if parts.gradient_range is not None:
         parts.gradient_range.look(step)

@@ -17,7 +17,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,22 +31,11 @@ from ingot.trainer.integrity.verdict import NOTHING, Damage, Suspicion, Trust, d
 from ingot.trainer.mesh.collectives import largest_of_ranks, start_gather
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.pipeline import MicroBatches, PipelineExecutor
-from ingot.trainer.parallel.unreduced import GradientReader
+from ingot.trainer.parallel.unreduced import ReadableGradients
 
 _REMEMBERED = 4096  # steps whose hashes are kept, to compare them when the steps are trained again
 # (step, data rank) -> the part of the batch of this step that belongs to the data rank
 ReadPart = Callable[[int, int], MicroBatches]
-
-
-class ReadableGradients(Protocol):
-    """The data parallelism whose gradients are read. buffers_read: at most so many exchanges of each buffer, and the
-    number of buffers."""
-
-    buffers_read: tuple[int, int]
-
-    def show_gradients(self, reader: GradientReader) -> None: ...
-    def drop_gradients(self) -> None: ...
-    def name_of(self, number: int, element: int) -> tuple[str, int | None]: ...
 
 
 @dataclass(frozen=True)

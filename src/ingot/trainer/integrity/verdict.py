@@ -81,33 +81,49 @@ class ReplayVerdict:
     is_named: bool
 
 
-def ended(damage: Damage, changed: Sequence[bool]) -> ReplayVerdict:
+def ended(damage: Damage, changed: Sequence[bool], first: Sequence[int] = ()) -> ReplayVerdict:
     """Return the verdict after the steps were trained again without damage.
 
     changed: for each rank, whether its hash at the step of the damage is another one now. Of two copies, the damaged
-    one is that which changed. If both did, the damaged one had spoiled the gradients of the other before.
+    one is that which changed. If both did, the damaged one had spoiled the gradients of the other before: then it is
+    the one whose own gradients changed first. first: for each rank, the step of that, 0 if none is known.
     """
-    ranks = damage.ranks if damage.is_named else _only(damage.ranks, changed)
+    ranks = damage.ranks if damage.is_named else _only(damage.ranks, changed, first)
     return ReplayVerdict("transient", ranks, damage.is_named or ranks != damage.ranks)
 
 
-def repeated(damage: Damage, again: Damage, changed: Sequence[bool]) -> ReplayVerdict:
+def repeated(damage: Damage, again: Damage, changed: Sequence[bool], first: Sequence[int] = ()) -> ReplayVerdict:
     """Return the verdict on `damage` when there was damage `again` in the steps that were trained again.
 
-    changed: as for `ended`, if that step was reached. A sound rank has the same hashes each time.
+    changed, first: as for `ended`, if that step was reached. A sound rank has the same hashes each time.
     """
     ranks = tuple(sorted(set(damage.ranks) & set(again.ranks)))
     if not ranks:
         return ReplayVerdict("other", again.ranks, again.is_named)
     if damage.is_named or again.is_named:
         return ReplayVerdict("persistent", ranks, True)
-    left = _only(ranks, changed) if again.step == damage.step else ranks
+    left = _only(ranks, changed if again.step == damage.step else [False] * len(changed), first)
     return ReplayVerdict("persistent", left, len(left) == 1 or left != ranks)
 
 
-def _only(ranks: tuple[int, ...], changed: Sequence[bool]) -> tuple[int, ...]:
-    """Return those of `ranks` that changed, or all of them if none did. Ranks of one copy of the model change together,
-    because a wrong activation of one of them reaches the others."""
+def firsts(differences: Sequence[tuple[int, int]]) -> list[int]:
+    """Return for each rank the first step whose own gradients changed; 0 for all if the gradients of steps changed
+    that were sound: then this run does not compute the same bits twice.
+
+    differences: for each rank, that step, 0 without one, and the last step before the damage with equal copies.
+    """
+    is_steady = all(not first or first > sound for first, sound in differences)
+    return [first if is_steady else 0 for first, _ in differences]
+
+
+def _only(ranks: tuple[int, ...], changed: Sequence[bool], first: Sequence[int] = ()) -> tuple[int, ...]:
+    """Return those of `ranks` whose gradients changed first. If that is none of them or all of them: those that
+    changed, or all of them if none did. Ranks of one copy of the model change together, because a wrong activation of
+    one of them reaches the others."""
+    steps = {rank: first[rank] for rank in ranks if first and first[rank]}
+    earliest = tuple(rank for rank, step in steps.items() if step == min(steps.values()))
+    if 0 < len(earliest) < len(ranks):
+        return earliest
     return tuple(rank for rank in ranks if changed[rank]) or ranks
 
 

@@ -22,10 +22,12 @@ from ingot.trainer.checkpoint.state import MODEL, OPTIM, TrainingState
 from ingot.trainer.integrity.copies import CopyGroup, Place, copy_groups
 from ingot.trainer.integrity.hashing import TensorHasher
 from ingot.trainer.integrity.recompute import RecomputedGradients
+from ingot.trainer.integrity.samples import GradientSamples
 from ingot.trainer.integrity.verdict import NOTHING, Damage, Suspicion, Trust
 from ingot.trainer.mesh.mesh import Mesh
 
 STATE_CHANGED = "E-STATE-CHANGED"
+_REMEMBERED = 64
 _STEP_COUNTS = f"{OPTIM}step"  # of all parameters, as one tensor
 Published = Mapping[tuple[str, tuple[int, ...]], Tensor]
 Point = Literal["before_update", "after_update", "before_save", "after_copy"]
@@ -67,7 +69,8 @@ class StateHashes:
     The constructor is collective over the world. All ranks call the methods at the same points of the same steps.
     published: (name, offsets) -> the parameters that are copies of masters (parallel/zero.py). moments: hash the state
     of the optimizer too; False if it is in files. gradients: compared at the same points, if the run recomputes them.
-    replayed: the damage for which steps are trained again.
+    replayed: the damage for which steps are trained again. samples: of this rank's own gradients, if damage may spoil
+    both of two copies before it is found.
     """
 
     def __init__(
@@ -83,6 +86,9 @@ class StateHashes:
         link = torch.device(mesh.devices.device_type)
         self.every, self.gradients = every, gradients
         self.replayed: Damage | None = None
+        self.samples: GradientSamples | None = None
+        self._checked: list[int] = []  # the last steps whose copies were compared
+        self._sound = 0  # the last of them before the damage
         self._counts = _step_counts(state) if moments else []
         self._stacked = torch.stack(self._counts) if self._counts else None
         self._masters = _Hashed(mesh, _masters(state, self._stacked, moments), link)
@@ -99,6 +105,11 @@ class StateHashes:
     def has_copies(self) -> bool:
         """True if another rank has a copy of some of the state, so that hashes can be compared."""
         return bool(self._masters.groups or self._copies.groups)
+
+    @property
+    def has_pairs(self) -> bool:
+        """True if exactly one other rank has a copy of some of the state, so that no majority of copies is equal."""
+        return any(len(group.ranks) == 2 for group in self._masters.groups)
 
     # -- in each step, without waiting --
 
@@ -190,6 +201,8 @@ class StateHashes:
         """Return whether a comparison found a difference on this rank. The host waits for the device."""
         differs, self._differs = self._differs, None
         self._compared, self._pending = self._pending, []
+        steps = {check.step for check in self._compared if check.of is self._masters and check.groups}
+        self._checked = [*self._checked, *sorted(steps)][-_REMEMBERED:]
         if self.gradients is not None:
             self.gradients.read()
         return differs is not None and bool(differs)
@@ -235,10 +248,20 @@ class StateHashes:
         own = self._changed is not None and bool(self._changed)
         return own or (self.gradients is not None and self.gradients.changed())
 
+    def first_difference(self) -> tuple[int, int]:
+        """Return the first step whose own gradients were others when it was trained again, 0 without one, and the last
+        step before the damage in which the copies were equal."""
+        if self.samples is None or self.replayed is None:
+            return 0, 0
+        return self.samples.first_difference(self.replayed.step), self._sound
+
     def replay(self, damage: Damage) -> None:
         """Take in that the state was replaced, because of `damage`."""
         self.forget()
         self.replayed = damage
+        self._sound = max((step for step in self._checked if step < damage.step), default=0)
+        if self.samples is not None:
+            self.samples.replay()
         if self.gradients is not None:
             self.gradients.replayed = damage
 

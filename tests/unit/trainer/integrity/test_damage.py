@@ -22,6 +22,7 @@ from ingot.trainer.run import build_trainer
 WEIGHT, MOMENT = "blocks.1.mlp.up.weight", "exp_avg_sq"
 NORM = "blocks.0.attention_norm.weight"
 BITS = (0, 3, 22, 30)
+POINTS = ("on_gradients", "on_update", "on_line", "after_step")
 
 
 @dataclass(frozen=True)
@@ -160,6 +161,20 @@ def test_of_two_copies_the_one_that_the_replay_changes_is_named(trained):
     plain, folder = trained("plain", 2, (), *settings), trained("flips", 2, [flip], *settings)
     assert signs(folder) == [(5, rank, f"model.{WEIGHT}", 0, "undecided") for rank in (0, 1)]
     assert verdicts(folder) == [("transient", [1], True)]
+    assert files_of(folder) == files_of(plain)
+
+
+@pytest.mark.parametrize("recomputes", [0, 60])
+def test_of_two_copies_that_are_both_spoiled_the_one_whose_gradients_changed_first_is_named(trained, recomputes):
+    """The copies are compared some steps after a flip: the gradients of both, and so their weights, are others by then.
+    With gradients that two ranks compute, each rank also computes parts of the other one, which are not sampled."""
+    flips = [Flip(8 + 6 * i, i % 2, bit, point=point) for i, (bit, point) in enumerate(zip(BITS, POINTS, strict=True))]
+    settings = ("parallel.dp_replicate=2", "guard.hash_every=6", "checkpoint.every_steps=6")
+    settings = (*settings, f"guard.recompute_every={recomputes}")
+    plain = trained("plain", 2, (), *settings, steps=32)
+    folder = trained("flips", 2, flips, *settings, steps=32)
+    assert {sign for *_, sign in signs(folder)} == {"undecided"}
+    assert verdicts(folder) == [("transient", [flip.rank], True) for flip in flips]
     assert files_of(folder) == files_of(plain)
 
 

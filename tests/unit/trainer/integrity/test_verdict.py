@@ -9,6 +9,7 @@ from ingot.trainer.integrity.verdict import (
     doubted,
     ended,
     explained,
+    firsts,
     judge,
     repeated,
 )
@@ -34,6 +35,21 @@ def test_the_replay_names_the_one_of_two_copies_that_changed():
     assert ended(PAIR, [True, False]) == ReplayVerdict("transient", (0,), True)
     assert ended(PAIR, [True, True]) == ReplayVerdict("transient", (0, 1), False)  # the gradients of both were spoiled
     assert ended(NAMED, [True, True]) == ReplayVerdict("transient", (1,), True)
+
+
+def test_of_two_copies_that_both_changed_the_one_whose_gradients_changed_first_is_named():
+    both = [True, True]
+    assert ended(PAIR, both, [4, 5]) == ReplayVerdict("transient", (0,), True)
+    assert ended(PAIR, both, [0, 6]) == ReplayVerdict("transient", (1,), True)
+    assert ended(PAIR, both, [5, 5]) == ended(PAIR, both, [0, 0]) == ReplayVerdict("transient", (0, 1), False)
+    assert ended(NAMED, both, [4, 0]) == ReplayVerdict("transient", (1,), True)  # its own hash is surer
+    again = Damage(6, Trust.UNDECIDED, (0, 1))
+    assert repeated(PAIR, again, both, [4, 5]) == ReplayVerdict("persistent", (0,), True)
+
+
+def test_gradients_that_change_without_damage_name_nobody():
+    assert firsts([(4, 3), (5, 3)]) == [4, 5] and firsts([(0, 3), (5, 3)]) == [0, 5]
+    assert firsts([(4, 3), (3, 3)]) == [0, 0]  # the copies were equal after step 3
 
 
 def test_damage_is_persistent_if_the_same_rank_is_damaged_again():
