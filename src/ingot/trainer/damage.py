@@ -72,13 +72,21 @@ def look_closer(trainer: RunParts, line: Sequence[StepNumbers]) -> bool:
     """Compare the state if a step of `line`, the last log line, looks like damage, and let the gradients of the next
     step be computed twice: hashes are due in a few steps only. Return whether some rank is damaged.
 
-    Collective. All ranks decide alike, by the numbers of the line.
+    Where ranks have copies, they are compared after every finding: a high bit of a weight makes the loss of its rank
+    large, and the guard would go back for it and name nobody. Collective. All ranks decide alike, by the numbers of the
+    line.
     """
     signs = (CORRUPTION,) if trainer.loss_scale else (CORRUPTION, NORM_NOT_FINITE)  # in fp16, an overflow is no sign
     kinds = {KINDS[sign] for sign in signs}
     suspected = [one.step for one in line if one.finding and kinds & {*one.finding.kinds} and math.isfinite(one.loss)]
-    if not suspected or (hashes := trainer.hashes) is None:
+    if (hashes := trainer.hashes) is None:
         return False
+    if not suspected:
+        if not hashes.has_copies or not any(one.finding for one in line):
+            return False
+        hashes.hash_now(line[-1].step)
+        hashes.compare()
+        return any_rank(hashes.read())
     trainer.say(f"suspected step {suspected[0]} has a sign of damage, {_closer(hashes)}")
     hashes.suspect_damage(line[-1].step)
     hashes.compare()

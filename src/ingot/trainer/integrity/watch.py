@@ -129,12 +129,16 @@ class StateHashes:
             self._after = step, self._hashes()
             self._add(step, "after_update", self._masters, self._after[1])
 
-    def suspect_damage(self, step: int) -> None:
-        """Hash the state after `step`, the last of a log line that looks like damage, whatever `every` is. If the run
-        computes gradients twice in some steps, it does so in the next one. Call `compare` and `read` then."""
+    def hash_now(self, step: int) -> None:
+        """Hash the state after `step`, the last of a log line, whatever `every` is. Call `compare` and `read` then."""
         if self._after is None or self._after[0] != step:  # otherwise it was compared at this line
             self._after = step, self._hashes()
             self._add(step, "after_update", self._masters, self._after[1])
+
+    def suspect_damage(self, step: int) -> None:
+        """Hash the state after `step`, the last of a log line that looks like damage. If the run computes gradients
+        twice in some steps, it does so in the next one. Call `compare` and `read` then."""
+        self.hash_now(step)
         if self.gradients is not None:
             self.gradients.suspects_damage = True
 

@@ -265,6 +265,15 @@ def test_a_step_that_looks_like_damage_is_followed_by_a_comparison(trained):
     assert files_of(folder) == files_of(plain)
 
 
+def test_after_a_loss_spike_copies_are_compared_before_the_guard_takes_a_measure(trained):
+    """A flipped high bit of a weight makes the loss large, and no norm: the guard would go back and name nobody."""
+    own = ("guard.corruption_factor=1e6", "guard.loss_spread=0.05", "guard.level=2", "watch.log_every=1")
+    settings = (*SUSPICIOUS, *own, "parallel.dp_replicate=2", "checkpoint.every_steps=6")
+    folder = trained("flips", 2, [Flip(8, 1, 30)], *settings)
+    assert [event["found"] for event in read_events(folder.events, events.FINDING)][:1] == [["loss spike"]]
+    assert verdicts(folder) == [("transient", [1], True)] and not folder.guard.exists()
+
+
 @pytest.mark.slow
 def test_damage_in_other_steps_each_time_ends_the_run(trained, fork_ranks):
     """Each goes away when its steps are trained again; the limit holds for all attempts of the run together."""
