@@ -1,10 +1,11 @@
 """A plug-in with faults that only the program itself can have: BOARD_FAULT names one, its rank, its step and its place.
 
 `KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. STEP may be a range, as
-12-15. PLACE is a method of the callback: on_gradients, on_update, on_line or record; or before_norm, when the gradients
-are reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled 12-15", replaces the data of steps. The schedule
-"planted" has fifty times its rate in step BOARD_RATE, and none from step BOARD_STILL on. With BOARD_DEAF, every rank
-blocks all signals from the start of an attempt on, and ignores those that a run uses.
+12-15: then it comes in each of these steps. PLACE is a method of the callback: on_gradients, on_update, on_line or
+record; or before_norm, when the gradients are reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled
+12-15", replaces the data of steps. The schedule "planted" has fifty times its rate in step BOARD_RATE, and none from
+step BOARD_STILL on. With BOARD_DEAF, every rank blocks all signals from the start of an attempt on, and ignores those
+that a run uses.
 """
 
 import ctypes
@@ -72,7 +73,7 @@ class Planted(StepCallback):
         collective = self.kind in ("shape", "skip", "order", "zero")  # both ranks are a part of it
         if (not collective and self.rank != self.on_rank) or (not self.always and self.done.exists()):
             return
-        if self.rank == self.on_rank:
+        if self.rank == self.on_rank and self.step >= self.last:
             self.done.touch()
         getattr(self, self.kind)(self.rank == self.on_rank)
 

@@ -1,5 +1,6 @@
 """Rows of numbers that hurt: gradients that are not finite, data that no learning explains, a rate that is too high."""
 
+import json
 import shutil
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from ingot.schema import events
 from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, passed_steps, read_measures
 
 from .bench import Bench, options
-from .row import Row, random_of
+from .row import Row, judge_recovered, newest_valid, random_of
 from .rows_bits import BITS
 
 _STEPS = 48
@@ -31,9 +32,55 @@ _SETTINGS = (
 
 
 def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """NaN in the gradients of three steps: each time that they are trained, as of bad data, or once, as of a fault of
+    the hardware. The run trains them again, reports which of the two it is, and passes the data if it is they. From a
+    step on for ever: the run stops within three tries. No NaN reaches a checkpoint, and the last good one stays."""
+    random = random_of("RS22", seed)
+    first = random.randrange(20, 36)
+    steps = f"{first}-{first + 2}"
+    expected = {"data": [AGAIN, PASS], "hardware": [AGAIN]}
+    for verdict, actions in expected.items():
+        name, word = f"nan-{verdict}-{seed}", " always" if verdict == "data" else ""
+        fault = f"nan {random.randrange(2)} {steps} before_norm{word}"
+        ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
+        measures = [(one.action, one.first, one.last) for one in read_measures(bench.folder(name).guard)]
+        right = ended.code == 0 and measures == [(action, first, first + 2) for action in actions]
+        verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, measures {measures}")
+        found = [
+            (e["verdict"], e["first"], e["last"]) for e in read_events(bench.folder(name).events, events.GUARD_REPLAYED)
+        ]
+        right = found == [(verdict, first, first + 2)]
+        verdicts.judge("o6", fault, "" if right else f"the verdicts are {found}")
+        _judge_finite(bench, verdicts, name, fault)
+        if verdict == "data":
+            _judge(bench, verdicts, name, fault, steps, {})
+        else:
+            own = tuple(_options(bench)[1::2])
+            # It goes back to a checkpoint with eight proven steps after it.
+            judge_recovered(bench, verdicts, name, fault, bench.reference(*own), faults=4)
+    explained = bench.ingot("explain", "nan", str(bench.folder(name).root), "--step", str(first), "--json")
+    causes = [cause["name"] for cause in json.loads(explained.output)["causes"] if cause["found"]]
+    verdicts.judge("o6", "explained", "" if causes == ["hardware or layout"] else f"the causes are {causes}")
+    name, fault = f"nan-strict-{seed}", f"nan {random.randrange(2)} {first}-{_STEPS} before_norm always"
+    ended = bench.train(name, *_options(bench, 'guard.preset="strict"'), env={"BOARD_FAULT": fault})
+    measures = [one.action for one in read_measures(bench.folder(name).guard)]
+    right = ended.code == 93 and "E-GUARD-STOPPED" in ended.output and measures == [AGAIN, PASS, STOP]
+    verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
+    _judge_finite(bench, verdicts, name, fault)
+    newest, torn = newest_valid(bench.folder(name))
+    verdicts.judge("o2", fault, torn or ("" if 0 < newest < first else f"the newest checkpoint is of step {newest}"))
+
+
+def _judge_finite(bench: Bench, verdicts: Verdicts, name: str, where: str) -> None:
+    """Judge that no checkpoint of the run has a NaN."""
+    deep = bench.ingot("ckpt", "verify", str(bench.folder(name).root), "--deep")  # names parameters with NaN
+    verdicts.judge("o2", where, "" if deep.code == 0 else f"exit code {deep.code}: {deep.output[-300:]}")
+
+
+def rs22_ladder(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """A gradient with a NaN once: its update is skipped. In four steps every time: the run goes back, and passes them.
     From a step on for ever: the run stops after its measures, and its last checkpoint is whole."""
-    random = random_of("RS22", seed)
+    random = random_of("RS22 ladder", seed)
     first = random.randrange(20, 36)
     for last in (first, first + 3):
         name, steps = f"nan-{first}-{last}-{seed}", f"{first}-{last}"
@@ -49,8 +96,7 @@ def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     measures = [one.action for one in read_measures(bench.folder(name).guard)]
     right = ended.code == 93 and "E-GUARD-STOPPED" in ended.output and measures == [AGAIN, PASS, EARLIER, LOWER, STOP]
     verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
-    deep = bench.ingot("ckpt", "verify", str(bench.folder(name).root), "--deep")  # names parameters with NaN
-    verdicts.judge("o2", fault, "" if deep.code == 0 else f"exit code {deep.code}: {deep.output[-300:]}")
+    _judge_finite(bench, verdicts, name, fault)
 
 
 def rs23(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -130,7 +176,8 @@ def _options(bench: Bench, *settings: str) -> list[str]:
 
 
 ROWS = (
-    Row("RS22", "a gradient that is not finite: once, in several steps, for ever", rs22),
+    Row("RS22", "NaN in steps in a row: of the data, of the hardware, for ever", rs22),
+    Row("RS22 ladder", "a gradient that is not finite: in one step, in several, for ever; all measures", rs22_ladder),
     Row("RS23", "shuffled labels, a repeated n-gram, fifty times the learning rate", rs23),
     Row("RS23 together", "a poisoned document, a rate that is too high and a flipped bit in one run", together),
 )

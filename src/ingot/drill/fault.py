@@ -1,9 +1,10 @@
 """A fault of a drill as data, and how a copy of a run gets it: played to the end of the copy, and judged. No torch."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ingot.drill.oracles import RunFacts
 from ingot.drill.trial import DrilledRun, Trial
@@ -25,7 +26,9 @@ class DrillFault:
     the damage before that. intervals: the intervals between checkpoints whose steps may be done twice; more_redone: the
     steps besides them. saves: the checkpoints that the run needs before it. first, room: the steps before it and after
     it, at least. needs: returns why a run cannot have it, "" if it can; its `train.steps` are those of the copy.
-    smoke: it is a part of the short drill. soaks: a soak draws it, too.
+    smoke: it is a part of the short drill. soaks: a soak draws it, too. settings: of the guard, which change no bits,
+    that a soak with it has. one_of: a name that several have; each round of a soak has one of these, at most once
+    before its damage is repaired, and is prepared for it.
 
     planted: it comes from within the ranks (drill/planted.py). prepare: returns the run of the copy in the folder
     `place`, with the settings that the fault needs. by_size: the guard finds it by the size of a step, for which the
@@ -48,6 +51,8 @@ class DrillFault:
     needs: Callable[[RunConfig], str] = lambda config: ""
     smoke: bool = False
     soaks: bool = True
+    settings: Callable[[RunConfig], Mapping[str, Any]] = lambda config: {}
+    one_of: str = ""
     planted: bool = False
     prepare: Callable[[DrilledRun, Path], DrilledRun] = _as_it_is
     by_size: bool = False

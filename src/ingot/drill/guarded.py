@@ -3,19 +3,20 @@ shows what it would find there without a fault. No torch."""
 
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from ingot.drill.oracles import RunFacts, Verdicts, o1, o2, o3, read_facts
-from ingot.drill.plan import FaultPlan, folder_of
+from ingot.drill.plan import STAYS, FaultPlan, folder_of
 from ingot.drill.trial import DrilledRun, DrillOutput, Trial
 from ingot.drill.undisturbed import REFERENCE, DrillReference, undisturbed
 from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.quarantine_record import Quarantined, write_quarantine
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.step_ranges import spans_of
@@ -61,9 +62,9 @@ def planted(run: DrilledRun, place: Path) -> DrilledRun:
     )
 
 
-def hashes_in_each_step(run: DrilledRun) -> DrilledRun:
-    """Return the run with hashes of its state in each step."""
-    return with_settings(run, {"guard.hash_every": 1})
+def hashes_in_each_step(config: RunConfig) -> dict[str, Any]:
+    """Return the settings with which the state is hashed in each step."""
+    return {"guard.hash_every": 1}
 
 
 def _by_size(config: RunConfig) -> dict[str, Any]:
@@ -125,19 +126,28 @@ def differences(before: RunConfig, after: RunConfig) -> list[str]:
     return [f"{key} = {toml_value(new[key]) if key in new else 'its default'}" for key in keys]
 
 
-def directed_to_skip(trial: Trial) -> RunFacts | None:
+def directed_place(root: Path) -> Path:
+    """Return the folder of the second copy of a trial in the folder `root`."""
+    return root.with_name(f"{root.name}-directed")
+
+
+def directed_to_skip(trial: Trial, record: Sequence[Quarantined] = ()) -> RunFacts | None:
     """Train a second copy that is directed to skip from its start the steps that, by the ledger, changed no weights in
     the first one. Returns its facts; None if it failed.
 
-    Documents that were planted in the data of steps are in its data too. It has no other fault.
+    Documents that were planted in the data of steps are in its data too, and steps without a learning rate have none.
+    It has no other fault. record: of damaged data, from its start; the tokens have to be whole.
     """
-    place = trial.folder.root.with_name(f"{trial.folder.root.name}-directed")
+    place = directed_place(trial.folder.root)
     untrained = sorted(read_facts(trial.folder).untrained)
     run = with_settings(trial.run, {"data.skip": [*map(str, spans_of(untrained))]})
     plan, own = FaultPlan(place), trial.plan
     for number, fault in enumerate(own.faults()):
-        if fault.kind == "document" and (start := own.starts().get(number)) is not None:
+        if fault.kind in STAYS and (start := own.starts().get(number)) is not None:
             plan.start(plan.add(fault), start)
+    if record:
+        place.mkdir()
+        write_quarantine(RunFolder(place).quarantine, record)
     return trained_directed(trial, replace(run, variables=_own_plugin(run, trial.folder.root, place)), place)
 
 

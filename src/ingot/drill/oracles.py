@@ -5,7 +5,7 @@ O1 trace     every logged loss and gradient norm of every step has the bits of t
 O2 state     weights, moments, random states, samples, step and tokens of the last checkpoint hash to the value of R
 O3 ledger    the last checkpoint lists the samples of the steps 1 to the last, each step once, the same as R
 O4 detect    seconds from the fault to the first `fault` event; of a quiet fault, to the first finding of the guard, the
-             first damage that hashes found, or the first windows that were put into quarantine
+             first damage that hashes found, the first windows that were put into quarantine, or the alert
 O5 recover   seconds from the fault to the first step that had not been reached before it, and that is sound
 O6 message   exit code, error code and facts name the cause (each row says which)
 O7 clean     no process, no socket that listens, no shared memory, no temporary file is left, and the last checkpoint
@@ -25,6 +25,7 @@ import numpy as np
 
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.alert import UNCHANGED
 from ingot.schema.checkpoint import CheckpointManifest, file_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
@@ -154,6 +155,7 @@ _FINDERS = {
     events.FINDING: "the guard",
     events.STATE_DAMAGED: "the hashes of the state",
     events.QUARANTINED: "the reader of the data",
+    events.ALERT: "an alert",  # that weights do not change: others are about trends
 }
 
 
@@ -192,7 +194,7 @@ class Recovery:
 
     def _take_quiet(self, event: dict, after: float) -> None:
         kind = event["kind"]
-        if kind in _FINDERS and after >= -0.001:
+        if kind in _FINDERS and after >= -0.001 and event.get("alert", UNCHANGED) == UNCHANGED:
             if self.detected is None:
                 self.detected, self.by, self.cause = max(after, 0.0), _FINDERS[kind], _found(event)
             # The tokens are left out before the step uses them.
@@ -208,6 +210,8 @@ def _found(event: dict) -> str:
         return f"step {event['step']}: {', '.join(event['found'])}"
     if event["kind"] == events.QUARANTINED:
         return f"step {event['step']}: {event['found']}"
+    if event["kind"] == events.ALERT:
+        return f"step {event['step']}: {event['alert']}"
     bit = "" if event["bit"] is None else f"bit {event['bit']} of "
     return f"step {event['step']}: {bit}{event['tensor']} of rank {event['rank']}"
 

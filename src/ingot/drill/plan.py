@@ -13,7 +13,9 @@ from typing import Any, Literal
 from ingot.storage import write_json
 
 NEVER = 1 << 40  # as a first step: the fault does not come
-FaultKind = Literal["flip", "nan", "rate", "document"]
+FaultKind = Literal["flip", "moment", "gradient", "nan", "rate", "still", "document"]
+BITS: frozenset[FaultKind] = frozenset({"flip", "moment", "gradient"})  # a wrong bit of one rank
+STAYS: frozenset[FaultKind] = frozenset({"still", "document"})  # comes each time that its steps are trained
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,9 +23,10 @@ class PlannedFault:
     """A fault in a rank, from a first step on that rank 0 chooses.
 
     kind: "flip": a bit of a weight of `rank` flips, once per run: bit `bit` of an element of a piece, each counted
-      around. "nan": a gradient is NaN in `steps` steps. "rate": the learning rate of a step is `factor` times
-      `optim.lr`. "document": a token that repeats itself is in place of the data of `steps` steps, whenever they are
-      read.
+      around. "moment": the same of the optimizer's state of a piece. "gradient": of a gradient before it is reduced.
+      "nan": a gradient is NaN in `steps` steps. "rate": the learning rate of a step is `factor` times `optim.lr`.
+      "still": that of `steps` steps is 0, whenever they are trained. "document": a token that repeats itself is in
+      place of the data of `steps` steps, whenever they are read.
     once: "nan" and "rate" do not come again after the guard took a measure against them.
     earliest, latest: the first steps that it may have; it does not come at all after `latest`.
     """

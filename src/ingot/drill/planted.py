@@ -15,29 +15,34 @@ import torch
 from torch import Tensor
 
 from ingot.drill.job import RUN_VARIABLE
-from ingot.drill.plan import NEVER, FaultPlan, PlannedFault
+from ingot.drill.plan import BITS, NEVER, STAYS, FaultPlan, PlannedFault
 from ingot.plugins.callback import StepCallback, StepNumbers
 from ingot.schema.guard_record import read_measures
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer import step as trainer_step
+from ingot.trainer.integrity.recompute import RecomputedGradients
 
 
 @dataclass
 class _Changes:
-    """The changes to a step: of the batch, of the learning rate of a step, and the call before the gradient norm."""
+    """The changes to a step: of the batch, of the learning rate of a step, of the rank's own gradients before they are
+    reduced, if the run computes them twice, and the call before the gradient norm. optimizer: of the run."""
 
     batch: Callable[[Any], Any] = lambda batch: batch
     rate: Callable[[int, float], float] = lambda step, rate: rate
+    own_gradients: Callable[[int, Tensor], None] = lambda step, buffer: None
     before_norm: Callable[[int], None] = lambda step: None
     step: int = 0
+    optimizer: Any = None
 
 
+_FIRST_ELEMENTS = 16
 _changes: list[_Changes] = []  # one, once the functions of the step are replaced
 
 
 def change_steps(**changes: Callable) -> None:
-    """Change the steps of this process from now on: `batch`, `rate` and `before_norm` as in _Changes. A later call
-    replaces what it names, because a rank may start again in its process."""
+    """Change the steps of this process from now on: `batch`, `rate`, `own_gradients` and `before_norm` as in _Changes.
+    A later call replaces what it names, because a rank may start again in its process."""
     if not _changes:
         _changes.append(_Changes())
         _replace_functions(_changes[0])
@@ -47,7 +52,16 @@ def change_steps(**changes: Callable) -> None:
 
 def _replace_functions(now: _Changes) -> None:
     forward_backward, update = trainer_step.forward_backward, trainer_step.update
-    norm = trainer_step.gradient_norm_and_loss
+    norm, take = trainer_step.gradient_norm_and_loss, RecomputedGradients.take
+
+    def changed_forward_backward(parts, batch):
+        now.step, now.optimizer = batch.step, parts.optimizer
+        return forward_backward(parts, now.batch(batch))
+
+    def changed_take(gradients, number, buffer):
+        if not gradients.apart:
+            now.own_gradients(now.step, buffer)
+        take(gradients, number, buffer)
 
     def changed_update(parts, step, loss, lr):
         now.step = step
@@ -57,7 +71,7 @@ def _replace_functions(now: _Changes) -> None:
         now.before_norm(now.step)
         return norm(*arguments, **keywords)
 
-    trainer_step.forward_backward = lambda parts, batch: forward_backward(parts, now.batch(batch))
+    trainer_step.forward_backward, RecomputedGradients.take = changed_forward_backward, changed_take
     trainer_step.update, trainer_step.gradient_norm_and_loss = changed_update, changed_norm
 
 
@@ -80,7 +94,9 @@ class PlantedFaults(StepCallback):
         self.plan, self.updated = FaultPlan(self.folder.root), 0
         starts, faults = self.plan.starts(), self.plan.faults()
         self.started: list[tuple[PlannedFault, int]] = [(faults[number], starts[number]) for number in sorted(starts)]
-        change_steps(batch=self.on_batch, rate=self.on_rate, before_norm=self.on_norm)
+        change_steps(
+            batch=self.on_batch, rate=self.on_rate, own_gradients=self.on_own_gradients, before_norm=self.on_norm
+        )
 
     # -- what happens in a step --
 
@@ -93,6 +109,8 @@ class PlantedFaults(StepCallback):
         return with_tokens(batch, torch.full(shape, token, dtype=torch.int64, device=batch.inputs.device))
 
     def on_rate(self, step: int, rate: float) -> float:
+        if self._due("still", step):
+            return 0.0
         due = self._due("rate", step)
         return due[0].factor * self.run.config.optim.lr if due else rate
 
@@ -102,16 +120,35 @@ class PlantedFaults(StepCallback):
             for gradient in gradients[:1]:
                 gradient.view(-1)[0] = math.nan
 
+    def on_own_gradients(self, step: int, buffer: Tensor) -> None:
+        """Flip a bit of one of the first elements of a buffer of gradients: its end may be padding."""
+        for number, fault in self._bits_due("gradient", step):
+            self._flip(number, fault, step, "gradient", buffer.view(-1)[:_FIRST_ELEMENTS])
+
     def on_gradients(self, step: int) -> None:
-        """Flip the bit of a weight, after a step whose state was hashed, and before that of this step is."""
-        for number, (fault, start) in enumerate(self.started):
-            is_here = fault.kind == "flip" and fault.rank == self.run.rank
-            if is_here and step >= start and self.updated == step - 1 and self.plan.planted(number) is None:
-                pieces = [piece for piece in self.run.pieces if piece.value.numel()]
-                piece = pieces[fault.piece % len(pieces)]
-                element, bit = fault.element % piece.value.numel(), fault.bit % (8 * piece.value.element_size())
-                self.plan.record(number, step=step, tensor=piece.name, bit=bit)
-                flip_bit(piece.value, element, bit)
+        """Flip the bit of a weight or of a moment, after a step whose state was hashed, and before that of this step
+        is."""
+        if self.updated != step - 1:
+            return
+        pieces = [piece for piece in self.run.pieces if piece.value.numel()]
+        for number, fault in self._bits_due("flip", step):
+            piece = pieces[fault.piece % len(pieces)]
+            self._flip(number, fault, step, piece.name, piece.value)
+        for number, fault in self._bits_due("moment", step):
+            name = pieces[fault.piece % len(pieces)].name
+            moments = {kind: one for kind, one in _changes[0].optimizer.moments()[name].items() if one.numel() > 1}
+            for kind in sorted(moments)[fault.element % max(len(moments), 1) :][:1]:
+                self._flip(number, fault, step, f"{kind}.{name}", moments[kind])
+
+    def _bits_due(self, kind: str, step: int) -> list[tuple[int, PlannedFault]]:
+        """Return the wrong bits of this kind that this rank has now, with their numbers."""
+        due = [(n, fault) for n, (fault, start) in enumerate(self.started) if fault.kind == kind and step >= start]
+        return [(n, fault) for n, fault in due if fault.rank == self.run.rank and self.plan.planted(n) is None]
+
+    def _flip(self, number: int, fault: PlannedFault, step: int, name: str, tensor: Tensor) -> None:
+        element, bit = fault.element % tensor.numel(), fault.bit % (8 * tensor.element_size())
+        self.plan.record(number, step=step, tensor=name, bit=bit)
+        flip_bit(tensor, element, bit)
 
     def on_update(self, step: int) -> None:
         self.updated = step
@@ -129,7 +166,7 @@ class PlantedFaults(StepCallback):
     def _is_past(self, fault: PlannedFault, start: int) -> bool:
         """Return whether the guard took a measure against a fault that does not come again. The measure is recorded
         before it takes effect, so a rank that is killed then, and starts again, finds the same."""
-        returns = fault.kind == "document" or not fault.once
+        returns = fault.kind in STAYS or not fault.once
         return not returns and any(one.first >= start for one in read_measures(self.folder.guard))
 
     # -- which fault comes next --
@@ -161,7 +198,7 @@ class PlantedFaults(StepCallback):
         fault, start = self.started[number]
         if start == NEVER:
             return True
-        if fault.kind == "flip":
+        if fault.kind in BITS:
             planted = self.plan.planted(number)
             return planted is not None and step > planted["step"]
         if fault.once and fault.kind in ("nan", "rate") and not self._is_past(fault, start):

@@ -10,12 +10,20 @@ from pathlib import Path
 from typing import Any
 
 from ingot.drill.fault import DrillFault
-from ingot.drill.guarded import READY, WARM_UP, directed_to_skip, hashes_in_each_step, planted
+from ingot.drill.guarded import (
+    READY,
+    WARM_UP,
+    directed_to_skip,
+    hashes_in_each_step,
+    planted,
+    with_settings,
+)
 from ingot.drill.oracles import read_facts
 from ingot.drill.plan import FaultKind, PlannedFault
 from ingot.drill.shards import SHARD_FAULTS
 from ingot.drill.trial import DrilledRun, Trial
 from ingot.schema import events
+from ingot.schema.alert import UNCHANGED
 from ingot.schema.guard_record import AGAIN, PASS, Measure, read_measures
 from ingot.schema.run import RunConfig
 
@@ -23,6 +31,7 @@ RATE_FACTOR = 50.0  # times optim.lr
 _BITS = 64
 _LARGE = 1 << 40
 _NOT_FINITE = "gradient not finite"
+_STILL = 4  # updates without a change before the alert
 
 
 # -- what a run needs --
@@ -32,6 +41,20 @@ def _hashed(config: RunConfig) -> str:
     if not config.guard.hash_every:
         return "the state of the run is not hashed (guard.hash_every = 0)"
     return "the weights are in files (parallel.offload = 'nvme')" if config.parallel.offload == "nvme" else ""
+
+
+def _computed_twice(config: RunConfig) -> str:
+    """Return why no second rank can compute the gradients of a rank."""
+    if config.parallel.data_ranks <= config.parallel.expert_parts:
+        return "no other rank can compute the same part of the batch (guard.recompute_every)"
+    return _hashed(config)
+
+
+def _alerts(config: RunConfig) -> str:
+    if not config.guard.watches:
+        return f"nothing is watched (guard.preset = '{config.guard.preset}')"
+    least, steps = _still_steps(config) + WARM_UP, config.train.steps
+    return f"it needs {least} steps, and the copy has {steps}" if steps < least else ""
 
 
 def _guarded(config: RunConfig) -> str:
@@ -78,12 +101,24 @@ def _all_of_it(config: RunConfig) -> str:
 # -- faults --
 
 
-def _flip(trial: Trial) -> None:
-    rank, random = trial.any_rank(), trial.random
-    piece, element, bit = random.randrange(_LARGE), random.randrange(_LARGE), random.randrange(_BITS)
-    latest = trial.run.steps - 1
-    fault = PlannedFault(kind="flip", rank=rank, piece=piece, element=element, bit=bit, latest=latest)
-    trial.plant(f"a wrong bit in a weight of rank {rank}", fault)
+def _wrong_bit(kind: FaultKind, where: str) -> Callable[[Trial], None]:
+    def inject(trial: Trial) -> None:
+        rank, random = trial.any_rank(), trial.random
+        piece, element, bit = random.randrange(_LARGE), random.randrange(_LARGE), random.randrange(_BITS)
+        latest = trial.run.steps - 1
+        fault = PlannedFault(kind=kind, rank=rank, piece=piece, element=element, bit=bit, latest=latest)
+        trial.plant(f"a wrong bit in {where} of rank {rank}", fault)
+
+    return inject
+
+
+_flip = _wrong_bit("flip", "a weight")
+
+
+def _still(trial: Trial) -> None:
+    steps = _still_steps(trial.run.config)
+    fault = PlannedFault(kind="still", steps=steps, latest=trial.run.steps - steps)
+    trial.plant(f"no learning rate in {steps} steps", fault)
 
 
 def _not_finite_once(trial: Trial) -> None:
@@ -139,12 +174,14 @@ def _found_in(trial: Trial) -> set[int]:
     return {event["step"] for event in trial.found(events.FINDING)}
 
 
-def _flip_found(trial: Trial) -> str:
+def _flip_found(trial: Trial, kind: FaultKind = "flip") -> str:
     if problem := _not_planted(trial):
         return problem
-    facts, rank = _planted(trial, "flip"), trial.named[0]
+    facts, rank = _planted(trial, kind), trial.named[0]
     damaged = [(e["step"], e["rank"], e["bit"]) for e in trial.found(events.STATE_DAMAGED)]
     right = [(facts["step"], rank, facts["bit"])]
+    if kind == "gradient":  # two ranks compute it, and both are suspects until the steps are trained again
+        damaged = [one for one in damaged if one[1] == rank] if {one[::2] for one in damaged} == {right[0][::2]} else []
     if damaged != right:
         return f"damage (step, rank, bit) {damaged} was reported, not {right}"
     replayed = [(e["verdict"], e["ranks"], e["named"]) for e in trial.found(events.STATE_REPLAYED)]
@@ -154,6 +191,25 @@ def _flip_found(trial: Trial) -> str:
 def _flip_alone_found(trial: Trial) -> str:
     others = _found_in(trial)
     return _flip_found(trial) or (f"the guard found trouble in the steps {sorted(others)}" if others else "")
+
+
+def _gradient_found(trial: Trial) -> str:
+    return _flip_found(trial, "gradient")  # the guard may find the step, too: its gradient is wrong
+
+
+def _moment_found(trial: Trial) -> str:
+    return _flip_found(trial, "moment")
+
+
+def _reported(trial: Trial) -> str:
+    if problem := _not_planted(trial):
+        return problem
+    first, steps = _planted(trial, "still")["step"], _still_steps(trial.run.config)
+    alerts = [event["step"] for event in trial.found(events.ALERT) if event["alert"] == UNCHANGED]
+    if not any(first < step <= first + steps for step in alerts):
+        return f"alerts in the steps {alerts}, and none in the {steps} steps without a learning rate from {first} on"
+    others = _found_in(trial)
+    return f"the guard found trouble in the steps {sorted(others)}" if others or _measures(trial) else ""
 
 
 def _skipped_once(trial: Trial) -> str:
@@ -208,8 +264,21 @@ def _goes_back(times: int) -> Callable[[RunConfig], int]:
     return lambda config: times * (config.guard.proven_steps + _row(config) + 2)
 
 
-def _planted_and_hashed(run: DrilledRun, place: Path) -> DrilledRun:
-    return planted(hashes_in_each_step(run), place)
+def _computed_in_each_step(config: RunConfig) -> dict[str, Any]:
+    return {**hashes_in_each_step(config), "guard.recompute_every": 1}
+
+
+def _still_soon(config: RunConfig) -> dict[str, Any]:
+    return {"guard.still_steps": min(config.guard.still_steps, _STILL)}
+
+
+def _still_steps(config: RunConfig) -> int:
+    """Return the steps without a learning rate: the first look at the weights is after one of them."""
+    return min(config.guard.still_steps, _STILL) + 2 * max(config.watch.log_every, 1)
+
+
+def _planted_with(settings: Callable[[RunConfig], dict[str, Any]]) -> Callable[[DrilledRun, Path], DrilledRun]:
+    return lambda run, place: planted(with_settings(run, settings(run.config)), place)
 
 
 QUIET_FAULTS: tuple[DrillFault, ...] = (
@@ -221,7 +290,30 @@ QUIET_FAULTS: tuple[DrillFault, ...] = (
         saves=1,
         needs=_hashed,
         planted=True,
-        prepare=_planted_and_hashed,
+        prepare=_planted_with(hashes_in_each_step),
+        settings=hashes_in_each_step,
+    ),
+    DrillFault(
+        id="RS20",
+        injects="a wrong bit in a gradient of a rank, before it is reduced",
+        inject=_wrong_bit("gradient", "a gradient"),
+        expects=_gradient_found,
+        saves=1,
+        needs=_computed_twice,
+        planted=True,
+        prepare=_planted_with(_computed_in_each_step),
+        settings=_computed_in_each_step,
+    ),
+    DrillFault(
+        id="RS21",
+        injects="a wrong bit in the optimizer's state of a rank",
+        inject=_wrong_bit("moment", "a moment"),
+        expects=_moment_found,
+        saves=1,
+        needs=_hashed,
+        planted=True,
+        prepare=_planted_with(hashes_in_each_step),
+        settings=hashes_in_each_step,
     ),
     DrillFault(
         id="RS22",
@@ -276,6 +368,19 @@ QUIET_FAULTS: tuple[DrillFault, ...] = (
         planted=True,
         prepare=planted,
         by_size=True,
+        directed=directed_to_skip,
+    ),
+    DrillFault(
+        id="RS24",
+        injects="no learning rate in some steps: an alert, and the run goes on",
+        inject=_still,
+        expects=_reported,
+        intervals=0,
+        room=_still_steps,
+        needs=_alerts,
+        planted=True,
+        prepare=_planted_with(_still_soon),
+        settings=_still_soon,
         directed=directed_to_skip,
     ),
     *SHARD_FAULTS,

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ingot.drill.damage import flip_in_place
 from ingot.drill.fault import DrillFault
-from ingot.drill.guarded import trained_directed, with_settings
+from ingot.drill.guarded import directed_place, trained_directed, with_settings
 from ingot.drill.oracles import RunFacts
 from ingot.drill.trial import DrilledRun, Trial
 from ingot.errors import DataError
@@ -78,7 +78,8 @@ def _flip_and_go_on(trial: Trial) -> None:
     _flip(trial, quiet=True)
 
 
-def _repair(trial: Trial) -> None:
+def repair(trial: Trial) -> None:
+    """Make the damaged shard of a copy whole again."""
     shard, byte = _place_of(trial.run)
     flip_in_place(tokens_of(trial.folder.root) / f"{shard}.tokens", byte, 0)
     trial.output.say("  repaired   the shard is whole again")
@@ -107,10 +108,10 @@ def _left_out(trial: Trial) -> str:
 
 def _directed(trial: Trial) -> RunFacts | None:
     """Train a copy on sound tokens whose record of damage is there from its start."""
-    place = trial.folder.root.with_name(f"{trial.folder.root.name}-directed")
+    place = directed_place(trial.folder.root)
     place.mkdir()
     write_quarantine(RunFolder(place).quarantine, read_quarantine(trial.folder.quarantine))
-    _repair(trial)
+    repair(trial)
     return trained_directed(trial, trial.run, place)
 
 
@@ -126,10 +127,10 @@ SHARD_FAULTS: tuple[DrillFault, ...] = (
         inject=_flip_and_stop,
         expects=_named,
         codes=frozenset({DataError.exit_code}),
-        repair=_repair,
+        repair=repair,
         room=lambda config: config.data.prefetch + 3,
         needs=_reads_late,
-        soaks=False,
+        one_of="shards",
         prepare=_stops,
     ),
     DrillFault(
@@ -137,10 +138,11 @@ SHARD_FAULTS: tuple[DrillFault, ...] = (
         injects="a wrong bit in a token shard: it goes on without that block",
         inject=_flip_and_go_on,
         expects=_left_out,
+        repair=repair,
         intervals=0,
         room=lambda config: config.data.prefetch + 3,
         needs=_reads_late,
-        soaks=False,
+        one_of="shards",
         prepare=_leaves_out,
         directed=_directed,
     ),

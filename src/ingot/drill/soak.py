@@ -16,15 +16,17 @@ from statistics import median
 from ingot.drill.copied import DrillCopy
 from ingot.drill.drill import copied_steps, remove_copy, write_result
 from ingot.drill.fault import DrillFault, can_have
-from ingot.drill.guarded import hashes_in_each_step, planted, train_guarded
+from ingot.drill.guarded import directed_place, directed_to_skip, planted, train_guarded, with_settings
 from ingot.drill.leaks import Growth
-from ingot.drill.oracles import Verdicts
+from ingot.drill.oracles import RunFacts, Verdicts, read_facts
+from ingot.drill.plan import STAYS
 from ingot.drill.reference import train_reference
 from ingot.drill.trial import DrillOutput, Trial
 from ingot.drill.undisturbed import DrillReference
 from ingot.errors import ConfigError, UsageError
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.schema.quarantine_record import read_quarantine
 from ingot.schema.run_folder import RunFolder
 from ingot.units import format_seconds, parse_seconds
 
@@ -91,6 +93,7 @@ class Soak:
         self._end = time.monotonic() + seconds
         self._next = time.monotonic() + self._wait()
         self._last: DrillFault | None = None
+        self._of_round, self._unrepaired = self._kinds, list[DrillFault]()
         self.verdicts, self.growth, self.faults = verdicts or Verdicts(), Growth(), Counter[str]()
         self.rounds, self.seconds, self.useful = 0, 0.0, 0.0
 
@@ -109,16 +112,20 @@ class Soak:
             if not self.play_round(root):
                 return root
             remove_copy(root)
+            remove_copy(directed_place(root))
         return None
 
     def play_round(self, root: Path) -> bool:
         """Train one copy to its end in the folder `root`, with the faults that come, and judge it. Returns whether all
         was right."""
         self.rounds += 1
-        began, found, name = time.monotonic(), sum(map(len, self.verdicts.wrong.values())), f"round {self.rounds}"
+        began, found, name = time.monotonic(), self.verdicts.findings, f"round {self.rounds}"
         run, codes = self._reference.run, set[int]()
-        if any(fault.planted for fault in self._kinds):
+        self._of_round, self._unrepaired = self._drawn(), []
+        if any(fault.planted for fault in self._of_round):
             run = planted(run, root)
+        for fault in self._of_round:
+            run = fault.prepare(run, root) if fault.one_of else run
         with Trial(run, root, self._random, self.verdicts, output=self._output, name=name) as trial:
             trial.start()
             reached: list[int] = []  # the highest step at each fault
@@ -129,17 +136,46 @@ class Soak:
                 code = trial.finish()
                 if code == run.done_code and trial.step >= run.steps:
                     break
-                trial.judge_end(code, codes)
-                if sum(map(len, self.verdicts.wrong.values())) > found:
+                trial.judge_end(code, codes.union(*(fault.codes for fault in self._unrepaired)))
+                if self.verdicts.findings > found:
                     break
+                self._repair(trial, code)
                 codes = set()
                 trial.start()
             self.seconds += time.monotonic() - began
             times = max(len(trial.recoveries), 1)
-            more = max((fault.more_redone(run.config) for fault in self._kinds), default=0)
-            trial.judge_recovered(self._reference.facts, trial.most_redone(2 * times) + more * times)
+            more = max((fault.more_redone(run.config) for fault in self._of_round), default=0)
+            most = trial.most_redone(2 * times) + more * times
+            facts = self._expected(trial) if self.verdicts.findings == found else self._reference.facts
+            if facts is not None:
+                trial.judge_recovered(facts, most)
         self.useful += useful_seconds(trial.folder, run.steps)
-        return sum(map(len, self.verdicts.wrong.values())) == found
+        return self.verdicts.findings == found
+
+    def _drawn(self) -> list[DrillFault]:
+        """Return the faults that a round may have: of those that need settings of their own, one of each kind."""
+        names = dict.fromkeys(fault.one_of for fault in self._kinds if fault.one_of)
+        one_of = [self._random.choice([one for one in self._kinds if one.one_of == name]) for name in names]
+        return [fault for fault in self._kinds if not fault.one_of or fault in one_of]
+
+    def _repair(self, trial: Trial, code: int) -> None:
+        """Undo the damage by which the command ended with `code`."""
+        for fault in [one for one in self._unrepaired if code in one.codes]:
+            fault.repair(trial)
+            self._unrepaired.remove(fault)
+
+    def _expected(self, trial: Trial) -> RunFacts | None:
+        """Return the facts of the undisturbed run; or, if the copy trained otherwise than it, those of a second copy
+        that is directed to do so from its start, None if that failed."""
+        faults, starts = trial.plan.faults(), trial.plan.starts()
+        stays = any(faults[number].kind in STAYS for number in starts)
+        untrained = read_facts(trial.folder).untrained != self._reference.facts.untrained
+        record = read_quarantine(trial.folder.quarantine)
+        if not (stays or untrained or record):
+            return self._reference.facts
+        for fault in self._unrepaired:
+            fault.repair(trial)
+        return directed_to_skip(trial, record)
 
     def _is_due(self, trial: Trial, reached: Sequence[int]) -> bool:
         assert trial.launcher is not None
@@ -150,7 +186,8 @@ class Soak:
 
     def _inject(self, trial: Trial, reached: list[int]) -> frozenset[int]:
         """Wait until a random fault can come, and inject it. Returns the exit codes with which the command may end."""
-        fault = self._random.choice([one for one in self._kinds if one is not self._last] or self._kinds)
+        able = [one for one in self._of_round if one not in self._unrepaired]
+        fault = self._random.choice([one for one in able if one is not self._last] or able)
         if not trial.follow(lambda: can_have(fault, trial)):
             return frozenset()
         reached.append(trial.reached)
@@ -158,6 +195,7 @@ class Soak:
         fault.inject(trial)
         self._last, self._next = fault, time.monotonic() + self._wait()
         self.faults[fault.id] += 1
+        self._unrepaired += [fault] if fault.one_of else []
         return fault.codes
 
     def result(self) -> dict:
@@ -183,10 +221,12 @@ def soaked(
     """
     config = copied_steps(reference)
     kinds = [fault for fault in faults if fault.soaks and not fault.needs(config)]
+    settings = {key: value for fault in kinds for key, value in fault.settings(config).items()}
+    if "guard.hash_every" in settings:
+        settings["guard.max_damages"] = 0  # as many as come
+    reference = replace(reference, run=with_settings(reference.run, settings))
     if any(fault.by_size for fault in kinds):
-        return kinds, train_guarded(reference, root, output)
-    if any(fault.planted for fault in kinds):
-        return kinds, replace(reference, run=hashes_in_each_step(reference.run))
+        reference = train_guarded(reference, root, output)
     return kinds, reference
 
 

@@ -14,7 +14,7 @@ from typing import Protocol
 from ingot.drill.clean import o7, shared_memory
 from ingot.drill.job import DEADLINE_SECONDS, END_SECONDS, TrainingJob, gone_within, send
 from ingot.drill.oracles import Recovery, RunFacts, Trace, Verdicts, o1, o2, o3, read_facts, redone
-from ingot.drill.plan import FaultPlan, PlannedFault
+from ingot.drill.plan import BITS, FaultPlan, PlannedFault
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog, NewEvents, read_events
 from ingot.schema import events
@@ -229,7 +229,7 @@ class Trial:
 
     def plant(self, what: str, fault: PlannedFault) -> None:
         """FaultPlan a fault in the ranks, which comes with the next step that is free. what: for people."""
-        self.injects(what, [fault.rank] if fault.kind == "flip" else (), quiet=True)
+        self.injects(what, [fault.rank] if fault.kind in BITS else (), quiet=True)
         self.planned.append(self.plan.add(fault))
 
     def signal_ranks(self, number: signal.Signals, ranks: Iterable[int]) -> None:

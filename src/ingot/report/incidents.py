@@ -60,7 +60,7 @@ def incident_of(event: Mapping[str, Any], step: int) -> Incident | None:
 def _of_guard(kind: str) -> Severity:
     if kind in (kinds.STATE_DAMAGED, kinds.ROLLED_BACK):
         return "bad"
-    return "info" if kind in (kinds.LISTED, kinds.STATE_REPLAYED) else "warn"
+    return "info" if kind in (kinds.LISTED, kinds.STATE_REPLAYED, kinds.GUARD_REPLAYED) else "warn"
 
 
 def _fault(event: Mapping[str, Any]) -> str:

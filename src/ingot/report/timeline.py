@@ -12,7 +12,7 @@ from typing import Any
 from ingot.schema import events as kinds
 from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import described, deviations_text, measure_of
+from ingot.schema.guard_record import described, deviations_text, measure_of, retrained_text
 from ingot.schema.step_ranges import steps_text
 from ingot.units import counted
 
@@ -197,6 +197,7 @@ _TEXTS = {
     kinds.SKIPPED: _skipped,
     kinds.PASSED: _passed,
     kinds.GUARD: lambda event: f"guard: {described(measure_of(event))}",
+    kinds.GUARD_REPLAYED: lambda event: f"guard: {retrained_text(event['first'], event['last'], event['verdict'])}",
     kinds.ALERT: lambda event: f"alert: {alert_text(alert_of(event))}",
     kinds.QUARANTINED: _quarantined,
     kinds.LISTED: _listed,
@@ -208,4 +209,4 @@ _TEXTS = {
     kinds.REWOUND: _rewound,
 }
 KINDS = frozenset(_TEXTS)
-_STEP_OF = {kinds.GUARD: "last", kinds.ROLLED_BACK: "from_step"}
+_STEP_OF = {kinds.GUARD: "last", kinds.GUARD_REPLAYED: "last", kinds.ROLLED_BACK: "from_step"}

@@ -48,6 +48,8 @@ count from 1: step n is the n-th optimizer step.
   guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
                  were skipped), skipped (of them; 0: all), found [kinds], lr_factor, clip_factor, lr_last, lr
                  (schema/guard_record.py)                             the guard took a measure
+  guard_replayed  first, last (the steps that were trained again), found [kinds] (the first time), verdict ("data": they
+                 hurt again; "hardware": nothing was found)           after the measure "again"
   guard_asked    first, last, found [kinds], until (Unix seconds)     the run waits for a person (guard_answer.py)
   alert          alert (its kind), step, since (the first step that shows it), value, limit, places [ranks or layers],
                  cause ("": not known)                                what many steps show (trainer/guard/alerts.py)
@@ -159,6 +161,7 @@ SKIPPED = "skipped"
 PASSED = "passed"
 FINDING = "finding"
 GUARD = "guard"
+GUARD_REPLAYED = "guard_replayed"
 GUARD_ASKED = "guard_asked"
 SANITY = "sanity"
 ALERT = "alert"

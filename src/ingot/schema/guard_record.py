@@ -16,6 +16,7 @@ from ingot.schema.step_ranges import StepSpan, merged
 from ingot.storage import write_json
 
 Action = Literal["again", "pass", "earlier", "lower", "accept", "stop"]
+RetrainVerdict = Literal["data", "hardware"]  # of steps that were trained again: found again, or not
 AGAIN: Action = "again"
 PASS: Action = "pass"
 EARLIER: Action = "earlier"
@@ -117,6 +118,14 @@ def described(measure: Measure) -> str:
         STOP: "the run stops",
     }
     return f"{steps}: {', '.join(measure.found)}; {done[measure.action]}"
+
+
+def retrained_text(first: int, last: int, verdict: RetrainVerdict) -> str:
+    """Return a sentence for people about the steps first..last, which were trained again."""
+    steps = f"step {first}" if first == last else f"steps {first}-{last}"
+    if verdict == "data":
+        return f"{steps}: the same was found when they were trained again: of their data or of the weights before them"
+    return f"{steps}: nothing was found when they were trained again: a fault of the hardware, or of chance"
 
 
 def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:

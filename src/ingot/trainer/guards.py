@@ -34,7 +34,7 @@ from ingot.trainer.heldout import Heldout
 from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.integrity.samples import GradientSamples
 from ingot.trainer.integrity.watch import StateHashes
-from ingot.trainer.log import log_measure
+from ingot.trainer.log import log_measure, log_retrained
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.question import ask_person
 
@@ -66,6 +66,7 @@ def policy_of(
         record = lambda taken: from_rank_zero(lambda: write_measures(folder.guard, taken))  # noqa: E731
         report = partial(log_measure, log, say)
         ladder = Ladder(config.guard, folder, judge, measures, record, report, config.optim.lr)
+        ladder.retrained = partial(log_retrained, log, say)
         answer: Action | None = from_rank_zero(lambda: _answer(folder, measures))
         if answer is not None:
             ladder.answer(answer)

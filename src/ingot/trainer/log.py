@@ -20,7 +20,7 @@ from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import Measure, described, deviations_text
+from ingot.schema.guard_record import Measure, RetrainVerdict, described, deviations_text, retrained_text
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -167,6 +167,14 @@ def log_measure(log: Callable[..., None], say: Callable[[str], None], measure: M
     """Write a measure of the guard, and a line."""
     log(events.GUARD, **asdict(measure))
     say(f"guard     {described(measure)}")
+
+
+def log_retrained(
+    log: Callable[..., None], say: Callable[[str], None], measure: Measure, verdict: RetrainVerdict
+) -> None:
+    """Write what the steps of a measure show that were trained again, and a line."""
+    log(events.GUARD_REPLAYED, first=measure.first, last=measure.last, found=measure.found, verdict=verdict)
+    say(f"guard     {retrained_text(measure.first, measure.last, verdict)}")
 
 
 def log_start_times(trainer: RunParts, phases: dict[str, float | None]) -> None:

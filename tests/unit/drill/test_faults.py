@@ -131,7 +131,7 @@ def test_rows_are_chosen_by_the_ids_of_the_board(run_file):
     config = load_run(run_file)
     alone = replace(config, parallel=replace(config.parallel, dp_shard=1))
     left_out = {fault.id for fault in FAULTS if fault.needs(alone)}
-    assert left_out == {"RS03 all", "RS06 all", "RS07 node", "RS15"}
+    assert left_out == {"RS03 all", "RS06 all", "RS07 node", "RS15", "RS20"}
     often = replace(config, checkpoint=replace(config.checkpoint, every_steps=2))
     assert {fault.id for fault in FAULTS if fault.needs(often)} == {"RS07 memory", "RS07 node", "RS15"}
     background = replace(config, checkpoint=replace(config.checkpoint, mode="async"))

@@ -372,7 +372,8 @@ def test_a_run_that_cannot_have_a_fault_leaves_it_out(run_file):
 
     sizes = {"RS23", "RS23 together"}
     assert left_out() == set()
-    assert left_out(guard={"hash_every": 0}) == {"RS19", "RS23 together"}
+    assert left_out(guard={"hash_every": 0}) == {"RS19", "RS20", "RS21", "RS23 together"}
+    assert left_out(guard={"preset": "off"}) == {"RS22", "RS22 row", "RS24"} | sizes
     assert left_out(guard={"preset": "watch"}) == {"RS22", "RS22 row"} | sizes
     assert left_out(train={"precision": "fp16"}) == {"RS22", "RS22 row"} | sizes
     assert left_out(train={"steps": 20}) == {"RS23 together"}

@@ -107,7 +107,10 @@ def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     assert text_of([lost]) == ["8 metrics of rank 3: 1,200 rows dropped, more may follow: slow"]
     back = {"kind": "rewound", "time": 1.0, "step": 8, "set_aside": [12, 16], "folder": "set-aside/0001"}
     assert "to the checkpoint of step 8; newer ones are set aside by the user: steps 12, 16" in text_of([back])[0]
-    assert {event["kind"] for event in (*troubled(1.0), lists, lost, back)} == KINDS - {"alert", "quarantined"}
+    again = {"kind": "guard_replayed", "time": 1.0, "first": 8, "last": 10, "found": ["x"], "verdict": "hardware"}
+    assert "steps 8-10: nothing was found when they were trained again" in text_of([again])[0]
+    assert "of their data" in text_of([again | {"verdict": "data"}])[0]
+    assert {event["kind"] for event in (*troubled(1.0), lists, lost, back, again)} == KINDS - {"alert", "quarantined"}
 
 
 def steps(clock, first, last, begin):

@@ -30,6 +30,7 @@ from ingot.schema.guard_record import (
     Action,
     GuardState,
     Measure,
+    RetrainVerdict,
     with_those_of,
 )
 from ingot.schema.run_folder import RunFolder
@@ -48,7 +49,8 @@ class Ladder:
     folder: of the run. measures: those of its record. judge: gets a new window when a level is accepted. record: called
     on every rank with all measures after each new one, before it takes effect. report: called with each new one. lr:
     optim.lr of the run. ask: asks a person for the measure in place of one that stops the run, or returns None if the
-    run is to stop otherwise.
+    run is to stop otherwise. retrained: called with a measure that let steps be trained again, and what they show:
+    "data" if they hurt again, "hardware" if not.
     """
 
     def __init__(
@@ -65,6 +67,8 @@ class Ladder:
         self._changed_after = 0
         self._judge, self._record, self._report = judge, record, report
         self.ask: Callable[[Measure], Action | None] | None = None
+        self.retrained: Callable[[Measure, RetrainVerdict], None] | None = None
+        self._sound_again: Measure | None = None  # the last measure whose steps were sound when trained again
         self._row: list[int] = []
         self._found: set[str] = set()
         self._skipped: dict[int, tuple[str, ...]] = {}  # the last skipped steps, and what was found in each
@@ -76,6 +80,7 @@ class Ladder:
         `in_a_row` skipped steps of a row, or `most_skipped` of the last `calm_steps`."""
         for numbers in line:
             self._age(numbers.step)
+            self._judge_again(numbers)
             if not (numbers.skipped and numbers.finding):
                 self._row, self._found = [], set()
                 continue
@@ -88,6 +93,20 @@ class Ladder:
                 self._due = self._next_measure(self._row, self._found)
             elif len(self._skipped) >= self.guard.most_skipped:
                 self._due = self._next_measure(list(self._skipped), {*chain(*self._skipped.values())})
+
+    def _judge_again(self, numbers: StepNumbers) -> None:
+        """Report the last measure if it let steps be trained again, of which this is the last one, and all were
+        sound."""
+        taken = self.measures[-1] if self.measures else None
+        if taken is None or taken.action != AGAIN or numbers.step != taken.last or taken is self._sound_again:
+            return
+        if not numbers.skipped and not any(taken.first <= step <= taken.last for step in self._skipped):
+            self._sound_again = taken
+            self._report_again(taken, "hardware")
+
+    def _report_again(self, taken: Measure, verdict: RetrainVerdict) -> None:
+        if self.retrained is not None:
+            self.retrained(taken, verdict)
 
     def _age(self, step: int) -> None:
         """Forget the skipped steps that are `calm_steps` before `step`."""
@@ -112,6 +131,9 @@ class Ladder:
         self._take(self._measure(action, question.first, question.last, question.found, question.skipped))
 
     def _take(self, measure: Measure) -> None:
+        taken = self.measures[-1] if self.measures else None
+        if taken is not None and taken.action == AGAIN and measure.first <= taken.last and taken.first <= measure.last:
+            self._report_again(taken, "data")
         self.measures.append(measure)
         self._record(self.measures)
         self._report(measure)

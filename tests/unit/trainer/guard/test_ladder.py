@@ -106,6 +106,16 @@ def test_measures_are_taken_one_after_the_other(tmp_path):
         ask(ladder, 70, "xxx")
 
 
+@pytest.mark.parametrize(("pattern", "verdicts"), [("...", ["hardware"]), ("xxx", ["data"]), ("x..", [])])
+def test_steps_that_were_trained_again_show_if_their_data_or_the_hardware_hurt(tmp_path, pattern, verdicts):
+    ladder, found = ladder_of(tmp_path), []
+    ladder.retrained = lambda taken, verdict: found.append((taken.first, taken.last, verdict))
+    ask(ladder, 20, "xxx")
+    for first in (15, 15):  # the second time, after damage for example
+        ask(ladder, first, f".....{pattern}")
+    assert found[: len(verdicts)] == [(20, 22, verdict) for verdict in verdicts] and len(found) == len(verdicts)
+
+
 def trained(ladder, is_bad, steps=3000):
     """Return the number of steps that were trained, again too, until the ladder ended it or `steps` was over."""
     step = tried = 0
