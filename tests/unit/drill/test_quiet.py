@@ -72,7 +72,23 @@ def test_a_flipped_bit_is_named_with_its_step_rank_and_verdict(trial):
     assert "found trouble in the steps [7]" in expects(with_plan(trial(DAMAGED, REPLAYED, NAN), "flip"))
 
 
-@pytest.mark.parametrize("name", ["RS19", "RS22", "RS22 row", "RS23", "RS23 together"])
+def test_wrong_gradients_and_moments_are_named_and_no_learning_rate_is_reported(trial):
+    wrong, moment, still = (fault_of(name).expects for name in ("RS20", "RS21", "RS24"))
+    both = [DAMAGED, DAMAGED | {"rank": 0}]  # both computed it
+    assert wrong(with_plan(trial(*both, REPLAYED), "gradient")) == ""
+    assert wrong(with_plan(trial(DAMAGED, REPLAYED), "gradient")) == ""
+    assert "was reported, not" in wrong(with_plan(trial(*both, DAMAGED | {"step": 9}, REPLAYED), "gradient"))
+    assert "the replay says" in wrong(with_plan(trial(*both), "gradient"))
+    assert moment(with_plan(trial(DAMAGED, REPLAYED), "moment")) == ""
+    assert "was reported, not" in moment(with_plan(trial(*both, REPLAYED), "moment"))
+    alert = {"kind": "alert", "alert": "weights unchanged", "step": 12}
+    assert still(with_plan(trial(alert), "still")) == ""
+    for other in ({"alert": "plateau"}, {"step": 7}, {"step": 99}):
+        assert "without a learning rate" in still(with_plan(trial(alert | other), "still"))
+    assert "found trouble" in still(with_plan(trial(alert, NAN), "still"))
+
+
+@pytest.mark.parametrize("name", ["RS19", "RS20", "RS21", "RS22", "RS22 row", "RS23", "RS23 together", "RS24"])
 def test_a_fault_that_was_not_planted_is_red(trial, name):
     one = trial(DAMAGED, REPLAYED, NAN)
     assert "it was not injected" in fault_of(name).expects(one)  # nothing was planned
@@ -289,6 +305,42 @@ def test_a_bit_flips_once_after_a_step_of_the_same_attempt(tmp_path, config, mon
     assert [rank.step(n) for n in (2, 3, 4)] == ["", "flip", ""]  # its state was not hashed before step 2
     assert plan.planted(0) == {"step": 3, "tensor": "w", "bit": 3}
     assert [_Rank(run.root, config, monkeypatch, rank=1).step(n) for n in (3, 4)] == ["", ""]
+
+
+def test_bits_of_gradients_and_moments_flip_once_on_their_rank(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    plan = FaultPlan(run.root)
+    plan.add(PlannedFault(kind="gradient", rank=1, element=33, bit=35))
+    rank, other = _Rank(run.root, config, monkeypatch, rank=1), _Rank(run.root, config, monkeypatch, rank=0)
+    assert other.step(1) == ""
+    rank = _Rank(run.root, config, monkeypatch, rank=1)
+    buffer = torch.ones(40)
+    for step in (1, 2, 2):
+        rank.faults.on_own_gradients(step, buffer)
+    assert torch.nonzero(buffer != 1).tolist() == [[1]] and plan.planted(0) == {
+        "step": 2,
+        "tensor": "gradient",
+        "bit": 3,
+    }
+    plan.add(PlannedFault(kind="moment", rank=1, element=1, bit=2))
+    moments = {"w": {"step": torch.ones(1), "m": torch.ones(4), "v": torch.ones(4)}}
+    monkeypatch.setattr(planted, "_changes", [SimpleNamespace(optimizer=SimpleNamespace(moments=lambda: moments))])
+    assert other.step(3) == "" and plan.starts() == {0: 2, 1: 4}
+    rank = _Rank(run.root, config, monkeypatch, rank=1)
+    assert [rank.step(n) for n in (3, 4)] == ["", ""]
+    assert plan.planted(1) == {"step": 4, "tensor": "v.w", "bit": 2}
+    assert torch.equal(moments["w"]["m"], torch.ones(4)) and int((moments["w"]["v"] != 1).sum()) == 1
+
+
+def test_steps_without_a_learning_rate_have_none_each_time(tmp_path, config, monkeypatch):
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    plan, rank = FaultPlan(run.root), _Rank(run.root, config, monkeypatch)
+    plan.add(PlannedFault(kind="still", steps=2))
+    assert [rank.step(n) for n in (1, 2, 3, 4)] == ["", "rate", "rate", ""]
+    assert [rank.faults.on_rate(n, 0.1) for n in (1, 2, 3, 4)] == [0.1, 0.0, 0.0, 0.1]
+    assert [_Rank(run.root, config, monkeypatch).step(n) for n in (2, 3, 4)] == ["rate", "rate", ""]
 
 
 def test_a_fault_comes_neither_before_the_guard_knows_enough_nor_too_late(tmp_path, config, monkeypatch):
