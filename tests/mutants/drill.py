@@ -204,6 +204,35 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_QUIET}test_a_flipped_bit_is_named_with_its_step_rank_and_verdict",),
     ),
     Mutant(
+        name="soak-compared-with-another-run",
+        what="a copy that left out a damaged block is compared with a run that did not",
+        file="drill/soak.py",
+        before="if not (stays or untrained or record):",
+        after="if not (stays or untrained):",
+        tests=(
+            "tests/unit/drill/test_soak.py::test_a_copy_that_trained_otherwise_is_compared_with_one_that_is_directed_to",
+        ),
+    ),
+    Mutant(
+        name="soak-damage-repaired-too-early",
+        what="a damaged shard is repaired before the run has stopped because of it",
+        file="drill/soak.py",
+        before="for fault in [one for one in self._unrepaired if code in one.codes]:",
+        after="for fault in [*self._unrepaired]:",
+        tests=(
+            "tests/unit/drill/test_soak.py::"
+            "test_a_round_has_one_of_the_faults_that_need_their_own_settings_until_its_damage_is_repaired",
+        ),
+    ),
+    Mutant(
+        name="drill-wrong-gradient-of-another-step",
+        what="a gradient may be reported as wrong in another step than that of the flip",
+        file="drill/quiet.py",
+        before="if {one[::2] for one in damaged} == {right[0][::2]} else []",
+        after="if damaged else []",
+        tests=(f"{_QUIET}test_wrong_gradients_and_moments_are_named_and_no_learning_rate_is_reported",),
+    ),
+    Mutant(
         name="drill-nan-for-ever",
         what="NaN comes again when its steps are trained again",
         file="drill/planted.py",

@@ -28,6 +28,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/guard/test_guarded_runs.py::test_passed_steps_show_as_such_and_have_no_numbers",),
     ),
     Mutant(
+        name="hardware-blamed-for-data",
+        what="steps that were trained again and skipped again count as a fault of the hardware",
+        file="trainer/guard/ladder.py",
+        before="if not numbers.skipped and not any(taken.first <= step <= taken.last for step in self._skipped):",
+        after="if True:",
+        tests=(f"{_LADDER}::test_steps_that_were_trained_again_show_if_their_data_or_the_hardware_hurt",),
+    ),
+    Mutant(
         name="spikes-in-the-window",
         what="a spike becomes part of what later steps are compared with",
         file="trainer/guard/step_judge.py",

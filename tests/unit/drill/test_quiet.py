@@ -77,7 +77,7 @@ def test_wrong_gradients_and_moments_are_named_and_no_learning_rate_is_reported(
     both = [DAMAGED, DAMAGED | {"rank": 0}]  # both computed it
     assert wrong(with_plan(trial(*both, REPLAYED), "gradient")) == ""
     assert wrong(with_plan(trial(DAMAGED, REPLAYED), "gradient")) == ""
-    assert "was reported, not" in wrong(with_plan(trial(*both, DAMAGED | {"step": 9}, REPLAYED), "gradient"))
+    assert "was reported, not" in wrong(with_plan(trial(*both, DAMAGED | {"rank": 0, "step": 9}, REPLAYED), "gradient"))
     assert "the replay says" in wrong(with_plan(trial(*both), "gradient"))
     assert moment(with_plan(trial(DAMAGED, REPLAYED), "moment")) == ""
     assert "was reported, not" in moment(with_plan(trial(*both, REPLAYED), "moment"))

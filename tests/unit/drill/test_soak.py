@@ -3,14 +3,22 @@
 import json
 import os
 import socket
+from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from tests.expect import refused
 
-from ingot.drill import leaks
+from ingot.drill import leaks, soak
+from ingot.drill.faults import FAULTS
 from ingot.drill.leaks import Growth
-from ingot.drill.soak import soak_lines, soak_times, useful_seconds
+from ingot.drill.plan import PlannedFault
+from ingot.drill.soak import Soak, soak_lines, soak_times, useful_seconds
+from ingot.drill.trial import Silence
+from ingot.schema.quarantine_record import Quarantined, write_quarantine
 from ingot.schema.run_folder import RunFolder
+
+REFERENCE = SimpleNamespace(run=None, facts=SimpleNamespace(untrained=frozenset()))
 
 
 def test_durations_and_times_between_faults():
@@ -50,6 +58,39 @@ def test_memory_has_one_slope_over_all_lives():
     for second in range(40):
         growth.add("c", second, round(10e6 + second * 6e4), 10, 0)
     assert "memory grows by 1.60 MB per minute" in growth.problem()
+
+
+def test_a_round_has_one_of_the_faults_that_need_their_own_settings_until_its_damage_is_repaired():
+    session = Soak(REFERENCE, FAULTS, Silence(), seconds=60.0, every=5.0, seed=1)
+    drawn, repaired = session._drawn(), []
+    assert len(drawn) == len(FAULTS) - 1 and [one.id[:4] for one in drawn if one.one_of] == ["RS25"]
+    stops = replace(next(one for one in FAULTS if one.id == "RS25"), repair=repaired.append)
+    session._unrepaired = [stops]
+    session._repair("trial", -9)
+    assert session._unrepaired == [stops] and not repaired  # a killed command has not read the damage yet
+    session._repair("trial", *stops.codes)
+    assert session._unrepaired == [] and repaired == ["trial"]
+
+
+def test_a_copy_that_trained_otherwise_is_compared_with_one_that_is_directed_to(tmp_path, monkeypatch):
+    session, folder = Soak(REFERENCE, FAULTS, Silence(), seconds=60.0, every=5.0, seed=1), RunFolder(tmp_path)
+    facts = {"untrained": frozenset()}
+    monkeypatch.setattr(soak, "read_facts", lambda folder: SimpleNamespace(**facts))
+    monkeypatch.setattr(soak, "directed_to_skip", lambda trial, record: ("directed", record))
+    planned = [PlannedFault(kind="flip"), PlannedFault(kind="still")]
+
+    def expected(*started):
+        plan = SimpleNamespace(faults=lambda: planned, starts=lambda: dict.fromkeys(started, 3))
+        return session._expected(SimpleNamespace(plan=plan, folder=folder))
+
+    assert expected() is expected(0) is REFERENCE.facts
+    assert expected(0, 1) == ("directed", ())
+    facts["untrained"] = frozenset({4})
+    assert expected(0) == ("directed", ())
+    facts["untrained"] = frozenset()
+    record = (Quarantined(step=3, shard="a", blocks_sha256="0" * 64, begin=0, end=8, code="E-SHARD-HASH"),)
+    write_quarantine(folder.quarantine, record)
+    assert expected() == ("directed", record)
 
 
 def test_short_lives_have_no_slope():
