@@ -1,70 +1,23 @@
 """An S3 server for tests, in memory, with faults by script: one bucket, path style, any credentials.
 
-It enforces `If-None-Match: *` and gives the tags of S3 (the MD5 of an object; for a multipart upload the MD5 of the
-MD5s of its parts). Real stores fail as the faults do; docs/design/checkpoints.md has the table.
+It enforces `If-None-Match: *`, compares each body with the hash that its client signed, and gives the tags of S3 (the
+MD5 of an object; for a multipart upload the MD5 of the MD5s of its parts). Real stores fail as the faults do;
+docs/design/checkpoints.md has the table.
 """
 
-import contextlib
 import hashlib
 import re
-import socket
-import struct
-import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import NamedTuple
-from urllib.parse import parse_qs, unquote, urlsplit
 from xml.sax.saxutils import escape, unescape
+
+from tests.http_faults import Fault as Fault
+from tests.http_faults import FaultyHandler, FaultyServer, changed, error_of, md5, xml_of
 
 BUCKET = "bucket"
 SECRET = "s3cr3t-of-the-tests"
 KEY = "AKIA0123456789TESTS0"
-REFUSALS = {
-    "403": (403, "AccessDenied"),
-    "404": (404, "NoSuchBucket"),
-    "429": (429, "TooManyRequests"),
-    "500": (500, "InternalError"),
-    "503": (503, "SlowDown"),
-}
-# What a fault can do, other than a refusal.
-DEEDS = {
-    "reset": "the connection is reset in the middle of a body, of the answer to a GET and of the request otherwise",
-    "silent": "no answer for `seconds`, then the connection is closed",
-    "wrong-tag": "the answer has the tag of another object",
-    "other-bytes": "the object is stored with one wrong bit, and its tag is that of the wrong bytes",
-    "lost-answer": "the request is executed, but the connection is reset before the answer",
-    "stale": "a listing does not show the last `changes` changes",
-    "kill-before": "the server's `kill` is called instead of the request, then the connection is reset",
-    "kill-after": "the request is executed, and the server's `kill` is called before the connection is reset",
-    "error-in-200": "the end of a multipart upload is not executed: an error in the body of a 200",
-}
-
-
-@dataclass(kw_only=True)
-class Fault:
-    """A fault of the requests that match, from the match number `at` on, `times` times.
-
-    do: a key of REFUSALS or DEEDS. call: pattern of "METHOD key"; "LIST prefix" for listings, "BEGIN key", "PART key"
-    and "END key" for the requests of a multipart upload. seconds: of Retry-After or of silence.
-    """
-
-    do: str
-    call: str = "*"
-    at: int = 1
-    times: int = 1
-    seconds: float = 0.0
-    changes: int = 1
-    matched: int = 0
-
-    def hits(self, call: str) -> bool:
-        """Count `call` if it matches. Returns whether it fails."""
-        if not fnmatchcase(call, self.call):
-            return False
-        self.matched += 1
-        return self.at <= self.matched < self.at + self.times
+_SHA256 = re.compile("[0-9a-f]{64}")
 
 
 class Stored(NamedTuple):
@@ -75,72 +28,23 @@ class Stored(NamedTuple):
     modified: str
 
 
-class S3Server:
-    """A server on a free port of this machine, from `with` to its end. calls: what was asked, in order.
-
-    kill: whom the faults that kill end, a client or this server itself.
-    """
+class S3Server(FaultyServer):
+    """A server of the bucket BUCKET on a free port of this machine, from `with` to its end."""
 
     handler: "type[Handler]"
 
     def __init__(self, *faults: Fault, page: int = 1000):
-        self.faults, self.page = list(faults), page
+        self.page = page
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, dict[int, Stored]] = {}
-        self.calls: list[str] = []
-        self.failed: list[str] = []
-        self.lock = threading.Lock()
         self.history: list[dict[str, Stored]] = [{}]
-        self.kill: Callable[[], None] = lambda: None
-        self.connections: set[socket.socket] = set()
-        self.ended = threading.Event()
-        self._http = self._listening(0)
-
-    def _listening(self, port: int) -> ThreadingHTTPServer:
-        http = ThreadingHTTPServer(("127.0.0.1", port), type("Handler", (self.handler,), {"s3": self}))
-        http.daemon_threads, http.block_on_close = True, False
-        return http
-
-    def _serve(self) -> None:
-        threading.Thread(target=self._http.serve_forever, args=(0.02,), daemon=True).start()
-
-    def __enter__(self) -> "S3Server":
-        self._serve()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.ended.set()
-        self._http.shutdown()
-        self._http.server_close()
-
-    def stop(self) -> None:
-        """End as a server whose process is killed: nothing listens, every connection is reset. Its objects stay, as on
-        a disk."""
-        self._http.shutdown()
-        self._http.server_close()
-        with self.lock:
-            for connection in self.connections:
-                reset(connection)
-
-    def start(self) -> None:
-        """Listen on the same port again, after `stop`."""
-        self._http = self._listening(self._http.server_address[1])
-        self._serve()
+        super().__init__(*faults)
 
     @property
     def environment(self) -> dict[str, str]:
         """The variables with which a client finds this server."""
-        endpoint = f"http://127.0.0.1:{self._http.server_address[1]}"
         keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
-        return keys | {"AWS_ENDPOINT_URL": endpoint}
-
-    def fault_of(self, call: str) -> Fault | None:
-        with self.lock:
-            self.calls.append(call)
-            found = [fault for fault in self.faults if fault.hits(call)]
-            if found:
-                self.failed.append(f"{found[0].do} at {call}")
-            return found[0] if found else None
+        return keys | {"AWS_ENDPOINT_URL": self.endpoint}
 
     def put(self, key: str, data: bytes, tag: str, *, new: bool) -> bool:
         """Store an object. Returns False if `new` and there is one."""
@@ -168,95 +72,16 @@ class S3Server:
             return self.history[max(0, len(self.history) - 1 - changes)]
 
 
-def reset(connection: socket.socket) -> None:
-    """Close a connection with a reset."""
-    with contextlib.suppress(OSError):  # it is closed
-        connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        connection.shutdown(socket.SHUT_RD)
-        connection.close()
-
-
-def md5(data: bytes) -> str:
-    return hashlib.md5(data, usedforsecurity=False).hexdigest()
-
-
-class Handler(BaseHTTPRequestHandler):
+class Handler(FaultyHandler):
     s3: S3Server
-    protocol_version = "HTTP/1.1"
-    wbufsize, disable_nagle_algorithm = -1, True
-    timeout = 60
 
-    def log_message(self, *_: object) -> None:
-        pass
-
-    def handle(self) -> None:
-        with self.s3.lock:
-            self.s3.connections.add(self.connection)
-        with contextlib.suppress(OSError):
-            super().handle()
-        with self.s3.lock:
-            self.s3.connections.discard(self.connection)
-
-    def do_GET(self) -> None:
-        address = urlsplit(self.path)
-        bucket, _, key = unquote(address.path).lstrip("/").partition("/")
-        query = {name: values[0] for name, values in parse_qs(address.query, keep_blank_values=True).items()}
-        names = {
-            "delete": "DELETE",
-            "uploads": "BEGIN",
-            "partNumber": "PART",
-            "uploadId": "END" if self.command == "POST" else "ABORT",
-        }
-        kind = next((names[name] for name in names if name in query), self.command)
-        call = f"LIST {query.get('prefix', '')}" if "list-type" in query else f"{kind} {key}"
-        self._serve(call, bucket, key, query, self.s3.fault_of(call))
-
-    def _serve(self, call: str, bucket: str, key: str, query: dict[str, str], fault: Fault | None) -> None:
-        do, size = fault.do if fault else "", int(self.headers.get("Content-Length") or 0)
-        torn = do == "reset" and (size > 0 or self.command != "GET")
-        body = self.rfile.read(size // 2 if torn else size)
-        if do == "silent":
-            self.s3.ended.wait(fault.seconds)
-        if do == "kill-before":
-            self.s3.kill()
-        if torn or do in ("silent", "kill-before"):
-            self._reset()
-        elif do == "error-in-200":
-            self._answer(200, error_of("InternalError"))
-        elif do in REFUSALS:
-            number, code = REFUSALS[do]
-            self._answer(number, error_of(code), {"Retry-After": f"{fault.seconds:g}"} if fault.seconds else {})
-        elif bucket != BUCKET:
-            self._answer(404, error_of("NoSuchBucket"))
-        else:
-            number, body, headers = getattr(self, f"_{call.partition(' ')[0].lower()}")(key, query, body, fault)
-            if do == "wrong-tag" and "ETag" in headers:
-                headers["ETag"] = f'"{md5(b"of another object")}"'
-            if do == "kill-after":
-                self.s3.kill()
-            if do in ("lost-answer", "kill-after"):
-                self._reset()
-            else:
-                self._answer(number, body, headers, half=do == "reset")
-
-    do_PUT = do_POST = do_DELETE = do_HEAD = do_GET
-
-    def _reset(self) -> None:
-        """Close the connection with a reset, as a load balancer that gives up on it does."""
-        self.close_connection = True
-        reset(self.connection)
-
-    def _answer(self, number: int, body: bytes = b"", headers: dict | None = None, *, half: bool = False) -> None:
-        self.send_response(number)
-        for name, value in ({"Content-Length": str(len(body))} | (headers or {})).items():
-            self.send_header(name, value)
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body[: len(body) // 2] if half else body)
-        self.wfile.flush()
-        if half:
-            time.sleep(0.02)  # a reset discards what has not been sent yet
-            self._reset()
+    def _execute(self, call, bucket, key, query, body, fault):
+        if bucket != BUCKET:
+            return 404, error_of("NoSuchBucket"), {}
+        signed = self.headers.get("x-amz-content-sha256", "")
+        if _SHA256.fullmatch(signed) and signed != hashlib.sha256(body).hexdigest():
+            return 400, error_of("XAmzContentSHA256Mismatch"), {}
+        return getattr(self, f"_{call.partition(' ')[0].lower()}")(key, query, body, fault)
 
     def _get(self, key, query, body, fault):
         if key not in self.s3.objects:
@@ -274,7 +99,7 @@ class Handler(BaseHTTPRequestHandler):
         return number, b"", headers | {"Content-Length": str(len(data))}
 
     def _put(self, key, query, body, fault):
-        data = _changed(body) if fault and fault.do == "other-bytes" else body
+        data = changed(body) if fault and fault.do == "other-bytes" else body
         return self._store(key, data, md5(data))
 
     @property
@@ -302,7 +127,7 @@ class Handler(BaseHTTPRequestHandler):
     def _part(self, key, query, body, fault):
         if (parts := self.s3.uploads.get(query["uploadId"])) is None:
             return 404, error_of("NoSuchUpload"), {}
-        data = _changed(body) if fault and fault.do == "other-bytes" else body
+        data = changed(body) if fault and fault.do == "other-bytes" else body
         parts[int(query["partNumber"])] = Stored(data, md5(data), "")
         return 200, b"", {"ETag": f'"{md5(data)}"'}
 
@@ -340,15 +165,3 @@ class Handler(BaseHTTPRequestHandler):
 
 
 S3Server.handler = Handler
-
-
-def _changed(data: bytes) -> bytes:
-    return data[:-1] + bytes([data[-1] ^ 1]) if data else b"?"
-
-
-def xml_of(name: str, inner: str) -> bytes:
-    return f'<?xml version="1.0" encoding="UTF-8"?>\n<{name}>{inner}</{name}>'.encode()
-
-
-def error_of(code: str) -> bytes:
-    return xml_of("Error", f"<Code>{code}</Code><Message>by the script of the test</Message>")
