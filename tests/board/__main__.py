@@ -27,7 +27,7 @@ from ingot.drill.oracles import Verdicts
 from . import ALL, MISSING, killpoints
 from .bench import ROOT, Bench
 from .row import Row, carry_out
-from .table import CASES, cases_of, table_of
+from .table import CASES, RESTORES, cases_of, restores_of, table_of
 
 PAGE = ROOT / "docs" / "reliability.md"
 
@@ -88,6 +88,8 @@ def main(arguments: list[str]) -> int:
     if args.write:
         if not args.rows:
             write(f"{played_on(lines)}: {summary}.\n\n{table_of(lines)}")
+            if restoring := [line for line in lines if "restores" in line]:
+                write(f"{played_on(restoring)}.\n\n{restores_of(restoring)}", RESTORES)
         for name, of in CASES.items():
             found = [line for line in lines if line["id"] in of and "outcomes" in line]
             if {line["id"] for line in found} == {*of}:  # a row that was not played would be lost from the table

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from statistics import median
 
 from ingot.drill.oracles import ORACLES, RED
+from ingot.drill.restores import PLACES
 
 from .row import Row
 
@@ -14,6 +15,9 @@ CASES = {
     "disk faults": ("RS12",),
     "store faults": ("RS13", "RS13 killed", "RS31 store"),
 }
+
+RESTORES = "restores by tier"  # the table of all rows that restore
+_PLACES = ("local disks kB", "memory of the node kB", "memory of others kB", "store kB")  # as in PLACES
 
 
 def cases_of(lines: Sequence[dict]) -> str:
@@ -28,6 +32,24 @@ def cases_of(lines: Sequence[dict]) -> str:
         places = found[fault, outcome]
         where = ", ".join(f"{place} ({count})" for place, count in sorted(places.items()))
         text.append(f"| {fault} | {places.total()} | {f'**{RED}**' if outcome == RED else outcome} | {where} |")
+    return "\n".join(text)
+
+
+def restores_of(lines: Sequence[dict]) -> str:
+    """Return the table of the restores that `lines` have: a row for each row of the board and tier, with medians of
+    the seeds' kB from each place and seconds. Lines without restores add none."""
+    found: dict[tuple[str, str], list[dict]] = {}
+    for line in lines:
+        for tier, facts in line.get("restores", {}).items():
+            found.setdefault((line["id"], tier), []).append(facts)
+    text = ["| row | state from | restores | " + " | ".join(_PLACES) + " | median s | longest s |"]
+    text += ["|---|---|" + "---|" * (len(_PLACES) + 3)]
+    for row, tier in sorted(found):
+        of_seeds = found[row, tier]
+        sizes = [f"{median(one[key] for one in of_seeds) / 1000:,.0f}" for key in PLACES]
+        times = f"{median(one['seconds'] for one in of_seeds):.2f} | {max(one['most_seconds'] for one in of_seeds):.2f}"
+        count = sum(int(one["restores"]) for one in of_seeds)
+        text.append(f"| {row} | {tier} | {count} | {' | '.join(sizes)} | {times} |")
     return "\n".join(text)
 
 

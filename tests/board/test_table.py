@@ -12,11 +12,13 @@ import pytest
 from ingot.drill import clean
 from ingot.drill.job import RUN_VARIABLE
 from ingot.drill.oracles import Verdicts
+from ingot.events import EventLog
+from ingot.schema.run_folder import RunFolder
 
 from . import ALL, MISSING
 from . import __main__ as board
 from .row import Row, carry_out
-from .table import CASES, cases_of, table_of
+from .table import CASES, cases_of, restores_of, table_of
 
 
 def test_every_row_of_the_design_is_in_the_table():
@@ -74,6 +76,28 @@ def test_cases_are_counted_by_place_fault_and_outcome():
         "| kill, sync | 1 | step 8 | manifest: rename (1) |",
         "| power, sync | 1 | **RED** | samples: write (1) |",
         "| power, sync | 1 | step 4 | samples: write (1) |",
+    ]
+
+
+def test_restores_are_counted_by_row_and_tier(tmp_path):
+    """What is fetched from the store counts with the load after it; nodes fetch while a checkpoint is loaded."""
+    folder, verdicts = RunFolder(tmp_path), Verdicts()
+    log = EventLog(folder.events)
+    log.write("checkpoint_loaded", step=4, bytes=3000, seconds=0.5)
+    log.write("checkpoint_fetched", step=8, store="s3://b", bytes=5000, seconds=2.0)
+    log.write("checkpoint_loaded", step=8, bytes=3000, seconds=0.25)
+    log.write("checkpoint_fetched", step=8, node=1, files=1, bytes=1000, whole_bytes=5000, seconds=0.5)
+    log.write("checkpoint_loaded", step=8, bytes=3000, seconds=1.0)
+    log.write("snapshot_restored", step=9, own_bytes=2000, peer_bytes=1000, seconds=0.125)
+    log.close()
+    for _ in range(2):  # a run that is judged twice counts once
+        verdicts.restored(folder)
+    verdicts.judge("o6", "case", "")
+    lines = [json.loads(json.dumps(verdicts.as_json("RS07", seed))) for seed in range(2)]
+    assert restores_of([*lines, *LINES]).splitlines()[2:] == [
+        "| RS07 | disk | 2 | 3 | 0 | 0 | 0 | 0.50 | 0.50 |",
+        "| RS07 | memory | 2 | 0 | 2 | 1 | 0 | 0.12 | 0.12 |",
+        "| RS07 | store | 4 | 3 | 0 | 0 | 3 | 1.62 | 2.25 |",
     ]
 
 

@@ -23,6 +23,7 @@ from statistics import median
 
 import numpy as np
 
+from ingot.drill.restores import Restore, by_tier, read_restores
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.alert import UNCHANGED
@@ -234,6 +235,7 @@ class Verdicts:
     """The findings of one row with one seed: oracle -> what it found wrong, in how many cases it was asked.
 
     outcomes: how many cases there were of each (fault, place of the fault, what came of it), for tables of cases.
+    restores: (run folder, time) -> a restore in the log of a run that was judged.
     """
 
     asked: Counter = field(default_factory=Counter)
@@ -244,6 +246,7 @@ class Verdicts:
     numbers: dict[str, float] = field(default_factory=dict)
     outcomes: Counter[tuple[str, str, str]] = field(default_factory=Counter)
     untrained: tuple[int, ...] = ()
+    restores: dict[tuple[str, float], Restore] = field(default_factory=dict)
 
     @property
     def findings(self) -> int:
@@ -260,6 +263,10 @@ class Verdicts:
         """Count a case by its fault, by the place of the fault, and by its outcome: that it is red, if anything was
         found wrong after the first `since` findings."""
         self.outcomes[fault, place, outcome if self.findings == since else RED] += 1
+
+    def restored(self, folder: RunFolder) -> None:
+        """Record the restores of a run that has ended, once each."""
+        self.restores |= {(str(folder.root), one.time): one for one in read_restores(folder)}
 
     def time(self, folder: RunFolder, injected: float) -> None:
         """Record O4 and O5 of a fault at `injected` (Unix time), as far as they apply."""
@@ -283,4 +290,5 @@ class Verdicts:
             "wrong": [f"{oracle}: {one}" for oracle, found in self.wrong.items() for one in found],
             "passed": bool(self.asked) and not self.wrong,
             **({"outcomes": [[*case, count] for case, count in self.outcomes.items()]} if self.outcomes else {}),
+            **({"restores": by_tier(self.restores.values())} if self.restores else {}),
         }

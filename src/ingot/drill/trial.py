@@ -293,6 +293,7 @@ def judge_recovered(
     where: the case, for people. most_redone: steps that may be done twice. all_layouts: random states are not
     compared, because another number of ranks has others. earlier: the trace of attempts whose log was lost.
     """
+    verdicts.restored(folder)
     try:
         facts = read_facts(folder)
     except (IngotError, IndexError) as error:

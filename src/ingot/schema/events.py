@@ -82,6 +82,8 @@ count from 1: step n is the n-th optimizer step.
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
                       step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked
+  checkpoint_loaded   step, bytes (that all ranks read from their disks), seconds (with its verification, and with what
+                      was fetched meanwhile)                          the state was restored from it
   rewound             step, set_aside (steps), weights (steps), folder, reason   by ingot ckpt rewind
   lease_recorded      store, epoch                                    the missing record of this attempt was written
   lease_not_recorded  store, epoch, code, reason                      it refuses the record: nothing is uploaded
@@ -178,6 +180,7 @@ CHECKPOINT_REFUSED = "checkpoint_refused"
 CHECKPOINT_STORED = "checkpoint_stored"
 CHECKPOINT_NOT_STORED = "checkpoint_not_stored"
 CHECKPOINT_FETCHED = "checkpoint_fetched"
+CHECKPOINT_LOADED = "checkpoint_loaded"
 REWOUND = "rewound"
 LEASE_RECORDED = "lease_recorded"
 LEASE_NOT_RECORDED = "lease_not_recorded"

@@ -191,6 +191,7 @@ def load_newest(
     """
 
     store = facts.settings.get("checkpoint.remote.url")
+    began, read = time.monotonic(), np.zeros(1)
 
     def on_refused(step: int, path: Path, reason: str, again: bool) -> None:
         log(events.CHECKPOINT_REFUSED, step=step, path=str(path.relative_to(folder.root)), reason=reason)
@@ -205,6 +206,9 @@ def load_newest(
             f"{format_bytes(fetched.bytes)} of {format_bytes(whole)}  {format_seconds(fetched.seconds)}"
         )
 
+    def on_bytes(size: int) -> None:
+        read[0] += size
+
     restored = resume(
         folder,
         parts.state,
@@ -214,8 +218,11 @@ def load_newest(
         fetch_instead=fetch_instead,
         fetch_file=fetch_file,
         on_fetched=on_fetched,
+        on_bytes=on_bytes,
     )
     if restored:
+        taken = int(gather_from(range(world()), read).sum())
+        log(events.CHECKPOINT_LOADED, step=restored.step, bytes=taken, seconds=time.monotonic() - began)
         _take_up(parts, folder, facts, restored, log, say)
     return restored
 

@@ -73,6 +73,7 @@ def resume(
     fetch_instead: FetchInstead = lambda step, seen, following, *, again: (0, []),
     fetch_file: FetchFile | None = None,
     on_fetched: Callable[[CheckpointManifest, NodeFetch], None] = lambda manifest, fetched: None,
+    on_bytes: OnBytes | None = None,
 ) -> CheckpointManifest | None:
     """Fill `state` from the newest usable checkpoint of `folder`. Returns None if the run has none. Collective.
 
@@ -83,8 +84,9 @@ def resume(
     rank, and the next one is tried, on the disk or in the store: `fetch_instead` on rank 0 fetches one in place of a
     damaged one (tiers.py), again: first the same one. Random states are restored if the number of ranks is the same.
     fetch_file, on_fetched: for files on disks of nodes (nodes.py); the second is called on every rank, for each node
-    that fetched some. Raises CheckpointError if no existing checkpoint can be used or saved checkpoints vanished,
-    ConfirmationNeeded if settings or data differ from those of the checkpoint.
+    that fetched some. on_bytes: called with the bytes of each block that this rank reads from the disk, also of a
+    checkpoint that is refused then. Raises CheckpointError if no existing checkpoint can be used or saved checkpoints
+    vanished, ConfirmationNeeded if settings or data differ from those of the checkpoint.
     """
     for name in from_rank_zero(lambda: [path.name for path in late_folders(folder.checkpoints)]):
         path = folder.checkpoints / name
@@ -101,7 +103,7 @@ def resume(
             for one in brought.fetched:
                 on_fetched(manifest, one)
             from_rank_zero(partial(require_accepted, folder, manifest, settings, data_fingerprint))
-            _load(path, manifest, state, brought.small)
+            _load(path, manifest, state, brought.small, on_bytes=on_bytes)
         except CheckpointError as error:
             step = int(path.name.removeprefix("step-"))
             again = error.code not in (OTHER_MODEL, FILE_LOST) and step not in fetched
