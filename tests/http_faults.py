@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 REFUSALS = {
     "403": (403, "AccessDenied"),
     "404": (404, "NoSuchBucket"),
+    "no-upload": (404, "NoSuchUpload"),
     "429": (429, "TooManyRequests"),
     "500": (500, "InternalError"),
     "503": (503, "SlowDown"),

@@ -37,6 +37,7 @@ class S3Server(FaultyServer):
         self.page = page
         self.objects: dict[str, Stored] = {}
         self.uploads: dict[str, dict[int, Stored]] = {}
+        self.ended_uploads: dict[str, tuple[int, bytes, dict[str, str]]] = {}  # upload -> its answer
         self.history: list[dict[str, Stored]] = [{}]
         super().__init__(*faults)
 
@@ -132,15 +133,20 @@ class Handler(FaultyHandler):
         return 200, b"", {"ETag": f'"{md5(data)}"'}
 
     def _end(self, key, query, body, fault):
-        if (parts := self.s3.uploads.get(query["uploadId"])) is None:
+        upload = query["uploadId"]
+        if upload in self.s3.ended_uploads:  # as Ceph and moto answer the same request again
+            return self.s3.ended_uploads[upload]
+        if (parts := self.s3.uploads.get(upload)) is None:
             return 404, error_of("NoSuchUpload"), {}
         wanted = [int(number) for number in re.findall(rb"<PartNumber>(\d+)</PartNumber>", body)]
         if wanted != sorted(parts):
             return 400, error_of("InvalidPart"), {}
         tag = self.tag_of([parts[number] for number in wanted])
-        del self.s3.uploads[query["uploadId"]]
+        del self.s3.uploads[upload]
         whole = b"".join(parts[number].data for number in wanted)
-        return self._store(key, whole, tag, xml_of("CompleteMultipartUploadResult", f"<ETag>&quot;{tag}&quot;</ETag>"))
+        answer = xml_of("CompleteMultipartUploadResult", f"<ETag>&quot;{tag}&quot;</ETag>")
+        self.s3.ended_uploads[upload] = self._store(key, whole, tag, answer)
+        return self.s3.ended_uploads[upload]
 
     @staticmethod
     def tag_of(parts: list[Stored]) -> str:

@@ -22,9 +22,7 @@ ONCE = {
     "silent": {"seconds": 2},
 }
 # Requests that the library does not repeat, because they may have been executed: the caller does.
-NOT_REPEATED = {("lost-answer", "END"), ("reset", "LIST")} | {
-    (do, "DELETE") for do in ("reset", "lost-answer", "silent")
-}
+NOT_REPEATED = {("reset", "LIST")} | {(do, "DELETE") for do in ("reset", "lost-answer", "silent")}
 PARTS = 40  # bytes of an object in three parts
 
 
@@ -124,6 +122,15 @@ def test_the_end_of_an_upload_that_fails_inside_of_a_200_is_repeated(server, sto
     store.write("a", [bytes(PARTS)])
     assert held(server, "a") == bytes(PARTS)
     assert server.calls.count("END runs/a/a") == 2
+
+
+def test_an_upload_that_a_store_forgot_when_it_had_ended_costs_another_attempt(server, store):
+    """The end is asked for again if its answer was lost: Ceph repeats the answer, others know the upload no more."""
+    server.faults = [Fault(do="lost-answer", call="END *"), Fault(do="no-upload", call="END *", at=2)]
+    with refused("E-STORE-UNREACHABLE"):
+        store.write("a", [bytes(PARTS)])
+    store.write("a", [bytes(PARTS)])
+    assert held(server, "a") == bytes(PARTS)
 
 
 @pytest.mark.parametrize("do", ["429", "503", "500", "reset", "lost-answer", "silent"])
