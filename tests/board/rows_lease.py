@@ -21,9 +21,9 @@ from .killpoints import fault
 from .row import Row, drawn_mode, judge_recovered, mode_of, random_of, refused_steps, resumed_from
 from .rows_disk import DURING, PREVIOUS, SAVED, calls_of_a_save
 
-_LEASE = "launch.lease_seconds=2"
+LEASE_OF_SECONDS = "launch.lease_seconds=2"
 _LONG = "train.steps=60"
-_BUSY = 30
+BUSY = 30
 
 
 def rs30_zombie(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -36,7 +36,7 @@ def _in_a_step(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     random, name = random_of("RS30 zombie", seed), f"zombie-{seed}"
     step = random.randrange(5, 40)
     where = f"suspended near step {step}"
-    settings = options([_LONG, _LEASE, drawn_mode(seed)])
+    settings = options([_LONG, LEASE_OF_SECONDS, drawn_mode(seed)])
     process = bench.start(name, *settings)
     bench.wait_for_step(name, step, process)
     time.sleep(random.uniform(0, 0.03))
@@ -46,12 +46,12 @@ def _in_a_step(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     second = bench.train(name, *settings)
     verdicts.judge("o6", where, "" if second.code == 0 else f"exit code {second.code}: {second.output[-500:]}")
     before = len(_saved(folder))
-    _go_on([pid for pid in suspended if pid != process.pid])  # the launcher, which looks at the lease, comes later
+    go_on([pid for pid in suspended if pid != process.pid])  # the launcher, which looks at the lease, comes later
     left = gone_within(DEADLINE_SECONDS, lambda: [pid for pid in marked_processes(folder.root) if pid in ranks])
     late = [step for step in _saved(folder)[before:] if step not in there]  # the newest may not have been logged yet
     verdicts.judge("o6", where, f"it saved steps {late} after another job took over" if late else "")
     verdicts.judge("o6", where, f"its ranks {left} do not end" if left else "")
-    _go_on([process.pid])
+    go_on([process.pid])
     _judge_refused(verdicts, where, bench.ended(process))
     # The first job trains on until its next sign of life, so the limit on repeated steps is that of the whole run.
     judge_recovered(bench, verdicts, name, where, bench.reference(_LONG), faults=15)
@@ -60,7 +60,7 @@ def _in_a_step(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 def _in_its_commit(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Suspend the writer after its last look at the lease and before the rename that publishes the checkpoint."""
     name, where = f"late-{seed}", "suspended before the rename of a checkpoint"
-    settings, during = options([*ONE_RANK, *PREVIOUS, mode_of("async"), _LEASE]), DURING
+    settings, during = options([*ONE_RANK, *PREVIOUS, mode_of("async"), LEASE_OF_SECONDS]), DURING
     folder = bench.copy(bench.base(SAVED, *PREVIOUS), name)
     published = folder.checkpoint(during)
     calls = calls_of_a_save(bench, "async")
@@ -83,7 +83,7 @@ def _in_its_commit(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     )
     newest = candidate_folders(folder.checkpoints)[:1]
     verdicts.judge("o6", where, "" if newest == [folder.checkpoint(during - 1)] else f"the newest is {newest}")
-    _go_on(suspended)
+    go_on(suspended)
     _judge_refused(verdicts, where, bench.ended(process))
     listed = bench.ingot("ckpt", "ls", str(folder.root)).output
     verdicts.judge("o6", where, "" if TOO_LATE.split(" after ")[0] in listed else listed[-500:])
@@ -110,7 +110,7 @@ def _suspend(bench: Bench, name: str) -> list[int]:
     return pids
 
 
-def _go_on(pids: list[int]) -> None:
+def go_on(pids: list[int]) -> None:
     for pid in pids:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
@@ -129,7 +129,7 @@ def _stopped(bench: Bench, name: str) -> int:
 
 
 def _judge_refused(verdicts: Verdicts, where: str, first: Ended) -> None:
-    fine = first.code == _BUSY and "E-LEASE-LOST" in first.output
+    fine = first.code == BUSY and "E-LEASE-LOST" in first.output
     verdicts.judge("o6", where, "" if fine else f"the first job ended with {first.code}: {first.output[-500:]}")
 
 

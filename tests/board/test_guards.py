@@ -12,6 +12,7 @@ from .bench import Bench
 from .row import random_of
 from .rows_damage import flip_of_samples
 from .rows_hang import LONG, kills_without_progress
+from .rows_takeover import late_commit
 from .test_rows import wrong
 
 pytestmark = pytest.mark.slow
@@ -41,4 +42,12 @@ def test_a_wrong_bit_in_the_ledger_is_found(bench: Bench):
 def test_restarts_without_progress_wait_longer(bench: Bench):
     verdicts = Verdicts()
     kills_without_progress(bench, 0, verdicts)
+    assert not wrong(verdicts)
+
+
+@pytest.mark.row("RS30 store")
+def test_a_commit_that_reaches_the_store_late_is_refused(bench: Bench):
+    pytest.importorskip("obstore")
+    verdicts = Verdicts()
+    late_commit(bench, 0, verdicts, published=True)
     assert not wrong(verdicts)

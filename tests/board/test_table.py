@@ -80,7 +80,7 @@ def test_cases_are_counted_by_place_fault_and_outcome():
 
 
 def test_restores_are_counted_by_row_and_tier(tmp_path):
-    """What is fetched from the store counts with the load after it; nodes fetch while a checkpoint is loaded."""
+    """A fetch from the store counts with the load after it; nodes fetch while a checkpoint is loaded."""
     folder, verdicts = RunFolder(tmp_path), Verdicts()
     log = EventLog(folder.events)
     log.write("checkpoint_loaded", step=4, bytes=3000, seconds=0.5)

@@ -43,6 +43,14 @@ MUTANTS: list[Mutant] = [
         tests=(_ZOMBIE,),
     ),
     Mutant(
+        name="switched-off-conditional-create",
+        what="RS30 store without conditional creation: a manifest that comes late replaces that of another launcher",
+        file="stores/objects.py",
+        before='mode = "create" if new else "overwrite"',
+        after='mode = "overwrite"',
+        tests=(f"{_GUARDS}::test_a_commit_that_reaches_the_store_late_is_refused",),
+    ),
+    Mutant(
         name="switched-off-fsync",
         what="RS09 without fsync: a file of tensors gets its name while the disk may not have its bytes yet",
         file="trainer/checkpoint/verified_file.py",
