@@ -31,5 +31,5 @@ SERVERS = {
     "moto": Server(
         moto_server.MotoServer, moto_server.BUCKET, moto_server.missing, lambda: importlib.metadata.version("moto")
     ),
-    "own": Server(s3_server.S3Server, s3_server.BUCKET, str, lambda: "tests/s3_server.py"),
+    "own": Server(s3_server.S3Server, s3_server.BUCKET, str, lambda: "(tests/s3_server.py)"),
 }

@@ -153,9 +153,9 @@ def played_on(lines: list[dict]) -> str:
     return f"`python -m tests.board` on {' and '.join(on)}, {' and '.join(machines)}, commit {' and '.join(commits)}"
 
 
-def write(text: str, name: str = "") -> None:
-    """Write the text between the markers of a table of the page: of all rows, or that of the cases with this name."""
-    what = f"{name}, written by python -m tests.board" if name else "written by python -m tests.board"
+def write(text: str, name: str = "", program: str = "-m tests.board") -> None:
+    """Write the text between the markers of a table of the page: of all rows, or one of `program` by its name."""
+    what = f"{name}, written by python {program}" if name else f"written by python {program}"
     begin, end = f"<!-- begin: {what} -->", f"<!-- end: {what} -->"
     before, rest = PAGE.read_text(encoding="utf-8").split(begin)
     _, after = rest.split(end)

@@ -2,8 +2,8 @@
 
 The servers are a Ceph object gateway (S3), and Azurite (Azure).
 
-Faults that these cannot be ordered to have (503, 429 with Retry-After, resets, late listings) are played by
-tests/s3_server.py.
+Faults that these cannot be ordered to have (503, 429 with Retry-After, resets, late listings) are played in front of
+them by tests/fault_proxy.py: in tests/unit/stores/test_s3_servers.py, and on runs by benchmarks/store_faults.py.
 """
 
 import base64
