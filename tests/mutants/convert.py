@@ -6,6 +6,7 @@ _RESHARDED = "tests/dist/test_resharded.py"
 _FOLDER = "tests/unit/trainer/convert/test_new_folder.py"
 _DCP = "tests/unit/trainer/convert/test_dcp.py"
 _IMPORT = "tests/unit/trainer/convert/test_import.py"
+_EXPORT = "tests/unit/trainer/convert/test_export.py"
 _PICKLED = "tests/unit/trainer/convert/test_pickled.py"
 
 MUTANTS: list[Mutant] = [
@@ -64,6 +65,38 @@ MUTANTS: list[Mutant] = [
         before='ours.endswith(("attention.q.weight", "attention.k.weight"))',
         after='ours.endswith("attention.q.weight")',
         tests=(f"{_IMPORT}::test_torchtitans_names",),
+    ),
+    Mutant(
+        name="dcp-out-rows",
+        what="queries and keys are exported in ingot's order of rows under torchtitan's names",
+        file="trainer/convert/dcp_out.py",
+        before="self._naming.order(one.ours, values) if one.shape and one.parts == 1 else values",
+        after="values",
+        tests=(f"{_EXPORT}::test_torchtitans_names",),
+    ),
+    Mutant(
+        name="dcp-out-part",
+        what="every expert of an exported layer has the values of the first one",
+        file="trainer/convert/dcp_out.py",
+        before="offsets = (one.part * one.shape[0], ",
+        after="offsets = (0, ",
+        tests=(f"{_EXPORT}::test_torch_and_import_read_the_bits_of_the_checkpoint[experts-2-ranks]",),
+    ),
+    Mutant(
+        name="dcp-out-unread",
+        what="an export is not compared with the checkpoint",
+        file="trainer/convert/dcp_out.py",
+        before="if found.dtype != expected.dtype or not",
+        after="if found.dtype != expected.dtype and not",
+        tests=(f"{_EXPORT}::test_what_is_written_otherwise_is_found",),
+    ),
+    Mutant(
+        name="dcp-out-memory",
+        what="all tensors of an export are read before the first is written",
+        file="trainer/convert/dcp_out.py",
+        before="        value = self._values.read(index.fqn)\n",
+        after="        value = self._values.read(index.fqn)\n        vars(self).setdefault('held', []).append(value)\n",
+        tests=(f"{_EXPORT}::test_one_tensor_is_in_memory_at_a_time",),
     ),
     Mutant(
         name="reshard-memory",

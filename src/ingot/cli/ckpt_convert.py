@@ -1,4 +1,4 @@
-"""`ingot ckpt reshard`, `convert`, `import`: checkpoints in another layout, and those of other systems."""
+"""`ingot ckpt reshard`, `convert`, `import`, `export`: checkpoints in another layout, and those of other systems."""
 
 import argparse
 import shlex
@@ -6,14 +6,16 @@ import shlex
 from ingot.cli.arguments import count, path, place
 from ingot.cli.progress import ByteBar
 from ingot.cli.terminal import Terminal
+from ingot.units import counted
 
 EXAMPLES = (
     'ingot ckpt reshard runs/demo runs/demo-16 --layout "dp_shard=8 tp=2"',
     "ingot ckpt convert runs/demo demo-hf",
     "ingot ckpt convert llama-hf my-run",
     "ingot ckpt import dcp/step-1000 llama-hf --model llama3-8b --eot-id 128001",
+    "ingot ckpt export runs/demo dcp/demo --names torchtitan --optimizer",
 )
-ACTIONS = ("reshard", "convert", "import")
+ACTIONS = ("reshard", "convert", "import", "export")
 
 
 def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -78,10 +80,36 @@ def configure(actions: "argparse._SubParsersAction[argparse.ArgumentParser]") ->
         metavar="TEXT",
         help="text before the names of the model's tensors (default: found, if the folder holds one model)",
     )
+    exports = actions.add_parser(
+        "export",
+        help="write the weights of a checkpoint as a folder of torch.distributed.checkpoint, and with --optimizer the "
+        "state of AdamW; every tensor is read back and compared",
+    )
+    exports.add_argument(
+        "source", type=path, metavar="RUN|CHECKPOINT", help="run folder (its newest save), or a checkpoint folder"
+    )
+    exports.add_argument("out", type=path, metavar="OUT", help="folder to write; it must not exist")
+    exports.add_argument(
+        "--names",
+        choices=("huggingface", "torchtitan"),
+        default="huggingface",
+        help="names and order of rows: of the Hugging Face class, or of torchtitan's Llama (default: huggingface)",
+    )
+    exports.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16"),
+        default="float32",
+        help="dtype of the stored weights; bfloat16 rounds them (default: float32)",
+    )
+    exports.add_argument(
+        "--optimizer",
+        action="store_true",
+        help="also write the moments and settings of AdamW under 'optimizer', as torch's flat optimizer state",
+    )
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    act = {"reshard": _reshard, "convert": _convert, "import": _import}[args.action]
+    act = {"reshard": _reshard, "convert": _convert, "import": _import, "export": _export}[args.action]
     return act(args, terminal)
 
 
@@ -162,4 +190,25 @@ def _import(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"left out  {imported.left} entries that are not weights, such as the moments of an optimizer")
     terminal.result(imported.as_dict())
     terminal.next(f"ingot plan --init {shlex.quote(str(args.out))} --tokens DATA --out run.toml")
+    return EXIT_OK
+
+
+def _export(args: argparse.Namespace, terminal: Terminal) -> int:
+    from ingot.errors import EXIT_OK, require
+    from ingot.trainer.convert.new_folder import require_new
+    from ingot.units import format_bytes
+
+    require_new(args.out)
+    require("torch", "train")
+    from ingot.trainer.convert.dcp_out import export_dcp
+
+    found = export_dcp(
+        args.source, args.out, names=args.names, dtype=args.dtype, optimizer=args.optimizer, meter=ByteBar(terminal)
+    )
+    state = " and the state of AdamW" if found.optimizer else ""
+    terminal.say(f"exported  weights{state} of step {found.step:,}: {counted(found.tensors, 'tensor')}, {found.dtype},")
+    terminal.say(f"          {format_bytes(found.bytes)}, under {found.system}'s names, to {found.path}")
+    terminal.say("compared  every tensor, read back, has the bits of the checkpoint")
+    terminal.result(found.as_dict())
+    terminal.next(f"ingot ckpt import {shlex.quote(str(args.out))} OUT --model {shlex.quote(str(args.out))}")
     return EXIT_OK

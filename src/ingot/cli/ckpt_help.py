@@ -40,4 +40,7 @@ ABOUT = {
     "import": "Write the weights in a folder of torch.distributed.checkpoint (torchtitan, FSDP scripts) as a Hugging\n"
     "Face folder, without executing its pickles. The moments of an optimizer are not imported. Removes\n"
     "nothing, and refuses an OUT that exists.",
+    "export": "Write the weights of a checkpoint, and with --optimizer the state of AdamW, as a folder of\n"
+    "torch.distributed.checkpoint for torchtitan or a script with FSDP. One tensor is in memory at a time, and each\n"
+    "is read back and compared. Removes nothing, and refuses an OUT that exists.",
 }

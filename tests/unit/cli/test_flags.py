@@ -66,6 +66,7 @@ REPLACED = (
     ("ingot.trainer.background_eval.scores", "score_tasks"),
     ("ingot.trainer.trained", "sample_trained"),
     ("ingot.trainer.export.huggingface", "export_run"),
+    ("ingot.trainer.convert.dcp_out", "export_dcp"),
     ("ingot.trainer.convert.imported", "import_dcp"),
     ("ingot.trainer.convert.reshard", "reshard_checkpoint"),
     ("ingot.trainer.experiments.doremi", "doremi"),

@@ -6,13 +6,21 @@ a program saves its model under a key of its own ("model."), and parts that wrap
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from torch import Tensor
 
-from ingot.errors import CheckpointError
+from ingot.errors import CheckpointError, UsageError
 from ingot.hub.kinds import huggingface_names, kind_of
 from ingot.schema.arch import Arch
-from ingot.trainer.export.model_folder import from_huggingface, in_halves, tensor_shapes
+from ingot.trainer.export.model_folder import (
+    from_huggingface,
+    huggingface_rows,
+    in_halves,
+    in_pairs,
+    tensor_shapes,
+    unused_biases,
+)
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.", "_fsdp_wrapped_module.")
 # The first parts of names that are not of a model, if the model's names have no prefix.
@@ -40,13 +48,17 @@ class Naming:
     """The tensors of a model under the names of one system.
 
     names: ingot's name -> theirs, in the order in which ingot stacks them. join: makes ingot's tensor from its name and
-    the tensors of their names. copies: their name of a tied head -> the embedding that it has to equal.
+    the tensors of their names. order: makes the rows of their tensors, one after another, from ingot's name and tensor.
+    copies: their name of a tied head -> the embedding that it has to equal. zeros: names of tensors of shape
+    (num_experts,) that only their model has, and zeros change nothing.
     """
 
     system: str
     names: Mapping[str, tuple[str, ...]]
     join: Callable[[str, Sequence[Tensor]], Tensor]
+    order: Callable[[str, Tensor], Tensor]
     copies: Mapping[str, str] = field(default_factory=dict)
+    zeros: Sequence[str] = ()
 
 
 def namings(arch: Arch) -> list[Naming]:
@@ -58,12 +70,30 @@ def namings(arch: Arch) -> list[Naming]:
         return from_huggingface(arch, ours, parts, pairs=True)
 
     tied = {_HUGGINGFACE_HEAD: theirs[EMBEDDING][0]} if arch.tied_embeddings else {}
-    found = [Naming("Hugging Face", theirs, from_theirs, tied)]
+    order = partial(huggingface_rows, arch)
+    found = [Naming("Hugging Face", theirs, from_theirs, order, tied, unused_biases(arch, shapes))]
     if kind_of(arch) == "llama":
         names = {ours: (_torchtitan_name(ours),) for ours in shapes}
         tied = {f"{_TORCHTITAN_OUTSIDE['head']}.weight": names[EMBEDDING][0]} if arch.tied_embeddings else {}
-        found.append(Naming("torchtitan", names, lambda ours, parts: _from_torchtitan(arch, ours, parts[0]), tied))
+        join, order = partial(_from_torchtitan, arch), partial(_torchtitan_rows, arch)
+        found.append(Naming("torchtitan", names, join, order, tied))
     return found
+
+
+def naming_of(arch: Arch, names: str) -> Naming:
+    """Return the tensors of `arch` under the names of one system: "huggingface" or "torchtitan". Raises UsageError if
+    this system has no names for it, ConfigError if Hugging Face has no class for it."""
+    for one in namings(arch):
+        if one.system.replace(" ", "").lower() == names:
+            return one
+    raise UsageError(
+        "E-DCP-NAMES",
+        f"there are no {names} names for a model of the kind {kind_of(arch)}",
+        rule="torchtitan's names are known for its Llama, Hugging Face's for every model that can be exported",
+        fix="add --names huggingface",
+        names=names,
+        kind=kind_of(arch),
+    )
 
 
 def _torchtitan_name(ours: str) -> str:
@@ -74,11 +104,21 @@ def _torchtitan_name(ours: str) -> str:
     return f"layers.{layer}.{_TORCHTITAN_BLOCK[stem]}.weight"
 
 
-def _from_torchtitan(arch: Arch, ours: str, tensor: Tensor) -> Tensor:
+def _from_torchtitan(arch: Arch, ours: str, parts: Sequence[Tensor]) -> Tensor:
     """Return ingot's tensor. torchtitan rotates neighboring rows of queries and keys together."""
+    return _of_heads(arch, ours, parts[0], in_halves)
+
+
+def _torchtitan_rows(arch: Arch, ours: str, tensor: Tensor) -> Tensor:
+    """Return torchtitan's tensor, of ingot's."""
+    return _of_heads(arch, ours, tensor, in_pairs)
+
+
+def _of_heads(arch: Arch, ours: str, tensor: Tensor, order: Callable[[Tensor], Tensor]) -> Tensor:
+    """Apply `order` to the rows of each head of queries and keys."""
     if not ours.endswith(("attention.q.weight", "attention.k.weight")):
         return tensor
-    return in_halves(tensor.unflatten(0, (-1, arch.head_dim))).flatten(0, 1)
+    return order(tensor.unflatten(0, (-1, arch.head_dim))).flatten(0, 1)
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ Tensors are converted to the format and back: new names, stacks of experts cut, 
 heads, P and R the parts of a head without and with rotary positions, D inputs.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -146,6 +146,7 @@ TRAINING_ONLY = (
 )
 # Always stored as float32: rounded biases could choose other experts.
 WIDE = ".e_score_correction_bias"
+_ROUTER = "moe.router.weight"
 
 
 def tensor_shapes(arch: Arch) -> dict[str, tuple[int, ...]]:
@@ -169,13 +170,23 @@ def to_huggingface(arch: Arch, state: dict[str, Tensor]) -> dict[str, Tensor]:
     """Return `state` (ingot's names, as in `tensor_shapes`) under Hugging Face names, as views where possible."""
     found = {}
     for ours, names in huggingface_names(arch, state).items():
-        parts = _turned(arch, ours, state[ours], _pairs).chunk(len(names))
+        parts = huggingface_rows(arch, ours, state[ours]).chunk(len(names))
         found |= dict(zip(names, parts, strict=True))
-        if arch.is_mla and ours.endswith("moe.router.weight") and not arch.moe.bias_rate:
-            # The Hugging Face class always has a bias; zeros change nothing.
-            bias = names[0].removesuffix(".weight") + WIDE
-            found[bias] = torch.zeros(arch.moe.num_experts)
-    return found
+    return found | {name: torch.zeros(arch.moe.num_experts) for name in unused_biases(arch, state)}
+
+
+def huggingface_rows(arch: Arch, ours: str, tensor: Tensor) -> Tensor:
+    """Return the whole tensor `ours` with its rows in Hugging Face's order."""
+    return _turned(arch, ours, tensor, in_pairs)
+
+
+def unused_biases(arch: Arch, tensors: Iterable[str]) -> list[str]:
+    """Return Hugging Face's names of biases that its class always has, and a model of `arch` does not: zeros, of shape
+    (num_experts,), change nothing. tensors: ingot's names."""
+    if not arch.is_mla or arch.moe.bias_rate:
+        return []
+    routers = [names[0] for ours, names in huggingface_names(arch, tensors).items() if ours.endswith(_ROUTER)]
+    return [name.removesuffix(".weight") + WIDE for name in routers]
 
 
 def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: bool) -> Tensor:
@@ -189,7 +200,7 @@ def from_huggingface(arch: Arch, ours: str, parts: Sequence[Tensor], *, pairs: b
 
 
 def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
-    """Apply `order` (`_pairs` or `in_halves`) to the rotary rows of latent attention, the last R rows of each head."""
+    """Apply `order`, `in_pairs` or `in_halves`, to the rotary rows of latent attention: the last R rows of a head."""
     if not arch.is_mla or not ours.endswith(
         ("attention.q.weight", "attention.q_up.weight", "attention.kv_down.weight")
     ):
@@ -200,11 +211,11 @@ def _turned(arch: Arch, ours: str, tensor: Tensor, order) -> Tensor:
     return torch.cat((rest, order(rotary_NRD)), dim=1).flatten(0, 1)
 
 
-def _pairs(rows_NRD: Tensor) -> Tensor:
+def in_pairs(rows_NRD: Tensor) -> Tensor:
     """Move rows i and i + R/2, which ingot rotates together, to 2i and 2i + 1, as in published checkpoints."""
     return rows_NRD.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2)
 
 
 def in_halves(rows_NRD: Tensor) -> Tensor:
-    """Invert `_pairs`: rows 2i and 2i + 1, which other systems rotate together, go to i and i + R/2."""
+    """Invert `in_pairs`: rows 2i and 2i + 1, which other systems rotate together, go to i and i + R/2."""
     return rows_NRD.unflatten(1, (-1, 2)).transpose(1, 2).flatten(1, 2)
