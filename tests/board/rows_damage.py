@@ -39,6 +39,11 @@ def regions(checkpoint: Path, kinds: Mapping[str, str] = _KINDS) -> dict[str, tu
     return found
 
 
+def three_places(random: Random, first: int, end: int) -> tuple[int, int, int]:
+    """Return the first of the bytes first..end-1, one between, and the last."""
+    return first, random.randrange(first + 1, end - 1), end - 1
+
+
 def rs10(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Flip a bit in every kind of bytes of the newest checkpoint: the first one, the last one, and one between."""
     random, settings = random_of("RS10", seed), (drawn_mode(seed),)
@@ -51,11 +56,11 @@ def rs10(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     for kind, file in (("manifest", newest / "manifest.json"), ("last samples", segments[1])):
         places[kind] = (file, 0, file.stat().st_size, file.name)
     for kind, (file, first, end, named) in places.items():
-        for offset in (first, random.randrange(first + 1, end - 1), end - 1):
+        for offset in three_places(random, first, end):
             path, bit = file.relative_to(folder.root), random.randrange(8)
             _judge_flip(bench, verdicts, base, path, offset, bit, kind, named, *settings)
-    offset = random.randrange(segments[0].stat().st_size)
-    _judge_first_samples(bench, verdicts, base, segments[0].name, offset, *settings)
+    for offset in three_places(random, 0, segments[0].stat().st_size):
+        _judge_first_samples(bench, verdicts, base, segments[0].name, offset, random.randrange(8), *settings)
     _judge_weights(bench, verdicts, random)
 
 
@@ -101,12 +106,12 @@ def _judge_fallback(
 
 
 def _judge_first_samples(
-    bench: Bench, verdicts: Verdicts, base: str, segment: str, offset: int, *settings: str
+    bench: Bench, verdicts: Verdicts, base: str, segment: str, offset: int, bit: int, *settings: str
 ) -> None:
     """Flip a bit in the samples that both checkpoints list: the run refuses, and can be repaired."""
-    name, where = "flipped", f"first samples: byte {offset}"
+    name, where = "flipped", f"first samples: bit {bit} of byte {offset}"
     folder = bench.copy(base, name)
-    flip(folder.ledger / segment, offset, 0)
+    flip(folder.ledger / segment, offset, bit)
     ended = bench.attempt(name, *settings)
     refused = ended.code == _DAMAGED and "ingot ckpt repair" in ended.output and segment in ended.output
     verdicts.judge("o6", where, "" if refused else f"exit code {ended.code}: {ended.output[-300:]}")
@@ -126,14 +131,15 @@ def _judge_weights(bench: Bench, verdicts: Verdicts, random: Random) -> None:
     places = {kind: (_FILE, *region) for kind, region in regions(folder.root / weights, _WEIGHT_KINDS).items()}
     places["manifest"] = ("manifest.json", 0, (folder.root / weights / "manifest.json").stat().st_size, "manifest.json")
     for kind, (file, first, end, named) in places.items():
-        where = f"{kind} of the weights alone: byte {(offset := random.randrange(first, end))}"
-        copy = bench.copy(folder.root.name, "flipped")
-        flip(copy.root / weights / file, offset, random.randrange(8))
-        found = bench.ingot("ckpt", "verify", str(copy.root), "--json")
-        damaged = [one for one in json.loads(found.output)["checkpoints"] if one["state"] == "NO"]
-        right = [one["path"] == str(copy.root / weights) and named in one["note"] for one in damaged]
-        refused = found.code == _DAMAGED and right == [True]
-        verdicts.judge("o6", where, "" if refused else f"verify: exit code {found.code}: {found.output[-300:]}")
+        for offset in three_places(random, first, end):
+            where = f"{kind} of the weights alone: byte {offset}"
+            copy = bench.copy(folder.root.name, "flipped")
+            flip(copy.root / weights / file, offset, random.randrange(8))
+            found = bench.ingot("ckpt", "verify", str(copy.root), "--json")
+            damaged = [one for one in json.loads(found.output)["checkpoints"] if one["state"] == "NO"]
+            right = [one["path"] == str(copy.root / weights) and named in one["note"] for one in damaged]
+            refused = found.code == _DAMAGED and right == [True]
+            verdicts.judge("o6", where, "" if refused else f"verify: exit code {found.code}: {found.output[-300:]}")
     ended = bench.attempt("flipped", *saved)
     verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
     start = resumed_from(copy)

@@ -15,6 +15,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_TESTS}::test_ranks_write_to_the_disks_of_their_node_and_continue_from_them_bit_for_bit",),
     ),
     Mutant(
+        name="names-on-disks-lost",
+        what="the files of a run whose disks.json is damaged are not looked for",
+        file=_PLACES,
+        before="return _found_names(run), True, f",
+        after="return [], True, f",
+        tests=("tests/unit/schema/test_sealed.py::test_every_bit_of_the_names_on_disks",),
+    ),
+    Mutant(
         name="copy-sweeps-the-original",
         what="a copy of a run folder removes the files of the original from the disks",
         file=_PLACES,

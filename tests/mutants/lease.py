@@ -34,6 +34,22 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     Mutant(
+        name="record-hash-off",
+        what="a wrong bit in a record of the run folder is taken for another content",
+        file="schema/sealed.py",
+        before="if record[HASH] != _hash(values):",
+        after="if not record[HASH]:",
+        tests=("tests/unit/schema/test_sealed.py::test_every_bit_of_a_lease_makes_its_record_unknown",),
+    ),
+    Mutant(
+        name="own-record-damaged",
+        what="a launcher takes its own damaged record for that of another one, and ends",
+        file="trainer/lease.py",
+        before="newest.is_damaged and newest.epoch == self.epoch",
+        after="newest.is_damaged and newest.epoch != self.epoch",
+        tests=(f"{_LEASE}::test_a_living_launcher_writes_its_damaged_record_again",),
+    ),
+    Mutant(
         name="fence-off",
         what="an attempt publishes checkpoints although another one has taken over",
         file="trainer/checkpoint/fence.py",

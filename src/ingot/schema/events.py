@@ -87,6 +87,7 @@ count from 1: step n is the n-th optimizer step.
   rewound             step, set_aside (steps), weights (steps), folder, reason   by ingot ckpt rewind
   lease_recorded      store, epoch                                    the missing record of this attempt was written
   lease_not_recorded  store, epoch, code, reason                      it refuses the record: nothing is uploaded
+  record_damaged      file, reason, done                              a record of the run: what was done without it
   snapshot_pageable   step, rank, code (of cudaHostRegister)         the memory of a rank's snapshots is not page-locked
   snapshot_kept       step, nodes (that have each rank's snapshot in memory, at least), bytes, seconds, failures
   snapshot_restored   step, own_bytes (from memory of the same node), peer_bytes (of others), seconds
@@ -184,6 +185,7 @@ CHECKPOINT_LOADED = "checkpoint_loaded"
 REWOUND = "rewound"
 LEASE_RECORDED = "lease_recorded"
 LEASE_NOT_RECORDED = "lease_not_recorded"
+RECORD_DAMAGED = "record_damaged"
 SNAPSHOT_PAGEABLE = "snapshot_pageable"
 SNAPSHOT_KEPT = "snapshot_kept"
 SNAPSHOT_RESTORED = "snapshot_restored"

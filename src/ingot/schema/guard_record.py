@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ingot.errors import DataError
+from ingot.schema.sealed import sealed, unsealed
 from ingot.schema.step_ranges import StepSpan, merged
 from ingot.storage import write_json
 
@@ -23,6 +24,7 @@ EARLIER: Action = "earlier"
 LOWER: Action = "lower"
 ACCEPT: Action = "accept"
 STOP: Action = "stop"
+_MEASURES = "measures"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,7 +217,10 @@ def in_force(measures: Sequence[Measure], first_step: int, lr: float) -> list[st
 def read_measures(path: Path) -> list[Measure]:
     """Return the measures of the file `path`; none if there is no such file. Raises DataError if it cannot be read."""
     try:
-        return [measure_of(values) for values in json.loads(path.read_bytes())]
+        record = json.loads(path.read_bytes())
+        # A list is of an earlier version of ingot.
+        found = record if isinstance(record, list) else unsealed(record, {_MEASURES})[_MEASURES]
+        return [measure_of(values) for values in found]
     except FileNotFoundError:
         return []
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -249,7 +254,7 @@ def measure_of(values: Mapping[str, Any]) -> Measure:
 
 def write_measures(path: Path, measures: Sequence[Measure]) -> None:
     """Replace the file `path`."""
-    write_json(path, [asdict(one) for one in measures])
+    write_json(path, sealed({_MEASURES: [asdict(one) for one in measures]}))
 
 
 def with_those_of(measures: Sequence[Measure], saved: Sequence[Measure]) -> list[Measure]:

@@ -11,7 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ingot.errors import DataError
+from ingot.schema.sealed import sealed, unsealed
 from ingot.storage import write_json
+
+_LEFT_OUT = "left_out"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +61,10 @@ def continued(
 def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
     """Return the records of the file `path`; none if there is no such file. Raises DataError if it cannot be read."""
     try:
-        return tuple(quarantined_of(values) for values in json.loads(path.read_bytes()))
+        record = json.loads(path.read_bytes())
+        # A list is of an earlier version of ingot.
+        found = record if isinstance(record, list) else unsealed(record, {_LEFT_OUT})[_LEFT_OUT]
+        return tuple(quarantined_of(values) for values in found)
     except FileNotFoundError:
         return ()
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
@@ -74,4 +80,4 @@ def read_quarantine(path: Path) -> tuple[Quarantined, ...]:
 
 def write_quarantine(path: Path, records: Sequence[Quarantined]) -> None:
     """Replace the file `path`."""
-    write_json(path, [asdict(one) for one in records])
+    write_json(path, sealed({_LEFT_OUT: [asdict(one) for one in records]}))

@@ -67,6 +67,7 @@ class RunLease:
         self._ends = threading.Event()
         self._thread: threading.Thread | None = None
         self._begun: set[str] = set()  # the urls of the places that got the record of this attempt
+        self._written: dict[str, Epoch] = {}  # their urls -> that record
         self._before: dict[str, str] = {}  # their urls -> the holder of the attempt before
         self._judged: dict[str, int] = {}  # url -> the attempt whose holder `wait` found gone, 0 for none
         self._refusals: dict[str, str] = {}  # url -> why the place refused the record, which was reported
@@ -88,6 +89,9 @@ class RunLease:
             with self._later(place):
                 holder = newest_epoch(place)
                 self._judged[place.url] = holder.epoch if holder else 0
+                if holder and holder.is_damaged:
+                    done = "no checkpoint counts as late, and who wrote it is unknown"
+                    self._report_damage(place, holder.epoch, done)
                 if holder and place is self._store:
                     self._say_shared(place, holder)
                 if holder is None or (sign := _sign(place, holder)) == _RELEASED or is_gone(holder.process):
@@ -232,6 +236,7 @@ class RunLease:
         if before is None or before.holder != record.holder:
             self._before[place.url] = before.holder if before else ""
         self._begun.add(place.url)
+        self._written[place.url] = record
         place.write(alive_name(self.epoch), [b"0"])
         _remove_older(place, self.epoch - 1)
         return is_written
@@ -274,6 +279,11 @@ class RunLease:
         """Find out whether another attempt has begun in `place`. Returns whether the newest record is that of this
         one."""
         newest = newest_epoch(place)
+        if newest and newest.is_damaged and newest.epoch == self.epoch and place.url in self._written:
+            # Nobody else writes a record with this number where this attempt has begun.
+            place.write(record_name(self.epoch), [to_bytes(self._written[place.url])])
+            self._report_damage(place, self.epoch, "this launcher, which lives, wrote it again")
+            return True
         if newest is None or newest.holder == self._record.holder:
             return newest is not None
         # Where the record was removed, that of the attempt before may have stayed.
@@ -307,6 +317,11 @@ class RunLease:
                 found = "lost the record of this attempt" if was_there else "did not answer when the run was started"
                 line = f"lease     {url} {found}; it has the record now"
                 self._report(line, events.LEASE_RECORDED, store=url, epoch=self.epoch)
+
+    def _report_damage(self, place: BlobStore, epoch: int, done: str) -> None:
+        name, reason = record_name(epoch), "it is not the record that was written"
+        line = f"WARNING   {name} in {place.url} is damaged: {done}"
+        self._report(line, events.RECORD_DAMAGED, file=name, reason=reason, done=done)
 
     def _report(self, line: str, kind: str, **facts: object) -> None:
         with contextlib.suppress(OSError):  # the terminal may be gone

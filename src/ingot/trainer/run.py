@@ -140,7 +140,10 @@ def build_trainer(
 
     # Until a checkpoint of as many ranks restores its states.
     torch.manual_seed(derive(config.seed, "torch", place.rank))
-    open_disks(folder)
+    if (damage := open_disks(folder)) and place.is_first:
+        done = "its files were found by their hashes; new ones get another name on the disks"
+        say(f"WARNING   {damage}: {done}")
+        log(events.RECORD_DAMAGED, file="disks.json", reason=damage, done=done)
     continues = bool(candidate_folders(folder.checkpoints))
     base = folder.config.parent
     clock.end("build")

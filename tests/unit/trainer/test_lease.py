@@ -394,6 +394,32 @@ def test_a_run_folder_gets_its_record_again_unless_it_was_removed(folder):
     assert not folder.root.exists()
 
 
+def test_a_living_launcher_writes_its_damaged_record_again(folder):
+    """Nobody else writes under its number, so a wrong bit is no other launcher."""
+    store = MemoryStore()
+    with take(folder, store, seconds=0.05) as lease:
+        record = newest_local_epoch(folder.root)
+        for place, path in ((store, None), (LocalStore(folder.root), folder.root / record_name(1))):
+            place.write(record_name(1), [to_bytes(record).replace(b'"pid"', b'"qid"')])
+            assert newest_epoch(place).is_damaged or path
+            wait_until(lambda place=place: not newest_epoch(place).is_damaged)
+            assert newest_epoch(place).holder == record.holder and lease.lost is None
+        lease.require()
+    assert {event["file"] for event in read_events(folder.events, events.RECORD_DAMAGED)} == {record_name(1)}
+
+
+def test_a_start_names_the_record_that_is_damaged(folder):
+    with take(folder):
+        write_checkpoint(folder, 20, epoch=1)
+    path = folder.root / record_name(1)
+    path.write_bytes(path.read_bytes().replace(b'"run"', b'"sun"'))
+    lines = []
+    lease = lease_of(folder)
+    lease.wait(lines.append)
+    assert [record_name(1) in line for line in lines] == [True]
+    assert late_folders(folder.checkpoints) == []
+
+
 @pytest.mark.parametrize("local", [False, True])
 @pytest.mark.parametrize("way", ["restart", "roll back", "next start"])
 def test_what_comes_from_a_store_that_was_silent_at_the_start_counts(folder, local, way):

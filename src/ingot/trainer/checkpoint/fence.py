@@ -19,6 +19,7 @@ from pathlib import Path
 from ingot.config import from_dict
 from ingot.errors import ConfigError, RunBusyError
 from ingot.schema.checkpoint import FULL, CheckpointManifest, SaveKind
+from ingot.schema.sealed import HASH, sealed, unsealed
 from ingot.stores.local import LocalStore
 from ingot.stores.store import BlobStore, NotStored, read_object
 
@@ -55,6 +56,11 @@ class Epoch:
     def owner(self) -> str:
         return f"{self.host}:{self.pid}" if self.host else "an unknown process"
 
+    @property
+    def is_damaged(self) -> bool:
+        """True if nothing but the number is known, from the name of the record."""
+        return self == Epoch(epoch=self.epoch)
+
     def ignores(self, step: int, epoch: int, sha256: str, kind: SaveKind = FULL) -> bool:
         """Return whether a checkpoint was published too late: by an earlier attempt, after this one had begun.
 
@@ -81,7 +87,7 @@ def alive_name(epoch: int) -> str:
 
 def to_bytes(record: Epoch) -> bytes:
     """Return the content of the record's object."""
-    return json.dumps(asdict(record), indent=1).encode() + b"\n"
+    return json.dumps(sealed(asdict(record)), indent=1).encode() + b"\n"
 
 
 def newest_epoch(place: BlobStore) -> Epoch | None:
@@ -106,7 +112,10 @@ def read_epoch(place: BlobStore, number: int) -> Epoch:
 
 def _read_epoch(place: BlobStore, number: int) -> Epoch:
     with contextlib.suppress(ConfigError, ValueError, TypeError, AttributeError):
-        record = from_dict(Epoch, json.loads(read_object(place, record_name(number), _MOST_BYTES)))
+        values = json.loads(read_object(place, record_name(number), _MOST_BYTES))
+        if HASH in values:  # records of earlier versions of ingot have none
+            values = unsealed(values, values.keys() - {HASH})
+        record = from_dict(Epoch, values)
         steps = [*(record.adopted or ()), *(record.weights or ())]
         if record.epoch == number and all(step.isdecimal() for step in steps):
             return record

@@ -60,12 +60,14 @@ class NodeFetch:
     seconds: float
 
 
-def open_disks(folder: RunFolder) -> None:
-    """Check the disks of every node, and give the run a name on them. Raises ConfigError for a disk that is missing."""
+def open_disks(folder: RunFolder) -> str:
+    """Check the disks of every node, and give the run a name on them. Returns what is wrong with the record of its
+    names, "" if nothing is. Raises ConfigError for a disk that is missing."""
     disks = disks_of(folder.root)
     if disks:
         on_all_ranks(lambda: require_disks(disks))
-        from_rank_zero(lambda: name_run(folder))
+        return from_rank_zero(lambda: name_run(folder))
+    return ""
 
 
 def sweep_disks(folder: RunFolder, group: dist.ProcessGroup | None = None, *, at_start: bool = False) -> None:

@@ -22,12 +22,15 @@ from pathlib import Path
 
 from ingot.errors import ConfigError
 from ingot.schema.run_folder import CHECKPOINTS, RunFolder
+from ingot.schema.sealed import sealed, unsealed
 from ingot.storage import atomic_file, fsync_dir
 from ingot.toml import parse_toml
 from ingot.trainer.mesh.environment import environment_number
 
 NODE = "{node}"
 _NAMES = "disks.json"
+_RUNS, _INODE = "names", "inode"
+_RUN_NAME = re.compile(r"[\w][\w.-]*")
 _STEP = re.compile(r"step-\d{8,}")
 
 
@@ -124,28 +127,50 @@ def _disks_in(run_file: Path, *_version: int) -> tuple[str, ...]:
     return ()
 
 
-def name_run(run: RunFolder) -> None:
+def name_run(run: RunFolder) -> str:
     """Give the run a name on the disks, unless it has one. Called before a file is written there, by one process.
 
-    A copy of a run folder gets a name of its own: it reads the files of the original, and never removes them.
+    A copy of a run folder gets a name of its own: it reads the files of the original, and never removes them. So does a
+    run whose record is damaged, with the names under which the disks of this node have its files. Returns what is wrong
+    with that record; "" if nothing is.
     """
-    names, is_copy = _recorded(run.root)
+    names, is_copy, damage = _recorded(run.root)
     if names and not is_copy:
-        return
+        return ""
     readable = re.sub(r"[^\w.-]", "_", run.root.absolute().name)[:40]
     with atomic_file(run.root / _NAMES) as file:
-        own = {"names": [f"{readable}-{uuid.uuid4().hex[:12]}", *names], "inode": os.fstat(file.fileno()).st_ino}
-        file.write(json.dumps(own).encode())
+        own = {_RUNS: [f"{readable}-{uuid.uuid4().hex[:12]}", *names], _INODE: os.fstat(file.fileno()).st_ino}
+        file.write(json.dumps(sealed(own)).encode())
+    return damage
 
 
-def _recorded(run: Path) -> tuple[list[str], bool]:
-    """Return the names of the run on the disks, its own first, and whether the record is a copy of another run's."""
-    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+def _recorded(run: Path) -> tuple[list[str], bool, str]:
+    """Return the names of the run on the disks, its own first; whether none of them is its own, because the record is a
+    copy of another run's or damaged; and the damage."""
+    try:
         with (run / _NAMES).open("rb") as file:
             record, inode = json.loads(file.read()), os.fstat(file.fileno()).st_ino
-        names = [name for name in record["names"] if isinstance(name, str) and re.fullmatch(r"[\w][\w.-]*", name)]
-        return names, record["inode"] != inode
-    return [], False
+        if record.keys() != {_RUNS, _INODE}:  # those of an earlier version of ingot have no hash
+            record = unsealed(record, {_RUNS, _INODE})
+        names = [name for name in record[_RUNS] if isinstance(name, str) and _RUN_NAME.fullmatch(name)]
+        return names, record[_INODE] != inode, ""
+    except FileNotFoundError:
+        return [], False, ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        return _found_names(run), True, f"{_NAMES} is damaged ({error})"
+
+
+def _found_names(run: Path) -> list[str]:
+    """Return the names under which the disks of this node have files that the manifests of `run` list. The name of a
+    file has the hash of its content, so files of other runs are no such files."""
+    found = set()
+    for disk in _seen(disks_of(run)):
+        for file in disk.glob("*/step-*/rank-*-*.*"):
+            with contextlib.suppress(OSError):
+                manifest = (run / CHECKPOINTS / file.parent.name / "manifest.json").read_bytes()
+                if file.stem.rpartition("-")[2].encode() in manifest:
+                    found.add(file.parent.parent.name)
+    return sorted(name for name in found if _RUN_NAME.fullmatch(name))
 
 
 def _names(run: Path) -> list[str]:
@@ -158,14 +183,19 @@ def _run_folders(run: Path, *, own: bool = False) -> list[Path]:
     disks = disks_of(run)
     if not disks:
         return []
-    (names, is_copy), number, seen = _recorded(run), node(), list[Path]()
+    names, is_copy, _ = _recorded(run)
+    return [disk / name for name in (names[: not is_copy] if own else names) for disk in _seen(disks)]
+
+
+def _seen(disks: Iterable[str]) -> list[Path]:
+    number, seen = node(), list[Path]()
     for disk in disks:
         if number is None and NODE in disk:
             pattern = glob.escape(disk).replace(NODE, "[0-9]*").lstrip("/")
             seen += sorted(Path("/").glob(pattern)) or own_disks([disk])
         else:
             seen += own_disks([disk])
-    return [disk / name for name in (names[: not is_copy] if own else names) for disk in seen]
+    return seen
 
 
 def make_folder(folder: Path) -> None:
