@@ -5,6 +5,7 @@ python -m tests.board --workers 2                  the same, two rows at a time
 python -m tests.board --rows RS09,RS10 --seeds 1   some rows, with seed 0
 python -m tests.board --write                      all rows, and the tables in docs/reliability.md
 python -m tests.board --rows RS09 --write          some rows, and the tables of their cases there
+python -m tests.board --rows "RS09 disks" --seeds 1 --all-points   all crash points of a row that samples them
 python -m tests.board --rows RS09 --json a.jsonl   a part of the rows today, and
 python -m tests.board --lines a.jsonl --write      the rest later: what the file has is not played again
 """
@@ -27,7 +28,7 @@ from ingot.drill.oracles import Verdicts
 from . import ALL, MISSING, killpoints
 from .bench import ROOT, Bench
 from .row import Row, carry_out
-from .table import CASES, RESTORES, cases_of, restores_of, table_of
+from .table import CASES, RESTORES, cases_of, restores_of, table_of, with_all_points
 
 PAGE = ROOT / "docs" / "reliability.md"
 
@@ -49,6 +50,15 @@ def main(arguments: list[str]) -> int:
         metavar="FILE",
         help="take the rows and seeds that these files have",
     )
+    parser.add_argument(
+        "--all-points",
+        type=int,
+        nargs="?",
+        const=1,
+        default=0,
+        metavar="N",
+        help="rows that sample crash points (RS09 disks, ...) take all of them, N at a time (default: 1)",
+    )
     args = parser.parse_args(arguments)
     if reason := killpoints.missing():
         parser.error(reason)
@@ -69,7 +79,7 @@ def main(arguments: list[str]) -> int:
     about, began = own(), time.monotonic()
     seeds_of = {row.id: [seed for seed in range(args.seeds) if (row.id, seed) not in known] for row in rows}
     to_play = [(row, seed) for row in rows if row.id not in not_played for seed in seeds_of[row.id]]
-    for line in play_all(to_play, args.workers):
+    for line in play_all(to_play, args.workers, args.all_points):
         lines.append(line | about)
         text = json.dumps(lines[-1])
         print(text, flush=True)
@@ -91,7 +101,7 @@ def main(arguments: list[str]) -> int:
             if restoring := [line for line in lines if "restores" in line]:
                 write(f"{played_on(restoring)}.\n\n{restores_of(restoring)}", RESTORES)
         for name, of in CASES.items():
-            found = [line for line in lines if line["id"] in of and "outcomes" in line]
+            found = with_all_points([line for line in lines if line["id"] in of and "outcomes" in line])
             if {line["id"] for line in found} == {*of}:  # a row that was not played would be lost from the table
                 names = ", ".join(sorted({line["id"] for line in found}))
                 seeds = ", ".join(map(str, sorted({line["seed"] for line in found})))
@@ -99,25 +109,27 @@ def main(arguments: list[str]) -> int:
     return 1 if red else 0
 
 
-def play_all(to_play: list[tuple[Row, int]], workers: int) -> Iterator[dict]:
+def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: bool) -> Iterator[dict]:
     """Play rows with their seeds, in a number of processes. Yields the lines as they come, of several processes row by
     row: the undisturbed runs of a row serve all of its seeds."""
     if workers == 1:
         with Bench() as bench:
+            bench.all_points = all_points
             yield from (play(bench, row, seed) for row, seed in to_play)
         return
     seeds: dict[str, list[int]] = {}
     for row, seed in to_play:
         seeds.setdefault(row.id, []).append(seed)
     with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        for done in as_completed([pool.submit(play_row, *item) for item in seeds.items()]):
+        for done in as_completed([pool.submit(play_row, *item, all_points) for item in seeds.items()]):
             yield from done.result()
 
 
-def play_row(name: str, seeds: list[int]) -> list[dict]:
+def play_row(name: str, seeds: list[int], all_points: bool) -> list[dict]:
     """Play the row `name` with these seeds on a bench of its own."""
     row = next(row for row in ALL if row.id == name)
     with Bench() as bench:
+        bench.all_points = all_points
         return [play(bench, row, seed) for seed in seeds]
 
 

@@ -50,6 +50,7 @@ class Bench:
         self.memory_before = shared_memory()
         self._launcher: subprocess.Popen | None = None
         self._references: dict[tuple[str, ...], RunFacts] = {}
+        self.all_points = 0  # how many crash points are played at once by rows that take all; 0: they take a sample
 
     def __enter__(self) -> "Bench":
         return self
@@ -115,11 +116,13 @@ class Bench:
         until: int | None = None,
         accept: Sequence[str] = (),
         env: dict[str, str] | None = None,
+        ranks: int = 1,
+        restarts: int = 0,
     ) -> Ended:
-        """Train the run `name` with one rank, in a process forked from one that has imported everything (launcher.py).
+        """Train the run `name` in processes forked from one that has imported everything (launcher.py).
 
         settings: as "a.b=c". until: the step to stop after. accept: keys of confirmed changes.
-        env: more variables, a fault for example.
+        env: more variables, a fault for example. ranks: 1 or 2. restarts: how often two ranks are started again.
         """
         launcher = self._started_launcher()
         assert launcher.stdin is not None and launcher.stdout is not None
@@ -127,7 +130,9 @@ class Bench:
         order = {
             "run_file": str(self.run_file),
             "out": str(self.root / name),
-            "settings": [*ONE_RANK, *settings],
+            "settings": [*(ONE_RANK if ranks == 1 else ()), *settings],
+            "ranks": ranks,
+            "restarts": restarts,
             "until": until,
             "accept": list(accept),
             "env": self.job(name, env=env).environment(),

@@ -13,9 +13,12 @@
    BOARD_LOG    a file that gets one line per counted call: name and path
    BOARD_ONCE   if set, without effect in processes that find the file of BOARD_LOG: only the first one has the fault
    BOARD_TOP    for power and kill: all ancestors of this process below this one are killed as well
+   BOARD_SHARED a file by which all ranks and writers of a job, of which one has the fault, lose power together
+   BOARD_SENDS  if set, messages to sockets without a file whose names begin so are counted too
    BOARD_TIMES  for eio, fail: how many fail; 0: all
    BOARD_ERRNO  for fail: the number of the error
-   BOARD_MICRO  for slow: microseconds per call
+   BOARD_MICRO  for slow: microseconds per call; for power and kill: the time before the k-th call, in which other
+                processes get as far as they can
    BOARD_DENY   for deny: a part of the paths
    BOARD_NOROOM if set, every file system seems to have no free block
 
@@ -28,15 +31,19 @@
 #include <fcntl.h>
 #include <limits.h>
 #include <pthread.h>
+#include <sched.h>
 #include <signal.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
+#include <sys/socket.h>
 #include <sys/stat.h>
 #include <sys/statvfs.h>
 #include <sys/syscall.h>
 #include <sys/uio.h>
+#include <sys/un.h>
 #include <unistd.h>
 
 #if __SIZEOF_LONG__ != 8
@@ -44,20 +51,39 @@
 #endif
 
 #define PATHS 4096 /* entries of each table */
+#define LONGEST 512 /* bytes of a path in a table */
 typedef char text[PATH_MAX];
 
 static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
 static long calls;
 static int done;
 
-/* Bytes of each written file that survive a loss of power. */
-static struct file { dev_t dev; ino_t ino; int fd; off_t durable; } files[PATHS];
-static int n_files;
-/* Names that do not: made (from is 0), or changed from `from`. dev, ino: the folder that has to be flushed. */
-static struct name { char *from, *to; dev_t dev; ino_t ino; int durable; } names[PATHS];
-static int n_names;
+/* What a loss of power takes, of this process or, with BOARD_SHARED, of all. files: the bytes of each written file that
+   survive it; fd: of the process pid. names: those that do not survive: made (from is ""), or changed from `from`; dev,
+   ino: the folder that has to be flushed. */
+static struct table {
+  int busy, n_files, n_names;
+  struct file { dev_t dev; ino_t ino; pid_t pid; int fd; off_t durable; } files[PATHS];
+  struct name { char from[LONGEST], to[LONGEST]; dev_t dev; ino_t ino; int durable; } names[PATHS];
+} *table;
 
 static const char *setting(const char *name) { const char *value = getenv(name); return value ? value : ""; }
+
+static void take_table(void) {
+  if (!table) {
+    int fd = -1, how = MAP_PRIVATE | MAP_ANONYMOUS;
+    if (*setting("BOARD_SHARED")) {
+      fd = syscall(SYS_openat, AT_FDCWD, setting("BOARD_SHARED"), O_RDWR | O_CREAT | O_CLOEXEC, 0644);
+      if (fd < 0 || syscall(SYS_ftruncate, fd, sizeof *table)) abort();
+      how = MAP_SHARED;
+    }
+    table = mmap(NULL, sizeof *table, PROT_READ | PROT_WRITE, how, fd, 0);
+    if (table == MAP_FAILED) abort();
+    if (fd >= 0) close(fd);
+  }
+  while (__atomic_exchange_n(&table->busy, 1, __ATOMIC_ACQUIRE)) sched_yield();
+}
+static void free_table(void) { __atomic_store_n(&table->busy, 0, __ATOMIC_RELEASE); }
 
 static int is_mine(void) {
   static pid_t known;
@@ -77,6 +103,9 @@ static int is_mine(void) {
   if (strncmp(who, kind, n)) return 0;
   return who[n] != ':' || !strcmp(setting("RANK"), who + n + 1);
 }
+
+/* Return whether calls of this process that make or change files count in a loss of power. */
+static int is_tracked(void) { return is_mine() || (*setting("BOARD_WHO") && *setting("BOARD_SHARED")); }
 
 static int is_below(const char *path) {
   for (const char *one = setting("BOARD_BELOW"); *one;) {
@@ -120,16 +149,20 @@ static void kill_all(void) {
 }
 
 static void lose(void) {
-  for (int i = n_names - 1; i >= 0; i--) {
-    struct name *one = names + i;
+  char link[64];
+  take_table(); /* and keep it: nothing that another process still does is remembered */
+  for (int i = table->n_names - 1; i >= 0; i--) {
+    struct name *one = table->names + i;
     if (one->durable) continue;
-    if (one->from) syscall(SYS_renameat2, AT_FDCWD, one->to, AT_FDCWD, one->from, 0);
+    if (*one->from) syscall(SYS_renameat2, AT_FDCWD, one->to, AT_FDCWD, one->from, 0);
     else syscall(SYS_unlinkat, AT_FDCWD, one->to, 0);
   }
-  for (int i = 0; i < n_files; i++) {
+  for (int i = 0; i < table->n_files; i++) {
+    struct file *one = table->files + i;
     struct stat now;
-    if (!fstat(files[i].fd, &now) && now.st_size > files[i].durable)
-      (void)!syscall(SYS_ftruncate, files[i].fd, files[i].durable);
+    snprintf(link, sizeof link, "/proc/%d/fd/%d", one->pid, one->fd);
+    int fd = syscall(SYS_openat, AT_FDCWD, link, O_WRONLY | O_CLOEXEC);
+    if (fd >= 0 && !fstat(fd, &now) && now.st_size > one->durable) (void)!syscall(SYS_ftruncate, fd, one->durable);
   }
 }
 
@@ -150,6 +183,7 @@ static int counted(const char *call, const char *path) {
   if (!strcmp(what, "slow")) usleep(atol(setting("BOARD_MICRO")));
   if (k < 1 || calls < k || done) return 0;
   if (!strcmp(what, "power") || !strcmp(what, "kill")) {
+    usleep(atol(setting("BOARD_MICRO")));
     if (*what == 'p') lose();
     kill_all();
   }
@@ -169,11 +203,16 @@ static int counted(const char *call, const char *path) {
 static void remember_file(int fd) {
   struct stat now;
   if (fstat(fd, &now) || !S_ISREG(now.st_mode)) return;
-  for (int i = 0; i < n_files; i++) if (files[i].dev == now.st_dev && files[i].ino == now.st_ino) return;
-  char link[64];
-  snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
-  int own = syscall(SYS_openat, AT_FDCWD, link, O_WRONLY | O_CLOEXEC);
-  if (own >= 0 && n_files < PATHS) files[n_files++] = (struct file){now.st_dev, now.st_ino, own, now.st_size};
+  take_table();
+  int i = 0;
+  while (i < table->n_files && (table->files[i].dev != now.st_dev || table->files[i].ino != now.st_ino)) i++;
+  if (i == table->n_files && i < PATHS) {
+    char link[64];
+    snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
+    int own = syscall(SYS_openat, AT_FDCWD, link, O_WRONLY | O_CLOEXEC);
+    if (own >= 0) table->files[table->n_files++] = (struct file){now.st_dev, now.st_ino, getpid(), own, now.st_size};
+  }
+  free_table();
 }
 
 static void remember_name(const char *from, const char *to) {
@@ -181,28 +220,38 @@ static void remember_name(const char *from, const char *to) {
   struct stat it;
   strcpy(folder, to);
   char *slash = strrchr(folder, '/');
-  if (!slash) return;
+  if (!slash || strlen(to) >= LONGEST || strlen(from) >= LONGEST) return;
   *slash = 0;
-  if (!stat(folder, &it) && n_names < PATHS)
-    names[n_names++] = (struct name){from ? strdup(from) : NULL, strdup(to), it.st_dev, it.st_ino, 0};
+  if (stat(folder, &it)) return;
+  take_table();
+  if (table->n_names < PATHS) {
+    struct name *one = table->names + table->n_names++;
+    *one = (struct name){.dev = it.st_dev, .ino = it.st_ino};
+    strcpy(one->from, from);
+    strcpy(one->to, to);
+  }
+  free_table();
 }
 
 static void remember_flush(int fd) {
   struct stat now;
   if (fstat(fd, &now)) return;
-  for (int i = 0; i < n_names; i++) if (names[i].dev == now.st_dev && names[i].ino == now.st_ino) names[i].durable = 1;
-  for (int i = 0; i < n_files; i++)
-    if (files[i].dev == now.st_dev && files[i].ino == now.st_ino) files[i].durable = now.st_size;
+  take_table();
+  for (int i = 0; i < table->n_names; i++)
+    if (table->names[i].dev == now.st_dev && table->names[i].ino == now.st_ino) table->names[i].durable = 1;
+  for (int i = 0; i < table->n_files; i++)
+    if (table->files[i].dev == now.st_dev && table->files[i].ino == now.st_ino) table->files[i].durable = now.st_size;
+  free_table();
 }
 
 /* 0, 1, 2 as `counted`; of a call on an open file. */
 static int on_file(const char *call, int fd) {
   text path;
-  if (!is_mine()) return 0;
+  if (!is_tracked()) return 0;
   path_of(fd, path);
   if (!is_below(path)) return 0;
   pthread_mutex_lock(&lock);
-  int verdict = counted(call, path);
+  int verdict = is_mine() ? counted(call, path) : 0;
   if (!verdict && strcmp(call, "fsync")) remember_file(fd);
   if (verdict == 2) remember_file(fd);
   pthread_mutex_unlock(&lock);
@@ -212,11 +261,11 @@ static int on_file(const char *call, int fd) {
 /* The same of a call on a name. path: gets the whole path, "" if it is not counted. */
 static int on_name(const char *call, int folder, const char *name, char *path) {
   *path = 0;
-  if (!is_mine()) return 0;
+  if (!is_tracked()) return 0;
   path_at(folder, name, path);
   if (!is_below(path)) { *path = 0; return 0; }
   pthread_mutex_lock(&lock);
-  int verdict = counted(call, path);
+  int verdict = is_mine() ? counted(call, path) : 0;
   pthread_mutex_unlock(&lock);
   return verdict;
 }
@@ -250,11 +299,31 @@ ssize_t writev(int fd, const struct iovec *parts, int n) {
   return on_file("write", fd) == 1 ? -1 : syscall(SYS_writev, fd, parts, n);
 }
 
-static ssize_t send(int out, int in, off_t *at, size_t n) {
+static ssize_t send_file(int out, int in, off_t *at, size_t n) {
   return on_file("write", out) == 1 ? -1 : syscall(SYS_sendfile, out, in, at, n);
 }
-ssize_t sendfile(int out, int in, off_t *at, size_t n) { return send(out, in, at, n); }
-ssize_t sendfile64(int out, int in, off64_t *at, size_t n) { return send(out, in, at, n); }
+ssize_t sendfile(int out, int in, off_t *at, size_t n) { return send_file(out, in, at, n); }
+ssize_t sendfile64(int out, int in, off64_t *at, size_t n) { return send_file(out, in, at, n); }
+
+/* Count a message if it goes to a socket whose name begins with BOARD_SENDS. It can end the process, not fail. */
+static void count_message(int fd) {
+  const char *wanted = setting("BOARD_SENDS");
+  struct sockaddr_un to = {0};
+  socklen_t n = sizeof to - 1;
+  if (!*wanted || !is_mine() || getpeername(fd, (struct sockaddr *)&to, &n) || to.sun_family != AF_UNIX) return;
+  if (*to.sun_path || strncmp(to.sun_path + 1, wanted, strlen(wanted))) return;
+  pthread_mutex_lock(&lock);
+  counted("send", to.sun_path + 1);
+  pthread_mutex_unlock(&lock);
+}
+ssize_t send(int fd, const void *data, size_t n, int flags) {
+  count_message(fd);
+  return syscall(SYS_sendto, fd, data, n, flags, NULL, 0);
+}
+ssize_t sendmsg(int fd, const struct msghdr *message, int flags) {
+  count_message(fd);
+  return syscall(SYS_sendmsg, fd, message, flags);
+}
 
 ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *at, size_t n, unsigned flags) {
   return on_file("write", out) == 1 ? -1 : syscall(SYS_copy_file_range, in, from, out, at, n, flags);
@@ -290,7 +359,7 @@ int ftruncate64(int fd, off64_t n) { return shorten(fd, n); }
 static int flush(int fd, long call) {
   if (on_file("fsync", fd) == 1) return -1;
   int failed = syscall(call, fd);
-  if (!failed && is_mine()) { pthread_mutex_lock(&lock); remember_flush(fd); pthread_mutex_unlock(&lock); }
+  if (!failed && is_tracked()) { pthread_mutex_lock(&lock); remember_flush(fd); pthread_mutex_unlock(&lock); }
   return failed;
 }
 int fsync(int fd) { return flush(fd, SYS_fsync); }
@@ -310,7 +379,7 @@ static int open_at(int folder, const char *name, int flags, mode_t mode) {
   int fd = syscall(SYS_openat, folder, name, flags, mode);
   if (fd >= 0 && is_new && *path) {
     pthread_mutex_lock(&lock);
-    remember_name(NULL, path);
+    remember_name("", path);
     pthread_mutex_unlock(&lock);
   }
   return fd;

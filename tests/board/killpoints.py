@@ -9,6 +9,7 @@ from pathlib import Path
 from ingot.schema.run_folder import RunFolder
 
 SOURCE = Path(__file__).with_name("killpoints.c")
+KEEPER = "ingot-keeper-"  # the names of the sockets of keepers begin with it
 
 
 def missing() -> str:
@@ -47,12 +48,16 @@ def read_calls(log: Path) -> list[tuple[str, str]]:
 
 def file_of(path: str) -> str:
     """Return the kind of file that a counted call is about, for people."""
+    if path.startswith(KEEPER):
+        return "keeper"
     folder, name = path.rsplit("/", 2)[1:]
     if folder.startswith(".removed-") or name.startswith(".removed-"):
         return "old checkpoint"
     if "ledger" in (folder, name):
         return "samples"
-    kinds = {".saving-": "folder of the save", "step-": "checkpoint", "rank-": "tensors"}
+    if "/disk-" in path and not name.startswith(("rank-", ".rank-")):
+        return "folder on a disk"
+    kinds = {".saving-": "folder of the save", "step-": "checkpoint", "rank-": "tensors", ".rank-": "tensors"}
     kind = next((kind for prefix, kind in kinds.items() if name.startswith(prefix)), "folder of checkpoints")
     return "manifest" if "manifest.json" in name else kind
 

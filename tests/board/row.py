@@ -16,6 +16,7 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoint
+from ingot.trainer.checkpoint.places import Places
 
 from .bench import Bench
 
@@ -105,9 +106,12 @@ def newest_valid(folder: RunFolder) -> tuple[int, str]:
     if not newest:
         return 0, "no checkpoint is left"
     try:
-        return verify_checkpoint(newest[0]).step, ""
+        manifest, places = verify_checkpoint(newest[0]), Places(newest[0])
     except IngotError as error:
         return 0, f"the newest checkpoint is torn: {error.found}"
+    # On disks of nodes, a file that is nowhere could be another node's; here is no other one.
+    lost = [name for name, entry in manifest.files.items() if places.find(name, entry.sha256) is None]
+    return manifest.step, f"the newest checkpoint is torn: no disk has {', '.join(lost)}" if lost else ""
 
 
 def resumed_from(folder: RunFolder) -> int:

@@ -4,7 +4,6 @@ import itertools
 import re
 import signal
 import time
-from collections.abc import Iterable
 from errno import EIO, EROFS
 from statistics import median
 
@@ -15,56 +14,13 @@ from ingot.schema.run_folder import RunFolder
 
 from . import killpoints
 from .bench import Bench
+from .crash_points import DISKS, MEMORY, ONLY_WEIGHTS, PREVIOUS, SAVED, calls_of_a_save, crash_points, row_of
 from .row import INTERVAL, MODES, Row, judge_recovered, mode_of, newest_valid, random_of, resumed_from
 
 SEEDS = 5  # as many seeds have all crash points together
-SAVED, DURING = 4, 8  # steps of the checkpoint before, and of the save that is disturbed
 _SLOW_STEPS = 80
 TAKES_ROOM = ("create", "write")
 NO_EFFECT = ("mkdir", "unlink", "rmdir")  # they may fail without a report, as mkdir of a folder that exists
-# The strictest: the checkpoint before goes as soon as the new one is there.
-PREVIOUS = ("checkpoint.keep=1", "guard.proven_steps=0")
-
-
-def calls_of_a_save(bench: Bench, mode: str) -> list[tuple[str, str]]:
-    """Return the calls that change the disk in one save of a checkpoint, in order, as (name, path)."""
-    name, log = f"calls-{mode}", bench.root / f"calls-{mode}.txt"
-    if not log.exists():
-        folder = bench.copy(bench.base(SAVED, *PREVIOUS), name)
-        count = killpoints.fault(folder, "count", who=MODES[mode], log=log)
-        ended = bench.attempt(name, *PREVIOUS, mode_of(mode), until=DURING, env=count)
-        assert ended.code == 10, ended.output
-    return killpoints.read_calls(log)
-
-
-def crash(bench: Bench, verdicts: Verdicts, mode: str, do: str, k: int) -> None:
-    """Kill a run at call `k` of a save, with (do = "power") or without ("kill") what a loss of power takes; continue it
-    by the same command, and judge."""
-    name, settings = f"crash-{mode}-{do}-{k}", (*PREVIOUS, mode_of(mode))
-    calls, since = calls_of_a_save(bench, mode), verdicts.findings
-    where = f"{mode} {do} at {k}/{len(calls)} ({calls[k - 1][0]} {calls[k - 1][1].rpartition('/')[2]})"
-    folder = bench.copy(bench.base(SAVED, *PREVIOUS), name)
-    killed = bench.attempt(name, *settings, until=DURING, env=killpoints.fault(folder, do, k, who=MODES[mode]))
-    if killed.code != -signal.SIGKILL:
-        verdicts.judge("o6", where, f"the run was not killed (exit code {killed.code}): {killed.output[-300:]}")
-        return
-    newest, torn = newest_valid(folder)
-    verdicts.judge("o6", where, torn)
-    ended = bench.attempt(name, *settings)
-    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-500:]}")
-    if not torn and (start := resumed_from(folder)) != newest:
-        verdicts.judge("o6", where, f"continued from step {start}, the newest checkpoint is of step {newest}")
-    judge_recovered(bench, verdicts, name, where, bench.reference(ranks=1))
-    verdicts.came_of(f"{do}, {mode}", killpoints.place_of(calls[k - 1]), f"step {newest}", since)
-    bench.drop(name)
-
-
-def crash_points(bench: Bench, verdicts: Verdicts, numbers_of: dict[str, Iterable[int]], do: Iterable[str]) -> None:
-    """Crash at the given calls of a save. numbers_of: checkpoint.mode -> numbers of calls. do: "power", "kill"."""
-    for mode, numbers in numbers_of.items():
-        for k in numbers:
-            for one in do:
-                crash(bench, verdicts, mode, one, k)
 
 
 def rs09(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -228,6 +184,9 @@ def rs16(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 
 ROWS = (
     Row("RS09", "SIGKILL or loss of power at every call that changes the disk in a save", rs09),
+    row_of("RS09 disks", "SIGKILL or loss of power at a call of a save of two ranks, each with its disk", DISKS),
+    row_of("RS09 weights", "SIGKILL or loss of power at a call of a save of the weights alone", ONLY_WEIGHTS),
+    row_of("RS09 memory", "SIGKILL of a rank at a call of a save, or a message to the keeper of its node", MEMORY),
     Row("RS12", "ENOSPC, an error or a read-only disk at a call of a save; no room before the start", rs12),
     Row("RS14", "a save that takes 5 times the interval", rs14),
     Row("RS15", "SIGKILL of the process that writes checkpoints", rs15),

@@ -17,9 +17,9 @@ from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders
 
 from .bench import ONE_RANK, Bench, options
+from .crash_points import DURING, PREVIOUS, SAVED, calls_of_a_save
 from .killpoints import fault
 from .row import Row, drawn_mode, judge_recovered, mode_of, random_of, refused_steps, resumed_from
-from .rows_disk import DURING, PREVIOUS, SAVED, calls_of_a_save
 
 LEASE_OF_SECONDS = "launch.lease_seconds=2"
 _LONG = "train.steps=60"

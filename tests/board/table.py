@@ -11,13 +11,23 @@ from .row import Row
 
 # The tables of cases: their names in the page -> the rows whose cases they have.
 CASES = {
-    "crash points": ("RS09",),
+    "crash points": ("RS09", "RS09 disks", "RS09 memory", "RS09 weights"),
     "disk faults": ("RS12",),
     "store faults": ("RS13", "RS13 killed", "RS31 store"),
 }
 
 RESTORES = "restores by tier"  # the table of all rows that restore
 _PLACES = ("local disks kB", "memory of the node kB", "memory of others kB", "store kB")  # as in PLACES
+
+
+def with_all_points(lines: Sequence[dict]) -> list[dict]:
+    """Return the lines without those whose row has all its crash points in another line: they would count twice."""
+
+    def has_all(line: dict) -> bool:
+        return "points" in line["numbers"] and line["numbers"]["points"] == line["numbers"]["played"]
+
+    whole = {line["id"] for line in lines if has_all(line)}
+    return [line for line in lines if line["id"] not in whole or has_all(line)]
 
 
 def cases_of(lines: Sequence[dict]) -> str:

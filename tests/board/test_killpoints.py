@@ -2,6 +2,7 @@
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -29,6 +30,19 @@ open(os.path.dirname(folder) + "/elsewhere", "w").write("not counted")
 os.mkdir(folder + "/inner")
 print(open(name).read())
 """
+# Writes a file to the end, one that it does not flush, and one whose name it does not flush.
+OTHER_RANK = """
+import os, sys
+fds = {}
+for name in ("kept", "cut", "lost"):
+    if name == "lost":
+        os.fsync(os.open(sys.argv[1], os.O_RDONLY))
+    fds[name] = os.open(sys.argv[1] + "/" + name, os.O_CREAT | os.O_WRONLY)
+    os.write(fds[name], name.encode())
+os.fsync(fds["kept"])
+print(flush=True)
+input()
+"""
 CALLS = ["create", "write", "write", "fsync", "rename", "fsync", "write", "mkdir"]
 
 
@@ -47,7 +61,7 @@ def play(library, tmp_path):
 
     def run(do: str, k: int = 0, who: str = "rank", **more: object) -> subprocess.CompletedProcess:
         fault = killpoints.fault(folder, do, k, who=who, log=tmp_path / "calls", **more)
-        top = {"LD_PRELOAD": str(library), "BOARD_TOP": str(os.getpid())}
+        top = {"LD_PRELOAD": str(library), "BOARD_TOP": str(os.getpid()), "RANK": "0"}
         command = [sys.executable, "-S", "-c", PROGRAM, str(folder.checkpoints)]
         return subprocess.run(command, env=os.environ | fault | top, capture_output=True, text=True)
 
@@ -119,6 +133,46 @@ def test_a_wrong_bit_is_written_without_an_error(play):
 
 def test_a_file_that_must_not_be_read(play):
     assert "Permission denied" in play("deny", deny="/name").stderr
+
+
+def test_all_processes_of_a_job_lose_power_together(play, library, tmp_path):
+    """What another rank has written and not flushed is lost with that of the rank which has the fault."""
+    job = {"shared": tmp_path / "shared"}
+    fault = killpoints.fault(RunFolder(tmp_path), "power", 2, who="rank:0", **job)
+    command = [sys.executable, "-S", "-c", OTHER_RANK, str(play.folder)]
+    env, pipes = os.environ | fault | {"LD_PRELOAD": str(library), "RANK": "1"}, {"stdin": -1, "stdout": -1}
+    with subprocess.Popen(command, env=env, text=True, **pipes) as other:
+        other.stdout.readline()
+        assert play("power", 2, who="rank:0", **job).returncode == -signal.SIGKILL
+        assert {path.name: path.read_text() for path in play.folder.iterdir()} == {"cut": "", "kept": "kept"}
+        other.communicate("")
+
+
+def test_messages_to_a_keeper_are_counted(play, library, tmp_path):
+    name = f"{killpoints.KEEPER}{os.getpid()}"
+    program = f"""
+import os, socket
+to = socket.socket(socket.AF_UNIX)
+to.connect("\\0{name}")
+to.sendall(b"one")
+socket.send_fds(to, [b"+"], [0])
+other, _ = socket.socketpair()
+other.sendall(b"not counted")
+"""
+    log = tmp_path / "calls"
+    fault = killpoints.fault(RunFolder(tmp_path), "kill", 2, who="rank", log=log, sends=killpoints.KEEPER)
+    with socket.socket(socket.AF_UNIX) as keeper:
+        keeper.bind(f"\0{name}")
+        keeper.listen()
+        top = {"LD_PRELOAD": str(library), "BOARD_TOP": str(os.getpid())}
+        command = [sys.executable, "-S", "-c", program]
+        ended = {
+            do: subprocess.run(command, env=os.environ | fault | top | {"BOARD_DO": do}).returncode
+            for do in ("count", "kill")
+        }
+    assert ended == {"count": 0, "kill": -signal.SIGKILL}
+    calls = killpoints.read_calls(log)
+    assert calls == [("send", name)] * 4 and killpoints.place_of(calls[0]) == "keeper: send"
 
 
 def test_a_second_process_has_no_fault_that_is_for_one(play):

@@ -9,8 +9,8 @@ from ingot.drill.oracles import Verdicts
 
 from . import ALL, killpoints
 from .bench import Bench
+from .crash_points import calls_of_a_save, crash_points
 from .row import MODES, carry_out, newest_valid, random_of
-from .rows_disk import calls_of_a_save, crash_points
 
 pytestmark = pytest.mark.slow
 SAMPLED = ("RS29", "RS30 zombie")
