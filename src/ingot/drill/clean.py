@@ -13,9 +13,9 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoi
 
 
 def shared_memory() -> set[str]:
-    """Return the names in /dev/shm."""
+    """Return the names in /dev/shm, without folders: those are of programs that use it as a disk."""
     with suppress(OSError):
-        return {path.name for path in Path("/dev/shm").iterdir()}
+        return {path.name for path in Path("/dev/shm").iterdir() if not path.is_dir()}
     return set()
 
 
