@@ -319,8 +319,8 @@ MUTANTS: list[Mutant] = [
         name="explosion-at-the-log-line",
         what="of the steps whose loss exploded, the last one of the log line is named",
         file="trainer/default_policy.py",
-        before="numbers, last = large[-1], large[0]",
-        after="numbers, last = large[0], large[-1]",
+        before="numbers, last = large[0], large[-1]",
+        after="numbers, last = large[-1], large[0]",
         tests=("tests/unit/trainer/resilience/test_policy.py::test_a_loss_far_above_that_of_a_guess_ends_the_run",),
     ),
 ]

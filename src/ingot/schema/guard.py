@@ -36,8 +36,12 @@ class Guard:
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
     max_damages: so often may the run go back because of damage, with all its attempts; 0: without a limit.
+    exploded_ratio: a run ends at a log line whose last loss is more than this many times that of a uniform guess,
+      ln(vocabulary), with every preset: such weights are not saved; 0: no such limit.
     sanity_every: before a full save this many steps after the last one, a fixed batch of held-out text is scored; 0:
-      never. sanity_rise: if its loss rose by more than this, in nats per token, the checkpoint is suspect.
+      never. sanity_rise: if its loss rose by more than this, in nats per token, the checkpoint is suspect. sanity_gap:
+      a batch whose loss is so many nats per token above that of the training batches is not like them, and judges no
+      checkpoint; 0: they are not compared.
     recompute_every: in one of so many steps, each rank computes the gradients of another data rank too, and their
       hashes are compared; 0: never. Needs hash_every, and kernels that always add in the same order.
 
@@ -76,8 +80,10 @@ class Guard:
     ask_seconds: Seconds = 0.0
     hash_every: Steps = 20
     max_damages: Queue = 16
+    exploded_ratio: Factor = 2.0
     sanity_every: Steps = 100
     sanity_rise: Positive = 0.3
+    sanity_gap: Factor = 2.0
     recompute_every: Steps = 0
     loss_ratio: Factor = 2.0
     loss_ratio_window: Window = 100
@@ -104,6 +110,11 @@ class Guard:
         """True if updates of spikes are skipped."""
         return self.preset in ("guard", "strict")
 
+    def loss_limit(self, vocab_size: int) -> float:
+        """Return the loss in nats per token above which weights are useless; infinite if there is no such limit.
+        vocab_size: of the model; below 2, its loss has no scale."""
+        return self.exploded_ratio * math.log(vocab_size) if self.exploded_ratio and vocab_size > 1 else math.inf
+
     @property
     def most_skipped(self) -> int:
         """The number of skipped steps among the last `calm_steps` that makes the run go back."""
@@ -122,6 +133,8 @@ class Guard:
             yield "recompute_every", f"is {self.recompute_every}, but hash_every is 0: the hashes are compared together"
         if self.corruption_factor <= 1:
             yield "corruption_factor", f"is {self.corruption_factor:g}, must be above 1"
+        if 0 < self.exploded_ratio <= 1:
+            yield "exploded_ratio", f"is {self.exploded_ratio:g}, must be above 1; or 0: no such limit"
         if 0 < self.loss_ratio <= 1:
             yield "loss_ratio", f"is {self.loss_ratio:g}, must be above 1; or 0: no such alert"
         if 0 < self.plateau_window < 8:

@@ -67,12 +67,15 @@ class Measure:
 @dataclass(frozen=True, kw_only=True)
 class SanityState:
     """The fixed batch of held-out text (trainer/guard/sanity.py). step, loss: of the last checkpoint without doubt;
-    None: there is none, or its loss was not finite. doubted: how many checkpoints since then are suspect.
+    None: there is none, or its loss was not finite. doubted: how many checkpoints since then are suspect. batch: the
+    identity of the batch; "": not recorded. unfit: why the batch judges no checkpoint; "": it does.
     """
 
     step: int = 0
     loss: float | None = None
     doubted: int = 0
+    batch: str = ""
+    unfit: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

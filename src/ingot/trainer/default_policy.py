@@ -1,10 +1,8 @@
 """The policy of `ingot train`: skip what would harm the weights, go back, and end a run that does not recover."""
 
-import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 
 import torch
 from torch import Tensor
@@ -15,13 +13,13 @@ from ingot.schema.accepted import command_with_rate, rate_to_try
 from ingot.schema.checkpoint import Health
 from ingot.schema.guard_record import GuardState, Measure, with_those_of
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.guard.exploded import LossLimit
 from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.step_judge import KINDS, NORM_NOT_FINITE
 from ingot.trainer.resilience.policy import StepResult
 
 SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
 SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several in a row are, the weights are
-EXPLODED = 2.0  # in units of the loss of a uniform guess, ln(vocabulary); training starts close to 1
 VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
 
 OVERFLOW = KINDS[NORM_NOT_FINITE]
@@ -33,13 +31,11 @@ class DefaultPolicy:
 
     The decision to skip is made on the device in every step; results are read at log lines. Without a ladder, a run
     ends after SKIPS_IN_A_ROW skipped steps or SKIPS of the last SKIPS_AMONG; with one or without, if the loss at a log
-    line is EXPLODED times that of a uniform guess. So weights that cannot be used are never saved.
+    line is above the limit of the guard (guard/exploded.py). So weights that cannot be used are never saved.
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
-    are a failure. vocab_size: of the model; 0 does not judge the size of the loss. lr: optim.lr of the run.
-    from_weights: the run began with the weights of a folder, which may have a large loss: it has to reach EXPLODED
-    times the first one of the attempt, too. recorded: the measures of the guard so far. ladder: takes more against
-    skipped steps; None: the run ends after too many of them.
+    are a failure. limit: of the loss. lr: optim.lr of the run. recorded: the measures of the guard so far. ladder:
+    takes more against skipped steps; None: the run ends after too many of them.
     """
 
     def __init__(
@@ -47,17 +43,14 @@ class DefaultPolicy:
         folder: RunFolder,
         *,
         scaled_loss: bool = False,
-        vocab_size: int = 0,
+        limit: LossLimit | None = None,
         lr: float = 0.0,
-        from_weights: bool = False,
         recorded: Sequence[Measure] = (),
         ladder: Ladder | None = None,
     ):
         self._recorded = list(recorded)
         self.folder, self.scaled_loss, self.ladder = folder, scaled_loss, ladder
-        self.largest_loss = EXPLODED * math.log(vocab_size) if vocab_size > 1 else math.inf
-        self._lr = lr
-        self._from_weights, self._first_loss = from_weights, 0.0  # the first loss of this attempt
+        self._lr, self._limit = lr, limit or LossLimit(None, 0)
         self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
         self._vetoes = 0  # skipped steps in a row, up to the last log line
         self._last: StepNumbers | None = None  # the last step that was not skipped, up to the last log line
@@ -97,8 +90,6 @@ class DefaultPolicy:
         for numbers in trained:
             self._judge(numbers)
         kept = [numbers for numbers in trained if not numbers.skipped]
-        if kept and self._from_weights and self._first_loss == 0.0:
-            self._first_loss = kept[0].loss
         self._judge_sizes(kept)
 
     def _judge(self, numbers: StepNumbers) -> None:
@@ -138,23 +129,22 @@ class DefaultPolicy:
             self._last = numbers
 
     def _judge_sizes(self, kept: Sequence[StepNumbers]) -> None:
-        """Raise RunFailed if the last loss of `kept` is far above that of a model that knows nothing, and above the
-        first one. The error names the step from which on they are."""
-        limit = max(self.largest_loss, EXPLODED * self._first_loss)
-        if large := list(takewhile(lambda numbers: numbers.loss > limit, reversed(kept))):
-            numbers, last = large[-1], large[0]
+        """Raise RunFailed if the last loss of `kept` is above the limit. The error names the step from which on they
+        are."""
+        if large := self._limit.above(kept):
+            numbers, last = large[0], large[-1]
             still = f", and {last.loss:.4g} at step {last.step}" if last is not numbers else ""
             raise RunFailed(
                 "E-LOSS-EXPLODED",
                 f"loss {numbers.loss:.4g} at step {numbers.step}{still}",
-                rule=f"a uniform guess has a loss of {self.largest_loss / EXPLODED:.4g}; weights with {EXPLODED:g} "
-                "times that loss are useless, and no such weights were saved",
+                rule=f"a uniform guess has a loss of {self._limit.guess:.4g}; weights with {self._limit.ratio:g} times "
+                "that loss are useless (guard.exploded_ratio), and no such weights were saved",
                 fix="continue from the last checkpoint with a longer schedule.warmup_steps, or with a lower rate: "
                 f"{self._with_lower_rate()}. In the first steps: check that tokenizer and weights belong together. "
                 f"Unusual documents of the step: {self._documents(numbers.step)}",
                 step=numbers.step,
                 loss=numbers.loss,
-                largest=self.largest_loss,
+                largest=self._limit.ratio * self._limit.guess,
             )
 
     def _with_lower_rate(self) -> str:

@@ -14,8 +14,7 @@ from torch import Tensor
 
 from ingot.schema.arch import Arch
 from ingot.tokenizer.encoder import Encoder
-from ingot.trainer.guard.sanity import SANITY_ROWS
-from ingot.trainer.heldout import Heldout
+from ingot.trainer.heldout import Heldout, sanity_rows
 from ingot.trainer.loader.reader import document_numbers
 from ingot.trainer.mesh.collectives import gather_from
 from ingot.trainer.model.generate import NextLogits, cached, generate
@@ -95,7 +94,7 @@ def sanity_loss(trainer: RunParts) -> float:
     """Return the loss of a fixed batch of held-out text, in nats per token, the same on all ranks. Collective."""
     heldout = trainer.heldout
     assert heldout is not None
-    rows = np.unique(np.linspace(0, len(heldout.rows.source) - 1, SANITY_ROWS).astype(int))
+    rows = sanity_rows(heldout)
     nats = _nats_of_rows(
         run_nats(trainer),
         heldout,

@@ -26,11 +26,12 @@ from ingot.trainer.checkpoint.agree import from_rank_zero
 from ingot.trainer.checkpoint.resumable import went_on_after
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.guard.alerts import LOW_PRECISION, AlertWatch
+from ingot.trainer.guard.exploded import LossLimit
 from ingot.trainer.guard.gradient_range import GradientRange
 from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.sanity import SanityJudge
 from ingot.trainer.guard.step_judge import StepJudge
-from ingot.trainer.heldout import Heldout
+from ingot.trainer.heldout import Heldout, sanity_batch
 from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.integrity.samples import GradientSamples
 from ingot.trainer.integrity.watch import StateHashes
@@ -73,9 +74,8 @@ def policy_of(
     return DefaultPolicy(
         folder,
         scaled_loss=config.train.precision == "fp16",
-        vocab_size=config.model.vocab_size,
+        limit=LossLimit(config.guard, config.model.vocab_size, from_weights=bool(config.init)),
         lr=config.optim.lr,
-        from_weights=bool(config.init),
         recorded=ladder.measures if ladder else measures,
         ladder=ladder,
     )
@@ -95,7 +95,7 @@ def sanity_judge(config: RunConfig, heldout: Heldout | None, restored: Checkpoin
     """Return the judge of weights by held-out text, if the run has such text and wants it."""
     if heldout is None or not config.guard.sanity_every:
         return None
-    return SanityJudge(config.guard, restored.guard.sanity if restored else SanityState())
+    return SanityJudge(config.guard, restored.guard.sanity if restored else SanityState(), sanity_batch(heldout))
 
 
 def _warn_of_passed(trainer: RunParts) -> None:

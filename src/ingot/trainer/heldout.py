@@ -10,8 +10,11 @@ from ingot.errors import ConfigError, DataError
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import Shard, TokenManifest, read_token_manifest
+from ingot.storage import sha256_bytes
 from ingot.tokenizer.encoder import Encoder, load_encoder
+from ingot.trainer.guard.sanity import NGRAM, SANITY_ROWS, SanityBatch
 from ingot.trainer.loader.reader import TokenReader, of_damage
+from ingot.trainer.loader.window_filter import repeated_share
 
 # Enough to count every frequent token. In a larger corpus, only the starts of evenly spaced shards are counted; of few
 # shards, because reading the first token of a shard requires the hash of a whole block.
@@ -251,3 +254,16 @@ def check_prompts(config: RunConfig, encoder: Encoder | None) -> None:
                 wanted=wanted,
                 positions=positions,
             )
+
+
+def sanity_rows(heldout: Heldout) -> np.ndarray:
+    """Return the rows of the held-out text that are the fixed batch, int64, evenly apart."""
+    return np.unique(np.linspace(0, len(heldout.rows.source) - 1, SANITY_ROWS).astype(int))
+
+
+def sanity_batch(heldout: Heldout) -> SanityBatch:
+    """Return the facts of the fixed batch of `heldout`."""
+    rows = sanity_rows(heldout)
+    tokens = heldout.rows.targets[rows][heldout.rows.counted[rows]]
+    repeated = repeated_share(tokens[None], NGRAM)
+    return SanityBatch(sha256_bytes(tokens.astype("<i8").tobytes())[:16], float(repeated[0]))

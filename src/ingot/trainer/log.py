@@ -285,12 +285,15 @@ def log_evaluation(trainer: RunParts, step: int) -> None:
     trainer.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
 
 
-def log_sanity(trainer: RunParts, sanity: SanityJudge, step: int) -> None:
-    """Judge the weights by a fixed batch of held-out text before `step` is saved, and report it. Collective."""
+def log_sanity(trainer: RunParts, sanity: SanityJudge, step: int, line: Sequence[StepNumbers]) -> None:
+    """Judge the weights by a fixed batch of held-out text before `step` is saved, and report it. Collective.
+
+    line: the numbers of the last steps."""
     with nullcontext() if trainer.route_flips is None else trainer.route_flips.watching():
         loss = sanity_loss(trainer)
     record_check(trainer, step, loss)
-    warning = sanity.judge(step, loss)
+    losses = [numbers.loss for numbers in line if not numbers.skipped]
+    warning = sanity.judge(step, loss, fmean(losses) if losses else None)
     trainer.log(events.SANITY, step=step, loss=loss, suspect=bool(sanity.reason))
     if warning:
         trainer.say(f"WARNING   {warning}")

@@ -232,7 +232,7 @@ class RunLoop:
         sanity = self.trainer.sanity if kind == FULL else None
         if sanity is not None and sanity.due(self.done) and settle(self.trainer, wait=last):  # else nothing is saved
             self.trainer.heartbeat.enter(Phase.EVALUATE, self.done)
-            log_sanity(self.trainer, sanity, self.done)
+            log_sanity(self.trainer, sanity, self.done, self.line)
             self.trainer.heartbeat.enter(Phase.SAVE, self.done)
         try:
             return save(self.trainer, self.done, kind, last=last)

@@ -16,7 +16,6 @@ from ingot.trainer.checkpoint.tensor_file import STATE_NOT_FINITE
 from ingot.trainer.resilience.lock import is_locked
 
 WINDOW = 10  # steps of the log that are shown before the step
-EXPLODED = 2.0  # in units of the loss of a uniform guess, as in trainer/resilience/policy.py
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +38,8 @@ class NotFiniteCase:
 
     step: that step. reason: how it was found, as text. logged: the steps of the log up to it, the newest WINDOW of them
     and it. largest: the logged step before it with the largest loss; None if there is none. guess: the loss of a
-    uniform guess, ln(vocabulary). healthy: the log has nothing against the step.
+    uniform guess, ln(vocabulary). limit: a larger loss is that of useless weights. healthy: the log has nothing
+    against the step.
     skipped: the steps whose updates the run skipped, in the attempt of the step. way: of the run to the step.
     running: a process trains the run now. rate_to_try: the value of optim.lr to continue with if it is too high.
     """
@@ -51,6 +51,7 @@ class NotFiniteCase:
     logged: tuple[LoggedStep, ...]
     largest: LoggedStep | None
     guess: float
+    limit: float
     healthy: bool
     skipped: tuple[int, ...]
     way: RecordedWay
@@ -59,8 +60,8 @@ class NotFiniteCase:
 
     @property
     def exploded_before(self) -> bool:
-        """True if an earlier loss was far above that of a uniform guess."""
-        return self.largest is not None and self.largest.loss > EXPLODED * self.guess
+        """True if an earlier loss was above the limit of the guard."""
+        return self.largest is not None and self.largest.loss > self.limit
 
 
 def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
@@ -74,7 +75,8 @@ def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
         raise no_run_folder(root)
     logged = _logged(data)
     guess = math.log(max(data.run.model.vocab_size, 2))
-    found, reason = (step, "named with --step") if step is not None else _find(data, logged, guess)
+    limit = data.run.guard.loss_limit(data.run.model.vocab_size)
+    found, reason = (step, "named with --step") if step is not None else _find(data, logged, guess, limit)
     before = [one for one in logged if one.step < found]
     finite = [one for one in before if math.isfinite(one.loss)]
     return NotFiniteCase(
@@ -85,7 +87,8 @@ def find_case(root: Path, step: int | None = None) -> NotFiniteCase:
         logged=(*before[-WINDOW:], *(one for one in logged if one.step == found)),
         largest=max(finite, key=lambda one: one.loss, default=None),
         guess=guess,
-        healthy=any(one.step == found and one.is_finite and one.loss <= EXPLODED * guess for one in logged)
+        limit=limit,
+        healthy=any(one.step == found and one.is_finite and one.loss <= limit for one in logged)
         and found not in _unsaved(data),
         skipped=tuple(own for own in skipped_steps(data, found) if own < found),
         way=recorded_way(data, attempt_of(data, found)),
@@ -101,7 +104,7 @@ def _logged(data: RunData) -> list[LoggedStep]:
     ]
 
 
-def _find(data: RunData, logged: Iterable[LoggedStep], guess: float) -> tuple[int, str]:
+def _find(data: RunData, logged: Iterable[LoggedStep], guess: float, limit: float) -> tuple[int, str]:
     bad = [one.step for one in logged if not one.is_finite]
     if bad:
         first = _first_in_a_row(bad)
@@ -110,7 +113,7 @@ def _find(data: RunData, logged: Iterable[LoggedStep], guess: float) -> tuple[in
     unsaved = _unsaved(data)
     if unsaved:
         return max(unsaved), f"its state could not be saved ({STATE_NOT_FINITE})"
-    exploded = [one.step for one in logged if one.loss > EXPLODED * guess]
+    exploded = [one.step for one in logged if one.loss > limit]
     if exploded:
         first = _first_in_a_row(exploded)
         own = next(one for one in logged if one.step == first)

@@ -5,42 +5,59 @@ the same at each save, so its losses differ by what was learned between. No torc
 """
 
 import math
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from ingot.schema.checkpoint import Health
 from ingot.schema.guard import Guard
 from ingot.schema.guard_record import SanityState
 
 SANITY_ROWS = 8  # of the held-out text, evenly apart: all of it is scored by evaluations, and costs its time
+MOST_REPEATED, NGRAM = 0.5, 8  # ordinary text repeats a few percent of its 8-grams
 _DOUBTED_IN_A_ROW = 2  # then it is the new level: the data, or the batch itself, explain it
+
+
+@dataclass(frozen=True)
+class SanityBatch:
+    """The facts of the fixed batch. identity: of its tokens. repeated: the share of its n-grams that occurred in it
+    before."""
+
+    identity: str
+    repeated: float = 0.0
 
 
 class SanityJudge:
     """The losses of the batch at saves, and the judgment by them.
 
-    state: of the newest checkpoint, and what the next one keeps. reason: the doubt about the weights of the last step
-    that was judged; "" if there is none.
+    state: of the newest checkpoint, and what the next one keeps. batch: the one that is scored. reason: the doubt about
+    the weights of the last step that was judged; "" if there is none.
     """
 
-    def __init__(self, guard: Guard, state: SanityState):
-        self.guard = guard
+    def __init__(self, guard: Guard, state: SanityState, batch: SanityBatch):
+        self.guard, self._batch = guard, batch
         self.restore(state)
 
     def restore(self, state: SanityState) -> None:
         """Go on as after the checkpoint that has `state`."""
-        self.state, self.reason = state, ""
+        same = state.batch in ("", self._batch.identity)  # losses of another batch are no measure
+        self.state, self.reason = replace(state if same else SanityState(), batch=self._batch.identity), ""
 
     def due(self, step: int) -> bool:
         """Return whether the batch is scored before `step` is saved; in doubt, it is at each save."""
         return self.state.doubted > 0 or step >= self.state.step + self.guard.sanity_every
 
-    def judge(self, step: int, loss: float) -> str:
+    def judge(self, step: int, loss: float, training: float | None = None) -> str:
         """Take in the loss of the batch, in nats per token, and return what to warn of; "" if nothing.
 
+        training: the mean loss of the training batches of the last steps; None: it is not known.
         A loss that rose by more than `sanity_rise` makes the checkpoint suspect. After two of them in a row it is the
-        new level. A batch whose loss is not finite then, or at the first save, judges nothing.
+        new level. A batch whose loss is not finite then, or at the first save, judges nothing. One that repeats itself,
+        or whose loss did not rise and is far above that of the training batches, judges nothing from then on: harm of
+        the weights raises both. It is scored all the same, at its interval.
         """
         before, self.reason = self.state.loss, ""
+        if self.state.unfit:
+            self.state = replace(self.state, step=step)
+            return ""
         risen = before is not None and not loss <= before + self.guard.sanity_rise
         if risen and self.state.doubted < _DOUBTED_IN_A_ROW:
             self.reason = (
@@ -50,10 +67,28 @@ class SanityJudge:
             self.state = replace(self.state, doubted=self.state.doubted + 1)
             return f"{self.reason}: the checkpoint is suspect"
         finite = math.isfinite(loss)
-        self.state = SanityState(step=step, loss=loss if finite else None)
+        self.state = SanityState(step=step, loss=loss if finite else None, batch=self._batch.identity)
+        if unfit := self._unfit(loss, training):
+            self.state = replace(self.state, loss=None, unfit=unfit)
+            return f"{unfit}: it judges no checkpoint"
         if not finite:
             return f"the loss of held-out text is {loss} at step {step}: it cannot show whether weights are sound"
         return f"the loss of held-out text is {loss:.4g} at step {step}: this is the level now" if risen else ""
+
+    def _unfit(self, loss: float, training: float | None) -> str:
+        """Return why the batch cannot judge weights; "" if it can. A loss that is not finite is met elsewhere."""
+        if self._batch.repeated > MOST_REPEATED:
+            return (
+                f"{self._batch.repeated:.0%} of the {NGRAM}-grams of the fixed batch of held-out text come again "
+                f"(limit {MOST_REPEATED:.0%})"
+            )
+        gap = self.guard.sanity_gap
+        if gap and training is not None and math.isfinite(loss) and loss > training + gap:
+            return (
+                f"the fixed batch of held-out text has a loss of {loss:.4g}, more than guard.sanity_gap ({gap:g}) "
+                f"above the {training:.4g} of the training batches"
+            )
+        return ""
 
     def health(self, judged: Health) -> Health:
         """Return the health of the weights, by the last judgment and that of the policy, `judged`."""

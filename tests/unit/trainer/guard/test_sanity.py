@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 from tests.unit.trainer.test_loop import run_rank
 
@@ -12,13 +13,16 @@ from ingot.schema.guard_record import SanityState
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer.checkpoint.manifest import list_checkpoints
-from ingot.trainer.guard.sanity import SanityJudge
+from ingot.trainer.guard.sanity import SanityBatch, SanityJudge
+from ingot.trainer.heldout import Heldout
 from ingot.trainer.optim.schedule import learning_rate
+
+BATCH = SanityBatch("own")
 
 
 def judged(*losses, every=10):
     """The doubts of saves every 10 steps, as the letter of each: "." none, "s" suspect; and the warnings."""
-    judge, marks, warnings = SanityJudge(Guard(sanity_every=every), SanityState()), "", []
+    judge, marks, warnings = SanityJudge(Guard(sanity_every=every), SanityState(), BATCH), "", []
     for step, loss in enumerate(losses, 1):
         warnings.append(judge.judge(10 * step, loss))
         marks += "s" if judge.health(Health(state="healthy")).state == "suspect" else "."
@@ -41,8 +45,49 @@ def test_a_batch_that_is_bad_itself_judges_nothing(bad):
     assert judged(3.0, bad, bad, bad, bad, 3.0, 3.5)[0] == ".ss...s"
 
 
+def test_a_batch_unlike_the_training_batches_judges_nothing_and_says_so_once():
+    judge = SanityJudge(Guard(sanity_every=10), SanityState(), BATCH)
+    assert not judge.judge(10, 4.0, 4.1) and "above the 1.9 of the training batches" in judge.judge(20, 4.0, 1.9)
+    assert [judge.judge(step, 3.0 + step, 2.0) for step in (30, 40)] == ["", ""] and not judge.reason
+    assert judge.state.unfit and not judge.due(41) and judge.due(50)
+    kept = SanityJudge(Guard(sanity_every=10), judge.state, BATCH)
+    assert kept.judge(50, 99.0, 2.0) == "" and kept.health(Health()) == Health()
+    other = SanityJudge(Guard(sanity_every=10), judge.state, SanityBatch("another"))
+    assert (other.state.loss, other.state.unfit) == (None, "") and not other.judge(50, 3.0, 2.0)
+    # Weights that were harmed raise both losses, and a batch that rose is a doubt first, whatever the other loss is.
+    harmed = SanityJudge(Guard(), SanityState(), BATCH)
+    assert not harmed.judge(100, 3.0, 2.9)
+    assert "the checkpoint is suspect" in harmed.judge(200, 5.5, 2.0) and not harmed.state.unfit
+    assert not SanityJudge(Guard(sanity_gap=0.0), SanityState(), BATCH).judge(10, 9.0, 1.0)
+
+
+@pytest.mark.parametrize("bad", ["repeated", "unlike"])
+def test_a_run_with_a_bad_batch_says_so_and_marks_nothing(bad, fork_ranks, make_run, monkeypatch):
+    """Held-out text that is one row again and again, or tokens that no training batch has: its loss rises with what is
+    learned."""
+    prepare = Heldout.prepare
+
+    def spoiled(texts, unigram, **settings):
+        found = prepare(texts, unigram, **settings)
+        rows = found.rows.targets
+        if bad == "repeated":
+            rows[:] = rows[0]
+            found.rows.counted[:] = True
+        else:
+            rows[:] = np.random.default_rng(1).permutation(rows.max() + 1)[-8:][rows % 8]
+        return found
+
+    monkeypatch.setattr(Heldout, "prepare", spoiled)
+    folder = make_run(steps=20, every_steps=5, lr=2e-2, guard={"preset": "off", "sanity_every": 5, "sanity_gap": 1.0})
+    (_, lines), *_ = fork_ranks(lambda rank, world: run_rank(rank, world, folder), 1)
+    warnings = [line for line in lines if "held-out text" in line and line.startswith("WARNING")]
+    sign = "come again" if bad == "repeated" else "of the training batches"
+    assert len(warnings) == 1 and sign in warnings[0], warnings
+    assert not any(one.doubt.grade for one in list_checkpoints(folder.checkpoints))
+
+
 def test_when_the_batch_is_scored():
-    judge = SanityJudge(Guard(sanity_every=100), SanityState())
+    judge = SanityJudge(Guard(sanity_every=100), SanityState(), BATCH)
     assert not judge.due(99) and judge.due(100)
     judge.judge(100, 3.0)
     assert not judge.due(199) and judge.due(200)

@@ -8,8 +8,10 @@ import torch
 from ingot.errors import RunFailed
 from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
 from ingot.schema.accepted import AcceptedChanges, rate_to_try, write_accepted
+from ingot.schema.guard import Guard
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.default_policy import SKIPS, SKIPS_IN_A_ROW, VETOES_IN_A_ROW, DefaultPolicy
+from ingot.trainer.guard.exploded import LossLimit
 from ingot.trainer.resilience.policy import StepResult, read_steps
 
 
@@ -23,6 +25,10 @@ def line(*values, skipped=False, first=41):
     indices = skipped if isinstance(skipped, tuple) else range(len(values) if skipped else 0)
     readings = [StepNumbers(first + i, loss, norm, i in indices) for i, (loss, norm) in enumerate(values)]
     return StepResult(readings[-1].step, 1e-3, scalar(0), scalar(0), line=readings)
+
+
+def limited(from_weights=False, **guard):
+    return {"limit": LossLimit(Guard(**guard), 64, from_weights=from_weights)}
 
 
 @pytest.fixture
@@ -76,10 +82,10 @@ def test_skipped_steps_pass_until_there_are_too_many_in_a_row(judge):
 
 def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
     """ln(64) is 4.16. A spike between two log lines is no reason to stop; skipped steps change no weights."""
-    assert judge(line((4.2, 1.0)), line((9.0, 1.0), (8.3, 1.0)), vocab_size=64) == [Verdict.CONTINUE] * 2
-    assert judge(line((9.0, 1.0), skipped=True), vocab_size=64) == [Verdict.CONTINUE]
+    assert judge(line((4.2, 1.0)), line((9.0, 1.0), (8.3, 1.0)), **limited()) == [Verdict.CONTINUE] * 2
+    assert judge(line((9.0, 1.0), skipped=True), **limited()) == [Verdict.CONTINUE]
     of_another_model = (26.0, 1.0), (25.0, 1.0)
-    assert judge(line(*of_another_model), vocab_size=64, from_weights=True) == [Verdict.CONTINUE]
+    assert judge(line(*of_another_model), **limited(from_weights=True)) == [Verdict.CONTINUE]
     for exploded, first in (
         (line((4.2, 1.0), (8.5, 1.0)), (42, 8.5)),
         (line((4.2, 1.0), (8.5, 1.0), (math.inf, math.inf), skipped=(2,)), (42, 8.5)),  # the last step changed nothing
@@ -87,14 +93,17 @@ def test_a_loss_far_above_that_of_a_guess_ends_the_run(judge):
         (line((math.inf, math.inf), (4.2, 1.0), (8.5, 1.0), first=40, skipped=(0,)), (42, 8.5)),
         (line((9, 1.0), (4.2, 1.0), (9, 1.0), (math.nan, math.nan), (8.5, 1.0), skipped=(3,)), (43, 9)),  # in a row
     ):
-        ((code, facts),) = judge(exploded, vocab_size=64)
+        ((code, facts),) = judge(exploded, **limited())
         assert (code, facts["step"], facts["loss"]) == ("E-LOSS-EXPLODED", *first)
+    assert judge(line((8.5, 1.0)), **limited(exploded_ratio=0.0)) == [Verdict.CONTINUE]
+    ((code, _),) = judge(line((4.7, 1.0)), **limited(exploded_ratio=1.1))
+    assert code == "E-LOSS-EXPLODED" and Guard(exploded_ratio=1.1).loss_limit(64) < 4.7
 
 
 def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_path):
     """Else with a tenth of the rate, also if the record is of another change or cannot be read."""
     folder = RunFolder(tmp_path)
-    policy = DefaultPolicy(folder, vocab_size=64, lr=30.0)
+    policy = DefaultPolicy(folder, **limited(), lr=30.0)
     record = AcceptedChanges(step=80, config_sha256="", data_fingerprint="", changes={"optim.lr": (0.003, 30.0)})
     changed = {"0.003": (0.003, 30.0), "0.00012345": (0.00012345, 30.0)}  # in all digits, or it is another change
     of_no_use = [(30.0, 0.003), ("not set", 30.0), (None, 30.0)]
