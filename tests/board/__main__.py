@@ -109,7 +109,7 @@ def main(arguments: list[str]) -> int:
     return 1 if red else 0
 
 
-def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: bool) -> Iterator[dict]:
+def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: int) -> Iterator[dict]:
     """Play rows with their seeds, in a number of processes. Yields the lines as they come, of several processes row by
     row: the undisturbed runs of a row serve all of its seeds."""
     if workers == 1:
@@ -125,7 +125,7 @@ def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: bool) -> 
             yield from done.result()
 
 
-def play_row(name: str, seeds: list[int], all_points: bool) -> list[dict]:
+def play_row(name: str, seeds: list[int], all_points: int) -> list[dict]:
     """Play the row `name` with these seeds on a bench of its own."""
     row = next(row for row in ALL if row.id == name)
     with Bench() as bench:

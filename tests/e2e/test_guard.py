@@ -1,20 +1,83 @@
 """Real `ingot train` processes whose learning rate is too high: what the guard does, and what follows a command."""
 
+import os
+import signal
+
 import pytest
 
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, read_measures
+from ingot.schema.guard_record import AGAIN, EARLIER, FAILED, LOWER, PASS, STOP, read_measures
 from ingot.theory.rules import load_run
 from ingot.trainer.optim.schedule import learning_rate
 
-from .conftest import Project
+from .conftest import Project, workers_of
 
 EARLY = ("parallel.dp_shard=1", "guard.settle_steps=8", "guard.window=16", "guard.ready=8", "guard.lr_steps=40")
 
 
 def options(*settings: str) -> list[str]:
     return [option for one in settings for option in ("--set", one)]
+
+
+SPOILS = '''"""An update with a learning rate that is far too high, in the step that SPOIL names."""
+
+import os
+
+from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
+from ingot.trainer.optim.optimizer import Optimizer
+
+
+class Spoil(StepCallback):
+    def __init__(self, run, options):
+        update, self.due = Optimizer.step, False
+
+        def planted(optimizer, lr, **settings):
+            update(optimizer, 3e4 * lr if self.due else lr, **settings)
+
+        Optimizer.step = planted
+
+    def on_gradients(self, step):
+        self.due = step == int(os.environ.get("SPOIL", "0"))
+
+
+CALLBACKS.register(CallbackPart(name="spoil", make=Spoil))
+'''
+
+
+@pytest.mark.slow
+def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
+    """After a stop and after a kill the newest one, however young it is; after an end because of the numbers the newest
+    that had enough good steps before that, and the reason is said."""
+    root = project.root / "choice"
+    root.mkdir()
+    (root / "spoils.py").write_text(SPOILS)
+    text = project.run_file.read_text().replace('"tokens"', '"../tokens"').replace("dp_shard = 2", "dp_shard = 1")
+    plugin = (
+        '[plugins]\nmodules = ["spoils"]\nfolder = "."\n[callbacks.spoil]\n[guard]\npreset = "off"\nhash_every = 0\n'
+    )
+    (root / "run.toml").write_text(text + plugin)
+    own = Project(root)
+    own.train("run", "--until-step", "30", code=10)
+    folder, run = own.folder("run"), str(own.folder("run").root)
+    assert "young: 0 of the 8 good steps" in own.ingot("status", run)
+    ended = own.train("run", SPOIL="45", code=93)
+    assert "resume    step 30: it is the newest, and in no doubt" in ended and "E-LOSS-EXPLODED" in ended
+    assert "young: 0 of the 8 good steps" in ended
+    (end,) = read_measures(folder.guard)
+    assert (end.action, end.first, end.proven_to) == (FAILED, 46, 36)
+    listed = own.ingot("ckpt", "ls", run)
+    assert "unproven" in listed and "proven, resumes here" in listed
+    again = own.train("run", "--until-step", "61", code=10)
+    assert "resume    step 30: it is the newest without doubt; not step 40: only 5 steps of training" in again
+    assert "proven: 8 good steps and more after it" in again
+    process = own.start("run")
+    own.wait_for_step("run", 64, process)
+    for pid in (*workers_of(folder), process.pid):
+        os.kill(pid, signal.SIGKILL)
+    process.communicate()
+    assert "resume    step 61: it is the newest, and in no doubt" in own.train("run", "--until-step", "64", code=10)
+    assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, 30, 30, 61, 61]
 
 
 @pytest.mark.slow

@@ -65,7 +65,7 @@ def _marks(save: "ListedSave") -> str:
         if copy and (mark := _mark(copy)):
             marks.append(f"{mark} on {place}" if both and place == "disk" else f"{mark} in {place}" if both else mark)
     if save.doubt:
-        marks.append("in doubt")
+        marks.append(save.health.state if save.health else "in doubt")
     if save.resumes_here:
         marks.append("resumes here")
     return ", ".join(marks)
@@ -81,6 +81,22 @@ def _mark(copy: "TierCopy") -> str:
     return "FILES LOST" if copy.lost else "in part" if copy.absent else ""
 
 
+def _health(listing: "Listing") -> list[str]:
+    """Return a line with the steps of each state of health, and one with the reason for that of the next start."""
+    by_state: dict[str, list[str]] = {}
+    for save in listing.saves:
+        if save.health:
+            by_state.setdefault(save.health.state, []).append(str(save.step))
+    states = "; ".join(f"{state}: {', '.join(steps)}" for state, steps in by_state.items())
+    lines = [f"health    {states}"]
+    lines += [
+        f"          step {save.step}: {save.health.reason}"
+        for save in listing.saves
+        if save.health and save.resumes_here and not save.doubt
+    ]
+    return lines if by_state else []
+
+
 def _details(listing: "Listing") -> list[str]:
     """Return a line for each damage and doubt, and one for the store."""
     lines = []
@@ -93,6 +109,7 @@ def _details(listing: "Listing") -> list[str]:
                 lines.append(f"absent    {what}: {copy.absent}")
         if save.doubt:
             lines.append(f"in doubt  {what}: {save.doubt}")
+    lines += _health(listing)
     if problem := listing.store_problem:
         lines.append(f"store     not listed: {problem.found}")
         lines += [f"fix       {problem.fix}"] if problem.fix else []

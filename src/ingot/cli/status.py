@@ -112,6 +112,8 @@ def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
         terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
+        if status.checkpoint_health:
+            terminal.say(f"       {status.checkpoint_health}")
     if status.weights_step is not None and status.weights_time is not None:
         age = format_seconds(max(now - status.weights_time, 0))
         terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")

@@ -18,10 +18,12 @@ from ingot.schema import events
 from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
 from ingot.schema.checkpoint import FULL, WEIGHTS
+from ingot.schema.guard import Guard
 from ingot.schema.guard_answer import given_answer
 from ingot.schema.guard_record import described, measure_of, read_measures
 from ingot.schema.run_folder import RunFolder
 from ingot.theory.rules import recorded_run
+from ingot.trainer.checkpoint.health import health_of_step
 from ingot.trainer.checkpoint.manifest import MANIFEST
 from ingot.trainer.checkpoint.resumable import find_resume_point, open_question
 from ingot.trainer.resilience.failure_kinds import VALUES
@@ -41,6 +43,7 @@ class RunStatus:
     `log_damage`; `step` is then the step of the newest checkpoint).
     faults: each with its rank, cause and step. failure: of a failed run, its last fault in words.
     checkpoint_step, checkpoint_time: the checkpoint that training would resume from, by manifests and file sizes.
+    checkpoint_health: of its weights, in words (trainer/checkpoint/health.py); "" without one.
     unused_step, unused_reason: the newest checkpoint that was saved, if training would not resume from it; else None.
     fault: of a failed run, the `fault` event that ended it: failure, code, cause, step; None in every other state.
     failed_step, failed_reason: the newest save that failed, if none succeeded since; else None.
@@ -90,6 +93,7 @@ class RunStatus:
     failure: str
     losses: tuple[float, ...]
     still_seconds: float | None = None
+    checkpoint_health: str = ""
     unused_step: int | None = None
     unused_reason: str = ""
     failed_step: int | None = None
@@ -162,6 +166,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         last_event=log.latest,
         checkpoint_step=resumes.step or None,
         checkpoint_time=_time_of(folder, resumes.step),
+        checkpoint_health=_health(folder, resumes.step, run.guard),
         still_seconds=still,
         unused_step=resumes.newest_step if resumes.problem else None,
         unused_reason=resumes.problem,
@@ -321,6 +326,11 @@ def _time_of(folder: RunFolder, step: int) -> float | None:
         return (folder.checkpoint(step) / MANIFEST).stat().st_mtime if step else None
     except OSError:  # it was just removed
         return None
+
+
+def _health(folder: RunFolder, step: int, guard: Guard) -> str:
+    found = health_of_step(folder, step, guard) if step else None
+    return found.text if found else ""
 
 
 def _without_kind(event: dict | None, *others: str) -> dict | None:

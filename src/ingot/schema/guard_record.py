@@ -16,7 +16,7 @@ from ingot.schema.sealed import sealed, unsealed
 from ingot.schema.step_ranges import StepSpan, merged
 from ingot.storage import write_json
 
-Action = Literal["again", "pass", "earlier", "lower", "accept", "stop"]
+Action = Literal["again", "pass", "earlier", "lower", "accept", "stop", "failed"]
 RetrainVerdict = Literal["data", "hardware"]  # of steps that were trained again: found again, or not
 AGAIN: Action = "again"
 PASS: Action = "pass"
@@ -24,6 +24,7 @@ EARLIER: Action = "earlier"
 LOWER: Action = "lower"
 ACCEPT: Action = "accept"
 STOP: Action = "stop"
+FAILED: Action = "failed"  # no measure: the run ended there, and the weights before are in doubt
 _MEASURES = "measures"
 
 
@@ -121,6 +122,7 @@ def described(measure: Measure) -> str:
         f"{measure.clip_factor:g} of its limit of the gradient norm up to step {measure.lr_last}",
         ACCEPT: "the run goes back, and they are the new level",
         STOP: "the run stops",
+        FAILED: "the run ended",
     }
     return f"{steps}: {', '.join(measure.found)}; {done[measure.action]}"
 
@@ -160,7 +162,8 @@ def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> D
     later = [one for one in measures if one not in saved]
     first = min((one.first for one in later), default=step + 1)
     if first <= step:
-        return Doubt(SUSPECT, f"the guard found trouble from step {first} on, and went back")
+        then = "and ended" if all(one.action == FAILED for one in later) else "and went back"
+        return Doubt(SUSPECT, f"the guard found trouble from step {first} on, {then}")
     if step > min((one.proven_to for one in later), default=step):
         return Doubt(
             UNPROVEN, f"only {first - step - 1} steps of training followed before trouble from step {first} on"
@@ -179,7 +182,7 @@ def back_to(path: Path, state: GuardState | None = None, proven_steps: int = 0) 
     skipped = min((step for step, _ in state.skipped), default=0) if state else 0
     may_be = (skipped - 2 - proven_steps, skipped - 2) if skipped else ()
     try:
-        rows = [one for one in read_measures(path) if one.action == AGAIN]
+        rows = [one for one in read_measures(path) if one.action in (AGAIN, FAILED)]
     except DataError:
         return may_be
     return (rows[-1].proven_to, rows[-1].first - 2, *may_be) if rows else may_be
@@ -239,7 +242,7 @@ def read_measures(path: Path) -> list[Measure]:
 
 def measure_of(values: Mapping[str, Any]) -> Measure:
     """Return the measure whose JSON is `values`. Raises KeyError, TypeError or ValueError for other values."""
-    if values["action"] not in (AGAIN, PASS, EARLIER, LOWER, ACCEPT, STOP):
+    if values["action"] not in (AGAIN, PASS, EARLIER, LOWER, ACCEPT, STOP, FAILED):
         raise ValueError(f"action {values['action']!r}")
     return Measure(
         action=values["action"],

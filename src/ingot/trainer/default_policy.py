@@ -1,7 +1,7 @@
 """The policy of `ingot train`: skip what would harm the weights, go back, and end a run that does not recover."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -11,11 +11,11 @@ from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.accepted import command_with_rate, rate_to_try
 from ingot.schema.checkpoint import Health
-from ingot.schema.guard_record import GuardState, Measure, with_those_of
+from ingot.schema.guard_record import FAILED, GuardState, Measure, with_those_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.exploded import LossLimit
-from ingot.trainer.guard.ladder import Ladder
-from ingot.trainer.guard.step_judge import KINDS, NORM_NOT_FINITE
+from ingot.trainer.guard.ladder import Ladder, proven_to
+from ingot.trainer.guard.step_judge import KINDS, LOSS_NOT_FINITE, NORM_NOT_FINITE
 from ingot.trainer.resilience.policy import StepResult
 
 SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
@@ -23,6 +23,8 @@ SKIPS_IN_A_ROW = 3  # without a loss scale: one batch may be bad, but if several
 VETOES_IN_A_ROW = 50  # each halves the loss scale: 50 vetoes turn 2^16 into 2^-34, so the cause is not the scale
 
 OVERFLOW = KINDS[NORM_NOT_FINITE]
+# What was found, by the error that ends the run because of its numbers.
+_FOUND = {"E-LOSS-NOT-FINITE": KINDS[LOSS_NOT_FINITE], "E-LOSS-SCALE": OVERFLOW, "E-LOSS-EXPLODED": "loss exploded"}
 
 
 class DefaultPolicy:
@@ -35,7 +37,9 @@ class DefaultPolicy:
 
     scaled_loss: with a dynamic loss scale (fp16), gradients overflow now and then; only VETOES_IN_A_ROW skipped steps
     are a failure. limit: of the loss. lr: optim.lr of the run. recorded: the measures of the guard so far. ladder:
-    takes more against skipped steps; None: the run ends after too many of them.
+    takes more against skipped steps; None: the run ends after too many of them. record: called on every rank with all
+    measures before the run ends because of its numbers, so that the next start knows which checkpoints are too close
+    to that; None: nothing is recorded. proven_steps: of the guard.
     """
 
     def __init__(
@@ -47,8 +51,11 @@ class DefaultPolicy:
         lr: float = 0.0,
         recorded: Sequence[Measure] = (),
         ladder: Ladder | None = None,
+        record: Callable[[Sequence[Measure]], None] | None = None,
+        proven_steps: int = 0,
     ):
-        self._recorded = list(recorded)
+        self._recorded, self._record = list(recorded), record
+        self._proven_steps, self._changed_after = proven_steps, 0
         self.folder, self.scaled_loss, self.ladder = folder, scaled_loss, ladder
         self._lr, self._limit = lr, limit or LossLimit(None, 0)
         self._recent: deque[bool] = deque(maxlen=SKIPS_AMONG)  # whether each of the last steps was skipped
@@ -72,7 +79,7 @@ class DefaultPolicy:
 
     def restore(self, state: GuardState, *, changed: bool, new_window: bool, changed_after: int = 0) -> None:
         self._recent.clear()
-        self._vetoes, self._last = 0, None
+        self._vetoes, self._last, self._changed_after = 0, None, changed_after
         self._recorded = with_those_of(self._recorded, state.measures)
         if self.ladder:
             self.ladder.restore(state, changed=changed, new_window=new_window, changed_after=changed_after)
@@ -84,6 +91,27 @@ class DefaultPolicy:
         return self.ladder.verdict()
 
     def judge(self, line: Sequence[StepNumbers]) -> None:
+        try:
+            self._judge_line(line)
+        except RunFailed as error:
+            self._record_end(error)
+            raise
+
+    def _record_end(self, error: RunFailed) -> None:
+        """Record that the run ends because of its numbers: checkpoints with too few good steps before that are in doubt
+        at the next start. The same end once more, after such a start, puts no others in doubt."""
+        if self._record is None or error.code not in _FOUND:
+            return
+        last = error.facts["step"]
+        first = last - max(error.facts.get("skipped", 0), 1) + 1
+        before = proven_to(first, self._proven_steps, self._changed_after)
+        end = Measure(action=FAILED, first=first, last=last, found=(_FOUND[error.code],), proven_to=before, lr=self._lr)
+        measures = self.ladder.measures if self.ladder else self._recorded
+        if end not in measures:
+            measures.append(end)
+            self._record(measures)
+
+    def _judge_line(self, line: Sequence[StepNumbers]) -> None:
         trained = [numbers for numbers in line if not numbers.passed]
         if self.ladder:
             self.ladder.look([_without_overflow(numbers) for numbers in line] if self.scaled_loss else line)

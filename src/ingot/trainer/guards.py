@@ -63,8 +63,8 @@ def policy_of(
     # One read for all ranks: what they pass and where they go back to follows from it.
     measures = [measure_of(one) for one in from_rank_zero(lambda: [vars(one) for one in read_measures(folder.guard)])]
     ladder = None
+    record = lambda taken: from_rank_zero(lambda: write_measures(folder.guard, taken))  # noqa: E731
     if judge is not None and config.guard.acts:
-        record = lambda taken: from_rank_zero(lambda: write_measures(folder.guard, taken))  # noqa: E731
         report = partial(log_measure, log, say)
         ladder = Ladder(config.guard, folder, judge, measures, record, report, config.optim.lr)
         ladder.retrained = partial(log_retrained, log, say)
@@ -78,6 +78,8 @@ def policy_of(
         lr=config.optim.lr,
         recorded=ladder.measures if ladder else measures,
         ladder=ladder,
+        record=record,
+        proven_steps=config.guard.proven_steps,
     )
 
 

@@ -15,6 +15,7 @@ from ingot.errors import CheckpointError, IngotError
 from ingot.schema import events
 from ingot.schema.accepted import read_accepted
 from ingot.schema.checkpoint import WEIGHTS, CheckpointManifest
+from ingot.schema.guard import Guard
 from ingot.schema.guard_record import SUSPECT, Measure, passed_steps
 from ingot.schema.quarantine_record import Quarantined
 from ingot.schema.run import RunConfig
@@ -23,6 +24,7 @@ from ingot.tokenizer.encoder import Encoder
 from ingot.trainer.checkpoint.accepted import alters_steps_after, changes_since, last_change, record_resumed
 from ingot.trainer.checkpoint.agree import from_rank_zero, world
 from ingot.trainer.checkpoint.files import CheckpointFacts
+from ingot.trainer.checkpoint.health import health_of_step
 from ingot.trainer.checkpoint.load import FetchInstead, resume, resume_from_memory
 from ingot.trainer.checkpoint.manifest import candidate_folders, doubt_about, grade_of_doubt, newest_step
 from ingot.trainer.checkpoint.message import RankError
@@ -30,6 +32,7 @@ from ingot.trainer.checkpoint.nodes import FetchFile, NodeFetch, sweep_disks
 from ingot.trainer.checkpoint.places import local_rank
 from ingot.trainer.checkpoint.remote import open_tier
 from ingot.trainer.checkpoint.replicas import Replicas, open_replicas
+from ingot.trainer.checkpoint.resumable import roll_back_choice
 from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
 from ingot.trainer.checkpoint.uploader import Uploader
 from ingot.trainer.guard.step_judge import StepJudge
@@ -89,6 +92,8 @@ def restore(
     if restored is None:
         from_rank_zero(lambda: fetch_newest(folder, tier, watched, say))
         restored = load_newest(parts, folder, facts, watched, say, instead, fetch_file)
+        if restored is not None and place.is_first:  # memory has its own line
+            _say_choice(folder, restored.step, parts.config.guard, say)
     if any_refused:
         step = restored.step if restored else 0
         say(f"continue  after step {step}, from the newest sound checkpoint")
@@ -102,6 +107,16 @@ def restore(
         if place.is_first and (weights := newest_step(folder.weights.checkpoints)) > full:
             uploader.push(weights, WEIGHTS)
     return Start(restored=restored, replicas=replicas, uploader=uploader, fetch_instead=instead, fetch_file=fetch_file)
+
+
+def _say_choice(folder: RunFolder, step: int, guard: Guard, say: Callable[[str], None]) -> None:
+    """Report why the run continues after the checkpoint of `step`, and what is known of its weights."""
+    choice, health = roll_back_choice(folder, step), health_of_step(folder, step, guard)
+    others = "".join(f"; not step {at}: {reason}" for at, reason in choice.passed_over)
+    if choice.why:
+        say(f"resume    step {step}: {choice.why}{others}")
+    if health is not None and health.state in ("proven", "young"):  # a doubt is named above
+        say(f"          {health.text}")
 
 
 def _open_replicas(number: int, folder: RunFolder, place: RankInfo, warn: Callable[[str], None]) -> Replicas | None:

@@ -24,6 +24,7 @@ from ingot.schema.guard_record import (
     ACCEPT,
     AGAIN,
     EARLIER,
+    FAILED,
     LOWER,
     PASS,
     STOP,
@@ -148,7 +149,7 @@ class Ladder:
         first, last, found = steps[0], steps[-1], tuple(sorted(kinds))
         skipped = len(steps) if len(steps) <= last - first else 0
         actions = MEASURES[self.guard.preset]
-        taken = self.measures[-1] if self.measures else None
+        taken = next((one for one in reversed(self.measures) if one.action != FAILED), None)
         again = taken is not None and taken.action in actions and abs(first - taken.last) <= self.guard.calm_steps
         again = again and taken is not None and taken.is_of(self.lr)
         action = actions[min(actions.index(taken.action) + 1, len(actions) - 1)] if taken and again else actions[0]
@@ -177,13 +178,7 @@ class Ladder:
         return replace(measure, lr_factor=guard.lr_factor, clip_factor=guard.clip_factor, lr_last=lr_last)
 
     def _proven_to(self, first: int) -> int:
-        """Return up to which step a checkpoint has guard.proven_steps of training before trouble from step `first` on.
-
-        The step before counts as trouble. An update with changed settings between a checkpoint and the trouble is the
-        cause to look for: the run does not go back to before the change, where the change would hold for more steps.
-        """
-        proven = max(first - 2 - self.guard.proven_steps, 0)
-        return max(proven, self._changed_after) if self._changed_after < first - 1 else proven
+        return proven_to(first, self.guard.proven_steps, self._changed_after)
 
     def _began(self, first: int, last: int, skipped: int) -> int:
         """Return the first step of trouble whose last steps are first..last: that of its measures so far. skipped: as
@@ -193,7 +188,7 @@ class Ladder:
         whose steps may be far apart, only what comes before all of the trouble does.
         """
         firsts: list[int] = []
-        for one in reversed(self.measures):
+        for one in reversed([one for one in self.measures if one.action != FAILED]):
             firsts.append(one.first + 1 if one.action in (EARLIER, LOWER) else one.first)
             if one.action == AGAIN:
                 break
@@ -250,6 +245,17 @@ class Ladder:
         self._judge.restore(state.losses, state.norms)
         if new_window:
             self._judge.forget()
+
+
+def proven_to(first: int, proven_steps: int, changed_after: int) -> int:
+    """Return up to which step a checkpoint has guard.proven_steps of training before trouble from step `first` on.
+
+    The step before counts as trouble. An update with changed settings between a checkpoint and the trouble is the cause
+    to look for: the run does not go back to before the change, where the change would hold for more steps.
+    changed_after: the step after which the newest accepted change holds; 0: there is none.
+    """
+    proven = max(first - 2 - proven_steps, 0)
+    return max(proven, changed_after) if changed_after < first - 1 else proven
 
 
 def explanation(folder: RunFolder, measure: Measure) -> str:

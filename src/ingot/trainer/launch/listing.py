@@ -3,7 +3,7 @@
 Only manifests, listings, file sizes and the event log are read. No torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from ingot.trainer.checkpoint import pins
 from ingot.trainer.checkpoint.absent import AbsentFiles, absent_files
 from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.folders import no_checkpoint
+from ingot.trainer.checkpoint.health import CheckpointHealth, good_steps, guard_of, health_of
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.stored import StoredCheckpoint
@@ -52,7 +53,8 @@ class ListedSave:
     """A checkpoint, or a save of the weights alone, on the tiers that have it; a tier that lacks it is None.
 
     tokens, layout: None if no manifest can be read. layout: the degrees of the mesh, by axis. doubt: why the weights
-    are in doubt. resumes_here: the next start of the run continues from this checkpoint.
+    are in doubt. health: of the weights, by what was trained after them; None for weights alone, and without a
+    manifest. resumes_here: the next start of the run continues from this checkpoint.
     """
 
     step: int
@@ -61,6 +63,7 @@ class ListedSave:
     layout: dict[str, int] | None
     pinned: bool
     doubt: str
+    health: CheckpointHealth | None
     resumes_here: bool
     disk: TierCopy | None
     store: TierCopy | None
@@ -111,6 +114,9 @@ def list_run(path: Path) -> Listing:
     pinned = pins.pinned_steps(folder) | store.pinned
     times = _verified_times(folder)
     resumes = resume_step(local[FULL], store, [step for step, files in absent.items() if files.lost])
+    guard = guard_of(folder)
+    steps = [one.step for one in (*local[FULL], *store.saves[FULL])]
+    good = good_steps(folder, steps, guard.proven_steps)
     saves = []
     for kind in KINDS:
         disk, there = {one.step: one for one in local[kind]}, {one.step: one for one in store.saves[kind]}
@@ -121,6 +127,7 @@ def list_run(path: Path) -> Listing:
                 disk.get(step),
                 there.get(step),
                 times,
+                lambda one: health_of(one.manifest, one.doubt, good[one.step], guard) if one.manifest else None,
                 absent=missing.get(step),
                 pinned=step in marked,
                 resumes=step == here,
@@ -162,6 +169,7 @@ def _save(
     disk: ListedCheckpoint | None,
     store: StoredCheckpoint | None,
     times: _Times,
+    health: Callable[[ListedCheckpoint | StoredCheckpoint], CheckpointHealth | None],
     *,
     absent: AbsentFiles | None,
     pinned: bool,
@@ -177,6 +185,7 @@ def _save(
         layout=dict(manifest.layout) if manifest else None,
         pinned=pinned,
         doubt=next(one.doubt.reason for one in (disk, store) if one),
+        health=next(health(one) for one in (disk, store) if one) if kind == FULL else None,
         resumes_here=resumes,
         disk=_on_disk(disk, times.get(("disk", kind, step)), absent) if disk else None,
         store=_in_store(store, times.get(("store", kind, step))) if store else None,

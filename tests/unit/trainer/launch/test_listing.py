@@ -50,7 +50,9 @@ def test_one_table_for_both_tiers(run, capsys):
     pin_checkpoint(run.root, 10)
     shutil.rmtree(run.checkpoint(10))
     assert main(["ckpt", "ls", str(run.root)]) == 0
-    header, *rows, store = capsys.readouterr().out.splitlines()
+    header, *rows, states, health, store = capsys.readouterr().out.splitlines()
+    assert states == "health    young: 10, 20, 30"
+    assert health == "          step 30: 0 of the 8 good steps after it that prove it"
     assert tuple(header.split()) == ckpt_ls.HEADER
     cells = [row.split() for row in rows]
     assert [(c[0], c[1], c[2], " ".join(c[3:7]), c[11], " ".join(c[12:])) for c in cells] == [
@@ -68,7 +70,7 @@ def test_the_facts_have_stable_names(run, capsys):
     assert facts.keys() == {"checkpoints", "store", "exit_code"}
     first = facts["checkpoints"][0]
     assert first.keys() == {
-        *("step", "kind", "tokens", "layout", "pinned", "doubt", "resumes_here", "disk", "store")
+        *("step", "kind", "tokens", "layout", "pinned", "doubt", "health", "resumes_here", "disk", "store")
     }  # fmt: skip
     assert first["disk"].keys() == {"bytes", "verified_at", "verified_by", "late", "damage", "absent", "lost"}
     assert (first["tokens"], first["layout"], first["store"]["late"]) == (1000, {"dp_shard": 2, "tp": 2}, False)
@@ -98,7 +100,7 @@ def test_a_store_that_does_not_answer_leaves_the_disk_and_a_line(run, monkeypatc
     monkeypatch.setattr(StoredCheckpoints, "stored", silent)
     assert main(["ckpt", "ls", str(run.root)]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "30", "store"]
+    assert [line.split()[0] for line in lines] == ["step", "10", "20", "30", "30", "health", "step", "store"]
     assert lines[-1] == "store     not listed: file://x does not answer"
     assert list_run(run.root).as_dict()["store"]["error"] == "E-STORE-UNREACHABLE"
     shutil.rmtree(run.checkpoints)

@@ -9,6 +9,7 @@ from ingot.errors import RunFailed
 from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
 from ingot.schema.accepted import AcceptedChanges, rate_to_try, write_accepted
 from ingot.schema.guard import Guard
+from ingot.schema.guard_record import FAILED, GuardState
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.default_policy import SKIPS, SKIPS_IN_A_ROW, VETOES_IN_A_ROW, DefaultPolicy
 from ingot.trainer.guard.exploded import LossLimit
@@ -119,6 +120,28 @@ def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_
     folder.accepted.write_text("{")
     assert rate_to_try(folder.accepted, 30.0) == 3.0
     assert rate_to_try(folder.accepted, 3e-4) == 3e-5  # without the last bit of a division
+
+
+def test_an_end_because_of_the_numbers_is_recorded_once(tmp_path):
+    """With the rows of skipped steps before it, and not further back than an accepted change whose updates hurt."""
+    kept = []
+    settings = {"record": lambda measures: kept.append([*measures]), "proven_steps": 8, "lr": 0.1, **limited()}
+    bad = [StepNumbers(step, math.nan, math.nan, True) for step in (40, 41, 42)]
+    for numbers, changed_after, ends in (
+        (bad, 0, (40, 42, 30)),
+        (bad, 35, (40, 42, 35)),
+        ([StepNumbers(42, 9.0, 1.0, False)], 0, (42, 42, 32)),
+    ):
+        kept.clear()
+        policy = DefaultPolicy(RunFolder(tmp_path), **settings)
+        policy.restore(GuardState(), changed=False, new_window=False, changed_after=changed_after)
+        for _ in range(2):
+            with pytest.raises(RunFailed):
+                policy.judge(numbers)
+            policy._vetoes = 0
+        ((end,),) = kept
+        assert (end.action, end.first, end.last, end.proven_to, end.lr) == (FAILED, *ends, 0.1)
+        assert policy.state().measures == (end,)
 
 
 def test_skipped_steps_pass_until_they_are_a_tenth(judge):
