@@ -48,7 +48,7 @@ CALLBACKS.register(CallbackPart(name="spoil", make=Spoil))
 @pytest.mark.slow
 def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
     """After a stop and after a kill the newest one, however young it is; after an end because of the numbers the newest
-    that had enough good steps before that, and the reason is said."""
+    that had enough good steps before that, and a line has the reason."""
     root = project.root / "choice"
     root.mkdir()
     (root / "spoils.py").write_text(SPOILS)

@@ -256,6 +256,14 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/schema/test_metric_thinning.py::test_buckets_are_on_the_disk_before_rows_are_removed",),
     ),
     Mutant(
+        name="activations-that-are-no-numbers",
+        what="hidden states that are NaN do not count as saturated",
+        file="trainer/telemetry/layer_sizes.py",
+        before="(~(hidden.abs() < self._most)).sum()",
+        after="(hidden.abs() >= self._most).sum()",
+        tests=(f"{_TELEMETRY}/test_layer_sizes.py",),
+    ),
+    Mutant(
         name="layers-read-one-by-one",
         what="the host waits for the device once for each tensor, layer and micro-batch",
         file="trainer/telemetry/layer_sizes.py",

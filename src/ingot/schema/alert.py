@@ -13,6 +13,7 @@ UNCHANGED = "weights unchanged"
 LOSS_SCALE = "loss scale"
 UNDERFLOW = "underflow"
 SATURATION = "saturation"
+ACTIVATIONS = "activation saturation"
 
 _TEXTS = {
     LOSS_RATIO: "the loss is {value:.2f} times the mean of the steps before (limit {limit:g})",
@@ -23,6 +24,8 @@ _TEXTS = {
     UNCHANGED: "{value:,.0f} updates since step {since:,} changed no weights",
     LOSS_SCALE: "the loss scale is {value:g} (limit {limit:g})",
     UNDERFLOW: "{value:.0%} of the gradient is 0 or subnormal in the training precision (limit {limit:.0%})",
+    ACTIVATIONS: "{value:.1%} of the hidden states are near the largest number of the training precision, or not "
+    "finite (limit {limit:.1%})",
     SATURATION: "{value:.1%} of the gradient is near the largest number of the training precision (limit {limit:.1%})",
 }
 _SHOWN_PLACES = 8

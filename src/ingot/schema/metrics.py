@@ -41,7 +41,8 @@ TRAFFIC_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", ALL_RANKS)
 class Metric:
     """A metric. unit: "" if it has none. meaning: in words. owner: "run" or "rank". at: "step": in the row of every
     step; "line": in the row of the last step of a log line; "time": read every ten seconds, every step has the newest;
-    "layers": in steps that metrics.layers_every chooses, or somebody asks for; "check": where held-out text is scored
+    "layers": in steps that metrics.layers_every or guard.precision_every chooses, or that somebody asks for;
+    "check": where held-out text is scored
     before a save. table: one of EXTRA_TABLES; "": that of the owner."""
 
     name: str
@@ -56,6 +57,7 @@ _FLIPS = "share of the experts of held-out tokens that are others than at the ch
 _NORM = "norm of the gradient of a layer, before clipping; {layer} is its number, or `other`"
 _EXPOSED = "waiting per step for the exchanges of {axis}, and for ranks that come late to them; see below"
 _HIDDEN = "time per step in which one is in flight while the rank works; not known on GPUs"
+_SATURATED = "share of these states that is half of the largest number of fp16 or bf16, or more, or not finite"
 _RMS = "root mean square of the hidden states that a layer returns"
 METRICS = (
     Metric("train/loss", "nats per token", "run", "step", "mean loss of the step's tokens"),
@@ -83,6 +85,7 @@ METRICS = (
     Metric("eval/sanity_loss", "nats per token", "run", "check", "loss of a fixed batch of held-out text", "checks"),
     Metric("layers/{layer}/grad_norm", "", "run", "layers", _NORM, "layers"),
     Metric("layers/{layer}/activation_rms", "", "run", "layers", _RMS, "layers"),
+    Metric("layers/{layer}/activation_saturation", "", "run", "layers", _SATURATED, "layers"),
     Metric("data/{source}/loss", "nats per token", "run", "line", "mean loss of the tokens of a source", "sources"),
     Metric("data/{source}/share", "", "run", "line", "share of a source in the tokens of a log line", "sources"),
     Metric("perf/step_seconds", "s", "rank", "step", "time of the step, without saves and evaluation"),

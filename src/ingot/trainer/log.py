@@ -114,12 +114,12 @@ def log_interval(
     any_damaged, unchanged = bool(rows[:, 2].any()), rows[:, 3:5]
     by_source = sum_over_ranks(trainer.source_loss.take()) if trainer.source_loss is not None else None
     record_line(trainer, recent, numbers, progress, rows[:, :2], by_source)
-    record_layers(trainer, asked=bool(rows[:, 5].any()))
+    layers = record_layers(trainer, asked=bool(rows[:, 5].any()))
     if trained and (phases := trainer.clock.line(elapsed.wall, interval.steps)) is not None:
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
     if trainer.alerts is not None:
-        for alert in trainer.alerts.line(numbers, recent[-1].lr, unchanged, damaged=any_damaged):
+        for alert in trainer.alerts.line(numbers, recent[-1].lr, unchanged, damaged=any_damaged, layers=layers):
             trainer.log(events.ALERT, **asdict(alert))
             trainer.say(f"alert     {alert_text(alert)}")
     return numbers, any_damaged

@@ -18,6 +18,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import TokenManifest
 from ingot.trainer.checkpoint.agree import from_rank_zero
+from ingot.trainer.guard.alerts import LOW_PRECISION
 from ingot.trainer.loader.reader import Windows
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.mesh.step_times import StepTimes
@@ -96,7 +97,10 @@ def open_measurements(trainer: RunParts, manifest: TokenManifest) -> None:
     trainer.program.times = StepTimes(place.device, trainer.waits)
     trainer.update_size = UpdateSize(shards, config.watch.log_every, device=place.device)
     request = trainer.folder.measure_layers if place.is_first else None
-    trainer.layer_sizes = LayerSizes(shards, stages, config.model.num_layers, config.metrics.layers_every, request)
+    dtype = LOW_PRECISION.get(config.train.precision)
+    range_every = config.guard.precision_every if config.guard.watches else 0
+    layers, every = config.model.num_layers, config.metrics.layers_every
+    trainer.layer_sizes = LayerSizes(shards, stages, layers, every, request, dtype, range_every)
     trainer.program.observers = [trainer.layer_sizes]
     sources, source_of_shard = recorded_sources(manifest)
     if sources:
@@ -258,15 +262,17 @@ def record_line(
         trainer.recorder.extra("sources", progress.step, of_sources)
 
 
-def record_layers(trainer: RunParts, *, asked: bool) -> None:
-    """Record what was measured of each layer since the last log line. asked: somebody asks for the next step, too.
-    Collective."""
+def record_layers(trainer: RunParts, *, asked: bool) -> list[tuple[int, dict[str, float]]]:
+    """Record what was measured of each layer since the last log line, and return it as (step, its numbers by name).
+    asked: somebody asks for the next step, too. Collective."""
     if trainer.layer_sizes is None or trainer.recorder is None:
-        return
-    for step, values in trainer.layer_sizes.read():
+        return []
+    measured = trainer.layer_sizes.read()
+    for step, values in measured:
         trainer.recorder.extra("layers", step, values)
     if asked:
         trainer.layer_sizes.ask()
+    return measured
 
 
 def record_check(trainer: RunParts, step: int, loss: float) -> None:

@@ -73,6 +73,7 @@ KINDS = {
     guard.LOSS_SCALE: AlertKind(WARNING, "ingot report {run}", True),
     guard.UNDERFLOW: AlertKind(WARNING, "ingot report {run}", True),
     guard.SATURATION: AlertKind(WARNING, "ingot report {run}", True),
+    guard.ACTIVATIONS: AlertKind(WARNING, "ingot report {run}", True),
     STATE_DAMAGED: AlertKind(CRITICAL, "ingot report {run}"),
     SUSPECT_WEIGHTS: AlertKind(WARNING, _CHECKPOINTS),
     DAMAGED_DATA: AlertKind(WARNING, _STATUS),

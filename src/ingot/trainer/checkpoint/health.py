@@ -24,7 +24,7 @@ from ingot.units import counted
 
 @dataclass(frozen=True)
 class CheckpointHealth:
-    """What is known of the weights of a checkpoint.
+    """The knowledge of the weights of a checkpoint.
 
     state: "proven" (guard.proven_steps good steps followed, and held-out text raised no doubt, if the run scores it),
     "young" (fewer followed so far), "unproven" (trouble came before so many followed), "suspect" (the guard went back

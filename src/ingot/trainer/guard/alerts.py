@@ -4,7 +4,7 @@ At log lines, the rules read what the line has on the host anyway, and a few mor
 weights, the loss scale, and how much of each layer's gradient the training precision cannot hold.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,7 @@ from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.plugins.piece import ParameterShard
 from ingot.schema import events
-from ingot.schema.alert import SATURATION, UNCHANGED, UNDERFLOW, Alert
+from ingot.schema.alert import ACTIVATIONS, SATURATION, UNCHANGED, UNDERFLOW, Alert
 from ingot.schema.run import RunConfig
 from ingot.trainer.guard.gradient_range import GradientRange, LayerRange
 from ingot.trainer.guard.trends import Trends
@@ -71,16 +71,24 @@ class AlertWatch:
         return self._probe.look(line if lr == 0 or lr >= _SMALL * self._peak else ())
 
     def line(
-        self, line: Sequence[StepNumbers], lr: float, unchanged: np.ndarray, *, damaged: bool = False
+        self,
+        line: Sequence[StepNumbers],
+        lr: float,
+        unchanged: np.ndarray,
+        *,
+        damaged: bool = False,
+        layers: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> list[Alert]:
         """Return the alerts of a log line, on rank 0. Collective. lr: of its last step. unchanged: what the method of
-        this name returned, [ranks, 2]. damaged: the numbers of this line are of no use."""
+        this name returned, [ranks, 2]. damaged: the numbers of this line are of no use. layers: (step, its numbers by
+        name) of the measured layers (telemetry/layer_sizes.py)."""
         ranges = self._range.read() if self._range else []
         if self._trends is None or damaged:
             return []
         scale = self._scale() if self._scale else None
         found = [*self._trends.line(line, scale), *self._unchanged(line[-1].step, lr, unchanged)]
         finite = {numbers.step for numbers in line if numbers.is_finite}
+        found += [alert for step, values in layers for alert in self._saturated(step, values)]
         for step, layers in ranges:
             self._log(
                 events.GRADIENT_RANGE,
@@ -117,6 +125,14 @@ class AlertWatch:
             if found:
                 places = tuple(layer for _, layer in reversed(found))
                 yield Alert(alert=kind, step=step, since=step, value=found[-1][0], limit=limit, places=places)
+
+    def _saturated(self, step: int, values: Mapping[str, float]) -> Iterator[Alert]:
+        """Yield the alert of layers whose hidden states the training precision can hardly hold."""
+        shares = [(share, name) for name, share in values.items() if name.endswith("/activation_saturation")]
+        limit = self.guard.saturation_share
+        if large := sorted((share, f"blocks.{name.split('/')[1]}") for share, name in shares if share > limit):
+            places = tuple(layer for _, layer in reversed(large))
+            yield Alert(alert=ACTIVATIONS, step=step, since=step, value=large[-1][0], limit=limit, places=places)
 
     def _is_new(self, alert: Alert) -> bool:
         last = self._reported.get(alert.alert)

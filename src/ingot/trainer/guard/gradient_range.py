@@ -18,7 +18,7 @@ from ingot.trainer.mesh.collectives import gather_from
 
 OUTSIDE = "outside of blocks"
 _CHUNK = 2**22  # elements that are looked at together: bounds the memory of it
-_NEAR = 0.5  # of the largest number: the last binade
+NEAR = 0.5  # of the largest number: the last binade
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class GradientRange:
             if shard.value.numel()
         ]
         finfo = torch.finfo(dtype)
-        self._least, self._most = finfo.smallest_normal, finfo.max * _NEAR
+        self._least, self._most = finfo.smallest_normal, finfo.max * NEAR
         self._counted: list[tuple[int, list[tuple[int, int]], Tensor | None]] = []
 
     @torch.no_grad()

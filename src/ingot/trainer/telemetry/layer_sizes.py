@@ -17,16 +17,20 @@ import torch
 from torch import Tensor, nn
 
 from ingot.plugins.piece import ParameterShard
+from ingot.trainer.guard.gradient_range import NEAR
 from ingot.trainer.mesh.collectives import sum_over_ranks
 
 OTHER = "other"  # parameters outside of blocks
+SATURATED = "activation_saturation"
+_Hidden = tuple[int, Tensor, Tensor | None, int]  # layer, sum of squares, number that is nearly too large, elements
 
 
 class LayerSizes:
     """The measurement. All ranks measure in the same steps.
 
     shards, stages: of this rank. layers: of the model. every: steps; 0: only when asked. request: the file that asks,
-    on rank 0; None elsewhere.
+    on rank 0; None elsewhere. dtype: the training precision, if its range is narrow: then the share of the activations
+    that it can hardly hold is measured, too, and all of it in one of `range_every` steps; None: it is not.
     """
 
     def __init__(
@@ -36,7 +40,11 @@ class LayerSizes:
         layers: int,
         every: int,
         request: Path | None,
+        dtype: torch.dtype | None = None,
+        range_every: int = 0,
     ):
+        self._most = None if dtype is None else torch.finfo(dtype).max * NEAR
+        self._intervals = [one for one in (every, range_every if dtype else 0) if one > 0]
         names = {f"blocks.{layer}": layer for layer in range(layers)}
         self._shards = [
             (shard, names.get(".".join(shard.name.split(".")[:2]), layers))
@@ -45,15 +53,15 @@ class LayerSizes:
         ]
         named = (stage.get_submodule("blocks").named_children() for stage in stages.values())
         self._blocks = [(int(name), block) for children in named for name, block in children]
-        self._layers, self._every, self._request, self._is_asked = layers, every, request, False
-        self._activations: list[tuple[int, Tensor, int]] = []  # layer, sum of squares, elements
-        self._measured: list[tuple[int, list[tuple[int, Tensor]], list[tuple[int, Tensor, int]]]] = []
+        self._layers, self._request, self._is_asked = layers, request, False
+        self._activations: list[_Hidden] = []
+        self._measured: list[tuple[int, list[tuple[int, Tensor]], list[_Hidden]]] = []
 
     # -- in a step: nothing waits --
 
     def is_due(self, step: int) -> bool:
         """Return whether `step` is measured."""
-        return self._is_asked or (self._every > 0 and step % self._every == 0)
+        return self._is_asked or any(step % every == 0 for every in self._intervals)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -76,7 +84,8 @@ class LayerSizes:
     def _look(self, layer: int, block: nn.Module, arguments: Any, output: Any) -> None:
         hidden = output if isinstance(output, Tensor) else output[0]
         norm = torch.linalg.vector_norm(hidden, dtype=torch.promote_types(hidden.dtype, torch.float32))
-        self._activations.append((layer, norm.double().square(), hidden.numel()))
+        large = None if self._most is None else (~(hidden.abs() < self._most)).sum().double()  # NaN counts, too
+        self._activations.append((layer, norm.double().square(), large, hidden.numel()))
 
     @torch.no_grad()
     def before_update(self, step: int, scale: Tensor | None) -> None:
@@ -114,22 +123,30 @@ class LayerSizes:
         measured, self._measured = self._measured, []
         if not measured:
             return []
-        table = np.zeros((len(measured), 3, self._layers + 1))  # squares of gradients; of activations; their elements
-        squares = iter(_on_host([one[1] for _, *lists in measured for found in lists for one in found]))
+        # Squares of gradients; of activations; how many of them are nearly too large; their elements.
+        table = np.zeros((len(measured), 4, self._layers + 1))
+        numbers = [
+            one
+            for _, norms, activations in measured
+            for one in (*(norm for _, norm in norms), *(n for _, *own, _ in activations for n in own if n is not None))
+        ]
+        found = iter(_on_host(numbers))
         for own, (_, norms, activations) in zip(table, measured, strict=True):
             for row, _ in norms:
-                own[0, row] += next(squares)
-            for layer, _, elements in activations:
-                own[1:, layer] += next(squares), elements
+                own[0, row] += next(found)
+            for layer, _, large, elements in activations:
+                own[1:, layer] += next(found), 0.0 if large is None else next(found), elements
         total = sum_over_ranks(table)
         return [(step, self._values(own)) for (step, _, _), own in zip(measured, total, strict=True)]
 
     def _values(self, sums: np.ndarray) -> dict[str, float]:
         names = [*map(str, range(self._layers)), OTHER]
         values = {f"layers/{name}/grad_norm": float(root) for name, root in zip(names, np.sqrt(sums[0]), strict=True)}
-        for name, square, elements in zip(names, *sums[1:].tolist(), strict=True):
+        for name, square, large, elements in zip(names, *sums[1:].tolist(), strict=True):
             if elements:
                 values[f"layers/{name}/activation_rms"] = float(np.sqrt(square / elements))
+            if elements and self._most is not None:
+                values[f"layers/{name}/{SATURATED}"] = large / elements
         return values
 
 

@@ -1,4 +1,4 @@
-"""What is known of the weights of checkpoints, by the event log and the record of the guard."""
+"""The knowledge of the weights of checkpoints, by the event log and the record of the guard."""
 
 import math
 from types import SimpleNamespace

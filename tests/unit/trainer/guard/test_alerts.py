@@ -10,7 +10,7 @@ from tests.unit.trainer.test_loop import files_of, run_rank
 from ingot.events import EventLog, read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.plugins.piece import ParameterShard
-from ingot.schema.alert import PLATEAU, SATURATION, UNCHANGED, UNDERFLOW, alert_of, described
+from ingot.schema.alert import ACTIVATIONS, PLATEAU, SATURATION, UNCHANGED, UNDERFLOW, alert_of, described
 from ingot.theory.rules import load_run
 from ingot.trainer import loop
 from ingot.trainer.guard.alerts import AlertWatch
@@ -96,6 +96,16 @@ def test_layers_out_of_range_are_named_the_worst_first(make_run):
     assert watch.line(overflow, 1e-3, np.zeros((1, 2))) == [] and len(written) == 3
     measured.look(1004)
     assert len(watch.line(line_of(1003, 2), 1e-3, np.zeros((1, 2)))) == 2
+
+
+def test_layers_whose_activations_saturate_are_named_by_the_same_limit(make_run):
+    watch = watch_of(make_run, [shard("a")], None, [])
+    values = {f"layers/{layer}/activation_saturation": share for layer, share in enumerate((0.01, 0.2, 0.5))}
+    (alert,) = watch.line(
+        line_of(1, 2), 1e-3, np.zeros((1, 2)), layers=[(2, values | {"layers/0/activation_rms": 9.0})]
+    )
+    assert (alert.alert, alert.places, alert.value, alert.step) == (ACTIVATIONS, ("blocks.2", "blocks.1"), 0.5, 2)
+    assert "50.0% of the hidden states" in described(alert)
 
 
 def test_ranks_whose_weights_do_not_change_are_named(make_run):

@@ -1,3 +1,4 @@
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -48,3 +49,20 @@ def test_all_measurements_are_read_at_once(monkeypatch):
             "layers/1/activation_rms": ((1 + 4 + 9 + 16) / 4) ** 0.5,
         }
     )
+
+
+def test_hidden_states_at_the_end_of_the_precision_are_counted_by_layer():
+    """Half of the largest number of fp16 is 32,752. What is infinite or NaN counts, and float32 has no such limit."""
+    stage = nn.ModuleDict({"blocks": nn.ModuleDict({"0": nn.Identity(), "1": nn.Identity()})})
+    sizes = LayerSizes([], {0: stage}, layers=2, every=0, request=None, dtype=torch.float16, range_every=4)
+    plain = LayerSizes([], {0: stage}, layers=2, every=2, request=None, range_every=1)
+    for step in (1, 2, 3, 4):
+        with sizes.step(step), plain.step(step):
+            first, second = stage["blocks"].values()
+            first(torch.tensor([1.0, 3e4, -6e4, 4e4, math.inf], dtype=torch.float16))
+            second(torch.tensor([[1.0, math.nan], [0.0, 3e4]], dtype=torch.float16))
+        sizes.before_update(step, None)
+        plain.before_update(step, None)
+    ((step, found),) = sizes.read()
+    assert (step, found["layers/0/activation_saturation"], found["layers/1/activation_saturation"]) == (4, 0.6, 0.25)
+    assert [step for step, _ in plain.read()] == [2, 4] and not any("saturation" in name for name in plain.read())
