@@ -157,7 +157,7 @@ class Project:
         pytest.fail(f"step {step} was not reached in {seconds} s:\n{process.communicate()[0]}")
 
 
-def ended(process: subprocess.Popen, code: int, seconds: float = 90) -> str:
+def ended(process: subprocess.Popen, code: int, seconds: float = 300) -> str:
     try:
         output, _ = process.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

@@ -36,6 +36,41 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_LADDER}::test_steps_that_were_trained_again_show_if_their_data_or_the_hardware_hurt",),
     ),
     Mutant(
+        name="second-try-left-out",
+        what="a fault that comes once costs the update of its step, although steps are tried again",
+        file="trainer/step.py",
+        before="measured.judged is not None and retry.is_needed(measured.judged):",
+        after="False:",
+        tests=(
+            "tests/unit/trainer/guard/test_guarded_runs.py"
+            "::test_a_fault_that_comes_once_costs_nothing_if_steps_are_tried_again",
+        ),
+    ),
+    Mutant(
+        name="second-try-adds-to-the-first",
+        what="sums of loss terms count a step twice that is tried again",
+        file="trainer/retry.py",
+        before="            term.sums = sums\n",
+        after="            pass\n",
+        tests=("tests/unit/trainer/test_retry.py",),
+    ),
+    Mutant(
+        name="an-end-that-leaves-no-record",
+        what="a start after an end because of the numbers takes the checkpoint next to the harm",
+        file="trainer/default_policy.py",
+        before="if self._record is None or error.code not in _FOUND:",
+        after="if True:",
+        tests=("tests/unit/trainer/resilience/test_policy.py::test_an_end_because_of_the_numbers_is_recorded_once",),
+    ),
+    Mutant(
+        name="skipped-steps-prove",
+        what="steps whose updates were skipped count as good ones after a checkpoint",
+        file="trainer/checkpoint/health.py",
+        before='line.difference_update(event["steps"])',
+        after="pass",
+        tests=("tests/unit/trainer/checkpoint/test_health.py",),
+    ),
+    Mutant(
         name="spikes-in-the-window",
         what="a spike becomes part of what later steps are compared with",
         file="trainer/guard/step_judge.py",

@@ -32,6 +32,7 @@ _NUMBERS = {
     kinds.ROLLED_BACK: ("from_step", "to_step"),
     kinds.REWOUND: ("step",),
     kinds.FINDING: ("step",),
+    kinds.RETRIED: ("step",),
     kinds.METRICS_LOST: ("step", "rows"),
     kinds.SANITY: ("step",),
     kinds.GRADIENT_RANGE: ("step",),
@@ -61,7 +62,7 @@ def is_readable(event) -> bool:
         return False
     if kind == kinds.METRICS and not has_values(event):
         return False
-    if kind == kinds.FINDING and not _has_kinds(event):
+    if kind in (kinds.FINDING, kinds.RETRIED) and not _has_kinds(event):
         return False
     if kind == kinds.GRADIENT_RANGE and not _has_shares_by_layer(event):
         return False

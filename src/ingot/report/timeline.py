@@ -12,7 +12,7 @@ from typing import Any
 from ingot.schema import events as kinds
 from ingot.schema.alert import alert_of
 from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import described, deviations_text, measure_of, retrained_text
+from ingot.schema.guard_record import described, deviations_text, measure_of, retrained_text, retried_text
 from ingot.schema.step_ranges import steps_text
 from ingot.units import counted
 
@@ -203,6 +203,7 @@ _TEXTS = {
     kinds.LISTED: _listed,
     kinds.METRICS_LOST: _metrics_lost,
     kinds.SANITY: _sanity,
+    kinds.RETRIED: lambda event: f"computed again: {retried_text(event)}",
     kinds.STATE_DAMAGED: _damaged,
     kinds.STATE_REPLAYED: _replayed,
     kinds.ROLLED_BACK: _rolled_back,

@@ -45,7 +45,8 @@ _TABLE = {
         "node_seconds node_wait_seconds "
         "data_seconds on_bad_health health_file failures_per_node_day min_ranks shrink_seconds grow_seconds "
         "on_oom check_every check_seconds",
-        "guard": "ask_seconds hash_every max_damages exploded_ratio sanity_every sanity_rise sanity_gap loss_ratio "
+        "guard": "retry ask_seconds hash_every max_damages exploded_ratio sanity_every sanity_rise sanity_gap "
+        "loss_ratio "
         "loss_ratio_window norm_ratio plateau_window plateau_ratio plateau_sigmas still_steps dead_ratio scale_floor "
         "scale_halvings scale_window precision_every underflow_share saturation_share",
         "cost": "usd_per_hour",

@@ -43,6 +43,8 @@ count from 1: step n is the n-th optimizer step.
   passed         steps [..] (steps whose data were passed)            one per log line that has any
   finding        step, found [kinds], loss, grad_norm, loss_sigmas, norm_sigmas, norm_factor, skipped
                  (trainer/guard/step_judge.py)                        one per step in which the guard found something
+  retried        step, found [kinds] (in the first try), healthy (nothing was found in the second), same (both had the
+                 same loss and gradient norm, bit for bit)            a step was computed again before its update
   sanity         step, loss (of a fixed batch of held-out text, nats per token), suspect
                                                                       before a full save, guard.sanity_every
   guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
@@ -163,6 +165,7 @@ METRICS_LOST = "metrics_lost"
 SKIPPED = "skipped"
 PASSED = "passed"
 FINDING = "finding"
+RETRIED = "retried"
 GUARD = "guard"
 GUARD_REPLAYED = "guard_replayed"
 GUARD_ASKED = "guard_asked"

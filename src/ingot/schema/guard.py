@@ -32,6 +32,8 @@ class Guard:
       to an older one: what harmed the weights need not show at once. Retention keeps one that has them.
     lr_factor, clip_factor, lr_steps: by which factors the learning rate and the limit of the gradient norm
       (optim.clip_norm) are lowered, and for how many steps.
+    retry: whether a step with a finding is computed once more, from the same batch and weights, before its update is
+      skipped: "on", "off", or "auto": with preset "strict". The host waits for the device in each step then.
     ask_seconds: before the run stops for a person, it waits so long for an answer (`ingot guard RUN --take MEASURE`).
     hash_every: every so many steps, weights and optimizer state are hashed, and the hashes of copies of the same state
       are compared; 0: never, and a checkpoint is saved without it (trainer/integrity).
@@ -77,6 +79,7 @@ class Guard:
     lr_factor: Share = 0.5
     clip_factor: Share = 0.5
     lr_steps: PositiveSteps = 200
+    retry: Literal["auto", "on", "off"] = "auto"
     ask_seconds: Seconds = 0.0
     hash_every: Steps = 20
     max_damages: Queue = 16
@@ -110,6 +113,11 @@ class Guard:
         """True if updates of spikes are skipped."""
         return self.preset in ("guard", "strict")
 
+    @property
+    def retries(self) -> bool:
+        """True if a step with a finding is computed once more before its update is skipped."""
+        return self.acts and (self.retry == "on" or (self.retry == "auto" and self.preset == "strict"))
+
     def loss_limit(self, vocab_size: int) -> float:
         """Return the loss in nats per token above which weights are useless; infinite if there is no such limit.
         vocab_size: of the model; below 2, its loss has no scale."""
@@ -123,6 +131,8 @@ class Guard:
     def problems(self):
         if self.ready > self.window:
             yield "ready", f"is {self.ready}, but the window has {self.window} steps (guard.window)"
+        if self.retry == "on" and not self.acts:
+            yield "retry", f'is "on", but preset = "{self.preset}" skips no update; use "guard" or "strict"'
         if self.in_a_row < 2:
             yield "in_a_row", "is 1: a single bad batch needs no return to a checkpoint; use 2 or more"
         if self.lr_factor == 0:

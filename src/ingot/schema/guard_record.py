@@ -135,6 +135,16 @@ def retrained_text(first: int, last: int, verdict: RetrainVerdict) -> str:
     return f"{steps}: nothing was found when they were trained again: a fault of the hardware, or of chance"
 
 
+def retried_text(retried: Mapping[str, Any]) -> str:
+    """Return a sentence for people about a `retried` event."""
+    found = f"step {retried['step']}, because of {', '.join(retried['found'])}: "
+    if retried["healthy"]:
+        return found + "nothing was found in the second try, whose update is made; the fault was transient"
+    if retried["same"]:
+        return found + "the same bits again, so it is the data or the weights"
+    return found + "other bits, and a finding again"
+
+
 def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:
     """Return the ranges of steps whose data are passed."""
     return [StepSpan(one.first, one.last) for one in measures if one.passes]

@@ -38,6 +38,7 @@ from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.log import log_measure, log_retrained
 from ingot.trainer.parts import RunParts, StepParts
 from ingot.trainer.question import ask_person
+from ingot.trainer.retry import StepRetry
 
 
 def open_guards(trainer: RunParts, policy: DefaultPolicy) -> None:
@@ -50,6 +51,9 @@ def open_guards(trainer: RunParts, policy: DefaultPolicy) -> None:
         policy.ladder.ask = partial(ask_person, trainer)
     trainer.gradients = _gradients(config, trainer)
     trainer.hashes = _hashes(config, trainer)
+    if config.guard.retries:
+        scaled = config.train.precision == "fp16"
+        trainer.retry = StepRetry(trainer.model.stages, trainer.place.device, scaled_loss=scaled)
 
 
 def policy_of(

@@ -20,7 +20,7 @@ from ingot.events import read_events
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.alert import described as alert_text
-from ingot.schema.guard_record import Measure, RetrainVerdict, described, deviations_text, retrained_text
+from ingot.schema.guard_record import Measure, RetrainVerdict, described, deviations_text, retrained_text, retried_text
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
@@ -126,7 +126,10 @@ def log_interval(
 
 
 def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
-    """Write what the guard found in each step, and which steps changed no weights."""
+    """Write what the guard found in each step, which were computed twice, and which steps changed no weights."""
+    for tried in trainer.retry.take() if trainer.retry is not None else ():
+        trainer.log(events.RETRIED, **asdict(tried))
+        trainer.say(f"retried   {retried_text(asdict(tried))}")
     for own in numbers:
         if found := own.finding:
             trainer.log(

@@ -39,6 +39,7 @@ from ingot.trainer.resilience.heartbeat import Heartbeat
 from ingot.trainer.resilience.policy import Policy
 from ingot.trainer.resilience.start_times import StartClock
 from ingot.trainer.resilience.stop_vote import StopVote
+from ingot.trainer.retry import StepRetry
 from ingot.trainer.save_schedule import SaveSchedule
 from ingot.trainer.telemetry.layer_sizes import LayerSizes
 from ingot.trainer.telemetry.recorder import Recorder
@@ -63,7 +64,7 @@ class StepParts:
     compute, None outside of a run and with guard.recompute_every = 0.
     gradient_range: that of each layer, None outside of a run, and where nothing is measured. update_size: that of the
     weights and of updates, layer_sizes: those of each layer; both None outside of a run, and with metrics.record =
-    false.
+    false. retry: tries steps again in which the guard found something; None outside of a run, and without guard.retry.
     """
 
     config: RunConfig
@@ -85,6 +86,7 @@ class StepParts:
     gradient_range: GradientRange | None = None
     update_size: UpdateSize | None = None
     layer_sizes: LayerSizes | None = None
+    retry: StepRetry | None = None
 
 
 @dataclass(kw_only=True)

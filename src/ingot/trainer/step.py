@@ -1,6 +1,7 @@
 """One optimizer step, which never waits for the device: measured values stay there until the log reads them."""
 
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from functools import partial
 
 from torch import Tensor
@@ -10,6 +11,7 @@ from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.plugins.registry import INGOT
 from ingot.schema.guard_record import clip_factor as limit_factor
 from ingot.trainer.blame import blamed
+from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.optim.gradients import clip_factor, gradient_norm_and_loss
 from ingot.trainer.parallel.pipeline import MicroBatches
 from ingot.trainer.parts import StepParts
@@ -17,8 +19,22 @@ from ingot.trainer.resilience.policy import StepResult
 
 
 def train_step(parts: StepParts, batch: MicroBatches, lr: float) -> StepResult:
-    """Run forward and backward of every micro-batch, reduce, clip, update, balance experts. Collective."""
-    return update(parts, batch.step, forward_backward(parts, batch), lr)
+    """Run forward and backward of every micro-batch, reduce, clip, update, balance experts. Collective.
+
+    With guard.retry, a step in which the guard finds something is tried once more before its update.
+    """
+    retry, step = parts.retry, batch.step
+    if retry is None or (parts.gradients is not None and parts.gradients.is_due(step)):  # these are compared anyway
+        return update(parts, step, forward_backward(parts, batch), lr)
+    retry.keep()
+    measured = _measured(parts, step, forward_backward(parts, batch))
+    if measured.judged is not None and retry.is_needed(measured.judged):
+        retry.undo(parts.model)
+        first, measured = measured, _measured(parts, step, parts.program.train(batch, loss_scale(parts)))
+        assert first.judged is not None and measured.judged is not None
+        tries = [(one.mean_loss, one.grad_norm) for one in (first, measured)]
+        retry.record(step, *tries, (first.judged, measured.judged))
+    return _updated(parts, step, measured, lr)
 
 
 def forward_backward(parts: StepParts, batch: MicroBatches) -> Tensor:
@@ -46,6 +62,23 @@ def backward(parts: StepParts, loss: Tensor, *, last: bool) -> None:
 
 def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     """Reduce the gradients of `step`, clip, update unless the policy vetoes, publish, balance experts. Collective."""
+    return _updated(parts, step, _measured(parts, step, loss), lr)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A step before its update. loss: of this rank's tokens. mean_loss, grad_norm: of the step, the same on all ranks.
+    scale: of the loss. judged: what the guard found; None without one."""
+
+    loss: Tensor
+    mean_loss: Tensor
+    grad_norm: Tensor
+    scale: Tensor | None
+    judged: Tensor | None
+
+
+def _measured(parts: StepParts, step: int, loss: Tensor) -> _Measured:
+    """Reduce the gradients of `step`, and judge it. Collective."""
     scale = loss_scale(parts)
     parts.model.reduce()
     if parts.gradients is not None:
@@ -53,6 +86,12 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     if parts.hashes is not None and parts.hashes.samples is not None:
         parts.hashes.samples.reduced(step, loss)
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
+    return _Measured(loss, mean_loss, grad_norm, scale, _judged(parts.step_judge, step, mean_loss, grad_norm))
+
+
+def _updated(parts: StepParts, step: int, measured: _Measured, lr: float) -> StepResult:
+    """Clip, update unless the step is vetoed, publish, balance experts. Collective."""
+    loss, grad_norm, scale, judged = measured.loss, measured.grad_norm, measured.scale, measured.judged
     if parts.gradient_range is not None:
         parts.gradient_range.look(step)
     if parts.layer_sizes is not None:
@@ -63,7 +102,7 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     if parts.update_size is not None:
         parts.update_size.before_update(step)
     overflow = parts.policy.veto(loss, grad_norm)
-    veto, judged = _judge(parts, step, mean_loss, grad_norm, overflow)
+    veto = _veto(parts.step_judge, measured, overflow)
     times = parts.program.times
     with _errors_of_rules(parts.config.optim.kind), times.phase("optimizer") if times else nullcontext():
         optim = parts.config.optim
@@ -82,21 +121,24 @@ def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     return StepResult(step, lr, loss, grad_norm, veto, parts.token_readers, experts=experts, judged=judged)
 
 
-def _judge(
-    parts: StepParts, step: int, loss: Tensor, grad_norm: Tensor, veto: Tensor | None
-) -> tuple[Tensor | None, Tensor | None]:
-    """Return whether to skip the update, and what the guard finds in the step. veto: the policy's."""
-    judge = parts.step_judge
+def _judged(judge: StepJudge | None, step: int, loss: Tensor, grad_norm: Tensor) -> Tensor | None:
+    """Return what the guard finds in the step; None without a guard."""
     if judge is None:
-        return veto, None
+        return None
     if step in judge.begins:
         judge.forget()
-    judged = judge.judge(loss, grad_norm, settled=step > judge.settled_after)
-    found = judged[0] > 0
+    return judge.judge(loss, grad_norm, settled=step > judge.settled_after)
+
+
+def _veto(judge: StepJudge | None, measured: _Measured, veto: Tensor | None) -> Tensor | None:
+    """Return whether to skip the update, and take the step into the window of the guard. veto: the policy's."""
+    if judge is None or measured.judged is None:
+        return veto
+    found = measured.judged[0] > 0
     if judge.guard.acts:
         veto = found if veto is None else found | veto
-    judge.add(loss, grad_norm, found if veto is None else veto)
-    return veto, judged
+    judge.add(measured.mean_loss, measured.grad_norm, found if veto is None else veto)
+    return veto
 
 
 def _errors_of_rules(kind: str) -> AbstractContextManager[None]:

@@ -9,6 +9,7 @@ from tests.unit.trainer.test_loop import files_of, ledger_proof, run_rank, saved
 from tests.unit.trainer.test_mixture_change import accept
 
 from ingot.cli.main import main
+from ingot.drill.planted import flip_bit
 from ingot.errors import RunFailed
 from ingot.events import read_events
 from ingot.report.facts import gather
@@ -428,3 +429,48 @@ def test_the_same_command_passes_batches_that_are_never_finite(fork_ranks, make_
     assert fork_ranks(run, 1) == [["E-ROLLBACK-NO-CHECKPOINT", "E-ROLLBACK-NO-CHECKPOINT", (10, False)]]
     assert [one.action for one in read_measures(folder.guard)] == [AGAIN, PASS]
     assert all(math.isfinite(loss) for loss, _, _ in step_facts(folder).values())
+
+
+def spoiled_once(at):
+    """The function that trains a step, in whose first try of step `at` a bit flips in a gradient of rank 0."""
+    tries = []
+
+    def step(parts, batch, lr):
+        reduce = type(parts.model).reduce
+
+        def reduced():
+            reduce(parts.model)
+            tries.append(batch.step)
+            if batch.step == at and tries.count(at) == 1 and parts.place.is_first:
+                flip_bit(parts.model.shards[0].grad, 5, 30)
+
+        parts.model.reduce = reduced
+        return train_step(parts, batch, lr)
+
+    return step
+
+
+def test_a_fault_that_comes_once_costs_nothing_if_steps_are_tried_again(fork_ranks, make_run):
+    """The run has the bits of one without the fault; a batch that hurts has the same bits again, and is skipped."""
+    strict = GUARD | {"preset": "strict", "hash_every": 0}
+
+    def spoiled(rank, world, folder):
+        loop.train_step = spoiled_once(20)
+        return run_rank(rank, world, folder, 22)
+
+    plain, spoilt = (make_run(name, dp_shard=2, steps=24, guard=strict) for name in ("plain", "spoilt"))
+    fork_ranks(lambda rank, world: run_rank(rank, world, plain, 22), 2)
+    results = fork_ranks(lambda rank, world: spoiled(rank, world, spoilt), 2)
+    assert any("the fault was transient" in line for line in results[0][1])
+    ((tried,), ()) = of_kind(spoilt, "retried"), of_kind(plain, "retried")
+    assert (tried["step"], tried["healthy"], tried["same"]) == (20, True, False)
+    assert not of_kind(spoilt, "finding") and not of_kind(spoilt, "skipped")
+    assert saved_tensors(spoilt) == saved_tensors(plain) and step_facts(spoilt) == step_facts(plain)
+
+    again, off = (make_run(name, steps=24, guard=strict | {"retry": name}) for name in ("on", "off"))
+    for folder in (again, off):
+        train_with(fork_ranks, folder, {20}, ranks=1, until_step=22)
+        assert [event["steps"] for event in of_kind(folder, "skipped")] == [[20]]
+    ((tried,), ()) = of_kind(again, "retried"), of_kind(off, "retried")
+    assert (tried["step"], tried["healthy"], tried["same"]) == (20, False, True)
+    assert saved_tensors(again) == saved_tensors(off)

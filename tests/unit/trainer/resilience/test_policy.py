@@ -123,7 +123,7 @@ def test_the_errors_name_a_command_with_the_rate_before_the_accepted_change(tmp_
 
 
 def test_an_end_because_of_the_numbers_is_recorded_once(tmp_path):
-    """The rows of skipped steps before it belong to it, and an accepted change whose updates hurt bounds the way back."""
+    """Skipped steps before it belong to it, and an accepted change whose updates hurt bounds the way back."""
     kept = []
     settings = {"record": lambda measures: kept.append([*measures]), "proven_steps": 8, "lr": 0.1, **limited()}
     bad = [StepNumbers(step, math.nan, math.nan, True) for step in (40, 41, 42)]
