@@ -8,14 +8,12 @@ from ingot.drill.clean import o7
 from ingot.drill.oracles import Verdicts, o1, o2, o3, read_facts, read_trace
 from ingot.events import read_events
 from ingot.schema import events
-from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, passed_steps, read_measures
+from ingot.schema.guard_record import AGAIN, EARLIER, LOWER, PASS, STOP, read_measures
 
 from .bench import Bench, options
 from .row import Row, judge_recovered, newest_valid, random_of
-from .rows_bits import BITS
 
 _STEPS = 48
-FLIPPED = ("callbacks.flipped={}", "guard.hash_every=1")
 _SETTINGS = (
     f"train.steps={_STEPS}",
     "optim.lr=0.01",
@@ -53,7 +51,7 @@ def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", fault, "" if right else f"the verdicts are {found}")
         _judge_finite(bench, verdicts, name, fault)
         if verdict == "data":
-            _judge(bench, verdicts, name, fault, steps, {})
+            judge_ordered(bench, verdicts, name, fault, steps, {}, *_SETTINGS)
         else:
             own = tuple(_options(bench)[1::2])
             # It goes back to a checkpoint with eight proven steps after it.
@@ -90,7 +88,7 @@ def rs22_ladder(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         rows = [] if first == last else [(AGAIN, first, first + 2), (PASS, first, first + 2)]
         right = ended.code == 0 and measures == rows
         verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, measures {measures}")
-        _judge(bench, verdicts, name, fault, steps, {})
+        judge_ordered(bench, verdicts, name, fault, steps, {}, *_SETTINGS)
     name, fault = f"nan-always-{seed}", f"nan {random.randrange(2)} {first}-{_STEPS} before_norm always"
     ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
     measures = [one.action for one in read_measures(bench.folder(name).guard)]
@@ -113,7 +111,7 @@ def rs23(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", name, "" if right else f"exit code {ended.code}, {measures}: {ended.output[-300:]}")
         found = {event["step"] for event in read_events(bench.folder(name).events, events.FINDING)}
         verdicts.judge("o6", name, "" if found == set(steps) else f"found in steps {sorted(found)}")
-        _judge(bench, verdicts, name, name, f"{first}-{first + length - 1}", junk)
+        judge_ordered(bench, verdicts, name, name, f"{first}-{first + length - 1}", junk, *_SETTINGS)
     step = random.randrange(18, 36)
     name = f"rate-{step}-{seed}"
     ended = bench.train(name, *_options(bench), env={"BOARD_RATE": str(step)})
@@ -122,42 +120,17 @@ def rs23(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     right = ended.code == 0 and found == [(AGAIN, step + 1), (PASS, step + 1), (EARLIER, step)]
     verdicts.judge("o6", name, "" if right else f"exit code {ended.code}, {found}: {ended.output[-300:]}")
     if right:
-        _judge(bench, verdicts, name, name, f"{step}-{measures[-1].last}", {})
+        judge_ordered(bench, verdicts, name, name, f"{step}-{measures[-1].last}", {}, *_SETTINGS)
 
 
-def together(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """A poisoned document, fifty times the learning rate in a step, and a flipped bit of a weight, in one run: it ends
-    with the bits of an undisturbed run that was ordered to pass the recorded steps."""
-    random = random_of("RS23 together", seed)
-    junk, rate, flip = random.randrange(18, 22), random.randrange(30, 36), random.randrange(52, 60)
-    planted = {
-        "BOARD_JUNK": f"{random.choice(('repeated', 'shuffled'))} {junk}-{junk + random.randrange(3)}",
-        "BOARD_RATE": str(rate),
-        "BOARD_FLIPS": f"{random.randrange(2)} {flip} {random.choice(BITS)} gradients",
-    }
-    name, flipped = f"together-{seed}", ("train.steps=72", 'plugins.modules=["planted","flipped"]', *FLIPPED)
-    ended = bench.train(name, *_options(bench, *flipped), env=planted)
-    folder, where = bench.folder(name), " ".join(planted.values())
-    damaged = [(event["step"], event["rank"]) for event in read_events(folder.events, events.STATE_DAMAGED)]
-    wanted = [(flip, int(planted["BOARD_FLIPS"].split()[0]))]
-    right = ended.code == 0 and damaged == wanted
-    verdicts.judge("o6", where, "" if right else f"exit code {ended.code}, {damaged}: {ended.output[-300:]}")
-    first, last = map(int, planted["BOARD_JUNK"].split()[1].split("-"))
-    skipped = {step for event in read_events(folder.events, events.SKIPPED) for step in event["steps"]}
-    passed = {step for one in passed_steps(read_measures(folder.guard)) for step in range(one.first, one.last + 1)}
-    missing = {*range(first, last + 1), rate} - skipped - passed
-    verdicts.judge("o6", where, f"steps {sorted(missing)} were trained on" if missing else "")
-    steps = [str(step) for step in sorted(set(range(first, last + 1)) | passed)]
-    _judge(bench, verdicts, name, where, '","'.join(steps), {}, *flipped)
-
-
-def _judge(
+def judge_ordered(
     bench: Bench, verdicts: Verdicts, name: str, where: str, steps: str, env: dict[str, str], *settings: str
 ) -> None:
-    """Judge that the run ended with the bits of one that was ordered to pass `steps`, and left nothing."""
+    """Judge that the run ended with the bits of one that was ordered to pass `steps`, and left nothing. settings: of
+    both."""
     folder, ordered = bench.folder(name), f"ordered-{name}"
     verdicts.judge("o7", where, o7(folder, bench.temporary(name), bench.memory_before))
-    bench.train(ordered, *_options(bench, *settings, f'data.skip=["{steps}"]'), env=env)
+    bench.train(ordered, *lab_options(bench, *settings, f'data.skip=["{steps}"]'), env=env)
     ours, reference = read_facts(folder), read_facts(bench.folder(ordered))
     trained = {step: found for step, found in read_trace(folder).items() if step in reference.trace}
     verdicts.judge("o1", where, o1(trained, reference.trace))
@@ -167,17 +140,21 @@ def _judge(
     verdicts.judge("o6", where, f"the run that was ordered found something in steps {others}" if others else "")
 
 
-def _options(bench: Bench, *settings: str) -> list[str]:
+def _options(bench: Bench) -> list[str]:
+    return lab_options(bench, *_SETTINGS)
+
+
+def lab_options(bench: Bench, *settings: str) -> list[str]:
+    """Return settings as options of a run that may use the plug-ins of faults, which are put into its folder `lab`."""
     lab = bench.root / "lab"
     lab.mkdir(exist_ok=True)
     for plugin in ("planted.py", "flipped.py"):
         shutil.copyfile(Path(__file__).parent / plugin, lab / plugin)
-    return options((*_SETTINGS, *settings))
+    return options(settings)
 
 
 ROWS = (
     Row("RS22", "NaN in steps in a row: of the data, of the hardware, for ever", rs22),
     Row("RS22 ladder", "a gradient that is not finite: in one step, in several, for ever; all measures", rs22_ladder),
     Row("RS23", "shuffled labels, a repeated n-gram, fifty times the learning rate", rs23),
-    Row("RS23 together", "a poisoned document, a rate that is too high and a flipped bit in one run", together),
 )
