@@ -143,7 +143,9 @@ def _show_text(batch: "SpikeBatch", terminal: Terminal) -> None:
     text, change = batch.text, batch.source_change
     if math.isfinite(batch.lr):
         terminal.say(f"lr        {batch.lr:.3g}")
-    lengths = f"each with {text.shortest:,} to {text.longest:,}, median {text.median:,}"
+    lengths = f"each with {text.shortest:,}"
+    if text.longest > text.shortest:
+        lengths += f" to {text.longest:,}, median {text.median:,}"
     terminal.say(f"batch     {counted(text.tokens, 'token')} of {counted(text.documents, 'document')}, {lengths}")
     if text.most_repeated:
         terminal.say(f"repeated  {text.repeated:.1%} of the tokens are in sequences of 8 that occur again in the batch")

@@ -25,6 +25,7 @@ def cost_rows(data: RunData) -> list[tuple[str, str]]:
         return []
     valid = data.progress[max(data.progress)] if data.progress else {}
     starts, tokens, spent = len(data.starts), valid.get("tokens", 0), newest.get("cost_usd")
+    is_ahead = is_finite(valid.get("eta_seconds")) and valid["eta_seconds"] > 0 and not data.finished
     rows = [("Tokens trained on", format_count(tokens))]
     if data.active_seconds:
         attempts = f", {starts} attempts" if starts > 1 else ""
@@ -41,9 +42,9 @@ def cost_rows(data: RunData) -> list[tuple[str, str]]:
         rows.append(("Cost so far", format_usd(spent)))
         if tokens:
             rows.append(("Cost of a billion tokens", format_usd(spent / tokens * 1e9)))
-        if is_finite(valid.get("eta_seconds")) and data.active_seconds:
+        if is_ahead and data.active_seconds:
             rows.append(("Cost to come", format_usd(spent / data.active_seconds * valid["eta_seconds"])))
-    if is_finite(valid.get("eta_seconds")) and not data.finished:
+    if is_ahead:
         rows.append(("Time to come", format_seconds(valid["eta_seconds"])))
     if data.plan and data.plan.usd:
         rows.append(("Cost by the plan", format_usd(data.plan.usd)))

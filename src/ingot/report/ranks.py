@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from statistics import median
 from typing import NamedTuple
 
+from ingot.observe.scalars import axis_title
 from ingot.report.facts import RunData
 from ingot.report.render.page import Block, HeatMap, HeatRow, Section, Text
 from ingot.schema.metrics import TRAFFIC_AXES, NewestRow, newest_rows
@@ -18,7 +19,7 @@ _PHASES = (
     ("optimizer", "perf/optimizer_seconds", True),
     ("waiting for ranks", "perf/wait_seconds", False),
     ("pipeline", "perf/pipeline_wait_seconds", False),
-    *((f"waiting for {axis}", f"perf/{axis}/exposed_seconds", False) for axis in TRAFFIC_AXES),
+    *((f"waiting for {axis_title(axis)}", f"perf/{axis}/exposed_seconds", False) for axis in TRAFFIC_AXES),
     ("no core", "perf/queued_seconds", True),
     ("blocked", "perf/blocked_seconds", True),
     ("save", "checkpoint/stall_seconds", True),

@@ -38,7 +38,7 @@ def _use_blocks(uses: Mapping[str, Spread], lines: int) -> list[Block]:
         if spread.mean > 0
     ]
     words = f"Seconds per step, mean over ranks and the newest {counted(lines, 'log line')}."
-    return [Text(words), Bars(("Use", "Seconds", "Share", "The rank with most"), rows)]
+    return [Text(words), Bars(("Use", "Seconds", "Share", "Most"), rows)]
 
 
 def _traffic_blocks(traffic: Mapping[str, Mapping[str, Spread]], step_seconds: float) -> list[Block]:
@@ -54,7 +54,7 @@ def _traffic_blocks(traffic: Mapping[str, Mapping[str, Spread]], step_seconds: f
     words = (
         "Communication by axis of the mesh, in shares of a step: exposed, while ranks wait for it, and hidden by work."
     )
-    return [Text(words), Bars(("Axis", "Seconds", "Of a step", "The rank with most"), rows)]
+    return [Text(words), Bars(("Axis", "Seconds", "Of a step", "Most"), rows)]
 
 
 def _cells(spread: Spread, whole: float) -> tuple[str, str, str]:

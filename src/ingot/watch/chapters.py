@@ -126,7 +126,7 @@ def _figures(run: LiveRun, now: float, is_old: bool) -> Iterator[HeadlineFigure]
         plan = run.data.plan.mfu if run.data.plan else None
         yield HeadlineFigure("MFU", f"{mfu:.1%}", f"plan {plan:.1%}" if plan else "")
     eta = newest("eta_seconds")
-    if run.state == "running" and is_finite(eta) and not is_old:
+    if run.state == "running" and is_finite(eta) and eta > 0 and not is_old:
         done = f"{run.last_step / run.total_steps:.1%} done" if run.total_steps else ""
         yield HeadlineFigure("Time left", format_seconds(eta), done)
     if (cost := newest("cost_usd")) is not None:

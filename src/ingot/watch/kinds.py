@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ingot.observe.scalars import USES
+from ingot.observe.scalars import USES, axis_title
 from ingot.planner.run.hyperparameters import size_in_laws
 from ingot.planner.run.scaling import BESIROGLU
 from ingot.report.evaluations import evaluated
@@ -223,7 +223,8 @@ def _uses(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]
 def _traffic(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
     for column in TRAFFIC_COLUMNS if number == 0 else ():
         if run.traffic.points(column, asked.first, asked.last).values.any():
-            yield from asked.line(run, "traffic", column, column.replace("/", ", "), number)
+            axis, _, part = column.partition("/")
+            yield from asked.line(run, "traffic", column, f"{axis_title(axis)}, {part}", number)
 
 
 def _memory(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine | WatchBand]:

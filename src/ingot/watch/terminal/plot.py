@@ -80,11 +80,10 @@ def draw_chart(
         canvas.put(at, y + 1 + rows, canvas.glyphs.mark, _MARK_STYLES[mark.severity], 1)
     bottom = y + height - 1
     canvas.put(x + _LABEL, bottom, f"step {chart.first:,}", "dim", inner)
-    beyond = _beyond(chart, scale)
-    if beyond or chart.note:
+    beyond, room = _beyond(chart, scale), max(inner - 24, 0)
+    if beyond or len(chart.note) <= room:  # a part of a note says nothing
         look = "yellow" if beyond else "dim"
-        text = beyond or chart.note
-        canvas.put(x + _LABEL + len(f"step {chart.first:,}") + 2, bottom, text, look, max(inner - 24, 0))
+        canvas.put(x + _LABEL + len(f"step {chart.first:,}") + 2, bottom, beyond or chart.note, look, room)
     last = f"{chart.last:,}"
     canvas.put(x + width - len(last), bottom, last, "dim", len(last))
 

@@ -115,7 +115,7 @@ def test_the_views_show_what_their_names_promise(run):
     assert "Gradient norm" in text["gradient"] and "Learning rate" in text["gradient"]
     assert "MFU, %" in text["speed"] and "computing" in text["speed"] and "200.0 ms (rank 1)" in text["speed"]
     assert "forward" in text["ranks"] and "500.0 ms+" in text["ranks"]
-    assert "Memory, GiB" in text["memory"] and "nothing of this yet" in text["data"]
+    assert "Memory, GiB" in text["memory"] and "Model and settings" in text["data"]
     assert "was killed" in text["saves"] and "Alerts" in text["alerts"] and "Incidents" in text["alerts"]
 
 
