@@ -108,6 +108,8 @@ svg.chart{display:block;width:100%;height:auto}
 .chart rect{fill:var(--load)}
 .heat td{background:color-mix(in srgb,var(--load) 45%,var(--page));padding:5px 9px;border:1px solid var(--page)}
 .heat td.even{background:var(--grid)}.heat th{padding:5px 9px 5px 0}
+.heat thead th{white-space:normal;vertical-align:bottom;max-width:6.5em;padding:5px 9px}
+.heat thead th:first-child{padding-left:0}
 .legend{display:flex;flex-wrap:wrap;gap:2px 20px;list-style:none;margin:6px 0 0;padding:0;font-size:13px;
 color:var(--soft)}
 .legend i{display:inline-block;width:20px;height:0;border-top:3px solid var(--metal);vertical-align:middle;

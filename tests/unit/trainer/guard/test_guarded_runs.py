@@ -307,10 +307,10 @@ def test_a_start_says_that_most_steps_are_passed(fork_ranks, make_run):
 
 
 def test_passed_steps_show_as_such_and_have_no_numbers(fork_ranks, make_run, capsys):
-    """In log lines, in what watches the run, and in its averages."""
+    """Log lines, what watches the run, and averages leave them out."""
     folder = make_run(steps=12, skip=("2", "5-8"), log_every=4, every_steps=12)
-    ((_, said),) = fork_ranks(run_rank, 1, folder)
-    lines = [line for line in said if line.startswith("step ")]
+    ((_, output),) = fork_ranks(run_rank, 1, folder)
+    lines = [line for line in output if line.startswith("step ")]
     assert ["nan" in line for line in lines] == [False] * 3
     assert lines[1] == "step  8/12  passed 4 steps without training"
     mixed, passed, trained = of_kind(folder, "progress")
