@@ -58,10 +58,10 @@ def _replace_functions(now: _Changes) -> None:
         now.step, now.optimizer = batch.step, parts.optimizer
         return forward_backward(parts, now.batch(batch))
 
-    def changed_take(gradients, number, buffer):
-        if not gradients.apart:
-            now.own_gradients(now.step, buffer)
-        take(gradients, number, buffer)
+    def changed_take(self, number, gradients):
+        if not self.apart:
+            now.own_gradients(now.step, gradients)
+        take(self, number, gradients)
 
     def changed_update(parts, step, loss, lr):
         now.step = step

@@ -116,7 +116,7 @@ def _warn_of_passed(trainer: RunParts) -> None:
         )
 
 
-def _hashes(config: RunConfig, parts: StepParts) -> StateHashes | None:
+def _hashes(config: RunConfig, parts: RunParts) -> StateHashes | None:
     """Return the hashes of the state, if the run wants them. Collective."""
     if not config.guard.hash_every:
         return None
