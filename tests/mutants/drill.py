@@ -207,8 +207,8 @@ MUTANTS: list[Mutant] = [
         name="soak-compared-with-another-run",
         what="a copy that left out a damaged block is compared with a run that did not",
         file="drill/soak.py",
-        before="if not (stays or untrained or record):",
-        after="if not (stays or untrained):",
+        before="since = min((*stays, *untrained, *(one.step for one in record)), default=None)",
+        after="since = min((*stays, *untrained), default=None)",
         tests=(
             "tests/unit/drill/test_soak.py::test_a_copy_that_trained_otherwise_is_compared_with_one_that_is_directed_to",
         ),

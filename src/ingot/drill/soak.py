@@ -19,7 +19,7 @@ from ingot.drill.fault import DrillFault, can_have
 from ingot.drill.guarded import directed_place, directed_to_skip, planted, train_guarded, with_settings
 from ingot.drill.leaks import Growth
 from ingot.drill.oracles import RunFacts, Verdicts, read_facts
-from ingot.drill.plan import STAYS
+from ingot.drill.plan import NEVER, STAYS
 from ingot.drill.reference import train_reference
 from ingot.drill.trial import DrillOutput, Trial
 from ingot.drill.undisturbed import DrillReference
@@ -146,9 +146,11 @@ class Soak:
             times = max(len(trial.recoveries), 1)
             more = max((fault.more_redone(run.config) for fault in self._of_round), default=0)
             most = trial.most_redone(2 * times) + more * times
-            facts = self._expected(trial) if self.verdicts.findings == found else self._reference.facts
+            facts, since = self._reference.facts, None
+            if self.verdicts.findings == found:
+                facts, since = self._expected(trial)
             if facts is not None:
-                trial.judge_recovered(facts, most)
+                trial.judge_recovered(facts, most, since)
         self.useful += useful_seconds(trial.folder, run.steps)
         return self.verdicts.findings == found
 
@@ -164,18 +166,20 @@ class Soak:
             fault.repair(trial)
             self._unrepaired.remove(fault)
 
-    def _expected(self, trial: Trial) -> RunFacts | None:
-        """Return the facts of the undisturbed run; or, if the copy trained otherwise than it, those of a second copy
-        that is directed to do so from its start, None if that failed."""
+    def _expected(self, trial: Trial) -> tuple[RunFacts | None, int | None]:
+        """Return the facts of the undisturbed run, and None. If the copy trained otherwise from some step on, return
+        those of a second copy that is directed to do so from its start, None if it failed, and that step: the copy may
+        have trained it as the undisturbed run first, and then again."""
         faults, starts = trial.plan.faults(), trial.plan.starts()
-        stays = any(faults[number].kind in STAYS for number in starts)
-        untrained = read_facts(trial.folder).untrained != self._reference.facts.untrained
+        untrained = read_facts(trial.folder).untrained - self._reference.facts.untrained
         record = read_quarantine(trial.folder.quarantine)
-        if not (stays or untrained or record):
-            return self._reference.facts
+        stays = (step for number, step in starts.items() if faults[number].kind in STAYS and step != NEVER)
+        since = min((*stays, *untrained, *(one.step for one in record)), default=None)
+        if since is None:
+            return self._reference.facts, None
         for fault in self._unrepaired:
             fault.repair(trial)
-        return directed_to_skip(trial, record)
+        return directed_to_skip(trial, record), since
 
     def _is_due(self, trial: Trial, reached: Sequence[int]) -> bool:
         assert trial.launcher is not None

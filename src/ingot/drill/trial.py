@@ -263,10 +263,11 @@ class Trial:
         pairs = itertools.pairwise(log)
         return max((b["time"] - a["time"] for a, b in pairs if b["kind"] == events.STEP), default=0.0)
 
-    def judge_recovered(self, reference: RunFacts, most_redone: int) -> None:
-        """Judge O1, O2, O3, O7 and O8 of the run, which has ended. most_redone: steps that may be done twice."""
+    def judge_recovered(self, reference: RunFacts, most_redone: int, since: int | None = None) -> None:
+        """Judge O1, O2, O3, O7 and O8 of the run, which has ended. most_redone: steps that may be done twice. since: as
+        in the function of this name."""
         self.judge("o7", o7(self.folder, self.job.temporary, self._memory_before))
-        judge_recovered(self.verdicts, self.folder, self.where or self.name, reference, most_redone)
+        judge_recovered(self.verdicts, self.folder, self.where or self.name, reference, most_redone, since=since)
         for fault in self.recoveries:
             self.verdicts.detect += [] if fault.detected is None else [fault.detected]
             self.verdicts.recover += [] if fault.recovered is None else [fault.recovered]
@@ -287,11 +288,14 @@ def judge_recovered(
     *,
     all_layouts: bool = False,
     earlier: Trace | None = None,
+    since: int | None = None,
 ) -> None:
     """Judge O1, O2, O3 and O8 of a run that has ended.
 
     where: the case, for people. most_redone: steps that may be done twice. all_layouts: random states are not
-    compared, because another number of ranks has others. earlier: the trace of attempts whose log was lost.
+    compared, because another number of ranks has others. earlier: the trace of attempts whose log was lost. since: the
+    first step that the run may have trained otherwise when it trained it again, as without a block of data that was
+    whole before; from there on, the last time that a step was logged counts.
     """
     verdicts.restored(folder)
     try:
@@ -303,7 +307,8 @@ def judge_recovered(
     whole = _joined(earlier or {}, facts.trace)
     trace = {step: found for step, found in whole.items() if step in reference.trace or step not in facts.untrained}
     verdicts.untrained = tuple(sorted(facts.untrained))
-    verdicts.judge("o1", where, o1(trace, reference.trace, facts.void))
+    void = facts.void | {step for step in trace if since is not None and step >= since}
+    verdicts.judge("o1", where, o1(trace, reference.trace, void))
     ours, theirs = facts.state, reference.state
     if all_layouts:
         ours, theirs = facts.state_of_all_layouts, reference.state_of_all_layouts

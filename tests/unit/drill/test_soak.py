@@ -83,14 +83,14 @@ def test_a_copy_that_trained_otherwise_is_compared_with_one_that_is_directed_to(
         plan = SimpleNamespace(faults=lambda: planned, starts=lambda: dict.fromkeys(started, 3))
         return session._expected(SimpleNamespace(plan=plan, folder=folder))
 
-    assert expected() is expected(0) is REFERENCE.facts
-    assert expected(0, 1) == ("directed", ())
+    assert expected() == expected(0) == (REFERENCE.facts, None)
+    assert expected(0, 1) == (("directed", ()), 3)
     facts["untrained"] = frozenset({4})
-    assert expected(0) == ("directed", ())
+    assert expected(0) == (("directed", ()), 4)
     facts["untrained"] = frozenset()
     record = (Quarantined(step=3, shard="a", blocks_sha256="0" * 64, begin=0, end=8, code="E-SHARD-HASH"),)
     write_quarantine(folder.quarantine, record)
-    assert expected() == ("directed", record)
+    assert expected() == (("directed", record), 3)
 
 
 def test_short_lives_have_no_slope():
