@@ -156,7 +156,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/integrity/samples.py",
         before="        if not self.apart:",
         after="        if True:",
-        tests=(f"{_SPOILED}[60]",),
+        tests=(f"{_SPOILED}[1-60]",),
     ),
     Mutant(
         name="damaged-forever-again",

@@ -164,15 +164,18 @@ def test_of_two_copies_the_one_that_the_replay_changes_is_named(trained):
     assert files_of(folder) == files_of(plain)
 
 
-@pytest.mark.parametrize("recomputes", [0, 60])
-def test_of_two_copies_that_are_both_spoiled_the_one_whose_gradients_changed_first_is_named(trained, recomputes):
+@pytest.mark.parametrize(("shards", "recomputes"), [(1, 0), (1, 60), pytest.param(2, 0, marks=pytest.mark.slow)])
+def test_of_two_copies_that_are_both_spoiled_the_one_whose_gradients_changed_first_is_named(
+    trained, shards, recomputes
+):
     """The copies are compared some steps after a flip: the gradients of both, and so their weights, are others by then.
     With gradients that two ranks compute, each rank also computes parts of the other one, which are not sampled."""
     flips = [Flip(8 + 6 * i, i % 2, bit, point=point) for i, (bit, point) in enumerate(zip(BITS, POINTS, strict=True))]
     settings = ("parallel.dp_replicate=2", "guard.hash_every=6", "checkpoint.every_steps=6")
-    settings = (*settings, f"guard.recompute_every={recomputes}")
-    plain = trained("plain", 2, (), *settings, steps=32)
-    folder = trained("flips", 2, flips, *settings, steps=32)
+    settings = (*settings, f"guard.recompute_every={recomputes}", f"parallel.dp_shard={shards}")
+    settings = (*settings, "parallel.zero=3") if shards > 1 else settings
+    plain = trained("plain", 2 * shards, (), *settings, steps=32)
+    folder = trained("flips", 2 * shards, flips, *settings, steps=32)
     assert {sign for *_, sign in signs(folder)} == {"undecided"}
     assert verdicts(folder) == [("transient", [flip.rank], True) for flip in flips]
     assert files_of(folder) == files_of(plain)
