@@ -128,6 +128,12 @@ def test_sound_layouts_are_equal(few_layouts, load):
     assert any(case.deviation > 0 for case in found)  # sums in another order: something was really compared
 
 
+@pytest.mark.nightly
+def test_all_layouts_are_equal(load):
+    found = [case for case in prove_layouts(load("loss.z.weight=0.1")) if case.ran]
+    assert len(found) >= 20 and all(case.ok for case in found)
+
+
 @pytest.mark.parametrize(
     ("override", "wrong"),
     [
