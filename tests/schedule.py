@@ -16,7 +16,6 @@ WAIT = (
 )
 # Seconds of one test, roughly: only the order depends on them. The first beginning of a file's name that fits counts.
 SECONDS = (
-    ("tests/unit/data/test_runners.py", 40),
     ("tests/board/", 15),
     ("tests/e2e/", 8),
     ("tests/unit/api/test_train_here.py", 1.5),

@@ -10,10 +10,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_run_in_two_parts_equals_the_whole_one_and_another_rate_differs(project: Project):
-    project.train("whole")
-    project.train("parts", "--until-step", "20", code=10)
-    project.train("parts")
-    project.train("other", "--set", "optim.lr=0.01")
+    steps = ("--set", "train.steps=40")
+    project.train("whole", *steps)
+    project.train("parts", *steps, "--until-step", "20", code=10)
+    project.train("parts", *steps)
+    project.train("other", *steps, "--set", "optim.lr=0.01")
     runs = [str(project.folder(name).root) for name in ("whole", "parts", "other")]
     found = json.loads(project.ingot("compare", *runs, "--json", "--out", str(project.root / "page.html")))
     assert [one["key"] for one in found["settings"] if one["kind"] == "other numbers"] == ["optim.lr"]

@@ -94,7 +94,8 @@ def test_a_killed_launcher_leaves_no_sink_and_the_next_one_continues_it(project)
     while sink_processes(folder.root):
         assert time.monotonic() < deadline
         time.sleep(0.1)
-    ended(project.start("killed", "--set", "train.steps=1000"), 0)
+    until = max(project.facts("killed")) + 40
+    ended(project.start("killed", "--until-step", str(until)), 10)
     rows = [json.loads(row) for row in (folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines()]
     own = [(row["attempt"], row["step"]) for row in rows if "train/loss" in row]
     # The call that was under way when its process was killed is made again.

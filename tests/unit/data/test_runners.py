@@ -40,7 +40,7 @@ def test_local_processes_give_the_same_bytes(crawl, tmp_path, substrings, undist
     assert snapshot(tmp_path / "local") == undisturbed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/unit/data/tasks/test_ray.py has tasks on such a cluster
 def test_a_ray_cluster_of_two_nodes_gives_the_same_bytes(crawl, tmp_path, substrings, undisturbed):
     pytest.importorskip("ray")
     from ray.cluster_utils import Cluster

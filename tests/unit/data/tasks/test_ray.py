@@ -28,12 +28,14 @@ def cluster():
     made.shutdown()
 
 
+@pytest.mark.slow
 def test_same_bytes_on_two_nodes(tmp_path, cluster):
     expected = run_job(Store(tmp_path / "a"), Inline(), tasks=6, records=20)
     assert run_job(Store(tmp_path / "b"), Ray(), tasks=6, records=20, wait=0.002) == expected
     assert not list((tmp_path / "b" / "probe").iterdir())
 
 
+@pytest.mark.slow
 def test_bad_records_and_errors_as_everywhere(tmp_path, cluster):
     assert run_all(first_phase(2, 20, faults={7: "abort"}), Store(tmp_path), Ray())[0]["read.killed_worker"] == 1
     with refused("E-DRILL-REFUSED", kind="refuse") as error:
@@ -43,6 +45,7 @@ def test_bad_records_and_errors_as_everywhere(tmp_path, cluster):
         run_all(first_phase(2, 20, faults={7: "bug"}), Store(tmp_path), Ray())
 
 
+@pytest.mark.slow
 def test_no_more_tasks_at_once_than_asked_for(tmp_path, cluster):
     running = []
     tasks = first_phase(4, 20, wait=0.002)
