@@ -63,6 +63,14 @@ def pytest_addoption(parser):
     parser.addoption("--except", dest="done", metavar="FILE", help="leave out the tests whose names are lines of FILE")
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Leave files without a test of the kind that `-m` asks for: every worker would read and import all of them."""
+    kind = {"slow and not nightly": "slow", "nightly": "nightly"}.get(config.option.markexpr)
+    if kind and collection_path.suffix == ".py":
+        return f"mark.{kind}" not in collection_path.read_text(encoding="utf-8") or None
+    return None
+
+
 def pytest_collection_modifyitems(config, items):
     if config.option.done:
         done = set(Path(config.option.done).read_text().splitlines())

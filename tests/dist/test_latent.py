@@ -44,7 +44,7 @@ def computed(rank, world, run, weights):
 
 @pytest.mark.parametrize(
     ("q_rank", "layouts"),
-    [(10, ["ring x tp"]), pytest.param(10, LAYOUTS, marks=pytest.mark.slow), (0, ["tp", "tp without sequence"])],
+    [(10, ["ring x tp"]), pytest.param(10, LAYOUTS, marks=pytest.mark.nightly), (0, ["tp", "tp without sequence"])],
     ids=["query latent", "query latent, all", "no query latent"],
 )
 def test_layouts_equal_one_process(fork_ranks, q_rank, layouts):

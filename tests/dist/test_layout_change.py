@@ -72,7 +72,7 @@ def without_checkpoints(rank, world, run, steps):
     [
         pytest.param(MESHES, ARCH, marks=pytest.mark.nightly),
         pytest.param(HOMES, UNEVEN, marks=pytest.mark.slow),
-        pytest.param([{"dp_shard": 2, "zero": 3}, {"tp": 4}], LATENT, marks=pytest.mark.slow),
+        pytest.param([{"dp_shard": 2, "zero": 3}, {"tp": 4}], LATENT, marks=pytest.mark.nightly),
     ],
     ids=["meshes", "homes of state", "latent attention"],
 )

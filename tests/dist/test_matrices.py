@@ -275,7 +275,7 @@ def updates(fork_ranks, run, start):
     ("form", "precision"),
     [
         ("zero 3", "bf16"),
-        ("tp", "fp32"),
+        pytest.param("tp", "fp32", marks=pytest.mark.nightly),
         pytest.param("zero 3", "fp32", marks=pytest.mark.nightly),
         pytest.param("tp", "bf16", marks=pytest.mark.nightly),
     ],

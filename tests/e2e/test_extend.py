@@ -89,8 +89,8 @@ def test_a_killed_rank_costs_no_bit_of_optimizer_and_callbacks(lab, undisturbed)
     assert own[STEPS, "noise_scale"]["noise_scale_tokens"] > 0
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("layout", ["dp_shard=1 tp=2", pytest.param("dp_shard=2 zero=3", marks=pytest.mark.nightly)])
+@pytest.mark.nightly
+@pytest.mark.parametrize("layout", ["dp_shard=1 tp=2", "dp_shard=2 zero=3"])
 def test_another_layout_continues_with_the_same_numbers(lab, undisturbed, half, layout):
     out, (facts, own) = copied(lab, half, layout.replace(" ", "-")), undisturbed
     lab.train(out, *[word for one in layout.split() for word in ("--set", f"parallel.{one}")])

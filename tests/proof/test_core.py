@@ -8,17 +8,16 @@ from .cases import AXES, KINDS, Case, all_cases, core_cases
 from .compare import prove
 
 
-def is_alone(case: Case) -> bool:
-    """True if `make test` proves the case: one form, on two ranks at most."""
-    return case.ranks <= 2 and " x " not in case.name
+def marks(case: Case) -> list[pytest.MarkDecorator]:
+    """`make test` proves one form on two ranks at most, the slow tests all on eight ranks at most."""
+    if case.ranks <= 2 and " x " not in case.name:
+        return []
+    return [pytest.mark.slow if case.ranks <= 8 else pytest.mark.nightly]
 
 
 @pytest.mark.parametrize(
     "case",
-    [
-        pytest.param(case, id=f"{case.ranks}-{case.name}", marks=[] if is_alone(case) else [pytest.mark.slow])
-        for case in core_cases()
-    ],
+    [pytest.param(case, id=f"{case.ranks}-{case.name}", marks=marks(case)) for case in core_cases()],
 )
 def test_equals_one_process(ranks, case: Case):
     assert prove(ranks, case).wrong == {}

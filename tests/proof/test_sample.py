@@ -34,7 +34,7 @@ def draw(seed: int) -> Iterator[Case]:
 
 
 @pytest.mark.parametrize(
-    "layouts", [pytest.param(8, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.nightly)]
+    "layouts", [pytest.param(4, marks=pytest.mark.slow), pytest.param(40, marks=pytest.mark.nightly)]
 )
 def test_layouts_nobody_chose_equal_one_process(ranks, layouts: int):
     seed = int(os.environ.get("INGOT_PROOF_SEED") or random.SystemRandom().randrange(10**6))

@@ -81,7 +81,7 @@ def print_nothing(steps):
     pass
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # test_trainer.py has it for a loop of a program
 def test_the_command_continues_a_run_of_this_process_and_the_reverse(run_file, tmp_path, whole, forked):
     here, there = tmp_path / "here", tmp_path / "there"
     result = forked(lambda: ingot.train(run_file, here, callbacks=[print_nothing], until_step=3))

@@ -106,7 +106,7 @@ def test_a_rank_that_waits_for_its_data_is_named_by_that(train):
     assert found[0]["phase"] == "data"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_recovery_of_a_rank_is_reported(train):
     found, lines, _ = train(slow=range(3, 25), steps=72)
     assert (found[0]["ended"], found[-1]["ended"]) == (False, True)

@@ -140,7 +140,7 @@ def test_ranks_of_a_node_that_replaced_a_lost_one_join_the_others(fork_ranks):
         assert fork_ranks(join_again, 2, listener) == [2.0, 2.0]
 
 
-@pytest.mark.slow
+@pytest.mark.nightly  # tests/e2e/test_own_loop.py has a restart by torchrun
 def test_torchrun_ranks_meet_again_after_a_restart(tmp_path):
     """torchrun restarts in place: the second attempt must not read the first one's addresses (with its defaults)."""
     script = tmp_path / "rank.py"

@@ -91,7 +91,7 @@ def test_recomputed_blocks_are_compiled_inside_where_attention_is_not_seen_whole
         (ARCH, {"cp": 2, "context": "ring", "recompute": "selective"}),
         pytest.param(EXPERTS, {"ep": 2}, marks=pytest.mark.nightly),
         (EXPERTS, {"ep": 2, "recompute": "selective"}),
-        (EXPERTS, {"tp": 2, "ep": 4, "recompute": "full"}),
+        pytest.param(EXPERTS, {"tp": 2, "ep": 4, "recompute": "full"}, marks=pytest.mark.nightly),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "experts" if value.is_moe else "dense",
 )
