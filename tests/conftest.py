@@ -66,7 +66,8 @@ def pytest_addoption(parser):
 def pytest_ignore_collect(collection_path, config):
     """Leave files without a test of the kind that `-m` asks for: every worker would read and import all of them."""
     kind = {"slow and not nightly": "slow", "nightly": "nightly"}.get(config.option.markexpr)
-    if kind and collection_path.suffix == ".py":
+    named = any(collection_path.name in argument for argument in config.args)
+    if kind and collection_path.suffix == ".py" and not named:
         return f"mark.{kind}" not in collection_path.read_text(encoding="utf-8") or None
     return None
 
