@@ -239,7 +239,7 @@ def test_a_scheduler_that_signals_every_process_twice_gets_a_saved_run(project, 
 @pytest.mark.slow
 def test_a_time_limit_ends_in_a_checkpoint(project):
     out = "limited"
-    output = project.train(out, "--set", "train.steps=1000000", "--set", "launch.stop_after=00:00:10", code=10)
+    output = project.train(out, "--set", "train.steps=1000000", "--set", "launch.stop_after=00:00:06", code=10)
     (stopped,) = read_events(project.folder(out).events, events.STOPPED)
     step = list_checkpoints(project.folder(out).checkpoints)[0].step
     assert (stopped["step"], stopped["saved_step"], stopped["reason"]) == (step, step, "launch.stop_after")
