@@ -136,7 +136,7 @@ def test_a_file_that_must_not_be_read(play):
 
 
 def test_all_processes_of_a_job_lose_power_together(play, library, tmp_path):
-    """What another rank has written and not flushed is lost with that of the rank which has the fault."""
+    """Bytes that another rank has written and not flushed are lost with that of the rank which has the fault."""
     job = {"shared": tmp_path / "shared"}
     fault = killpoints.fault(RunFolder(tmp_path), "power", 2, who="rank:0", **job)
     command = [sys.executable, "-S", "-c", OTHER_RANK, str(play.folder)]

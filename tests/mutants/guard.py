@@ -240,7 +240,7 @@ MUTANTS: list[Mutant] = [
         name="back-past-a-change",
         what="the run goes back to before an accepted change whose updates hurt, and the change holds for more steps",
         file="trainer/guard/ladder.py",
-        before="return max(proven, self._changed_after) if self._changed_after < first - 1 else proven",
+        before="return max(proven, changed_after) if changed_after < first - 1 else proven",
         after="return proven",
         tests=(f"{_LADDER}::test_the_run_goes_back_to_an_accepted_change_not_behind_it",),
     ),
