@@ -123,7 +123,7 @@ def test_communication_has_a_line_for_each_part_that_takes_time(run, other):
         lines = {line.name: line.points.values.mean() for line in chart(runs, "traffic").lines}
         assert lines == {
             "dp_shard, exposed": pytest.approx(0.015), "dp_shard, hidden": pytest.approx(0.03, rel=0.1),
-            "world, exposed": pytest.approx(0.015),
+            "all ranks, exposed": pytest.approx(0.015),
         }  # fmt: skip
 
 
