@@ -172,7 +172,7 @@ def least_exposed(event: Mapping[str, Any]) -> float:
     total = 0.0
     for axis, parts in by_axis.items() if isinstance(by_axis, Mapping) else ():
         spread = parts.get("exposed") if axis in TRAFFIC_AXES and isinstance(parts, Mapping) else None
-        least = spread.get("least") if axis != PIPELINE and isinstance(spread, Mapping) else None
+        least: Any = spread.get("least") if axis != PIPELINE and isinstance(spread, Mapping) else None
         total += least if _is_number(least) and isfinite(least) else 0.0
     return total
 
