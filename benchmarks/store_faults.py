@@ -18,10 +18,10 @@ import json
 import os
 import statistics
 import sys
-import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -173,13 +173,15 @@ def _play(
     settings = (*steps, mode_of("async"), f'checkpoint.remote.url="{url}"')
     reference = bench.reference(*steps, ranks=1)
     with FaultProxy(server.environment, *map(replace, script)) as proxy:
-        ended, player = threading.Event(), threading.Thread(target=lambda: None)
-        if outage is not None:
-            player = threading.Thread(target=_in_an_upload, args=(outage, server, proxy, ended))
-        player.start()
-        attempt = bench.attempt(run, *settings, env=proxy.environment)
-        ended.set()
-        player.join()
+        with ThreadPoolExecutor(1) as other:
+            training = other.submit(bench.attempt, run, *settings, env=proxy.environment)
+            # In this thread: a daemon that a thread has started ends with that thread.
+            while outage is not None and not training.done():
+                if any(call.startswith("PUT ") and "rank-" in call for call in list(proxy.calls)):
+                    outage(server, proxy)
+                    break
+                time.sleep(0.005)
+            attempt = training.result()
         verdicts.judge("o6", run, "" if attempt.code == 0 else f"exit code {attempt.code}: {attempt.output[-500:]}")
         struck = len(proxy.failed) or int(outage is not None and any("rank-" in call for call in proxy.calls))
         verdicts.judge("o6", run, "" if struck or not (script or outage) else "the fault did not take place")
@@ -192,16 +194,6 @@ def _play(
     for left in (run, f"{run}-fetched"):
         bench.drop(left)
     return played
-
-
-def _in_an_upload(
-    outage: Callable[[Any, FaultProxy], None], server: Any, proxy: FaultProxy, ended: threading.Event
-) -> None:
-    """Carry out an outage when the run sends its first tensors."""
-    while not ended.wait(0.005):
-        if any(call.startswith("PUT ") and "rank-" in call for call in list(proxy.calls)):
-            outage(server, proxy)
-            return
 
 
 def _step_seconds(folder: RunFolder) -> float:

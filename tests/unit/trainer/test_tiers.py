@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from ingot.drill.restores import read_restores
 from ingot.errors import RunBusyError
 from ingot.events import read_events
 from ingot.schema import events
@@ -39,6 +40,9 @@ def test_a_run_whose_disk_is_lost_continues_from_the_store_bit_for_bit(fork_rank
     folder.config.write_bytes(run_file)
     fork_ranks(run_rank, 2, folder)
     assert [(e["step"], e["store"]) for e in read_events(folder.events, events.CHECKPOINT_FETCHED)] == [(8, place.url)]
+    (loaded,) = read_events(folder.events, events.CHECKPOINT_LOADED)
+    (fetched,) = read_restores(folder)
+    assert (loaded["step"], fetched.tier) == (8, "store") and 0 < loaded["bytes"] == fetched.disk_bytes
     assert before | step_facts(folder) == step_facts(undisturbed)
     assert files_of(folder) == files_of(undisturbed)
     ledger_proof(folder, load_run(folder.config))
