@@ -131,9 +131,9 @@ def main() -> int:
         }
         found = {"commit": commit(), "rounds": args.rounds, "load_before": round(load, 1)}
         print(record("store_faults", found | {"servers": servers, "absent": absent}, packages=["torch", "obstore"]))
-        about = (
-            f"`python benchmarks/store_faults.py` on {time.strftime('%Y-%m-%d')}, commit {commit()}, load {load:.0f}"
-        )
+        how = "`: short runs, whose times are not compared" if args.quick else "`"
+        command = " ".join(["`python benchmarks/store_faults.py", *sys.argv[1:]]) + how
+        about = f"{command}; {time.strftime('%Y-%m-%d')}, commit {commit()}, load {load:.0f}"
         missing = "".join(f" Not played: {name}, which {reason}." for name, reason in absent.items())
         write(f"{about}, rounds: {args.rounds}.{missing}\n\n{_table(servers)}", NAME, "benchmarks/store_faults.py")
         print(PAGE)
