@@ -18,7 +18,7 @@ from ingot.schema.run_folder import RunFolder
 from . import ALL, MISSING
 from . import __main__ as board
 from .row import Row, carry_out
-from .table import CASES, cases_of, restores_of, table_of
+from .table import CASES, cases_of, restores_of, table_of, with_all_points
 
 
 def test_every_row_of_the_design_is_in_the_table():
@@ -66,6 +66,8 @@ LINES = (
     _line("RS09", 3),  # of a row, or of an earlier board, that records no cases
     _line("RS13", 0, ("503", "PUT manifest", "whole", "")),
 )
+_ROWS = {"RS09", "RS09 disks", "RS09 memory", "RS09 weights"}
+SHAPES = tuple(_line(row, 0, ("kill, shape", "tensors: write", "step 4", "")) for row in sorted(_ROWS - {"RS09"}))
 
 
 def test_cases_are_counted_by_place_fault_and_outcome():
@@ -101,21 +103,30 @@ def test_restores_are_counted_by_row_and_tier(tmp_path):
     ]
 
 
+def test_cases_of_a_row_with_all_points_count_once():
+    played = {"points": 8.0, "played": 8.0}
+    whole, sample = (SHAPES[0] | {"numbers": played | {"played": number}} for number in (8.0, 5.0))
+    assert with_all_points([*LINES, sample]) == [*LINES, sample]
+    assert with_all_points([*LINES, sample, whole]) == [*LINES, whole]
+
+
 def test_tables_are_written_between_their_marks(tmp_path, monkeypatch):
     """Tables of cases without the rows that have them, and the table of all rows without all rows, stay."""
     page, recorded = tmp_path / "page.md", tmp_path / "lines.jsonl"
     names = ["", *(f"{name}, " for name in CASES)]
     marks = [f"<!-- begin: {name}written by python -m tests.board -->\nold\n<!-- end: {name}" for name in names]
     page.write_text("".join(f"{mark}written by python -m tests.board -->\n" for mark in marks))
-    recorded.write_text("".join(json.dumps(line | board.own() | {"seconds": 1.0}) + "\n" for line in LINES))
+    lines = [line | board.own() | {"seconds": 1.0} for line in (*LINES, *SHAPES)]
+    recorded.write_text("".join(json.dumps(line) + "\n" for line in lines))
     monkeypatch.setattr(board, "PAGE", page)
     monkeypatch.setattr(board.killpoints, "missing", lambda: "")
-    assert board.main(["--rows", "RS09", "--seeds", "5", "--lines", str(recorded), "--write"]) == 1
+    assert board.main(["--rows", ",".join(_ROWS), "--seeds", "1", "--lines", str(recorded), "--write"]) == 1
     sections = page.read_text().split("<!-- begin: ")[1:]
     written = {part.partition("written by")[0]: part.splitlines()[1:-1] for part in sections}
     assert [name for name in names if written[name] == ["old"]] == ["", "disk faults, ", "store faults, "]
-    assert "RS09, seeds 0, 1, 2, 4." in written["crash points, "][0]
-    assert "**RED**" in written["crash points, "][-2]
+    assert f"{', '.join(sorted(_ROWS))}, seeds 0, 1, 2, 4." in written["crash points, "][0]
+    assert sum("**RED**" in line for line in written["crash points, "]) == 1
+    assert "| kill, shape | 3 | step 4 | tensors: write (3) |" in written["crash points, "]
 
 
 def test_a_table_is_not_written_without_some_of_its_rows(tmp_path, monkeypatch, capsys):
@@ -125,7 +136,7 @@ def test_a_table_is_not_written_without_some_of_its_rows(tmp_path, monkeypatch, 
     monkeypatch.setattr(board, "play", lambda *_: pytest.fail("it was played"))
     monkeypatch.setattr(board.killpoints, "missing", lambda: "")
     with pytest.raises(SystemExit):
-        board.main(["--rows", "RS13,RS09", "--write"])
+        board.main(["--rows", "RS13,RS12", "--write"])
     refusal = capsys.readouterr().err
     assert "'store faults' has RS13, RS13 killed, RS31 store: ask for all" in refusal and "--lines" in refusal
     assert page.read_text() == "old"

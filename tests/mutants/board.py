@@ -4,6 +4,7 @@ from .mutant import Mutant
 
 _SAVE = "tests/unit/trainer/checkpoint/test_save.py"
 _POWER = "tests/board/test_rows.py::test_a_loss_of_power_after_any_rename_costs_no_checkpoint"
+_POINTS = "tests/board/test_crash_points.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -32,6 +33,41 @@ MUTANTS: list[Mutant] = [
         "            publish(self.temporary, self.path)\n",
         after="            publish(self.temporary, self.path)\n            write_manifest(self.path, manifest)\n",
         tests=(_POWER,),
+    ),
+    Mutant(
+        name="commit-before-the-second-disk",
+        what="the manifest is committed while the disk of the second rank may not have the name of its file yet",
+        file="trainer/checkpoint/files.py",
+        before="                fsync_dir(own)\n",
+        after="                fsync_dir(own) if not rank else None\n",
+        tests=(f"{_POINTS}::test_a_loss_of_power_after_the_commit_finds_the_files_of_all_disks",),
+    ),
+    Mutant(
+        name="weights-published-before-manifest",
+        what="a save of the weights alone gets its name before its manifest is written",
+        file="trainer/checkpoint/files.py",
+        before="            publish(self.temporary, self.path)\n",
+        after="            if manifest.kind != FULL:\n"
+        "                (self.temporary / 'manifest.json').unlink()\n"
+        "            publish(self.temporary, self.path)\n"
+        "            write_manifest(self.path, manifest)\n",
+        tests=(f"{_POINTS}::test_a_crash_of_a_save_of_the_weights_leaves_a_whole_one",),
+    ),
+    Mutant(
+        name="samples-of-a-snapshot-lost",
+        what="a run continues from memory without the samples that its save had not written yet",
+        file="trainer/checkpoint/replicas.py",
+        before="    if not last.exists():  # its save did not come so far",
+        after="    if False:",
+        tests=(f"{_POINTS}::test_a_rank_that_ends_while_it_writes_continues_from_memory",),
+    ),
+    Mutant(
+        name="second-snapshot",
+        what="a save holds a copy of its snapshot",
+        file="trainer/checkpoint/background.py",
+        before="            size = snapshot.take(tensors, header)\n",
+        after="            size = snapshot.take(tensors, header)\n            self._copy = snapshot._image.clone()\n",
+        tests=("tests/board/test_save_memory.py",),
     ),
     Mutant(
         name="old-checkpoint-ends-the-save",
