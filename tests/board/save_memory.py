@@ -19,12 +19,12 @@ from ingot.events import read_events
 from ingot.schema import events
 
 from . import killpoints
-from .bench import DEADLINE_SECONDS, ONE_RANK, Bench, options
+from .bench import ONE_RANK, Bench, options
 from .row import mode_of
 
 _MODEL = ("train.global_batch=2", "model.d_model=512", "model.num_heads=8", "model.head_dim=64", "model.d_ffn=1536")
 _EVERY, _STEPS = 3, 15  # steps; those before the first save show what training takes
-_POLL_SECONDS = 0.02
+_POLL_SECONDS, _MOST_SECONDS = 0.02, 900.0
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ def measure(bench: Bench, layers: int, micro: int) -> SaveMemory:
     settings = (*ONE_RANK, *_MODEL, f"model.num_layers={layers}", f"train.steps={_STEPS}", *saves)
     slow = killpoints.fault(folder, "slow", who="writer", micro=micro, below=folder.root)
     process, job = bench.start(name, *options(settings), env=slow), bench.job(name)
-    before, most, pids, until = 0, 0, list[int](), time.monotonic() + DEADLINE_SECONDS
+    before, most, pids, until = 0, 0, list[int](), time.monotonic() + _MOST_SECONDS
     while process.poll() is None and time.monotonic() < until:
         if len(pids) < 2:  # the rank and its writer
             pids = [*job.ranks().values(), *job.writers()]
