@@ -22,6 +22,7 @@ from ingot.events import read_events
 from ingot.machine.processes import parent_of
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
+from ingot.storage import sha256_bytes
 from ingot.theory.rules import load_run
 
 from . import killpoints
@@ -29,6 +30,7 @@ from . import killpoints
 ROOT = Path(__file__).parents[2]
 _REPLACED = {"steps = 120": "steps = 24", "every_steps = 20": "every_steps = 4", "log_every = 2": "log_every = 1"}
 STEP_SECONDS = 0.02  # of the bench's run with two ranks, about
+_LONGEST = 200
 ONE_RANK = ("parallel.dp_shard=1",)
 
 
@@ -188,6 +190,8 @@ class Bench:
         key = (str(ranks), *settings)
         if key not in self._references:
             name = "-".join(["reference", *key])
+            if len(name) > _LONGEST:  # a file system has names of 255 bytes
+                name = f"reference-{sha256_bytes(name.encode())[:16]}"
             options = [word for setting in settings for word in ("--set", setting)]
             ended = self.train(name, *options) if ranks == 2 else self.attempt(name, *settings)
             assert ended.code == 0, ended.output

@@ -10,7 +10,6 @@ work on machines that do not train. Nothing is ever unpickled.
 """
 
 import json
-import zlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -18,20 +17,26 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ingot.config import from_dict, to_dict
-from ingot.errors import CheckpointError, ConfigError, DataError, IngotError, require
+from ingot.errors import CheckpointError, ConfigError, DataError, IngotError
 from ingot.schema.checkpoint import (
     FULL,
     WEIGHTS,
     CheckpointManifest,
     file_of,
-    unpack_crc32,
 )
 from ingot.schema.guard_record import NO_DOUBT, SUSPECT, Doubt, Measure, doubt, guard_state, read_measures
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_atomic
 from ingot.trainer.checkpoint.fence import TOO_LATE, Epoch, newest_local_epoch
+from ingot.trainer.checkpoint.headers import (
+    BlockNumber,
+    check_header,
+    damaged_part,
+    json_memory,
+    takes_too_much,
+)
 from ingot.trainer.checkpoint.places import Places, with_hash
-from ingot.trainer.checkpoint.rules import DTYPES, FOLDER, check_rules, check_size, damaged, elsewhere, upgraded
+from ingot.trainer.checkpoint.rules import FOLDER, check_rules, check_size, damaged, elsewhere, upgraded
 from ingot.trainer.checkpoint.segments import check_segment_sizes, verify_segments
 
 MANIFEST = "manifest.json"
@@ -183,20 +188,29 @@ def _read_key(folder: Path, key: str) -> Any:
     with (folder / MANIFEST).open("rb") as file:
         line = next((line for line in file if line.startswith(mark)), None)
         file.seek(-3, 2)
-        if line is not None and file.read() == b"\n}\n":
+        if line is not None and not takes_too_much(line, 0) and file.read() == b"\n}\n":
             return json.loads(line.removeprefix(mark).rstrip(b",\n"))
-    return _values(folder, _read_text(folder))[key]  # a manifest of an earlier version, or an incomplete manifest
+    line = None  # its memory is needed
+    return _values(folder, _read_text(folder))[key]  # of an earlier version, incomplete, or long
 
 
 def _read_text(folder: Path) -> bytes:
     try:
-        return (folder / MANIFEST).read_bytes()
+        text = (folder / MANIFEST).read_bytes()
     except FileNotFoundError:
         raise damaged(folder, "it has no manifest.json, so it was never finished", "E-CKPT-UNFINISHED") from None
     except OSError as error:
         raise damaged(
             folder, f"manifest.json cannot be read ({error.strerror})", "E-CKPT-READ", file=MANIFEST
         ) from None
+    # With disks of nodes, only the manifest is here.
+    if takes_too_much(text, 0) and not Places(folder).striped:
+        beside = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
+        if takes_too_much(text, beside):
+            found = f"manifest.json needs {json_memory(text):,} bytes of memory, and all files have {beside:,}"
+            del text  # the error may live long, and has this frame
+            raise damaged(folder, found, "E-CKPT-MANIFEST")
+    return text
 
 
 def _values(folder: Path | str, text: bytes) -> dict:
@@ -220,9 +234,6 @@ def _values(folder: Path | str, text: bytes) -> dict:
     return values
 
 
-_BlockNumber = tuple[str, int]  # name of the tensor, number of the block in its cut
-
-
 def verify_files(
     folder: Path, manifest: CheckpointManifest, names: Iterable[str], on_bytes: Callable[[int], object] | None = None
 ) -> None:
@@ -236,12 +247,12 @@ def verify_files(
         _verify_file(folder, manifest, name, blocks[name], on_bytes)
 
 
-def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[_BlockNumber]]:
+def _blocks_by_file(manifest: CheckpointManifest, names: set[str]) -> dict[str, list[BlockNumber]]:
     """Return file -> its blocks, only for the files `names`, which are the ones that this rank verifies."""
     tensors = defaultdict(list)
     for name, entry in manifest.tensors.items():
         tensors[entry.cut].append(name)
-    blocks: dict[str, list[_BlockNumber]] = {name: [] for name in names}
+    blocks: dict[str, list[BlockNumber]] = {name: [] for name in names}
     for number, cut in enumerate(manifest.cuts):
         for i, rank in enumerate(cut.ranks):
             if (file := file_of(rank)) in blocks:
@@ -253,7 +264,7 @@ def _verify_file(
     folder: Path,
     manifest: CheckpointManifest,
     name: str,
-    blocks: list[_BlockNumber],
+    blocks: list[BlockNumber],
     on_bytes: Callable[[int], object] | None,
 ) -> None:
     entry = manifest.files[name]
@@ -265,7 +276,7 @@ def _verify_file(
     except OSError as error:
         raise damaged(folder, f"{name} cannot be read ({error.strerror})", "E-CKPT-READ", file=name) from None
     if not same:
-        part = _damaged_part(path, manifest, name, blocks)
+        part = damaged_part(path, manifest, name, blocks)
         raise damaged(
             folder,
             f"{name} differs from the bytes that were saved (damaged: {part})",
@@ -273,48 +284,7 @@ def _verify_file(
             file=name,
             part=part,
         )
-    _check_header(folder, path, manifest, name, blocks)
-
-
-def _check_header(
-    folder: Path, path: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]
-) -> None:
-    safetensors = require("safetensors", "train")
-    try:
-        with safetensors.safe_open(path, framework="np") as file:
-            keys = set(file.keys())
-            for tensor, number in blocks:
-                chunk, dtype = manifest.chunk(tensor, number), manifest.tensors[tensor].dtype
-                if chunk.key not in keys:
-                    raise damaged(folder, f"{name} does not contain tensor {tensor}", "E-CKPT-HEADER", file=name)
-                part = file.get_slice(chunk.key)
-                if tuple(part.get_shape()) != chunk.sizes or part.get_dtype() != DTYPES[dtype][1]:
-                    problem = f"{name} contains tensor {tensor} with another shape or dtype"
-                    raise damaged(folder, problem, "E-CKPT-HEADER", file=name)
-    except safetensors.SafetensorError as error:
-        raise damaged(folder, f"{name} is not a safetensors file ({error})", "E-CKPT-HEADER", file=name) from None
-
-
-def _damaged_part(path: Path, manifest: CheckpointManifest, name: str, blocks: list[_BlockNumber]) -> str:
-    """Find the damaged tensor by the checksum of each block; if no block is damaged, name the header."""
-    try:
-        with path.open("rb") as file:
-            header_bytes = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_bytes, manifest.files[name].bytes)))
-            for tensor, number in blocks:
-                first, end = header[manifest.chunk(tensor, number).key]["data_offsets"]
-                file.seek(8 + header_bytes + first)
-                if zlib.crc32(file.read(min(end - first, manifest.files[name].bytes))) != _crc32(
-                    manifest, tensor, number
-                ):
-                    return f"tensor {tensor}"
-    except (ValueError, KeyError, TypeError, OSError, OverflowError, RecursionError):
-        return "its header"
-    return "its header or its random state"
-
-
-def _crc32(manifest: CheckpointManifest, tensor: str, number: int) -> int:
-    return unpack_crc32(manifest.tensors[tensor].crc32)[number]
+    check_header(folder, path, manifest, name, blocks)
 
 
 def verify_checkpoint(path: Path, on_bytes: Callable[[int], object] | None = None) -> CheckpointManifest:
