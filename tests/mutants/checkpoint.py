@@ -10,6 +10,17 @@ _RETENTION = "tests/unit/trainer/checkpoint/test_retention.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="manifest-without-limit",
+        what="a manifest may take any amount of memory",
+        file="trainer/checkpoint/headers.py",
+        before="> most and json_memory(text) > most",
+        after="> most and json_memory(text) < 0",
+        tests=(
+            "tests/unit/trainer/checkpoint/test_headers.py::"
+            "test_a_hostile_manifest_takes_no_more_than_twice_the_checkpoint",
+        ),
+    ),
+    Mutant(
         name="stored-ones-are-left-out",
         what="a checkpoint that is in the store is reported as left out, because a start asked for it once more",
         file="trainer/checkpoint/uploader.py",

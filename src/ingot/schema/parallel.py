@@ -42,7 +42,7 @@ class Parallel:
     grads: dtype in which gradients are kept and reduced. Bytes per parameter with bf16 weights: 16 with bf16 gradients,
       18 with fp32 gradients. zero 3 always needs 16: it keeps gradient shards in fp32, but no bf16 weights.
     reduce: "canonical" sums gradients of `virtual_ranks` equal parts of the batch in one fixed tree, so that 1, 2, 4..
-      copies (dp_replicate) give the same bits.
+      copies (dp_replicate) give the same bits; not with precision fp16, whose smallest gradients depend on the copies.
     sequence: with tp, split norms and residuals along the sequence. async_tp: overlap tp's collectives with its matrix
       products (only on GPUs with symmetric memory).
     schedule: the pipeline schedule. stages_per_rank: 0: the number that the schedule needs. stage_layers: number of

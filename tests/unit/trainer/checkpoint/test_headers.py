@@ -62,7 +62,7 @@ def checkpoint(tmp_path) -> Path:
 
 
 def test_a_hostile_manifest_takes_no_more_than_twice_the_checkpoint(checkpoint):
-    """Its hash fits, and in memory it would be 25 times as large."""
+    """The hash fits, and in memory the values would be 25 times as large."""
     values = json.loads((checkpoint / MANIFEST).read_bytes())
     values.pop("sha256")
     values["callbacks"] = {"x": [{}] * (LEAST_BYTES // 16)}
