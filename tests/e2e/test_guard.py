@@ -67,7 +67,7 @@ def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
     (end,) = read_measures(folder.guard)
     assert (end.action, end.first, end.proven_to) == (FAILED, 46, 36)
     listed = own.ingot("ckpt", "ls", run)
-    assert "unproven" in listed and "proven, resumes here" in listed
+    assert "health    proven: 20, 30; unproven: 40" in listed and "step 30: 8 good steps" in listed
     again = own.train("run", "--until-step", "61", code=10)
     assert "resume    step 30: it is the newest without doubt; not step 40: only 5 steps of training" in again
     assert "proven: 8 good steps and more after it" in again
