@@ -102,8 +102,9 @@ class DefaultPolicy:
         at the next start. The same end once more, after such a start, puts no others in doubt."""
         if self._record is None or error.code not in _FOUND:
             return
-        last = error.facts["step"]
-        first = last - max(error.facts.get("skipped", 0), 1) + 1
+        last, skipped = error.facts["step"], error.facts.get("skipped", 0)
+        assert isinstance(last, int) and isinstance(skipped, int)
+        first = last - max(skipped, 1) + 1
         before = proven_to(first, self._proven_steps, self._changed_after)
         end = Measure(action=FAILED, first=first, last=last, found=(_FOUND[error.code],), proven_to=before, lr=self._lr)
         measures = self.ladder.measures if self.ladder else self._recorded

@@ -119,7 +119,7 @@ def log_interval(
         log_start_times(trainer, phases)
     trainer.say(format_line(progress))
     if trainer.alerts is not None:
-        for alert in trainer.alerts.line(numbers, recent[-1].lr, unchanged, damaged=any_damaged, layers=layers):
+        for alert in trainer.alerts.line(numbers, recent[-1].lr, unchanged, damaged=any_damaged, measured=layers):
             trainer.log(events.ALERT, **asdict(alert))
             trainer.say(f"alert     {alert_text(alert)}")
     return numbers, any_damaged

@@ -32,8 +32,8 @@ def train_step(parts: StepParts, batch: MicroBatches, lr: float) -> StepResult:
         retry.undo(parts.model)
         first, measured = measured, _measured(parts, step, parts.program.train(batch, loss_scale(parts)))
         assert first.judged is not None and measured.judged is not None
-        tries = [(one.mean_loss, one.grad_norm) for one in (first, measured)]
-        retry.record(step, *tries, (first.judged, measured.judged))
+        before, now = ((one.mean_loss, one.grad_norm) for one in (first, measured))
+        retry.record(step, before, now, (first.judged, measured.judged))
     return _updated(parts, step, measured, lr)
 
 

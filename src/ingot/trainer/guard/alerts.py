@@ -77,10 +77,10 @@ class AlertWatch:
         unchanged: np.ndarray,
         *,
         damaged: bool = False,
-        layers: Sequence[tuple[int, Mapping[str, float]]] = (),
+        measured: Sequence[tuple[int, Mapping[str, float]]] = (),
     ) -> list[Alert]:
         """Return the alerts of a log line, on rank 0. Collective. lr: of its last step. unchanged: what the method of
-        this name returned, [ranks, 2]. damaged: the numbers of this line are of no use. layers: (step, its numbers by
+        this name returned, [ranks, 2]. damaged: the numbers of this line are of no use. measured: (step, its numbers by
         name) of the measured layers (telemetry/layer_sizes.py)."""
         ranges = self._range.read() if self._range else []
         if self._trends is None or damaged:
@@ -88,7 +88,7 @@ class AlertWatch:
         scale = self._scale() if self._scale else None
         found = [*self._trends.line(line, scale), *self._unchanged(line[-1].step, lr, unchanged)]
         finite = {numbers.step for numbers in line if numbers.is_finite}
-        found += [alert for step, values in layers for alert in self._saturated(step, values)]
+        found += [alert for step, values in measured for alert in self._saturated(step, values)]
         for step, layers in ranges:
             self._log(
                 events.GRADIENT_RANGE,

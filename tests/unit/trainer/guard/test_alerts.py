@@ -102,7 +102,7 @@ def test_layers_whose_activations_saturate_are_named_by_the_same_limit(make_run)
     watch = watch_of(make_run, [shard("a")], None, [])
     values = {f"layers/{layer}/activation_saturation": share for layer, share in enumerate((0.01, 0.2, 0.5))}
     (alert,) = watch.line(
-        line_of(1, 2), 1e-3, np.zeros((1, 2)), layers=[(2, values | {"layers/0/activation_rms": 9.0})]
+        line_of(1, 2), 1e-3, np.zeros((1, 2)), measured=[(2, values | {"layers/0/activation_rms": 9.0})]
     )
     assert (alert.alert, alert.places, alert.value, alert.step) == (ACTIVATIONS, ("blocks.2", "blocks.1"), 0.5, 2)
     assert "50.0% of the hidden states" in described(alert)
