@@ -9,6 +9,7 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.guard_record import AGAIN, EARLIER, FAILED, LOWER, PASS, STOP, read_measures
 from ingot.theory.rules import load_run
+from ingot.trainer.checkpoint.manifest import read_manifest
 from ingot.trainer.optim.schedule import learning_rate
 
 from .conftest import Project, workers_of
@@ -78,6 +79,55 @@ def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
     process.communicate()
     assert "resume    step 61: it is the newest, and in no doubt" in own.train("run", "--until-step", "64", code=10)
     assert [e["from_step"] for e in read_events(folder.events, events.RUN_STARTED)] == [0, 30, 30, 61, 61]
+
+
+FLIPS = '''"""A bit that flips once in a gradient, in the first try of the step that FLIP names."""
+
+import os
+
+from ingot.drill.planted import flip_bit
+from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
+from ingot.trainer.parallel.apply import ShardedModel
+
+
+class Flip(StepCallback):
+    def __init__(self, run, options):
+        reduce, self.step, self.due = ShardedModel.reduce, 0, int(os.environ.get("FLIP", "0"))
+
+        def planted(model):
+            reduce(model)
+            if self.step + 1 == self.due:
+                self.due = 0
+                flip_bit(model.shards[0].grad, 5, 30)
+
+        ShardedModel.reduce = planted
+
+    def on_update(self, step):
+        self.step = step
+
+
+CALLBACKS.register(CallbackPart(name="flip", make=Flip))
+'''
+
+
+@pytest.mark.slow
+def test_a_bit_that_flips_once_costs_no_update(project: Project) -> None:
+    """With preset "strict", the step is computed again before its update: the bits are those of a run without it."""
+    root = project.root / "once"
+    root.mkdir()
+    (root / "flips.py").write_text(FLIPS)
+    text = project.run_file.read_text().replace('"tokens"', '"../tokens"')
+    (root / "run.toml").write_text(text + '[plugins]\nmodules = ["flips"]\nfolder = "."\n[callbacks.flip]\n')
+    own, settings = Project(root), options(*EARLY, 'guard.preset="strict"')
+    own.train("plain", *settings, "--until-step", "24", code=10)
+    output = own.train("flipped", *settings, "--until-step", "24", code=10, FLIP="22")
+    assert "retried   step 22, because of " in output and "the fault was transient" in output
+    plain, flipped = own.folder("plain"), own.folder("flipped")
+    ((tried,), ()) = (list(read_events(one.events, events.RETRIED)) for one in (flipped, plain))
+    assert (tried["step"], tried["healthy"], tried["same"]) == (22, True, False)
+    assert own.facts("plain") == own.facts("flipped")
+    tensors = [read_manifest(one.checkpoint(24)).tensors for one in (plain, flipped)]
+    assert tensors[0] == tensors[1] and not list(read_events(flipped.events, events.SKIPPED))
 
 
 @pytest.mark.slow
