@@ -73,7 +73,7 @@ def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
     assert "resume    step 30: it is the newest without doubt; not step 40: only 5 steps of training" in again
     assert "proven: 8 good steps and more after it" in again
     process = own.start("run")
-    own.wait_for_step("run", 64, process)
+    own.wait_for_step("run", 64, process, seconds=240)
     for pid in (*workers_of(folder), process.pid):
         os.kill(pid, signal.SIGKILL)
     process.communicate()
@@ -112,7 +112,7 @@ CALLBACKS.register(CallbackPart(name="flip", make=Flip))
 
 @pytest.mark.slow
 def test_a_bit_that_flips_once_costs_no_update(project: Project) -> None:
-    """With preset "strict", the step is computed again before its update: the bits are those of a run without it."""
+    """The step is computed again before its update, with preset "strict": the bits are those of a run without it."""
     root = project.root / "once"
     root.mkdir()
     (root / "flips.py").write_text(FLIPS)
