@@ -27,8 +27,9 @@ class DrillFault:
     steps besides them. saves: the checkpoints that the run needs before it. first, room: the steps before it and after
     it, at least. needs: returns why a run cannot have it, "" if it can; its `train.steps` are those of the copy.
     smoke: it is a part of the short drill. soaks: a soak draws it, too. settings: of the guard, which change no bits,
-    that a soak with it has. one_of: a name that several have; each round of a soak has one of these, at most once
-    before its damage is repaired, and is prepared for it.
+    that a soak with it has. may_end: further exit codes with which a command of a soak may end by it; the damage stays,
+    and the next command finds it. one_of: a name that several have; each round of a soak has one of these, at most
+    once before its damage is repaired, and is prepared for it.
 
     planted: it comes from within the ranks (drill/planted.py). prepare: returns the run of the copy in the folder
     `place`, with the settings that the fault needs. by_size: the guard finds it by the size of a step, for which the
@@ -52,6 +53,7 @@ class DrillFault:
     smoke: bool = False
     soaks: bool = True
     settings: Callable[[RunConfig], Mapping[str, Any]] = lambda config: {}
+    may_end: frozenset[int] = frozenset()
     one_of: str = ""
     planted: bool = False
     prepare: Callable[[DrilledRun, Path], DrilledRun] = _as_it_is

@@ -139,6 +139,7 @@ SHARD_FAULTS: tuple[DrillFault, ...] = (
         inject=_flip_and_go_on,
         expects=_left_out,
         repair=repair,
+        may_end=frozenset({DataError.exit_code}),  # by a rank that reads the part of another one, to compute it twice
         intervals=0,
         room=lambda config: config.data.prefetch + 3,
         needs=_reads_late,

@@ -136,7 +136,7 @@ class Soak:
                 code = trial.finish()
                 if code == run.done_code and trial.step >= run.steps:
                     break
-                trial.judge_end(code, codes.union(*(fault.codes for fault in self._unrepaired)))
+                trial.judge_end(code, codes.union(*(fault.codes | fault.may_end for fault in self._unrepaired)))
                 if self.verdicts.findings > found:
                     break
                 self._repair(trial, code)

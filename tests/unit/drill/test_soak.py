@@ -70,6 +70,8 @@ def test_a_round_has_one_of_the_faults_that_need_their_own_settings_until_its_da
     assert session._unrepaired == [stops] and not repaired  # a killed command has not read the damage yet
     session._repair("trial", *stops.codes)
     assert session._unrepaired == [] and repaired == ["trial"]
+    leaves_out = next(one for one in FAULTS if one.id == "RS25 quarantine")
+    assert leaves_out.may_end == stops.codes and not leaves_out.codes
 
 
 def test_a_copy_that_trained_otherwise_is_compared_with_one_that_is_directed_to(tmp_path, monkeypatch):
