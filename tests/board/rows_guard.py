@@ -68,6 +68,9 @@ def rs22(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o2", fault, "" if good else f"no checkpoint from before step {first} is left: {kept}")
     # The fault is in the ranks, and not in what the run reads: one process finds finite numbers.
     explained = bench.ingot("explain", "nan", str(bench.folder(name).root), "--json")
+    if explained.code:
+        verdicts.judge("o6", "explained", f"exit code {explained.code}: {explained.output[-300:]}")
+        return
     causes = [cause["name"] for cause in json.loads(explained.output)["causes"] if cause["found"]]
     verdicts.judge("o6", "explained", "" if causes == ["hardware or layout"] else f"the causes are {causes}")
 
