@@ -1,11 +1,11 @@
 """The share of a batch that has to be bad until the guard sees it in its step: whole batches down to one document.
 
-A small model is trained on real tokens, as in guard.py. After the steps are judged by their size, every tenth step has
-its batch in its spoiled forms too, which are computed and judged with the figures of the default and change nothing; so
-each form is planted in 20 states of the run. A sequence of the batch is one document of as many tokens:
+A small model is trained on real tokens, as in guard.py. Once steps are judged by their size, some have their batch in
+its spoiled forms too, which are computed and judged with the figures of the default and change nothing; so each form is
+planted in 20 states of the run. A sequence of the batch is one document of as many tokens:
 
 - repeated: eight tokens of the sequence, again and again. random: tokens without a rule. Both in 1, 2, 4, 8 or all of
-  the 16 sequences.
+  the 16 sequences (--shares).
 - shuffled: the targets are the tokens of others; in so many sequences: a quarter of them is a micro-batch of one of two
   ranks that do two of them in a step, a half the part of a rank.
 - rate: fifty times the learning rate in the update, judged in the step after it; then the state is put back.
@@ -14,11 +14,14 @@ The healthy batch of each step is judged as well: what is found in it is a false
 (data.filter.max_repeated) looks at the same sequences, and at all healthy ones of these steps.
 
     ingot quickstart --dir demo
-    python benchmarks/guard_shares.py --tokens demo/data/tokens/train [--seed 21] [--trials 20]
+    python benchmarks/guard_shares.py --tokens demo/data/tokens/train [--trials 20] [--every 10]
+
+With --checkpoint RUN/checkpoints/STEP, of a run of guard_defaults.py on one source, the first state is that one.
 """
 
 import argparse
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +35,8 @@ from ingot.drill.planted import with_tokens
 from ingot.schema.guard import Guard
 from ingot.schema.load_filter import LoadFilter
 from ingot.trainer.build import build_parts
+from ingot.trainer.checkpoint.load import load_checkpoint
+from ingot.trainer.checkpoint.manifest import verify_checkpoint
 from ingot.trainer.guard.step_judge import finding
 from ingot.trainer.loader.loader import Batch, Loader
 from ingot.trainer.loader.window_filter import repeated_share
@@ -40,48 +45,62 @@ from ingot.trainer.optim.schedule import learning_rate
 from ingot.trainer.parts import StepParts
 from ingot.trainer.step import forward_backward, train_step
 
-SHARES, KINDS = (1, 2, 4, 8, 16), ("repeated", "random", "shuffled")
-EVERY, FACTOR, REPEATED, MAX_REPEATED = 10, 50, 8, 0.5
+KINDS = ("repeated", "random", "shuffled")
+STEPS, FACTOR, REPEATED, MAX_REPEATED = 600, 50, 8, 0.5
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=Path, required=True, help="a token folder of real text")
-    parser.add_argument("--seed", type=int, default=21)
-    parser.add_argument("--trials", type=int, default=20)
+    parser.add_argument("--seed", type=int, default=21, help="of the run")
+    parser.add_argument("--checkpoint", type=Path, help="a checkpoint to begin from")
+    parser.add_argument("--trials", type=int, default=20, help="steps with spoiled forms")
+    parser.add_argument("--every", type=int, default=10, help="one of so many steps has them")
+    parser.add_argument("--shares", default="1,2,4,8,16", help="sequences that are spoiled")
     args = parser.parse_args()
-    found = planted(args.tokens.resolve(), args.seed, args.trials)
+    shares = [int(share) for share in args.shares.split(",")]
+    found = planted(args.tokens.resolve(), args.seed, args.checkpoint, args.trials, args.every, shares)
     for name, one in found.items():
         print(name, one)
     record("guard_shares", found, ["torch"])
 
 
-def planted(tokens: Path, seed: int, trials: int) -> dict[str, object]:
+def planted(
+    tokens: Path, seed: int, checkpoint: Path | None, trials: int, every: int, shares: Sequence[int]
+) -> dict[str, object]:
     """Train, and return how often each form was found in its step, with the smallest and largest deviations."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    run = replace(run_of(tokens, 10**6, seed, preset="guard"), guard=Guard())
-    first = run.settled_after + Guard.ready
-    run = replace(run, train=replace(run.train, steps=first + EVERY * trials))
+    run = replace(run_of(tokens, STEPS, seed), guard=Guard())
     parts, rate = (
         build_parts(run, torch.device("cpu"), Path()),
         learning_rate(run.train.steps, run.optim.lr, run.schedule),
     )
-    trial = _Trials(parts, run.model.vocab_size)
+    trial, begin = _Trials(parts, run.model.vocab_size, shares), 0
+    if checkpoint is not None:
+        manifest = verify_checkpoint(checkpoint)
+        load_checkpoint(checkpoint, manifest, parts.state, lambda size: None)
+        parts.model.publish()
+        trial.judge.restore(manifest.guard.losses, manifest.guard.norms)
+        begin = manifest.step
+    first = max(begin, run.settled_after + Guard.ready)
+    last = first + every * trials
+    assert last < STEPS
     with Loader(
         tokens,
         seq_len=run.train.seq_len,
         global_batch=run.train.global_batch,
         micro_batch=run.train.micro_batch,
         seed=seed,
-        last_step=run.train.steps,
+        first_step=begin + 1,
+        last_step=last + 1,
     ) as batches:
         waiting = None  # the state and the batch of before the update with the high rate
         for batch in batches:
             if waiting is not None:
                 trial.after_rate(batch, *waiting)
                 waiting = None
-            if batch.step > first and batch.step % EVERY == 0:
+            if first < batch.step <= last and (batch.step - first) % every == 0:
                 trial.plant(batch)
                 waiting = batch, rate(batch.step)
             train_step(parts, batch, rate(batch.step))
@@ -92,8 +111,9 @@ def planted(tokens: Path, seed: int, trials: int) -> dict[str, object]:
 class _Trials:
     """The trials on the state of a run, which is the same after each of them."""
 
-    def __init__(self, parts: StepParts, vocab_size: int):
-        self.parts, self.vocab_size = parts, vocab_size
+    def __init__(self, parts: StepParts, vocab_size: int, shares: Sequence[int]):
+        assert parts.step_judge is not None
+        self.parts, self.vocab_size, self.shares, self.judge = parts, vocab_size, shares, parts.step_judge
         self.sigmas: dict[str, list[tuple[bool, float, float]]] = defaultdict(list)
         self.repeats: dict[str, list[float]] = defaultdict(list)
         self._before: list[Tensor] = []
@@ -103,7 +123,8 @@ class _Trials:
         self._judge("healthy", batch)
         self.repeats["healthy"] += repeated_share(_tokens(batch).numpy()[0], LoadFilter.ngram).tolist()
         for kind in KINDS:
-            for sequences in SHARES:
+            spoiled = batch
+            for sequences in self.shares:
                 spoiled = _spoiled(batch, kind, sequences, self.vocab_size)
                 self._judge(f"{kind}, {sequences} of {batch.inputs.shape[1]} sequences", spoiled)
             self.repeats[kind] += repeated_share(_tokens(spoiled).numpy()[0], LoadFilter.ngram).tolist()
@@ -137,12 +158,11 @@ class _Trials:
         }
 
     def _judge(self, name: str, batch: Batch) -> None:
-        judge = self.parts.step_judge
-        assert judge is not None
         norm, loss = _norm_and_loss(self.parts, _gradient(self.parts, batch))
-        judged = judge.judge(loss, norm).tolist()
+        judged = self.judge.judge(loss, norm).tolist()
         self.sigmas[name].append((finding(tuple(judged)) is not None, judged[1], judged[2]))
         self.parts.optimizer.step(0.0, found_inf=torch.ones(()))  # it frees the gradients, and changes nothing
+        self.parts.model.publish()
 
     def _state(self) -> list[Tensor]:
         moments = [tensor for kinds in self.parts.optimizer.moments().values() for tensor in kinds.values()]

@@ -44,7 +44,6 @@ _SETTINGS = (
     f"train.micro_batch={_BATCH // 2}",
     f"model.vocab_size={_VOCAB}",
     f"model.max_seq_len={_SEQ_LEN}",
-    "optim.lr=0.005",
     "checkpoint.every_steps=20",
     "guard.hash_every=1",
     'schedule.kind="planted"',
