@@ -33,9 +33,10 @@ from .rows_guard import judge_ordered, lab_options
 _STEPS, _SEQ_LEN, _BATCH, _VOCAB, _PAGES = 300, 64, 8, 400, 230
 _POISON = "http://poison.example/page"
 _ODD = "ZQXJKVWY#%@~^*+=|"
+_PAGE_FROM = 170  # steps are judged from 129 on; the model learns what is unusual in the steps after that
 _RATE, _FLIP = range(205, 235), range(265, 290)
 _NEAR = 24  # steps after the high rate in which the run goes back and forth: the page is read outside of them
-_HURTS = _SEQ_LEN // 2  # tokens of the page in a step that have to be found: a sixteenth of its batch
+_HURTS = 3 * _SEQ_LEN // 4  # tokens of the page in a step that have to be found, of the 512 of its batch
 _PASSED = ("--set", "junk.enabled=false", "--set", "language.enabled=false")
 _SETTINGS = (
     f"train.steps={_STEPS}",
@@ -66,7 +67,7 @@ def together(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     settings = (*_SETTINGS, f'data.tokens="{data.name}/tokens/train"')
     lab_options(bench, *settings)  # the plug-ins, without which the run file cannot be read
     config = load_run(bench.run_file, settings)
-    free = set(range(1 + config.settled_after, _STEPS + 1)) - set(range(rate, rate + _NEAR))
+    free = set(range(_PAGE_FROM, _STEPS + 1)) - set(range(rate, rate + _NEAR))
     run_seed, page = _order(config, data, free)
     settings = (*settings, f"seed={run_seed}")
     planted = {"BOARD_RATE": str(rate), "BOARD_FLIPS": f"{rank} {flip} {pick.choice(BITS)} gradients"}
