@@ -113,7 +113,10 @@ def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     tried = {"kind": "retried", "time": 1.0, "step": 8, "found": ["loss spike"], "healthy": True, "same": False}
     assert "the fault was transient" in text_of([tried])[0]
     assert "it is the data or the weights" in text_of([tried | {"healthy": False, "same": True}])[0]
-    assert {event["kind"] for event in (*troubled(1.0), lists, lost, back, again, tried)} == KINDS - {"alert", "quarantined"}
+    assert {event["kind"] for event in (*troubled(1.0), lists, lost, back, again, tried)} == KINDS - {
+        "alert",
+        "quarantined",
+    }
 
 
 def steps(clock, first, last, begin):
