@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.state_dict_saver import save
 
 from ingot.errors import EXIT_OK, CheckpointError
 from ingot.hub.arch_config import huggingface_config
@@ -132,7 +134,7 @@ def export_dcp(
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "assuming the intent is to save in a single process": it is
             planner = _Planner(values, tensors, meter)
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(temporary), planner=planner, no_dist=True)
+            save(state, storage_writer=FileSystemWriter(temporary), planner=planner, no_dist=True)
         write_json(temporary / CONFIG, config)
         _require_written(temporary, tensors, values, meter, size)
         fsync_dir(temporary)
@@ -166,7 +168,7 @@ class _Values:
         return ordered.to(one.dtype).contiguous()
 
 
-class _Planner(dcp.DefaultSavePlanner):
+class _Planner(DefaultSavePlanner):
     """torch's plan of a save, whose tensors get their values when they are written."""
 
     def __init__(self, values: _Values, tensors: Mapping[str, _Source], meter: Meter):
