@@ -36,7 +36,7 @@ _ODD = "ZQXJKVWY#%@~^*+=|"
 _PAGE_FROM = 170  # steps are judged from 129 on; the model learns what is unusual in the steps after that
 _RATE, _FLIP = range(205, 235), range(265, 290)
 _NEAR = 24  # steps after the high rate in which the run goes back and forth: the page is read outside of them
-_HURTS = 3 * _SEQ_LEN // 4  # tokens of the page in a step that have to be found, of the 512 of its batch
+_HURTS = _SEQ_LEN  # tokens of the page in a step that have to be found, of the 512 of its batch: a whole window
 _PASSED = ("--set", "junk.enabled=false", "--set", "language.enabled=false")
 _SETTINGS = (
     f"train.steps={_STEPS}",
