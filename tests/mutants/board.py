@@ -63,10 +63,12 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="second-snapshot",
-        what="a save holds a copy of its snapshot",
+        what="a save fills a second snapshot",
         file="trainer/checkpoint/background.py",
         before="            size = snapshot.take(tensors, header)\n",
-        after="            size = snapshot.take(tensors, header)\n            self._copy = snapshot._image.clone()\n",
+        after="            size = snapshot.take(tensors, header)\n"
+        "            self._second = getattr(self, '_second', None) or Snapshot(snapshot._device)\n"
+        "            self._second.take(tensors)\n",
         tests=("tests/board/test_save_memory.py",),
     ),
     Mutant(
