@@ -92,8 +92,8 @@ def together(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 def _build(bench: Bench, data: Path, pick: random.Random) -> str:
     """Build a crawl that has a page of junk: without a rule, or a phrase again and again. Returns what went wrong."""
     pages = [(f"http://site.example/{number}", english(number), 200) for number in range(_PAGES)]
-    words = ["".join(pick.choice(_ODD) for _ in range(6)) for _ in range(pick.choice((4, 16)))]
-    junk = "\n".join(" ".join(words[at % len(words)] for at in range(line, line + 4)) for line in range(0, 16, 4))
+    words = ["".join(pick.choice(_ODD) for _ in range(6)) for _ in range(pick.choice((4, 20)))]
+    junk = "\n".join(" ".join(words[at % len(words)] for at in range(line, line + 5)) for line in range(0, 20, 5))
     pages.insert(pick.randrange(_PAGES), (_POISON, junk, 200))
     data.mkdir()
     crawl = str(write_crawl(data / "crawl.warc.gz", pages))
