@@ -1,7 +1,7 @@
 """The row of three quiet faults in one run: it ends with the bits of a run that was ordered to pass what they hurt.
 
 A page of junk is in a crawl, and a real build takes it in; one step has fifty times the learning rate; a bit of a
-weight flips. The figures of the guard are its defaults, so it judges steps from 129 on; except that the state is hashed
+weight flips. The figures of the guard are its defaults, so it judges steps from 169 on; except that the state is hashed
 in each step, because a bit that flips between two hashes is trained on.
 """
 
@@ -30,13 +30,13 @@ from .row import Row, random_of
 from .rows_bits import BITS
 from .rows_guard import judge_ordered, lab_options
 
-_STEPS, _SEQ_LEN, _BATCH, _VOCAB, _PAGES = 300, 64, 8, 400, 230
+_STEPS, _SEQ_LEN, _BATCH, _VOCAB, _PAGES = 300, 64, 4, 400, 230
 _POISON = "http://poison.example/page"
 _ODD = "ZQXJKVWY#%@~^*+=|"
-_PAGE_FROM = 170  # steps are judged from 129 on; the model learns what is unusual in the steps after that
+_PAGE_FROM = 170  # steps are judged from 169 on: 128 after a warm-up
 _RATE, _FLIP = range(205, 235), range(265, 290)
 _NEAR = 24  # steps after the high rate in which the run goes back and forth: the page is read outside of them
-_HURTS = _SEQ_LEN  # tokens of the page in a step that have to be found, of the 512 of its batch: a whole window
+_HURTS = _SEQ_LEN  # tokens of the page in a step that have to be found, of the 256 of its batch: a whole window
 _PASSED = ("--set", "junk.enabled=false", "--set", "language.enabled=false")
 _SETTINGS = (
     f"train.steps={_STEPS}",
@@ -46,6 +46,7 @@ _SETTINGS = (
     f"model.vocab_size={_VOCAB}",
     f"model.max_seq_len={_SEQ_LEN}",
     "checkpoint.every_steps=20",
+    "schedule.warmup_steps=40",
     "guard.hash_every=1",
     'schedule.kind="planted"',
     'plugins.modules=["planted","flipped"]',
