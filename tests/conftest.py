@@ -51,6 +51,8 @@ os.environ.update(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE", LC_ALL="C.UTF-
 time.tzset()
 # A job that a script starts with & ignores Ctrl-C, and so would the processes that tests start and interrupt.
 signal.signal(signal.SIGINT, signal.default_int_handler)
+# A process group that a test left in a cycle waits, when it is collected, for threads that a fork does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 # Files of tests in memory: saves wait for the disk (fsync), up to nine tenths of the time of the tests of checkpoints.
 # A caller who names a folder, with TMPDIR for one, has them there; .ci/nightly plays all tests on a disk.

@@ -193,7 +193,7 @@ def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run, monkeypatch)
     """A name in the table that nothing writes would be an empty chart."""
     monkeypatch.setitem(sys.modules, "pynvml", bindings())
     monkeypatch.setattr(record, "device_uuid", lambda device: "GPU-1")
-    folder = make_run(dp_shard=2, guard={"sanity_every": 5})
+    folder = make_run(dp_shard=2, guard={"sanity_every": 5}, precision="bf16")
     folder.config.write_text(folder.config.read_text() + "\n[metrics]\nlayers_every = 4\n")
     fork_ranks(run_rank, 2, folder)
     rows = newest_rows(folder.metrics)
