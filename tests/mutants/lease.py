@@ -266,4 +266,20 @@ MUTANTS: list[Mutant] = [
             "::test_a_copy_at_the_same_path_of_another_machine_is_reported_and_a_shared_folder_is_not",
         ),
     ),
+    Mutant(
+        name="repaired-lease-forgets",
+        what="a launcher that writes its damaged record again leaves out the saves that came from the store since",
+        file="trainer/lease.py",
+        before="[to_bytes(self._repaired(place))]",
+        after="[to_bytes(self._written[place.url])]",
+        tests=(f"{_LEASE}::test_a_record_that_is_written_again_has_what_came_from_the_store",),
+    ),
+    Mutant(
+        name="repaired-lease-takes-late-ones",
+        what="a record that is written again counts what an earlier attempt published too late",
+        file="trainer/lease.py",
+        before="        if stored is not None:  # what the store did not have came too late\n",
+        after="        if False:\n",
+        tests=(f"{_LEASE}::test_a_record_that_is_written_again_has_what_came_from_the_store",),
+    ),
 ]

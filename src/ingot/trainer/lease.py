@@ -281,7 +281,7 @@ class RunLease:
         newest = newest_epoch(place)
         if newest and newest.is_damaged and newest.epoch == self.epoch and place.url in self._written:
             # Nobody else writes a record with this number where this attempt has begun.
-            place.write(record_name(self.epoch), [to_bytes(self._written[place.url])])
+            place.write(record_name(self.epoch), [to_bytes(self._repaired(place))])
             self._report_damage(place, self.epoch, "this launcher, which lives, wrote it again")
             return True
         if newest is None or newest.holder == self._record.holder:
@@ -291,6 +291,19 @@ class RunLease:
         if newest.epoch >= self.epoch or is_new:
             self._lost = lease_lost(place.url, newest, self.epoch)
         return False
+
+    def _repaired(self, place: BlobStore) -> Epoch:
+        """Return the record that belongs in `place` instead of a damaged one: that of the start, with the saves that
+        came from the store since then (fence.adopt)."""
+        record = self._written[place.url]
+        if place is not self._here or self._store is None:
+            return record
+        found, stored = self._found(place, None), self._written.get(self._store.url)
+        if stored is not None:  # what the store did not have came too late
+            in_store = {FULL: stored.adopted or {}, WEIGHTS: stored.weights or {}}
+            found = {kind: {step: each[step] for step in each.keys() & in_store[kind]} for kind, each in found.items()}
+        full, weights = (record.adopted or {}) | found[FULL], (record.weights or {}) | found[WEIGHTS]
+        return replace(record, adopted=full, weights=weights)
 
     def _begin_again(self, place: BlobStore) -> None:
         """Write the record of this attempt to `place`, which did not answer at the start or lost it, and report that.

@@ -408,6 +408,30 @@ def test_a_living_launcher_writes_its_damaged_record_again(folder):
     assert {event["file"] for event in read_events(folder.events, events.RECORD_DAMAGED)} == {record_name(1)}
 
 
+@pytest.mark.parametrize("is_damaged", ["before the fetch", "after it"])
+def test_a_record_that_is_written_again_has_what_came_from_the_store(folder, is_damaged):
+    """But not what an earlier attempt published too late."""
+    store, path = Store(), folder.root / record_name(2)
+
+    def damage():
+        path.write_bytes(path.read_bytes().replace(b'"pid"', b'"qid"'))
+
+    with take(folder, store):
+        write_checkpoint(folder, 10, epoch=1)
+        RemoteTier(folder, store, REMOTE, 1).push(10)
+    shutil.rmtree(folder.checkpoint(10))
+    with take(folder, store) as second:
+        if is_damaged == "before the fetch":
+            damage()
+        RemoteTier(folder, store, REMOTE, second.epoch).fetch(10)
+        if is_damaged == "after it":
+            damage()
+        write_checkpoint(folder, 20, epoch=1)
+        assert second._look(second._here) and not newest_local_epoch(folder.root).is_damaged
+        assert candidate_folders(folder.checkpoints) == [folder.checkpoint(10)]
+        assert late_folders(folder.checkpoints) == [folder.checkpoint(20)]
+
+
 def test_a_start_names_the_record_that_is_damaged(folder):
     with take(folder):
         write_checkpoint(folder, 20, epoch=1)

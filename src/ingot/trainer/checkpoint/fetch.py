@@ -20,7 +20,7 @@ from ingot.trainer.checkpoint.folders import SAVING, publish
 from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, grade_of_doubt, is_finished, parse_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.pace import Pace
-from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_run, with_hash
+from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_run, recorded_names, with_hash
 from ingot.trainer.checkpoint.rules import damaged, wrong_size
 from ingot.trainer.checkpoint.stored import StoredCheckpoints
 
@@ -119,23 +119,24 @@ class FetchedCheckpoints(StoredCheckpoints):
         text = read_object(self.store, self._name(step, MANIFEST))
         manifest = parse_manifest(self._place(step), text)
         on_manifest(manifest)
-        if disks_of(self._folder.root):
+        striped = bool(disks_of(self._folder.root))
+        if striped and not recorded_names(self._folder.root)[1]:  # a caller that reports damage gives another name
             name_run(self._folder)
         folder = self._folder.checkpoint(step)
         places = Places(folder)
         temporary = folder.with_name(f"{SAVING}{folder.name}.fetched")
-        needed = 0 if places.striped else sum(entry.bytes for entry in manifest.files.values())
+        needed = 0 if striped else sum(entry.bytes for entry in manifest.files.values())
         require_free(self._folder.checkpoints, needed, f"the checkpoint of step {step}")
         shutil.rmtree(temporary, ignore_errors=True)
         jobs = [
             (temporary / file, self._tensor_name(step, file, entry.sha256), entry.sha256, entry.bytes)
             for file, entry in manifest.files.items()
-            if not places.striped
+            if not striped
         ]
         absent = [
             file
             for file, entry in manifest.files.items()
-            if whole and places.striped
+            if whole and striped
             if (found := places.find(file, entry.sha256)) is None or not _has(found, entry.sha256)
         ]
         jobs += [
@@ -149,8 +150,10 @@ class FetchedCheckpoints(StoredCheckpoints):
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
                 received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent))
             write_atomic(temporary / MANIFEST, text)
-            adopt(self._folder.root, manifest, json.loads(text)["sha256"], self._epoch)
+            sha256 = json.loads(text)["sha256"]
+            adopt(self._folder.root, manifest, sha256, self._epoch)
             publish(temporary, folder)
+            adopt(self._folder.root, manifest, sha256, self._epoch)  # a damaged record was repaired meanwhile
         except BaseException:
             shutil.rmtree(temporary, ignore_errors=True)
             raise
