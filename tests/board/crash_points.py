@@ -17,6 +17,7 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.run_folder import RunFolder
+from ingot.schema.sealed import sealed
 
 from . import killpoints
 from .bench import Bench
@@ -123,7 +124,8 @@ def _begun(bench: Bench, shape: Shape, mode: str, name: str) -> RunFolder:
         shutil.rmtree(disk)
         shutil.copytree(_kept(kept, disk), disk)
         names = folder.root / "disks.json"  # with its own inode it is no copy, whose old files on the disks would stay
-        names.write_text(json.dumps(json.loads(names.read_text()) | {"inode": names.stat().st_ino}))
+        own = json.loads(names.read_text())["names"]
+        names.write_text(json.dumps(sealed({"names": own, "inode": names.stat().st_ino})))
     return folder
 
 
@@ -221,6 +223,8 @@ def crash(bench: Bench, verdicts: Verdicts, shape: Shape, point: Point) -> None:
     start, memory = resumed_from(folder), _found(folder, events.SNAPSHOT_RESTORED)
     right = start >= newest if memory else start == newest
     judge("" if torn or right else f"continued from step {start}, the newest checkpoint is of step {newest}")
+    damaged = [event["reason"] for event in _found(folder, events.RECORD_DAMAGED)]
+    judge(f"records that are not those of the run: {damaged}" if damaged else "")
     refused = [event["reason"] for event in _found(folder, events.CHECKPOINT_REFUSED)]
     judge(f"refused: {refused}" if refused else "")
     outcome = f"step {start}" + (" from memory" if memory else "")
