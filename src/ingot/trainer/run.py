@@ -25,6 +25,7 @@ from ingot.trainer.checkpoint.background import BackgroundSaver
 from ingot.trainer.checkpoint.files import CheckpointFacts
 from ingot.trainer.checkpoint.manifest import candidate_folders
 from ingot.trainer.checkpoint.nodes import open_disks
+from ingot.trainer.checkpoint.places import report_damage
 from ingot.trainer.checkpoint.replicas import Replicas
 from ingot.trainer.damaged_data import recorded_quarantine
 from ingot.trainer.given import NOTHING_GIVEN, GivenCallbacks
@@ -141,9 +142,7 @@ def build_trainer(
     # Until a checkpoint of as many ranks restores its states.
     torch.manual_seed(derive(config.seed, "torch", place.rank))
     if (damage := open_disks(folder)) and place.is_first:
-        done = "its files were found by their hashes; new ones get another name on the disks"
-        say(f"WARNING   {damage}: {done}")
-        log(events.RECORD_DAMAGED, file="disks.json", reason=damage, done=done)
+        report_damage(folder, damage, say)
     continues = bool(candidate_folders(folder.checkpoints))
     base = folder.config.parent
     clock.end("build")

@@ -90,7 +90,7 @@ def test_every_bit_of_the_names_on_disks(tmp_path, monkeypatch):
     disk.mkdir()
     make_run(tmp_path / "other", disk, b"of another run")
     run, entry = make_run(tmp_path / "run", disk)
-    before = places._names(run.root)
+    before = places._names(run.root)[0]
     for where in flips(run.root / "disks.json"):
         assert places._recorded(run.root)[:2] == (before, True), where
         assert Places(run.checkpoint(4)).find("rank-00000.safetensors", entry.sha256).is_file()
@@ -100,6 +100,26 @@ def test_every_bit_of_the_names_on_disks(tmp_path, monkeypatch):
     assert Places(run.checkpoint(4)).find("rank-00000.safetensors", entry.sha256).is_file()
     shutil.rmtree(run.checkpoints)
     assert places.sweep(run, {}) == []
+
+
+def test_names_that_other_nodes_found_are_kept_with_those_of_this_one(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run, _ = make_run(tmp_path / "run", disk)
+    (before,) = places._names(run.root)[0]
+    flip(run.root / "disks.json", 20, 3)
+    name_run(run, ["of-node-1", before])
+    assert places._names(run.root)[0][1:] == [before, "of-node-1"]
+
+
+def test_a_run_without_a_name_of_its_own_writes_to_no_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    run, _ = make_run(tmp_path / "run", disk)
+    copy = RunFolder(tmp_path / "copy")
+    shutil.copytree(run.root, copy.root)
+    with refused("E-CKPT-DISK-NAME", path=str(copy.root / "disks.json")):
+        Places(copy.checkpoint(8)).own_folder(0)
 
 
 def test_a_record_without_its_hash_or_with_more_is_refused(tmp_path):

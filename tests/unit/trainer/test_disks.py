@@ -16,11 +16,12 @@ from ingot.stores.memory import MemoryStore
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.folders import remove_leftovers
 from ingot.trainer.checkpoint.manifest import list_checkpoints, read_manifest, verify_checkpoint
-from ingot.trainer.checkpoint.nodes import NeededFiles, bring_files
-from ingot.trainer.checkpoint.places import Places, name_run, node, own_disks
-from ingot.trainer.checkpoint.remote import RemoteTier
+from ingot.trainer.checkpoint.nodes import NeededFiles, bring_files, open_disks
+from ingot.trainer.checkpoint.places import Places, name_run, node, own_disks, recorded_names
+from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.launch.checks import preflight
 from ingot.trainer.launch.inspect import inspect_checkpoints
+from ingot.trainer.launch.stored import fetch_checkpoint, push_checkpoint
 
 from .test_background_saves import fill_disk, free_disk, run_rank
 from .test_loop import files_of, ledger_proof, step_facts
@@ -106,6 +107,40 @@ def test_a_copy_of_a_run_reads_the_files_of_the_original_and_never_removes_them(
     assert remove_leftovers(copy) == []
     verify_checkpoint(folder.checkpoint(4))
     assert Places(copy.checkpoint(4)).own_folder(0) != Places(folder.checkpoint(4)).own_folder(0)
+
+
+def test_names_that_are_damaged_while_a_copy_trains_send_no_file_to_the_original(fork_ranks, make_run, disks):
+    folder = make_run("original", disks=tuple(map(str, disks)), **RUN)
+    fork_ranks(run_rank, 2, folder, None, 4)
+    copy = make_run("z-copy", disks=tuple(map(str, disks)), **RUN)
+    shutil.copytree(folder.root, copy.root, dirs_exist_ok=True)
+
+    def damage(run):
+        if dist.get_rank() == 0:
+            flip(copy.root / "disks.json")
+        dist.barrier()
+
+    fork_ranks(run_rank, 2, copy, {6: damage}, 8)
+    written = [path.parent.parent.name for disk in disks for path in disk.glob("*/step-00000008/rank-*")]
+    assert [name[: len("z-copy")] for name in written] == ["z-copy"] * 2
+    verify_checkpoint(folder.checkpoint(4))
+
+
+def own_names(rank, ranks, folder):
+    os.environ.update(GROUP_RANK=str(rank), LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    assert "disks.json is damaged" in open_disks(folder)
+
+
+def test_damaged_names_are_looked_for_on_the_disks_of_all_nodes(fork_ranks, make_run, tmp_path):
+    for number in range(2):
+        (tmp_path / f"node{number}").mkdir()
+    folder = make_run(disks=(f"{tmp_path}/node{{node}}",), **RUN)
+    fork_ranks(alone_on_a_node, 2, folder, None, 4)
+    shutil.rmtree(tmp_path / "node0")
+    (tmp_path / "node0").mkdir()
+    flip(folder.root / "disks.json")
+    fork_ranks(own_names, 2, folder)
+    assert Places(folder.checkpoint(4)).find(file_of(1), files_of(folder)[file_of(1)].sha256) is not None
 
 
 def test_the_number_of_the_node_is_part_of_the_name_of_a_disk(monkeypatch):
@@ -215,6 +250,27 @@ def test_only_the_files_that_are_missing_or_damaged_come_from_the_store(fork_ran
     path = folder.checkpoint(12)
     with refused("E-CKPT-HASH", file=file_of(0)):  # what arrived is not what readers find
         bring_files(path, read_manifest(path), lambda: NeededFiles({file_of(0)}, set()), lambda manifest, name: 1)
+
+
+def test_a_fetch_reports_damaged_names_and_the_start_of_a_run_leaves_them_to_its_ranks(
+    fork_ranks, make_run, disks, tmp_path
+):
+    (tmp_path / "store").mkdir()
+    place = RemoteCheckpoints(url=f"file://{tmp_path}/store")
+    folder = make_run(disks=tuple(map(str, disks)), remote=place, **RUN)
+    fork_ranks(run_rank, 2, folder, None, 4)
+    push_checkpoint(folder.root, 4)
+    flip(folder.root / "disks.json")
+    shutil.rmtree(folder.checkpoint(4))
+    tier = open_tier(folder, load_run(folder.config).checkpoint)
+    assert tier.fetch_newest().step == 4
+    assert "disks.json is damaged" in recorded_names(folder.root)[1]
+    lines = []
+    fetch_checkpoint(folder.root, 4, lines.append)
+    assert [line for line in lines if "disks.json is damaged" in line] == lines[-1:]
+    assert [event["file"] for event in read_events(folder.events, events.RECORD_DAMAGED)] == ["disks.json"]
+    assert recorded_names(folder.root)[1] == ""
+    verify_checkpoint(folder.checkpoint(4))
 
 
 def test_a_file_that_is_nowhere_is_named_and_all_ranks_take_the_next_older_checkpoint(fork_ranks, make_run, disks):

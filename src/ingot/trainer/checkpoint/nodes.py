@@ -4,6 +4,7 @@ nothing about disks in a run without `checkpoint.disks`.
 """
 
 import contextlib
+import itertools
 import math
 import time
 from base64 import b64decode, b64encode
@@ -24,7 +25,17 @@ from ingot.stores.store import NotStored
 from ingot.trainer.checkpoint.agree import from_all_ranks, from_rank_zero, on_all_ranks, rank
 from ingot.trainer.checkpoint.files import CheckpointFiles
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders, listed_names, verify_files
-from ingot.trainer.checkpoint.places import Places, disks_of, local_rank, name_run, node, require_disks, sweep
+from ingot.trainer.checkpoint.places import (
+    Places,
+    disks_of,
+    keep_names,
+    local_rank,
+    name_run,
+    node,
+    recorded_names,
+    require_disks,
+    sweep,
+)
 from ingot.trainer.checkpoint.rules import damaged
 
 FILE_LOST = "E-CKPT-FILE-LOST"
@@ -61,13 +72,24 @@ class NodeFetch:
 
 
 def open_disks(folder: RunFolder) -> str:
-    """Check the disks of every node, and give the run a name on them. Returns what is wrong with the record of its
-    names, "" if nothing is. Raises ConfigError for a disk that is missing."""
+    """Check the disks of every node, and give the run a name on them, which every rank keeps. Returns what is wrong
+    with the record of its names, "" if nothing is. Raises ConfigError for a disk that is missing."""
     disks = disks_of(folder.root)
-    if disks:
-        on_all_ranks(lambda: require_disks(disks))
-        return from_rank_zero(lambda: name_run(folder))
-    return ""
+    if not disks:
+        return ""
+    on_all_ranks(lambda: require_disks(disks))
+
+    def found_here() -> list[str]:
+        names, damage = recorded_names(folder.root) if local_rank() == 0 else ([], "")
+        return names if damage else []
+
+    def name(found: list[list[str]]) -> list:
+        damage = name_run(folder, itertools.chain(*found))
+        return [damage, recorded_names(folder.root)[0]]
+
+    damage, names = from_all_ranks(found_here, name)
+    keep_names(folder.root, names)
+    return damage
 
 
 def sweep_disks(folder: RunFolder, group: dist.ProcessGroup | None = None, *, at_start: bool = False) -> None:

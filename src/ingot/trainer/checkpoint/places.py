@@ -16,11 +16,13 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 
-from ingot.errors import ConfigError
+from ingot.errors import CheckpointError, ConfigError
+from ingot.events import EventLog
+from ingot.schema import events
 from ingot.schema.run_folder import CHECKPOINTS, RunFolder
 from ingot.schema.sealed import sealed, unsealed
 from ingot.storage import atomic_file, fsync_dir
@@ -32,6 +34,8 @@ _NAMES = "disks.json"
 _RUNS, _INODE = "names", "inode"
 _RUN_NAME = re.compile(r"[\w][\w.-]*")
 _STEP = re.compile(r"step-\d{8,}")
+_NAMED_AGAIN = "its files were found by their hashes; new ones get another name on the disks"
+_kept: dict[Path, list[str]] = {}  # run folder -> its names on the disks, its own first (keep_names)
 
 
 def with_hash(file: str, sha256: str) -> str:
@@ -101,12 +105,21 @@ class Places:
 
     def own_folder(self, number: int) -> Path | None:
         """Return the folder in which the process `number` of this node writes its file; None if that is the folder of
-        the checkpoint."""
-        disks = own_disks(disks_of(self._checkpoint.parent.parent)) if self.striped else []
+        the checkpoint. Raises CheckpointError if the run has no name of its own on the disks."""
+        run = self._checkpoint.parent.parent
+        disks = own_disks(disks_of(run)) if self.striped else []
         if not disks:
             return None
-        step, names = _STEP.search(self._checkpoint.name), _names(self._checkpoint.parent.parent)
+        step, (names, is_copy, damage) = _STEP.search(self._checkpoint.name), _names(run)
         assert step is not None
+        if is_copy:  # these are names of other runs, which would remove the file
+            raise CheckpointError(
+                "E-CKPT-DISK-NAME",
+                f"{run / _NAMES} {damage.removeprefix(_NAMES).strip() or 'is that of another run'}",
+                rule="a run writes to disks of its nodes under a name that no other run has",
+                fix="start the run again: it gets a new name, and keeps its files",
+                path=str(run / _NAMES),
+            )
         return disks[number % len(disks)] / names[0] / step[0]
 
 
@@ -127,21 +140,47 @@ def _disks_in(run_file: Path, *_version: int) -> tuple[str, ...]:
     return ()
 
 
-def name_run(run: RunFolder) -> str:
+def name_run(run: RunFolder, found: Iterable[str] = ()) -> str:
     """Give the run a name on the disks, unless it has one. Called before a file is written there, by one process.
 
     A copy of a run folder gets a name of its own: it reads the files of the original, and never removes them. So does a
-    run whose record is damaged, with the names under which the disks of this node have its files. Returns what is wrong
-    with that record; "" if nothing is.
+    run whose record is damaged, with the names under which the disks of this node have its files, and those that other
+    nodes have `found`. Returns what is wrong with that record; "" if nothing is.
     """
     names, is_copy, damage = _recorded(run.root)
     if names and not is_copy:
         return ""
     readable = re.sub(r"[^\w.-]", "_", run.root.absolute().name)[:40]
+    earlier = dict.fromkeys([*names, *found])
     with atomic_file(run.root / _NAMES) as file:
-        own = {_RUNS: [f"{readable}-{uuid.uuid4().hex[:12]}", *names], _INODE: os.fstat(file.fileno()).st_ino}
+        own = {_RUNS: [f"{readable}-{uuid.uuid4().hex[:12]}", *earlier], _INODE: os.fstat(file.fileno()).st_ino}
         file.write(json.dumps(sealed(own)).encode())
     return damage
+
+
+def recorded_names(run: Path) -> tuple[list[str], str]:
+    """Return the names of the run on the disks, its own first, and what is wrong with their record: the names are then
+    those under which the disks of this node have its files."""
+    names, _, damage = _recorded(run)
+    return names, damage
+
+
+def report_damage(run: RunFolder, damage: str, say: Callable[[str], None]) -> None:
+    """Report that `name_run` found the record of the names damaged, in a line and in the event log."""
+    say(f"WARNING   {damage}: {_NAMED_AGAIN}")
+    with EventLog(run.events) as log:
+        log.write(events.RECORD_DAMAGED, file=_NAMES, reason=damage, done=_NAMED_AGAIN)
+
+
+def keep_names(run: Path, names: Sequence[str]) -> None:
+    """Keep the names of the run, its own first, in this process: while a run trains, damage to their record sends no
+    file to the folder of another run."""
+    _kept[run.absolute()] = list(names)
+
+
+def kept_names(run: Path) -> Sequence[str]:
+    """Return the names of `keep_names`; none if it was not called."""
+    return _kept.get(run.absolute(), ())
 
 
 def _recorded(run: Path) -> tuple[list[str], bool, str]:
@@ -162,7 +201,8 @@ def _recorded(run: Path) -> tuple[list[str], bool, str]:
 
 def _found_names(run: Path) -> list[str]:
     """Return the names under which the disks of this node have files that the manifests of `run` list. The name of a
-    file has the hash of its content, so files of other runs are no such files."""
+    file has the hash of its content, so a run that wrote the same file has the same bytes: they are read as well, and
+    removed by that run alone."""
     found = set()
     for disk in _seen(disks_of(run)):
         for file in disk.glob("*/step-*/rank-*-*.*"):
@@ -173,8 +213,10 @@ def _found_names(run: Path) -> list[str]:
     return sorted(name for name in found if _RUN_NAME.fullmatch(name))
 
 
-def _names(run: Path) -> list[str]:
-    return _recorded(run)[0]
+def _names(run: Path) -> tuple[list[str], bool, str]:
+    """Return what `_recorded` does, or what this process keeps."""
+    kept = _kept.get(run.absolute())
+    return (kept, False, "") if kept else _recorded(run)
 
 
 def _run_folders(run: Path, *, own: bool = False) -> list[Path]:
@@ -183,7 +225,7 @@ def _run_folders(run: Path, *, own: bool = False) -> list[Path]:
     disks = disks_of(run)
     if not disks:
         return []
-    names, is_copy, _ = _recorded(run)
+    names, is_copy, _ = _names(run)
     return [disk / name for name in (names[: not is_copy] if own else names) for disk in _seen(disks)]
 
 

@@ -27,6 +27,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles, FileContents, PublishedSave, facts_of
 from ingot.trainer.checkpoint.message import as_error, as_value, pack_json, read_message, unpack_json
 from ingot.trainer.checkpoint.part import RankBlocks
+from ingot.trainer.checkpoint.places import keep_names, kept_names
 from ingot.trainer.checkpoint.tensor_file import FilePart
 
 LOST_WRITER = "E-CKPT-WRITER"
@@ -65,10 +66,11 @@ class WriterProcess:
         self.close()
         # A scheduler may signal every process of a job. The rank decides when its writer ends: by closing the pipe.
         module, root = "ingot.trainer.checkpoint.writer", str(self._folder.root.absolute())
+        names = kept_names(self._folder.root)
         try:
             with signals_blocked(_BLOCKED):
                 self._process = subprocess.Popen(
-                    [sys.executable, "-P", "-m", module, root, str(os.getpid())],
+                    [sys.executable, "-P", "-m", module, root, str(os.getpid()), *names],
                     stdin=subprocess.PIPE,
                     stdout=subprocess.PIPE,
                     pass_fds=self._fds,
@@ -178,9 +180,9 @@ def _frames(pipe: IO[bytes]) -> Iterator[bytes]:
 # -- the process --
 
 
-def main(root: str, rank_pid: str) -> None:
+def main(root: str, rank_pid: str, *names: str) -> None:
     """Answer the requests on standard input until it is closed. rank_pid: the process that started this one; this one
-    ends with it.
+    ends with it. names: of the run on the disks.
     """
     die_with_parent()  # a stopped process cannot see that its pipe was closed
     if os.getppid() != int(rank_pid):
@@ -190,6 +192,7 @@ def main(root: str, rank_pid: str) -> None:
     requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_until_the_rank_is_gone, args=(requests,), daemon=True).start()
     folder = RunFolder(Path(root))
+    keep_names(folder.root, names)
     while True:
         request = json.loads(requests.get())
         more = [requests.get() for _ in range(request["more"])]

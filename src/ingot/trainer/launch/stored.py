@@ -15,6 +15,7 @@ from ingot.theory.rules import recorded_run
 from ingot.trainer.checkpoint.folders import no_checkpoint, remove_leftovers
 from ingot.trainer.checkpoint.manifest import candidate_folders, is_finished, read_manifest, verify_here
 from ingot.trainer.checkpoint.meter import SILENT, Meter
+from ingot.trainer.checkpoint.places import disks_of, name_run, recorded_names, report_damage
 from ingot.trainer.checkpoint.remote import RemoteTier, open_tier
 from ingot.trainer.launch.both_tiers import no_store
 from ingot.trainer.launch.checks import require_model_of_run
@@ -98,13 +99,16 @@ def fetch_checkpoint(
 @contextlib.contextmanager
 def held(folder: RunFolder, tier: RemoteTier | None, say: Callable[[str], None]) -> Iterator[RunLease]:
     """Hold the run within the context against launchers on this machine and on others: by its lock, and by its lease as
-    soon as the caller takes it. Waits until the last holder of the lease is known to be gone.
+    soon as the caller takes it. Waits until the last holder of the lease is known to be gone. A damaged record of the
+    run's names on disks is written again.
 
-    say: called with the line that says why. Raises RunBusyError if the run is training, and the errors of the store.
+    say: called with the lines that say why. Raises RunBusyError if the run is training, and the errors of the store.
     """
     seconds = recorded_run(folder.config).launch.lease_seconds
     with RunLock(folder.lock), RunLease(folder, tier, seconds) as lease:
         lease.wait(say)
+        if disks_of(folder.root) and recorded_names(folder.root)[1]:
+            report_damage(folder, name_run(folder), say)
         yield lease
 
 
