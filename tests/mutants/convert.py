@@ -186,4 +186,28 @@ MUTANTS: list[Mutant] = [
         after='layout.pop("none", None)) is not None',
         tests=(f"{_RESHARDED}::test_a_text_that_is_no_layout_is_refused",),
     ),
+    Mutant(
+        name="dcp-out-settings-of-today",
+        what="an export has the settings of the run file, which the checkpoint was not trained with",
+        file="trainer/convert/dcp_out.py",
+        before='_section(Optim, "optim", manifest.settings)',
+        after="run.optim",
+        tests=(f"{_EXPORT}::test_the_optimizer_of_torch_takes_the_state",),
+    ),
+    Mutant(
+        name="dcp-out-rate-without-the-guard",
+        what="the exported learning rate lacks the factor of the guard's measures",
+        file="trainer/convert/dcp_out.py",
+        before="    lr *= lr_factor(manifest.guard.measures, step, optim.lr)\n",
+        after="",
+        tests=(f"{_EXPORT}::test_the_rate_of_the_last_step_has_the_factor_of_the_guard",),
+    ),
+    Mutant(
+        name="dcp-out-other-optimizer",
+        what="the state of an optimizer that keeps two moments is exported as that of AdamW",
+        file="trainer/convert/dcp_out.py",
+        before='if kind != DEFAULTS["optim.kind"] or kinds != set(_KINDS):',
+        after="if kinds - set(_KINDS):",
+        tests=(f"{_EXPORT}::test_the_state_of_another_optimizer_is_refused",),
+    ),
 ]

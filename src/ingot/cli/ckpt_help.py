@@ -41,6 +41,6 @@ ABOUT = {
     "Face folder, without executing its pickles. The moments of an optimizer are not imported. Removes\n"
     "nothing, and refuses an OUT that exists.",
     "export": "Write the weights of a checkpoint, and with --optimizer the state of AdamW, as a folder of\n"
-    "torch.distributed.checkpoint for torchtitan or a script with FSDP. One tensor is in memory at a time, and each\n"
-    "is read back and compared. Removes nothing, and refuses an OUT that exists.",
+    "torch.distributed.checkpoint for torchtitan or a script with FSDP. Needs a few times the memory of the largest\n"
+    "tensor; each is read back and compared. Removes nothing, and refuses an OUT that exists.",
 }

@@ -9,15 +9,15 @@ torch.distributed.checkpoint.state_dict gives a flat state of AdamW, under "opti
     optimizer.state.NAME.exp_avg         the first moment of the parameter NAME; exp_avg_sq, and step, a scalar
     optimizer.param_groups.NAME.lr       the other settings of torch.optim.AdamW likewise
 
-torch gets tensors without values, and asks for their values one after the other. So one tensor is in memory at a time,
-and the blocks of the checkpoint that it is read from.
+torch gets tensors without values, and asks for their values one after the other. So an export needs a few times the
+memory of the largest tensor: as it is stored, in the other order and dtype, and as it was written.
 """
 
 import warnings
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,12 +25,14 @@ from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from ingot.config import from_dict
 from ingot.errors import EXIT_OK, CheckpointError
 from ingot.hub.arch_config import huggingface_config
 from ingot.hub.config_file import CONFIG
 from ingot.schema.arch import Arch
 from ingot.schema.checkpoint import CheckpointManifest
-from ingot.schema.run import RunConfig
+from ingot.schema.guard_record import lr_factor
+from ingot.schema.run import DEFAULTS, Optim, RunConfig, Schedule
 from ingot.schema.tokens import read_token_manifest
 from ingot.storage import fsync_dir, require_free, write_json
 from ingot.theory.rules import load_run
@@ -50,6 +52,7 @@ from ingot.trainer.optim.schedule import learning_rate
 _OPTIMIZER, _STEP = "optimizer", "step"
 _KINDS = ("exp_avg", "exp_avg_sq", _STEP)
 _SMALL_FILES_BYTES = 16 << 20
+T = TypeVar("T", Optim, Schedule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,10 +109,10 @@ def export_dcp(
     tensor back and compare its bits.
 
     names: "huggingface", or "torchtitan" for a Llama. dtype: of the weights; router biases are float32. optimizer: also
-    write the state of AdamW, in its own dtypes, for which a checkpoint is needed. meter: counts the bytes. Raises
-    UsageError if `out` is not new, or for names or an optimizer that the other side does not have, ConfigError for a
-    model without a Hugging Face class, CheckpointError if the save is damaged or of another model than its run file,
-    ResourceError without enough space.
+    write the state of AdamW, in its own dtypes, with the settings of the last step, for which a checkpoint is needed.
+    meter: counts the bytes. Raises UsageError if `out` is not new, or for names that the other side does not have,
+    ConfigError for a model without a Hugging Face class, CheckpointError if the save is damaged, of another model than
+    its run file or of another optimizer, ResourceError without enough space.
     """
     folder, checkpoint = (find_checkpoint if optimizer else find_weights)(source)
     run = load_run(folder.config)
@@ -129,7 +132,7 @@ def export_dcp(
         state: dict[str, Any] = {name: one.like for name, one in weights.items()}
         if optimizer:
             flat = {name: one.like for name, one in moments.items()}
-            state[_OPTIMIZER] = flat | _settings(run, manifest.step, weights, naming)
+            state[_OPTIMIZER] = flat | _settings(manifest, run, weights, naming)
         meter.begin("writing", size)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # "assuming the intent is to save in a single process": it is
@@ -206,14 +209,16 @@ def _moments(checkpoint: Path, manifest: CheckpointManifest, run: RunConfig, nam
     """Return the name in a flat state of AdamW -> where its values are. Raises CheckpointError for any other."""
     shapes, found = tensor_shapes(run.model), {}
     stored = [name.removeprefix(OPTIM).partition(".") for name in manifest.tensors if name.startswith(OPTIM)]
-    if odd := sorted({kind for kind, _, _ in stored} - set(_KINDS)):
+    kind, kinds = manifest.settings.get("optim.kind", DEFAULTS["optim.kind"]), {kind for kind, _, _ in stored}
+    if kind != DEFAULTS["optim.kind"] or kinds != set(_KINDS):
         raise CheckpointError(
             "E-DCP-OPTIMIZER",
-            f"the optimizer {run.optim.kind!r} keeps {', '.join(odd)} for its parameters",
+            f"the optimizer {kind!r} keeps {', '.join(sorted(kinds)) or 'nothing'} for its parameters",
             rule=f"the exported state is that of torch.optim.AdamW: {', '.join(_KINDS)}",
             fix="leave --optimizer out: the weights alone are exported",
             path=str(checkpoint),
-            kinds=odd,
+            optimizer=kind,
+            kinds=sorted(kinds),
         )
     for ours, shape in shapes.items():
         if ours.endswith(ROUTER_BIAS):
@@ -258,10 +263,15 @@ def _other_model(checkpoint: Path, tensor: str, difference: str) -> CheckpointEr
     )
 
 
-def _settings(run: RunConfig, step: int, weights: Mapping[str, _Source], naming: Naming) -> dict[str, Any]:
-    """Return the settings of torch.optim.AdamW for each parameter, with the learning rate of the last step."""
-    optim = run.optim
-    lr = learning_rate(run.train.steps, optim.lr, run.schedule)(step)
+def _settings(
+    manifest: CheckpointManifest, run: RunConfig, weights: Mapping[str, _Source], naming: Naming
+) -> dict[str, Any]:
+    """Return the settings of torch.optim.AdamW for each parameter, with which the last step was trained: the run file
+    may have changed since then."""
+    step, optim = manifest.step, _section(Optim, "optim", manifest.settings)
+    steps = manifest.settings.get("train.steps", run.train.steps)
+    lr = learning_rate(steps, optim.lr, _section(Schedule, "schedule", manifest.settings))(step)
+    lr *= lr_factor(manifest.guard.measures, step, optim.lr)
     found: dict[str, Any] = {}
     for name, one in weights.items():
         if not one.stored or one.ours.endswith(ROUTER_BIAS) or name in naming.copies:
@@ -276,6 +286,19 @@ def _settings(run: RunConfig, step: int, weights: Mapping[str, _Source], naming:
         group = {key: value for key, value in made.param_groups[0].items() if key != "params"}
         found |= {f"param_groups.{name}.{key}": value for key, value in group.items()}
     return found
+
+
+def _section(kind: type[T], name: str, settings: Mapping[str, Any]) -> T:
+    """Return a section of the run file, from the flat settings of a checkpoint."""
+    own: dict[str, Any] = {}
+    for key, value in settings.items():
+        if key.startswith(f"{name}."):
+            *path, last = key.split(".")[1:]
+            inside = own
+            for part in path:
+                inside = inside.setdefault(part, {})
+            inside[last] = value
+    return from_dict(kind, {each.name: own[each.name] for each in fields(kind) if each.name in own})
 
 
 def _require_written(folder: Path, tensors: Mapping[str, _Source], values: _Values, meter: Meter, size: int) -> None:

@@ -4,6 +4,7 @@ import gc
 import json
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.state_dict import (  # noqa: E402
 )
 
 from ingot.cli.main import main  # noqa: E402
+from ingot.schema.guard_record import LOWER, Measure  # noqa: E402
 from ingot.schema.run_folder import RunFolder  # noqa: E402
 from ingot.theory.rules import load_run  # noqa: E402
 from ingot.trainer.checkpoint.folders import find_weights  # noqa: E402
@@ -28,11 +30,13 @@ from ingot.trainer.checkpoint.reader import read_blocks  # noqa: E402
 from ingot.trainer.checkpoint.state import StateBlock  # noqa: E402
 from ingot.trainer.convert import dcp_out  # noqa: E402
 from ingot.trainer.convert.dcp_out import export_dcp  # noqa: E402
+from ingot.trainer.convert.names import naming_of  # noqa: E402
 from ingot.trainer.export.model_folder import (  # noqa: E402
     TRAINING_ONLY,
     import_huggingface,
     to_huggingface,
 )
+from ingot.trainer.optim.schedule import learning_rate  # noqa: E402
 
 GOLDEN = Path(__file__).parents[3] / "golden"
 
@@ -136,9 +140,12 @@ def module_of(state: dict) -> torch.nn.Module:
 
 
 def test_the_optimizer_of_torch_takes_the_state(run, tmp_path):
-    """torchtitan and scripts load a flat state of AdamW under "optimizer", with the settings of the run."""
+    """torchtitan and scripts load a flat state of AdamW under "optimizer", with the settings of the checkpoint."""
+    config, file = load_run(RunFolder(run).config), RunFolder(run).config
+    later = "lr = 0.001\nbeta1 = 0.5\neps = 0.5\nweight_decay = 0.25"
+    file.write_text(file.read_text().replace("lr = 0.005", later).replace("\nsteps = 6", "\nsteps = 60"))
+    assert (load_run(file).optim.lr, load_run(file).train.steps) == (0.001, 60)
     export_dcp(run, tmp_path / "out", names="torchtitan", optimizer=True)
-    config = load_run(RunFolder(run).config)
     state = torchtitan(config.model, stored(run))
     del state["freqs_cis"]
     model = module_of(state)
@@ -153,7 +160,24 @@ def test_the_optimizer_of_torch_takes_the_state(run, tmp_path):
     assert {float(adamw.state[p]["step"]) for p in parameters.values()} == {4.0}
     groups = [group for group in adamw.param_groups if group["params"]]
     assert {group["betas"] for group in groups} == {(config.optim.beta1, config.optim.beta2)}
-    assert all(0 < group["lr"] < config.optim.lr for group in groups)  # of the step, after the warm-up
+    rate = learning_rate(config.train.steps, config.optim.lr, config.schedule)(4)
+    assert {group["lr"] for group in groups} == {rate} and 0 < rate < config.optim.lr  # after the warm-up
+    assert {group["weight_decay"] for group in groups} <= {0.0, config.optim.weight_decay}
+    assert {group["eps"] for group in groups} == {config.optim.eps}
+
+
+def test_the_rate_of_the_last_step_has_the_factor_of_the_guard(run):
+    config, (_, checkpoint) = load_run(RunFolder(run).config), find_weights(run)
+    manifest = read_manifest(checkpoint)
+    lowered = Measure(action=LOWER, first=3, last=3, found=("loss spike",), lr_factor=0.25, lr_last=4)
+    naming = naming_of(config.model, "torchtitan")
+    weights = dcp_out._weights(checkpoint, manifest, config.model, naming, torch.float32)
+    rates = []
+    for measures in ((), (lowered,)):
+        now = replace(manifest, guard=replace(manifest.guard, measures=measures))
+        settings = dcp_out._settings(now, config, weights, naming)
+        rates.append({value for name, value in settings.items() if name.endswith(".lr")})
+    assert rates[1] == {0.25 * rate for rate in rates[0]} and len(rates[0]) == 1
 
 
 def test_weights_with_the_optimizer_are_imported_without_it(run, tmp_path):
@@ -223,7 +247,13 @@ def test_names_and_optimizers_that_the_other_side_lacks(tmp_path, capsys):
     reported(capsys.readouterr().out, "E-CONVERT-FOLDER", path=str(tmp_path / "out"))
 
 
-def test_the_state_of_another_optimizer_is_refused(run, tmp_path, monkeypatch):
-    monkeypatch.setattr(dcp_out, "_KINDS", ("exp_avg", "step"))
-    with refused("E-DCP-OPTIMIZER", kinds=["exp_avg_sq"]):
-        export_dcp(run, tmp_path / "out", optimizer=True)
+@pytest.mark.parametrize(("kind", "left_out"), [("lamb", ""), ("lion", ".exp_avg_sq."), ("adamw", ".exp_avg_sq.")])
+def test_the_state_of_another_optimizer_is_refused(run, kind, left_out):
+    """Also one that keeps tensors of the same names, or fewer."""
+    config, (_, checkpoint) = load_run(RunFolder(run).config), find_weights(run)
+    manifest = read_manifest(checkpoint)
+    tensors = {name: entry for name, entry in manifest.tensors.items() if not left_out or left_out not in name}
+    other = replace(manifest, tensors=tensors, settings=manifest.settings | {"optim.kind": kind})
+    kinds = ["exp_avg", "step"] if left_out else ["exp_avg", "exp_avg_sq", "step"]
+    with refused("E-DCP-OPTIMIZER", optimizer=kind, kinds=kinds):
+        dcp_out._moments(checkpoint, other, config, naming_of(config.model, "huggingface"))
