@@ -22,6 +22,7 @@ from ingot.storage import disk_full, is_full
 from ingot.units import counted
 
 _MOST_WAITING = 4 << 20  # bytes of events that wait for room
+_FIRST_BLOCK = 64 << 10  # bytes from the end of a log that are read first
 
 
 class EventLog:
@@ -120,6 +121,27 @@ def read_events(path: Path, *kinds: str) -> Iterator[dict]:
                 continue
             if not kinds or (isinstance(event, dict) and event.get("kind") in kinds):
                 yield event
+
+
+def read_events_back(path: Path, *kinds: str) -> Iterator[dict]:
+    """Yield the events of `path` of these kinds, the newest first, and read no more of the log than that takes. Torn
+    lines are skipped."""
+    if not path.exists():
+        return
+    marks = tuple(json.dumps(kind).encode() for kind in kinds)
+    with path.open("rb") as file:
+        begin, block, rest = file.seek(0, os.SEEK_END), _FIRST_BLOCK, b""
+        while begin:
+            end, begin = begin, max(begin - block, 0)
+            block *= 2  # or a line that is longer than a block would be copied many times
+            file.seek(begin)
+            first, *lines = (file.read(end - begin) + rest).split(b"\n")
+            rest = first
+            for line in reversed(lines if begin else [first, *lines]):
+                if any(mark in line for mark in marks):
+                    event = _event_of(line)
+                    if event is not None and event["kind"] in kinds:
+                        yield event
 
 
 class NewEvents:

@@ -49,7 +49,7 @@ CALLBACKS.register(CallbackPart(name="spoil", make=Spoil))
 @pytest.mark.slow
 def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
     """After a stop and after a kill the newest one, however young it is; after an end because of the numbers the newest
-    that had enough good steps before that, and a line has the reason."""
+    that had enough steps before that, and a line has the reason."""
     root = project.root / "choice"
     root.mkdir()
     (root / "spoils.py").write_text(SPOILS)
@@ -61,17 +61,17 @@ def test_the_checkpoint_that_a_start_takes(project: Project) -> None:
     own = Project(root)
     own.train("run", "--until-step", "30", code=10)
     folder, run = own.folder("run"), str(own.folder("run").root)
-    assert "young: 0 of the 8 good steps" in own.ingot("status", run)
+    assert "young: 0 of the 8 steps" in own.ingot("status", run)
     ended = own.train("run", SPOIL="45", code=93)
     assert "resume    step 30: it is the newest, and in no doubt" in ended and "E-LOSS-EXPLODED" in ended
-    assert "young: 0 of the 8 good steps" in ended
+    assert "young: 0 of the 8 steps" in ended
     (end,) = read_measures(folder.guard)
     assert (end.action, end.first, end.proven_to) == (FAILED, 46, 36)
     listed = own.ingot("ckpt", "ls", run)
-    assert "health    proven: 20, 30; unproven: 40" in listed and "step 30: 8 good steps" in listed
+    assert "health    proven: 20, 30; unproven: 40" in listed and "step 30: 8 steps" in listed
     again = own.train("run", "--until-step", "61", code=10)
     assert "resume    step 30: it is the newest without doubt; not step 40: only 5 steps of training" in again
-    assert "proven: 8 good steps and more after it" in again
+    assert "proven: 8 steps and more after it" in again
     process = own.start("run")
     own.wait_for_step("run", 64, process, seconds=240)
     for pid in (*workers_of(folder), process.pid):

@@ -36,8 +36,8 @@ MUTANTS: list[Mutant] = [
         name="proven-one-step-late",
         what="retention keeps a checkpoint that is proven, but for trouble in the step before the next",
         file="trainer/checkpoint/retention.py",
-        before="proven = newest - 1 - proven_steps",
-        after="proven = newest - proven_steps",
+        before="proven_to(newest + 1, proven_steps, 0)",
+        after="proven_to(newest + 2, proven_steps, 0)",
         tests=(f"{_RETENTION}::test_a_run_always_has_a_proven_checkpoint_to_go_back_to",),
     ),
     Mutant(

@@ -64,10 +64,10 @@ MUTANTS: list[Mutant] = [
     ),
     Mutant(
         name="skipped-steps-prove",
-        what="steps whose updates were skipped count as good ones after a checkpoint",
+        what="a row of skipped updates at the end of the log counts as steps that prove a checkpoint",
         file="trainer/checkpoint/health.py",
-        before='line.difference_update(event["steps"])',
-        after="pass",
+        before="    while first - 1 in skipped:",
+        after="    while False:",
         tests=("tests/unit/trainer/checkpoint/test_health.py",),
     ),
     Mutant(
@@ -239,7 +239,7 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="back-past-a-change",
         what="the run goes back to before an accepted change whose updates hurt, and the change holds for more steps",
-        file="trainer/guard/ladder.py",
+        file="schema/guard_record.py",
         before="return max(proven, changed_after) if changed_after < first - 1 else proven",
         after="return proven",
         tests=(f"{_LADDER}::test_the_run_goes_back_to_an_accepted_change_not_behind_it",),

@@ -33,7 +33,7 @@ class Measure:
     """A measure that was taken because updates of the steps first..last were skipped: those of a row, or a share.
 
     skipped: how many of these updates were skipped, if it was a share; 0: it was a row, so no other was between them.
-    found: the kinds of what was found in them. proven_to: the last step that had guard.proven_steps good steps after it
+    found: the kinds of what was found in them. proven_to: the last step that had guard.proven_steps steps after it
     when the trouble began: weights of later ones are in doubt. With "earlier" and "lower", `first` is one step earlier.
     lr_factor, clip_factor, lr_last: with "lower", the factors of the learning rate and of the limit of the gradient
     norm from step `first` to `lr_last`. lr: optim.lr when the measure was taken, 0 if the record does not have it. The
@@ -153,7 +153,7 @@ def passed_steps(measures: Sequence[Measure]) -> list[StepSpan]:
 @dataclass(frozen=True)
 class Doubt:
     """A doubt about the weights of a checkpoint. A run continues from the newest checkpoint with the smallest `grade`:
-    0 (none), UNPROVEN (too few good steps followed before there was trouble) or SUSPECT. reason: for people."""
+    0 (none), UNPROVEN (too few steps followed before there was trouble) or SUSPECT. reason: for people."""
 
     grade: int = 0
     reason: str = ""
@@ -179,6 +179,17 @@ def doubt(measures: Sequence[Measure], step: int, saved: Sequence[Measure]) -> D
             UNPROVEN, f"only {first - step - 1} steps of training followed before trouble from step {first} on"
         )
     return NO_DOUBT
+
+
+def proven_to(first: int, proven_steps: int, changed_after: int) -> int:
+    """Return up to which step a checkpoint has guard.proven_steps of training before trouble from step `first` on.
+
+    The step before counts as trouble. An update with changed settings between a checkpoint and the trouble is the cause
+    to look for: the run does not go back to before the change, where the change would hold for more steps.
+    changed_after: the step after which the newest accepted change holds; 0: there is none.
+    """
+    proven = max(first - 2 - proven_steps, 0)
+    return max(proven, changed_after) if changed_after < first - 1 else proven
 
 
 def back_to(path: Path, state: GuardState | None = None, proven_steps: int = 0) -> tuple[int, ...]:

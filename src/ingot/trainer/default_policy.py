@@ -11,10 +11,10 @@ from ingot.errors import RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.accepted import command_with_rate, rate_to_try
 from ingot.schema.checkpoint import Health
-from ingot.schema.guard_record import FAILED, GuardState, Measure, with_those_of
+from ingot.schema.guard_record import FAILED, GuardState, Measure, proven_to, with_those_of
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.exploded import LossLimit
-from ingot.trainer.guard.ladder import Ladder, proven_to
+from ingot.trainer.guard.ladder import Ladder
 from ingot.trainer.guard.step_judge import KINDS, LOSS_NOT_FINITE, NORM_NOT_FINITE
 from ingot.trainer.resilience.policy import StepResult
 
@@ -98,7 +98,7 @@ class DefaultPolicy:
             raise
 
     def _record_end(self, error: RunFailed) -> None:
-        """Record that the run ends because of its numbers: checkpoints with too few good steps before that are in doubt
+        """Record that the run ends because of its numbers: checkpoints with too few steps before that are in doubt
         at the next start. The same end once more, after such a start, puts no others in doubt."""
         if self._record is None or error.code not in _FOUND:
             return

@@ -71,8 +71,12 @@ def last_change(manifest: CheckpointManifest, changes: Iterable[SettingChange]) 
     """
     if any(changes_updates(one.key) for one in changes):
         return manifest.step
-    earlier = manifest.accepted or ()
-    return max((one.step for one in earlier if any(map(changes_updates, one.changes))), default=0)
+    return last_recorded_change(manifest.accepted or ())
+
+
+def last_recorded_change(records: Iterable[AcceptedChanges]) -> int:
+    """Return the step after which the newest change of the updates in `records` holds; 0: there is none."""
+    return max((one.step for one in records if any(map(changes_updates, one.changes))), default=0)
 
 
 def record_for(

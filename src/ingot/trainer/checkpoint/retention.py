@@ -2,6 +2,8 @@
 
 from collections.abc import Callable, Iterable
 
+from ingot.schema.guard_record import proven_to
+
 
 def retained(
     steps: Iterable[int],
@@ -27,7 +29,7 @@ def retained(
     kept = {False: 0, True: 0}  # whether suspect -> number
     ordered = sorted(steps, reverse=True)
     newest = next((one for one in ordered if not is_suspect(one) and is_sound(one)), 0) if proven_steps else 0
-    proven = newest - 1 - proven_steps
+    proven = proven_to(newest + 1, proven_steps, 0)
     waits = next((one for one in reversed(ordered) if one > proven and not is_suspect(one) and is_sound(one)), 0)
     waits = waits if proven_steps else 0
     wanted = {last: f"the newest up to step {last}: the guard found trouble after it" for last in back_to}

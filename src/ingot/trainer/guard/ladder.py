@@ -32,6 +32,7 @@ from ingot.schema.guard_record import (
     GuardState,
     Measure,
     RetrainVerdict,
+    proven_to,
     with_those_of,
 )
 from ingot.schema.run_folder import RunFolder
@@ -245,17 +246,6 @@ class Ladder:
         self._judge.restore(state.losses, state.norms)
         if new_window:
             self._judge.forget()
-
-
-def proven_to(first: int, proven_steps: int, changed_after: int) -> int:
-    """Return up to which step a checkpoint has guard.proven_steps of training before trouble from step `first` on.
-
-    The step before counts as trouble. An update with changed settings between a checkpoint and the trouble is the cause
-    to look for: the run does not go back to before the change, where the change would hold for more steps.
-    changed_after: the step after which the newest accepted change holds; 0: there is none.
-    """
-    proven = max(first - 2 - proven_steps, 0)
-    return max(proven, changed_after) if changed_after < first - 1 else proven
 
 
 def explanation(folder: RunFolder, measure: Measure) -> str:

@@ -16,7 +16,7 @@ from ingot.trainer.checkpoint import pins
 from ingot.trainer.checkpoint.absent import AbsentFiles, absent_files
 from ingot.trainer.checkpoint.fence import TOO_LATE
 from ingot.trainer.checkpoint.folders import no_checkpoint
-from ingot.trainer.checkpoint.health import CheckpointHealth, good_steps, guard_of, health_of
+from ingot.trainer.checkpoint.health import CheckpointHealth, guard_of, health_of, position_of
 from ingot.trainer.checkpoint.manifest import MANIFEST, ListedCheckpoint, list_checkpoints
 from ingot.trainer.checkpoint.resumable import judged_checkpoints
 from ingot.trainer.checkpoint.stored import StoredCheckpoint
@@ -114,9 +114,7 @@ def list_run(path: Path) -> Listing:
     pinned = pins.pinned_steps(folder) | store.pinned
     times = _verified_times(folder)
     resumes = resume_step(local[FULL], store, [step for step, files in absent.items() if files.lost])
-    guard = guard_of(folder)
-    steps = [one.step for one in (*local[FULL], *store.saves[FULL])]
-    good = good_steps(folder, steps, guard.proven_steps)
+    guard, position = guard_of(folder), position_of(folder)
     saves = []
     for kind in KINDS:
         disk, there = {one.step: one for one in local[kind]}, {one.step: one for one in store.saves[kind]}
@@ -127,7 +125,7 @@ def list_run(path: Path) -> Listing:
                 disk.get(step),
                 there.get(step),
                 times,
-                lambda one: health_of(one.manifest, one.doubt, good[one.step], guard) if one.manifest else None,
+                lambda one: health_of(one.manifest, one.doubt, position, guard) if one.manifest else None,
                 absent=missing.get(step),
                 pinned=step in marked,
                 resumes=step == here,
@@ -175,17 +173,17 @@ def _save(
     pinned: bool,
     resumes: bool,
 ) -> ListedSave:
-    step = next(one.step for one in (disk, store) if one)
-    manifests = [one.manifest for one in (disk, store) if one and one.manifest]
-    manifest = manifests[0] if manifests else None
+    tiers = sorted((one for one in (disk, store) if one), key=lambda one: one.manifest is None)
+    manifest = tiers[0].manifest  # of the first tier that has one
+    step = tiers[0].step
     return ListedSave(
         step=step,
         kind=kind,
         tokens=manifest.tokens if manifest else None,
         layout=dict(manifest.layout) if manifest else None,
         pinned=pinned,
-        doubt=next(one.doubt.reason for one in (disk, store) if one),
-        health=next(health(one) for one in (disk, store) if one) if kind == FULL else None,
+        doubt=tiers[0].doubt.reason,
+        health=health(tiers[0]) if kind == FULL else None,
         resumes_here=resumes,
         disk=_on_disk(disk, times.get(("disk", kind, step)), absent) if disk else None,
         store=_in_store(store, times.get(("store", kind, step))) if store else None,

@@ -52,7 +52,7 @@ def test_one_table_for_both_tiers(run, capsys):
     assert main(["ckpt", "ls", str(run.root)]) == 0
     header, *rows, states, health, store = capsys.readouterr().out.splitlines()
     assert states == "health    young: 10, 20, 30"
-    assert health == "          step 30: 0 of the 8 good steps after it that prove it"
+    assert health == "          step 30: 0 of the 8 steps after it that prove it"
     assert tuple(header.split()) == ckpt_ls.HEADER
     cells = [row.split() for row in rows]
     assert [(c[0], c[1], c[2], " ".join(c[3:7]), c[11], " ".join(c[12:])) for c in cells] == [
@@ -62,6 +62,12 @@ def test_one_table_for_both_tiers(run, capsys):
         ("30", "3k", "weights", "dp 2 tp 2", "disk", ""),
     ]
     assert store.startswith("store     file://")
+
+
+def test_a_damaged_manifest_on_the_disk_hides_nothing_that_the_store_knows(run):
+    (run.checkpoint(20) / "manifest.json").write_bytes(b"{")
+    save = by_step(run)[0][20, "full"]
+    assert save.disk.damage and save.tokens == 2000 and save.health is not None
 
 
 def test_the_facts_have_stable_names(run, capsys):
