@@ -113,8 +113,8 @@ count from 1: step n is the n-th optimizer step.
                  else last seen), detected_by ("supervisor", "watchdog"), evidence (path in the run folder; "": none),
                  seconds (since a rank last made progress; null: the rank ended)
                                                                       a rank was lost, or an error ended the attempt
-  node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid (of its launcher), started (of
-                 one that leads or joined: the start of its launcher, in Unix seconds), node (its number in the job;
+  node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid, started (of its launcher, in
+                 Unix seconds; older logs have it of one that leads or joined alone), node (its number in the job;
                  null: none yet), reason (of a loss, or why the leader steps down), address, leader_address (of one
                  that joined: the two ends of its connection, whose network the ranks use; the loopback address on the
                  leader's machine)                                    a machine of a job on several. The

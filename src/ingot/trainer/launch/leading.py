@@ -14,6 +14,7 @@ from ingot.schema.launch import Launch
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.checkpoint.resumable import resume_step
 from ingot.trainer.interrupts import PendingSignals
+from ingot.trainer.launch.handover import STARTED
 from ingot.trainer.launch.job_here import JobHere
 from ingot.trainer.launch.job_on_nodes import JobOnNodes
 from ingot.trainer.launch.layouts import Layouts
@@ -48,7 +49,7 @@ def leading(
                 yield running
         except (RunBusyError, NodeUnhealthy) as error:
             if isinstance(error, NodeUnhealthy):
-                own = {"host": node_name(), "pid": os.getpid(), "node": 0}
+                own = {"host": node_name(), "pid": os.getpid(), "started": STARTED, "node": 0}
                 log.write(events.NODE, action="drained", reason=error.found, **own)
             # Another launcher leads, or will; not if too few machines are sound.
             running.part(None, error if error.code == "E-NODES-UNFIT" else None)
@@ -75,7 +76,7 @@ def record_lost_leader(folder: RunFolder, record: Callable[..., None], say: Call
     for event in read_events(folder.events, events.NODE, events.PROGRESS, *_ATTEMPTS):
         if event["kind"] == events.NODE:
             leads = event if event["action"] == "leads" else leads
-            own = leads is not None and (event["host"], event["pid"]) == (leads["host"], leads["pid"])
+            own = leads is not None and events.launcher_of(event) == events.launcher_of(leads)
             begun = begun and not (own and event["action"] in ("steps_down", "drained"))  # it is there, without ranks
             continue
         newest = event["time"]
@@ -87,7 +88,8 @@ def record_lost_leader(folder: RunFolder, record: Callable[..., None], say: Call
         return
     seconds = max(time.time() - newest, 0.0)  # the clocks of two machines may differ
     cause = f"was lost with the leader, {leads['host']} (process {leads['pid']})"
-    record(events.NODE, host=leads["host"], pid=leads["pid"], action="lost", node=0, reason="another node leads")
+    who = {name: leads[name] for name in ("host", "pid", "started") if name in leads}  # older logs lack the start
+    record(events.NODE, **who, action="lost", node=0, reason="another node leads")
     record(
         events.FAULT,
         rank=0,

@@ -36,15 +36,17 @@ _RETRY_SECONDS = 0.1
 
 @dataclass
 class Node:
-    """Another node, with `host` as its name. number: its place in the job, None for a spare. attempt: the newest that
-    it takes part in. done: its ranks have ended. ready: it has imported what ranks need. ended: the newest attempt of
-    which it has no process any more, but those of the ranks `kept`. hang: by its watchdog. facts: about the end of its
-    ranks (JobHere.facts). sickness: of its machine. answered: the number of a question, and what its ranks answered.
-    checked: the number of a request of a check (checking.py), and what was measured."""
+    """Another node, with `host` as its name. pid, started: of its launcher. number: its place in the job, None for a
+    spare. attempt: the newest that it takes part in. done: its ranks have ended. ready: it has imported what ranks
+    need. ended: the newest attempt of which it has no process any more, but those of the ranks `kept`. hang: by its
+    watchdog. facts: about the end of its ranks (JobHere.facts). sickness: of its machine. answered: the number of a
+    question, and what its ranks answered. checked: the number of a request of a check (checking.py), and what was
+    measured."""
 
     link: Link
     host: str = ""
     pid: int = 0
+    started: float = 0.0
     number: int | None = None
     attempt: int = -1
     done: bool = True
@@ -155,7 +157,8 @@ class Nodes:
         if node in self._nodes:
             self._nodes.remove(node)
             if node.host:
-                self._record(events.NODE, host=node.host, pid=node.pid, action=action, node=node.number, reason=why)
+                who = {"host": node.host, "pid": node.pid, "started": node.started}
+                self._record(events.NODE, **who, action=action, node=node.number, reason=why)
                 self._gone.append((node, why))
 
     def wait(self, seconds: float, *others: int) -> None:
@@ -253,7 +256,7 @@ class Nodes:
         node.link.send(accepted=dict(self._terms))
         if node.link.closed:  # it gave up before it was heard, and comes again
             return
-        node.host, node.pid = host, pid
+        node.host, node.pid, node.started = host, pid, who["started"]
         way = {"address": node.link.other_host, "leader_address": node.link.own_host}
         self._record(events.NODE, **who, action="joined", node=None, reason="", **way)
         spares = len(self._nodes) - (self._launch.nodes - 1)

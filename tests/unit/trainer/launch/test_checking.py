@@ -21,6 +21,7 @@ from ingot.trainer.fleet import rounds
 from ingot.trainer.launch import checking, health
 from ingot.trainer.launch.handover import STARTED, earlier_job
 from ingot.trainer.launch.job_here import JobHere
+from ingot.trainer.launch.leading import record_lost_leader
 
 Cluster, cluster = test_nodes.Cluster, test_nodes.cluster
 _LONG = 30.0
@@ -408,3 +409,13 @@ def test_the_next_leader_has_the_restarts_that_are_left(cluster):
     _wait(lambda: len(list(read_events(cluster.folder.events, events.RANK_STARTED))) == 6)
     cluster.fail(1, "die")
     assert _codes(cluster) == {"a": "killed", "b": "E-RUN-RESTARTS", "c": "E-RUN-RESTARTS"}
+
+
+@pytest.mark.parametrize(("action", "lost"), [("drained", []), ("lost", [("a", 7, 97.0)])])
+def test_the_next_leader_records_a_lost_one_unless_it_is_there_under_another_name(tmp_path, action, lost):
+    folder = RunFolder(tmp_path)
+    _log(folder, _node("leads", "a"), BEGAN, _node(action, "renamed", started=97.0))
+    with EventLog(folder.events) as log:
+        record_lost_leader(folder, log.write, lambda line: None)
+    written = list(read_events(folder.events, events.NODE))[2:]
+    assert [(event["host"], event["pid"], event["started"]) for event in written] == lost
