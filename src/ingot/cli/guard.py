@@ -80,7 +80,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     status = read_status(args.run)
     measures, alive = read_measures(folder.guard), is_locked(folder.lock)
     question, until = question_of_waiting(folder) or (None, 0.0)
-    if until < time.time():  # a wait that was killed leaves its question
+    if until < time.time() or not alive:  # a wait that was killed leaves its question
         until, question = None, None if alive else open_question(folder, measures)
     for one in measures:
         terminal.say(f"{one.action:9} {described(one)}")

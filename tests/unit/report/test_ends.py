@@ -15,6 +15,7 @@ from ingot.schema.guard_answer import write_question
 from ingot.schema.guard_record import STOP, Measure, write_measures
 from ingot.schema.run import Data, RunConfig, Train
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.resilience.lock import RunLock
 
 
 @pytest.fixture
@@ -94,4 +95,8 @@ def test_a_run_that_has_stopped_takes_no_stop_and_withdraws_an_answer(folder, ca
     assert f"ingot guard {folder.root} --take lower" in capsys.readouterr().out.splitlines()[-1]
     until = time.time() + 60  # while the run waits
     write_question(folder.guard_question, Measure(action=STOP, first=90, last=92, found=("loss spike",)), until)
-    assert main(stop) == 0 and folder.guard_answer.exists()
+    with RunLock(folder.lock):
+        assert main(stop) == 0 and folder.guard_answer.exists()
+        assert "stop at once" in capsys.readouterr().out
+    folder.guard_answer.unlink()
+    assert main(stop) == 2 and "E-GUARD-HAS-STOPPED" in capsys.readouterr().err  # it was killed meanwhile

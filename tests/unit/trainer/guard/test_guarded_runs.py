@@ -25,6 +25,7 @@ from ingot.trainer.checkpoint.manifest import list_checkpoints
 from ingot.trainer.loader.ledger import of_step, read_ledger
 from ingot.trainer.loader.reader import Windows
 from ingot.trainer.optim.schedule import learning_rate
+from ingot.trainer.resilience.lock import RunLock
 from ingot.trainer.resilience.stop_requests import StopRequest, StopRequests
 from ingot.trainer.step import train_step
 from ingot.watch.chapters import head
@@ -350,7 +351,8 @@ def test_a_person_chooses_the_measure(fork_ranks, make_run, capsys):
         def rank_of(rank, world):
             def say(line):
                 if rank == 0 and answers and "Waiting until" in line:
-                    assert main(["guard", str(folder.root), "--take", "pass"]) == 0
+                    with RunLock(folder.lock):  # a launcher holds it
+                        assert main(["guard", str(folder.root), "--take", "pass"]) == 0
 
             hurting = lambda parts, batch, lr: train_step(  # noqa: E731
                 parts, shuffled(batch) if batch.step in bad else batch, lr
