@@ -5,8 +5,9 @@ kind requires are counted in `unreadable_events` and not used.
 """
 
 import json
+from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,7 +64,8 @@ class RunData:
     not go back from. valid_step: the last step that it did not go back from. newest_line: the last log line, valid or
     not. metrics: (callback, or "loss" for loss
     terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
-    findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. timeline: these, and all others that
+    findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. passed_steps: in order, those of the
+    `passed` events that the run did not go back from. timeline: these, and all others that
     have an entry in it (timeline.py), in the order of the log; a `rolled_back` event also has the loss of its `to_step`
     at that time, and (step, loss) of the first step from its `from_step` on that was trained after it, None while
     unknown. sanity: the `sanity` events. ranges: the last
@@ -107,6 +109,7 @@ class RunData:
     vetoes: list[dict] = field(default_factory=list)
     roll_backs: list[dict] = field(default_factory=list)
     passed: list[dict] = field(default_factory=list)
+    passed_steps: list[int] = field(default_factory=list)
     measures: list[dict] = field(default_factory=list)
     findings: list[dict] = field(default_factory=list)
     timeline: list[dict] = field(default_factory=list)
@@ -132,14 +135,21 @@ class RunData:
 
     def trained_between(self, before: int, step: int) -> int:
         """Return how many of the steps before+1..step were trained: their data were not passed."""
-        passed = {one for event in self.passed for one in event["steps"] if before < one <= step}
-        return step - before - len(passed)
+        return step - before - (bisect_right(self.passed_steps, step) - bisect_right(self.passed_steps, before))
+
+    def pass_steps(self, steps: Iterable[int]) -> None:
+        """Take in that the data of these steps were passed."""
+        for step in steps:
+            place = bisect_left(self.passed_steps, step)
+            if self.passed_steps[place : place + 1] != [step]:
+                self.passed_steps.insert(place, step)
 
     def go_back(self, step: int) -> None:
         """Drop the log lines of steps after `step`, and mark their evaluations and samples as void: the run is there
         again."""
         self.valid_step = min(self.valid_step, step)
         drop_after(self.progress, step)
+        del self.passed_steps[bisect_right(self.passed_steps, step) :]
         if self.finished and self.finished["step"] > step:
             self.finished = None
         for event in (*self.evaluations, *self.samples, *self.task_scores):
@@ -325,6 +335,8 @@ class EventReader:
         if kind in (kinds.ROLLED_BACK, kinds.RUN_STARTED):
             data.go_back(event["to_step" if kind == kinds.ROLLED_BACK else "from_step"])
             data.stopped = None
+        if kind == kinds.PASSED:
+            data.pass_steps(event["steps"])
         if kind in self._lists:
             self._lists[kind].append(event)
         elif is_passed_line(event):

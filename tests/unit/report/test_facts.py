@@ -431,3 +431,12 @@ def test_the_last_event_of_a_step_counts(drilled_run, logs):
 )
 def test_layouts_in_words(layout, text):
     assert degrees_text(layout) == text
+
+
+def test_passed_steps_that_the_run_went_back_from_are_trained_later(tmp_path):
+    data = RunData(folder=RunFolder(tmp_path))
+    data.pass_steps([4, 5])
+    data.pass_steps([9, 5])
+    assert [data.trained_between(*between) for between in ((3, 10), (4, 9), (5, 8))] == [4, 3, 3]
+    data.go_back(5)
+    assert data.trained_between(3, 10) == 5
