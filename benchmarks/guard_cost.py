@@ -1,9 +1,10 @@
 """The CPU seconds of all that [guard] adds at its defaults, relative to a training step, on two copies of a model.
 
 In every round a rank trains a step, and does what each guard does once: judges the step; looks at the range of its
-gradient and at its alerts; hashes the state and compares it; and, as before a save, hashes it, compares it, hashes it
-again after the copy, and scores the held-out batch. Each is counted as often as a run with the defaults does it: the
-judgment in each step, a log line in ten steps, the range in one of `precision_every`, hashes in one of `hash_every`. In
+gradient and at its alerts; hashes a sample of the rank's own gradients, which a step does while it reduces them; hashes
+the state and compares it; and, as before a save, hashes it, compares it, hashes it again after the copy, and scores the
+held-out batch. Each is counted as often as a run with the defaults does it: the judgment and the sample in each step, a
+log line in ten steps, the range in one of `precision_every`, hashes of the state in one of `hash_every`. In
 an hour, there is one full save with its batch, and five of the weights alone: an hour is as many steps as fit into it
 by their CPU seconds. The sum of the medians is divided by the median step. A full save every 100 steps is given
 besides, because `sanity_every` is the shortest interval of the batch.
@@ -35,12 +36,13 @@ from ingot.trainer.guard.alerts import AlertWatch
 from ingot.trainer.guard.gradient_range import GradientRange
 from ingot.trainer.guard.sanity import SANITY_ROWS
 from ingot.trainer.heldout import Heldout, SourceText
+from ingot.trainer.integrity.samples import GradientSamples
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.step import train_step
 
 HOUR, SAVES_AN_HOUR, FULL_AN_HOUR, LINE = 3600, 6, 1, 10
 _WARM_UP = 5  # the first steps allocate
-PARTS = ("judgment", "alerts", "range", "check", "save", "batch")
+PARTS = ("judgment", "alerts", "range", "samples", "check", "save", "batch")
 
 
 def main() -> None:
@@ -69,7 +71,9 @@ def shares(seconds: dict[str, list[float]]) -> dict[str, object]:
         [one / every for one in seconds[part]]
         for part, every in (("judgment", 1), ("alerts", LINE), ("range", guard.precision_every))
     ]
-    hashes = [one / guard.hash_every for one in seconds["check"]]
+    hashes = [
+        check / guard.hash_every + sample for check, sample in zip(seconds["check"], seconds["samples"], strict=True)
+    ]
     return {
         "CPU seconds": {part: round(statistics.median(each), 6) for part, each in seconds.items()},
         "steps and alerts": ratio_in_percent(judged, steps),
@@ -78,6 +82,17 @@ def shares(seconds: dict[str, list[float]]) -> dict[str, object]:
         "all": ratio_in_percent([*judged, hashes, hourly], steps),
         "all, with a full save every 100 steps": ratio_in_percent([*judged, hashes, often], steps),
     }
+
+
+class TimedSamples(GradientSamples):
+    """Samples of the gradients. seconds: the CPU time that they took in the steps so far."""
+
+    seconds = 0.0
+
+    def take(self, number: int, gradients: torch.Tensor) -> None:
+        began = time.process_time()
+        super().take(number, gradients)
+        self.seconds += time.process_time() - began
 
 
 def measure(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
@@ -95,6 +110,7 @@ def measure(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
     parts = build_parts(run, torch.device("cpu"), Path())
     judge, hashes = parts.step_judge, StateHashes(parts.state, parts.model.data.published(), parts.mesh, 1)
     assert judge is not None
+    samples = TimedSamples(parts.model.data, torch.device("cpu"))
     shards = parts.model.shards
     measured = GradientRange(shards, arch.num_layers, torch.bfloat16, 1, tied=arch.tied_embeddings)
     watch = AlertWatch(run, shards, measured, None, lambda *_, **__: None, is_first=rank == 0)
@@ -104,9 +120,12 @@ def measure(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
     for step in range(1, rounds + _WARM_UP + 1):
         ids = torch.randint(0, arch.vocab_size, (1, own, seq_len + 1))
         micro_batches = SimpleNamespace(step=step, inputs=ids[..., :-1], targets=ids[..., 1:], document_ids=None)
-        results = []
+        results, sampled = [], samples.seconds
         spent = {"step": timed(lambda: results.append(train_step(parts, micro_batches, 1e-4)))}  # noqa: B023
         (result,) = results
+        sampled = samples.seconds - sampled
+        spent["step"] -= sampled
+        spent["samples"] = sampled + timed(lambda: samples.reduced(step, result.loss))  # noqa: B023
         loss, norm = float(result.loss), float(result.grad_norm)
         line = [StepNumbers(LINE * step + i, loss, norm, skipped=False) for i in range(LINE)]
         spent["judgment"] = timed(lambda: _judge(judge, result))  # noqa: B023

@@ -18,10 +18,11 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
 from pathlib import Path
+from queue import Empty, Queue
 
 from ingot.drill.oracles import Verdicts
 
@@ -31,6 +32,7 @@ from .row import Row, carry_out
 from .table import CASES, RESTORES, cases_of, restores_of, table_of, with_all_points
 
 PAGE = ROOT / "docs" / "reliability.md"
+_LOOK_SECONDS = 0.2
 
 
 def main(arguments: list[str]) -> int:
@@ -110,8 +112,8 @@ def main(arguments: list[str]) -> int:
 
 
 def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: int) -> Iterator[dict]:
-    """Play rows with their seeds, in a number of processes. Yields the lines as they come, of several processes row by
-    row: the undisturbed runs of a row serve all of its seeds."""
+    """Play rows with their seeds, in a number of processes. Yields the lines as they come. One process plays all seeds
+    of a row, whose undisturbed runs serve them; if it ends, those that it has not played are red."""
     if workers == 1:
         with Bench() as bench:
             bench.all_points = all_points
@@ -120,17 +122,36 @@ def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: int) -> I
     seeds: dict[str, list[int]] = {}
     for row, seed in to_play:
         seeds.setdefault(row.id, []).append(seed)
-    with ProcessPoolExecutor(workers, get_context("fork")) as pool:
-        for done in as_completed([pool.submit(play_row, *item, all_points) for item in seeds.items()]):
-            yield from done.result()
+    context = get_context("fork")
+    with context.Manager() as manager, ProcessPoolExecutor(workers, context) as pool:
+        lines: Queue[dict] = manager.Queue()
+        playing = {pool.submit(play_row, name, of, all_points, lines): name for name, of in seeds.items()}
+        while playing or not lines.empty():
+            try:
+                line = lines.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                for done in [one for one in playing if one.done() and lines.empty()]:
+                    name, error = playing.pop(done), done.exception()
+                    yield from (red_line(name, seed, error) for seed in seeds[name] if error)
+                continue
+            seeds[line["id"]].remove(line["seed"])
+            yield line
 
 
-def play_row(name: str, seeds: list[int], all_points: int) -> list[dict]:
-    """Play the row `name` with these seeds on a bench of its own."""
+def play_row(name: str, seeds: list[int], all_points: int, lines: "Queue[dict]") -> None:
+    """Play the row `name` with these seeds on a bench of its own, and put each line into `lines` at once."""
     row = next(row for row in ALL if row.id == name)
     with Bench() as bench:
         bench.all_points = all_points
-        return [play(bench, row, seed) for seed in seeds]
+        for seed in seeds:
+            lines.put(play(bench, row, seed))
+
+
+def red_line(name: str, seed: int, error: BaseException) -> dict:
+    """Return the line of a row that was not played, because its process ended with an error."""
+    verdicts = Verdicts()
+    verdicts.judge("o6", "the process of the row", repr(error))
+    return verdicts.as_json(name, seed) | {"seconds": 0.0}
 
 
 def play(bench: Bench, row: Row, seed: int) -> dict:

@@ -206,7 +206,8 @@ static void remember_file(int fd) {
   take_table();
   int i = 0;
   while (i < table->n_files && (table->files[i].dev != now.st_dev || table->files[i].ino != now.st_ino)) i++;
-  if (i == table->n_files && i < PATHS) {
+  if (i == PATHS) abort(); /* or the loss of power would be milder than it claims */
+  if (i == table->n_files) {
     char link[64];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     int own = syscall(SYS_openat, AT_FDCWD, link, O_WRONLY | O_CLOEXEC);
@@ -220,16 +221,16 @@ static void remember_name(const char *from, const char *to) {
   struct stat it;
   strcpy(folder, to);
   char *slash = strrchr(folder, '/');
-  if (!slash || strlen(to) >= LONGEST || strlen(from) >= LONGEST) return;
+  if (!slash) return;
+  if (strlen(to) >= LONGEST || strlen(from) >= LONGEST) abort(); /* as for a full table */
   *slash = 0;
   if (stat(folder, &it)) return;
   take_table();
-  if (table->n_names < PATHS) {
-    struct name *one = table->names + table->n_names++;
-    *one = (struct name){.dev = it.st_dev, .ino = it.st_ino};
-    strcpy(one->from, from);
-    strcpy(one->to, to);
-  }
+  if (table->n_names == PATHS) abort();
+  struct name *one = table->names + table->n_names++;
+  *one = (struct name){.dev = it.st_dev, .ino = it.st_ino};
+  strcpy(one->from, from);
+  strcpy(one->to, to);
   free_table();
 }
 

@@ -164,6 +164,21 @@ def test_recorded_lines_are_not_played_again(tmp_path, monkeypatch, capsys):
     assert "2 rows with 1 seeds or more in 0.1 minutes: 0 red" in capsys.readouterr().out and len(played) == 4
 
 
+def test_processes_record_each_line_at_once_and_their_end_makes_rows_red(monkeypatch):
+    def play(bench, row, seed):
+        if (row.id, seed) == ("RS06", 1):
+            raise SystemExit("killed")
+        return {"id": row.id, "seed": seed, "passed": True}
+
+    monkeypatch.setattr(board, "play", play)
+    rows = {row.id: row for row in board.ALL}
+    to_play = [(rows["RS06"], 0), (rows["RS06"], 1), (rows["RS06"], 2), (rows["RS03"], 0)]
+    lines = {(line["id"], line["seed"]): line for line in board.play_all(to_play, 2, 0)}
+    passed = {of: line["passed"] for of, line in lines.items()}
+    assert passed == {("RS06", 0): True, ("RS06", 1): False, ("RS06", 2): False, ("RS03", 0): True}
+    assert "killed" in str(lines["RS06", 1])
+
+
 def test_a_command_that_a_row_leaves_is_found_after_it(tmp_path, monkeypatch):
     monkeypatch.setattr(clean, "END_SECONDS", 0.1)
     monkeypatch.delenv(RUN_VARIABLE, raising=False)
