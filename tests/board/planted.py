@@ -1,8 +1,9 @@
 """A plug-in with faults that only the program itself can have: BOARD_FAULT names one, its rank, its step and its place.
 
-`KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. STEP may be a range, as
-12-15: then it comes in each of these steps. PLACE is a method of the callback: on_gradients, on_update, on_line or
-record; or before_norm, when the gradients are reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled
+`KIND RANK STEP PLACE` plants the fault once per run, and a fifth word "always" in each attempt. RANK may be "all". STEP
+may be a range, as 12-15: then it comes in each of these steps. PLACE is a method of the callback: on_gradients,
+on_update, on_line or record; or start, when an attempt begins; evaluation; or before_norm, when the gradients are
+reduced, and their norm is not yet known. BOARD_JUNK, as "shuffled
 12-15", replaces the data of steps. The schedule "planted" has fifty times its rate in step BOARD_RATE, and none from
 step BOARD_STILL on. With BOARD_DEAF, every rank blocks all signals from the start of an attempt on, and ignores those
 that a run uses.
@@ -21,6 +22,7 @@ import torch.distributed as dist
 from ingot.drill.planted import change_steps, with_tokens
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.plugins.schedule import SCHEDULES, SchedulePart
+from ingot.trainer import loop
 from ingot.trainer.resilience.leaving import LEAVE_SIGNAL
 from ingot.trainer.resilience.reports import REPORT_SIGNAL
 from ingot.trainer.resilience.stop_requests import STOP_SIGNALS
@@ -41,13 +43,27 @@ class Planted(StepCallback):
         self.rank, self.step = run.rank, 0
         kind, rank, step, self.place, *always = (os.environ.get("BOARD_FAULT") or "none 0 0 nowhere").split()
         first, _, last = step.partition("-")
-        self.kind, self.on_rank, self.always = kind, int(rank), bool(always)
+        self.kind, self.always = kind, bool(always)
+        self.on_rank = run.rank if rank == "all" else int(rank)
         self.at, self.last, self.pieces = int(first), int(last or first), run.pieces
         if "BOARD_DEAF" in os.environ:
             _deafen()
         if self.place == "before_norm":
             change_steps(before_norm=self._before_norm)
-        self.done = Path(os.environ.get("INGOT_DRILL_RUN", "") + ".planted")  # ingot ckpt verify is no run
+        own = f"-{run.rank}" if rank == "all" else ""
+        self.done = Path(f"{os.environ.get('INGOT_DRILL_RUN', '')}.planted{own}")  # ingot ckpt verify is no run
+        if self.place == "evaluation":
+            self._change_evaluations()
+        self._plant("start")
+
+    def _change_evaluations(self):
+        evaluate = loop.log_evaluation
+
+        def changed(trainer, step):
+            self._plant("evaluation")
+            evaluate(trainer, step)
+
+        loop.log_evaluation = changed
 
     def _before_norm(self, step):
         self.step = step

@@ -12,9 +12,10 @@ from ingot.drill.job import ended as ended_within
 from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
+from ingot.trainer.launch.watchdog import LEAST
 
 from .bench import Bench, options
-from .row import Row, drilled, judge_recovered, random_of
+from .row import Row, drawn_mode, drilled, judge_recovered, random_of
 
 _WATCHDOG = 3.0  # seconds
 LONG = ("train.steps=60", f"launch.watchdog_seconds={_WATCHDOG}")
@@ -30,6 +31,8 @@ _WAITS = [0.0, 1.0, 2.0, 4.0]  # seconds before each restart that reaches no new
 _DEAF = {"BOARD_DEAF": "1"}
 _PARTIAL = ('launch.restart="partial"',)
 _STOP_STEPS, _STOP_SECONDS, _PREEMPTED = 10, 10.0, 10
+_OTHER = 30.0  # seconds that a start may take on a busy machine
+_PHASED = (f"launch.watchdog_other_seconds={_OTHER}", 'launch.watchdog_evaluate="5s"', "evaluate.every_steps=6")
 _NO_LINES = ("watch.log_every=60",)  # ranks then do not wait for each other between an update and a save
 
 
@@ -80,6 +83,33 @@ def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         where = f"{kind} {fault}"
         _judge_hang(bench, verdicts, name, where, ended, rank, "ignores SIGUSR2", settings=settings)
     _stop_deaf_ranks(bench, f"deaf-stop-{seed}", random.randrange(9, 40), verdicts)
+
+
+def rs04_phases(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """All ranks wait for ever in the same phase: at the start, in the first step, in a save after earlier ones, whose
+    limit is learned, and in the first evaluation, whose limit the run file gives. Each is found within the limit of its
+    phase, with its name, and recovered."""
+    random = random_of("RS04 phases", seed)
+    save, evaluation = 4 * random.randrange(4, 10), 6 * random.randrange(2, 7)
+    cases = (
+        ("start", "wait all 0 start", "at the start", _OTHER, "launch.watchdog_other_seconds = 30"),
+        ("first-step", "wait all 1 on_gradients", "in the first step", _OTHER, "launch.watchdog_other_seconds = 30"),
+        ("save", f"wait all {save} record", "in a save", LEAST * _WATCHDOG, 'launch.watchdog_save = "auto"'),
+        ("evaluation", f"wait all {evaluation} evaluation", "in an evaluation", 5.0, "launch.watchdog_evaluate = 5"),
+    )
+    settings = (*_PHASED, drawn_mode(seed))
+    for what, fault, named, limit, reason in cases:
+        name = f"{what}-{seed}"
+        ended = bench.train(name, *_options(bench), *options(settings), env={"BOARD_FAULT": fault})
+        faults = list(read_events(bench.folder(name).events, events.FAULT))
+        right = [
+            (e["detected_by"], named in e["cause"], e["limit"], e["limit_reason"].startswith(reason)) for e in faults
+        ] == [("watchdog", True, limit, True)]
+        wrong = ended.code or not right
+        verdicts.judge("o6", fault, f"exit code {ended.code}, faults {faults}: {ended.output[-300:]}" if wrong else "")
+        late = [e["seconds"] for e in faults if e["seconds"] is None or not limit <= e["seconds"] <= limit + 1]
+        verdicts.judge("o6", fault, f"found after {late} s, not {limit:g} to {limit + 1:g} s" if late else "")
+        judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
 
 
 def _stop_deaf_ranks(bench: Bench, name: str, step: int, verdicts: Verdicts) -> None:
@@ -202,6 +232,7 @@ ROWS = (
     Row("RS02", "an exception, a segmentation fault, an abort", rs02),
     Row("RS03", "SIGSTOP of one rank, of all ranks", drilled("RS03", *LONG)),
     Row("RS04", "a rank that holds its interpreter lock, waits for ever, or blocks and ignores all signals", rs04),
+    Row("RS04 phases", "all ranks hang at the start, in the first step, in a save, in an evaluation", rs04_phases),
     Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05),
     Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", drilled("RS06", *LONG)),
     Row("RS33", "the same failure at the same step in every attempt", rs33),

@@ -111,7 +111,8 @@ count from 1: step n is the n-th optimizer step.
   fault          rank, failure ("crash", "killed", "hang", "bug", "memory", "data", "disk", "numerics", "settings",
                  "node" or "job"), cause, code (of the error; "": none), step (whose numbers ended it, of "numerics";
                  else last seen), detected_by ("supervisor", "watchdog"), evidence (path in the run folder; "": none),
-                 seconds (since a rank last made progress; null: the rank ended)
+                 seconds (since a rank last made progress; null: the rank ended), limit (how long that may take [s]),
+                 limit_reason (the setting, or the time that it was learned from)
                                                                       a rank was lost, or an error ended the attempt
   node           action ("leads", "steps_down", "joined", "lost" or "drained"), host, pid, started (of its launcher, in
                  Unix seconds; older logs have it of one that leads or joined alone), node (its number in the job;

@@ -6,6 +6,7 @@ from typing import Literal
 
 from ingot.errors import ConfigError
 from ingot.ranges import Deadline, Degree, Factor, PositiveDegree, Queue, Seconds
+from ingot.schema.save_interval import AUTO
 from ingot.units import parse_duration
 
 
@@ -24,8 +25,11 @@ class Launch:
     watchdog_seconds: the shortest time in a step after which a job counts as hung; a step may also take five times the
       longest so far, and the first one after a restart five times the first one before (trainer/launch/watchdog.py).
       Ranks of a job that has ended have that long to leave it. 0: there is no watchdog.
-    watchdog_other_seconds: the same for all that is no step: the start, the very first step, a wait for data or for a
-      save, an evaluation, the callbacks of a log line. The run folder may not answer for as long.
+    watchdog_other_seconds: the same for all that is no step: the start, the very first step, a wait for data, the
+      callbacks of a log line, the first save and the first evaluation. The run folder may not answer for as long.
+    watchdog_save, watchdog_evaluate: the same for saves and for evaluations of the held-out text, also the first one: a
+      duration, as "10min". "auto": ten times the longest one so far, with what a save wrote while training went on, but
+      at least five times watchdog_seconds and at most watchdog_other_seconds.
     data_seconds: without a batch for this time, another thread of the rank reads it again; a read of a token shard that
       fails is tried again for half of it. After 300 s without a batch the run ends.
     nodes: the number of machines, each with an equal share of the ranks. Every machine gets the same command, and the
@@ -72,6 +76,8 @@ class Launch:
     grace: str = ""
     watchdog_seconds: Seconds = 60.0
     watchdog_other_seconds: Deadline = 1800.0
+    watchdog_save: str = AUTO
+    watchdog_evaluate: str = AUTO
     data_seconds: Deadline = 60.0
     nodes: PositiveDegree = 1
     node_seconds: Deadline = 15.0
@@ -91,14 +97,17 @@ class Launch:
     failures_per_node_day: Factor = 0.0
 
     def problems(self):
-        for name in ("stop_after", "grace"):
-            try:
-                seconds = _limit(getattr(self, name))
-            except ConfigError as error:
-                yield name, f"{error.found}; {error.rule}"
+        for name, without in (("stop_after", ""), ("grace", ""), ("watchdog_save", AUTO), ("watchdog_evaluate", AUTO)):
+            text = getattr(self, name)
+            if text == without:
                 continue
-            if not 0 < seconds <= _YEAR and not math.isinf(seconds):
-                yield name, f"{getattr(self, name)!r} is {seconds:,.0f} s, not from 1 to {_YEAR:,} s"
+            try:
+                seconds = parse_duration(text)
+            except ConfigError as error:
+                yield name, f"{error.found}; {error.rule}" + (f', or "{without}"' if without else "")
+                continue
+            if not 0 < seconds <= _YEAR:
+                yield name, f"{text!r} is {seconds:,.0f} s, not from 1 to {_YEAR:,} s"
 
         if self.check_seconds > 60:
             yield "check_seconds", f"{self.check_seconds:g} is more than 60: the ranks wait for all measurements"
@@ -119,6 +128,16 @@ class Launch:
     def stop_after_limit(self) -> float:
         """stop_after in seconds; inf if there is no limit."""
         return _limit(self.stop_after)
+
+    @property
+    def watchdog_save_limit(self) -> float | None:
+        """watchdog_save in seconds; None for "auto"."""
+        return None if self.watchdog_save == AUTO else parse_duration(self.watchdog_save)
+
+    @property
+    def watchdog_evaluate_limit(self) -> float | None:
+        """watchdog_evaluate in seconds; None for "auto"."""
+        return None if self.watchdog_evaluate == AUTO else parse_duration(self.watchdog_evaluate)
 
     @property
     def grace_limit(self) -> float:

@@ -36,6 +36,7 @@ from ingot.trainer.mesh.collectives import gather_from, sum_over_ranks
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.parts import RunParts
 from ingot.trainer.record import Interval, record_check, record_layers, record_line
+from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.resilience.start_times import phases_text
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
@@ -284,6 +285,7 @@ def log_evaluation(trainer: RunParts, step: int) -> None:
         readers=trainer.readers,
     )
     seconds = round(time.monotonic() - began, 6)
+    trainer.heartbeat.learn(Phase.EVALUATE, seconds)
     trainer.log(events.EVALUATION, step=step, **found.facts(), seconds=seconds)
     trainer.say(f"held-out  step {step}  bpb {found.total.bpb:.3f}  unigram {found.total.unigram_bpb:.3f}")
 

@@ -303,6 +303,7 @@ class RunLoop:
         else:  # even if the loop had no steps left: an earlier attempt was killed after the last checkpoint
             trainer.heartbeat.enter(Phase.EVALUATE, done)
             log_evaluation(trainer, done)
+            trainer.heartbeat.enter(Phase.SAMPLE, done)
             log_samples(trainer, done)
             seconds = round(time.monotonic() - self._began, 3)
             trainer.log(events.FINISHED, step=done, tokens=done * trainer.config.tokens_per_step, seconds=seconds)

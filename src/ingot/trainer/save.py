@@ -26,6 +26,7 @@ from ingot.trainer.loader.ledger import Ledger, segment_of
 from ingot.trainer.mesh.collectives import largest_of_ranks
 from ingot.trainer.no_checkpoint import no_checkpoint
 from ingot.trainer.parts import RunParts
+from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.restore import load_newest, open_loader
 from ingot.units import format_bytes, format_seconds
 
@@ -163,6 +164,7 @@ def settle(trainer: RunParts, *, wait: bool) -> bool:
     if background is None:
         return True
     if wait and background.in_flight is not None:
+        trainer.heartbeat.wait_for_save(background.in_flight.age)
         background.in_flight.wait()
     ended = torch.tensor(int(background.in_flight is None or background.in_flight.ended))
     dist.all_reduce(ended, dist.ReduceOp.MIN)
@@ -239,6 +241,7 @@ def _record(
     trainer.segments.append(segment)
     trainer.ledger.forget(step)
     trainer.save_seconds = seconds.stall + (seconds.write or 0.0)
+    trainer.heartbeat.learn(Phase.SAVE, trainer.save_seconds)
 
 
 def finish_uploads(trainer: RunParts, deadline: float, *, stopped: bool) -> None:

@@ -24,6 +24,7 @@ from ingot.trainer.checkpoint.part import RankBlocks
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
+from ingot.trainer.resilience.heartbeat import Heartbeat, Phase
 from ingot.trainer.run import build_trainer
 from ingot.trainer.save import save
 
@@ -107,6 +108,28 @@ def files_by_step(folder):
 
 def of_kind(folder, kind):
     return [(e["step"], e.get("code")) for e in read_events(folder.events, kind)]
+
+
+def reports_of_the_heart(rank, ranks, folder):
+    learned, ages = [], []
+    Heartbeat.learn = lambda _, phase, seconds: learned.append((phase, seconds))
+    Heartbeat.wait_for_save = lambda _, age: ages.append(age)
+    run_rank(rank, ranks, folder)
+    return learned, ages
+
+
+def test_every_rank_reports_to_the_watchdog_how_long_whole_saves_and_evaluations_took(fork_ranks, make_run):
+    folder = make_run("async", mode="async", dp_shard=2, steps=8, every_steps=4)
+    reports = fork_ranks(reports_of_the_heart, 2, folder)
+    saves = [e["stall_seconds"] + e["write_seconds"] for e in read_events(folder.events, events.CHECKPOINT)]
+    evaluations = [e["seconds"] for e in read_events(folder.events, events.EVALUATION)]
+    assert saves and evaluations
+    learned, _ = reports[0]
+    assert [seconds for phase, seconds in learned if phase is Phase.SAVE] == saves
+    assert [seconds for phase, seconds in learned if phase is Phase.EVALUATE] == evaluations
+    for learned, ages in reports:
+        assert [phase for phase, _ in learned] == [phase for phase, _ in reports[0][0]]
+        assert ages and all(0 <= age < 60 for age in ages)  # at least of the last save, which the end waits for
 
 
 def test_the_bytes_are_those_of_a_run_that_waits_whatever_happens_to_the_writers(fork_ranks, make_run):

@@ -62,6 +62,7 @@ class SaveInFlight:
         self.bytes, self.write_seconds, self.verify_seconds = 0, 0.0, 0.0
         self.error: Exception | None = None
         self.copied: Copied | None = None
+        self._began = time.monotonic()
         self._work, self._keep, self._withdraw = work, keep, withdraw
         self._thread = threading.Thread(target=self._run, name="checkpoint", daemon=True)
         self._thread.start()
@@ -69,6 +70,11 @@ class SaveInFlight:
     @property
     def ended(self) -> bool:
         return not self._thread.is_alive()
+
+    @property
+    def age(self) -> float:
+        """The seconds since the copy of the state, for a save that has not ended."""
+        return time.monotonic() - self._began
 
     @property
     def is_fatal(self) -> bool:

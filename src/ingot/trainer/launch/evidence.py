@@ -121,6 +121,7 @@ def _write(hang: Hang, place: Path, cause: HangCause, answers: Answers) -> None:
             "mismatch": cause.mismatch,
             "seconds_without_progress": round(hang.seconds, 3),
             "limit_seconds": round(hang.limit, 3),
+            "limit_reason": hang.reason,
             "state": {
                 str(rank): {
                     "pid": beat.pid,
@@ -181,6 +182,8 @@ def incident_of(hang: Hang, cause: HangCause, evidence: Path | None, step: int) 
         evidence=evidence,
         seconds=round(hang.seconds, 3),
         setting=hang.setting,
+        limit=round(hang.limit, 3),
+        limit_reason=hang.reason,
     )
 
 

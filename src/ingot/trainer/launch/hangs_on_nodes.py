@@ -56,7 +56,7 @@ class HangsOnNodes:
         if not certain and not (waits_for(beats, answers) or {-1}) <= suspects:
             return None
         seconds = time.monotonic() - max(beat.since for beat in beats.values())
-        return Hang(beats, seconds, latest.limit, latest.setting)
+        return Hang(beats, seconds, latest.limit, latest.setting, reason=latest.reason)
 
     def examine(self, hang: Hang, step: int) -> JobIncident:
         """Return the incident of a hang, with its evidence in the run folder."""

@@ -308,6 +308,8 @@ class _SupervisedJob:
             detected_by=incident.detected_by,
             evidence=str(incident.evidence.relative_to(self._folder.root)) if incident.evidence else "",
             seconds=incident.seconds,
+            limit=incident.limit,
+            limit_reason=incident.limit_reason,
         )
 
     # -- the end --

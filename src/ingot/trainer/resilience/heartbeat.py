@@ -29,6 +29,7 @@ class Phase(IntEnum):
     CALLBACK = 6  # the callbacks of a log line, which may do anything
     END = 7  # the last uploads; they may take any time
     LEAVE = 8  # the end of threads and groups; everything is saved and reported
+    SAMPLE = 9  # the samples at the end of a run, which no evaluation before it has had
 
     @property
     def words(self) -> str:
@@ -46,11 +47,15 @@ _WORDS = {
     Phase.CALLBACK: "in a callback",
     Phase.END: "at the end",
     Phase.LEAVE: "leaving the job",
+    Phase.SAMPLE: "writing samples",
 }
+# Phases whose time alone says little: a save may go on after training does, and an evaluation may be a part of one.
+# Their longest time is that of the whole work, which the rank reports (`Heartbeat.learn`).
+REPORTED = (Phase.SAVE, Phase.EVALUATE)
 # Process id, beats so far, phase, step, when the phase began [ns], file descriptors of the two reports (evidence.py),
-# and the longest time [ns] of each phase that ended; then a checksum of these, because a rank may be interrupted while
-# it writes. After it, one byte: 1 while the rank waits for another one.
-_WORDS_OF_BEAT = struct.Struct(f"<{7 + len(Phase)}q")
+# the age [ns] of the save that the rank waits for, and the longest time [ns] of each phase that ended; then a checksum
+# of these, because a rank may be interrupted while it writes. After it, one byte: 1 while the rank waits for another.
+_WORDS_OF_BEAT = struct.Struct(f"<{8 + len(Phase)}q")
 _CHECKSUM = struct.Struct("<I")
 _WAITS_AT = _WORDS_OF_BEAT.size + _CHECKSUM.size
 _SLOT = 256
@@ -64,8 +69,9 @@ class Beat:
 
     pid: 0 until the rank's own first beat. count: beats so far. since: when the phase began. stacks, collectives: file
     descriptors of the rank with its reports, -1 if it answers no questions. longest: for each Phase, the seconds of the
-    longest one that ended, 0 if none has. waits: whether its training thread waits for another rank, as far as the host
-    does that (mesh/waiting.py).
+    longest one that ended, 0 if none has; for those of REPORTED, of the longest whole save and evaluation. waits:
+    whether its training thread waits for another rank, as far as the host does that (mesh/waiting.py). in_flight: how
+    old [s] a save in the background was when the rank began to wait for it, 0 if it waits for none.
     """
 
     pid: int
@@ -77,6 +83,7 @@ class Beat:
     collectives: int
     longest: tuple[float, ...]
     waits: bool = False
+    in_flight: float = 0.0
 
 
 class Heartbeats:
@@ -96,7 +103,7 @@ class Heartbeats:
         now = time.monotonic_ns()
         never = (0,) * len(Phase)
         for rank in range(self.ranks):
-            _write(self._memory, rank * _SLOT, 0, 0, Phase.START, 0, now, -1, -1, *never)
+            _write(self._memory, rank * _SLOT, 0, 0, Phase.START, 0, now, -1, -1, 0, *never)
             self._memory[rank * _SLOT + _WAITS_AT] = False
         self._last = [Beat(0, 0, Phase.START, 0, now / 1e9, -1, -1, tuple(map(float, never)))] * self.ranks
 
@@ -105,10 +112,11 @@ class Heartbeats:
         for _ in range(_READS):
             slot = self._memory[rank * _SLOT : (rank + 1) * _SLOT]
             if _CHECKSUM.unpack_from(slot, _WORDS_OF_BEAT.size)[0] == crc32(slot[: _WORDS_OF_BEAT.size]):
-                pid, count, phase, step, since, stacks, collectives, *longest = _WORDS_OF_BEAT.unpack_from(slot)
-                times = tuple(value / 1e9 for value in longest)
+                pid, count, phase, step, since, stacks, collectives, *times = _WORDS_OF_BEAT.unpack_from(slot)
+                age, *longest = (value / 1e9 for value in times)
+                waits, since = bool(slot[_WAITS_AT]), since / 1e9
                 self._last[rank] = Beat(
-                    pid, count, Phase(phase), step, since / 1e9, stacks, collectives, times, bool(slot[_WAITS_AT])
+                    pid, count, Phase(phase), step, since, stacks, collectives, tuple(longest), waits, age
                 )
                 break
         return self._last[rank]
@@ -128,19 +136,37 @@ class Heartbeat:
         self._memory, self._at = memory, rank * _SLOT
         self._fixed = stacks, collectives
         self._longest = [0] * len(Phase)
-        self._pid, self._count, self._phase = os.getpid(), 0, Phase.START
+        self._pid, self._count, self._phase, self._step = os.getpid(), 0, Phase.START, 0
         self._since = _WORDS_OF_BEAT.unpack_from(memory, self._at)[4] or time.monotonic_ns()  # when the attempt began
         self.set_waiting(False)
-        _write(memory, self._at, self._pid, 0, Phase.START, 0, self._since, *self._fixed, *self._longest)
+        self._beat()
 
     def enter(self, phase: Phase, step: int) -> None:
         """End the current phase and begin `phase`, of this step. Waits for nothing."""
         now = time.monotonic_ns()
         took = now - self._since
-        if took > self._longest[self._phase]:
+        if took > self._longest[self._phase] and self._phase not in REPORTED:
             self._longest[self._phase] = took
-        self._phase, self._since, self._count = phase, now, self._count + 1
-        _write(self._memory, self._at, self._pid, self._count, phase, step, now, *self._fixed, *self._longest)
+        self._phase, self._step, self._since, self._count = phase, step, now, self._count + 1
+        _write(self._memory, self._at, self._pid, self._count, phase, step, now, *self._fixed, 0, *self._longest)
+
+    def learn(self, phase: Phase, seconds: float) -> None:
+        """Report the time of a whole save or evaluation that has ended, with what it did after training went on.
+
+        Where this rank waited for it, its end is a sign of life: the last save of a run follows an earlier one.
+        """
+        self._longest[phase] = max(self._longest[phase], int(seconds * 1e9))
+        if self._phase is phase:
+            self._since, self._count = time.monotonic_ns(), self._count + 1
+        self._beat()
+
+    def wait_for_save(self, age: float) -> None:
+        """Report that this rank waits for a save in the background, which began `age` seconds ago."""
+        self._beat(int(age * 1e9))
+
+    def _beat(self, in_flight: int = 0) -> None:
+        beat = self._pid, self._count, self._phase, self._step, self._since, *self._fixed, in_flight
+        _write(self._memory, self._at, *beat, *self._longest)
 
     def set_waiting(self, waits: bool) -> None:
         """Say whether the training thread waits for another rank, from now on. Costs a tenth of a microsecond."""

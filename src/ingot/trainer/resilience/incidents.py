@@ -28,7 +28,8 @@ class JobIncident:
     incidents with the same cause; "" for accidents, which may repeat by chance. step: the last step in the log.
     error: the IngotError of a rank, if there is one. detected_by: "supervisor" if ranks ended, "watchdog" if they
     hung; then `evidence` is the
-    folder with what the ranks were doing, `seconds` the time without progress, and `setting` that of the limit.
+    folder with what the ranks were doing, `seconds` the time without progress, `limit` how long it may take [s],
+    `setting` the one that the limit follows from, and `limit_reason` how.
     adapted: the next attempt has another layout, or another measure of the guard, with which this cannot repeat, so it
     is no restart of the budget.
     """
@@ -43,6 +44,8 @@ class JobIncident:
     evidence: Path | None = None
     seconds: float | None = None
     setting: str = ""
+    limit: float | None = None
+    limit_reason: str = ""
     adapted: bool = False
 
     @property

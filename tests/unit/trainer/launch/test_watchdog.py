@@ -6,8 +6,8 @@ import pytest
 
 from ingot.schema.launch import Launch
 from ingot.trainer.launch import watchdog as module
-from ingot.trainer.launch.watchdog import FACTOR, Watchdog
-from ingot.trainer.resilience.heartbeat import Beat, Phase
+from ingot.trainer.launch.watchdog import FACTOR, LEAST, WHOLE_FACTOR, Watchdog
+from ingot.trainer.resilience.heartbeat import REPORTED, Beat, Phase
 
 NEVER = (0.0,) * len(Phase)
 
@@ -18,7 +18,7 @@ def longest(**seconds):
 
 
 class Bench:
-    """Two ranks in a step since 0 s that have had steps of 0.1 s; a phase may take 3 s, the first of its kind 60 s."""
+    """Two ranks in a step since 0 s that have had steps of 0.1 s; a step may take 3 s, other phases 60 s."""
 
     def __init__(self, monkeypatch):
         self.now = 0.0
@@ -28,7 +28,10 @@ class Bench:
         beat = Beat(pid=1, count=9, phase=Phase.STEP, step=7, since=0.0, stacks=-1, collectives=-1, longest=times)
         self.beats = dict.fromkeys(range(self.ranks), beat)
         monkeypatch.setattr(module, "state_of", lambda pid: "S")
-        self.watchdog = Watchdog(Launch(watchdog_seconds=3.0, watchdog_other_seconds=60.0), self)
+        self.set_limits()
+
+    def set_limits(self, **launch):
+        self.watchdog = Watchdog(Launch(watchdog_seconds=3.0, watchdog_other_seconds=60.0, **launch), self)
 
     def read(self, rank):
         return self.beats[rank]
@@ -90,10 +93,63 @@ def test_a_step_may_take_five_times_its_longest_and_twice_a_first_one(bench):
     "phase", [p for p in Phase if p not in (Phase.STEP, Phase.END, Phase.LEAVE)], ids=lambda phase: phase.name
 )
 def test_all_that_is_no_step_has_its_own_limit_however_short_it_was(bench, phase):
-    """The very first step, too; how long those of earlier attempts took is known."""
-    bench.change(0, phase=phase, longest=tuple(0.0 if p is Phase.COMPILE else 0.1 for p in Phase))
+    """The very first step, save and evaluation, too; how long those of earlier attempts took is known."""
+    bench.change(0, phase=phase, longest=tuple(0.0 if p in (Phase.COMPILE, *REPORTED) else 0.1 for p in Phase))
     assert bench.found_by(59.9) is None and bench.found_by(61) == pytest.approx(60, abs=0.11)
     assert (bench.hang.limit, bench.hang.setting) == (60.0, "launch.watchdog_other_seconds")
+
+
+WHOLE = [(Phase.SAVE, "launch.watchdog_save"), (Phase.EVALUATE, "launch.watchdog_evaluate")]
+
+
+@pytest.mark.parametrize(("phase", "setting"), WHOLE, ids=["save", "evaluation"])
+def test_saves_and_evaluations_may_take_ten_times_the_longest_within_bounds(bench, phase, setting):
+    """The longest of all ranks and attempts counts; the bounds are a few limits of a step, and that of other phases."""
+    bench.change(0, longest=longest(**{phase.name: 2.0}))
+    bench.watchdog.look(())
+    for rank in (0, 1):
+        bench.change(rank, phase=phase, longest=longest(**{phase.name: 0.1}))
+    assert bench.found_by(60) == pytest.approx(WHOLE_FACTOR * 2.0, abs=0.11)
+    assert (bench.hang.limit, bench.hang.setting) == (WHOLE_FACTOR * 2.0, setting)
+    assert bench.hang.reason.startswith(f'{setting} = "auto": the longest ') and bench.hang.reason.endswith(
+        " took 2.0 s"
+    )
+
+    for took, limit, of in ((0.1, LEAST * 3.0, setting), (7.0, 60.0, "launch.watchdog_other_seconds")):
+        bench.set_limits()
+        bench.change(0, since=bench.now, longest=longest(**{phase.name: took}))
+        assert bench.found_by(bench.now + 100) is not None
+        assert (bench.hang.limit, bench.hang.setting) == (limit, of)
+        assert bench.hang.reason.startswith(of)
+
+
+def test_a_save_that_was_slow_before_training_waits_for_it_has_longer(bench):
+    """The disk is slower than ever: what the last save waits for has taken 4 s already, and earlier ones 0.1 s."""
+    for rank in (0, 1):
+        bench.change(rank, phase=Phase.SAVE, longest=longest(SAVE=0.1))
+    bench.change(1, in_flight=4.0)
+    assert bench.found_by(100) == pytest.approx(WHOLE_FACTOR * 4.0, abs=0.11)
+    bench.set_limits()
+    bench.change(0, longest=NEVER, since=bench.now)
+    bench.change(1, longest=NEVER, in_flight=2.0)  # no whole save is known: its age is no measure yet
+    assert bench.found_by(bench.now + 100) is not None and bench.hang.limit == 60.0
+
+
+def test_an_evaluation_may_compile_for_a_batch_of_another_shape(bench):
+    bench.change(0, longest=longest(EVALUATE=0.1, SAVE=0.1, COMPILE=20.0))
+    bench.watchdog.look(())
+    assert (bench.watchdog.limit(Phase.EVALUATE), bench.watchdog.limit(Phase.SAVE)) == (40.0, LEAST * 3.0)
+
+
+@pytest.mark.parametrize(("phase", "setting"), WHOLE, ids=["save", "evaluation"])
+def test_the_run_file_may_give_the_limit_of_saves_and_evaluations(bench, phase, setting):
+    bench.set_limits(watchdog_save="7s", watchdog_evaluate="7s")
+    for rank in (0, 1):
+        bench.change(rank, phase=phase)
+    assert bench.found_by(60) == pytest.approx(7.0, abs=0.11)  # also the first one
+    assert (bench.hang.limit, bench.hang.setting, bench.hang.reason) == (7.0, setting, f"{setting} = 7.0 s")
+    bench.set_limits(watchdog_save="2min", watchdog_evaluate="2min")
+    assert bench.watchdog.limit(phase) == 120.0
 
 
 def test_the_first_step_after_a_restart_may_take_five_times_the_first_one_before(bench):

@@ -53,6 +53,32 @@ def test_a_rank_says_whether_it_waits_for_another_one(beats):
     assert not beats.read(1).waits
 
 
+def test_a_rank_reports_how_long_a_whole_save_took(beats):
+    """Training waited for a part of it only, and the rest ended during a step."""
+    heart = open_heartbeat(1)
+    heart.enter(Phase.SAVE, 4)
+    time.sleep(0.01)
+    heart.enter(Phase.STEP, 5)
+    before = beats.read(1)
+    assert before.longest[Phase.SAVE] == 0.0
+    heart.learn(Phase.SAVE, 2.5)
+    heart.learn(Phase.SAVE, 1.5)
+    beat = beats.read(1)
+    assert beat.longest[Phase.SAVE] == 2.5 and (beat.phase, beat.step, beat.since) == (Phase.STEP, 5, before.since)
+    assert beats.read(0).longest[Phase.SAVE] == 0.0
+
+
+def test_the_end_of_the_save_that_a_rank_waited_for_is_a_sign_of_life(beats):
+    heart = open_heartbeat(1)
+    heart.enter(Phase.SAVE, 4)
+    began = beats.read(1)
+    heart.wait_for_save(90.0)
+    assert (beats.read(1).in_flight, beats.read(1).since) == (90.0, began.since)
+    heart.learn(Phase.SAVE, 95.0)
+    beat = beats.read(1)
+    assert beat.in_flight == 0.0 and beat.since > began.since and beat.count > began.count
+
+
 def test_an_attempt_begins_without_the_beats_of_the_last(beats):
     open_heartbeat(0).enter(Phase.STEP, 5)
     before = beats.read(0).since

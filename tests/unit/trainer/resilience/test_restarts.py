@@ -94,9 +94,16 @@ def test_what_the_user_has_to_mend_is_handed_on(clock):
 
 def test_a_hang_shows_its_stacks_and_the_setting(clock):
     restarts = Restarts(Launch(), clock)
-    hang = incident(signature="hung", evidence=Path("incidents/0001"), setting="launch.watchdog_seconds")
+    hang = incident(
+        signature="hung",
+        evidence=Path("incidents/0001"),
+        setting="launch.watchdog_save",
+        limit=90.0,
+        limit_reason="auto",
+    )
     for _ in range(SAME - 1):
         restarts.wait_after(hang, LOG)
     with refused("E-RUN-REPEATS") as failed:
         restarts.wait_after(hang, LOG)
-    assert "incidents/0001" in failed.value.fix and "launch.watchdog_seconds" in failed.value.fix
+    assert "incidents/0001" in failed.value.fix
+    assert failed.value.fix.endswith("raise launch.watchdog_save (the limit was 1 min 30 s: auto)")
