@@ -60,6 +60,14 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_WATCHDOG}::test_an_evaluation_may_compile_for_a_batch_of_another_shape",),
     ),
     Mutant(
+        name="limit-without-a-reason",
+        what="the event of a hang does not show what its limit follows from",
+        file="trainer/launch/supervise.py",
+        before="limit_reason=incident.limit_reason,",
+        after='limit_reason="",',
+        tests=("tests/unit/trainer/launch/test_supervise.py::test_a_hang_is_found_written_down_and_ended",),
+    ),
+    Mutant(
         name="stall-is-a-whole-save",
         what="the limit of saves is learned from the part of a save that training waits for",
         file="trainer/resilience/heartbeat.py",

@@ -89,9 +89,12 @@ def test_durations_are_text_with_a_unit(run_file):
         assert (launch.stop_after, launch.stop_after_limit) == (text.strip('"'), seconds)
     launch = load_run(run_file, ["launch.grace=300s"]).launch
     assert launch.grace_limit == 300 and math.isinf(launch.stop_after_limit)
+    launch = load_run(run_file, ["launch.watchdog_save=10min"]).launch
+    assert (launch.watchdog_save_limit, launch.watchdog_evaluate_limit) == (600, None)  # "auto"
     for wrong in ("'90'", "0s", "400d", "soon", "04:00"):
-        with refused("E-CONFIG-SETTINGS", keys=["launch.grace"]):
-            load_run(run_file, [f"launch.grace={wrong}"])
+        for key in ("launch.grace", "launch.watchdog_evaluate"):
+            with refused("E-CONFIG-SETTINGS", keys=[key]):
+                load_run(run_file, [f"{key}={wrong}"])
 
 
 def test_an_override_is_blamed_on_the_command_line(run_file):

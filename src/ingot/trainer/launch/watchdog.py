@@ -101,7 +101,7 @@ class Watchdog:
             words = f"launch.watchdog_seconds = {self._launch.watchdog_seconds:g}"
             if self.limit(phase) > self._launch.watchdog_seconds:
                 first = f", the longest first one {format_seconds(self._first_step)}" if self._first_step else ""
-                words += f"; the longest step so far took {format_seconds(self._step)}{first}"
+                words += f", the longest step so far took {format_seconds(self._step)}{first}"
             return "launch.watchdog_seconds", words
         setting = {Phase.SAVE: "launch.watchdog_save", Phase.EVALUATE: "launch.watchdog_evaluate"}.get(phase)
         other = self._launch.watchdog_other_seconds
@@ -109,7 +109,7 @@ class Watchdog:
             return setting, f"{setting} = {format_seconds(fixed)}"
         if setting and self.limit(phase) < other:
             longest = format_seconds(self._whole[phase])
-            return setting, f'{setting} = "auto"; the longest one so far took {longest}'
+            return setting, f'{setting} = "auto", the longest one so far took {longest}'
         return "launch.watchdog_other_seconds", f"launch.watchdog_other_seconds = {other:g}"
 
     def look(self, ended: Collection[int]) -> Hang | None:

@@ -120,5 +120,5 @@ def _shown_in(incident: JobIncident, log: Path) -> str:
         is_empty = log.is_file() and not log.stat().st_size  # as of a rank that was killed
         return f"see ingot status {log.parent.parent}; its ranks printed nothing" if is_empty else f"see {log}"
     stacks = f"see the stacks in {incident.evidence}; " if incident.evidence else ""
-    limit = f" (the limit was {format_seconds(incident.limit)}: {incident.limit_reason})" if incident.limit else ""
+    limit = f"; the limit was {format_seconds(incident.limit)}: {incident.limit_reason}" if incident.limit else ""
     return f"{stacks}if the program does need that time, raise {incident.setting}{limit}"

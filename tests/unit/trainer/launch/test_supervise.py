@@ -244,7 +244,8 @@ def test_a_hang_is_found_written_down_and_ended(act, monkeypatch):
     assert [(e["detected_by"], e["step"], e["evidence"]) for e in faults] == [
         ("watchdog", 7, f"incidents/{number:04}") for number in (1, 2, 3)
     ]
-    assert all(0.3 <= e["seconds"] < 25 for e in faults) and "(stacks in " in act.printed[0]
+    assert all(0.3 <= e["limit"] <= e["seconds"] < 25 for e in faults) and "(stacks in " in act.printed[0]
+    assert all(e["limit_reason"].startswith("launch.watchdog_seconds = 0.3") for e in faults)
     assert "fake_rank.py" in (act.folder.incidents / "0001" / "rank-1.stacks").read_text()
 
 

@@ -111,9 +111,7 @@ def test_saves_and_evaluations_may_take_ten_times_the_longest_within_bounds(benc
         bench.change(rank, phase=phase, longest=longest(**{phase.name: 0.1}))
     assert bench.found_by(60) == pytest.approx(WHOLE_FACTOR * 2.0, abs=0.11)
     assert (bench.hang.limit, bench.hang.setting) == (WHOLE_FACTOR * 2.0, setting)
-    assert bench.hang.reason.startswith(f'{setting} = "auto": the longest ') and bench.hang.reason.endswith(
-        " took 2.0 s"
-    )
+    assert bench.hang.reason == f'{setting} = "auto", the longest one so far took 2.0 s'
 
     for took, limit, of in ((0.1, LEAST * 3.0, setting), (7.0, 60.0, "launch.watchdog_other_seconds")):
         bench.set_limits()
