@@ -7,6 +7,7 @@ bench.py       a tiny project, real runs of it with and without faults; launcher
 ingot.drill    O1 to O8, jobs and the faults that any run can have: `ingot drill` has them for users
 hosts.py       emulated hosts in network namespaces, joined by switch.py, whose links can fail
 row.py         what rows share; rows_*.py: the rows, planted.py: a plug-in with the faults of programs
+times.py       limits of the times of rows, judged by the medians of their seeds
 table.py       all lines as a table, and the cases of some rows
 docs/reliability.md has the results.
 """

@@ -1,4 +1,4 @@
-"""python -m tests.board: the rows, one line of JSON per row and seed, and exit code 1 if one is red.
+"""python -m tests.board: the rows, one line of JSON per row and seed; exit code 1 if one is red, or slow (times.py).
 
 python -m tests.board                              all rows with five seeds
 python -m tests.board --workers 2                  the same, two rows at a time
@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from datetime import date
 from multiprocessing import get_context
@@ -30,9 +30,11 @@ from . import ALL, MISSING, killpoints
 from .bench import ROOT, Bench
 from .row import Row, carry_out
 from .table import CASES, RESTORES, cases_of, restores_of, table_of, with_all_points
+from .times import NO_LIMITS, load_now, too_slow
 
 PAGE = ROOT / "docs" / "reliability.md"
 _LOOK_SECONDS = 0.2
+RECORD = ROOT / "benchmarks" / "results" / "board.jsonl"  # the lines of the table in PAGE
 
 
 def main(arguments: list[str]) -> int:
@@ -72,8 +74,7 @@ def main(arguments: list[str]) -> int:
         name, of = parts[0]
         wanted = f"the table {name!r} has {', '.join(of)}"
         parser.error(f"--write: {wanted}: ask for all, those of before with --lines")
-    recorded = [json.loads(text) for file in args.lines for text in file.read_text().splitlines()]
-    lines = [line for line in recorded if line["id"] in ids]
+    lines = [line for file in args.lines for line in _read(file) if line["id"] in ids]
     known = {(line["id"], line["seed"]) for line in lines}
     not_played = {row.id: reason for row in rows if (reason := row.missing())}
     for name, reason in not_played.items():
@@ -90,16 +91,18 @@ def main(arguments: list[str]) -> int:
                 file.write(text + "\n")
     minutes = sum(line["seconds"] for line in lines) / 60
     played = f", {(time.monotonic() - began) / 60:.1f} minutes by {args.workers} workers" if args.workers > 1 else ""
-    red = sorted({line["id"] for line in lines if not line["passed"]})
+    slow = _slow_rows(rows, lines)
+    red = sorted({line["id"] for line in lines if not line["passed"]} | slow.keys())
     more = " or more" if any(line["seed"] >= args.seeds for line in lines) else ""
     seeds = f"{args.seeds} seeds{more} in {minutes:.1f} minutes"
     names = f" ({', '.join(red)})" if red else ""
     without = f", {len(not_played)} not played" if not_played else ""
     summary = f"{len(rows)} rows with {seeds}: {len(red)} red{names}, {len(MISSING)} missing{without}{played}"
-    print(f"\n{table_of(lines)}\n\n{summary}")
+    table = table_of(lines, slow)
+    print(f"\n{table}\n\n{summary}")
     if args.write:
         if not args.rows:
-            write(f"{played_on(lines)}: {summary}.\n\n{table_of(lines)}")
+            write(f"{played_on(lines)}: {summary}.\n\n{table}")
             if restoring := [line for line in lines if "restores" in line]:
                 write(f"{played_on(restoring)}.\n\n{restores_of(restoring)}", RESTORES)
         for name, of in CASES.items():
@@ -113,7 +116,11 @@ def main(arguments: list[str]) -> int:
 
 def play_all(to_play: list[tuple[Row, int]], workers: int, all_points: int) -> Iterator[dict]:
     """Play rows with their seeds, in a number of processes. Yields the lines as they come. One process plays all seeds
-    of a row, whose undisturbed runs serve them; if it ends, those that it has not played are red."""
+    of a row, whose undisturbed runs serve them; if it ends, those that it has not played are red. Rows whose times have
+    limits are played before the others, with none beside them."""
+    if workers > 1 and (timed := [one for one in to_play if one[0].limits != NO_LIMITS]):
+        yield from play_all(timed, 1, all_points)
+        to_play = [one for one in to_play if one[0].limits == NO_LIMITS]
     if workers == 1:
         with Bench() as bench:
             bench.all_points = all_points
@@ -155,13 +162,28 @@ def red_line(name: str, seed: int, error: BaseException) -> dict:
 
 
 def play(bench: Bench, row: Row, seed: int) -> dict:
-    """Play a row with a seed. Returns its line; an error of the row itself makes it red."""
+    """Play a row with a seed. Returns its line; an error of the row itself makes it red. The line has the load of the
+    machine without the row, before it and after it: the higher one."""
+    before = load_now()
     verdicts, began = Verdicts(), time.monotonic()
     try:
         carry_out(bench, row, seed, verdicts)
     except Exception:
         verdicts.judge("o6", "the row itself", traceback.format_exc(limit=-3))
-    return verdicts.as_json(row.id, seed) | {"seconds": round(time.monotonic() - began, 1)}
+    line = verdicts.as_json(row.id, seed) | {"seconds": round(time.monotonic() - began, 1)}
+    return line | before | {"others": max(before["others"], load_now()["others"])}
+
+
+def _read(file: Path) -> list[dict]:
+    return [json.loads(text) for text in file.read_text().splitlines()]
+
+
+def _slow_rows(rows: Sequence[Row], lines: Sequence[dict]) -> dict[str, list[str]]:
+    """Return what is wrong with the times of rows, by the ids of those with findings."""
+    recorded = _read(RECORD)
+    own, earlier = ({row.id: [one for one in of if one["id"] == row.id] for row in rows} for of in (lines, recorded))
+    found = {row.id: too_slow(row.limits, own[row.id], earlier[row.id]) for row in rows}
+    return {name: wrong for name, wrong in found.items() if wrong}
 
 
 def own() -> dict[str, str]:

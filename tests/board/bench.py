@@ -82,7 +82,12 @@ class Bench:
         config = load_run(self.run_file, settings)
         own = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(self.interposer), "BOARD_TOP": str(os.getpid())}
         return DrilledRun(
-            run_file=self.run_file, config=config, settings=settings, variables=own, step_seconds=STEP_SECONDS
+            run_file=self.run_file,
+            config=config,
+            settings=settings,
+            variables=own,
+            step_seconds=STEP_SECONDS,
+            hang_seconds=1.0,
         )
 
     def job(self, name: str, *options: str, env: dict[str, str] | None = None) -> TrainingJob:

@@ -19,6 +19,7 @@ from ingot.trainer.checkpoint.manifest import candidate_folders, verify_checkpoi
 from ingot.trainer.checkpoint.places import Places
 
 from .bench import Bench
+from .times import NO_LIMITS, Limits
 
 INTERVAL = 4  # steps between checkpoints of the bench's runs
 MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process that writes
@@ -27,12 +28,13 @@ MODES = {"sync": "rank", "async": "writer"}  # checkpoint.mode -> the process th
 @dataclass(frozen=True)
 class Row:
     """id: as in the list of all rows. injects: the fault, for people. play: carries it out with a seed. missing:
-    returns why this machine cannot play it; "" if it can."""
+    returns why this machine cannot play it; "" if it can. limits: of the medians of its times."""
 
     id: str
     injects: str
     play: Callable[[Bench, int, Verdicts], None]
     missing: Callable[[], str] = str
+    limits: Limits = NO_LIMITS
 
 
 def carry_out(bench: Bench, row: Row, seed: int, verdicts: Verdicts) -> None:
@@ -85,14 +87,17 @@ def judge_recovered(
     trial.judge_recovered(verdicts, folder, where, reference, most, all_layouts=all_layouts, earlier=earlier)
 
 
-def drilled(row: str, *settings: str) -> Callable[[Bench, int, Verdicts], None]:
+def drilled(row: str, *settings: str, case: str = "") -> Callable[[Bench, int, Verdicts], None]:
     """Return how a row is played whose faults `ingot drill` has as well: on the bench's run with these settings,
-    which saves in the mode that is drawn."""
+    which saves in the mode that is drawn. Faults that such a run cannot have are left out. case: a word for the names
+    of its folders, in a row with several."""
 
     def play_row(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         run, reference = bench.drilled(*settings, drawn_mode(seed)), bench.reference(*settings)
         for fault in faults_of(row):
-            place = bench.root / f"{fault.id.replace(' ', '-')}-{seed}"
+            if fault.needs(run.config):
+                continue
+            place = bench.root / f"{fault.id.replace(' ', '-')}{case}-{seed}"
             own, random = fault.prepare(run, place), random_of(fault.id, seed)
             with trial.Trial(own, place, random, verdicts, name=fault.id) as one:
                 play(fault, one, reference)

@@ -1,8 +1,11 @@
 """Rows of ranks that hang, or fail from within: stopped processes, held locks, collectives in another order."""
 
 import itertools
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,10 +17,12 @@ from ingot.events import read_events
 from ingot.schema import events
 from ingot.trainer.launch.watchdog import LEAST
 
-from .bench import Bench, options
+from .bench import ONE_RANK, Bench, options
 from .row import Row, drawn_mode, drilled, judge_recovered, random_of
+from .times import BUSY, CRASH, Limits, load_now
 
 _WATCHDOG = 3.0  # seconds
+_HANG = Limits(detect=_WATCHDOG + 1, recover=6.0)
 LONG = ("train.steps=60", f"launch.watchdog_seconds={_WATCHDOG}")
 _SETTINGS = (
     *LONG,
@@ -28,11 +33,13 @@ _SETTINGS = (
 _PHASES = ("on_gradients", "on_update", "on_line", "record")
 _DETERMINISTIC = 93
 _WAITS = [0.0, 1.0, 2.0, 4.0]  # seconds before each restart that reaches no new step; then the run is given up
-_DEAF = {"BOARD_DEAF": "1"}
+DEAF = {"BOARD_DEAF": "1"}
 _PARTIAL = ('launch.restart="partial"',)
 _STOP_STEPS, _STOP_SECONDS, _PREEMPTED = 10, 10.0, 10
 _OTHER = 30.0  # seconds that a start may take on a busy machine
 _PHASED = (f"launch.watchdog_other_seconds={_OTHER}", 'launch.watchdog_evaluate="5s"', "evaluate.every_steps=6")
+_NATIVE = re.compile(r"\b_?Py[A-Z]\w+|\bbuiltin_sum\b")  # functions of the interpreter
+_PTRACE_SEIZE = 0x4206
 _NO_LINES = ("watch.log_every=60",)  # ranks then do not wait for each other between an update and a save
 
 
@@ -60,26 +67,38 @@ def rs02(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}: {ended.output[-300:]}")
     again = bench.train(name, *_options(bench))
     verdicts.judge("o6", fault, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
-    judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
+    judge_recovered(bench, verdicts, name, fault, bench.reference(*planted_settings(bench)))
+
+
+def rs03(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Stop one rank of two, all ranks, and the only rank of a run: nobody waits for that one."""
+    drilled("RS03", *LONG)(bench, seed, verdicts)
+    drilled("RS03", *LONG, *ONE_RANK, case="-single")(bench, seed, verdicts)
 
 
 def rs04(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """One rank holds its interpreter lock for ever, and one waits for something that never comes: while the others
-    wait for it in the next step, or in a save. Then ranks that block and ignore signals: hung, with both kinds of
-    restart, and asked to stop."""
+    wait for it in the next step, or in a save. The only rank of a run holds its lock. Then ranks that block and ignore
+    signals: hung, with both kinds of restart, and asked to stop."""
     random = random_of("RS04", seed)
     for kind, named in (("hold", "interpreter lock"), ("wait", "waits for rank")):
         rank, name = random.randrange(2), f"{kind}-{seed}"
         fault = f"{kind} {rank} {random.randrange(9, 40)} on_update"
         ended = bench.train(name, *_options(bench), env={"BOARD_FAULT": fault})
         _judge_hang(bench, verdicts, name, fault, ended, rank, named)
+        if kind == "hold":
+            _judge_native_frames(bench, verdicts, name, fault, rank)
         name, fault = f"{kind}-save-{seed}", f"{kind} {rank} {4 * random.randrange(3, 10)} on_update"
         ended = bench.train(name, *_options(bench), *options(_NO_LINES), env={"BOARD_FAULT": fault})
         _judge_hang(bench, verdicts, name, fault, ended, rank, "", settings=_NO_LINES)
+    name, fault = f"hold-single-{seed}", f"hold 0 {random.randrange(9, 40)} on_update"
+    ended = bench.train(name, *_options(bench), *options(ONE_RANK), env={"BOARD_FAULT": fault})
+    where = f"{fault}, the only rank"
+    _judge_hang(bench, verdicts, name, where, ended, 0, "interpreter lock", settings=ONE_RANK)
     for kind, settings in (("deaf", ()), ("deaf-partial", _PARTIAL)):
         rank, name = random.randrange(2), f"{kind}-{seed}"
         fault = f"wait {rank} {random.randrange(9, 40)} on_update"
-        ended = bench.train(name, *_options(bench), *options(settings), env={"BOARD_FAULT": fault, **_DEAF})
+        ended = bench.train(name, *_options(bench), *options(settings), env={"BOARD_FAULT": fault, **DEAF})
         where = f"{kind} {fault}"
         _judge_hang(bench, verdicts, name, where, ended, rank, "ignores SIGUSR2", settings=settings)
     _stop_deaf_ranks(bench, f"deaf-stop-{seed}", random.randrange(9, 40), verdicts)
@@ -115,7 +134,7 @@ def rs04_phases(bench: Bench, seed: int, verdicts: Verdicts) -> None:
 def _stop_deaf_ranks(bench: Bench, name: str, step: int, verdicts: Verdicts) -> None:
     """Send SIGTERM to all processes of a job, as a scheduler does, whose ranks take no signals; then continue it."""
     where = f"SIGTERM near step {step} to ranks that take no signals"
-    process = bench.start(name, *_options(bench), env=_DEAF)
+    process = bench.start(name, *_options(bench), env=DEAF)
     bench.wait_for_step(name, step, process)
     send(signal.SIGTERM, marked_processes(bench.folder(name).root))
     last = max(event["step"] for event in read_events(bench.folder(name).events, events.STEP)) + _STOP_STEPS
@@ -125,9 +144,9 @@ def _stop_deaf_ranks(bench: Bench, name: str, step: int, verdicts: Verdicts) -> 
     right = ended.code == _PREEMPTED and saved and ended.seconds < _STOP_SECONDS
     found = f"exit code {ended.code} after {ended.seconds:.1f} s, stops {stops}: {ended.output[-300:]}"
     verdicts.judge("o6", where, "" if right else found)
-    again = bench.train(name, *_options(bench), env=_DEAF)
+    again = bench.train(name, *_options(bench), env=DEAF)
     verdicts.judge("o6", where, "" if again.code == 0 else f"exit code {again.code}: {again.output[-300:]}")
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_settings(bench)), faults=0)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*planted_settings(bench)), faults=0)
 
 
 def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
@@ -140,6 +159,7 @@ def rs05(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         right = ended.code == _DETERMINISTIC and "E-COLLECTIVES-DIFFER" in ended.output and len(found) == 1
         right = right and "number " in found[0]  # with its shape: of each rank, or of the one that Gloo did not abort
         verdicts.judge("o6", fault, "" if right else f"exit code {ended.code}, faults {found}: {ended.output[-300:]}")
+        _time(bench, verdicts, name)
         verdicts.judge("o7", fault, left_running(bench.folder(name).root))
 
 
@@ -181,7 +201,7 @@ def kills_without_progress(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     verdicts.judge("o7", fault, left_running(bench.folder(name).root))
 
 
-def _settings(bench: Bench) -> Sequence[str]:
+def planted_settings(bench: Bench) -> Sequence[str]:
     """Return the settings of a run that can have the faults of planted.py, which it finds beside its run file."""
     lab = bench.root / "lab"
     lab.mkdir(exist_ok=True)
@@ -190,7 +210,7 @@ def _settings(bench: Bench) -> Sequence[str]:
 
 
 def _options(bench: Bench) -> list[str]:
-    return options(_settings(bench))
+    return options(planted_settings(bench))
 
 
 def _recovers(
@@ -201,7 +221,8 @@ def _recovers(
     faults = [(e["rank"], e["cause"]) for e in read_events(bench.folder(name).events, events.FAULT)]
     right = len(faults) == 1 and rank in (None, faults[0][0]) and named in faults[0][1]
     verdicts.judge("o6", fault, "" if ended.code == 0 and right else f"exit code {ended.code}, faults {faults}")
-    judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
+    _time(bench, verdicts, name)
+    judge_recovered(bench, verdicts, name, fault, bench.reference(*planted_settings(bench)))
 
 
 def _judge_hang(
@@ -212,7 +233,6 @@ def _judge_hang(
     ended: Ended,
     rank: int,
     named: str,
-    injected: float | None = None,
     settings: Sequence[str] = (),
 ) -> None:
     """Judge a run whose rank `rank` hung once: found by the watchdog in time, named, and recovered."""
@@ -222,18 +242,52 @@ def _judge_hang(
     verdicts.judge("o6", where, f"exit code {ended.code}, faults {faults}: {ended.output[-300:]}" if wrong else "")
     late = [e["seconds"] for e in faults if e["seconds"] > _WATCHDOG + 1]
     verdicts.judge("o6", where, f"found after {late} s" if late else "")
-    if injected is not None:
-        verdicts.time(bench.folder(name), injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_settings(bench), *settings))
+    _time(bench, verdicts, name)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*planted_settings(bench), *settings))
+
+
+def _time(bench: Bench, verdicts: Verdicts, name: str) -> None:
+    """Record O4 and O5 of the fault that planted.py has planted in the run `name`: it then writes a file."""
+    planted = bench.root / f"{name}.planted"
+    if planted.exists():
+        verdicts.time(bench.folder(name), planted.stat().st_mtime)
+
+
+def _judge_native_frames(bench: Bench, verdicts: Verdicts, name: str, where: str, rank: int) -> None:
+    """Judge that the evidence of the first hang has native frames of a rank that holds its interpreter lock. Not where
+    no program may read them, nor on a busy machine, where gdb takes longer than it may."""
+    since, outcome = verdicts.findings, _no_native_frames()
+    if not outcome:
+        text = (bench.folder(name).incidents / "0001" / f"rank-{rank}.stacks").read_text()
+        _, found, frames = text.partition("with native frames (")
+        right = found and _NATIVE.search(frames)
+        verdicts.judge("o6", where, "" if right else f"no native frame in the evidence: {text[-300:]}")
+        outcome = f"by {frames.partition(')')[0]}"
+    verdicts.came_of("hold", "native frames", outcome, since)
+
+
+def _no_native_frames() -> str:
+    """Return why this machine shows no native frames of a rank; "" if it does."""
+    if not (shutil.which("py-spy") or shutil.which("gdb")):
+        return "not judged: neither py-spy nor gdb is installed"
+    with subprocess.Popen([sys.executable, "-S", "-c", "input()"], stdin=subprocess.PIPE) as other:
+        # From a sibling, as gdb is one of the rank: a process may always trace its own children.
+        program = f"import ctypes, sys; sys.exit(ctypes.CDLL(None).ptrace({_PTRACE_SEIZE}, {other.pid}, None, None))"
+        traced = subprocess.run([sys.executable, "-S", "-c", program])
+        other.kill()
+    if traced.returncode:
+        return "not judged: no process may read another one's stack"
+    busy = load_now()["others"]
+    return f"not judged: {busy:g} other programs per core" if busy >= BUSY else ""
 
 
 ROWS = (
-    Row("RS01 phases", "SIGKILL of a rank in each phase of a step", rs01_phases),
-    Row("RS02", "an exception, a segmentation fault, an abort", rs02),
-    Row("RS03", "SIGSTOP of one rank, of all ranks", drilled("RS03", *LONG)),
+    Row("RS01 phases", "SIGKILL of a rank in each phase of a step", rs01_phases, limits=CRASH),
+    Row("RS02", "an exception, a segmentation fault, an abort", rs02, limits=CRASH),
+    Row("RS03", "SIGSTOP of one rank, of all ranks, of the only rank", rs03, limits=_HANG),
     Row("RS04", "a rank that holds its interpreter lock, waits for ever, or blocks and ignores all signals", rs04),
     Row("RS04 phases", "all ranks hang at the start, in the first step, in a save, in an evaluation", rs04_phases),
-    Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05),
+    Row("RS05", "a rank leaves out, reorders or misshapes a collective", rs05, limits=Limits(detect=_HANG.detect)),
     Row("RS06", "a pause of one rank, of all ranks, shorter than the watchdog", drilled("RS06", *LONG)),
     Row("RS33", "the same failure at the same step in every attempt", rs33),
 )

@@ -15,6 +15,7 @@ from ingot.schema import events
 
 from .bench import Bench, options
 from .row import INTERVAL, Row, drawn_mode, drilled, judge_recovered, random_of
+from .times import CRASH, Limits
 
 _LONG = "train.steps=60"  # so that a signal arrives before the end
 # Steps of some hundredths of a second: the bench, which reads the log again and again, is not too late.
@@ -127,15 +128,15 @@ def _distance(ours: Trace, reference: Trace, step: int) -> float:
 
 
 ROWS = (
-    Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG)),
+    Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG), limits=CRASH),
     Row(
         "RS07 memory",
         "SIGKILL of a rank, and loss of the tensors of all checkpoints",
         drilled("RS07 memory", *SLOW_STEPS),
+        limits=CRASH,
     ),
-    Row("RS08", "SIGKILL of all processes of a job", drilled("RS08", _LONG)),
+    Row("RS08", "SIGKILL of all processes of a job", drilled("RS08", _LONG), limits=Limits(recover=CRASH.recover)),
     Row("RS17", "resume on 2, 1, 2, on 4, 2, 1 and on 4, 2, 4 ranks with canonical sums", rs17),
     Row("RS18", "resume as DP2, TP2, PP2, FSDP2, 1 rank", rs18),
-    Row("RS28", "SIGTERM, SIGINT, SIGUSR1, SIGTERM twice", drilled("RS28", _LONG)),
     Row("RS30", "two launches in one folder", rs30),
 )

@@ -15,6 +15,7 @@ from ingot.schema import events
 
 from .bench import Bench, options
 from .row import Row, judge_recovered, random_of
+from .times import CRASH, WARM
 
 SETTINGS = ("train.steps=120", "launch.nodes=2", "launch.node_seconds=3")
 _REFERENCE = SETTINGS[:1]
@@ -174,7 +175,12 @@ def _continue(pid: int) -> None:
 
 
 ROWS = (
-    Row("RS07 spare", "a node is lost, or frozen, with a spare and without", rs07_spare),
-    Row("RS07 shrink", "a node is lost: the run goes on with fewer, and with all again when one joins", rs07_shrink),
-    Row("RS31 leader", "the leader of several nodes is killed, with the store of the ranks", rs31_leader),
+    Row("RS07 spare", "a node is lost, or frozen, with a spare and without", rs07_spare, limits=WARM),
+    Row(
+        "RS07 shrink",
+        "a node is lost: the run goes on with fewer, and with all again when one joins",
+        rs07_shrink,
+        limits=CRASH,
+    ),
+    Row("RS31 leader", "the leader of several nodes is killed, with the store of the ranks", rs31_leader, limits=CRASH),
 )

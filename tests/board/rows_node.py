@@ -21,6 +21,7 @@ from ingot.trainer.checkpoint.keeper import keeper_name, reach_local
 from .bench import ROOT, Bench
 from .row import INTERVAL, Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS, stopped_between_snapshots
+from .times import NEW_DISK
 
 _REPLACED = {  # SLOW_STEPS and others, because the program takes no settings
     "steps = 24": "steps = 60",
@@ -135,8 +136,11 @@ def _replace_node(
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
     nodes[lost] = Node(bench, name, lost)
-    deadline = time.monotonic() + DEADLINE_SECONDS
+    deadline, seen = time.monotonic() + DEADLINE_SECONDS, False
     while len(_found(folder, events.SNAPSHOT_RESTORED)) == before and time.monotonic() < deadline:
+        if not seen and set(ranks) - set(other.ranks()):  # no event shows it: torchrun starts the ranks
+            seen = True
+            verdicts.detect.append(time.time() - injected)
         time.sleep(0.1)
     same = other.keeper() == keeper != 0 and not set(ranks) & set(other.ranks())
     verdicts.judge("o6", where, "" if same else "the other node has no new ranks, or another keeper")
@@ -178,5 +182,6 @@ ROWS = (
         "RS07 node",
         "SIGKILL of all processes of a node, and loss of its disk; then the same for the other node",
         rs07_node,
+        limits=NEW_DISK,
     ),
 )

@@ -13,6 +13,7 @@ from ingot.schema.run_folder import RunFolder
 from .bench import Bench, options
 from .row import Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS, stopped_between_snapshots
+from .times import WARM
 
 _PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
 _IN_MEMORY = ('checkpoint.mode="async"', "checkpoint.replicas=1")
@@ -64,4 +65,11 @@ def _pids(folder: RunFolder) -> dict[int, int]:
     return {event["rank"]: event["pid"] for event in read_events(folder.events, events.RANK_STARTED)}
 
 
-ROWS = (Row("RS01 partial", "SIGKILL of a rank and SIGSTOP of another; the others keep their processes", rs01_partial),)
+ROWS = (
+    Row(
+        "RS01 partial",
+        "SIGKILL of a rank and SIGSTOP of another; the others keep their processes",
+        rs01_partial,
+        limits=WARM,
+    ),
+)

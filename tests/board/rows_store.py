@@ -29,6 +29,7 @@ from ingot.trainer.checkpoint.remote import RemoteTier
 
 from .bench import Bench, options
 from .row import INTERVAL, Row, drawn_mode, judge_recovered, random_of, resumed_from
+from .times import NEW_DISK
 
 STEP_OF_TENTH = ("train.global_batch=64",)  # a step of about 0.1 s, so that uploads run beside training
 _WAY_OUT, _REFUSED, _REFUSED_CODE = "AWS_ACCESS_KEY_ID", "E-STORE-REFUSED", 3
@@ -282,7 +283,7 @@ def lost_node(
 
 
 ROWS = (
-    Row("RS07", "SIGKILL of all processes of a job, and loss of its disk", rs07),
+    Row("RS07", "SIGKILL of all processes of a job, and loss of its disk", rs07, limits=NEW_DISK),
     Row(
         "RS13",
         "object store: 403 at the start or later, 429, 500, 503, resets, silence, lost answers, wrong tags, late lists",

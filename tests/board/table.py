@@ -1,13 +1,14 @@
 """The lines of the board as tables in Markdown: all rows, and what came of each case of some rows."""
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import median
 
 from ingot.drill.oracles import ORACLES, RED
 from ingot.drill.restores import PLACES
 
 from .row import Row
+from .times import not_judged
 
 # The tables of cases: their names in the page -> the rows whose cases they have.
 CASES = {
@@ -63,14 +64,16 @@ def restores_of(lines: Sequence[dict]) -> str:
     return "\n".join(text)
 
 
-def table_of(lines: Sequence[dict]) -> str:
+def table_of(lines: Sequence[dict], slow: Mapping[str, Sequence[str]] | None = None) -> str:
     """Return the table of all rows: those with lines, one row of the table for all seeds, and those that are missing.
 
-    lines: as `Verdicts.as_json` returns them. A red row names its first finding.
+    lines: as `Verdicts.as_json` returns them. slow: what is wrong with the times of rows. A red row names its first
+    finding.
     """
     from . import ALL, MISSING
 
-    rows = {row.id: _row(row, [line for line in lines if line["id"] == row.id]) for row in ALL}
+    slow = slow or {}
+    rows = {row.id: _row(row, [line for line in lines if line["id"] == row.id], slow.get(row.id, ())) for row in ALL}
     rows |= {name: [name, what, "missing", f"- | {why}"] for name, (what, why) in MISSING.items()}
     head = [
         "row",
@@ -80,6 +83,7 @@ def table_of(lines: Sequence[dict]) -> str:
         *(o.upper() for o in ORACLES),
         "detect s",
         "recover s",
+        "load",
         "redone",
         "found",
     ]
@@ -93,16 +97,23 @@ def table_of(lines: Sequence[dict]) -> str:
     return "\n".join(text)
 
 
-def _row(row: Row, lines: Sequence[dict]) -> list[str]:
+def _row(row: Row, lines: Sequence[dict], slow: Sequence[str]) -> list[str]:
     name, injects = row.id, row.injects
     if not lines:
         reason = row.missing()
-        return [name, injects, "not played" if reason else "not run", "0", *[""] * (len(ORACLES) + 3), reason]
+        return [name, injects, "not played" if reason else "not run", "0", *[""] * (len(ORACLES) + 4), reason]
     red = [line for line in lines if not line["passed"]]
-    found = _numbers(lines) if not red else f"seed {red[0]['seed']}: {' '.join(red[0]['wrong'][0].split())[:200]}"
-    result = f"**RED** in {len(red)}" if red else "passes"
+    found, result = _numbers(lines), "passes"
+    if reason := not_judged(row.limits, lines):
+        found += f"; {reason}"
+    if slow:
+        found, result = slow[0], "**RED**: slow"
+    if red:
+        found = f"seed {red[0]['seed']}: {' '.join(red[0]['wrong'][0].split())[:200]}"
+        result = f"**RED** in {len(red)}"
     oracles = [_oracle([line[oracle] for line in lines]) for oracle in ORACLES]
-    times = [_median([line[key] for line in lines if line[key] is not None]) for key in ("detect_s", "recover_s")]
+    keys = ("detect_s", "recover_s", "load")
+    times = [_median([line[key] for line in lines if line.get(key) is not None]) for key in keys]
     most = str(max(line["redone_steps"] for line in lines))
     return [name, injects, result, str(len(lines)), *oracles, *times, most, found]
 

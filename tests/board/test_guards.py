@@ -12,6 +12,7 @@ from .bench import Bench
 from .row import random_of
 from .rows_damage import flip_of_samples
 from .rows_hang import LONG, kills_without_progress
+from .rows_stop import never_stops
 from .rows_takeover import late_commit
 from .test_rows import wrong
 
@@ -42,6 +43,13 @@ def test_a_wrong_bit_in_the_ledger_is_found(bench: Bench):
 def test_restarts_without_progress_wait_longer(bench: Bench):
     verdicts = Verdicts()
     kills_without_progress(bench, 0, verdicts)
+    assert not wrong(verdicts)
+
+
+@pytest.mark.row("RS28")
+def test_a_run_that_never_stops_is_killed(bench: Bench):
+    verdicts = Verdicts()
+    never_stops(bench, 0, verdicts)
     assert not wrong(verdicts)
 
 

@@ -66,4 +66,12 @@ MUTANTS: list[Mutant] = [
         after="return 0.0",
         tests=(f"{_GUARDS}::test_restarts_without_progress_wait_longer",),
     ),
+    Mutant(
+        name="switched-off-grace",
+        what="RS28 without the end of launch.grace: nothing kills a rank that never stops",
+        file="trainer/launch/stopping.py",
+        before="now >= self.request.deadline",
+        after="now < 0",
+        tests=(f"{_GUARDS}::test_a_run_that_never_stops_is_killed",),
+    ),
 ]

@@ -27,7 +27,6 @@ from ingot.trainer.resilience.lock import BUSY
 INTERRUPTED = 130
 _STOP_SECONDS = 2.0  # from a request to stop to the end, besides the steps that are under way
 _STOP_STEPS = 10
-_HANG_SECONDS = 1.5  # after the limit of the watchdog
 _LIMIT_STEPS = 5  # the watchdog waits as long as that many of the longest steps (trainer/launch/watchdog.py)
 
 
@@ -111,7 +110,7 @@ def _hang_found(trial: Trial) -> str:
     right = [(e["detected_by"], e["rank"] in trial.named, "SIGSTOP" in e["cause"]) for e in faults]
     if right != [("watchdog", True, True)]:
         return f"faults {[(e['detected_by'], e['rank'], e['cause']) for e in faults]}, not one hang by SIGSTOP"
-    limit = max(trial.run.config.launch.watchdog_seconds, _LIMIT_STEPS * trial.longest_step()) + _HANG_SECONDS
+    limit = max(trial.run.config.launch.watchdog_seconds, _LIMIT_STEPS * trial.longest_step()) + trial.run.hang_seconds
     if faults[0]["seconds"] > limit:
         return f"found after {faults[0]['seconds']:.1f} s, more than {limit:.1f} s"
     stacks = [p for p in trial.folder.incidents.rglob("rank-*.stacks") if "trainer/loop.py" in p.read_text()]

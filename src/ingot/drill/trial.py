@@ -48,6 +48,7 @@ class DrilledRun:
 
     run_file, settings: of the command; settings as "a.b=c". config: what both give. until: the step after which the run
     stops; None: its end. variables: more of the environment. step_seconds: the duration of a step, if it is known.
+    hang_seconds: how long after its limit the watchdog may find a hang.
     """
 
     run_file: Path
@@ -56,6 +57,7 @@ class DrilledRun:
     until: int | None = None
     variables: Mapping[str, str] = field(default_factory=dict)
     step_seconds: float = 0.0
+    hang_seconds: float = 1.5
 
     @property
     def steps(self) -> int:
