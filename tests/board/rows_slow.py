@@ -16,9 +16,9 @@ SLOW_STEP, WITHIN = 10, 10
 TRIALS = 4  # per seed: twenty with five seeds
 HEALTHY_STEPS = 400  # per seed: 2,000 with five seeds
 _WORK_SECONDS = 0.15  # of a step; the model of the bench adds a few milliseconds, or more on a busy machine
-_SLOWED = ('plugins.modules=["slowed"]', 'plugins.folder="lab"', "callbacks.slowed={}")
-_SETTINGS = ("parallel.dp_shard=4", "checkpoint.every_steps=0", *_SLOWED)
-_DRAINS = (*SETTINGS, *_SLOWED, "launch.straggler_seconds=1", "launch.node_seconds=15")
+SLOWED = ('plugins.modules=["slowed"]', 'plugins.folder="lab"', "callbacks.slowed={}")
+_SETTINGS = ("parallel.dp_shard=4", "checkpoint.every_steps=0", *SLOWED)
+_DRAINS = (*SETTINGS, *SLOWED, "launch.straggler_seconds=1", "launch.node_seconds=15")
 _NODE_SECONDS = 0.06  # of a step of a node; 120 steps, of which the slow node does about 80
 
 
@@ -42,7 +42,7 @@ def _stragglers(
     bench: Bench, name: str, steps: int, seconds: float, jitter: float, seed: int, rank: int, kind: str
 ) -> tuple[list[dict], str]:
     """Train with slowed.py. Returns the events of slow ranks, and what went wrong otherwise."""
-    _write_plugin(bench)
+    write_slowed(bench)
     slow = f"{seconds} {jitter} {seed} {rank} {SLOW_STEP} {kind}"
     ended = bench.train(name, *options((*_SETTINGS, f"train.steps={steps}")), env={"BOARD_SLOW": slow})
     found = list(read_events(bench.folder(name).events, events.STRAGGLER))
@@ -50,7 +50,7 @@ def _stragglers(
     return found, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}"
 
 
-def _write_plugin(bench: Bench) -> None:
+def write_slowed(bench: Bench) -> None:
     lab = bench.root / "lab"
     lab.mkdir(exist_ok=True)
     shutil.copyfile(Path(__file__).parent / "slowed.py", lab / "slowed.py")
@@ -59,7 +59,7 @@ def _write_plugin(bench: Bench) -> None:
 def rs35_drain(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """One of two nodes, with a spare, takes twice as long from step 10 on, the leader's with odd seeds: with
     launch.on_straggler = "drain" it is drained once, otherwise nothing leaves."""
-    _write_plugin(bench)
+    write_slowed(bench)
     slow = 1 - seed % 2
     for policy in ("drain", "report"):
         name, where = f"slow-{policy}-{seed}", f"{policy}, node {slow}"

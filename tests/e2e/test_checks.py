@@ -2,6 +2,10 @@
 
 import json
 import os
+import signal
+import subprocess
+from pathlib import Path
+from textwrap import indent
 
 import pytest
 
@@ -9,7 +13,7 @@ from ingot.errors import NodeUnhealthy
 from ingot.events import read_events
 from ingot.schema import events
 
-from .conftest import ended
+from .conftest import Project, ended
 
 # In the process that measures, and in no other one, every product differs from the first.
 PLANT = """
@@ -21,11 +25,16 @@ if "ingot.trainer.fleet.measure" in sys.orig_argv:
 CHECKED = [word for one in ("check_every=1", "check_seconds=0.2") for word in ("--set", f"launch.{one}")]
 
 
+def planted(folder: Path, text: str) -> dict[str, str]:
+    """Return the environment of a launcher whose Python runs `text` first. folder: for a file with it."""
+    (folder / "sitecustomize.py").write_text(text)
+    return {"PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])}
+
+
 @pytest.fixture
 def broken(tmp_path) -> dict[str, str]:
     """The environment of a launcher whose machine computes wrong."""
-    (tmp_path / "sitecustomize.py").write_text(PLANT)
-    return {"PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    return planted(tmp_path, PLANT)
 
 
 @pytest.mark.slow
@@ -53,3 +62,27 @@ def test_a_machine_that_computes_wrong_starts_no_rank(project, broken):
     output = ended(project.start("wrong", *CHECKED, **broken), NodeUnhealthy.exit_code)
     assert "E-NODES-UNFIT" in output and "matmul" in output
     assert not list(read_events(project.folder("wrong").events, events.RANK_STARTED))
+
+
+@pytest.mark.slow
+def test_machines_are_checked_after_every_second_restart(project, tmp_path):
+    """The machine computes wrong after the first check: the first restart trains on it all the same."""
+    wrong = tmp_path / "wrong"
+    found = planted(tmp_path, f"import os\nif os.path.exists({str(wrong)!r}):\n{indent(PLANT, '    ')}")
+    settings = ("check_every=2", "check_seconds=0.2", "max_restarts=3")
+    options = [word for one in settings for word in ("--set", f"launch.{one}")]
+    process = project.start("second", *options, "--set", "train.steps=2000", **found)
+    _kill_rank_after(project, process, 20)
+    wrong.touch()
+    _kill_rank_after(project, process, 200)
+    output = ended(process, NodeUnhealthy.exit_code)
+    assert "E-NODES-UNFIT" in output and "matmul" in output
+    kinds = (events.FLEET_CHECK, events.RUN_STARTED, events.RESTART)
+    check, started, restart = kinds
+    log = [event["kind"] for event in read_events(project.folder("second").events, *kinds)]
+    assert log == [check, started, restart, started, restart, check]
+
+
+def _kill_rank_after(project: Project, process: subprocess.Popen, step: int) -> None:
+    project.wait_for_step("second", step, process)
+    os.kill(project.rank_pid("second", 0), signal.SIGKILL)
