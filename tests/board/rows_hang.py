@@ -128,7 +128,7 @@ def rs04_phases(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", fault, f"exit code {ended.code}, faults {faults}: {ended.output[-300:]}" if wrong else "")
         late = [e["seconds"] for e in faults if e["seconds"] is None or not limit <= e["seconds"] <= limit + 1]
         verdicts.judge("o6", fault, f"found after {late} s, not {limit:g} to {limit + 1:g} s" if late else "")
-        judge_recovered(bench, verdicts, name, fault, bench.reference(*_settings(bench)))
+        judge_recovered(bench, verdicts, name, fault, bench.reference(*planted_settings(bench)))
 
 
 def _stop_deaf_ranks(bench: Bench, name: str, step: int, verdicts: Verdicts) -> None:

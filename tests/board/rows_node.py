@@ -64,10 +64,7 @@ class Node:
 
     def keeper(self) -> int:
         """Return the process that keeps the snapshots of this node; 0 if there is none."""
-        with suppress(OSError), closing(reach_local(keeper_name(self.agent.pid, self._run))) as connection:
-            found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-            return _CREDENTIALS.unpack(found)[0]
-        return 0
+        return keeper_of(self.agent.pid, self._run)
 
     def ranks(self) -> list[int]:
         """Return the living processes of this node that are neither the agent nor the keeper."""
@@ -82,6 +79,14 @@ class Node:
         assert not gone_within(_END_SECONDS, self.ranks)
         for folder in (self.disk, self._temporary):
             shutil.rmtree(folder)
+
+
+def keeper_of(owner: int, run: Path) -> int:
+    """Return the process that keeps the snapshots of the ranks of `owner`, which starts them; 0 if there is none."""
+    with suppress(OSError), closing(reach_local(keeper_name(owner, run))) as connection:
+        found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        return _CREDENTIALS.unpack(found)[0]
+    return 0
 
 
 def rs07_node(bench: Bench, seed: int, verdicts: Verdicts) -> None:

@@ -2,8 +2,10 @@
 
 import itertools
 import os
+import shutil
 import signal
 import time
+from contextlib import suppress
 
 from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
@@ -11,8 +13,10 @@ from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
 
 from .bench import Bench, options
-from .row import Row, judge_recovered, random_of
+from .row import INTERVAL, Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS, stopped_between_snapshots
+from .rows_launchers import Launchers
+from .rows_node import keeper_of
 from .times import WARM
 
 _PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
@@ -60,6 +64,59 @@ def rs01_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS, *settings), faults=2)
 
 
+def rs07_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
+    """Lose a node, with its disk, memory and the tensors of all checkpoints: a spare takes its place, with the state
+    that the other node has in memory, and the ranks of that node keep their processes. The lost node has one of two
+    shards of a model, with odd seeds the last stage of a pipeline, of two shards."""
+    random, name, each = random_of("RS07 partial", seed), f"peer-{seed}", 1 + seed % 2
+    folder, layout = bench.folder(name), _STAGES if each == 2 else ()
+    disks = [bench.root / f"{name}-disk-{number}" for number in range(2)]
+    settings = (
+        *(*SLOW_STEPS, *layout, *_IN_MEMORY, 'launch.restart="partial"', "launch.nodes=2"),
+        f'checkpoint.disks=["{bench.root}/{name}-disk-{{node}}"]',
+    )
+    for disk in disks:
+        disk.mkdir()
+    with Launchers(bench, name, settings) as nodes:
+        nodes.start(3)
+        kept, before = stopped_between_snapshots(bench, name, INTERVAL * random.randrange(2, 10), nodes.started[0])
+        where = f"{each} ranks a node, after the snapshot of step {kept}"
+        lost = nodes.started[1]
+        keeper, processes = keeper_of(lost.pid, folder.root), nodes.of_node(lost)
+        verdicts.judge("o6", where, "" if keeper else "the node that is lost has no keeper of snapshots")
+        injected = time.time()
+        for pid in (*processes, *filter(None, [keeper])):
+            with suppress(ProcessLookupError):  # a process that writes checkpoints ends with its rank
+                os.kill(pid, signal.SIGKILL)
+        shutil.rmtree(disks[1])
+        disks[1].mkdir()
+        for tensors in (folder.checkpoints, disks[0]):
+            for path in tensors.rglob("rank-*"):
+                path.unlink()
+        for rank in range(each):
+            os.kill(before[rank], signal.SIGCONT)
+        codes = nodes.ends(without=1)
+    verdicts.judge("o6", where, f"exit codes {codes}" if any(codes) else "")
+    found = [(event["rank"], event["failure"]) for event in read_events(folder.events, events.FAULT)]
+    verdicts.judge("o6", where, "" if found == [(each, "node")] else f"faults {found}")
+    after = _pids(folder)
+    changed = [rank for rank in before if before[rank] != after[rank]]
+    expected = list(range(each, 2 * each))
+    verdicts.judge("o6", where, "" if changed == expected else f"ranks {changed} got new processes, not {expected}")
+    tiers = read_events(
+        folder.events,
+        events.SNAPSHOT_RESTORED,
+        events.CHECKPOINT_LOADED,
+        events.CHECKPOINT_FETCHED,
+        events.CHECKPOINT_REFUSED,
+    )
+    read = [(e["kind"], e["step"], e.get("own_bytes", 0) > 0, e.get("peer_bytes", 0) > 0) for e in tiers]
+    from_peer = [(events.SNAPSHOT_RESTORED, kept, True, True)]
+    verdicts.judge("o6", where, "" if read == from_peer else f"the state was read from {read}, not {from_peer}")
+    verdicts.time(folder, injected)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*SLOW_STEPS, *layout))
+
+
 def _pids(folder: RunFolder) -> dict[int, int]:
     """Return the process of each rank in its newest attempt."""
     return {event["rank"]: event["pid"] for event in read_events(folder.events, events.RANK_STARTED)}
@@ -71,5 +128,10 @@ ROWS = (
         "SIGKILL of a rank and SIGSTOP of another; the others keep their processes",
         rs01_partial,
         limits=WARM,
+    ),
+    Row(
+        "RS07 partial",
+        "a node is lost with its disk and memory; the ranks of the other one keep their processes and have its state",
+        rs07_partial,
     ),
 )
