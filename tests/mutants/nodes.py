@@ -445,4 +445,12 @@ MUTANTS: list[Mutant] = [
         after="",
         tests=(f"{_NODES}::test_a_signal_to_a_node_that_waits_while_another_one_leads_ends_that_node",),
     ),
+    Mutant(
+        name="missing-spare-not-reported",
+        what="nobody learns that a spare which took a place, or was lost, has no successor",
+        file="trainer/launch/nodes.py",
+        before="        self._record(events.SPARES, wanted=wanted, waiting=waiting)\n        if waiting == wanted:",
+        after="        if waiting == wanted:\n            self._record(events.SPARES, wanted=wanted, waiting=waiting)",
+        tests=(f"{_NODES}::test_a_spare_that_is_missing_is_reported_until_it_waits",),
+    ),
 ]

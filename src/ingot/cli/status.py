@@ -78,6 +78,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"slow   {_slow_text(slow)}")
     for drained in status.drained[-_SHOWN_DRAINED:]:
         terminal.say(f"drained {drained['node']}: {drained['words']}")
+    if status.spares and status.state == "running":
+        terminal.say(f"spares {status.spares.get('waiting')} of {status.spares.get('wanted')} wait")
     if status.fleet_check:
         terminal.say(f"check  {_check_text(status.fleet_check)}")
     if status.start_times:

@@ -91,7 +91,7 @@ def _require_own(root: Path, run: Path) -> None:
 
 def _changed(config: RunConfig, many_faults: bool) -> RunConfig:
     """Return the settings of the copy, except the interval of its checkpoints (`with_interval`)."""
-    launch = replace(config.launch, nodes=1, min_ranks=0, stop_after="", watchdog_seconds=WATCHDOG_SECONDS)
+    launch = replace(config.launch, nodes=1, spares=0, min_ranks=0, stop_after="", watchdog_seconds=WATCHDOG_SECONDS)
     if many_faults:
         launch = replace(launch, max_restarts=_MOST_RESTARTS)
     saves = config.checkpoint

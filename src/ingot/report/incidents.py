@@ -99,6 +99,7 @@ _TEXTS: dict[str, tuple[Severity, Callable[[Mapping[str, Any]], str | None]]] = 
     kinds.PLANNED_RESTART: ("info", lambda event: f"planned restart: {event['reason']}"),
     kinds.STRAGGLER: ("warn", _straggler),
     kinds.NODE: ("bad", _node),
+    kinds.SPARES: ("warn", lambda event: f"{event['waiting']:d} of {event['wanted']:d} spare machines wait"),
     kinds.HEALTH: ("warn", lambda event: f"machine {event['node']}: {event['words']}"),
     kinds.LAYOUT: ("info", _layout),
     kinds.DRILL: ("info", lambda event: f"a drill {event['action']}s rank {event.get('rank')}"),

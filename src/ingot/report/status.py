@@ -69,6 +69,7 @@ class RunStatus:
     start_times: the newest `start_times` event: its seconds by phase (resilience/start_times.py) and total_seconds.
     restart_seconds: the total of each restart that was measured. stragglers: the newest `straggler` event of each rank
     that is slow. drained: the `health` events after which a machine left the run, or was to leave it, oldest first.
+    spares: the newest `spares` event: how many spare machines wait, of how many that the run wants.
     fleet_check: the newest `fleet_check` event: the machines as they were measured, and which are unfit.
     passed: the data of the newest steps were passed, so they have no loss.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
@@ -125,6 +126,7 @@ class RunStatus:
     restart_seconds: tuple[float, ...] = ()
     stragglers: tuple[dict, ...] = ()
     drained: tuple[dict, ...] = ()
+    spares: dict | None = None
     fleet_check: dict | None = None
     passed: bool = False
 
@@ -202,6 +204,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         metrics=log.metrics,
         start_times=_without_kind(last.get(events.START_TIMES)),
         restart_seconds=tuple(log.restart_seconds),
+        spares=_without_kind(last.get(events.SPARES)),
         fleet_check=_without_kind(last.get(events.FLEET_CHECK)),
         stragglers=tuple(_without_kind(log.slow[rank]) or {} for rank in sorted(log.slow)),
         drained=tuple(_without_kind(event) or {} for event in log.drained),
@@ -255,6 +258,8 @@ class _Log:
             with suppress(AttributeError, KeyError, TypeError, ValueError):  # of a version that wrote other fields
                 self.happened = entry_of(event) or self.happened
                 self.damaged |= {event["rank"]} if kind == events.STATE_DAMAGED else set()
+        if kind == events.NODE and event.get("action") == "leads":
+            self.last.pop(events.SPARES, None)  # it counts them anew
         if kind == events.STEP:
             self.losses[event["step"]] = event["loss"]
             self.reached = event["step"]

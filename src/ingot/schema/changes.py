@@ -42,7 +42,7 @@ _TABLE = {
         "watch": "log_every",
         "launch": "max_restarts restart_window_seconds timeout_seconds lease_seconds stop_after grace "
         "watchdog_seconds watchdog_other_seconds watchdog_save watchdog_evaluate straggler_factor on_straggler "
-        "straggler_seconds restart nodes node_seconds node_wait_seconds "
+        "straggler_seconds restart nodes spares node_seconds node_wait_seconds "
         "data_seconds on_bad_health health_file failures_per_node_day min_ranks shrink_seconds grow_seconds "
         "on_oom check_every check_seconds",
         "guard": "retry ask_seconds hash_every max_damages exploded_ratio sanity_every sanity_rise sanity_gap "

@@ -120,6 +120,8 @@ count from 1: step n is the n-th optimizer step.
                  that joined: the two ends of its connection, whose network the ranks use; the loopback address on the
                  leader's machine)                                    a machine of a job on several. The
                  loss of a leader, and its fault, are written by the next one
+  spares         wanted (launch.spares), waiting                     fewer machines than that wait as spares, for
+                                                                      launch.shrink_seconds, or as many again
   health         node, device, report (its kind), code (of an XID, or 0), count, words, verdict ("warn"; "drain": the
                  run saves and goes on without the machine; "discard": it saves nothing before)   (machine/health)
   fleet_check    seconds, fleet [{node, rates {check: per second}, wrong {check: number of wrong results},
@@ -201,6 +203,7 @@ EVALUATION_SKIPPED = "evaluation_skipped"
 BEST_CHECKPOINT = "best_checkpoint"
 FAULT = "fault"
 NODE = "node"
+SPARES = "spares"
 HEALTH = "health"
 FLEET_CHECK = "fleet_check"
 RESTART = "restart"

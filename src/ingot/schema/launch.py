@@ -34,6 +34,8 @@ class Launch:
       fails is tried again for half of it. After 300 s without a batch the run ends.
     nodes: the number of machines, each with an equal share of the ranks. Every machine gets the same command, and the
       run folder is on storage that all of them see. Machines beyond this number wait as spares.
+    spares: how many machines should wait as spares, each with its own launcher. If fewer do, for shrink_seconds, a
+      warning says so, also after one took the place of a lost machine; training goes on. For `nodes` of at least 2.
     node_seconds: without a sign of life for this time, a machine counts as lost.
     node_wait_seconds: how long to wait for machines that are missing, at the start and after one was lost.
     restart: "full" starts all ranks anew after a failure; "partial" only those that failed, and the others start again
@@ -80,6 +82,7 @@ class Launch:
     watchdog_evaluate: str = AUTO
     data_seconds: Deadline = 60.0
     nodes: PositiveDegree = 1
+    spares: Degree = 0
     node_seconds: Deadline = 15.0
     node_wait_seconds: Deadline = 600.0
     restart: Literal["full", "partial"] = "full"

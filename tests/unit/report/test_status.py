@@ -132,6 +132,17 @@ def test_slow_ranks_until_they_recover_or_start_again(folder, capsys):
     assert read_status(folder.root).stragglers == ()
 
 
+def test_spares_until_another_node_leads(folder, capsys):
+    log = EventLog(folder.events)
+    log.write(events.SPARES, wanted=2, waiting=1)
+    assert read_status(folder.root).spares == {"wanted": 2, "waiting": 1}
+    with RunLock(folder.lock):
+        assert main(["status", str(folder.root)]) == 0
+    assert "spares 1 of 2 wait" in capsys.readouterr().out
+    log.write(events.NODE, action="leads", host="node-8", pid=1, node=0, reason="")
+    assert read_status(folder.root).spares is None
+
+
 def test_the_last_restart_by_phase(folder, capsys):
     log = EventLog(folder.events)
     phases = {"detect": None, "kill": None, "wait": None, "schedule": 0.5, "import": 3.0, "warm_up": 1.5}

@@ -102,6 +102,7 @@ class Nodes:
         self._nodes: list[Node] = []
         self._gone: list[tuple[Node, str]] = []
         self._released = False
+        self._waiting, self._waiting_since, self._reported = -1, 0.0, launch.spares  # spares, of launch.spares
         self._listener, self._address = listen()
         self._arrived: queue.SimpleQueue[Link] = queue.SimpleQueue()
         self._bell = socket.socketpair()
@@ -131,6 +132,27 @@ class Nodes:
                 self.drop(node, node.link.closed)
             elif node.link.silent() > self._launch.node_seconds:
                 self.drop(node, f"gives no sign of life for {node.link.silent():.0f} s")
+        self._count_spares()
+
+    def _count_spares(self) -> None:
+        """Report, once for each number, that fewer spares wait than launch.spares, and that as many do again. At the
+        start they join after the others, and a scheduler may replace one that took a place: both take some time."""
+        wanted, now = self._launch.spares, time.monotonic()
+        waiting = min(max(len(self.present()) - (self._launch.nodes - 1), 0), wanted)
+        if waiting != self._waiting:
+            self._waiting, self._waiting_since = waiting, now
+        lasts = waiting == wanted or now >= self._waiting_since + self._launch.shrink_seconds
+        if waiting == self._reported or not lasts:
+            return
+        self._reported = waiting
+        self._record(events.SPARES, wanted=wanted, waiting=waiting)
+        if waiting == wanted:
+            self._say(f"nodes     spares: {waiting}, as launch.spares wants")
+        else:
+            self._say(
+                f"WARNING   spares: {waiting} of {wanted} (launch.spares). A machine that is lost now may have no "
+                "replacement; give the same command on another one"
+            )
 
     def links(self) -> list[Link]:
         return [node.link for node in list(self._nodes)]

@@ -109,6 +109,8 @@ def train(
             signals.catch()  # from here on, none of them ends this process before its run has ended
             options = {"lease": lease, "watch": watch, "began": began, "received": signals.received, "say": say}
             if nodes == 1:
+                if launch.spares:
+                    say(f"note      launch.spares = {launch.spares} has no effect on a run with launch.nodes = 1")
                 return supervise(folder, running, launch, **options)
             facts = own_facts(config)
             with leading(folder, running, launch, layouts, terms=terms, facts=facts, signals=signals, say=say) as job:

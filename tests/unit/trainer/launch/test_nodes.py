@@ -329,6 +329,28 @@ def test_a_spare_takes_the_place_of_a_lost_node(cluster):
     assert any("waits as a spare" in line for line in ended["a"][0])
 
 
+def test_a_spare_that_is_missing_is_reported_until_it_waits(cluster):
+    settings = {"spares": 1, "shrink_seconds": 0.2}
+
+    def reported(count: int) -> list[tuple[int, int]]:
+        ends = time.monotonic() + _LONG
+        while len(found := list(read_events(cluster.folder.events, events.SPARES))) < count:
+            assert time.monotonic() < ends
+            time.sleep(0.01)
+        return [(event["waiting"], event["wanted"]) for event in found]
+
+    for name in ("a", "b"):
+        cluster.start(name, **settings)
+    assert reported(1) == [(0, 1)]
+    cluster.start("c", **settings)
+    assert reported(2) == [(0, 1), (1, 1)]
+    cluster.kill("c")
+    assert reported(3) == [(0, 1), (1, 1), (0, 1)]
+    cluster.finish()
+    lines = cluster.ends()["a"][0]
+    assert sum("spares: 0 of 1 (launch.spares)" in line for line in lines) == 2
+
+
 def test_a_node_that_is_lost_without_a_spare_is_waited_for(cluster):
     cluster.start("a")
     cluster.start("b")
