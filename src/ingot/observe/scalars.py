@@ -1,4 +1,7 @@
-"""The numbers that events of the log have, by the names under which sinks send them."""
+"""The numbers that events of the log have, by the names under which sinks send them.
+
+A number that is recorded, too, has the name, unit and meaning that schema/metrics.py gives it.
+"""
 
 from collections.abc import Iterator, Mapping
 from math import isfinite
@@ -6,7 +9,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 from ingot.schema import events
-from ingot.schema.metrics import ALL_RANKS, TRAFFIC_AXES
+from ingot.schema.metrics import ALL_RANKS, METRICS, TRAFFIC_AXES, metric_of
 
 
 class ScalarMeaning(NamedTuple):
@@ -31,48 +34,63 @@ TRAFFIC = {
     "exposed": "waiting for the exchanges of {axis}, and for ranks that come late to them",
     "hidden": "in which an exchange of {axis} is in flight while a rank works",
 }
-# name -> its unit and meaning. Names that depend on a source, a callback or a prompt are not listed: eval/SOURCE/bpb,
-# eval/SOURCE/loss, data/SOURCE/loss, data/SOURCE/share, callbacks/NAME/METRIC.
-SCALARS: dict[str, ScalarMeaning] = {
-    "train/loss": ScalarMeaning("nats", "mean loss per token of the global batch"),
-    "train/grad_norm": ScalarMeaning("", "global norm of the gradient, before clipping"),
-    "train/lr": ScalarMeaning("", "learning rate"),
-    "train/bpb": ScalarMeaning("bits", "loss in bits per byte of text"),
-    "train/tokens": ScalarMeaning("tokens", "trained on since step 0"),
+_RECORDED = {metric.name: metric for metric in METRICS}
+# Numbers that each rank records, and that sinks get once for all: of rank 0, which writes the log, or a mean.
+FIRST, MEAN = "of rank 0", "mean over ranks"
+OVER_RANKS = {
+    **dict.fromkeys(("perf/step_seconds", "data/wait_seconds", "memory/peak_bytes", "checkpoint/stall_seconds"), FIRST),
+    **{name: MEAN for use in USES if (name := f"perf/{use}_seconds") in _RECORDED},
+    **{f"perf/{{axis}}/{part}_seconds": MEAN for part in TRAFFIC},
+}
+_RUN = (
+    "train/loss train/bpb train/grad_norm train/param_norm train/update_ratio train/lr train/tokens "
+    "perf/tokens_per_second perf/mfu run/eta_seconds run/goodput run/cost_usd run/cost_to_come_usd experts/load_cv "
+    "experts/max_load experts/dropped experts/fallback experts/route_flips eval/sanity_loss"
+)
+# Numbers that the log has and schema/metrics.py has not: name -> unit and meaning.
+ONLY_SENT: dict[str, ScalarMeaning] = {
     "train/underflow_share": ScalarMeaning("share", "gradient elements that are 0 or subnormal; the worst layer"),
     "train/saturation_share": ScalarMeaning("share", "gradient elements near the largest number; the worst layer"),
-    "perf/tokens_per_second": ScalarMeaning("tokens/s", "of the whole run"),
-    "perf/mfu": ScalarMeaning("share", "of the peak FLOP/s of all devices"),
-    "perf/step_seconds": ScalarMeaning("s", "of a step"),
-    **{f"perf/{use}_seconds": ScalarMeaning("s", f"{words}, {_PER_STEP}") for use, words in USES.items()},
     **{
-        f"perf/{use}_seconds_most": ScalarMeaning("s", f"{words}, the rank with the most")
+        name: ScalarMeaning("s", f"{words}, {_PER_STEP}")
+        for use, words in USES.items()
+        if (name := f"perf/{use}_seconds") not in _RECORDED
+    },
+    **{
+        f"perf/{use}_seconds_most": ScalarMeaning("s", f"{words}, per step, the rank with the most")
         for use, words in USES.items()
     },
-    **{
-        f"perf/{axis}/{part}_seconds": ScalarMeaning("s", f"{words.format(axis=axis)}, {_PER_STEP}")
-        for axis in TRAFFIC_AXES
-        for part, words in TRAFFIC.items()
-    },
-    "data/wait_seconds": ScalarMeaning("s", "that a step waits for its batch"),
-    "memory/peak_bytes": ScalarMeaning("bytes", "most memory of a device since the start"),
-    "run/eta_seconds": ScalarMeaning("s", "until the last step"),
-    "run/cost_usd": ScalarMeaning("USD", "of the run until now"),
     "run/start_seconds": ScalarMeaning("s", "from the fault, or the command, to the first steps"),
-    "experts/load_cv": ScalarMeaning("", "coefficient of variation of the loads of experts, mean over layers"),
-    "experts/max_load": ScalarMeaning("", "load of the busiest expert, in units of the mean; the worst layer"),
     "experts/min_load": ScalarMeaning("", "load of the idlest expert, in units of the mean; the worst layer"),
-    "experts/entropy": ScalarMeaning("", "of the router, mean over layers"),
-    "experts/dropped": ScalarMeaning("share", "tokens without a place at their expert, mean over layers"),
-    "experts/fallback": ScalarMeaning("share", "tokens that another expert took, mean over layers"),
-    "checkpoint/stall_seconds": ScalarMeaning("s", "that training waited for a checkpoint"),
-    "checkpoint/write_seconds": ScalarMeaning("s", "until a checkpoint was verified"),
-    "checkpoint/bytes": ScalarMeaning("bytes", "of a checkpoint"),
-    "eval/bpb": ScalarMeaning("bits", "per byte of held-out text"),
-    "eval/loss": ScalarMeaning("nats", "per token of held-out text"),
-    "eval/unigram_bpb": ScalarMeaning("bits", "per byte of held-out text, by the frequencies of tokens alone"),
-    "eval/seconds": ScalarMeaning("s", "of an evaluation"),
-    "eval/sanity_loss": ScalarMeaning("nats", "per token of a fixed batch, before a save"),
+    "experts/entropy": ScalarMeaning("nats", "entropy of the router's scores, mean over layers"),
+    "checkpoint/write_seconds": ScalarMeaning("s", "time until a checkpoint was verified"),
+    "checkpoint/bytes": ScalarMeaning("bytes", "size of a checkpoint"),
+    "eval/bpb": ScalarMeaning("bits per byte", "loss of held-out text"),
+    "eval/loss": ScalarMeaning("nats per token", "loss of held-out text"),
+    "eval/unigram_bpb": ScalarMeaning("bits per byte", "the same by the frequencies of tokens alone"),
+    "eval/seconds": ScalarMeaning("s", "time of an evaluation"),
+}
+# name -> its unit and meaning.
+SCALARS: dict[str, ScalarMeaning] = {
+    **{name: ScalarMeaning(_RECORDED[name].unit, _RECORDED[name].meaning) for name in _RUN.split()},
+    **{
+        name.format(axis=axis): ScalarMeaning(own.unit, f"{own.meaning.format(axis=axis)} ({over})")
+        for name, over in OVER_RANKS.items()
+        for own in (_RECORDED[name],)
+        for axis in (TRAFFIC_AXES if "{axis}" in name else ("",))
+    },
+    **ONLY_SENT,
+}
+# The same for names with a word of the run in braces. Of a callback, the unit is its own.
+NAMED_SCALARS: dict[str, ScalarMeaning] = {
+    **{
+        metric.name: ScalarMeaning(metric.unit, metric.meaning)
+        for metric in METRICS
+        if metric.owner == "run" and "{" in metric.name
+    },
+    "eval/{source}/bpb": ScalarMeaning("bits per byte", "loss of the held-out text of a source"),
+    "eval/{source}/loss": ScalarMeaning("nats per token", "loss of the held-out text of a source"),
+    "callbacks/{callback}/{metric}": ScalarMeaning("", "metric of a callback, or term of the loss"),
 }
 # kind of event -> its field -> the name of the number.
 _FIELDS = {
@@ -133,6 +151,11 @@ def _found(event: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
             by_source = event.get(field)
             for source, own in by_source.items() if isinstance(by_source, Mapping) else ():
                 yield f"data/{source}/{field}", own
+    elif kind == events.MEASURED:
+        values = event.get("values")
+        for name, own in values.items() if isinstance(values, Mapping) else ():
+            if (metric := metric_of(str(name))) is not None and metric.owner == "run":
+                yield str(name), own
     elif kind == events.METRICS:
         yield from ((f"callbacks/{event.get('by')}/{name}", own) for name, own in (event.get("values") or {}).items())
 

@@ -39,10 +39,10 @@ TRAFFIC_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", ALL_RANKS)
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. unit: "" if it has none. meaning: in words. owner: "run" or "rank". at: "step": in the row of every
-    step; "line": in the row of the last step of a log line; "time": read every ten seconds, every step has the newest;
-    "layers": in steps that metrics.layers_every or guard.precision_every chooses, or that somebody asks for;
-    "check": where held-out text is scored before a save. table: one of EXTRA_TABLES; "": that of the owner."""
+    """A metric. unit: "" if it has none; "share": a part of 1. meaning: in words. owner: "run" or "rank". at: "step": in
+    the row of every step; "line": in the row of the last step of a log line; "time": read every ten seconds, every step
+    has the newest; "layers": in steps that metrics.layers_every or guard.precision_every chooses, or that somebody asks
+    for; "check": where held-out text is scored before a save. table: one of EXTRA_TABLES; "": that of the owner."""
 
     name: str
     unit: str
@@ -70,23 +70,27 @@ METRICS = (
     Metric("train/tokens", "tokens", "run", "step", "tokens from the start of the run to this step"),
     Metric("train/skipped", "", "run", "step", "1 if the update was skipped, or the step's data were passed; else 0"),
     Metric("perf/tokens_per_second", "tokens/s", "run", "line", "of the whole run, mean since the last log line"),
-    Metric("perf/mfu", "", "run", "line", "model FLOPs (forward, backward, causal attention) over the published peak"),
-    Metric("perf/eta_seconds", "s", "run", "line", "time to the last step, at the speed of this log line"),
+    Metric(
+        "perf/mfu", "share", "run", "line", "model FLOPs (forward, backward, causal attention) over the published peak"
+    ),
+    Metric("run/eta_seconds", "s", "run", "line", "time to the last step, at the speed of this log line"),
     Metric("run/trained_seconds", "s", "run", "line", "time of all steps so far that count, of all attempts"),
-    Metric("run/goodput", "", "run", "line", "share of the time since the first start in steps that count (ETTR)"),
+    Metric("run/goodput", "share", "run", "line", "of the time since the first start, in steps that count (ETTR)"),
     Metric("run/cost_usd", "USD", "run", "line", "cost so far, of all attempts"),
     Metric("run/cost_to_come_usd", "USD", "run", "line", "cost of the steps to come, at the speed of this log line"),
     Metric("experts/load_cv", "", "run", "line", "standard deviation of the load of experts (mean 1), all layers"),
     Metric("experts/max_load", "", "run", "line", "largest load of an expert in any layer"),
-    Metric("experts/dropped", "", "run", "line", "share of assignments beyond the capacity, which were dropped"),
-    Metric("experts/fallback", "", "run", "line", "share of assignments beyond the capacity, to the fallback expert"),
-    Metric("experts/route_flips", "", "run", "check", _FLIPS, "checks"),
+    Metric("experts/dropped", "share", "run", "line", "share of assignments beyond the capacity, which were dropped"),
+    Metric(
+        "experts/fallback", "share", "run", "line", "share of assignments beyond the capacity, to the fallback expert"
+    ),
+    Metric("experts/route_flips", "share", "run", "check", _FLIPS, "checks"),
     Metric("eval/sanity_loss", "nats per token", "run", "check", "loss of a fixed batch of held-out text", "checks"),
     Metric("layers/{layer}/grad_norm", "", "run", "layers", _NORM, "layers"),
     Metric("layers/{layer}/activation_rms", "", "run", "layers", _RMS, "layers"),
-    Metric("layers/{layer}/activation_saturation", "", "run", "layers", _SATURATED, "layers"),
+    Metric("layers/{layer}/activation_saturation", "share", "run", "layers", _SATURATED, "layers"),
     Metric("data/{source}/loss", "nats per token", "run", "line", "mean loss of the tokens of a source", "sources"),
-    Metric("data/{source}/share", "", "run", "line", "share of a source in the tokens of a log line", "sources"),
+    Metric("data/{source}/share", "share", "run", "line", "share of a source in the tokens of a log line", "sources"),
     Metric("perf/step_seconds", "s", "rank", "step", "time of the step, without saves and evaluation"),
     Metric("perf/wait_seconds", "s", "rank", "step", "of it, waiting for other ranks; 0 on GPUs, where no host waits"),
     Metric("perf/pipeline_wait_seconds", "s", "rank", "step", "of these, waiting for a pipeline neighbor"),
@@ -104,7 +108,9 @@ METRICS = (
     Metric("perf/blocked_seconds", "s", "rank", "line", "time per step of other waits"),
     Metric("memory/peak_bytes", "bytes", "rank", "line", "peak memory: of the device, or of the process on a CPU"),
     Metric("checkpoint/stall_seconds", "s", "rank", "step", "time before this step that training waited for a save"),
-    Metric("device/utilization", "", "rank", "time", "share of the time in which the GPU computed something (NVML)"),
+    Metric(
+        "device/utilization", "share", "rank", "time", "share of the time in which the GPU computed something (NVML)"
+    ),
     Metric("device/memory_bytes", "bytes", "rank", "time", "memory of the GPU in use, by all processes"),
     Metric("device/power_watts", "W", "rank", "time", "power that the GPU draws"),
     Metric("device/power_limit_watts", "W", "rank", "time", "limit of its power"),

@@ -36,6 +36,9 @@ from ingot.trainer.telemetry.source_loss import SourceLoss, recorded_sources
 from ingot.trainer.telemetry.usage import ThreadTime, Waits
 
 STALL = "checkpoint/stall_seconds"
+_FLIPS = "experts/route_flips"
+# The numbers of a log line that no event but `measured` has.
+_MEASURED = ("train/param_norm", "train/update_ratio", "run/goodput", "run/cost_to_come_usd")
 
 
 def open_recorder(
@@ -240,7 +243,7 @@ def record_line(
         "train/update_ratio": None if math.isnan(update) else update / weights,
         "perf/tokens_per_second": progress.tokens_per_second,
         "perf/mfu": progress.mfu,
-        "perf/eta_seconds": progress.eta_seconds,
+        "run/eta_seconds": progress.eta_seconds,
         "run/cost_usd": progress.cost_usd,
         "run/cost_to_come_usd": eta if (eta := progress.eta_seconds) is None else trainer.cost.usd_of(eta),
         "experts/load_cv": progress.load_cv,
@@ -251,7 +254,9 @@ def record_line(
     if (goodput := trainer.recorder.goodput) is not None:
         goodput.add(progress.step, (progress.step_seconds or 0.0) * (len(numbers) - progress.passed))
         line |= {TRAINED: goodput.trained_seconds, "run/goodput": goodput.share(time.time())}
-    rows[-1][1].update({name: value for name, value in line.items() if value is not None})
+    found = {name: float(value) for name, value in line.items() if value is not None}
+    rows[-1][1].update(found)
+    _log_measured(trainer, progress.step, {name: found[name] for name in _MEASURED if name in found})
     trainer.recorder.run_steps(rows)
     if trainer.source_loss is not None and by_source is not None:
         losses, shares = trainer.source_loss.means(by_source)
@@ -270,6 +275,7 @@ def record_layers(trainer: RunParts, *, asked: bool) -> list[tuple[int, dict[str
     measured = trainer.layer_sizes.read()
     for step, values in measured:
         trainer.recorder.extra("layers", step, values)
+        _log_measured(trainer, step, values)
     if asked:
         trainer.layer_sizes.ask()
     return measured
@@ -281,5 +287,12 @@ def record_check(trainer: RunParts, step: int, loss: float) -> None:
         return
     values = {"eval/sanity_loss": loss}
     if trainer.route_flips is not None and (share := trainer.route_flips.share()) is not None:
-        values["experts/route_flips"] = share
+        values[_FLIPS] = share
+        _log_measured(trainer, step, {_FLIPS: share})
     trainer.recorder.extra("checks", step, values)
+
+
+def _log_measured(trainer: RunParts, step: int, values: Mapping[str, float]) -> None:
+    """Write a `measured` event: sinks and pages read the log, not the files of the recorder."""
+    if values:
+        trainer.log(events.MEASURED, step=step, values=dict(values))

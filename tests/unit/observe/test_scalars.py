@@ -34,6 +34,11 @@ def test_numbers_by_layer_source_and_callback():
     axes = {"tp": {"exposed": {"mean": 0.25}, "hidden": "damaged"}, "made up": {"exposed": {"mean": 1}}, "cp": 3}
     assert scalars_of({"kind": events.WAITS, "axes": axes}) == {"perf/tp/exposed_seconds": 0.25}
     assert scalars_of({"kind": events.WAITS, "axes": 3}) == {}
+    measured = {"train/param_norm": 9.0, "layers/0/grad_norm": 0.5, "experts/route_flips": 0.25, "run/goodput": None}
+    unknown = {"layers/<b>/grad_norm": 1.0, "perf/step_seconds": 1.0, "train/unknown": 1.0}
+    event = {"kind": events.MEASURED, "step": 4, "values": measured | unknown}
+    assert scalars_of(event) == {name: own for name, own in measured.items() if own is not None}
+    assert scalars_of({"kind": events.MEASURED, "step": 4, "values": 3}) == {}
     metrics = {"kind": events.METRICS, "by": "own", "values": {"x": 1, "words": "no", "flag": True}}
     assert scalars_of(metrics) == {"callbacks/own/x": 1.0}
     assert scalars_of({"kind": events.FINISHED, "seconds": 3.0}) == {}

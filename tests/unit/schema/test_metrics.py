@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from ingot.observe.scalars import NAMED_SCALARS, ONLY_SENT, OVER_RANKS, SCALARS
 from ingot.schema import metric_files
 from ingot.schema.metric_files import (
     MISSING,
@@ -18,7 +19,7 @@ from ingot.schema.metric_files import (
     read_lineages,
     read_segments,
 )
-from ingot.schema.metrics import METRICS, metric_of, newest_rows, read_series
+from ingot.schema.metrics import METRICS, TRAFFIC_AXES, metric_of, newest_rows, read_series
 
 LOSS, NORM = "train/loss", "train/grad_norm"
 MANUAL = Path(__file__).parents[3] / "docs/observe/metrics.md"
@@ -240,8 +241,34 @@ def test_the_manual_has_every_name():
 
 
 def table_of_names():
-    rows = [f"| `{one.name}` | {one.unit or '-'} | {one.owner} | {one.at} | {one.meaning} |" for one in METRICS]
-    return "\n".join(["| name | unit | of | at | meaning |", "|---|---|---|---|---|", *rows, ""])
+    """All names with their units: the recorded ones, and those that sinks alone get."""
+    recorded = [(one.name, one.unit, one.owner, one.at, sent(one), one.meaning) for one in METRICS]
+    known = {one.name for one in METRICS}
+    others = {**ONLY_SENT, **{name: own for name, own in NAMED_SCALARS.items() if name not in known}}
+    rows = recorded + [(name, own.unit, "run", "event", "yes", own.meaning) for name, own in others.items()]
+    lines = [f"| `{name}` | {unit or '-'} | {' | '.join(facts)} |" for name, unit, *facts in rows]
+    return "\n".join(["| name | unit | of | at | sinks | meaning |", "|---|---|---|---|---|---|", *lines, ""])
+
+
+def sent(metric):
+    """Return what sinks get of a recorded metric."""
+    if metric.owner == "rank":
+        return OVER_RANKS.get(metric.name, "Prometheus")
+    return "yes" if metric.name in SCALARS or metric.name in NAMED_SCALARS else "no"
+
+
+def test_no_number_has_two_names_units_or_meanings():
+    """A number that is recorded and sent has one entry, and both lists have one language of units."""
+    recorded = {metric.name: metric for metric in METRICS}
+    assert not recorded.keys() & ONLY_SENT.keys()
+    for name, own in SCALARS.items():
+        pattern = re.sub(f"/({'|'.join(TRAFFIC_AXES)})/", "/{axis}/", name)
+        if pattern in recorded:
+            assert own.unit == recorded[pattern].unit, name
+            assert own.meaning.startswith(recorded[pattern].meaning.split("{axis}")[0]), name
+    assert {own.unit for own in (*SCALARS.values(), *NAMED_SCALARS.values())} <= {one.unit for one in METRICS} | {
+        "nats"
+    }
 
 
 def test_every_metric_has_one_meaning():

@@ -55,7 +55,7 @@ def test_every_rank_and_step_has_its_numbers(fork_ranks, make_run):
         assert values_of(folder, name) == {e["step"]: e[field] for e in steps}  # all bits
     for progress in read_events(folder.events, "progress"):
         step = progress["step"]
-        for name in ("perf/tokens_per_second", "perf/eta_seconds"):
+        for name in ("perf/tokens_per_second", "run/eta_seconds"):
             assert values_of(folder, name)[step] == progress[name.partition("/")[2]]
         assert values_of(folder, "train/bpb")[step] == pytest.approx(progress["bpb"], rel=1e-12)
         assert values_of(folder, "memory/peak_bytes", 0)[step] == progress["peak_memory_bytes"]

@@ -26,6 +26,7 @@ UNREAD = (
     events.STEP,
     events.EXPERTS,
     events.GRADIENT_RANGE,
+    events.MEASURED,
     events.SAMPLE,
 )  # kinds that the rules do not need
 _DISK_SECONDS, _DISK_LINE_SECONDS = 60.0, 600.0  # between two looks at a disk, and two lines about it

@@ -23,7 +23,7 @@ _FILE_SECONDS = 1.0  # between two versions of the textfile
 _FRESH_SECONDS = 900.0  # events that are older when they are read are history: rules look at the last 15 minutes
 _RESTORED = (
     *(events.RANK_STARTED, events.RUN_STARTED, events.PROGRESS, events.STRAGGLER, events.FINISHED, events.STOPPED),
-    *(events.CHECKPOINT, events.EVALUATION, events.SANITY, events.START_TIMES),
+    *(events.CHECKPOINT, events.EVALUATION, events.SANITY, events.START_TIMES, events.MEASURED),
 )
 # Kinds whose number alerts look at: they are shown from the start, because a counter that begins at 1 has no increase.
 COUNTED = (
@@ -206,19 +206,22 @@ class PrometheusSink(Sink):
             yield self._gauge(metric_name(name), f"{words} ({unit})" if unit else words, [(run, value)])
 
     def _of_sources(self, run: Mapping[str, str]) -> Iterator[Any]:
-        """Yield the numbers whose names depend on a source of data or on a callback, with these as labels."""
-        own: dict[str, list[tuple[dict[str, str], float]]] = {}
+        """Yield the numbers whose names depend on a layer, a source of data or a callback, with these as labels."""
+        own: dict[str, tuple[str, list[tuple[dict[str, str], float]]]] = {}
         for name, value in self._values.items():
             group, _, rest = name.partition("/")
             label, _, metric = rest.rpartition("/")
             if name in SCALARS or not label:
                 continue
             if group == "callbacks":
-                own.setdefault("ingot_callback", []).append(({**run, "callback": label, "metric": metric}, value))
+                family, words, labels = "ingot_callback", "of callbacks", {"callback": label, "metric": metric}
+            elif group == "layers":
+                family, words, labels = f"ingot_layer_{metric}", "by layer of the model", {"layer": label}
             else:
-                own.setdefault(f"ingot_{group}_source_{metric}", []).append(({**run, "source": label}, value))
-        for name, rows in own.items():
-            yield self._gauge(name, "by source of the data" if "source" in name else "of callbacks", rows)
+                family, words, labels = f"ingot_{group}_source_{metric}", "by source of the data", {"source": label}
+            own.setdefault(family, (words, []))[1].append(({**run, **labels}, value))
+        for family, (words, rows) in own.items():
+            yield self._gauge(family, words, rows)
 
     def _gauge(self, name: str, words: str, rows: list[tuple[Mapping[str, str], float]] | Any) -> Any:
         labels = list(rows[0][0]) if rows else []
