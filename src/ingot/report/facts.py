@@ -7,14 +7,16 @@ kind requires are counted in `unreadable_events` and not used.
 import json
 from bisect import bisect_left, bisect_right
 from collections import Counter, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from ingot.config import from_dict
 from ingot.errors import DataError, UsageError
 from ingot.events import read_events
+from ingot.observe.scalars import scalars_of
 from ingot.report.faults import FaultReader, FaultRecord
 from ingot.report.incidents import MARKED, MOST_INCIDENTS, Incident, incident_of
 from ingot.report.readable import is_passed_line, is_readable
@@ -35,6 +37,7 @@ from ingot.trainer.resilience.lock import is_locked
 # Events by which the ranks show that they run.
 _OF_RANKS = (kinds.STEP, kinds.PROGRESS, kinds.CHECKPOINT, kinds.EVALUATION, kinds.SAMPLE, kinds.FINISHED)
 VOID = "void"
+_MOST_MEASURED = 1024  # names; a damaged log may have any number
 LOSS_BEFORE, LOSS_AFTER = "loss_before", "loss_after"  # of a roll-back
 
 
@@ -62,19 +65,19 @@ class RunData:
 
     steps, waits, experts: the last event of that kind for each step. progress: the log lines of steps that the run did
     not go back from. valid_step: the last step that it did not go back from. newest_line: the last log line, valid or
-    not. metrics: (callback, or "loss" for loss
-    terms; name) -> step -> the last value of that step, from `metrics` events. vetoes, roll_backs, passed, measures,
-    findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events. passed_steps: in order, those of the
-    `passed` events that the run did not go back from. timeline: these, and all others that
-    have an entry in it (timeline.py), in the order of the log; a `rolled_back` event also has the loss of its `to_step`
-    at that time, and (step, loss) of the first step from its `from_step` on that was trained after it, None while
-    unknown. sanity: the `sanity` events. ranges: the last
-    `gradient_range` event of each step. health: the `health` events. unsaved: the `checkpoint_failed` and
-    `checkpoint_skipped` events. weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`,
-    `snapshot_kept` and `straggler` events. hashes: the
-    SHA-256 of each named item. active_seconds: the time from the start of each attempt to its last event, summed;
-    pauses between attempts are not included. incidents: the newest; incident_counts: all, by kind. running: a command
-    trains the run now. unused: what is wrong with the newest checkpoint, if training would not resume from it.
+    not. metrics: (callback, or "loss" for loss terms; name) -> step -> the last value of that step, from `metrics`
+    events. measured: name (schema/metrics.py) -> step -> value, from `measured` and `sources` events. vetoes,
+    roll_backs, passed, measures, findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events.
+    passed_steps: in order, those of the `passed` events that the run did not go back from. timeline: these, and all
+    others that have an entry in it (timeline.py), in the order of the log; a `rolled_back`
+    event also has the loss of its `to_step` at that time, and (step, loss) of the first step from its `from_step` on
+    that was trained after it, None while unknown. sanity: the `sanity` events. ranges: the last `gradient_range` event
+    of each step. health: the `health` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events.
+    weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`, `snapshot_kept` and
+    `straggler` events. hashes: the SHA-256 of each named item. active_seconds: the time from the start of each attempt
+    to its last event, summed; pauses between attempts are not included. incidents: the newest; incident_counts: all, by
+    kind. running: a command trains the run now. unused: what is wrong with the newest checkpoint, if training would not
+    resume from it.
     """
 
     folder: RunFolder
@@ -92,6 +95,7 @@ class RunData:
     waits: dict[int, dict] = field(default_factory=dict)
     experts: dict[int, dict] = field(default_factory=dict)
     metrics: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
+    measured: dict[str, dict[int, float]] = field(default_factory=dict)
     checkpoints: list[dict] = field(default_factory=list)
     weights_saves: list[dict] = field(default_factory=list)
     stored: list[dict] = field(default_factory=list)
@@ -150,6 +154,8 @@ class RunData:
         self.valid_step = min(self.valid_step, step)
         drop_after(self.progress, step)
         del self.passed_steps[bisect_right(self.passed_steps, step) :]
+        for values in self.measured.values():
+            drop_after(values, step)
         if self.finished and self.finished["step"] > step:
             self.finished = None
         for event in (*self.evaluations, *self.samples, *self.task_scores):
@@ -157,7 +163,17 @@ class RunData:
                 event[VOID] = True
 
 
-def drop_after(table: dict[int, dict], step: int) -> None:
+def measured_numbers(event: dict, known: Mapping[str, Any]) -> dict[str, float]:
+    """Return the numbers of a `measured` or `sources` event by name, without new names beyond a limit. known: the names
+    so far."""
+    with suppress(OverflowError):  # an integer of hundreds of digits
+        found = scalars_of(event)
+        new = [name for name in found if name not in known][: max(_MOST_MEASURED - len(known), 0)]
+        return {name: value for name, value in found.items() if name in known or name in new}
+    return {}
+
+
+def drop_after(table: dict[int, Any], step: int) -> None:
     """Drop the entries of steps after `step` from a table in the order of steps."""
     while table and next(reversed(table)) > step:
         table.popitem()
@@ -350,6 +366,9 @@ class EventReader:
         elif kind == kinds.METRICS:
             for name, value in event["values"].items():
                 data.metrics.setdefault((event["by"], name), {})[event["step"]] = value
+        elif kind in (kinds.MEASURED, kinds.SOURCES):
+            for name, value in measured_numbers(event, data.measured).items():
+                data.measured.setdefault(name, {})[event["step"]] = value
         elif kind in (kinds.FINISHED, kinds.STOPPED, kinds.EXPORTED):
             setattr(data, kind, event)
         self._count_time(kind, event)

@@ -15,6 +15,8 @@ _NUMBERS = {
     kinds.WAITS: ("step", "steps"),
     kinds.EXPERTS: ("step", "steps"),
     kinds.METRICS: ("step",),
+    kinds.MEASURED: ("step",),
+    kinds.SOURCES: ("step",),
     kinds.CHECKPOINT: ("step", "bytes", "stall_seconds"),
     kinds.WEIGHTS_SAVED: ("step", "bytes", "stall_seconds"),
     kinds.CHECKPOINT_STORED: ("step", "bytes", "seconds"),

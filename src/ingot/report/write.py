@@ -14,6 +14,7 @@ from ingot.report.experts import experts_section
 from ingot.report.facts import RunData, gather
 from ingot.report.faults import count_ends
 from ingot.report.incidents import incidents_section
+from ingot.report.measured import devices_section, layers_section, sources_section, weights_section
 from ingot.report.metrics import metrics_section
 from ingot.report.ranks import ranks_section
 from ingot.report.readable import is_finite, is_number
@@ -78,10 +79,11 @@ def write_report(
 def build_page(data: RunData, command: str) -> ReportPage:
     """Return the report page of a run. command: the command that reproduces the run."""
     sections = (
-        training_section, step_section, metrics_section, ranks_section, experts_section, evaluation_section,
-        samples_section, recovery_section, _incidents_section, alerts_section, comparison_section, cost_section,
-        stages_section, funnel_section, data_mix_section, checkpoints_section, settings_section,
-        changed_settings_section, machine_section, provenance_section,
+        training_section, weights_section, sources_section, layers_section, step_section, metrics_section,
+        ranks_section, devices_section, experts_section, evaluation_section, samples_section, recovery_section,
+        _incidents_section, alerts_section, comparison_section, cost_section, stages_section, funnel_section,
+        data_mix_section, checkpoints_section, settings_section, changed_settings_section, machine_section,
+        provenance_section,
     )  # fmt: skip
     name = data.run.name if data.run else data.folder.root.resolve().name
     footer = f"Written by ingot {__version__} from the event log of the run."

@@ -36,9 +36,9 @@ count from 1: step n is the n-th optimizer step.
                  (telemetry/progress.py)                             one per log line
   sources        step, loss {source: nats per token}, share {source: share of the tokens}, since the line before
                                                                       one per log line, for two sources or more
-  measured       step, values {name: number}, names of schema/metrics.py: numbers that no other event has. One per log line
-                 for the run, one per step in which layers were measured, one per check (guard.sanity_every) with the
-                 flipped routes; with metrics.record
+  measured       step, values {name: number}, by the names of schema/metrics.py: what no other event has. One per log
+                 line for the run, one per step in which layers were measured, one per check (guard.sanity_every) with
+                 the flipped routes; with metrics.record
   metrics        step, by (name of a callback), values {name: number}  one per log line and callback that has any
   metrics_lost   rank, step (newest), rows (of this attempt that were dropped so far), reason, ended (true: the rest of
                  the attempt is not recorded)                        numbers that RUN/metrics lacks (schema/metrics.py)

@@ -39,10 +39,11 @@ TRAFFIC_AXES = ("dp_replicate", "dp_shard", "cp", "tp", "ep", "pp", ALL_RANKS)
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric. unit: "" if it has none; "share": a part of 1. meaning: in words. owner: "run" or "rank". at: "step": in
-    the row of every step; "line": in the row of the last step of a log line; "time": read every ten seconds, every step
-    has the newest; "layers": in steps that metrics.layers_every or guard.precision_every chooses, or that somebody asks
-    for; "check": where held-out text is scored before a save. table: one of EXTRA_TABLES; "": that of the owner."""
+    """A metric. unit: "" if it has none; "share": a part of 1. meaning: in words. owner: "run" or "rank". at: "step":
+    in the row of every step; "line": in the row of the last step of a log line; "time": read every ten seconds, every
+    step has the newest; "layers": in steps that metrics.layers_every or guard.precision_every chooses, or that somebody
+    asks for; "check": where held-out text is scored before a save. table: one of EXTRA_TABLES; "": that of the
+    owner."""
 
     name: str
     unit: str

@@ -16,6 +16,7 @@ from ingot.report.evaluations import evaluated, evaluation_section, samples_sect
 from ingot.report.experts import experts_section
 from ingot.report.faults import count_ends
 from ingot.report.incidents import incidents_section
+from ingot.report.measured import device_blocks, layers_section, sources_section
 from ingot.report.metrics import metrics_section
 from ingot.report.ranks import rank_blocks
 from ingot.report.readable import is_finite
@@ -155,6 +156,8 @@ def chapters(run: LiveRun) -> list[WatchChapter]:
         ("learning", evaluation_section(data)),
         ("learning", samples_section(data)),
         ("learning", _mix(run)),
+        ("learning", sources_section(data)),
+        ("learning", layers_section(data)),
         ("learning", metrics_section(data)),
         ("learning", _of_newest(changed_settings_section(data), run, "changed_settings")),
         ("learning", settings_section(data)),
@@ -167,6 +170,7 @@ def chapters(run: LiveRun) -> list[WatchChapter]:
         ("healthy", _of_newest(recovery_section(data), run, "faults", "timeline", "findings", "passed", "health")),
         ("healthy", _of_newest(_of_files(checkpoints_section, run), run, *_SAVES, "stored", "unsaved", "refused")),
         ("healthy", experts_section(data)),
+        ("healthy", _devices(run)),
         ("healthy", machine_section(data)),
         ("cost", _of_newest(cost_section(data), run, "starts", *_SAVES, "faults")),
     ]
@@ -219,6 +223,10 @@ def _mix(run: LiveRun) -> Section | None:
 
 def _ranks(run: LiveRun) -> Section | None:
     return Section("ranks", "Ranks", rank_blocks(run.ranks, run.slow_ranks())) if len(run.ranks) > 1 else None
+
+
+def _devices(run: LiveRun) -> Section | None:
+    return Section("devices", "GPUs", blocks) if (blocks := device_blocks(run.ranks)) else None
 
 
 def _alerts(run: LiveRun) -> Section | None:

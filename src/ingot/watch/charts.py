@@ -12,7 +12,7 @@ import numpy as np
 from ingot.report.evaluations import evaluated
 from ingot.report.incidents import Severity
 from ingot.watch.drawn import WatchBand, WatchChart, WatchLine, WatchMark
-from ingot.watch.kinds import CHARTS, OWN, ChartKind, ChartRequest, kind_of
+from ingot.watch.kinds import CHARTS, MEASURED, OWN, ChartKind, ChartRequest, kind_of, measured_lines
 from ingot.watch.live import LiveRun
 from ingot.watch.series import Points, thinned
 
@@ -30,6 +30,8 @@ def chart_keys(runs: Sequence[LiveRun]) -> list[str]:
 def _has(run: LiveRun, kind: ChartKind) -> bool:
     if not kind.series:
         return bool(evaluated(run.data))
+    if kind.series == MEASURED:
+        return bool(measured_lines(run, kind.column))
     return getattr(run, kind.series).newest(kind.column) is not None
 
 

@@ -1,8 +1,10 @@
 """The kinds of charts: which lines of a run each one has, and what the plan expects there."""
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -19,6 +21,8 @@ from ingot.watch.live import LiveRun
 from ingot.watch.series import Points, StepSeries
 
 OWN = "own:"  # begins the keys of charts of callbacks and loss terms
+MEASURED = "measured"  # the series of charts of LiveRun.measured
+_LAYERS_SHOWN, _SOURCES_SHOWN = 6, 8
 _GIB = 2**30
 _FIT = BESIROGLU
 _EARLY_POINTS = 2000
@@ -27,7 +31,8 @@ _EARLY_POINTS = 2000
 @dataclass(frozen=True)
 class ChartKind:
     """A kind of chart. build: yields its lines, not thinned, and bands for a run and its number. series, column: it is
-    shown for runs that have numbers there. note: what is not drawn of a run, and why; "": nothing."""
+    shown for runs that have numbers there; of MEASURED, the name of a number, perhaps with a word in braces. note: what
+    is not drawn of a run, and why; "": nothing."""
 
     title: str
     unit: str
@@ -252,12 +257,98 @@ def _cost(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]
     yield from asked.line(run, "lines", "cost_usd", "cost", number)
 
 
+# -- charts of numbers by their names in schema/metrics.py --
+
+
+def measured_lines(run: LiveRun, name: str) -> dict[str, StepSeries]:
+    """Return the series with a name, or with each word in the place of the braces, by this word; those with values."""
+    begin, brace, end = re.split(r"\{\w+(\})", name) if "{" in name else (name, "", "")
+    named = {
+        own[len(begin) : len(own) - len(end)]: series
+        for own, series in run.measured.items()
+        if (own.startswith(begin) and own.endswith(end) if brace else own == name)
+    }
+    return {word: series for word, series in named.items() if series.last_step}
+
+
+def _number(name: str, words: str, scale: float = 1.0) -> Callable[[ChartRequest, LiveRun, int], Iterable[WatchLine]]:
+    """Return the function that builds the chart of a number of the run."""
+
+    def build(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+        for series in measured_lines(run, name).values():
+            yield from asked.void(series, "value", number) if scale == 1.0 else ()
+            points = series.points("value", asked.first, asked.last)
+            yield WatchLine(name=words, style="main", points=Points(points.steps, points.values * scale), run=number)
+
+    return build
+
+
+def _by_source(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+    losses, shares = (measured_lines(run, f"data/{{source}}/{field}") for field in ("loss", "share"))
+    largest = sorted(losses, key=lambda source: -((shares[source].newest("value") or 0.0) if source in shares else 0.0))
+    for source in largest[: _SOURCES_SHOWN if asked.runs == 1 else 2]:
+        points = losses[source].points("value", asked.first, asked.last)
+        yield WatchLine(name=source, style="main", points=points, run=number)
+
+
+def _by_layer(name: str) -> Callable[[ChartRequest, LiveRun, int], Iterable[WatchLine]]:
+    """Return the function that builds the chart of a number of each layer: of a few layers all, of many the largest,
+    the median and the smallest."""
+
+    def build(asked: ChartRequest, run: LiveRun, number: int) -> Iterable[WatchLine]:
+        layers = {
+            layer: series.points("value", asked.first, asked.last)
+            for layer, series in measured_lines(run, name).items()
+        }
+        if not layers:
+            return
+        if len(layers) <= _LAYERS_SHOWN and asked.runs == 1:
+            for layer in sorted(layers, key=lambda own: (not own.isdigit(), own.zfill(6))):
+                words = f"layer {layer}" if layer.isdigit() else "outside of layers"
+                yield WatchLine(name=words, style="main", points=layers[layer], run=number)
+            return
+        steps = reduce(np.intersect1d, (points.steps for points in layers.values()))
+        values = np.stack([points.values[np.searchsorted(points.steps, steps)] for points in layers.values()])
+        for words, over in (("largest layer", np.max), ("median layer", np.median), ("smallest layer", np.min)):
+            yield WatchLine(name=words, style="main", points=Points(steps, over(values, axis=0)), run=number)
+
+    return build
+
+
+def _measured(
+    title: str,
+    unit: str,
+    question: Question,
+    name: str,
+    scale: float = 1.0,
+    *,
+    log: bool = False,
+    from_zero: bool = False,
+) -> ChartKind:
+    build = _number(name, title.lower() if title != "Goodput" else "time in steps that count", scale)
+    return ChartKind(title, unit, question, build, MEASURED, name, log=log, from_zero=from_zero)
+
+
+def _of_layers(title: str, unit: str, question: Question, name: str, *, log: bool = False) -> ChartKind:
+    return ChartKind(title, unit, question, _by_layer(name), MEASURED, name, log=log)
+
+
 CHARTS: dict[str, ChartKind] = {
     "loss": ChartKind(
         "Loss", "nats per token", "learning", _loss, "steps", "loss", log=True, marked=True, note=_not_expected
     ),
     "heldout": ChartKind("Held-out text", "bits per byte", "learning", _held_out, "", ""),
     "grad_norm": ChartKind("Gradient norm", "", "learning", _grad_norm, "steps", "grad_norm", log=True, marked=True),
+    "source_loss": ChartKind(
+        "Training loss by source", "nats per token", "learning", _by_source, MEASURED, "data/{source}/loss", log=True
+    ),
+    "update_ratio": _measured("Update over weights", "", "learning", "train/update_ratio", log=True),
+    "param_norm": _measured("Norm of the weights", "", "learning", "train/param_norm"),
+    "layer_norms": _of_layers("Gradient norm by layer", "", "learning", "layers/{layer}/grad_norm", log=True),
+    "activations": _of_layers("Activations by layer", "RMS", "healthy", "layers/{layer}/activation_rms", log=True),
+    "saturation": _of_layers(
+        "Activations near the largest number", "share", "healthy", "layers/{layer}/activation_saturation"
+    ),
     "lr": ChartKind("Learning rate", "", "learning", _learning_rate, "steps", "lr", from_zero=True),
     "speed": ChartKind(
         "Tokens per second", "tokens/s", "fast", _speed, "lines", "tokens_per_second", from_zero=True, marked=True
@@ -282,6 +373,11 @@ CHARTS: dict[str, ChartKind] = {
         "Beyond the capacity of experts", "%", "healthy", _dropped, "experts", "dropped", from_zero=True
     ),
     "entropy": ChartKind("Entropy of the router", "nats", "healthy", _entropy, "experts", "entropy"),
+    "route_flips": _measured(
+        "Routes that flipped since the check before", "%", "healthy", "experts/route_flips", 100.0, from_zero=True
+    ),
+    "goodput": _measured("Goodput", "%", "cost", "run/goodput", 100.0, from_zero=True),
+    "cost_to_come": _measured("Cost to come", "USD", "cost", "run/cost_to_come_usd", from_zero=True),
     "cost": ChartKind("Cost", "USD", "cost", _cost, "lines", "cost_usd", from_zero=True),
 }
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from ingot.observe.scalars import USES, traffic_of
-from ingot.report.facts import EventReader, RunData
+from ingot.report.facts import EventReader, RunData, measured_numbers
 from ingot.report.ranks import open_stragglers
 from ingot.report.run_state import state_of, waits_for_nodes
 from ingot.schema import events
@@ -43,13 +43,14 @@ class LiveRun:
     the looks that found anything new. steps: loss, gradient norm and learning rate of every logged step. lines: the
     numbers of log lines. uses, uses_most: the seconds per step of each use of a rank's time, mean over ranks and of the
     rank with the most. experts: over layers (means; largest and least load). own: numbers of callbacks and loss terms,
-    as BY/NAME. data: what the sections of the report need; of events of a kind, the newest. incidents: the newest;
-    incident_counts: all, by kind. left_out: how many older events of a list of `data` were dropped, by its name.
-    alerts: the newest, by id; alerts_left_out: how many older ones. ranks: the newest row of each rank. memo: for what
-    takes long to find, which readers keep here. names: of the runs in the log. problems: what cannot be read, in words.
-    shares_name: its name shows its folder, because another run is shown that has the same one (`distinguish`).
-    clock_jumps: how often the clock went back. last_event: Unix seconds of the newest event. tail: the run by the end
-    of its log alone, while the rest of a long one is not read yet; None otherwise.
+    as BY/NAME. measured: numbers of schema/metrics.py that `measured` and `sources` events have, by name. data: what
+    the sections of the report need; of events of a kind, the newest. incidents: the newest; incident_counts: all, by
+    kind. left_out: how many older events of a list of `data` were dropped, by its name. alerts: the newest, by id;
+    alerts_left_out: how many older ones. ranks: the newest row of each rank. memo: for what takes long to find, which
+    readers keep here. names: of the runs in the log. problems: what cannot be read, in words. shares_name: its name
+    shows its folder, because another run is shown that has the same one (`distinguish`). clock_jumps: how often the
+    clock went back. last_event: Unix seconds of the newest event. tail: the run by the end of its log alone, while the
+    rest of a long one is not read yet; None otherwise.
 
     newest: read the lines within so many bytes before the end of the log, and what is added; None: the whole log.
     """
@@ -70,6 +71,7 @@ class LiveRun:
         self.uses, self.traffic = StepSeries(*USES), StepSeries(*TRAFFIC_COLUMNS)
         self.experts = StepSeries(*EXPERT_COLUMNS)
         self.own: dict[str, StepSeries] = {}
+        self.measured: dict[str, StepSeries] = {}
         self.data = RunData(folder=self.folder)
         self.left_out: Counter[str] = Counter()
         self.alerts: dict[str, ShownAlert] = {}
@@ -178,7 +180,15 @@ class LiveRun:
 
     def all_series(self) -> Iterable[StepSeries]:
         """Yield every series of the log."""
-        yield from (self.steps, self.lines, self.uses, self.traffic, self.experts, *self.own.values())
+        yield from (
+            self.steps,
+            self.lines,
+            self.uses,
+            self.traffic,
+            self.experts,
+            *self.own.values(),
+            *self.measured.values(),
+        )
 
     # -- events --
 
@@ -229,6 +239,9 @@ class LiveRun:
                 name = f"{event['by']}/{name}"[:200]
                 if len(self.own) < _MOST_SERIES or name in self.own:
                     self._add(self.own.setdefault(name, StepSeries("value")), {**event, "value": value}, ("value",))
+        elif kind in (events.MEASURED, events.SOURCES):
+            for name, value in measured_numbers(event, self.measured).items():
+                self._add(self.measured.setdefault(name, StepSeries("value")), {**event, "value": value}, ("value",))
         elif kind == events.SAMPLE:
             for field in ("prompt", "text"):
                 if len(text := str(event.get(field, ""))) > _MOST_TEXT:
@@ -273,7 +286,7 @@ class LiveRun:
             elif isinstance(found, dict) and name != "hashes" and len(found) > 2 * most:
                 for key in list(found)[:-most]:
                     del found[key]
-        for values in self.data.metrics.values():
+        for values in (*self.data.metrics.values(), *self.data.measured.values()):
             if len(values) > 2 * _MOST_EVENTS:
                 for key in list(values)[:-_MOST_EVENTS]:
                     del values[key]

@@ -325,6 +325,13 @@ def metric_chart(data: RunData, by: str, name: str) -> Chart | None:
     return _small(f"{name} ({by})", points, ".4g", data) if len(points) > 1 else None
 
 
+def number_chart(data: RunData, title: str, name: str, spec: str, **options) -> Chart | None:
+    """Return the chart of a number of `data.measured` by step, None for fewer than two finite values. options: those of
+    `line_chart`."""
+    points = _finite([(float(step), value) for step, value in sorted(data.measured.get(name, {}).items())])
+    return _small(title, points, spec, data, **options) if len(points) > 1 else None
+
+
 def expert_charts(data: RunData) -> Charts | None:
     """Return charts of the balance of expert loads by step: means over layers, or the largest and smallest load of all
     experts; None for fewer than two events."""

@@ -35,18 +35,28 @@ class View:
 
 VIEWS = (
     View(title="run", charts=("loss", "speed"), recent=True, share=3 / 4),
-    View(title="loss", charts=("loss", "heldout")),
-    View(title="gradient", charts=("grad_norm", "lr")),
+    View(title="loss", charts=("loss", "source_loss", "heldout")),
+    View(
+        title="gradient",
+        charts=("grad_norm", "update_ratio", "lr", "param_norm", "layer_norms", "activations", "saturation"),
+    ),
     View(title="speed", charts=("mfu", "step_time"), chapters=("step", "prediction")),
-    View(title="ranks", chapters=("ranks", "machine")),
-    View(title="memory", charts=("memory", "loads", "dropped", "entropy"), chapters=("experts",)),
+    View(title="ranks", chapters=("ranks", "devices", "machine")),
+    View(
+        title="memory", charts=("memory", "loads", "dropped", "entropy", "route_flips"), chapters=("experts", "layers")
+    ),
     View(
         title="data",
         charts=(),
-        chapters=("mix", "evaluation", "samples", "own-metrics", "changed-settings", "settings"),
+        chapters=("mix", "sources", "evaluation", "samples", "own-metrics", "changed-settings", "settings"),
     ),
     View(title="saves", chapters=("checkpoints", "recovery")),
-    View(title="alerts", charts=("cost",), chapters=("alerts", "record", "incidents", "cost"), share=1 / 3),
+    View(
+        title="alerts",
+        charts=("cost", "goodput", "cost_to_come"),
+        chapters=("alerts", "record", "incidents", "cost"),
+        share=1 / 3,
+    ),
 )
 
 
