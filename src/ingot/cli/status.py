@@ -1,4 +1,4 @@
-"""`ingot status RUN`: show the state of a run."""
+"""`ingot status RUN`: show the state of a run, on one screen of 80 columns and 40 lines whatever happened to it."""
 
 import argparse
 from collections.abc import Sequence
@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 _SHOWN_STEPS = 3
 _SHOWN_METRICS = 6
-_SHOWN_DRAINED = 4
-_SHOWN_FAULTS = 5
+_SHOWN_DRAINED = 2
+_SHOWN_FAULTS = 3
+_SHOWN_SLOW = 2
+_SHOWN_ALERTS = 3
+_SHOWN_UNFIT = 2
+_MOST_CHARACTERS = 150  # of a text of the log: two lines of a terminal
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
@@ -33,6 +37,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     from ingot.planner.show.layout import degrees_text
     from ingot.report.status import command_after, read_status, sparkline
     from ingot.schema.events import ALERT
+    from ingot.theory.flops import mfu_words
     from ingot.units import format_count, format_seconds
 
     if is_drill(args.run):
@@ -50,6 +55,8 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         parts.append(f"held-out bpb {status.heldout_bpb:.2f}")
     if status.tokens_per_second and status.state == "running":
         parts.append(f"{format_count(status.tokens_per_second)} tok/s")
+    if status.mfu is not None and status.state == "running":
+        parts.append(f"MFU {status.mfu:.1%} ({mfu_words(status.mfu)})")
     if status.still_seconds is not None:
         parts.append(terminal.style(f"no step for {format_seconds(status.still_seconds)}", "yellow"))
     if status.eta_seconds is not None:
@@ -73,11 +80,15 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     if status.restarts or status.faults:
         terminal.say(f"faults {len(status.faults)}, restarts {status.restarts}")
         for fault in status.faults[-_SHOWN_FAULTS:]:
-            terminal.say(f"       {fault}")
-    for slow in status.stragglers:
+            terminal.say(f"       {_cut(fault)}")
+    slowest = sorted(status.stragglers, key=lambda own: -own["factor"])
+    for slow in slowest[:_SHOWN_SLOW]:
         terminal.say(f"slow   {_slow_text(slow)}")
+    if more := slowest[_SHOWN_SLOW:]:
+        ranks = [str(own["rank"]) for own in more[:_SHOWN_METRICS]] + [".."] * (len(more) > _SHOWN_METRICS)
+        terminal.say(f"       and {counted(len(more), 'rank')} more: {', '.join(ranks)}")
     for drained in status.drained[-_SHOWN_DRAINED:]:
-        terminal.say(f"drained {drained['node']}: {drained['words']}")
+        terminal.say(f"drained {drained['node']}: {_cut(str(drained['words']))}")
     if status.spares and status.state == "running":
         terminal.say(f"spares {status.spares.get('waiting')} of {status.spares.get('wanted')} wait")
     if status.fleet_check:
@@ -86,10 +97,12 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         terminal.say(f"start  {_start_text(status)}")
     if status.skipped_steps or status.roll_backs or status.guard or status.damaged_ranks:
         terminal.say(f"policy {_policy_text(status)}")
-    for alert in status.alerts:
-        terminal.say(f"alert  {alert}")
+    for alert in status.alerts[-_SHOWN_ALERTS:]:
+        terminal.say(f"alert  {_cut(alert)}")
+    if (more := len(status.alerts) - _SHOWN_ALERTS) > 0:
+        terminal.say(f"       and {more:,} older: ingot alerts {args.run}")
     if status.happened and status.happened["kind"] != ALERT:  # alerts have lines of their own
-        terminal.say(f"last   step {status.happened['step']:,}: {status.happened['text']}")
+        terminal.say(f"last   step {status.happened['step']:,}: {_cut(str(status.happened['text']))}")
     if status.quarantined:
         terminal.say(f"data   {_quarantine_text(status.quarantined)}")
     terminal.result(asdict(status))
@@ -128,15 +141,15 @@ def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
     if took := _save_text(status):
         terminal.say(f"took   {took}")
     if status.unstored_reason:
-        terminal.say(f"store  the last upload failed: {status.unstored_reason}")
+        terminal.say(f"store  the last upload failed: {_cut(status.unstored_reason)}")
     if status.unused_step is not None:
         follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
         if (status.stored_step or 0) > (status.checkpoint_step or 0):
             fetch = f"ingot ckpt fetch {run} --step {status.stored_step}"
             follows = f"training resumes from step {status.stored_step:,}, which the store has ({fetch})"
-        terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {status.unused_reason}; {follows}")
+        terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {_cut(status.unused_reason)}; {follows}")
     if status.failed_step is not None:
-        terminal.say(f"failed the save of step {status.failed_step:,}: {status.failed_reason}")
+        terminal.say(f"failed the save of step {status.failed_step:,}: {_cut(status.failed_reason)}")
 
 
 def _save_text(status: "RunStatus") -> str:
@@ -204,6 +217,12 @@ def _fallback_text(layout: dict) -> str:
     return f"{' '.join(layout['overrides'])}   because {why}"
 
 
+def _cut(text: str) -> str:
+    """Return a text of the log, without its end if it is long: --json has all of it."""
+    text = " ".join(text.split())
+    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
+
+
 def _slow_text(slow: dict) -> str:
     from ingot.units import format_seconds
 
@@ -218,7 +237,8 @@ def _check_text(check: dict) -> str:
     """Return what the newest check of the machines found: each unfit one with its reasons."""
     from ingot.units import format_seconds
 
-    unfit = "; ".join(f"{one['node']} is unfit: {one['check']}: {one['words']}" for one in check["unfit"])
+    found = [_cut(f"{one['node']} is unfit: {one['check']}: {one['words']}") for one in check["unfit"]]
+    unfit = "; ".join(found[:_SHOWN_UNFIT] + [f"and {len(found) - _SHOWN_UNFIT} more"] * (len(found) > _SHOWN_UNFIT))
     count = len(check["fleet"])
     return f"{count} machine{'s' * (count != 1)} in {format_seconds(check['seconds'])}: {unfit or 'all are sound'}"
 

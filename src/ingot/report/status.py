@@ -9,7 +9,7 @@ from ingot.errors import DataError
 from ingot.events import read_events
 from ingot.report.facts import no_run_folder
 from ingot.report.faults import FaultReader, fault_of
-from ingot.report.readable import has_values, is_passed_line, is_readable
+from ingot.report.readable import has_values, is_finite, is_passed_line, is_readable
 from ingot.report.robust import shown_range
 from ingot.report.run_state import ENDS, state_of, stepped_down, waits_for_nodes
 from ingot.report.silence import LogSilence
@@ -73,6 +73,7 @@ class RunStatus:
     fleet_check: the newest `fleet_check` event: the machines as they were measured, and which are unfit.
     passed: the data of the newest steps were passed, so they have no loss.
     metrics: callback, or "loss" for loss terms -> metric -> its newest value.
+    mfu: of the newest log line; None on CPUs.
     """
 
     name: str
@@ -129,6 +130,7 @@ class RunStatus:
     spares: dict | None = None
     fleet_check: dict | None = None
     passed: bool = False
+    mfu: float | None = None
 
 
 def read_status(root: Path, now: float | None = None) -> RunStatus:
@@ -162,6 +164,7 @@ def read_status(root: Path, now: float | None = None) -> RunStatus:
         ranks=last.get(events.RUN_STARTED, {}).get("world_size", run.parallel.world_size),
         loss=losses[max(losses)] if losses else None,
         bpb=progress.get("bpb"),
+        mfu=mfu if is_finite(mfu := progress.get("mfu")) else None,
         heldout_bpb=last.get(events.EVALUATION, {}).get("bpb"),
         tokens_per_second=progress.get("tokens_per_second") if still is None else None,
         eta_seconds=progress.get("eta_seconds") if running and still is None else None,

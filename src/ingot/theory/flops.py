@@ -17,6 +17,14 @@ from ingot.schema.arch import Arch
 from ingot.theory.params import count_matrix_parameters, value_width
 
 TRAIN_TO_FORWARD = 3
+# The least MFU of each band on GPUs, in 16 bits, and the word for it. Large runs report 38% to 46% (Llama 3, PaLM).
+_MFU_BANDS = (
+    (0.50, "excellent"),
+    (0.45, "as the largest runs report"),
+    (0.35, "good"),
+    (0.15, "poor"),
+    (0.0, "a fault of layout, data or network"),
+)
 
 
 def mean_keys(seq_len: int, window: int = 0, causal: bool = True) -> float:
@@ -57,6 +65,11 @@ def model_flops_utilization(tokens_per_second: float, flops_per_token: float, pe
     the dtype of the computation.
     """
     return tokens_per_second * flops_per_token / peak_flops
+
+
+def mfu_words(mfu: float) -> str:
+    """Return what an MFU on GPUs means, in words: of 38%, "good". The same words are in alerts, states and plans."""
+    return next((words for least, words in _MFU_BANDS if mfu >= least), _MFU_BANDS[-1][1])
 
 
 def train_flops_6nd(parameters: float, tokens: float) -> float:

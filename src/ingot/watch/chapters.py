@@ -31,6 +31,7 @@ from ingot.report.sections import (
     settings_section,
 )
 from ingot.report.step_parts import step_section
+from ingot.theory.flops import mfu_words
 from ingot.units import counted, format_count, format_seconds, format_usd
 from ingot.watch.drawn import Question
 from ingot.watch.live import LiveRun
@@ -125,7 +126,8 @@ def _figures(run: LiveRun, now: float, is_old: bool) -> Iterator[HeadlineFigure]
         yield HeadlineFigure("Tokens/s", format_count(speed), f"{format_seconds(seconds)} a step" if seconds else "")
     if (mfu := newest("mfu")) is not None:
         plan = run.data.plan.mfu if run.data.plan else None
-        yield HeadlineFigure("MFU", f"{mfu:.1%}", f"plan {plan:.1%}" if plan else "")
+        words = mfu_words(mfu) if is_finite(mfu) else ""
+        yield HeadlineFigure("MFU", f"{mfu:.1%}", f"{words}; plan {plan:.1%}" if plan else words)
     eta = newest("eta_seconds")
     if run.state == "running" and is_finite(eta) and eta > 0 and not is_old:
         done = f"{run.last_step / run.total_steps:.1%} done" if run.total_steps else ""

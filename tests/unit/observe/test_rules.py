@@ -179,7 +179,7 @@ def test_the_cost_of_an_hour_is_that_of_the_part_that_is_lost(history):
     run.lines(2)
     (low,) = run.lines(3, mfu=0.3)
     assert low.usd_per_hour == pytest.approx(20 * (1 - 0.3 / 0.45))  # two devices of 10 dollars
-    assert "$6.67 of each hour is lost" in low.evidence
+    assert "$6.67 of each hour is lost" in low.evidence and "the MFU is 30.0% (poor)" in low.evidence
     (slow,) = run.event(events.STRAGGLER, **SLOW)
     assert slow.usd_per_hour == pytest.approx(20 * 0.5)
     (lost,) = run.event(events.FAULT, **FAULT)

@@ -8,12 +8,14 @@ from hypothesis import strategies as st
 
 from ingot.planner.request.presets import load_model, model_names
 from ingot.planner.run.scaling import suggested_batch_tokens, suggested_learning_rate
+from ingot.schema.alerting import Alerts
 from ingot.schema.arch import Arch, Mla, Moe
 from ingot.theory.devices import devices, find_device, peak_flops
 from ingot.theory.flops import (
     forward_attention_flops_per_token,
     forward_flops_per_token,
     mean_keys,
+    mfu_words,
     model_flops_utilization,
     train_flops_per_token,
 )
@@ -187,3 +189,10 @@ def test_scaling_fits_reproduce_deepseeks_choices():
     )  # fmt: skip
     assert suggested_learning_rate(arch, 4096, 2 * 10**12) == pytest.approx(4.2e-4, rel=0.1)
     assert suggested_batch_tokens(arch, 4096, 2 * 10**12) == pytest.approx(2304 * 4096, rel=0.15)
+
+
+def test_an_mfu_in_words():
+    """The bands: a good run of large ones has 38% to 43% (Llama 3), and people are alerted below 35%."""
+    found = {mfu: mfu_words(mfu).split()[0] for mfu in (0.0, 0.149, 0.15, 0.3, 0.35, 0.43, 0.45, 0.499, 0.5, 0.9)}
+    assert list(found.values()) == ["a", "a", "poor", "poor", "good", "good", "as", "as", "excellent", "excellent"]
+    assert mfu_words(Alerts().mfu_least - 0.001) != mfu_words(Alerts().mfu_least)

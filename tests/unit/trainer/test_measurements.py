@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from ingot.config import to_toml
+from ingot.events import read_events
 from ingot.plugins.callback import Verdict
+from ingot.schema import events
 from ingot.schema.arch import Moe
 from ingot.schema.metric_settings import MetricSettings
 from ingot.schema.metrics import read_series
@@ -77,6 +79,11 @@ def test_every_layout_records_the_numbers_of_one_process(fork_ranks, make_run, a
     fork_ranks(run_rank, ranks, folder)
     found = numbers(folder)
     assert list(expected["train/update_ratio"]) == list(expected["layers/0/grad_norm"]) == [2, 4]
+    sent = {event["step"]: {**event["values"]} for event in read_events(folder.events, events.MEASURED)
+            if "layers/0/grad_norm" in event["values"]}  # fmt: skip
+    assert {name: {step: own[name] for step, own in sent.items()} for name in BY_LAYER} == {
+        name: found[name] for name in BY_LAYER
+    }
     for name, values in expected.items():
         assert found[name] == pytest.approx(values, rel=1e-9), name
 
@@ -195,4 +202,6 @@ def test_the_routes_of_experts_change_from_check_to_check(fork_ranks, make_run):
     fork_ranks(run_rank, 1, folder, None, {8: Verdict.ROLL_BACK})
     checks = [int(step) for one in read_series(folder.metrics, None, "eval/sanity_loss") for step in one.first]
     flips = values_of(folder, "experts/route_flips")
+    sent = [event for event in read_events(folder.events, events.MEASURED) if "experts/route_flips" in event["values"]]
+    assert {event["step"]: event["values"]["experts/route_flips"] for event in sent} == flips
     assert checks == [3, 6, 9, 12] and list(flips) == [6, 12] and 0 < max(flips.values()) < 1

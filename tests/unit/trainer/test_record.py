@@ -11,6 +11,7 @@ from tests.unit.trainer.telemetry.test_device_watch import bindings
 from tests.unit.trainer.test_loop import Scripted
 
 from ingot.events import read_events
+from ingot.observe.scalars import scalars_of
 from ingot.plugins.callback import StepCallback, Verdict
 from ingot.schema.metric_files import read_lineages
 from ingot.schema.metrics import METRICS, metric_of, newest_rows, read_series
@@ -155,6 +156,10 @@ def test_the_sizes_of_weights_and_updates_in_any_layout(fork_ranks, make_run, re
     assert list(norms) == list(expected) and list(ratios) == [3, 6, 9, 12]  # of saves between lines, no ratio
     assert norms == pytest.approx({step: values["norm"] for step, values in expected.items()}, rel=1e-6)
     assert ratios == pytest.approx({step: expected[step]["ratio"] for step in ratios}, rel=1e-5)
+    sent = [(event["step"], scalars_of(event)) for event in read_events(folder.events, "measured")]
+    for name, recorded in {"train/param_norm": norms, "train/update_ratio": ratios}.items():
+        assert {step: values[name] for step, values in sent if name in values} == recorded
+    assert all(0 <= values["run/goodput"] <= 1 for _, values in sent)
 
 
 def test_a_roll_back_keeps_the_void_steps(fork_ranks, make_run):

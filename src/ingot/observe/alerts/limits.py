@@ -20,6 +20,7 @@ from ingot.schema import events
 from ingot.schema.alert_record import CRITICAL, WARNING
 from ingot.schema.plan import Plan
 from ingot.schema.run import RunConfig
+from ingot.theory.flops import mfu_words
 from ingot.theory.goodput import GoodputMeter
 from ingot.theory.late_lines import late_after_seconds
 from ingot.units import format_bytes, format_seconds, format_usd
@@ -133,15 +134,15 @@ class LimitRules:
             yield Sign(
                 kind=kinds.LOW_MFU,
                 goes_on=True,
-                evidence=f"the MFU is {mfu:.1%} in {alerts.lines} log lines in a row, below {alerts.mfu_least:.0%}; "
-                f"the target is {alerts.mfu_target:.0%}",
+                evidence=f"the MFU is {mfu:.1%} ({mfu_words(mfu)}) in {alerts.lines} log lines in a row, "
+                f"below {alerts.mfu_least:.0%}; the target is {alerts.mfu_target:.0%}",
                 since=self._state.step,
                 value=mfu,
                 limit=alerts.mfu_least,
                 lost=1 - mfu / alerts.mfu_target,
             )
         elif due is False:
-            yield End(kinds.LOW_MFU, why=f"the MFU is {mfu:.1%}")
+            yield End(kinds.LOW_MFU, why=f"the MFU is {mfu:.1%} ({mfu_words(mfu)})")
 
     def _throughput(self, event: Mapping[str, Any]) -> Iterator[Verdict]:
         plan, speed = self._plan, finite(event["tokens_per_second"])

@@ -13,7 +13,7 @@ from ingot.schema.parallel import Parallel
 from ingot.schema.plan import Outlook, Plan
 from ingot.schema.run import RunConfig
 from ingot.theory.failures import DAY_SECONDS
-from ingot.theory.flops import train_flops_6nd, train_flops_per_token
+from ingot.theory.flops import mfu_words, train_flops_6nd, train_flops_per_token
 from ingot.theory.layout import resolve_parallel
 from ingot.units import format_bytes, format_count, format_seconds, format_usd
 
@@ -242,7 +242,8 @@ def _mfu(plan: Plan) -> str:
     given = ", as given" if GIVEN_MFU in plan.time_seconds else ""
     done = f"; HFU {plan.hfu:.1%} (what is recomputed counts)" if plan.hfu and not given else ""
     peak = " of the 16-bit peak" if plan.software.recipe else ""
-    return f"{plan.mfu:.1%}{peak}{band}{given} ({how}){done}"
+    words = f" ({mfu_words(plan.mfu)})" if plan.mfu and plan.cluster.device != "cpu" else ""
+    return f"{plan.mfu:.1%}{peak}{words}{band}{given} ({how}){done}"
 
 
 def _communication(plan: Plan) -> Iterator[str]:

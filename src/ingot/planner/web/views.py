@@ -15,6 +15,7 @@ from ingot.schema.run import RunConfig
 from ingot.schema.software import INGOT
 from ingot.theory.devices import find_device
 from ingot.theory.failures import DAY_SECONDS
+from ingot.theory.flops import mfu_words
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.params import count_active_parameters, count_parameters
 from ingot.units import format_bytes, format_count, format_flops, format_seconds, format_usd, parse_count
@@ -224,6 +225,8 @@ def _mfu_tile(settings: PageSettings, plan: Plan) -> dict | None:
     elif plan.step_seconds_high:
         low, high = (plan.mfu * plan.step_seconds / s for s in (plan.step_seconds_high, plan.step_seconds_low))
         notes = [f"{low:.0%} to {high:.0%} in the same band", counted]
+    if plan.cluster.device != "cpu":
+        notes.insert(0, mfu_words(plan.mfu))
     if plan.hfu is not None:
         notes.append(f"HFU {plan.hfu:.1%}, with recomputation")
     return _tile("mfu", "MFU", f"{plan.mfu:.1%}", "; ".join(notes), f"{plan.mfu:.0%} MFU")
