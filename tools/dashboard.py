@@ -42,6 +42,12 @@ PANELS = [
     ("Progress", "percentunit", [("ingot_run_step / ingot_run_steps", "done")]),
     ("Time left", "s", [("ingot_run_eta_seconds", "left")]),
     ("Ranks", "none", [("count by (host) (ingot_rank_info)", "{{host}}")]),
+    ("Norm of the weights", "none", [("ingot_train_param_norm", "norm")]),
+    ("Update over weights", "sci", [("ingot_train_update_ratio", "ratio")]),
+    ("Gradient norm by layer", "none", [("ingot_layer_grad_norm", "layer {{layer}}")]),
+    ("Training loss by source", "none", [("ingot_data_source_loss", "{{source}}")]),
+    ("Goodput", "percentunit", [("ingot_run_goodput", "time in steps that count")]),
+    ("Temperature of GPUs", "celsius", [("ingot_rank_device_temperature_celsius", "rank {{rank}}")]),
 ]
 
 

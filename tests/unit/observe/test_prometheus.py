@@ -26,7 +26,9 @@ def sink(root: Path, **options) -> PrometheusSink:
     for rank in range(8):
         made.event(events.RANK_STARTED, None, {"time": now, "rank": rank, "host": f"node{rank // 4}"})
     made.event(events.RUN_STARTED, None, {"time": now, "world_size": 8})
-    made.scalars(3, 48, {"train/loss": float("nan"), "eval/web/bpb": 1.5, "callbacks/own/x": 7.0})
+    made.scalars(
+        3, 48, {"train/loss": float("nan"), "eval/web/bpb": 1.5, "callbacks/own/x": 7.0, "layers/3/grad_norm": 0.5}
+    )
     write_ranks(RunFolder(root), 9)  # one of an attempt that had more
     made.event(events.PROGRESS, 3, {"time": now})
     made.event(events.FAULT, 3, {"time": now})
@@ -51,6 +53,7 @@ def test_ranks_sources_callbacks_and_counts_are_scraped(tmp_path):
     assert found["ingot_rank_step", "7"] == 3.0 and ("ingot_rank_step", "8") not in found
     assert found["ingot_train_loss",] != found["ingot_train_loss",]
     assert found["ingot_eval_source_bpb", "web"] == 1.5 and found["ingot_callback", "own", "x"] == 7.0
+    assert found["ingot_layer_grad_norm", "3"] == 0.5
     assert found["ingot_events_total", "fault"] == 1.0 and found["ingot_events_total", "restart"] == 0.0
     assert (found["ingot_run_attempt",], found["ingot_run_ended",]) == (2.0, 0.0)
     seen = threading.Event()

@@ -185,7 +185,7 @@ def train(sink: PrometheusSink) -> float:
     sink.event(events.RUN_STARTED, None, {"time": now, "world_size": 8})
     from ingot.observe.scalars import SCALARS, USES
 
-    sink.scalars(4, 64, dict.fromkeys(SCALARS, 1.0) | {"eval/web/bpb": 1.5})
+    sink.scalars(4, 64, dict.fromkeys((*SCALARS, "eval/web/bpb", "data/web/loss", "layers/0/grad_norm"), 1.0))
     sink.event(events.PROGRESS, 4, {"time": now})
     sink.event(events.WAITS, 4, {"time": now} | {use: {"mean": 0.5, "most": 1.0, "rank": 6} for use in USES})
     slow = {"time": now, "rank": 6, "factor": 1.5, "ended": False}
