@@ -376,9 +376,9 @@ CHARTS: dict[str, ChartKind] = {
     "route_flips": _measured(
         "Routes that flipped since the check before", "%", "healthy", "experts/route_flips", 100.0, from_zero=True
     ),
+    "cost": ChartKind("Cost", "USD", "cost", _cost, "lines", "cost_usd", from_zero=True),
     "goodput": _measured("Goodput", "%", "cost", "run/goodput", 100.0, from_zero=True),
     "cost_to_come": _measured("Cost to come", "USD", "cost", "run/cost_to_come_usd", from_zero=True),
-    "cost": ChartKind("Cost", "USD", "cost", _cost, "lines", "cost_usd", from_zero=True),
 }
 
 
