@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from ingot.observe.scalars import USES, traffic_of
+from ingot.observe.scalars import SCALARS, USES, traffic_of
 from ingot.report.facts import EventReader, RunData, measured_numbers
 from ingot.report.ranks import open_stragglers
 from ingot.report.run_state import state_of, waits_for_nodes
@@ -26,11 +26,12 @@ from ingot.trainer.resilience.lock import is_locked
 from ingot.watch.artifacts import RunArtifacts
 from ingot.watch.columns import EXPERT_COLUMNS, LINE_COLUMNS, STEP_COLUMNS, TRAFFIC_COLUMNS, number_of, over_layers
 from ingot.watch.growing import GrowingFile, parsed
-from ingot.watch.series import StepSeries
+from ingot.watch.series import MOST_ROWS, StepSeries
 
 _READ_BYTES = 256 << 10  # of a file in one look, or a longer line: readers wait for it, for about 10 ms
 _TAIL_BYTES = 256 << 10  # of a long log, which are read first
 _MOST_EVENTS, _MOST_STEPS, _MOST_ALERTS, _MOST_SERIES = 2_000, 20_000, 1_000, 64
+_MOST_NAMED = 1 << 12  # rows of a number of one layer or source: there are hundreds of these
 _MOST_TEXT = 8_000  # characters of a sample or document
 _JUMP_SECONDS = 60.0
 _LATE_SECONDS = 10.0  # of silence after which a run that is late counts as changed: readers show how long it lasts
@@ -241,7 +242,9 @@ class LiveRun:
                     self._add(self.own.setdefault(name, StepSeries("value")), {**event, "value": value}, ("value",))
         elif kind in (events.MEASURED, events.SOURCES):
             for name, value in measured_numbers(event, self.measured).items():
-                self._add(self.measured.setdefault(name, StepSeries("value")), {**event, "value": value}, ("value",))
+                if name not in self.measured:
+                    self.measured[name] = StepSeries("value", most_rows=MOST_ROWS if name in SCALARS else _MOST_NAMED)
+                self._add(self.measured[name], {**event, "value": value}, ("value",))
         elif kind == events.SAMPLE:
             for field in ("prompt", "text"):
                 if len(text := str(event.get(field, ""))) > _MOST_TEXT:
