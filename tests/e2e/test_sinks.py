@@ -69,7 +69,9 @@ def test_bad_sinks_cost_the_run_no_bit(project):
     assert failed == {"hangs": "hung", "dies": "ended", "full": "raised", "away": "raised"}
     lines = [line.split()[1] for line in output.splitlines() if line.startswith("sink ")]
     assert sorted(lines) == sorted(failed)
-    rows = map(json.loads, (folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines())
+    rows = [json.loads(row) for row in (folder.sinks / "jsonl" / "metrics.jsonl").read_text().splitlines()]
+    sent = {name for row in rows for name in row}
+    assert {"train/param_norm", "train/update_ratio", "run/goodput"} <= sent
     assert {row["step"]: row["train/loss"] for row in rows if "train/loss" in row} == {
         step: loss for step, (loss, *_) in project.facts("disturbed").items()
     }
