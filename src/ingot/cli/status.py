@@ -21,12 +21,30 @@ _SHOWN_SLOW = 2
 _SHOWN_ALERTS = 3
 _SHOWN_UNFIT = 2
 _MOST_CHARACTERS = 150  # of a text of the log: two lines of a terminal
+_WIDTH, _HEIGHT = 80, 38  # of a screen, without the line of the prompt and that of the next command
+_WHOLE = ("failed ", "unused ")  # beginnings of lines that are never cut: each has the way out of a trouble
 
 EXAMPLES = ("ingot status runs/demo", "ingot status runs/demo --json")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", type=path, metavar="RUN", help="run folder; the run may still be training")
+
+
+class _Screen:
+    """Lines for a screen: if they would be more than it has, those that are wider than it are cut. --json has all."""
+
+    def __init__(self) -> None:
+        self._said: list[str] = []
+
+    def say(self, text: str) -> None:
+        self._said.append(text)
+
+    def lines(self) -> list[str]:
+        head, *others = self._said  # the head has the codes of a terminal
+        if sum(-(-len(line) // _WIDTH) for line in self._said) <= _HEIGHT:
+            return self._said
+        return [head, *(own if own.startswith(_WHOLE) else _cut(own, _WIDTH) for own in others)]
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
@@ -42,7 +60,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
 
     if is_drill(args.run):
         return _say_drill(args.run, terminal)
-    status = read_status(args.run)
+    status, screen = read_status(args.run), _Screen()
     parts = [terminal.style(status.name, "bold"), status.state, counted(status.ranks, "rank")]
     if status.layout:
         parts[-1] += f" ({degrees_text(status.layout)})"
@@ -61,50 +79,52 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
         parts.append(terminal.style(f"no step for {format_seconds(status.still_seconds)}", "yellow"))
     if status.eta_seconds is not None:
         parts.append(f"eta {format_seconds(status.eta_seconds)}")
-    terminal.say("   ".join(parts))
+    screen.say("   ".join(parts))
     if status.failure:
-        terminal.say(f"failed {terminal.style(status.failure, 'red')}")
+        screen.say(f"failed {terminal.style(_cut(status.failure), 'red')}")
     if status.state == "waiting":
-        terminal.say("waits  for other nodes: the one that led stepped down; the others join with the same command")
+        screen.say("waits  for other nodes: the one that led stepped down; the others join with the same command")
     if status.log_damage:
-        terminal.say(f"log    {status.log_damage}")
+        screen.say(f"log    {status.log_damage}")
     if status.losses:
-        terminal.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
+        screen.say(f"loss   {sparkline(status.losses)}   {status.losses[0]:.2f} -> {status.losses[-1]:.2f}")
     if status.fallback:
-        terminal.say(f"layout {_fallback_text(status.fallback)}")
+        screen.say(f"layout {_fallback_text(status.fallback)}")
     if status.experts:
-        _say_experts(status.experts, terminal)
+        _say_experts(status.experts, screen)
     if status.metrics:
-        terminal.say(f"own    {_metrics_text(status.metrics)}")
-    _say_saves(status, args.run, terminal)
+        screen.say(f"own    {_metrics_text(status.metrics)}")
+    _say_saves(status, args.run, screen)
     if status.restarts or status.faults:
-        terminal.say(f"faults {len(status.faults)}, restarts {status.restarts}")
+        screen.say(f"faults {len(status.faults)}, restarts {status.restarts}")
         for fault in status.faults[-_SHOWN_FAULTS:]:
-            terminal.say(f"       {_cut(fault)}")
+            screen.say(f"       {_cut(fault)}")
     slowest = sorted(status.stragglers, key=lambda own: -own["factor"])
     for slow in slowest[:_SHOWN_SLOW]:
-        terminal.say(f"slow   {_slow_text(slow)}")
+        screen.say(f"slow   {_slow_text(slow)}")
     if more := slowest[_SHOWN_SLOW:]:
         ranks = [str(own["rank"]) for own in more[:_SHOWN_METRICS]] + [".."] * (len(more) > _SHOWN_METRICS)
-        terminal.say(f"       and {counted(len(more), 'rank')} more: {', '.join(ranks)}")
+        screen.say(f"       and {counted(len(more), 'rank')} more: {', '.join(ranks)}")
     for drained in status.drained[-_SHOWN_DRAINED:]:
-        terminal.say(f"drained {drained['node']}: {_cut(str(drained['words']))}")
+        screen.say(f"drained {drained['node']}: {_cut(str(drained['words']))}")
     if status.spares and status.state == "running":
-        terminal.say(f"spares {status.spares.get('waiting')} of {status.spares.get('wanted')} wait")
+        screen.say(f"spares {status.spares.get('waiting')} of {status.spares.get('wanted')} wait")
     if status.fleet_check:
-        terminal.say(f"check  {_check_text(status.fleet_check)}")
+        screen.say(f"check  {_check_text(status.fleet_check)}")
     if status.start_times:
-        terminal.say(f"start  {_start_text(status)}")
+        screen.say(f"start  {_start_text(status)}")
     if status.skipped_steps or status.roll_backs or status.guard or status.damaged_ranks:
-        terminal.say(f"policy {_policy_text(status)}")
+        screen.say(f"policy {_policy_text(status)}")
     for alert in status.alerts[-_SHOWN_ALERTS:]:
-        terminal.say(f"alert  {_cut(alert)}")
+        screen.say(f"alert  {_cut(alert)}")
     if (more := len(status.alerts) - _SHOWN_ALERTS) > 0:
-        terminal.say(f"       and {more:,} older: ingot alerts {args.run}")
+        screen.say(f"       and {more:,} older: ingot alerts {args.run}")
     if status.happened and status.happened["kind"] != ALERT:  # alerts have lines of their own
-        terminal.say(f"last   step {status.happened['step']:,}: {_cut(str(status.happened['text']))}")
+        screen.say(f"last   step {status.happened['step']:,}: {_cut(str(status.happened['text']))}")
     if status.quarantined:
-        terminal.say(f"data   {_quarantine_text(status.quarantined)}")
+        screen.say(f"data   {_quarantine_text(status.quarantined)}")
+    for line in screen.lines():
+        terminal.say(line)
     terminal.result(asdict(status))
     follow_up = {
         "running": f"ingot watch {args.run}",
@@ -117,7 +137,7 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
     return EXIT_OK
 
 
-def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
+def _say_saves(status: "RunStatus", run: "Path", screen: _Screen) -> None:
     """Print where the newest saves of the run folder `run` are, and which of them are of no use."""
     import time
 
@@ -126,30 +146,30 @@ def _say_saves(status: "RunStatus", run: "Path", terminal: Terminal) -> None:
     now = time.time()
     if status.checkpoint_step is not None and status.checkpoint_time is not None:
         age = format_seconds(max(now - status.checkpoint_time, 0))
-        terminal.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
+        screen.say(f"saved  step {status.checkpoint_step:,}, {age} ago")
         if status.checkpoint_health:
-            terminal.say(f"       {status.checkpoint_health}")
+            screen.say(f"       {status.checkpoint_health}")
     if status.weights_step is not None and status.weights_time is not None:
         age = format_seconds(max(now - status.weights_time, 0))
-        terminal.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
+        screen.say(f"saved  the weights alone of step {status.weights_step:,}, {age} ago")
     if status.kept_step is not None:
         where = f"in the memory of {status.kept_nodes} node{'s' * (status.kept_nodes != 1)}"
         age = "" if status.kept_time is None else f", {format_seconds(max(now - status.kept_time, 0))} ago"
-        terminal.say(f"kept   step {status.kept_step:,} {where + age if status.kept_nodes else 'nowhere in memory'}")
+        screen.say(f"kept   step {status.kept_step:,} {where + age if status.kept_nodes else 'nowhere in memory'}")
     if status.stored_step is not None and status.stored_time is not None:
-        terminal.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
+        screen.say(f"stored step {status.stored_step:,}, {format_seconds(max(now - status.stored_time, 0))} ago")
     if took := _save_text(status):
-        terminal.say(f"took   {took}")
+        screen.say(f"took   {took}")
     if status.unstored_reason:
-        terminal.say(f"store  the last upload failed: {_cut(status.unstored_reason)}")
+        screen.say(f"store  the last upload failed: {_cut(status.unstored_reason)}")
     if status.unused_step is not None:
         follows = f"training resumes from step {status.checkpoint_step:,}" if status.checkpoint_step else "none is left"
         if (status.stored_step or 0) > (status.checkpoint_step or 0):
             fetch = f"ingot ckpt fetch {run} --step {status.stored_step}"
             follows = f"training resumes from step {status.stored_step:,}, which the store has ({fetch})"
-        terminal.say(f"unused the checkpoint of step {status.unused_step:,}: {_cut(status.unused_reason)}; {follows}")
+        screen.say(f"unused the checkpoint of step {status.unused_step:,}: {_cut(status.unused_reason)}; {follows}")
     if status.failed_step is not None:
-        terminal.say(f"failed the save of step {status.failed_step:,}: {_cut(status.failed_reason)}")
+        screen.say(f"failed the save of step {status.failed_step:,}: {_cut(status.failed_reason)}")
 
 
 def _save_text(status: "RunStatus") -> str:
@@ -217,10 +237,9 @@ def _fallback_text(layout: dict) -> str:
     return f"{' '.join(layout['overrides'])}   because {why}"
 
 
-def _cut(text: str) -> str:
-    """Return a text of the log, without its end if it is long: --json has all of it."""
-    text = " ".join(text.split())
-    return text if len(text) <= _MOST_CHARACTERS else text[: _MOST_CHARACTERS - 1] + "…"
+def _cut(text: str, most: int = _MOST_CHARACTERS) -> str:
+    """Return a text without its end if it has more than `most` characters: --json has all of it."""
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _slow_text(slow: dict) -> str:
@@ -283,7 +302,7 @@ def _quarantine_text(quarantined: Sequence[dict]) -> str:
     )
 
 
-def _say_experts(experts: dict, terminal: Terminal) -> None:
+def _say_experts(experts: dict, screen: _Screen) -> None:
     """Print two lines: the busiest expert with mean values over layers, and the deviation of expert loads by layer."""
     from ingot.report.status import sparkline
 
@@ -294,6 +313,6 @@ def _say_experts(experts: dict, terminal: Terminal) -> None:
         if experts.get(name) is not None:
             parts.append(f"{word} {sum(experts[name]) / len(layers):.1%}")
     parts.append(f"entropy {sum(experts['entropy']) / len(layers):.2f} nats")
-    terminal.say("   ".join(parts))
+    screen.say("   ".join(parts))
     spread = f"{min(cvs):.2f}..{max(cvs):.2f}"
-    terminal.say(f"       deviation {sparkline(tuple(cvs))}   {spread}, layers {layers[0]} to {layers[-1]}")
+    screen.say(f"       deviation {sparkline(tuple(cvs))}   {spread}, layers {layers[0]} to {layers[-1]}")

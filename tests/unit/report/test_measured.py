@@ -58,7 +58,7 @@ def test_the_charts_and_chapters_of_recorded_numbers(tmp_path):
     lines = {key: chart([run], key).lines for key in OF_RUN}
     assert all(json.dumps(chart_json(chart([run], key))) for key in OF_RUN)
     ratio = {line.style: (line.points.steps.tolist(), line.points.values.tolist()) for line in lines["update_ratio"]}
-    assert ratio == {"main": ([10, 20, 30], [1e-3, 1e-3, 2e-3]), "void": ([30, 40], [9e-3, 9e-3])}
+    assert ratio == {"main": ([10, 20, 30], [1e-3, 1e-3, 2e-3]), "void": ([30, 40], [1e-3 * 9.0] * 2)}
     assert [line.name for line in lines["source_loss"]] == ["web", "code"]  # the largest first
     assert lines["source_loss"][0].points.values.tolist() == [3.0, 3.0, 6.0]
     assert [line.name for line in lines["layer_norms"]] == ["layer 0", "layer 1", "layer 2", "outside of layers"]
