@@ -69,7 +69,9 @@ class Measure:
 class SanityState:
     """The fixed batch of held-out text (trainer/guard/sanity.py). step, loss: of the last checkpoint without doubt;
     None: there is none, or its loss was not finite. doubted: how many checkpoints since then are suspect. batch: the
-    identity of the batch; "": not recorded. unfit: why the batch judges no checkpoint; "": it does.
+    identity of the batch; "": not recorded. unfit: why the batch judges no checkpoint; "": it does. unfit_gap: the
+    guard.sanity_gap that made it unfit; 0: another reason. unlike: at that step, its loss was that far above the loss
+    of the training batches.
     """
 
     step: int = 0
@@ -77,6 +79,8 @@ class SanityState:
     doubted: int = 0
     batch: str = ""
     unfit: str = ""
+    unfit_gap: float = 0.0
+    unlike: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +143,9 @@ def retried_text(retried: Mapping[str, Any]) -> str:
     """Return a sentence for people about a `retried` event."""
     found = f"step {retried['step']}, because of {', '.join(retried['found'])}: "
     if retried["healthy"]:
-        return found + "nothing was found in the second try, whose update is made; the fault was transient"
+        ranks = ", ".join(map(str, retried.get("ranks", ())))
+        own = f"; of the ranks {ranks}, one computed other bits" if ranks else ""
+        return found + f"nothing was found in the second try, whose update is made; the fault was transient{own}"
     if retried["same"]:
         return found + "the same bits again, so it is the data or the weights"
     return found + "other bits, and a finding again"

@@ -2,12 +2,11 @@
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ingot.errors import RunFailed
+from ingot.errors import IngotError, RunFailed
 from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema.accepted import command_with_rate, rate_to_try
 from ingot.schema.checkpoint import Health
@@ -15,7 +14,7 @@ from ingot.schema.guard_record import FAILED, GuardState, Measure, proven_to, wi
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.exploded import LossLimit
 from ingot.trainer.guard.ladder import Ladder
-from ingot.trainer.guard.step_judge import KINDS, LOSS_NOT_FINITE, NORM_NOT_FINITE
+from ingot.trainer.guard.step_judge import KINDS, LOSS_NOT_FINITE, NORM_NOT_FINITE, without_overflow
 from ingot.trainer.resilience.policy import StepResult
 
 SKIPS, SKIPS_AMONG = 10, 100  # without a loss scale: a device or a shard that fails now and then
@@ -39,7 +38,7 @@ class DefaultPolicy:
     are a failure. limit: of the loss. lr: optim.lr of the run. recorded: the measures of the guard so far. ladder:
     takes more against skipped steps; None: the run ends after too many of them. record: called on every rank with all
     measures before the run ends because of its numbers, so that the next start knows which checkpoints are too close
-    to that; None: nothing is recorded. proven_steps: of the guard.
+    to that; None: nothing is recorded. proven_steps: of the guard. say: prints a line.
     """
 
     def __init__(
@@ -53,8 +52,9 @@ class DefaultPolicy:
         ladder: Ladder | None = None,
         record: Callable[[Sequence[Measure]], None] | None = None,
         proven_steps: int = 0,
+        say: Callable[[str], None] = lambda line: None,
     ):
-        self._recorded, self._record = list(recorded), record
+        self._recorded, self._record, self._say = list(recorded), record, say
         self._proven_steps, self._changed_after = proven_steps, 0
         self.folder, self.scaled_loss, self.ladder = folder, scaled_loss, ladder
         self._lr, self._limit = lr, limit or LossLimit(None, 0)
@@ -94,7 +94,14 @@ class DefaultPolicy:
         try:
             self._judge_line(line)
         except RunFailed as error:
-            self._record_end(error)
+            try:
+                self._record_end(error)
+            except (IngotError, OSError) as failed:  # a full disk, for example: the run ends for its own reason
+                reason = getattr(failed, "found", failed)
+                self._say(
+                    f"WARNING   this end is not recorded ({reason}): the next start may continue from a checkpoint "
+                    "right before it"
+                )
             raise
 
     def _record_end(self, error: RunFailed) -> None:
@@ -115,7 +122,7 @@ class DefaultPolicy:
     def _judge_line(self, line: Sequence[StepNumbers]) -> None:
         trained = [numbers for numbers in line if not numbers.passed]
         if self.ladder:
-            self.ladder.look([_without_overflow(numbers) for numbers in line] if self.scaled_loss else line)
+            self.ladder.look([without_overflow(numbers) for numbers in line] if self.scaled_loss else line)
         for numbers in trained:
             self._judge(numbers)
         kept = [numbers for numbers in trained if not numbers.skipped]
@@ -181,9 +188,3 @@ class DefaultPolicy:
 
     def _documents(self, step: int) -> str:
         return f"ingot explain spike {self.folder.root} --step {step}"
-
-
-def _without_overflow(numbers: StepNumbers) -> StepNumbers:
-    """Return the numbers of a step without a finding that its loss scale explains."""
-    found = numbers.finding
-    return replace(numbers, finding=None) if found and set(found.kinds) == {OVERFLOW} else numbers

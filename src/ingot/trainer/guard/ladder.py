@@ -102,9 +102,13 @@ class Ladder:
         taken = self.measures[-1] if self.measures else None
         if taken is None or taken.action != AGAIN or numbers.step != taken.last or taken is self._sound_again:
             return
-        if not numbers.skipped and not any(taken.first <= step <= taken.last for step in self._skipped):
+        if not numbers.skipped and not self._hurt(taken):
             self._sound_again = taken
             self._report_again(taken, "hardware")
+
+    def _hurt(self, taken: Measure) -> bool:
+        """Return whether an update of the steps of a measure was skipped lately."""
+        return any(taken.first <= step <= taken.last for step in self._skipped)
 
     def _report_again(self, taken: Measure, verdict: RetrainVerdict) -> None:
         if self.retrained is not None:
@@ -134,8 +138,8 @@ class Ladder:
 
     def _take(self, measure: Measure) -> None:
         taken = self.measures[-1] if self.measures else None
-        if taken is not None and taken.action == AGAIN and measure.first <= taken.last and taken.first <= measure.last:
-            self._report_again(taken, "data")
+        if taken is not None and taken.action == AGAIN and taken is not self._sound_again and self._hurt(taken):
+            self._report_again(taken, "data")  # else the skipped steps are before and after them
         self.measures.append(measure)
         self._record(self.measures)
         self._report(measure)

@@ -38,8 +38,11 @@ class SanityJudge:
 
     def restore(self, state: SanityState) -> None:
         """Go on as after the checkpoint that has `state`."""
-        same = state.batch in ("", self._batch.identity)  # losses of another batch are no measure
-        self.state, self.reason = replace(state if same else SanityState(), batch=self._batch.identity), ""
+        if state.batch not in ("", self._batch.identity):  # losses of another batch are no measure
+            state = SanityState()
+        if state.unfit_gap and state.unfit_gap != self.guard.sanity_gap:  # a verdict by another limit
+            state = SanityState(step=state.step)
+        self.state, self.reason = replace(state, batch=self._batch.identity), ""
 
     def due(self, step: int) -> bool:
         """Return whether the batch is scored before `step` is saved; in doubt, it is at each save."""
@@ -51,37 +54,47 @@ class SanityJudge:
         training: the mean loss of the training batches of the last steps; None: it is not known.
         A loss that rose by more than `sanity_rise` makes the checkpoint suspect. After two of them in a row it is the
         new level. A batch whose loss is not finite then, or at the first save, judges nothing. One that repeats itself,
-        or whose loss did not rise and is far above that of the training batches, judges nothing from then on: harm of
-        the weights raises both. It is scored all the same, at its interval.
+        or whose loss is far above that of the training batches twice in a row, judges nothing from then on: harm of the
+        weights raises both. It has to be twice, because a line may have a single step with an easy batch; and not to
+        have risen at the first time. It is scored all the same, at its interval.
         """
         before, self.reason = self.state.loss, ""
         if self.state.unfit:
             self.state = replace(self.state, step=step)
             return ""
+        unlike = self._unlike(loss, training)
+        unfit = self._repeated() or (unlike if self.state.unlike else "")
         risen = before is not None and not loss <= before + self.guard.sanity_rise
-        if risen and self.state.doubted < _DOUBTED_IN_A_ROW:
+        if risen and not unfit and self.state.doubted < _DOUBTED_IN_A_ROW:
             self.reason = (
                 f"the loss of held-out text is {loss:.4g} at step {step}, and was {before:.4g} at step "
                 f"{self.state.step}"
             )
-            self.state = replace(self.state, doubted=self.state.doubted + 1)
+            self.state = replace(self.state, doubted=self.state.doubted + 1, unlike=False)
             return f"{self.reason}: the checkpoint is suspect"
         finite = math.isfinite(loss)
-        self.state = SanityState(step=step, loss=loss if finite else None, batch=self._batch.identity)
-        if unfit := self._unfit(loss, training):
-            self.state = replace(self.state, loss=None, unfit=unfit)
+        own = SanityState(step=step, batch=self._batch.identity)
+        if unfit:
+            gap = 0.0 if self._repeated() else self.guard.sanity_gap
+            self.state = replace(own, unfit=unfit, unfit_gap=gap)
             return f"{unfit}: it judges no checkpoint"
+        self.state = replace(own, loss=loss if finite else None, unlike=bool(unlike))
         if not finite:
             return f"the loss of held-out text is {loss} at step {step}: it cannot show whether weights are sound"
         return f"the loss of held-out text is {loss:.4g} at step {step}: this is the level now" if risen else ""
 
-    def _unfit(self, loss: float, training: float | None) -> str:
-        """Return why the batch cannot judge weights; "" if it can. A loss that is not finite is met elsewhere."""
-        if self._batch.repeated > MOST_REPEATED:
-            return (
-                f"{self._batch.repeated:.0%} of the {NGRAM}-grams of the fixed batch of held-out text come again "
-                f"(limit {MOST_REPEATED:.0%})"
-            )
+    def _repeated(self) -> str:
+        """Return how much of the batch repeats itself, if it is too much to judge weights; "" if not."""
+        if self._batch.repeated <= MOST_REPEATED:
+            return ""
+        return (
+            f"{self._batch.repeated:.0%} of the {NGRAM}-grams of the fixed batch of held-out text come again "
+            f"(limit {MOST_REPEATED:.0%})"
+        )
+
+    def _unlike(self, loss: float, training: float | None) -> str:
+        """Return how far the loss is above that of the training batches, if it is too far; "" if not. A loss that is
+        not finite is treated elsewhere."""
         gap = self.guard.sanity_gap
         if gap and training is not None and math.isfinite(loss) and loss > training + gap:
             return (

@@ -9,11 +9,12 @@ values are equal on all ranks, so all ranks decide alike.
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from ingot.plugins.callback import StepFinding
+from ingot.plugins.callback import StepFinding, StepNumbers
 from ingot.schema.guard import Guard
 
 _NOISE = 1.4826 / math.sqrt(2)  # 1.4826: 1 / the 75th percentile of the standard normal distribution
@@ -131,3 +132,9 @@ def finding(judged: tuple[float, ...]) -> StepFinding | None:
     bits, loss_sigmas, norm_sigmas, factor = judged
     kinds = tuple(name for bit, name in KINDS.items() if int(bits) & bit)
     return StepFinding(kinds, loss_sigmas, norm_sigmas, factor) if kinds else None
+
+
+def without_overflow(numbers: StepNumbers) -> StepNumbers:
+    """Return the numbers of a step of a run with a loss scale, without a finding that the scale explains."""
+    found = numbers.finding
+    return replace(numbers, finding=None) if found and set(found.kinds) == {KINDS[NORM_NOT_FINITE]} else numbers

@@ -116,6 +116,18 @@ def test_steps_that_were_trained_again_show_if_their_data_or_the_hardware_hurt(t
     assert found[: len(verdicts)] == [(20, 22, verdict) for verdict in verdicts] and len(found) == len(verdicts)
 
 
+def test_a_share_of_skips_around_sound_steps_is_no_second_verdict_about_them(tmp_path):
+    ladder, found = ladder_of(tmp_path, calm_steps=30, skip_share=0.3), []
+    ladder.retrained = lambda taken, verdict: found.append((taken.first, taken.last, verdict))
+    ask(ladder, 20, "xxx")
+    assert ask(ladder, 15, "x.x.x...x.x.x.x.x.x.x.x.") is Verdict.ROLL_BACK
+    assert [(one.action, one.first <= 20, one.last > 22) for one in ladder.measures] == [
+        (AGAIN, True, False),
+        (PASS, True, True),
+    ]
+    assert found == [(20, 22, "hardware")]
+
+
 def trained(ladder, is_bad, steps=3000):
     """Return the number of steps that were trained, again too, until the ladder ended it or `steps` was over."""
     step = tried = 0

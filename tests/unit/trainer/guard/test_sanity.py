@@ -47,7 +47,7 @@ def test_a_batch_that_is_bad_itself_judges_nothing(bad):
 
 def test_a_batch_unlike_the_training_batches_judges_nothing_and_says_so_once():
     judge = SanityJudge(Guard(sanity_every=10), SanityState(), BATCH)
-    assert not judge.judge(10, 4.0, 4.1) and "above the 1.9 of the training batches" in judge.judge(20, 4.0, 1.9)
+    assert not judge.judge(10, 4.0, 1.8) and "above the 1.9 of the training batches" in judge.judge(20, 4.0, 1.9)
     assert [judge.judge(step, 3.0 + step, 2.0) for step in (30, 40)] == ["", ""] and not judge.reason
     assert judge.state.unfit and not judge.due(41) and judge.due(50)
     kept = SanityJudge(Guard(sanity_every=10), judge.state, BATCH)
@@ -58,7 +58,28 @@ def test_a_batch_unlike_the_training_batches_judges_nothing_and_says_so_once():
     harmed = SanityJudge(Guard(), SanityState(), BATCH)
     assert not harmed.judge(100, 3.0, 2.9)
     assert "the checkpoint is suspect" in harmed.judge(200, 5.5, 2.0) and not harmed.state.unfit
-    assert not SanityJudge(Guard(sanity_gap=0.0), SanityState(), BATCH).judge(10, 9.0, 1.0)
+    never = SanityJudge(Guard(sanity_gap=0.0), SanityState(), BATCH)
+    assert not any(never.judge(step, 9.0, 1.0) for step in (10, 20))
+
+
+def test_one_easy_training_batch_does_not_end_the_judgment():
+    judge = SanityJudge(Guard(sanity_every=10), SanityState(), BATCH)
+    for step, training in ((10, 1.9), (20, 3.9), (30, 1.9), (40, 3.9)):
+        assert not judge.judge(step, 4.0, training) and not judge.state.unfit
+    assert "the checkpoint is suspect" in judge.judge(50, 4.5, 1.9)  # a doubt first
+    assert "the checkpoint is suspect" in judge.judge(60, 4.5, 1.9)
+
+
+def test_another_limit_takes_back_the_verdict_about_the_batch_but_not_that_it_repeats_itself():
+    judge = SanityJudge(Guard(sanity_every=10), SanityState(), BATCH)
+    assert not judge.judge(10, 4.0, 1.9) and judge.judge(20, 4.0, 1.9)
+    for gap, loss, warns in ((0.0, 4.0, True), (5.0, 4.0, True), (2.0, None, False)):
+        again = SanityJudge(Guard(sanity_every=10, sanity_gap=gap), judge.state, BATCH)
+        assert not again.judge(30, 4.0, 1.9) and again.state.loss == loss
+        assert bool(again.judge(40, 9.0, 7.5)) is warns
+    repeats = SanityJudge(Guard(), SanityState(), SanityBatch("own", repeated=0.9))
+    assert repeats.judge(10, 4.0, 4.0) and not repeats.state.unfit_gap
+    assert SanityJudge(Guard(sanity_gap=0.0), repeats.state, SanityBatch("own", repeated=0.9)).state.unfit
 
 
 @pytest.mark.parametrize("bad", ["repeated", "unlike"])

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from ingot.errors import RunFailed
+from ingot.errors import ResourceError, RunFailed
 from ingot.plugins.callback import StepFinding, StepNumbers, Verdict
 from ingot.schema.accepted import AcceptedChanges, rate_to_try, write_accepted
 from ingot.schema.guard import Guard
@@ -142,6 +142,21 @@ def test_an_end_because_of_the_numbers_is_recorded_once(tmp_path):
         ((end,),) = kept
         assert (end.action, end.first, end.last, end.proven_to, end.lr) == (FAILED, *ends, 0.1)
         assert policy.state().measures == (end,)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device"), ResourceError("E-X", "x", rule="y", fix="z")]
+)
+def test_an_end_that_cannot_be_recorded_keeps_its_reason(tmp_path, error):
+    def record(measures):
+        raise error
+
+    lines = []
+    policy = DefaultPolicy(RunFolder(tmp_path), record=record, say=lines.append, **limited())
+    with pytest.raises(RunFailed) as raised:
+        policy.judge([StepNumbers(42, 9.0, 1.0, False)])
+    assert raised.value.code == "E-LOSS-EXPLODED"
+    assert len(lines) == 1 and lines[0].startswith("WARNING") and "is not recorded" in lines[0]
 
 
 def test_skipped_steps_pass_until_they_are_a_tenth(judge):
