@@ -69,15 +69,14 @@ class RunData:
     events. measured: name (schema/metrics.py) -> step -> value, from `measured` and `sources` events. vetoes,
     roll_backs, passed, measures, findings: the `skipped`, `rolled_back`, `passed`, `guard` and `finding` events.
     passed_steps: in order, those of the `passed` events that the run did not go back from. timeline: these, and all
-    others that have an entry in it (timeline.py), in the order of the log; a `rolled_back`
-    event also has the loss of its `to_step` at that time, and (step, loss) of the first step from its `from_step` on
-    that was trained after it, None while unknown. sanity: the `sanity` events. ranges: the last `gradient_range` event
-    of each step. health: the `health` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events.
-    weights_saves, stored, snapshots, stragglers: the `weights_saved`, `checkpoint_stored`, `snapshot_kept` and
-    `straggler` events. hashes: the SHA-256 of each named item. active_seconds: the time from the start of each attempt
-    to its last event, summed; pauses between attempts are not included. incidents: the newest; incident_counts: all, by
-    kind. running: a command trains the run now. unused: what is wrong with the newest checkpoint, if training would not
-    resume from it.
+    others that have an entry in it (timeline.py), in the order of the log; a `rolled_back` event also has the loss of
+    its `to_step` at that time, and (step, loss) of the first step from its `from_step` on that was trained after it,
+    None while unknown. sanity: the `sanity` events. ranges: the last `gradient_range` event of each step. health: the
+    `health` events. unsaved: the `checkpoint_failed` and `checkpoint_skipped` events. weights_saves, stored, snapshots,
+    stragglers: the `weights_saved`, `checkpoint_stored`, `snapshot_kept` and `straggler` events. hashes: the SHA-256 of
+    each named item. active_seconds: the time from the start of each attempt to its last event, summed; pauses between
+    attempts are not included. incidents: the newest; incident_counts: all, by kind. running: a command trains the run
+    now. unused: what is wrong with the newest checkpoint, if training would not resume from it.
     """
 
     folder: RunFolder
