@@ -51,7 +51,7 @@ _WORDS = {
 }
 # Phases whose time alone says little: a save may go on after training does, and an evaluation may be a part of one.
 # Their longest time is that of the whole work, which the rank reports (`Heartbeat.learn`).
-REPORTED = (Phase.SAVE, Phase.EVALUATE)
+REPORTED: tuple[Phase, ...] = (Phase.SAVE, Phase.EVALUATE)
 # Process id, beats so far, phase, step, when the phase began [ns], file descriptors of the two reports (evidence.py),
 # the age [ns] of the save that the rank waits for, and the longest time [ns] of each phase that ended; then a checksum
 # of these, because a rank may be interrupted while it writes. After it, one byte: 1 while the rank waits for another.
