@@ -74,7 +74,7 @@ def test_machines_are_checked_after_every_second_restart(project, tmp_path):
     process = project.start("second", *options, "--set", "train.steps=2000", **found)
     _kill_rank_after(project, process, 20)
     wrong.touch()
-    _kill_rank_after(project, process, 200)
+    _kill_rank_after(project, process, 100)
     output = ended(process, NodeUnhealthy.exit_code)
     assert "E-NODES-UNFIT" in output and "matmul" in output
     kinds = (events.FLEET_CHECK, events.RUN_STARTED, events.RESTART)
