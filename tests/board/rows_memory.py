@@ -29,7 +29,7 @@ _SMALLER = "train.micro_batch=128"
 # Micro-batches of one long sequence: nothing is left to halve.
 _LONG = (
     *("model.num_layers=24", "model.d_model=128", "model.head_dim=32", "model.d_ffn=512", "model.max_seq_len=1024"),
-    *("train.seq_len=1024", "train.global_batch=2", "train.micro_batch=1", "train.steps=6"),
+    *("train.seq_len=1024", "train.global_batch=2", "train.micro_batch=1", "train.steps=2"),
 )
 _RECOMPUTED = "parallel.recompute=full"
 _GROUPS = Path("/sys/fs/cgroup")
@@ -39,13 +39,11 @@ _POLL_SECONDS = 0.005
 
 def rs27(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Give a rank too little memory for its micro-batch, from its start on: the run stops and names the change that
-    helps, or takes it, and keeps it when it is continued; then for its only sequence, which helps to recompute. Losses
-    differ by rounding: a sum has another order."""
+    helps, or takes it, and keeps it when it is continued. Losses differ by rounding: a sum has another order."""
     random = random_of("RS27", seed)
     rank = random.randrange(2)
     where = f"rank {rank}"
-    limit = _stops(bench, verdicts, f"stops-{seed}", rank, _SETTINGS, _SMALLER)
-    _stops(bench, verdicts, f"long-{seed}", rank, _LONG, _RECOMPUTED)
+    limit = _stops(bench, verdicts, f"stops-{seed}", rank)
 
     adapts, until = f"adapts-{seed}", random.randrange(2, 5)
     for stop, code in ((["--until-step", str(until)], _PREEMPTED), ([], 0)):
@@ -59,15 +57,15 @@ def rs27(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     judge_close(bench, verdicts, adapts, where, [0, until], *_SETTINGS, again=INTERVAL)
 
 
-def _stops(bench: Bench, verdicts: Verdicts, name: str, rank: int, settings: tuple[str, ...], change: str) -> int:
-    """Train with too little memory for these settings, and enough with a change: the run has to stop with the rank's
+def _stops(bench: Bench, verdicts: Verdicts, name: str, rank: int) -> int:
+    """Train with too little memory for a micro-batch, and enough for a smaller one: the run has to stop with the rank's
     bill and this change, with which it ends well. Returns the limit of the memory, in bytes."""
-    where, kind = f"rank {rank}, {change}", name.partition("-")[0]
+    where, change, settings = f"rank {rank}", _SMALLER, _SETTINGS
     large, small = (
         _peak(bench, f"peak-{name}-{n}", one, rank) for n, one in enumerate((settings, (*settings, change)))
     )
     limit = small + (large - small) // 3  # what a step lacks is much, and what a thread needs is there
-    verdicts.numbers |= {f"{kind}_large_mib": large >> 20, f"{kind}_small_mib": small >> 20}
+    verdicts.numbers |= {"large_mib": large >> 20, "small_mib": small >> 20}
 
     injected = time.time()
     ended = _limited(bench, name, rank, limit, settings)
@@ -141,9 +139,11 @@ def _watched(
 
 def rs27_kernel(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Let the kernel kill a rank for lack of memory in every attempt: the first time is an accident, the second one
-    stops the run with the rank's bill. The same command continues when the memory is there."""
+    stops the run with the rank's bill and a change: a smaller micro-batch, or with odd seeds recomputation, because
+    nothing is left to halve. The same command continues when the memory is there."""
     name, rank = f"kernel-{seed}", random_of("RS27 kernel", seed).randrange(2)
-    where, injected = f"rank {rank}", time.time()
+    settings, change = ((_SETTINGS, _SMALLER), (_LONG, _RECOMPUTED))[seed % 2]
+    where, injected = f"rank {rank}, {change}", time.time()
     with _memory_group(_GROUP_BYTES) as group:
         moved = set[int]()
 
@@ -152,20 +152,18 @@ def rs27_kernel(bench: Bench, seed: int, verdicts: Verdicts) -> None:
                 (group / "cgroup.procs").write_text(str(pid))
                 moved.add(pid)
 
-        ended = _watched(bench, name, rank, look, _SETTINGS, ())
+        ended = _watched(bench, name, rank, look, settings, ())
     faults = [(e["rank"], e["failure"]) for e in read_events(bench.folder(name).events, events.FAULT)]
     restarts = len(list(read_events(bench.folder(name).events, events.RESTART)))
-    named = all(
-        words in ended.output for words in ("E-RUN-MEMORY", "the kernel had no memory left", f"--set {_SMALLER}")
-    )
+    named = all(words in ended.output for words in ("E-RUN-MEMORY", "the kernel had no memory left", f"--set {change}"))
     right = ended.code == _GAVE_UP and named and (faults, restarts) == ([(rank, "memory")] * 2, 1)
     problem = "" if right else f"code {ended.code}, {faults}, {restarts} restarts: {ended.output[-300:]}"
     verdicts.judge("o6", where, problem)
-    verdicts.judge("o6", where, _wrong_bill(bench, name, rank, _SETTINGS, ended.output))
-    ended = bench.train(name, *options(_SETTINGS))
+    verdicts.judge("o6", where, _wrong_bill(bench, name, rank, settings, ended.output))
+    ended = bench.train(name, *options(settings))
     verdicts.judge("o6", f"{where} again", "" if ended.code == 0 else f"code {ended.code}: {ended.output[-300:]}")
     verdicts.time(bench.folder(name), injected)
-    judge_recovered(bench, verdicts, name, where, bench.reference(*_SETTINGS), faults=2)
+    judge_recovered(bench, verdicts, name, where, bench.reference(*settings), faults=2)
 
 
 @contextmanager
