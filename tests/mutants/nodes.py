@@ -115,6 +115,17 @@ MUTANTS: list[Mutant] = [
         tests=(f"{_NODES}::test_another_node_leads_when_the_leader_is_lost",),
     ),
     Mutant(
+        name="leader-under-another-name-is-lost",
+        what="a leader that was drained counts as lost because its host got another name",
+        file="trainer/launch/leading.py",
+        before="events.launcher_of(event) == events.launcher_of(leads)",
+        after='event["host"] == leads["host"]',
+        tests=(
+            "tests/unit/trainer/launch/test_checking.py"
+            "::test_the_next_leader_records_a_lost_one_unless_it_is_there_under_another_name",
+        ),
+    ),
+    Mutant(
         name="leader-that-parted-is-lost",
         what="a leader that left the run in order counts as lost",
         file="trainer/launch/leading.py",
