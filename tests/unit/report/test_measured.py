@@ -73,7 +73,8 @@ def test_the_charts_and_chapters_of_recorded_numbers(tmp_path):
 
 def test_of_many_layers_the_extremes_are_drawn(tmp_path):
     run = LiveRun(written(tmp_path, layers=40)).read_all()
-    assert (drawn := chart([run], "activations")) is not None
+    drawn = chart([run], "activations")
+    assert drawn is not None
     largest, median, smallest = drawn.lines
     assert [line.points.values[-1] for line in (largest, median, smallest)] == pytest.approx([80.0, 41.0, 2.0])
 

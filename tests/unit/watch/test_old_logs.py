@@ -55,7 +55,8 @@ def test_the_log_of_an_earlier_version_is_shown_whole(name, old, tmp_path):
     step = max(losses)
     live = LiveRun(folder.root).read_all()
     assert (live.last_step, live.data.unreadable_events, live.problems, live.log_problem) == (step, 0, {}, "")
-    assert {"loss", "grad_norm", "lr", "speed", "step_time"} <= set(keys := chart_keys([live]))
+    keys = chart_keys([live])
+    assert {"loss", "grad_norm", "lr", "speed", "step_time"} <= set(keys)
     assert ("loads" in keys) == (name == "experts")
     charts = {key: found for key in keys if (found := chart([live], key)) is not None}
     assert charts["loss"].lines[0].points.values.tolist() == list(losses.values())
