@@ -1,6 +1,7 @@
 """A run of Weights & Biases, online or as files that `wandb sync` sends later."""
 
 import math
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,6 +18,7 @@ class WandbSink(Sink):
     machine are not sent."""
 
     def __init__(self, place: SinkPlace, options: WandbOptions):
+        os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # or its client sends logs and metrics of its own
         self._library, self._options, self._place = require("wandb", "wandb"), options, place
         self._run: Any = None
         self._attempt = 0
@@ -37,6 +39,8 @@ class WandbSink(Sink):
             x_save_requirements=False,
             x_disable_machine_info=True,
             x_disable_stats=True,
+            host="",  # not the name of this machine
+            program="ingot",  # not the path of this process
         )
         self._run = self._library.init(
             project=self._options.project,
