@@ -37,12 +37,11 @@ def losses(server: WandbServer, run: str) -> list[tuple]:
 
 
 def expect_private(server: WandbServer, run: str) -> None:
-    """Expect the key in no more than its header, and nothing of the command line or the machine."""
+    """Expect the key in its header, and no name of this machine, of a repository or of a commit."""
     own = {"Basic " + base64.b64encode(f"api:{KEY}".encode()).decode()}
     assert server.keys["graphql"] == server.keys["file_stream"] == own
     about = server.about[run]
-    private = {name: value for name in ("host", "program", "repo", "commit") if (value := about.get(name))}
-    assert private == {"program": "ingot"}
+    assert not [name for name in ("host", "repo", "commit") if about.get(name)]
 
 
 @needs("wandb")
@@ -55,6 +54,7 @@ def test_an_online_run_reaches_its_server_and_another_process_continues_it(tmp_p
     assert config["train.steps"]["value"] == 10
     assert any(row.get("sample/Once") == "upon a time" for row in server.rows(run))
     expect_private(server, run)
+    assert server.about[run]["program"] == "ingot"  # and not the path of the process
     assert server.keys.keys() == {"graphql", "file_stream"}  # and no logs or metrics of W&B's client
     again(folder)
     assert losses(server, run) == [*LOSSES, (4, 2.25, 1)] and [*server.about] == [run]
