@@ -1,7 +1,7 @@
-"""The row of sinks: whatever becomes of trackers and of their feed, the run has the bits of the undisturbed one."""
+"""The row of sinks: whatever becomes of trackers, of their feed and of the live page, the run has the bits of the
+undisturbed one, and steps that are no slower than the noise of undisturbed ones explains."""
 
 import contextlib
-import itertools
 import json
 import os
 import shutil
@@ -9,6 +9,9 @@ import signal
 import time
 from pathlib import Path
 from statistics import median
+
+from tests.live_page import LivePage
+from tests.step_noise import longest_median, machine_is_shared_fairly, step_seconds
 
 from ingot.drill.job import DEADLINE_SECONDS, marked_processes
 from ingot.drill.oracles import Verdicts
@@ -37,8 +40,10 @@ _HANG_SECONDS = 10.0  # less than what a sink waits, and more than any step
 
 
 def rs31_sinks(bench: Bench, seed: int, verdicts: Verdicts) -> None:
-    """Sinks that hang, wait for 30 s, die and fill a disk, and one that is killed at a random step; and the feed of a
-    sink is killed. Beside that a pair of undisturbed runs, whose steps the disturbed ones are compared with."""
+    """Sinks that hang, wait for 30 s, die and fill a disk, and one that is killed at a random step; the feed of a sink
+    is killed; and so is a live page, after it hung. Undisturbed runs are played between them. No step of a disturbed
+    run may be longer than the longest of an undisturbed one by _HANG_SECONDS, and its median step, unless the machine
+    has too much other work, no longer than their noise explains (tests/step_noise.py)."""
     lab = bench.root / "lab"
     lab.mkdir(exist_ok=True)
     shutil.copyfile(Path(__file__).parent / "bad_sinks.py", lab / "bad_sinks.py")
@@ -47,6 +52,9 @@ def rs31_sinks(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         f"bad-sinks-{seed}": (_TABLES, "sink_process", {name: [reason] for name, (_, reason) in _BAD.items()}),
         f"no-feed-{seed}": (("sinks.jsonl={close_seconds=60.0}",), "feed", {}),
     }
+    undisturbed: list[list[float]] = []
+    disturbed: list[tuple[str, list[float]]] = []
+    is_fair = machine_is_shared_fairly()
     for name, (tables, module, wanted) in cases.items():
         ended = bench.train(calm := f"calm-{name}", *options(own))  # one before each: other work may come and go
         verdicts.judge("o6", calm, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
@@ -63,12 +71,49 @@ def rs31_sinks(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         verdicts.judge("o6", where, "" if len(lines) == max(len(wanted), 1) else f"lines {lines}")
         verdicts.judge("o6", where, _lost(folder))
         judge_recovered(bench, verdicts, name, where, bench.reference(*_SETTINGS))
-        steps = {of: _steps(bench.folder(of)) for of in (calm, name)}
-        waited = max(steps[name]) > max(steps[calm]) + _HANG_SECONDS
-        verdicts.judge("o6", where, f"a step took {max(steps[name]):.1f} s" if waited else "")
-        for of, own_steps in steps.items():
-            words = of.rpartition("-")[0]
-            verdicts.numbers |= {f"{words}_ms": 1000 * median(own_steps), f"{words}_most_ms": 1000 * max(own_steps)}
+        undisturbed.append(step_seconds(bench.folder(calm)))
+        disturbed.append((where, step_seconds(folder)))
+        _record(verdicts, calm, undisturbed[-1])
+        _record(verdicts, name, disturbed[-1][1])
+    disturbed.append(_with_page(bench, seed, own, verdicts))
+    is_fair = is_fair and machine_is_shared_fairly()
+    longest, noise = max(map(max, undisturbed)), longest_median(undisturbed)
+    for where, steps in disturbed:
+        waited = max(steps) > longest + _HANG_SECONDS
+        verdicts.judge("o6", where, f"a step took {max(steps):.1f} s" if waited else "")
+        slow = is_fair and median(steps) > noise
+        found = f"a step takes {median(steps):.3f} s, and up to {noise:.3f} s is noise"
+        verdicts.judge("o6", where, found if slow else "")
+    verdicts.numbers |= {"noise_ms": 1000 * noise, "noise_judged": int(is_fair)}
+
+
+def _record(verdicts: Verdicts, name: str, steps: list[float]) -> None:
+    words = name.rpartition("-")[0]
+    verdicts.numbers |= {f"{words}_ms": 1000 * median(steps), f"{words}_most_ms": 1000 * max(steps)}
+
+
+def _with_page(bench: Bench, seed: int, settings: tuple[str, ...], verdicts: Verdicts) -> tuple[str, list[float]]:
+    """Train beside a live page that is read, hangs, and is killed at a random step. Returns the case, for people, and
+    the seconds of its steps."""
+    random, name = random_of("RS31 sinks page", seed), f"page-{seed}"
+    process, folder = bench.start(name, *options(settings)), bench.folder(name)
+    bench.wait_for_step(name, 5, process)
+    with LivePage(folder.root) as page:
+        shown = next(page.messages())["head"]["step"]
+        page.send(signal.SIGSTOP)
+        stopped_at = max((event["step"] for event in read_events(folder.events, events.STEP)), default=0)
+        bench.wait_for_step(name, min(stopped_at + random.randrange(10, 40), 150), process)
+        page.send(signal.SIGKILL)
+        page.process.wait()
+    step = max(event["step"] for event in read_events(folder.events, events.STEP))
+    where = f"{name}: the page hung after step {stopped_at}, and was killed after step {step}"
+    verdicts.judge("o6", where, "" if shown else "the page showed no step")
+    ended = bench.ended(process)
+    verdicts.judge("o6", where, "" if ended.code == 0 else f"exit code {ended.code}: {ended.output[-300:]}")
+    judge_recovered(bench, verdicts, name, where, bench.reference(*_SETTINGS))
+    steps = step_seconds(folder)
+    _record(verdicts, name, steps)
+    return where, steps
 
 
 def _kill(folder: RunFolder, module: str, verdicts: Verdicts, name: str) -> str:
@@ -105,12 +150,6 @@ def _lost(folder: RunFolder) -> str:
     trained = {event["step"]: event["loss"] for event in read_events(folder.events, events.STEP)}
     wrong = [step for step, loss in trained.items() if sent.get(step) != loss]
     return f"the sink lacks steps {wrong[:5]}" if wrong else ""
-
-
-def _steps(folder: RunFolder) -> list[float]:
-    """Return the seconds between the steps of a run."""
-    times = [event["time"] for event in read_events(folder.events, events.STEP)]
-    return [after - before for before, after in itertools.pairwise(times)]
 
 
 ROWS = (
