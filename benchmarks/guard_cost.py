@@ -41,7 +41,7 @@ from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.step import train_step
 
 HOUR, SAVES_AN_HOUR, FULL_AN_HOUR, LINE = 3600, 6, 1, 10
-_WARM_UP = 5  # the first steps allocate
+WARM_UP = 5  # the first steps allocate
 PARTS = ("judgment", "alerts", "range", "samples", "check", "save", "batch")
 
 
@@ -115,9 +115,9 @@ def measure(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
     measured = GradientRange(shards, arch.num_layers, torch.bfloat16, 1, tied=arch.tied_embeddings)
     watch = AlertWatch(run, shards, measured, None, lambda *_, **__: None, is_first=rank == 0)
     place = SimpleNamespace(device=torch.device("cpu"))
-    trainer = SimpleNamespace(**vars(parts) | {"heldout": _heldout(arch.vocab_size, seq_len), "place": place})
+    trainer = SimpleNamespace(**vars(parts) | {"heldout": heldout_rows(arch.vocab_size, seq_len), "place": place})
     seconds: dict[str, list[float]] = {part: [] for part in ("step", *PARTS)}
-    for step in range(1, rounds + _WARM_UP + 1):
+    for step in range(1, rounds + WARM_UP + 1):
         ids = torch.randint(0, arch.vocab_size, (1, own, seq_len + 1))
         micro_batches = SimpleNamespace(step=step, inputs=ids[..., :-1], targets=ids[..., 1:], document_ids=None)
         results, sampled = [], samples.seconds
@@ -128,15 +128,15 @@ def measure(rank: int, name: str, rounds: int) -> dict[str, list[float]]:
         spent["samples"] = sampled + timed(lambda: samples.reduced(step, result.loss))  # noqa: B023
         loss, norm = float(result.loss), float(result.grad_norm)
         line = [StepNumbers(LINE * step + i, loss, norm, skipped=False) for i in range(LINE)]
-        spent["judgment"] = timed(lambda: _judge(judge, result))  # noqa: B023
+        spent["judgment"] = timed(lambda: judge_step(judge, result))  # noqa: B023
         spent["alerts"] = timed(lambda: watch.line(line, 1e-4, np.array([watch.unchanged(line, 1e-4)])))  # noqa: B023
         for shard in shards:
             shard.grad = torch.ones_like(shard.value)
         spent["range"] = timed(lambda: measured.look(step))  # noqa: B023
-        spent["check"] = timed(lambda: _check(hashes, step))  # noqa: B023
-        spent["save"] = timed(lambda: _save(hashes, step))  # noqa: B023
+        spent["check"] = timed(lambda: check_hashes(hashes, step))  # noqa: B023
+        spent["save"] = timed(lambda: save_hashes(hashes, step))  # noqa: B023
         spent["batch"] = timed(lambda: sanity_loss(trainer))
-        if step > _WARM_UP:
+        if step > WARM_UP:
             for part, each in spent.items():
                 seconds[part].append(each)
     return seconds
@@ -149,19 +149,19 @@ def timed(function: Callable[[], object]) -> float:
     return time.process_time() - began
 
 
-def _judge(judge, result) -> None:
+def judge_step(judge, result) -> None:
     judged = judge.judge(result.loss, result.grad_norm)
     judge.add(result.loss, result.grad_norm, judged[0] > 0)
 
 
-def _check(hashes: StateHashes, step: int) -> None:
+def check_hashes(hashes: StateHashes, step: int) -> None:
     hashes.after_update(step)
     hashes.before_update(step + 1)
     hashes.compare()
     assert not hashes.read()
 
 
-def _save(hashes: StateHashes, step: int) -> None:
+def save_hashes(hashes: StateHashes, step: int) -> None:
     hashes.before_save(step)
     hashes.compare()
     assert not hashes.read()
@@ -169,7 +169,7 @@ def _save(hashes: StateHashes, step: int) -> None:
     hashes.end_save()
 
 
-def _heldout(vocab_size: int, seq_len: int) -> Heldout:
+def heldout_rows(vocab_size: int, seq_len: int) -> Heldout:
     """Return held-out text of just the rows of the batch."""
     ids = np.random.default_rng(0).integers(1, vocab_size, SANITY_ROWS * seq_len)
     text = SourceText("made up", ids, 4 * len(ids))

@@ -87,7 +87,7 @@ def cost(root: Path, rounds: int) -> dict[str, object]:
     sizes, waits = UpdateSize(parts.model.shards, 1), WaitClock()
     layers = LayerSizes(parts.model.shards, parts.model.stages, tiny.arch.num_layers, 0, root / "measure-layers")
     readout, per_step = parts.model.stages[0].get_submodule("readout"), settings.global_batch
-    sources = _TimedSourceLoss(
+    sources = TimedSourceLoss(
         ["code", "web"],
         np.array([0, 1]),
         lambda ids: ids % 2,
@@ -195,7 +195,7 @@ class _Complete:
         """Return at once."""
 
 
-class _TimedSourceLoss(SourceLoss):
+class TimedSourceLoss(SourceLoss):
     """The loss by source, with the CPU seconds that it added to the last step."""
 
     seconds = 0.0

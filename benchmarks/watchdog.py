@@ -55,7 +55,7 @@ def main() -> None:
     with Bench() as bench:
         alone = [_alone(bench, f"alone-{number}", steps) for number in range(count)]
         nodes = [_on_two_nodes(bench, f"nodes-{number}", steps) for number in range(count)]
-    beat = _heartbeat()
+    beat = heartbeat_seconds()
     with Ranks() as forked:
         times = {size: [] for size in ("0", "512")}
         for _ in range(_ROUNDS):
@@ -163,7 +163,8 @@ def _cpu(pids: Sequence[int]) -> float:
     return sum(time.clock_gettime_ns(~pid << 3 | _SCHEDULED) for pid in pids) / 1e9
 
 
-def _heartbeat() -> float:
+def heartbeat_seconds() -> float:
+    """Return the seconds of a heartbeat."""
     heart, count = open_heartbeat(), 200_000
     began = time.perf_counter()
     for step in range(count):
