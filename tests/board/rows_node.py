@@ -89,6 +89,15 @@ def keeper_of(owner: int, run: Path) -> int:
     return 0
 
 
+def remove_tensors(folder: Path) -> None:
+    """Remove the tensors of all checkpoints below a folder, where a save may end meanwhile, and remove older ones."""
+    while True:
+        with suppress(FileNotFoundError):
+            for path in folder.rglob("rank-*"):
+                path.unlink(missing_ok=True)
+            return
+
+
 def rs07_node(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     """Lose one of two nodes and the tensors of all checkpoints, start another node at once, and lose the other one."""
     random, name, first = random_of("RS07 node", seed), f"node-{seed}", seed % 2
@@ -135,8 +144,7 @@ def _replace_node(
     injected = time.time()
     nodes[lost].lose()
     for tensors in (folder.checkpoints, other.disk):
-        for path in tensors.rglob("rank-*"):
-            path.unlink()
+        remove_tensors(tensors)
     for pid in pids.values():
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)

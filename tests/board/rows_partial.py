@@ -16,7 +16,7 @@ from .bench import Bench, options
 from .row import INTERVAL, Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS, stopped_between_snapshots
 from .rows_launchers import Launchers
-from .rows_node import keeper_of
+from .rows_node import keeper_of, remove_tensors
 from .times import WARM
 
 _PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
@@ -91,8 +91,7 @@ def rs07_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         shutil.rmtree(disks[1])
         disks[1].mkdir()
         for tensors in (folder.checkpoints, disks[0]):
-            for path in tensors.rglob("rank-*"):
-                path.unlink()
+            remove_tensors(tensors)
         for rank in range(each):
             os.kill(before[rank], signal.SIGCONT)
         codes = nodes.ends(without=1)

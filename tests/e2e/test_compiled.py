@@ -65,6 +65,6 @@ def test_a_rank_that_keeps_its_process_compiles_nothing_again(project: Project):
     new = [made for _, pid, _, *made in lines if pid == after[1]]
     assert min(new[-1]) > 0  # a new process compiles: the counts see it
 
-    project.train("undisturbed", *options, COUNTS=os.devnull, **variables)
+    ended(project.start("undisturbed", *options, COUNTS=os.devnull, **variables), 0)
     assert project.facts("kept") == project.facts("undisturbed")
     assert not workers_of(project.folder("kept"))
