@@ -99,7 +99,7 @@ def rs07_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
     found = [(event["rank"], event["failure"]) for event in read_events(folder.events, events.FAULT)]
     verdicts.judge("o6", where, "" if found == [(each, "node")] else f"faults {found}")
     after = _pids(folder)
-    changed = [rank for rank in before if before[rank] != after[rank]]
+    changed = [rank for rank in sorted(before) if before[rank] != after[rank]]
     expected = list(range(each, 2 * each))
     verdicts.judge("o6", where, "" if changed == expected else f"ranks {changed} got new processes, not {expected}")
     tiers = read_events(
