@@ -44,6 +44,7 @@ _PERHAPS_NOT_FINITE = {
     kinds.EVALUATION: ("bpb", "loss", "unigram_bpb"),
     kinds.SANITY: ("loss",),
 }
+_SIZES = ("loss", "grad_norm", "loss_sigmas", "norm_sigmas")  # of a finding
 # Lists of an `experts` event with one value per layer, and such lists that may be null.
 _BY_LAYER = ("layers", "load_cv", "max_load", "min_load", "entropy")
 _BEYOND = ("dropped", "fallback")
@@ -65,6 +66,8 @@ def is_readable(event) -> bool:
     if kind == kinds.METRICS and not has_values(event):
         return False
     if kind in (kinds.FINDING, kinds.RETRIED) and not _has_kinds(event):
+        return False
+    if kind == kinds.FINDING and not all(is_number(event.get(name)) for name in _SIZES):
         return False
     if kind == kinds.GRADIENT_RANGE and not _has_shares_by_layer(event):
         return False
@@ -89,9 +92,7 @@ def _has_text(event: dict) -> bool:
 
 def _has_kinds(event: dict) -> bool:
     found = event.get("found")
-    names = ("loss", "grad_norm", "loss_sigmas", "norm_sigmas")
-    texts = isinstance(found, list) and bool(found) and all(isinstance(one, str) for one in found)
-    return texts and all(is_number(event.get(name)) for name in names)
+    return isinstance(found, list) and bool(found) and all(isinstance(one, str) for one in found)
 
 
 def _has_steps(event: dict) -> bool:

@@ -14,6 +14,7 @@ LOSS_SCALE = "loss scale"
 UNDERFLOW = "underflow"
 SATURATION = "saturation"
 ACTIVATIONS = "activation saturation"
+TRANSIENT = "transient faults"
 
 _TEXTS = {
     LOSS_RATIO: "the loss is {value:.2f} times the mean of the steps before (limit {limit:g})",
@@ -26,6 +27,7 @@ _TEXTS = {
     UNDERFLOW: "{value:.0%} of the gradient is 0 or subnormal in the training precision (limit {limit:.0%})",
     ACTIVATIONS: "{value:.1%} of the hidden states are near the largest number of the training precision, or not "
     "finite (limit {limit:.1%})",
+    TRANSIENT: "since step {since:,}, {value:,.0f} steps had a fault that was gone in the second try (limit {limit:g})",
     SATURATION: "{value:.1%} of the gradient is near the largest number of the training precision (limit {limit:.1%})",
 }
 _SHOWN_PLACES = 8

@@ -47,7 +47,8 @@ count from 1: step n is the n-th optimizer step.
   finding        step, found [kinds], loss, grad_norm, loss_sigmas, norm_sigmas, norm_factor, skipped
                  (trainer/guard/step_judge.py)                        one per step in which the guard found something
   retried        step, found [kinds] (in the first try), healthy (nothing was found in the second), same (both had the
-                 same loss and gradient norm, bit for bit)            a step was computed again before its update
+                 same loss and gradient norm, bit for bit), ranks [..] (of the copies of the model whose own loss or
+                 gradients had other bits; []: not known)             a step was computed again before its update
   sanity         step, loss (of a fixed batch of held-out text, nats per token), suspect
                                                                       before a full save, guard.sanity_every
   guard          action ("again", "pass", "earlier", "lower", "accept" or "stop"), first, last (the steps whose updates
@@ -87,8 +88,9 @@ count from 1: step n is the n-th optimizer step.
   checkpoint_not_stored  step, store, code, reason, fix, retry_seconds (until the next attempt; null: none)
   checkpoint_fetched  step, store, bytes (received), seconds          the local disk had none that is as new
                       step, node, files, bytes, whole_bytes, seconds  files on disks of nodes that this node lacked
-  checkpoint_loaded   step, bytes (that all ranks read from their disks), seconds (with its verification, and with what
-                      was fetched meanwhile)                          the state was restored from it
+  checkpoint_loaded   step, bytes (of the blocks that all ranks loaded from their disks, without what verification
+                      reads), seconds (with verification, and with what was fetched meanwhile)
+                                                                      the state was restored from it
   rewound             step, set_aside (steps), weights (steps), folder, reason   by ingot ckpt rewind
   lease_recorded      store, epoch                                    the missing record of this attempt was written
   lease_not_recorded  store, epoch, code, reason                      it refuses the record: nothing is uploaded

@@ -53,7 +53,10 @@ def open_guards(trainer: RunParts, policy: DefaultPolicy) -> None:
     trainer.hashes = _hashes(config, trainer)
     if config.guard.retries:
         scaled = config.train.precision == "fp16"
-        trainer.retry = StepRetry(trainer.model.stages, trainer.place.device, scaled_loss=scaled)
+        place, part = trainer.place, trainer.mesh.data_rank
+        trainer.retry = StepRetry(
+            trainer.model.stages, place.device, scaled_loss=scaled, data_rank=part, ranks=place.world_size
+        )
 
 
 def policy_of(
@@ -84,6 +87,7 @@ def policy_of(
         ladder=ladder,
         record=record,
         proven_steps=config.guard.proven_steps,
+        say=say,
     )
 
 

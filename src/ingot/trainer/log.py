@@ -39,6 +39,7 @@ from ingot.trainer.record import Interval, record_check, record_layers, record_l
 from ingot.trainer.resilience.heartbeat import Phase
 from ingot.trainer.resilience.policy import StepResult, read_steps
 from ingot.trainer.resilience.start_times import phases_text
+from ingot.trainer.retry import RetriedStep, repeated_faults
 from ingot.trainer.telemetry.progress import ProgressLine, expert_load, format_line
 from ingot.trainer.telemetry.stragglers import Straggler
 from ingot.trainer.telemetry.usage import KINDS, ThreadTime, Waits, peak_memory_bytes, summary, summary_by_axis
@@ -128,9 +129,7 @@ def log_interval(
 
 def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
     """Write what the guard found in each step, which were computed twice, and which steps changed no weights."""
-    for tried in trainer.retry.take() if trainer.retry is not None else ():
-        trainer.log(events.RETRIED, **asdict(tried))
-        trainer.say(f"retried   {retried_text(asdict(tried))}")
+    log_retries(trainer, trainer.retry.take() if trainer.retry is not None else ())
     for own in numbers:
         if found := own.finding:
             trainer.log(
@@ -160,6 +159,19 @@ def log_findings(trainer: RunParts, numbers: Sequence[StepNumbers]) -> None:
             s = "s" if len(steps) > 1 else ""
             what = "update" if kind == events.SKIPPED else "batch"
             trainer.say(f"{kind:8}  {what}{'es' if s and what == 'batch' else s} of step{s} {steps_text(steps)}")
+
+
+def log_retries(trainer: RunParts, tried: Sequence[RetriedStep]) -> None:
+    """Write which steps were computed twice, and an alert if faults that went away come again and again."""
+    for one in tried:
+        trainer.log(events.RETRIED, **asdict(one))
+        trainer.say(f"retried   {retried_text(asdict(one))}")
+    healed = sum(one.healthy for one in tried)
+    if healed and trainer.place.is_first:
+        repeated = repeated_faults(read_events(trainer.folder.events, events.RETRIED), healed)
+        if repeated is not None:
+            trainer.log(events.ALERT, **asdict(repeated))
+            trainer.say(f"alert     {alert_text(repeated)}")
 
 
 def explanation(folder: RunFolder, own: StepNumbers) -> str:

@@ -1,4 +1,5 @@
-"""One optimizer step, which never waits for the device: measured values stay there until the log reads them."""
+"""One optimizer step. Measured values stay on the device until the log reads them, so the host does not wait for it;
+with guard.retry it does, once in each step."""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -16,25 +17,28 @@ from ingot.trainer.optim.gradients import clip_factor, gradient_norm_and_loss
 from ingot.trainer.parallel.pipeline import MicroBatches
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import StepResult
+from ingot.trainer.retry import Try
 
 
 def train_step(parts: StepParts, batch: MicroBatches, lr: float) -> StepResult:
     """Run forward and backward of every micro-batch, reduce, clip, update, balance experts. Collective.
 
-    With guard.retry, a step in which the guard finds something is tried once more before its update.
+    With guard.retry, a step in which the guard finds something is tried once more before its update. Steps whose
+    gradients two ranks compute are not: a finding there skips the update, and a difference between the ranks lets the
+    run go back. With guard.recompute_every = 1, and while steps are trained again because of damage, these are all.
     """
     retry, step = parts.retry, batch.step
-    if retry is None or (parts.gradients is not None and parts.gradients.is_due(step)):  # these are compared anyway
+    if retry is None or (parts.gradients is not None and parts.gradients.is_due(step)):
         return update(parts, step, forward_backward(parts, batch), lr)
     retry.keep()
-    measured = _measured(parts, step, forward_backward(parts, batch))
-    if measured.judged is not None and retry.is_needed(measured.judged):
-        retry.undo(parts.model)
-        first, measured = measured, _measured(parts, step, parts.program.train(batch, loss_scale(parts)))
-        assert first.judged is not None and measured.judged is not None
-        before, now = ((one.mean_loss, one.grad_norm) for one in (first, measured))
-        retry.record(step, before, now, (first.judged, measured.judged))
-    return _updated(parts, step, measured, lr)
+    first = measure(parts, step, forward_backward(parts, batch))
+    if first.judged is None or not retry.is_needed(first.judged):
+        return update_measured(parts, step, first, lr)
+    before = _tried(parts, step, first)
+    retry.undo(parts.model)
+    second = measure(parts, step, forward_backward(parts, batch))
+    retry.record(step, before, _tried(parts, step, second))
+    return update_measured(parts, step, second, lr)
 
 
 def forward_backward(parts: StepParts, batch: MicroBatches) -> Tensor:
@@ -62,11 +66,11 @@ def backward(parts: StepParts, loss: Tensor, *, last: bool) -> None:
 
 def update(parts: StepParts, step: int, loss: Tensor, lr: float) -> StepResult:
     """Reduce the gradients of `step`, clip, update unless the policy vetoes, publish, balance experts. Collective."""
-    return _updated(parts, step, _measured(parts, step, loss), lr)
+    return update_measured(parts, step, measure(parts, step, loss), lr)
 
 
 @dataclass(frozen=True)
-class _Measured:
+class JudgedStep:
     """A step before its update. loss: of this rank's tokens. mean_loss, grad_norm: of the step, the same on all ranks.
     scale: of the loss. judged: what the guard found; None without one."""
 
@@ -77,7 +81,7 @@ class _Measured:
     judged: Tensor | None
 
 
-def _measured(parts: StepParts, step: int, loss: Tensor) -> _Measured:
+def measure(parts: StepParts, step: int, loss: Tensor) -> JudgedStep:
     """Reduce the gradients of `step`, and judge it. Collective."""
     scale = loss_scale(parts)
     parts.model.reduce()
@@ -86,10 +90,18 @@ def _measured(parts: StepParts, step: int, loss: Tensor) -> _Measured:
     if parts.hashes is not None and parts.hashes.samples is not None:
         parts.hashes.samples.reduced(step, loss)
     grad_norm, mean_loss = gradient_norm_and_loss(parts.model.shards, loss, parts.loss_share, scale=scale)
-    return _Measured(loss, mean_loss, grad_norm, scale, _judged(parts.step_judge, step, mean_loss, grad_norm))
+    return JudgedStep(loss, mean_loss, grad_norm, scale, _judged(parts.step_judge, step, mean_loss, grad_norm))
 
 
-def _updated(parts: StepParts, step: int, measured: _Measured, lr: float) -> StepResult:
+def _tried(parts: StepParts, step: int, measured: JudgedStep) -> Try:
+    """Return the numbers of a try of `step`, by which it is compared with the other one."""
+    samples = parts.hashes.samples if parts.hashes is not None else None
+    own = (measured.loss,) if samples is None else (measured.loss, samples.of_step(step))
+    assert measured.judged is not None
+    return Try(measured.judged, (measured.mean_loss, measured.grad_norm), own)
+
+
+def update_measured(parts: StepParts, step: int, measured: JudgedStep, lr: float) -> StepResult:
     """Clip, update unless the step is vetoed, publish, balance experts. Collective."""
     loss, grad_norm, scale, judged = measured.loss, measured.grad_norm, measured.scale, measured.judged
     if parts.gradient_range is not None:
@@ -130,7 +142,7 @@ def _judged(judge: StepJudge | None, step: int, loss: Tensor, grad_norm: Tensor)
     return judge.judge(loss, grad_norm, settled=step > judge.settled_after)
 
 
-def _veto(judge: StepJudge | None, measured: _Measured, veto: Tensor | None) -> Tensor | None:
+def _veto(judge: StepJudge | None, measured: JudgedStep, veto: Tensor | None) -> Tensor | None:
     """Return whether to skip the update, and take the step into the window of the guard. veto: the policy's."""
     if judge is None or measured.judged is None:
         return veto

@@ -46,7 +46,7 @@ VERDICTS = [
      (events.GUARD, MEASURE | {"action": "pass"})),
     *((one, CRITICAL if one == alert.UNCHANGED else WARNING, events.ALERT, alert_event(one), 11, "")
       for one in (alert.LOSS_RATIO, alert.EXPLOSION, alert.VANISHED, alert.PLATEAU, alert.UNIFORM, alert.UNCHANGED,
-                  alert.LOSS_SCALE, alert.UNDERFLOW, alert.SATURATION, alert.ACTIVATIONS)),
+                  alert.LOSS_SCALE, alert.UNDERFLOW, alert.SATURATION, alert.ACTIVATIONS, alert.TRANSIENT)),
     (kinds.SUSPECT_WEIGHTS, WARNING, events.SANITY, {"step": 20, "loss": 5.0, "suspect": True}, 20,
      (events.SANITY, {"step": 30, "loss": 4.0, "suspect": False})),
     (kinds.STATE_DAMAGED, CRITICAL, events.STATE_DAMAGED, DAMAGE, 20,

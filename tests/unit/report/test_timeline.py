@@ -8,6 +8,7 @@ import pytest
 from ingot.cli.main import main
 from ingot.config import to_toml
 from ingot.report.facts import gather
+from ingot.report.readable import is_readable
 from ingot.report.recovery import recovery_section
 from ingot.report.timeline import KINDS, entry_of, timeline
 from ingot.report.write import write_report
@@ -113,6 +114,8 @@ def test_the_timeline_has_what_was_found_by_whom_and_what_was_decided():
     tried = {"kind": "retried", "time": 1.0, "step": 8, "found": ["loss spike"], "healthy": True, "same": False}
     assert "the fault was transient" in text_of([tried])[0]
     assert "it is the data or the weights" in text_of([tried | {"healthy": False, "same": True}])[0]
+    assert "of the ranks 2, 3, one computed other bits" in text_of([tried | {"ranks": [2, 3]}])[0]
+    assert is_readable(tried) and not is_readable(tried | {"ranks": 3})  # it has neither loss nor norm
     assert {event["kind"] for event in (*troubled(1.0), lists, lost, back, again, tried)} == KINDS - {
         "alert",
         "quarantined",

@@ -74,6 +74,7 @@ KINDS = {
     guard.UNDERFLOW: AlertKind(WARNING, "ingot report {run}", True),
     guard.SATURATION: AlertKind(WARNING, "ingot report {run}", True),
     guard.ACTIVATIONS: AlertKind(WARNING, "ingot report {run}", True),
+    guard.TRANSIENT: AlertKind(WARNING, "ingot report {run}"),
     STATE_DAMAGED: AlertKind(CRITICAL, "ingot report {run}"),
     SUSPECT_WEIGHTS: AlertKind(WARNING, _CHECKPOINTS),
     DAMAGED_DATA: AlertKind(WARNING, _STATUS),
