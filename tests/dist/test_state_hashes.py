@@ -8,6 +8,8 @@ import torch
 
 from ingot.schema.arch import Moe
 from ingot.trainer.build import build_parts
+from ingot.trainer.integrity import watch
+from ingot.trainer.integrity.copies import copy_groups
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.step import train_step
 
@@ -32,6 +34,38 @@ CASES = {
 }
 # Hashed on each change by the slow tests alone: a second case of copies, of divided activations and of expert copies.
 LONG = ("copies and shards", "rings", "experts")
+
+
+FIRST_DENSE = replace(ARCH, moe=Moe(num_experts=4, top_k=2, d_expert=8, bias_rate=0.25, first_dense=2))
+# What only some stages have, or shards have alike, is no copy of the state. Whether there are copies, and pairs.
+AGREED = {
+    "routers of one stage": (
+        4,
+        {"arch": FIRST_DENSE, "pp": 2, "dp_shard": 2, "zero": 3, "micro_batch": 2},
+        (False, False),
+    ),
+    "step counts": (2, {"dp_shard": 2, "zero": 3}, (False, False)),
+    "published": (2, {"dp_shard": 2, "zero": 1}, (False, False)),
+    "norms": (2, {"tp": 2}, (True, False)),
+    "one rank knows of none": (2, {"dp_replicate": 2}, (True, True)),
+}
+
+
+def agreed(rank, ranks, run, is_blind):
+    parts = build_parts(run, CPU, None)
+    if is_blind and rank == 1:
+        watch.copy_groups = lambda mesh, *_: copy_groups(mesh, *_) and []
+    hashes = StateHashes(parts.state, parts.model.data.published(), parts.mesh, 20)
+    return hashes.has_copies, hashes.has_pairs
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case in ("published", "norms") else ()) for case in AGREED]
+)
+def test_all_ranks_agree_that_there_are_copies(fork_ranks, case):
+    ranks, layout, found = AGREED[case]
+    run = run_of(precision="fp32", **layout)
+    assert fork_ranks(agreed, ranks, run, case.startswith("one rank")) == [found] * ranks
 
 
 def hashed_steps(rank, ranks, run):

@@ -17,8 +17,8 @@ from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL
 from ingot.trainer.checkpoint.agree import from_rank_zero
-from ingot.trainer.guard.step_judge import CORRUPTION, KINDS, NORM_NOT_FINITE
-from ingot.trainer.integrity.verdict import Damage, ReplayVerdict, Trust, ended, firsts, judge, repeated
+from ingot.trainer.guard.step_judge import CORRUPTION, KINDS, NORM_NOT_FINITE, without_overflow
+from ingot.trainer.integrity.verdict import Damage, OwnGradients, ReplayVerdict, Trust, ended, firsts, judge, repeated
 from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.mesh.collectives import any_rank, gather_from
 from ingot.trainer.mesh.environment import SUPERVISOR_VARIABLE
@@ -46,8 +46,8 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
     """
     hashes, ranks = _hashes(trainer), range(trainer.place.world_size)
     changed = hashes.changed()
-    own, difference = hashes.suspicion(), hashes.first_difference()
-    rows = gather_from(ranks, np.array([own.trust, own.step, changed, *difference], dtype=np.float64))
+    own, gradients = hashes.suspicion(), hashes.own_gradients()
+    rows = gather_from(ranks, np.array([own.trust, own.step, changed, *gradients], dtype=np.float64))
     damage = judge([(Trust(int(trust)), int(at)) for trust, at, *_ in rows])
     if trainer.place.rank in damage.ranks:
         facts = {"tensor": own.tensor, "element": own.element, "bit": own.bit, "sign": _SIGNS[damage.trust]}
@@ -62,7 +62,7 @@ def replace_damaged(trainer: RunParts, step: int) -> int:
             _end(trainer, damage, replayed)
     _require_few(trainer, damage)
     back_at = reload(trainer)
-    hashes.replay(damage)
+    hashes.replay(damage, back_at)
     trainer.schedule.failed(FULL)  # the save that was due at this line comes soon
     report_roll_back(trainer, step, back_at, _DAMAGE, "its state was compared when it was saved")
     return back_at
@@ -74,10 +74,11 @@ def look_closer(trainer: RunParts, line: Sequence[StepNumbers]) -> bool:
 
     Where ranks have copies, they are compared after every finding: a high bit of a weight makes the loss of its rank
     large, and the guard would go back for it and name nobody. Collective. All ranks decide alike, by the numbers of the
-    line.
+    line and by what they agreed on at the start.
     """
     signs = (CORRUPTION,) if trainer.loss_scale else (CORRUPTION, NORM_NOT_FINITE)  # in fp16, an overflow is no sign
     kinds = {KINDS[sign] for sign in signs}
+    line = [without_overflow(one) for one in line] if trainer.loss_scale else line
     suspected = [one.step for one in line if one.finding and kinds & {*one.finding.kinds} and math.isfinite(one.loss)]
     if (hashes := trainer.hashes) is None:
         return False
@@ -115,17 +116,17 @@ def judge_replayed(trainer: RunParts, step: int) -> None:
         return
     changed, first = [False] * trainer.place.world_size, []
     if not damage.is_named:
-        own = np.array([hashes.changed(), *hashes.first_difference()], dtype=np.float64)
+        own = np.array([hashes.changed(), *hashes.own_gradients()], dtype=np.float64)
         rows = gather_from(range(trainer.place.world_size), own)
         changed, first = rows[:, 0].astype(bool).tolist(), _firsts(damage, rows[:, 1:])
     hashes.end_replay()
     _report(trainer, damage, ended(damage, changed, first))
 
 
-def _firsts(damage: Damage, differences: np.ndarray) -> list[int]:
+def _firsts(damage: Damage, rows: np.ndarray) -> list[int]:
     """Return for each rank the first step whose own gradients changed when it was trained again, if that says whose
-    state is damaged: wrong gradients need not be among those that are sampled. differences: as for `firsts`."""
-    return [] if damage.of_gradients else firsts([(int(first), int(sound)) for first, sound in differences])
+    state is damaged: wrong gradients need not be among those that are sampled. rows: the OwnGradients of each rank."""
+    return [] if damage.of_gradients else firsts([OwnGradients(*map(int, row)) for row in rows], damage.ranks)
 
 
 def _require_few(trainer: RunParts, damage: Damage) -> None:

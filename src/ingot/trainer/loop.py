@@ -353,5 +353,7 @@ def roll_back(trainer: RunParts, step: int, measure: Measure | None = None) -> i
     """Load the newest checkpoint, report the roll-back, and return the checkpoint's step. Collective. measure: the
     guard's, because of which the run goes back; None: a callback asked for it."""
     back_at = reload(trainer, measure)
+    if trainer.hashes is not None:
+        trainer.hashes.went_back(back_at)
     report_roll_back(trainer, step, back_at, "guard")
     return back_at

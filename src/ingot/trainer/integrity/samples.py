@@ -60,7 +60,7 @@ class GradientSamples:
 
     def reduced(self, step: int, loss: Tensor) -> None:
         """Take in that the gradients of `step` were reduced. loss: of this rank's tokens, a scalar."""
-        own = loss.detach().to(torch.float32).view(torch.int32).to(self._sums.device)
+        own = loss.detach().to(torch.float32).view(torch.int32).to(self._sums.device, torch.int64)
         self._now.put(step, self._sums.sum() + own * self._factors[-1])
         self._sums.zero_()
         self._exchanges = [0] * self._buffers
@@ -69,9 +69,14 @@ class GradientSamples:
         """Take in that the steps so far are trained again from sound state."""
         self._before, self._now = self._now, _Totals(self._sums.device)
 
-    def first_difference(self, last: int) -> int:
-        """Return the first step up to `last` whose sample is another one now that it was trained again; 0 without one.
-        The host waits for the device."""
+    def first_difference(self, last: int) -> tuple[int, int]:
+        """Return the first step up to `last` whose sample is another one now that it was trained again, 0 without one,
+        and how many steps before it have the same sample. The host waits for the device."""
         both = (self._now.steps == self._before.steps) & (self._now.steps > 0) & (self._now.steps <= last)
         differs = both & (self._now.values != self._before.values).cpu().numpy()
-        return int(self._now.steps[differs].min()) if differs.any() else 0
+        first = int(self._now.steps[differs].min()) if differs.any() else 0
+        return first, int((both & ~differs & (self._now.steps < (first or last + 1))).sum())
+
+    def of_step(self, step: int) -> Tensor:
+        """Return the sample of `step`, one of the last that were reduced: an int64 scalar, a copy on the device."""
+        return self._now.values[step % _REMEMBERED].clone()

@@ -4,7 +4,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Literal
+from typing import Literal, NamedTuple
+
+_STEADY = 2  # steps that every suspect computed twice with the same bits, before a difference means something
 
 
 class Trust(IntEnum):
@@ -106,14 +108,27 @@ def repeated(damage: Damage, again: Damage, changed: Sequence[bool], first: Sequ
     return ReplayVerdict("persistent", left, len(left) == 1 or left != ranks)
 
 
-def firsts(differences: Sequence[tuple[int, int]]) -> list[int]:
-    """Return for each rank the first step whose own gradients changed; 0 for all if the gradients of steps changed
-    that were sound: then this run does not compute the same bits twice.
+class OwnGradients(NamedTuple):
+    """The samples of a rank's own gradients in steps that were trained again. first: the first step that had another
+    one before; 0: none had. sound: the last step before the damage with equal copies. equal: how many steps before
+    `first` had the same sample."""
 
-    differences: for each rank, that step, 0 without one, and the last step before the damage with equal copies.
+    first: int = 0
+    sound: int = 0
+    equal: int = 0
+
+
+def firsts(each: Sequence[OwnGradients], suspects: Sequence[int]) -> list[int]:
+    """Return for each rank the first step whose own gradients changed; 0 for all if this run may not compute the same
+    bits twice: the gradients of a sound step changed, or no suspect computed some steps with the same bits again.
+
+    Every save compares copies, so damage that is found by the first comparison after the newest checkpoint has no sound
+    step that is trained again. Steps before the first change are as good: kernels without a fixed order of sums would
+    have changed their bits, too.
     """
-    is_steady = all(not first or first > sound for first, sound in differences)
-    return [first if is_steady else 0 for first, _ in differences]
+    is_steady = all(not one.first or one.first > one.sound for one in each)
+    is_steady = is_steady and all(each[rank].equal >= _STEADY for rank in suspects)
+    return [one.first if is_steady else 0 for one in each]
 
 
 def _only(ranks: tuple[int, ...], changed: Sequence[bool], first: Sequence[int] = ()) -> tuple[int, ...]:

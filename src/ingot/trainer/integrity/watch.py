@@ -23,7 +23,8 @@ from ingot.trainer.integrity.copies import CopyGroup, Place, copy_groups
 from ingot.trainer.integrity.hashing import TensorHasher
 from ingot.trainer.integrity.recompute import RecomputedGradients
 from ingot.trainer.integrity.samples import GradientSamples
-from ingot.trainer.integrity.verdict import NOTHING, Damage, Suspicion, Trust
+from ingot.trainer.integrity.verdict import NOTHING, Damage, OwnGradients, Suspicion, Trust
+from ingot.trainer.mesh.collectives import largest_of_ranks
 from ingot.trainer.mesh.mesh import Mesh
 
 STATE_CHANGED = "E-STATE-CHANGED"
@@ -40,6 +41,12 @@ class _Hashed:
         self.names = [name for name, _, _ in tensors]
         self.hasher = TensorHasher(list(tensors.values()))
         self.groups: list[CopyGroup] = copy_groups(mesh, list(tensors), self.hasher.device, link)
+        self._numbers = {i for i, (name, _, sizes) in enumerate(tensors) if name == _STEP_COUNTS or not sizes}
+
+    def copies(self) -> list[CopyGroup]:
+        """Return the groups that have copies of more than step counts and single numbers, which are equal on ranks with
+        other shards, too."""
+        return [group for group in self.groups if not self._numbers.issuperset(group.indexes)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +77,9 @@ class StateHashes:
     published: (name, offsets) -> the parameters that are copies of masters (parallel/zero.py). moments: hash the state
     of the optimizer too; False if it is in files. gradients: compared at the same points, if the run recomputes them.
     replayed: the damage for which steps are trained again. samples: of this rank's own gradients, if damage may spoil
-    both of two copies before it is found.
+    both of two copies before it is found. has_copies: some rank has a copy of weights or optimizer state of another
+    one, so that hashes can be compared. has_pairs: some weights have exactly two copies along dp_replicate, so that no
+    majority is equal. Both are the same on all ranks.
     """
 
     def __init__(
@@ -93,6 +102,10 @@ class StateHashes:
         self._stacked = torch.stack(self._counts) if self._counts else None
         self._masters = _Hashed(mesh, _masters(state, self._stacked, moments), link)
         self._copies = _Hashed(mesh, _copies_of_masters(state, published), link)
+        copies = self._masters.copies()
+        pairs = [group for group in copies if group.axis == "dp_replicate" and len(group.ranks) == 2]
+        # Stages have different tensors: what all ranks do together cannot follow from those of one rank.
+        self.has_copies, self.has_pairs = map(bool, largest_of_ranks(len(copies), len(pairs)))
         self._after: tuple[int, Tensor] | None = None
         self._to_save: tuple[int, Tensor] | None = None
         self._pending: list[_Check] = []
@@ -100,16 +113,6 @@ class StateHashes:
         self._differs: Tensor | None = None
         self._suspects: list[_Check] = []
         self._changed: Tensor | None = None
-
-    @property
-    def has_copies(self) -> bool:
-        """True if another rank has a copy of some of the state, so that hashes can be compared."""
-        return bool(self._masters.groups or self._copies.groups)
-
-    @property
-    def has_pairs(self) -> bool:
-        """True if exactly one other rank has a copy of some of the state, so that no majority of copies is equal."""
-        return any(len(group.ranks) == 2 for group in self._masters.groups)
 
     # -- in each step, without waiting --
 
@@ -252,18 +255,19 @@ class StateHashes:
         own = self._changed is not None and bool(self._changed)
         return own or (self.gradients is not None and self.gradients.changed())
 
-    def first_difference(self) -> tuple[int, int]:
-        """Return the first step whose own gradients were others when it was trained again, 0 without one, and the last
-        step before the damage in which the copies were equal."""
+    def own_gradients(self) -> OwnGradients:
+        """Return what the samples of this rank's gradients show of the steps that were trained again."""
         if self.samples is None or self.replayed is None:
-            return 0, 0
-        return self.samples.first_difference(self.replayed.step), self._sound
+            return OwnGradients()
+        first, equal = self.samples.first_difference(self.replayed.step)
+        return OwnGradients(first, self._sound, equal)
 
-    def replay(self, damage: Damage) -> None:
-        """Take in that the state was replaced, because of `damage`."""
+    def replay(self, damage: Damage, back_at: int) -> None:
+        """Take in that the state was replaced by that of step `back_at`, because of `damage`."""
         self.forget()
         self.replayed = damage
         self._sound = max((step for step in self._checked if step < damage.step), default=0)
+        self.went_back(back_at)
         if self.samples is not None:
             self.samples.replay()
         if self.gradients is not None:
@@ -274,6 +278,10 @@ class StateHashes:
         self.replayed, self._suspects, self._changed = None, [], None
         if self.gradients is not None:
             self.gradients.replayed = None
+
+    def went_back(self, step: int) -> None:
+        """Take in that the steps after `step` are trained again: what was compared in them is of another pass."""
+        self._checked = [one for one in self._checked if one <= step]
 
     def forget(self) -> None:
         """Take in that the state was replaced."""

@@ -6,15 +6,19 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.dist.steps import run_of
 
 from ingot.config import to_toml
 from ingot.errors import IngotError
 from ingot.events import read_events
-from ingot.plugins.callback import StepCallback
+from ingot.plugins.callback import StepCallback, StepNumbers
 from ingot.schema import events
 from ingot.theory.rules import load_run
-from ingot.trainer import damage
+from ingot.trainer import damage, loop
+from ingot.trainer.build import build_parts
 from ingot.trainer.checkpoint.manifest import list_checkpoints
+from ingot.trainer.integrity.verdict import Damage, Trust
+from ingot.trainer.integrity.watch import StateHashes
 from ingot.trainer.loop import train
 from ingot.trainer.mesh.start import RankInfo
 from ingot.trainer.run import build_trainer
@@ -244,6 +248,29 @@ def test_a_suspicion_has_a_result_or_the_reason_why_it_has_none(monkeypatch, has
     run = SimpleNamespace(hashes=hashes, loss_scale=None, say=lines.append)
     assert not damage.look_closer(run, [SimpleNamespace(step=131, finding=finding, loss=3.0)])
     assert "step 131" in lines[0] and shown in lines[-1] and len(lines) == 1 + has_copies
+
+
+def test_an_overflow_that_the_loss_scale_explains_compares_nothing():
+    asked, own = [], SimpleNamespace(kinds=("gradient not finite",))
+    hashes = SimpleNamespace(has_copies=True, hash_now=asked.append)
+    one = StepNumbers(7, 3.0, float("inf"), True, finding=own)
+    assert not damage.look_closer(SimpleNamespace(hashes=hashes, loss_scale=object()), [one]) and not asked
+
+
+def test_what_was_compared_in_an_abandoned_pass_is_forgotten(monkeypatch, fork_ranks):
+    """The run goes back from 20 to 10; copies that were equal after 15 then say nothing of the pass that comes."""
+
+    def sound(rank, ranks):
+        parts = build_parts(run_of(), torch.device("cpu"), None)
+        hashes = StateHashes(parts.state, parts.model.data.published(), parts.mesh, 5)
+        hashes._checked = [5, 10, 15, 20]
+        monkeypatch.setattr(loop, "reload", lambda *_: 10)
+        monkeypatch.setattr(loop, "report_roll_back", lambda *_: None)
+        loop.roll_back(SimpleNamespace(hashes=hashes), 20)
+        hashes.replay(Damage(18, Trust.UNDECIDED, (0,)), 5)
+        return hashes._sound, hashes._checked
+
+    assert fork_ranks(sound, 1) == [(10, [5])]
 
 
 SUSPICIOUS = (

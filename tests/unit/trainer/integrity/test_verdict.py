@@ -3,6 +3,7 @@
 from ingot.trainer.integrity.verdict import (
     NOTHING,
     Damage,
+    OwnGradients,
     ReplayVerdict,
     Suspicion,
     Trust,
@@ -48,8 +49,19 @@ def test_of_two_copies_that_both_changed_the_one_whose_gradients_changed_first_i
 
 
 def test_gradients_that_change_without_damage_name_nobody():
-    assert firsts([(4, 3), (5, 3)]) == [4, 5] and firsts([(0, 3), (5, 3)]) == [0, 5]
-    assert firsts([(4, 3), (3, 3)]) == [0, 0]  # the copies were equal after step 3
+    assert firsts(own((4, 3, 2), (5, 3, 3)), (0, 1)) == [4, 5] and firsts(own((0, 3, 9), (5, 3, 4)), (0, 1)) == [0, 5]
+    assert firsts(own((4, 3, 2), (3, 3, 2)), (0, 1)) == [0, 0]  # the copies were equal after step 3
+
+
+def test_gradients_of_a_run_that_never_had_the_same_bits_twice_name_nobody():
+    """Damage was found by the first comparison after a checkpoint of step 30, so no sound step is trained again."""
+    assert firsts(own((31, 30, 0), (0, 30, 10)), (0, 1)) == [0, 0]
+    assert firsts(own((33, 30, 2), (34, 30, 3)), (0, 1)) == [33, 34]  # 31 and 32 had the same bits on both
+    assert firsts(own((33, 30, 2), (0, 0, 0), (34, 30, 3)), (0, 2)) == [33, 0, 34]  # rank 1 is no suspect
+
+
+def own(*rows):
+    return [OwnGradients(*row) for row in rows]
 
 
 def test_damage_is_persistent_if_the_same_rank_is_damaged_again():
