@@ -90,15 +90,17 @@ def test_restores_are_counted_by_row_and_tier(tmp_path):
     log.write("checkpoint_loaded", step=8, bytes=3000, seconds=0.25)
     log.write("checkpoint_fetched", step=8, node=1, files=1, bytes=1000, whole_bytes=5000, seconds=0.5)
     log.write("checkpoint_loaded", step=8, bytes=3000, seconds=1.0)
+    log.write("checkpoint_fetched", step=8, store="s3://b", bytes=4000, seconds=0.25)  # memory had a newer one
     log.write("snapshot_restored", step=9, own_bytes=2000, peer_bytes=1000, seconds=0.125)
+    log.write("checkpoint_loaded", step=4, bytes=3000, seconds=0.5)
     log.close()
     for _ in range(2):  # a run that is judged twice counts once
         verdicts.restored(folder)
     verdicts.judge("o6", "case", "")
     lines = [json.loads(json.dumps(verdicts.as_json("RS07", seed))) for seed in range(2)]
     assert restores_of([*lines, *LINES]).splitlines()[2:] == [
-        "| RS07 | disk | 2 | 3 | 0 | 0 | 0 | 0.50 | 0.50 |",
-        "| RS07 | memory | 2 | 0 | 2 | 1 | 0 | 0.12 | 0.12 |",
+        "| RS07 | disk | 4 | 3 | 0 | 0 | 0 | 0.50 | 0.50 |",
+        "| RS07 | memory | 2 | 0 | 2 | 1 | 4 | 0.38 | 0.38 |",
         "| RS07 | store | 4 | 3 | 0 | 0 | 3 | 1.62 | 2.25 |",
     ]
 

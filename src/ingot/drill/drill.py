@@ -14,11 +14,11 @@ from random import Random
 from ingot.drill.copied import RESULT, DrillCopy
 from ingot.drill.fault import DrillFault, play
 from ingot.drill.faults import FAULTS, faults_of
-from ingot.drill.guarded import differences, train_guarded
+from ingot.drill.guarded import differences, facts_with, train_guarded
 from ingot.drill.oracles import Verdicts
 from ingot.drill.reference import train_reference
 from ingot.drill.trial import DrillOutput, Trial
-from ingot.drill.undisturbed import DrillReference
+from ingot.drill.undisturbed import RECOMPUTED, REFERENCE, DrillReference
 from ingot.errors import EXIT_OK, UsageError
 from ingot.schema.run import RunConfig
 from ingot.schema.step_ranges import spans_of
@@ -74,6 +74,7 @@ def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *,
         if fault.by_size and guarded is None:
             guarded = train_guarded(reference, copy.root, output)
         own = guarded if guarded is not None and fault.by_size else reference
+        own = replace(own, facts=facts_with(own, fault.settings(config), copy.root, output))
         lines.append(_play_one(fault, own, copy.root, output, seed))
     return write_result(copy, reference, lines, left_out, seed=seed, began=began)
 
@@ -111,7 +112,7 @@ def write_result(
     }
     write_json(copy.root / RESULT, result)
     if not red:
-        for name in ("reference", "guarded"):
+        for name in (REFERENCE, RECOMPUTED, "guarded"):
             remove_copy(copy.root / name)
     return result
 

@@ -26,10 +26,10 @@ class DrillFault:
     the damage before that. intervals: the intervals between checkpoints whose steps may be done twice; more_redone: the
     steps besides them. saves: the checkpoints that the run needs before it. first, room: the steps before it and after
     it, at least. needs: returns why a run cannot have it, "" if it can; its `train.steps` are those of the copy.
-    smoke: it is a part of the short drill. soaks: a soak draws it, too. settings: of the guard, which change no bits,
-    that a soak with it has. may_end: further exit codes with which a command of a soak may end by it; the damage stays,
-    and the next command finds it. one_of: a name that several have; each round of a soak has one of these, at most
-    once before its damage is repaired, and is prepared for it.
+    smoke: it is a part of the short drill. soaks: a soak draws it, too. settings: of the guard, which change no bits
+    on a CPU (guarded.facts_with), that its copies have, and a soak with it. may_end: further exit codes with which a
+    command of a soak may end by it; the damage stays, and the next command finds it. one_of: a name that several have;
+    each round of a soak has one of these, at most once before its damage is repaired, and is prepared for it.
 
     planted: it comes from within the ranks (drill/planted.py). prepare: returns the run of the copy in the folder
     `place`, with the settings that the fault needs. by_size: the guard finds it by the size of a step, for which the

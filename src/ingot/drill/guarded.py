@@ -12,9 +12,10 @@ from typing import Any
 from ingot.drill.oracles import RunFacts, Verdicts, o1, o2, o3, read_facts
 from ingot.drill.plan import STAYS, FaultPlan, folder_of
 from ingot.drill.trial import DrilledRun, DrillOutput, Trial
-from ingot.drill.undisturbed import REFERENCE, DrillReference, undisturbed
+from ingot.drill.undisturbed import RECOMPUTED, REFERENCE, DrillReference, undisturbed
 from ingot.errors import RunFailed
 from ingot.events import read_events
+from ingot.machine.facts import find_gpus
 from ingot.schema import events
 from ingot.schema.quarantine_record import Quarantined, write_quarantine
 from ingot.schema.run import RunConfig
@@ -80,6 +81,20 @@ def _by_size(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def facts_with(reference: DrillReference, values: Mapping[str, Any], root: Path, output: DrillOutput) -> RunFacts:
+    """Return the facts of the undisturbed run with the settings `values` of a fault.
+
+    They change no bits on a CPU. On GPUs, ranks that compute gradients twice (guard.recompute_every) use kernels that
+    always add in the same order, so the run is trained once more with them. Raises RunFailed if it fails.
+    """
+    is_new = values.get("guard.recompute_every") and not reference.run.config.guard.recompute_every
+    if not is_new or not find_gpus():
+        return reference.facts
+    facts, seconds = undisturbed(with_settings(reference.run, values), root / RECOMPUTED, output)
+    output.say(f"\nrecomputed the undisturbed run once more in {format_seconds(seconds)}: its kernels are others here")
+    return facts
+
+
 def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) -> DrillReference:
     """Train the undisturbed run with the settings of faults that are found by the size of a step. Returns it.
 
@@ -89,7 +104,8 @@ def train_guarded(reference: DrillReference, root: Path, output: DrillOutput) ->
     """
     config, place = reference.run.config, root / "guarded"
     run = with_settings(reference.run, _by_size(config))
-    watched = with_settings(run, {"guard.preset": "watch", "guard.sigmas": _LEAST_SIGMAS})
+    # Without measures there is no second try, and a run with one of them would be refused.
+    watched = with_settings(run, {"guard.preset": "watch", "guard.retry": "off", "guard.sigmas": _LEAST_SIGMAS})
     facts, seconds = undisturbed(planted(watched, place), place, output)
     found = list(read_events(RunFolder(place).events, events.FINDING))
     largest = max((max(one["loss_sigmas"], one["norm_sigmas"]) for one in found), default=0.0)

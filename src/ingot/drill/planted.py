@@ -51,7 +51,9 @@ def change_steps(**changes: Callable) -> None:
 
 
 def _replace_functions(now: _Changes) -> None:
-    forward_backward, update = trainer_step.forward_backward, trainer_step.update
+    # A step that is tried again calls each of these a second time, except the update.
+    forward_backward, measure = trainer_step.forward_backward, trainer_step.measure
+    update = trainer_step.update_measured
     norm, take = trainer_step.gradient_norm_and_loss, RecomputedGradients.take
 
     def changed_forward_backward(parts, batch):
@@ -63,16 +65,20 @@ def _replace_functions(now: _Changes) -> None:
             now.own_gradients(now.step, gradients)
         take(self, number, gradients)
 
-    def changed_update(parts, step, loss, lr):
-        now.step = step
-        return update(parts, step, loss, now.rate(step, lr))
+    def changed_measure(parts, step, loss):  # a program may have computed the loss without forward_backward
+        now.step, now.optimizer = step, parts.optimizer
+        return measure(parts, step, loss)
+
+    def changed_update(parts, step, measured, lr):
+        return update(parts, step, measured, now.rate(step, lr))
 
     def changed_norm(*arguments, **keywords):
         now.before_norm(now.step)
         return norm(*arguments, **keywords)
 
     trainer_step.forward_backward, RecomputedGradients.take = changed_forward_backward, changed_take
-    trainer_step.update, trainer_step.gradient_norm_and_loss = changed_update, changed_norm
+    trainer_step.measure, trainer_step.update_measured = changed_measure, changed_update
+    trainer_step.gradient_norm_and_loss = changed_norm
 
 
 def flip_bit(tensor: Tensor, element: int, bit: int) -> None:

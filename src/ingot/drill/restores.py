@@ -14,9 +14,9 @@ _KINDS = (events.CHECKPOINT_FETCHED, events.CHECKPOINT_LOADED, events.SNAPSHOT_R
 
 @dataclass(frozen=True, kw_only=True)
 class Restore:
-    """A restore at `time` (Unix seconds). tier: where the state was, one of TIERS. *_bytes: read from the local disks,
-    from memory of the same node and of other nodes, and from the store. seconds: until the ranks had the state, with
-    the fetch."""
+    """A restore at `time` (Unix seconds). tier: where the state was, one of TIERS. *_bytes: of blocks that were loaded
+    from the local disks (without what verification read), from memory of the same node and of other nodes, and fetched
+    from the store. seconds: until the ranks had the state, with verification and the fetch."""
 
     time: float
     tier: str
@@ -43,11 +43,12 @@ def read_restores(folder: RunFolder) -> list[Restore]:
             continue
         if kind == events.SNAPSHOT_RESTORED:
             own, peers = event["own_bytes"], event["peer_bytes"]
-            one = Restore(time=event["time"], tier="memory", own_bytes=own, peer_bytes=peers, seconds=seconds)
+            sizes = {"own_bytes": own, "peer_bytes": peers, "store_bytes": fetched}
+            one = Restore(time=event["time"], tier="memory", **sizes, seconds=seconds + waited)
         else:
             tier, read = "store" if fetched else "disk", event["bytes"]
             one = Restore(time=event["time"], tier=tier, disk_bytes=read, store_bytes=fetched, seconds=seconds + waited)
-            fetched, waited = 0, 0.0
+        fetched, waited = 0, 0.0
         found.append(one)
     return found
 

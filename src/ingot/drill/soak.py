@@ -16,7 +16,7 @@ from statistics import median
 from ingot.drill.copied import DrillCopy
 from ingot.drill.drill import copied_steps, remove_copy, write_result
 from ingot.drill.fault import DrillFault, can_have
-from ingot.drill.guarded import directed_place, directed_to_skip, planted, train_guarded, with_settings
+from ingot.drill.guarded import directed_place, directed_to_skip, facts_with, planted, train_guarded, with_settings
 from ingot.drill.leaks import Growth
 from ingot.drill.oracles import RunFacts, Verdicts, read_facts
 from ingot.drill.plan import NEVER, STAYS
@@ -228,7 +228,8 @@ def soaked(
     settings = {key: value for fault in kinds for key, value in fault.settings(config).items()}
     if "guard.hash_every" in settings:
         settings["guard.max_damages"] = 0  # as many as come
-    reference = replace(reference, run=with_settings(reference.run, settings))
+    facts = facts_with(reference, settings, root, output)
+    reference = replace(reference, run=with_settings(reference.run, settings), facts=facts)
     if any(fault.by_size for fault in kinds):
         reference = train_guarded(reference, root, output)
     return kinds, reference

@@ -10,6 +10,7 @@ from ingot.drill.trial import DrilledRun, DrillOutput, Trial
 from ingot.errors import RunFailed
 
 REFERENCE = "reference"  # the name of its folder
+RECOMPUTED = "recomputed"  # the same, with kernels that always add in the same order
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from tests.checkpoints import write_checkpoint
+from tests.dist.steps import batch_of, run_of
 from tests.expect import refused
 
 from ingot.drill import guarded, planted, shards
@@ -29,7 +30,11 @@ from ingot.schema.quarantine_record import Quarantined, write_quarantine
 from ingot.schema.run_folder import RunFolder
 from ingot.schema.tokens import DOCUMENT_DTYPE, read_token_manifest
 from ingot.theory.rules import load_run
+from ingot.trainer import step as trainer_step
+from ingot.trainer.build import build_parts
+from ingot.trainer.guard.step_judge import StepJudge
 from ingot.trainer.loader.ledger import write_segment
+from ingot.trainer.retry import StepRetry
 
 DAMAGED = {"kind": "state_damaged", "step": 7, "rank": 1, "bit": 3, "tensor": "model.w"}
 REPLAYED = {"kind": "state_replayed", "verdict": "transient", "ranks": [1], "named": True}
@@ -226,6 +231,27 @@ def test_a_spike_has_to_be_farther_than_all_healthy_steps(reference, tmp_path, m
     assert any("because the guard acted in the first one" in line for line in shown.lines)
 
 
+def test_a_run_that_tries_steps_again_does_so_in_its_copies_alone(reference, tmp_path, monkeypatch):
+    """Without measures there is no second try, so a run with preset "watch" may not ask for one."""
+    given = []
+    monkeypatch.setattr(guarded, "undisturbed", lambda run, *_: given.append(run) or (reference.facts, 1.0))
+    own = replace(reference, run=with_settings(reference.run, {"guard.retry": "on"}))
+    made = guarded.train_guarded(own, tmp_path / "drill", Silence())
+    assert [list(one.config.guard.problems()) for one in (*given, made.run)] == [[], []]
+    assert made.run.config.guard.retries and 'guard.retry="off"' in given[0].settings
+
+
+@pytest.mark.parametrize(("gpus", "values", "trained"), [((), 1, 0), (("H200",), 1, 1), (("H200",), 0, 0)])
+def test_other_kernels_are_compared_with_a_run_that_has_them(reference, tmp_path, monkeypatch, gpus, values, trained):
+    given, facts = [], replace(reference.facts, state="other kernels")
+    monkeypatch.setattr(guarded, "find_gpus", lambda: gpus)
+    monkeypatch.setattr(guarded, "undisturbed", lambda run, *_: given.append(run) or (facts, 1.0))
+    settings = {"guard.hash_every": 1, "guard.recompute_every": values}
+    found = guarded.facts_with(reference, settings, tmp_path, Silence())
+    assert len(given) == trained and found.state == ("other kernels" if trained else "state")
+    assert fault_of("RS20").settings(reference.run.config)["guard.recompute_every"] == 1
+
+
 def test_the_plug_in_is_added_to_those_of_the_run(reference, tmp_path, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "/own")
     config = reference.run.config
@@ -359,6 +385,29 @@ def test_a_document_comes_whenever_its_data_are_read(tmp_path, config, monkeypat
     FaultPlan(run.root).add(PlannedFault(kind="document", steps=2))
     rank = _Rank(run.root, config, monkeypatch)
     assert [rank.step(n) for n in (1, 2, 3, 4, 2, 3)] == ["", "document", "document", "", "document", "document"]
+
+
+def test_a_step_that_is_tried_again_has_the_faults_in_both_tries(fork_ranks):
+    """Through the step of a run: the data and the gradients of each try, and the rate of the update."""
+
+    def step_of(rank, ranks):
+        run, seen = run_of(precision="fp32"), []
+        parts = build_parts(run, torch.device("cpu"), None)
+        parts.step_judge = StepJudge(run.guard, "cpu")
+        parts.retry = StepRetry(parts.model.stages, torch.device("cpu"), scaled_loss=False, data_rank=0, ranks=1)
+        parts.retry.is_needed = lambda judged: True
+        planted.change_steps(
+            batch=lambda batch: seen.append("batch") or batch,
+            rate=lambda step, rate: 0.25,
+            before_norm=lambda step: seen.append(f"norm {step}"),
+        )
+        result = trainer_step.train_step(parts, batch_of(run, parts.mesh, 3), 1e-3)
+        program = trainer_step.update(
+            parts, 4, trainer_step.forward_backward(parts, batch_of(run, parts.mesh, 4)), 1e-3
+        )
+        return seen, result.lr, program.lr, [one.step for one in parts.retry.take()]
+
+    assert fork_ranks(step_of, 1) == [(["batch", "norm 3"] * 2 + ["batch", "norm 4"], 0.25, 0.25, [3])]
 
 
 @pytest.mark.parametrize("bit", [0, 9, 31])
