@@ -74,7 +74,7 @@ def test_wandb_sync_sends_an_offline_run(tmp_path, server):
     (path,) = folder.sinks.rglob("run-*.wandb")
     wandb = Path(sys.executable).with_name("wandb")
     command = [str(wandb), "sync", str(path.parent)]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
+    done = subprocess.run(command, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=300)
     assert done.returncode == 0, done.stdout
     (run,) = server.about
     assert losses(server, run) == LOSSES
