@@ -205,8 +205,7 @@ def test_all_metrics_are_recorded_by_some_run(fork_ranks, make_run, monkeypatch)
     found = [name for row in rows.values() for name in row.values]
     missing = {one.name for one in METRICS} - {metric_of(name).name for name in found}
     experts = {one.name for one in METRICS if one.name.startswith("experts/")}
-    only_16_bit = "layers/{layer}/activation_saturation"
-    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd", only_16_bit} | experts
+    assert missing == {"perf/mfu", "run/cost_usd", "run/cost_to_come_usd"} | experts
     assert all(not math.isnan(value) for row in rows.values() for value in row.values.values())
     for line in read_events(folder.events, "sources"):
         for source, loss in line["loss"].items():
