@@ -144,7 +144,7 @@ EXPECTED = {
     kinds.SPIKE: (JUNK, rf"step {JUNK}: .*spike.*its update was skipped"),
     kinds.NOT_FINITE: (NAN, rf"step {NAN}: .*not finite.*its update was skipped"),
     kinds.STRAGGLER: (None, r"rank 1 on .* times as long as its peers \(compute\)"),
-    kinds.LOW_MFU: (None, r"the MFU is .*% in 3 log lines in a row, below 4%; the target is 45%"),
+    kinds.LOW_MFU: (None, r"the MFU is .*% \(a fault of .*\) in 3 log lines in a row, below 4%; the target is 45%"),
     kinds.THROUGHPUT: (None, r"tokens/s in 3 log lines in a row are .* that the plan predicts"),
     kinds.COMMUNICATION: (None, r"every rank waits in collectives for .*, above 50%"),
     kinds.MIX_DRIFT: (None, r"source dive has 100.0% of the samples, and its weight is 10.0%"),
