@@ -146,8 +146,8 @@ def judge_ordered(
     verdicts.judge("o6", where, f"the run that was ordered found something in steps {others}" if others else "")
 
 
-def _options(bench: Bench) -> list[str]:
-    return lab_options(bench, *_SETTINGS)
+def _options(bench: Bench, *more: str) -> list[str]:
+    return lab_options(bench, *_SETTINGS, *more)
 
 
 def lab_options(bench: Bench, *settings: str) -> list[str]:
