@@ -9,7 +9,6 @@ import hashlib
 import hmac
 import re
 import shutil
-import signal
 import socket
 import subprocess
 import tempfile
@@ -20,6 +19,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
+from tests.frozen import frozen
 
 from ingot.machine.processes import die_with_parent
 
@@ -95,14 +95,9 @@ class Azurite:
         self._process.kill()
         self._process.wait()
 
-    @contextlib.contextmanager
-    def frozen(self):
-        """Stop it with SIGSTOP during the block: connections stay open, and nothing answers."""
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which it is stopped: connections stay open, and nothing answers."""
+        return frozen(self._process.pid)
 
     def uploads(self) -> list[str]:
         """Return the names of the objects of which parts have arrived, and whose upload has not ended."""

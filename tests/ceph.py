@@ -23,6 +23,7 @@ from email.utils import formatdate
 from pathlib import Path
 
 import pytest
+from tests.frozen import frozen
 
 from ingot.machine.processes import die_with_parent
 
@@ -120,14 +121,9 @@ class CephGateway:
         self._run("radosgw", "-n", "client.rgw", "-f")
         self._wait("radosgw", self._answers)
 
-    @contextlib.contextmanager
-    def frozen(self):
-        """Stop the gateway with SIGSTOP during the block: connections stay open, and nothing answers."""
-        self._daemons["radosgw"].send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._daemons["radosgw"].send_signal(signal.SIGCONT)
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which the gateway is stopped: connections stay open, and nothing answers."""
+        return frozen(self._daemons["radosgw"].pid)
 
     def uploads(self) -> list[str]:
         """Return the ids of the multipart uploads that were begun and have not ended."""

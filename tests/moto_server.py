@@ -14,6 +14,7 @@ import time
 import urllib.request
 
 import pytest
+from tests.frozen import frozen
 
 from ingot.machine.processes import die_with_parent
 
@@ -64,14 +65,9 @@ class MotoServer:
         keys = {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET, "AWS_REGION": "us-east-1"}
         return keys | {"AWS_ENDPOINT_URL": self._endpoint}
 
-    @contextlib.contextmanager
-    def frozen(self):
-        """Stop it with SIGSTOP during the block: connections stay open, and nothing answers."""
-        self._process.send_signal(signal.SIGSTOP)
-        try:
-            yield
-        finally:
-            self._process.send_signal(signal.SIGCONT)
+    def frozen(self) -> contextlib.AbstractContextManager[None]:
+        """Return the context in which it is stopped: connections stay open, and nothing answers."""
+        return frozen(self._process.pid)
 
     def _make_bucket(self) -> None:
         deadline = time.monotonic() + _START_SECONDS

@@ -61,10 +61,11 @@ class Node:
                 | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
                 | {"TMPDIR": str(self._temporary), RUN_VARIABLE: str(self._run)},
             )
+        self._keeper = keeper_name(self.agent.pid, self._run)  # an agent that has ended has no name any more
 
     def keeper(self) -> int:
         """Return the process that keeps the snapshots of this node; 0 if there is none."""
-        return keeper_of(self.agent.pid, self._run)
+        return keeper_at(self._keeper)
 
     def ranks(self) -> list[int]:
         """Return the living processes of this node that are neither the agent nor the keeper."""
@@ -81,9 +82,9 @@ class Node:
             shutil.rmtree(folder)
 
 
-def keeper_of(owner: int, run: Path) -> int:
-    """Return the process that keeps the snapshots of the ranks of `owner`, which starts them; 0 if there is none."""
-    with suppress(OSError), closing(reach_local(keeper_name(owner, run))) as connection:
+def keeper_at(name: str) -> int:
+    """Return the process of the keeper `name` (keeper.keeper_name); 0 if there is none."""
+    with suppress(OSError), closing(reach_local(name)) as connection:
         found = connection.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
         return _CREDENTIALS.unpack(found)[0]
     return 0

@@ -11,12 +11,13 @@ from ingot.drill.oracles import Verdicts
 from ingot.events import read_events
 from ingot.schema import events
 from ingot.schema.run_folder import RunFolder
+from ingot.trainer.checkpoint.keeper import keeper_name
 
 from .bench import Bench, options
 from .row import INTERVAL, Row, judge_recovered, random_of
 from .rows_job import SLOW_STEPS, stopped_between_snapshots
 from .rows_launchers import Launchers
-from .rows_node import keeper_of, remove_tensors
+from .rows_node import keeper_at, remove_tensors
 from .times import WARM
 
 _PARTIAL = ('launch.restart="partial"', "launch.watchdog_seconds=3")
@@ -82,7 +83,7 @@ def rs07_partial(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         kept, before = stopped_between_snapshots(bench, name, INTERVAL * random.randrange(2, 10), nodes.started[0])
         where = f"{each} ranks a node, after the snapshot of step {kept}"
         lost = nodes.started[1]
-        keeper, processes = keeper_of(lost.pid, folder.root), nodes.of_node(lost)
+        keeper, processes = keeper_at(keeper_name(lost.pid, folder.root)), nodes.of_node(lost)
         verdicts.judge("o6", where, "" if keeper else "the node that is lost has no keeper of snapshots")
         injected = time.time()
         for pid in (*processes, *filter(None, [keeper])):

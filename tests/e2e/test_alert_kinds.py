@@ -4,15 +4,12 @@ once, with its evidence and the next command, and its end does, too.
 The disk is the one thing that is only pretended: the process of alerts reads 0 free bytes while a file is there.
 """
 
-import contextlib
 import json
-import os
 import re
-import signal
 import time
-from collections.abc import Iterator
 
 import pytest
+from tests.frozen import frozen
 from tests.unit.observe.conftest import plan_of
 from tests.unit.observe.servers import Receiver, http_server
 
@@ -194,7 +191,7 @@ def test_each_trouble_of_a_run_reaches_people_once_and_so_does_its_end(project: 
         while not any(event["step"] == SAVED for event in read_events(folder.events, events.CHECKPOINT)):
             assert process.poll() is None
             time.sleep(0.02)
-        with stopped(writers_of(folder)):
+        with frozen(*writers_of(folder)):
             wait_for(server, kinds.CHECKPOINT_OLD, process)
         output = ended(process, 0)
     records = [one for _, body, _ in server.got for one in body["alerts"]]
@@ -219,16 +216,3 @@ def wait_for(server: Receiver, kind: str, process) -> None:
     while not any(one["kind"] == kind for _, body, _ in list(server.got) for one in body["alerts"]):
         assert process.poll() is None and time.monotonic() < deadline, kind
         time.sleep(0.05)
-
-
-@contextlib.contextmanager
-def stopped(pids: list[int]) -> Iterator[None]:
-    """Within the context, these processes are stopped."""
-    assert pids
-    for pid in pids:
-        os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        for pid in pids:
-            os.kill(pid, signal.SIGCONT)

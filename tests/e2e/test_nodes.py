@@ -107,7 +107,7 @@ def interface() -> Iterator[str]:
     try:
         subprocess.run(["ip", "tuntap", "add", name, "mode", "tap"], check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"this machine permits no more network interfaces: {getattr(error, 'stderr', '') or error}")
+        pytest.skip(f"no network interface can be made here: {getattr(error, 'stderr', '') or error}")
     yield name
     subprocess.run(["ip", "link", "delete", name], check=True)
 

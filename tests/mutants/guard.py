@@ -66,7 +66,7 @@ MUTANTS: list[Mutant] = [
         name="healed-for-ever",
         what="a device that fails every few steps is healed each time, and nobody hears of it",
         file="trainer/log.py",
-        before="    if healed and trainer.place.is_first:\n",
+        before="    if healed and trainer.retry is not None and trainer.place.is_first:\n",
         after="    if False:\n",
         tests=("tests/unit/trainer/test_retry.py::test_repeated_faults_are_an_alert",),
     ),

@@ -167,8 +167,8 @@ def log_retries(trainer: RunParts, tried: Sequence[RetriedStep]) -> None:
         trainer.log(events.RETRIED, **asdict(one))
         trainer.say(f"retried   {retried_text(asdict(one))}")
     healed = sum(one.healthy for one in tried)
-    if healed and trainer.place.is_first:
-        repeated = repeated_faults(read_events(trainer.folder.events, events.RETRIED), healed)
+    if healed and trainer.retry is not None and trainer.place.is_first:
+        repeated = repeated_faults(trainer.retry.of_all_attempts(trainer.folder, tried), healed)
         if repeated is not None:
             trainer.log(events.ALERT, **asdict(repeated))
             trainer.say(f"alert     {alert_text(repeated)}")

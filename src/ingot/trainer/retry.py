@@ -9,15 +9,18 @@ other bits of their own in the second try are named, and repeated faults are an 
 """
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from ingot.events import read_events
+from ingot.schema import events
 from ingot.schema.alert import TRANSIENT, Alert
+from ingot.schema.run_folder import RunFolder
 from ingot.trainer.guard.step_judge import KINDS, NORM_NOT_FINITE
 from ingot.trainer.mesh.collectives import gather_from, largest_of_ranks
 from ingot.trainer.parallel.apply import ShardedModel
@@ -66,6 +69,7 @@ class StepRetry:
         self._sums: list[Tensor | None] = []
         self._random: list[Tensor] = []
         self._tried: list[RetriedStep] = []
+        self._recorded: list[Mapping[str, Any]] | None = None
 
     def keep(self) -> None:
         """Keep the state before the forwards of a step: sums of loss terms, and random states."""
@@ -111,6 +115,17 @@ class StepRetry:
         """Return the steps that were tried twice since the last call."""
         tried, self._tried = self._tried, []
         return tried
+
+    def of_all_attempts(self, folder: RunFolder, newest: Iterable[RetriedStep]) -> Sequence[Mapping[str, Any]]:
+        """Return the `retried` events of a run so far. newest: those of a log line, which are in the log already.
+
+        The log is read once in an attempt: that of a long run takes seconds.
+        """
+        if self._recorded is None:
+            self._recorded = list(read_events(folder.events, events.RETRIED))
+        else:
+            self._recorded += map(asdict, newest)
+        return self._recorded
 
 
 def _same_bits(one: Tensor, other: Tensor) -> bool:

@@ -101,7 +101,8 @@ def test_repeated_faults_are_an_alert(tmp_path):
     folder, lines = RunFolder(tmp_path), []
     for steps in (range(1, 5), range(5, 14)):
         log = EventLog(folder.events)
-        trainer = SimpleNamespace(folder=folder, log=log.write, say=lines.append, place=SimpleNamespace(is_first=True))
+        own = {"place": SimpleNamespace(is_first=True), "retry": retry_of()}
+        trainer = SimpleNamespace(folder=folder, log=log.write, say=lines.append, **own)
         for step in steps:
             own = RetriedStep(step, ("loss spike",), True, False, (3,) if step % 2 else ())
             log_retries(trainer, [own, RetriedStep(step, ("loss spike",), False, True)])  # of its data: no fault

@@ -247,7 +247,7 @@ def _load(
         bits = [int(one, 16) for one in by_rank]
         for i, name in enumerate(names):
             if not any(own >> i & 1 for own in bits):
-                raise _other_model(path, name, "the model has no such tensor", lacking="model")
+                raise other_model(path, name, "the model has no such tensor", lacking="model")
 
     def fill() -> None:
         read_blocks(path, manifest, blocks, small, find, on_bytes)
@@ -266,15 +266,16 @@ def _load(
 def _check_fits(path: Path, manifest: CheckpointManifest, blocks: list[StateBlock]) -> None:
     for block in blocks:
         if block.name not in manifest.tensors:
-            raise _other_model(path, block.name, "the checkpoint lacks it", lacking="checkpoint")
+            raise other_model(path, block.name, "the checkpoint lacks it", lacking="checkpoint")
         entry, dtype = manifest.tensors[block.name], dtype_name(block.tensor.dtype)
         if (entry.shape, entry.dtype) != (block.shape, dtype):
             found, wanted = f"{entry.dtype}{list(entry.shape)}", f"{dtype}{list(block.shape)}"
             difference = f"it is {found} in the checkpoint, {wanted} in the model"
-            raise _other_model(path, block.name, difference, found=found, wanted=wanted)
+            raise other_model(path, block.name, difference, found=found, wanted=wanted)
 
 
-def _other_model(path: Path, name: str, difference: str, **facts: object) -> CheckpointError:
+def other_model(path: Path, name: str, difference: str, **facts: object) -> CheckpointError:
+    """Return the error of a checkpoint whose tensor `name` does not fit the model. difference: in what, for people."""
     return CheckpointError(
         OTHER_MODEL,
         f"checkpoint {path} is of another model: tensor {name}: {difference}",
@@ -301,14 +302,14 @@ def load_model(checkpoint: Path, model: Module) -> CheckpointManifest:
         targets = {name: tensor for name, tensor in targets.items() if not name.endswith(BIAS)}
     for name in sorted(targets.keys() ^ stored.keys()):
         where = "the model has no such tensor" if name in stored else "the checkpoint lacks it"
-        raise _other_model(checkpoint, name, where, lacking="model" if name in stored else "checkpoint")
+        raise other_model(checkpoint, name, where, lacking="model" if name in stored else "checkpoint")
     blocks = []
     for name, entry in stored.items():
         target = targets[name]
         if tuple(target.shape) != entry.shape:
             found, wanted = f"{list(entry.shape)}", f"{list(target.shape)}"
             difference = f"it is {found} in the checkpoint, {wanted} in the model"
-            raise _other_model(checkpoint, name, difference, found=found, wanted=wanted)
+            raise other_model(checkpoint, name, difference, found=found, wanted=wanted)
         blocks.append(StateBlock(MODEL + name, entry.shape, (0,) * target.dim(), target))
     read_blocks(checkpoint, manifest, blocks)
     return manifest

@@ -37,7 +37,7 @@ from ingot.schema.tokens import read_token_manifest
 from ingot.storage import fsync_dir, require_free, write_json
 from ingot.theory.rules import load_run
 from ingot.trainer.checkpoint.folders import find_checkpoint, find_weights
-from ingot.trainer.checkpoint.load import OTHER_MODEL
+from ingot.trainer.checkpoint.load import other_model
 from ingot.trainer.checkpoint.manifest import read_manifest, verify_tensors
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.reader import read_blocks
@@ -194,7 +194,7 @@ def _weights(
     shapes = tensor_shapes(arch)
     own = {name.removeprefix(MODEL) for name in manifest.tensors if name.startswith(MODEL)} - shapes.keys()
     if odd := sorted(name for name in own if not name.endswith((*TRAINING_ONLY, ROUTER_BIAS))):
-        raise _other_model(checkpoint, MODEL + odd[0], "the model of the run file has no such tensor")
+        raise other_model(checkpoint, MODEL + odd[0], "the model of the run file has no such tensor")
     for ours, shape in shapes.items():
         kept = torch.float32 if ours.endswith(ROUTER_BIAS) else dtype
         found |= _parts(checkpoint, manifest, naming, MODEL + ours, ours, shape, kept)
@@ -247,20 +247,9 @@ def _parts(
         return {names[0]: _Source("", "", 0, 1, shape, dtype)}
     if (entry := manifest.tensors.get(stored)) is None or entry.shape != shape:
         found = "it lacks it" if entry is None else f"it has the shape {list(entry.shape)}, the run file {list(shape)}"
-        raise _other_model(checkpoint, stored, found)
+        raise other_model(checkpoint, stored, found)
     own = (shape[0] // len(names), *shape[1:]) if shape else ()
     return {theirs: _Source(stored, ours, i, len(names), own, dtype) for i, theirs in enumerate(names)}
-
-
-def _other_model(checkpoint: Path, tensor: str, difference: str) -> CheckpointError:
-    return CheckpointError(
-        OTHER_MODEL,
-        f"checkpoint {checkpoint} is of another model than its run file: tensor {tensor}: {difference}",
-        rule="a checkpoint has the tensors of its run's [model]",
-        fix="restore the run file that the checkpoint was trained with",
-        path=str(checkpoint),
-        tensor=tensor,
-    )
 
 
 def _settings(

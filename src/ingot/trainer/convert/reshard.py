@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ingot.config import to_dict, to_toml
-from ingot.errors import EXIT_OK, CheckpointError, UsageError
+from ingot.errors import EXIT_OK, UsageError
 from ingot.schema.accepted import read_accepted, write_accepted
 from ingot.schema.changes import CLASSES, ChangeClass
 from ingot.schema.checkpoint import CheckpointManifest, file_of
@@ -29,7 +29,7 @@ from ingot.theory.rules import load_run
 from ingot.toml import toml_value
 from ingot.trainer.checkpoint.files import CheckpointFiles, FileContents
 from ingot.trainer.checkpoint.folders import find_checkpoint, publish
-from ingot.trainer.checkpoint.load import OTHER_MODEL
+from ingot.trainer.checkpoint.load import other_model
 from ingot.trainer.checkpoint.manifest import VERSION, read_manifest, verify_checkpoint, write_manifest
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.part import RankBlocks, assemble
@@ -183,7 +183,7 @@ def _write_files(
         parts.append(files.write(rank, whole, itertools.chain(stored, states)))
     cuts, tensors = assemble(parts)
     if missing := sorted(manifest.tensors.keys() - tensors.keys()):
-        raise _other_model(checkpoint, missing[0], "the model of the run file has no such tensor")
+        raise other_model(checkpoint, missing[0], "the model of the run file has no such tensor")
     return replace(
         manifest,
         version=VERSION,
@@ -230,21 +230,10 @@ def _require_same_kinds(checkpoint: Path, manifest: CheckpointManifest, contents
     for name, (dtype, shape) in contents.kinds.items():
         entry = manifest.tensors.get(name)
         if entry is None:
-            raise _other_model(checkpoint, name, "the checkpoint lacks it")
+            raise other_model(checkpoint, name, "the checkpoint lacks it")
         if (entry.dtype, entry.shape) != (dtype, tuple(shape)):
             stored, wanted = f"{entry.dtype}{list(entry.shape)}", f"{dtype}{list(shape)}"
-            raise _other_model(checkpoint, name, f"it is {stored} in the checkpoint, {wanted} in the model")
-
-
-def _other_model(checkpoint: Path, tensor: str, difference: str) -> CheckpointError:
-    return CheckpointError(
-        OTHER_MODEL,
-        f"checkpoint {checkpoint} is of another model than its run file: tensor {tensor}: {difference}",
-        rule="a checkpoint has the tensors of its run's [model]",
-        fix="restore the run file that the checkpoint was trained with",
-        path=str(checkpoint),
-        tensor=tensor,
-    )
+            raise other_model(checkpoint, name, f"it is {stored} in the checkpoint, {wanted} in the model")
 
 
 def _copy_ledger(old: RunFolder, new: RunFolder, checkpoint: Path, manifest: CheckpointManifest) -> None:

@@ -27,11 +27,10 @@ class JobIncident:
     a "node", or the "job" as a whole. cause: a phrase for people ("was killed (SIGKILL)"). signature: equal for two
     incidents with the same cause; "" for accidents, which may repeat by chance. step: the last step in the log.
     error: the IngotError of a rank, if there is one. detected_by: "supervisor" if ranks ended, "watchdog" if they
-    hung; then `evidence` is the
-    folder with what the ranks were doing, `seconds` the time without progress, `limit` how long it may take [s],
-    `setting` the one that the limit follows from, and `limit_reason` how.
-    adapted: the next attempt has another layout, or another measure of the guard, with which this cannot repeat, so it
-    is no restart of the budget.
+    hung; then `evidence` is the folder with what the ranks were doing, `seconds` the time without progress, `limit`
+    how long it may take [s], `setting` the one that the limit follows from, and `limit_reason` how. adapted: the next
+    attempt has another layout, or another measure of the guard, with which this cannot repeat, so it is no restart of
+    the budget.
     """
 
     rank: int
