@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.expect import refused
+from tests.own_time import own_time
 
 from ingot.drill import leaks, soak
 from ingot.drill.faults import FAULTS
@@ -119,7 +120,7 @@ def test_files_and_sockets_may_be_open_for_moments(column, most, problem):
 def test_a_process_is_sampled(monkeypatch):
     monkeypatch.setattr(leaks, "_WARM_SECONDS", 0.0)
     seconds = iter(range(100, 200, 2))
-    monkeypatch.setattr(leaks.time, "monotonic", lambda: next(seconds))
+    own_time(monkeypatch, leaks, monotonic=lambda: next(seconds))
     growth, sockets = Growth(), []
     for number in range(16):
         if number >= 8:

@@ -6,6 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
+from tests.own_time import own_time
 from tests.watched import START, WatchedRun
 
 from ingot.config import to_toml
@@ -334,7 +335,7 @@ def test_a_late_run_says_so(folder, lines, monkeypatch):
     version = run.version
     monkeypatch.setattr(live, "is_locked", lambda path: True)
     for now in (5000, 5001, 5001.5, 5015):
-        monkeypatch.setattr(live.time, "time", lambda own=now: START + own)
+        own_time(monkeypatch, live, time=lambda own=now: START + own)
         run.refresh()
     assert run.version - version == 2  # each ten seconds pages count on, not each look
 

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 from tests.checkpoints import write_checkpoint, write_weights
 from tests.expect import refused
+from tests.own_time import own_time
 
 from ingot.cli.main import main
 from ingot.schema.checkpoint import WEIGHTS
@@ -120,7 +121,7 @@ def test_a_pin_during_a_removal_brings_the_checkpoint_back(folder, monkeypatch):
     aside = folder.checkpoint(10).with_name(pins.REMOVED + folder.checkpoint(10).name)
     folder.checkpoint(10).rename(aside)
     monkeypatch.setattr(pins, "_PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr("time.sleep", lambda seconds: remove_leftovers(folder))
+    own_time(monkeypatch, pins, sleep=lambda seconds: remove_leftovers(folder))
     assert pins.pin(folder, 10)
     verify_checkpoint(folder.checkpoint(10))
     folder.checkpoint(10).rename(aside)
@@ -172,7 +173,7 @@ def test_a_pin_waits_for_a_removal_in_the_store(folder, monkeypatch):
             tier.store.remove(one.name)
         tier.pins.end_removals()
 
-    monkeypatch.setattr("time.sleep", finish_removal)
+    own_time(monkeypatch, pins, sleep=finish_removal)
     assert not tier.pins.pin(10, lambda: 10 in tier.steps())
 
 

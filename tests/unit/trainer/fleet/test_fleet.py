@@ -14,6 +14,7 @@ from unittest.mock import Mock
 import pytest
 from tests.expect import refused
 from tests.fake_machines import GOOD, fake_machines
+from tests.own_time import own_time
 
 from ingot.errors import IngotError
 from ingot.trainer.fleet import rounds
@@ -257,8 +258,7 @@ def test_the_check_of_memory_takes_the_time_that_it_is_given(monkeypatch):
 
     clock = itertools.count()
     monkeypatch.setattr(measure, "_CPU_BYTES", 64)
-    monkeypatch.setattr(measure.time, "monotonic", lambda: next(clock))
-    monkeypatch.setattr(measure.time, "perf_counter", lambda: 0.001 * next(clock))
+    own_time(monkeypatch, measure, monotonic=lambda: next(clock), perf_counter=lambda: 0.001 * next(clock))
     measure.measure_memory(torch.device("cpu"), 60.0)
     assert 60 <= next(clock) < 250
 

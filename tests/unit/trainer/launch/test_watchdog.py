@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import pytest
+from tests.own_time import own_time
 
 from ingot.schema.launch import Launch
 from ingot.trainer.launch import watchdog as module
@@ -22,7 +23,7 @@ class Bench:
 
     def __init__(self, monkeypatch):
         self.now = 0.0
-        monkeypatch.setattr(module.time, "monotonic", lambda: self.now)
+        own_time(monkeypatch, module, monotonic=lambda: self.now)
         self.ranks = 2
         times = longest(STEP=0.1, DATA=0.1)
         beat = Beat(pid=1, count=9, phase=Phase.STEP, step=7, since=0.0, stacks=-1, collectives=-1, longest=times)

@@ -1,15 +1,16 @@
-import time
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tests.own_time import own_time
 
+from ingot.trainer.mesh import step_times
 from ingot.trainer.mesh.step_times import StepTimes
 
 
 def test_the_clock_of_a_phase_stops_while_a_rank_waits(monkeypatch):
     now, waits = [100.0], SimpleNamespace(seconds=7.0)
-    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    own_time(monkeypatch, step_times, monotonic=lambda: now[0])
     times = StepTimes(torch.device("cpu"), waits)
 
     def spend(phase, seconds, waited):

@@ -1,6 +1,7 @@
 """The time of a start by phase: pieces that add up, the warm-up, and what the launcher knew."""
 
 import pytest
+from tests.own_time import own_time
 
 from ingot.trainer.resilience import start_times
 from ingot.trainer.resilience.start_times import PHASES, Ordered, StartClock, phases_text
@@ -10,7 +11,7 @@ from ingot.trainer.resilience.start_times import PHASES, Ordered, StartClock, ph
 def clock(monkeypatch):
     """A clock whose time the test sets."""
     now = [100.0]
-    monkeypatch.setattr(start_times.time, "monotonic", lambda: now[0])
+    own_time(monkeypatch, start_times, monotonic=lambda: now[0])
 
     def later(seconds: float) -> None:
         now[0] += seconds

@@ -4,6 +4,7 @@ import math
 import time
 
 import pytest
+from tests.own_time import own_time
 
 import ingot.trainer.resilience.stop_vote as stop_vote_module
 from ingot.schema.launch import Launch
@@ -16,7 +17,7 @@ from ingot.trainer.resilience.stop_vote import StopVote
 def test_all_ranks_stop_after_the_same_step(fork_ranks, monkeypatch, step_seconds, noticed_after, asked):
     """The step time of the slowest rank decides: every 6 steps of 0.03 s, after every step of 0.3 s."""
     now = [0.0]
-    monkeypatch.setattr(stop_vote_module.time, "monotonic", lambda: now[0])
+    own_time(monkeypatch, stop_vote_module, monotonic=lambda: now[0])
 
     def train(rank, ranks):
         requests = StopRequests()

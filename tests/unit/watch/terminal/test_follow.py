@@ -14,6 +14,7 @@ import termios
 import time
 
 import pytest
+from tests.own_time import own_time
 from tests.unit.watch.terminal.test_views import START, write_run
 
 pyte = pytest.importorskip("pyte", reason="needs pyte: pip install -e '.[test]'")
@@ -222,7 +223,7 @@ def test_plain_screens_end_with_a_run_that_is_not_finished(folder, capsys, monke
                 log.write(json.dumps(last) + "\n")
             lock.close()
 
-        monkeypatch.setattr(follow.time, "sleep", sleep)
+        own_time(monkeypatch, follow, sleep=sleep)
         assert main(["watch", str(folder.root), "--every", "60"]) == 0
     shown = [line for line in capsys.readouterr().out.splitlines() if line.startswith("demo  ")]
     assert shown == [f"demo  {one}  step 60 of 100 (60%)" for one in ("running", state)]
@@ -235,7 +236,7 @@ def test_ctrl_c_ends_plain_screens(folder, capsys, monkeypatch):
     def interrupted(seconds):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(follow.time, "sleep", interrupted)
+    own_time(monkeypatch, follow, sleep=interrupted)
     with folder.lock.open("a") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         assert main(["watch", str(folder.root), "--every", "60"]) == 0
