@@ -11,8 +11,8 @@ from . import __main__ as board
 from .times import CRASH, NO_LIMITS, WARM, load_now, not_judged, too_slow
 
 
-def _lines(*times, others=0.0, row="RS01"):
-    facts = {"id": row, "machine": "this one", "others": others, "passed": True}
+def _lines(*times, others=0.0, row="RS01", work_ms=10.0):
+    facts = {"id": row, "machine": "this one", "others": others, "work_ms": work_ms, "passed": True}
     return [{"seed": seed, "detect_s": one, "recover_s": two, **facts} for seed, (one, two) in enumerate(times)]
 
 
@@ -54,11 +54,17 @@ def test_a_median_of_more_than_twice_the_recorded_one_is_found():
     assert too_slow(NO_LIMITS, _lines((0.1, 1.5)), FAST) == []
     assert too_slow(NO_LIMITS, ours, [line | {"machine": "another one"} for line in FAST]) == []
     assert too_slow(NO_LIMITS, ours, [line | {"recover_s": None} for line in FAST]) == []
+    assert too_slow(NO_LIMITS, _lines((0.1, 3.9), work_ms=25.0), FAST) == []
+    (slower,) = too_slow(NO_LIMITS, _lines((0.1, 4.1), work_ms=25.0), FAST)
+    assert slower.endswith("more than 2 times the 0.80 s on record, on a machine 2.5 times as slow")
+    assert len(too_slow(NO_LIMITS, _lines((0.1, 1.9), work_ms=4.0), FAST)) == 1  # a faster machine excuses nothing
+    without = [{key: value for key, value in line.items() if key != "work_ms"} for line in FAST]
+    assert too_slow(NO_LIMITS, ours, without) == []
 
 
 def test_the_load_is_that_of_others():
     load = load_now()
-    assert set(load) == {"load", "others"} and min(load.values()) >= 0
+    assert set(load) == {"load", "others", "work_ms"} and min(load.values()) >= 0 and load["work_ms"] > 0
 
 
 @pytest.fixture
@@ -73,7 +79,7 @@ def played(tmp_path, monkeypatch):
         def play(bench, row, seed):
             verdicts = Verdicts(detect=[0.04], recover=[seconds])
             verdicts.judge("o1", "case", "")
-            facts = {"seconds": 1.0, "others": 0.0, "load": 2.5, "process": os.getpid()}
+            facts = {"seconds": 1.0, "others": 0.0, "load": 2.5, "work_ms": 10.0, "process": os.getpid()}
             return verdicts.as_json(row.id, seed) | facts
 
         monkeypatch.setattr(board, "play", play)
