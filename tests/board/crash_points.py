@@ -148,6 +148,7 @@ def _fault(bench: Bench, shape: Shape, folder: RunFolder, point: Point, log: Pat
 def _disturbed(bench: Bench, shape: Shape, name: str, point: Point, log: Path | None = None):
     """Train the run `name` with a fault: to the end if its ranks are started again, else to the step of the save."""
     folder, settings = bench.folder(name), settings_of(bench, shape, point.mode)
+    _between(bench, name).unlink(missing_ok=True)  # of the same point, which another seed had drawn
     until = None if shape.stays else DURING
     env = _fault(bench, shape, folder, point, log)
     return bench.attempt(name, *settings, until=until, env=env, ranks=shape.ranks, restarts=int(shape.stays))
@@ -200,8 +201,7 @@ def crash(bench: Bench, verdicts: Verdicts, shape: Shape, point: Point) -> None:
     judge = partial(verdicts.judge, "o6", where)
     ended = _disturbed(bench, shape, name, point)
     if shape.stays:
-        found = (bench.root / f"{name}.log.between").read_text().splitlines()
-        between = [json.loads(line) for line in found]
+        between = [json.loads(line) for line in _between(bench, name).read_text().splitlines()]
         if len(between) != 1:
             judge(f"the ranks were started again {len(between)} times: {ended.output[-300:]}")
             return
@@ -237,6 +237,11 @@ def crash(bench: Bench, verdicts: Verdicts, shape: Shape, point: Point) -> None:
     fault = ", ".join(filter(None, (point.do, shape.name, point.mode)))
     verdicts.came_of(fault, killpoints.place_of(call), outcome, since)
     bench.drop(name)
+
+
+def _between(bench: Bench, name: str) -> Path:
+    """Return the file with a line for each start of the ranks after the first (launcher.py)."""
+    return bench.root / f"{name}.log.between"
 
 
 def _reference(bench: Bench, shape: Shape):
