@@ -8,6 +8,7 @@ python -m tests.board --rows RS09 --write          some rows, and the tables of 
 python -m tests.board --rows "RS09 disks" --seeds 1 --all-points   all crash points of a row that samples them
 python -m tests.board --rows RS09 --json a.jsonl   a part of the rows today, and
 python -m tests.board --lines a.jsonl --write      the rest later: what the file has is not played again
+python -m tests.board --lines a.jsonl --seeds 0 --write            the tables of what the file has
 """
 
 import argparse
@@ -94,7 +95,8 @@ def main(arguments: list[str]) -> int:
     slow = _slow_rows(rows, lines)
     red = sorted({line["id"] for line in lines if not line["passed"]} | slow.keys())
     more = " or more" if any(line["seed"] >= args.seeds for line in lines) else ""
-    seeds = f"{args.seeds} seeds{more} in {minutes:.1f} minutes"
+    seeds = f"{args.seeds} seeds{more}" if args.seeds else "the recorded seeds"
+    seeds += f" in {minutes:.1f} minutes"
     names = f" ({', '.join(red)})" if red else ""
     without = f", {len(not_played)} not played" if not_played else ""
     summary = f"{len(rows)} rows with {seeds}: {len(red)} red{names}, {len(MISSING)} missing{without}{played}"
