@@ -21,6 +21,14 @@ MUTANTS: list[Mutant] = [
         ),
     ),
     Mutant(
+        name="nested-key-ends-a-start",
+        what="a launcher ends with an error of Python if the manifest of any checkpoint is nested too deeply",
+        file="trainer/checkpoint/manifest.py",
+        before="AttributeError, RecursionError):\n        return default",
+        after="AttributeError):\n        return default",
+        tests=("tests/unit/trainer/checkpoint/test_manifest.py::test_garbage_instead_of_a_manifest_is_refused",),
+    ),
+    Mutant(
         name="stored-ones-are-left-out",
         what="a checkpoint that is in the store is reported as left out, because a start asked for it once more",
         file="trainer/checkpoint/uploader.py",

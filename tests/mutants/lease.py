@@ -7,6 +7,14 @@ _HELD = "tests/unit/trainer/launch/test_held.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="record-without-limit",
+        what="the record of an attempt may take any amount of memory",
+        file="trainer/checkpoint/fence.py",
+        before="if takes_too_much(text, 0):",
+        after="if takes_too_much(text, 1 << 40):",
+        tests=(f"{_LEASE}::test_a_damaged_record_still_counts_and_makes_nothing_late",),
+    ),
+    Mutant(
         name="quicker-launcher-replaced",
         what="of two launchers that found a third one gone, the slower one takes the run from the quicker one",
         file="trainer/lease.py",

@@ -62,7 +62,8 @@ class LocalStore:
         self._require_folder()
         try:
             with path.open("rb") as file:
-                while chunk := file.read(_CHUNK):
+                most = min(_CHUNK, os.fstat(file.fileno()).st_size + 1)  # a read takes memory for all that it asks for
+                while chunk := file.read(most):
                     yield chunk
         except FileNotFoundError:
             raise not_stored(self, name) from None

@@ -65,24 +65,33 @@ class StoreRefused(ResourceError):
     """The store cannot be used in this way: another attempt would fail as well."""
 
 
+class ObjectTooLarge(StoreRefused):
+    """An object has more bytes than its reader takes."""
+
+
 class StoreUnreachable(ResourceError):
     """A request failed, but another attempt may succeed."""
 
 
 def read_object(store: BlobStore, name: str, most: int = _MAX_READ) -> bytes:
-    """Return the bytes of the object `name`. Raises StoreRefused if it has more than `most` bytes."""
-    data = bytearray()
+    """Return the bytes of the object `name`. Raises ObjectTooLarge if it has more than `most` bytes, of which it reads
+    one chunk more, whatever a listing says of its size."""
+    chunks: list[bytes] = []
+    size = 0
     for chunk in store.stream(name):
-        data += chunk
-        if len(data) > most:
-            raise StoreRefused(
+        chunks.append(chunk)
+        size += len(chunk)
+        if size > most:
+            chunks.clear()  # the error may live long, and has this frame
+            del chunk
+            raise ObjectTooLarge(
                 "E-STORE-SIZE",
                 f"{store.url}/{name} has more than {most} bytes",
                 rule="an object that is read as a whole must fit in memory",
                 fix="check what wrote this object",
                 name=name,
             )
-    return bytes(data)
+    return b"".join(chunks)
 
 
 def check_name(name: str) -> str:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import threading
 import time
+import tracemalloc
 from dataclasses import asdict, replace
 
 import numpy as np
@@ -33,6 +34,7 @@ from ingot.trainer.checkpoint.fence import (
 )
 from ingot.trainer.checkpoint.files import CheckpointFacts, CheckpointFiles
 from ingot.trainer.checkpoint.folders import prune
+from ingot.trainer.checkpoint.headers import LEAST_BYTES
 from ingot.trainer.checkpoint.manifest import candidate_folders, late_folders, list_checkpoints
 from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.tiers import fetch_instead, fetch_newest
@@ -571,9 +573,18 @@ def test_a_damaged_record_still_counts_and_makes_nothing_late(folder):
         assert late_folders(folder.checkpoints) == []
         with refused("E-LEASE-LOST", epoch=2):
             require_newest(LocalStore(folder.root), 1)
-        for broken in ({"epoch": 3}, {"adopted": {"x": ""}}, {"adopted": 3}):
+        for broken in ({"epoch": 3}, {"adopted": {"x": ""}}, {"adopted": 3}, {"adopted": {"9" * 5000: ""}}):
             (folder.root / record_name(2)).write_text(json.dumps(asdict(Epoch(epoch=2)) | broken))
             assert newest_local_epoch(folder.root) == Epoch(epoch=2)
+        many = "{}," * (LEAST_BYTES // 64)  # in memory, 20 times as large
+        for text in ("[" * 5000 + "]" * 5000, f"[{many}0]", " " * (LEAST_BYTES // 2 + 1)):
+            (folder.root / record_name(2)).write_text(text)
+            tracemalloc.start()
+            try:
+                assert newest_local_epoch(folder.root) == Epoch(epoch=2)
+                assert tracemalloc.get_traced_memory()[1] < LEAST_BYTES * 3 // 4
+            finally:
+                tracemalloc.stop()
 
 
 def test_a_save_is_refused_before_it_changes_anything(folder):

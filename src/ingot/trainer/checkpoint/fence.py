@@ -21,11 +21,12 @@ from ingot.errors import ConfigError, RunBusyError
 from ingot.schema.checkpoint import FULL, CheckpointManifest, SaveKind
 from ingot.schema.sealed import HASH, sealed, unsealed
 from ingot.stores.local import LocalStore
-from ingot.stores.store import BlobStore, NotStored, read_object
+from ingot.stores.store import BlobStore, NotStored, ObjectTooLarge, read_object
+from ingot.trainer.checkpoint.headers import most_text, takes_too_much
 
 LEASE = "lease"
 _RECORD = re.compile(rf"{LEASE}/epoch-(\d{{8,}})\.json")
-_MOST_BYTES = 16 << 20
+_MOST_DIGITS = 18  # of a step
 TOO_LATE = "an attempt published it after another one had taken over the run"
 
 
@@ -111,13 +112,16 @@ def read_epoch(place: BlobStore, number: int) -> Epoch:
 
 
 def _read_epoch(place: BlobStore, number: int) -> Epoch:
-    with contextlib.suppress(ConfigError, ValueError, TypeError, AttributeError):
-        values = json.loads(read_object(place, record_name(number), _MOST_BYTES))
+    with contextlib.suppress(ObjectTooLarge, ConfigError, ValueError, TypeError, AttributeError, RecursionError):
+        text = read_object(place, record_name(number), most_text(0))
+        if takes_too_much(text, 0):  # the limit of the smallest checkpoint's manifest
+            return Epoch(epoch=number)
+        values = json.loads(text)
         if HASH in values:  # records of earlier versions of ingot have none
             values = unsealed(values, values.keys() - {HASH})
         record = from_dict(Epoch, values)
         steps = [*(record.adopted or ()), *(record.weights or ())]
-        if record.epoch == number and all(step.isdecimal() for step in steps):
+        if record.epoch == number and all(step.isdecimal() and len(step) <= _MOST_DIGITS for step in steps):
             return record
     return Epoch(epoch=number)
 

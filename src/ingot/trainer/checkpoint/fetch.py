@@ -1,7 +1,6 @@
 """Checkpoints come back from the store: every byte is compared with the manifest on its way to the disk. No torch."""
 
 import hashlib
-import json
 import shutil
 import time
 from collections.abc import Callable, Collection, Iterator
@@ -14,10 +13,17 @@ from ingot.schema.guard_record import NO_DOUBT
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.storage import atomic_file, require_free, sha256_file, write_atomic
-from ingot.stores.store import BlobStore, NotStored, read_object
+from ingot.stores.store import BlobStore, NotStored
 from ingot.trainer.checkpoint.fence import adopt
 from ingot.trainer.checkpoint.folders import SAVING, publish
-from ingot.trainer.checkpoint.manifest import MANIFEST, candidate_folders, grade_of_doubt, is_finished, parse_manifest
+from ingot.trainer.checkpoint.manifest import (
+    MANIFEST,
+    candidate_folders,
+    claimed_hash,
+    grade_of_doubt,
+    is_finished,
+    parse_manifest,
+)
 from ingot.trainer.checkpoint.meter import SILENT, Meter
 from ingot.trainer.checkpoint.pace import Pace
 from ingot.trainer.checkpoint.places import Places, disks_of, make_folder, name_run, recorded_names, with_hash
@@ -116,7 +122,7 @@ class FetchedCheckpoints(StoredCheckpoints):
         ResourceError if the local disk has no room, RunBusyError if another attempt has taken over the run; the local
         checkpoints are then as they were.
         """
-        text = read_object(self.store, self._name(step, MANIFEST))
+        text = self._manifest_text(step)
         manifest = parse_manifest(self._place(step), text)
         on_manifest(manifest)
         striped = bool(disks_of(self._folder.root))
@@ -150,7 +156,7 @@ class FetchedCheckpoints(StoredCheckpoints):
                 received = sum(pool.map(lambda job: self._receive(step, *job), jobs))
                 received += sum(pool.map(lambda file: self.fetch_file(manifest, file), absent))
             write_atomic(temporary / MANIFEST, text)
-            sha256 = json.loads(text)["sha256"]
+            sha256 = claimed_hash(temporary)
             adopt(self._folder.root, manifest, sha256, self._epoch)
             publish(temporary, folder)
             adopt(self._folder.root, manifest, sha256, self._epoch)  # a damaged record was repaired meanwhile

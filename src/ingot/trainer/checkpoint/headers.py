@@ -2,7 +2,8 @@
 
 Python's objects take up to 25 times the bytes of the JSON that they are read from. So the memory is estimated from the
 bytes, by counting, before anything is read from them: a small checkpoint cannot come with a manifest or a header that
-takes more than LEAST_BYTES, and a large one with none that takes more than twice its files.
+takes more than LEAST_BYTES, and a large one with none that takes more than twice its files. The same holds in a store,
+where the listing has the sizes of the files.
 """
 
 import json
@@ -32,8 +33,25 @@ def json_memory(text: bytes) -> int:
 
 def takes_too_much(text: bytes, file_bytes: int) -> bool:
     """Return whether the JSON `text` would take more memory than LEAST_BYTES and twice `file_bytes`."""
-    most = max(LEAST_BYTES, 2 * file_bytes)
+    most = _most_memory(file_bytes)
     return len(text) * _MOST_PER_BYTE > most and json_memory(text) > most
+
+
+def most_text(file_bytes: int) -> int:
+    """Return the longest JSON that is read beside files of `file_bytes` [bytes]: half of the memory that it may take,
+    because a text that arrives in chunks is in memory twice when it is put together."""
+    return _most_memory(file_bytes) // 2
+
+
+def manifest_problem(text: bytes, file_bytes: int) -> str:
+    """Return why a checkpoint of `file_bytes` may not have the manifest `text`: its memory; "" if it may."""
+    if not takes_too_much(text, file_bytes):
+        return ""
+    return f"manifest.json needs {json_memory(text):,} bytes of memory, and all files have {file_bytes:,}"
+
+
+def _most_memory(file_bytes: int) -> int:
+    return max(LEAST_BYTES, 2 * file_bytes)
 
 
 def check_header(folder: Path, path: Path, manifest: CheckpointManifest, name: str, blocks: list[BlockNumber]) -> None:

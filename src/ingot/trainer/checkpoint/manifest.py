@@ -32,7 +32,7 @@ from ingot.trainer.checkpoint.headers import (
     BlockNumber,
     check_header,
     damaged_part,
-    json_memory,
+    manifest_problem,
     takes_too_much,
 )
 from ingot.trainer.checkpoint.places import Places, with_hash
@@ -161,7 +161,13 @@ def listed_names(folder: Path) -> set[str] | None:
 def adopted_hashes(checkpoints: Path) -> dict[str, str]:
     """Return the step of each checkpoint -> the hash of its manifest, "" if it cannot be read: what an attempt that
     begins records."""
-    return {str(_step_of(path)): _claimed(path, "sha256", "") for path in candidate_folders(checkpoints)}
+    return {str(_step_of(path)): claimed_hash(path) for path in candidate_folders(checkpoints)}
+
+
+def claimed_hash(folder: Path) -> str:
+    """Return the hash that the manifest of checkpoint `folder` has of itself, "" if it cannot be read. No hash is
+    computed."""
+    return _claimed(folder, "sha256", "")
 
 
 def _is_late(holder: Epoch | None, folder: Path) -> bool:
@@ -170,14 +176,14 @@ def _is_late(holder: Epoch | None, folder: Path) -> bool:
     if holder is None:
         return False
     kind = WEIGHTS if folder.parent.name == WEIGHTS else FULL
-    return holder.ignores(_step_of(folder), _claimed(folder, "epoch", 0), _claimed(folder, "sha256", ""), kind)
+    return holder.ignores(_step_of(folder), _claimed(folder, "epoch", 0), claimed_hash(folder), kind)
 
 
 def _claimed(folder: Path, key: str, default: T) -> T:
     """Return one value of the manifest, of the type of `default`, or that if it cannot be read. No hash is computed."""
     try:
         value = _read_key(folder, key)
-    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (CheckpointError, OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return default
     return value if type(value) is type(default) else default
 
@@ -206,10 +212,9 @@ def _read_text(folder: Path) -> bytes:
     # With disks of nodes, only the manifest is here.
     if takes_too_much(text, 0) and not Places(folder).striped:
         beside = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
-        if takes_too_much(text, beside):
-            found = f"manifest.json needs {json_memory(text):,} bytes of memory, and all files have {beside:,}"
+        if problem := manifest_problem(text, beside):
             del text  # the error may live long, and has this frame
-            raise damaged(folder, found, "E-CKPT-MANIFEST")
+            raise damaged(folder, problem, "E-CKPT-MANIFEST")
     return text
 
 

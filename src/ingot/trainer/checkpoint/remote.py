@@ -21,7 +21,7 @@ from ingot.schema.guard_record import SUSPECT, GuardState, back_to
 from ingot.schema.run import Checkpoint, RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
 from ingot.stores.places import open_store
-from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreUnreachable, read_object
+from ingot.stores.store import AlreadyStored, BlobStore, NotStored, StoreUnreachable
 from ingot.trainer.checkpoint.fence import Epoch, lease_lost, newest_epoch, newest_local_epoch
 from ingot.trainer.checkpoint.fetch import FetchedCheckpoints
 from ingot.trainer.checkpoint.manifest import (
@@ -203,13 +203,6 @@ class RemoteTier(FetchedCheckpoints):
                 gone=gone,
             )
 
-    def _is_there(self, name: str) -> bool:
-        try:
-            next(iter(self.store.stream(name)), None)
-        except NotStored:
-            return False
-        return True
-
     def _require_newest(self) -> None:
         """Raise RunBusyError if another attempt has taken over the run, StoreUnreachable if the store has no record of
         this one."""
@@ -236,15 +229,24 @@ class RemoteTier(FetchedCheckpoints):
         A checkpoint does if the stored one is of the same attempt, as after a roll-back, or of an earlier one, or has a
         damaged manifest. Weights alone always do: training never continues from them.
         """
-        if read_object(self.store, name) == text:
+        if self._holds(name, text):
             return False
         try:
             return self.kind == WEIGHTS or 0 < self.manifest(manifest.step).epoch <= manifest.epoch
         except CheckpointError:
             return True
 
+    def _holds(self, name: str, text: bytes) -> bool:
+        """Return whether the object `name` has the bytes `text`. It is read up to the first difference, in chunks."""
+        rest = memoryview(text)
+        for chunk in self.store.stream(name):
+            if rest[: len(chunk)] != chunk:
+                return False
+            rest = rest[len(chunk) :]
+        return not rest
+
     def _require_same(self, name: str, text: bytes) -> None:
-        if read_object(self.store, name) != text:
+        if not self._holds(name, text):
             raise CheckpointError(
                 "E-TIER-OTHER",
                 f"{self.url}/{name} is another checkpoint than the local one of this step",

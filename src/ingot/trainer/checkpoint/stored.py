@@ -9,11 +9,12 @@ from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import CheckpointManifest, LedgerSegment, SaveKind
 from ingot.schema.guard_record import NO_DOUBT, Doubt
 from ingot.schema.run_folder import RunFolder
-from ingot.stores.store import BlobStore, NotStored, StoredObject, read_object
+from ingot.stores.store import BlobStore, NotStored, ObjectTooLarge, StoredObject, read_object
 from ingot.trainer.checkpoint.fence import Epoch, newest_epoch
+from ingot.trainer.checkpoint.headers import manifest_problem, most_text
 from ingot.trainer.checkpoint.manifest import MANIFEST, doubt_about, measures_beside, parse_manifest
 from ingot.trainer.checkpoint.places import with_hash
-from ingot.trainer.checkpoint.rules import FOLDER
+from ingot.trainer.checkpoint.rules import FOLDER, damaged
 
 _SEGMENT = re.compile(r"steps-\d{8,}-(\d{8,})-[0-9a-f]{16}\.i64")
 _NONE: Mapping[int, CheckpointManifest] = MappingProxyType({})
@@ -44,7 +45,8 @@ class StoredCheckpoints:
 
     def __init__(self, folder: RunFolder, store: BlobStore):
         self._folder, self.store = folder, store
-        self._facts: dict[int, CheckpointManifest] = {}  # step -> the manifest, without its tensors and files
+        self._facts: dict[int, CheckpointManifest] = {}  # step -> the manifest, without what can be long
+        self._bytes: dict[int, int] = {}  # step -> the most that a listing showed of it: a late one lacks objects
 
     @property
     def url(self) -> str:
@@ -134,6 +136,8 @@ class StoredCheckpoints:
             parts = one.name.split("/")
             if len(parts) == 3 and (match := FOLDER.fullmatch(parts[1])):
                 found.setdefault(int(match[1]), []).append(one)
+        for step, objects in found.items():
+            self._bytes[step] = max(self._bytes.get(step, 0), sum(one.bytes for one in objects))
         return found
 
     def _finished(self, listed: dict[int, list[StoredObject]]) -> list[int]:
@@ -157,7 +161,8 @@ class StoredCheckpoints:
         return self._facts[step]
 
     def _remember(self, manifest: CheckpointManifest) -> None:
-        self._facts[manifest.step] = replace(manifest, files={}, cuts=(), tensors={}, ledger=())
+        short = replace(manifest, files={}, cuts=(), tensors={}, ledger=(), rng=(), callbacks={}, quarantine=())
+        self._facts[manifest.step] = short
 
     def _name(self, step: int, file: str) -> str:
         return f"{self._folder.checkpoint(step).relative_to(self._folder.root)}/{file}"
@@ -174,18 +179,40 @@ class StoredCheckpoints:
         return max((one.modified for one in self._listed().get(step, ())), default=0.0)
 
     def manifest(self, step: int) -> CheckpointManifest:
-        """Return the manifest of a stored checkpoint. Raises CheckpointError if it is damaged."""
-        return parse_manifest(self._place(step), read_object(self.store, self._name(step, MANIFEST)))
+        """Return the manifest of a stored checkpoint. Raises CheckpointError if it is damaged, or would take more
+        memory than its checkpoint permits."""
+        return parse_manifest(self._place(step), self._manifest_text(step))
+
+    def _manifest_text(self, step: int) -> bytes:
+        """Return the manifest of a stored checkpoint as it is. Raises CheckpointError if it would take more memory than
+        the sizes in the listing permit; of one that is longer than the listing says, no more is read."""
+        if step not in self._bytes:
+            self._listed()
+        size = self._bytes.get(step, 0)
+        try:
+            text = read_object(self.store, self._name(step, MANIFEST), most_text(size))
+        except ObjectTooLarge:
+            problem = f"manifest.json has more than {most_text(size):,} bytes, and all files have {size:,}"
+            raise damaged(self._place(step), problem, "E-CKPT-MANIFEST") from None
+        if problem := manifest_problem(text, size):
+            del text  # the error may live long, and has this frame
+            raise damaged(self._place(step), problem, "E-CKPT-MANIFEST")
+        return text
 
     def _ledger_name(self, segment: LedgerSegment) -> str:
         return f"{self._folder.ledger.name}/{with_hash(segment.file, segment.sha256)}"
 
     def _has_manifest(self, step: int) -> bool:
         """Return whether the store has the manifest of `step`, which a listing that is late may lack."""
+        return self._is_there(self._name(step, MANIFEST))
+
+    def _is_there(self, name: str) -> bool:
+        """Return whether the store has the object `name`, of which no more than a chunk is read."""
         try:
-            return bool(read_object(self.store, self._name(step, MANIFEST)))
+            next(iter(self.store.stream(name)), None)
         except NotStored:
             return False
+        return True
 
     def _doubt(self, step: int) -> Doubt | None:
         """Return the doubt about the weights of a stored checkpoint; None if its manifest is damaged."""

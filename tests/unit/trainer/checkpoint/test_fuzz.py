@@ -1,5 +1,6 @@
-"""Any manifest and any header of a tensor file, also with hashes that fit, are read or refused with a CheckpointError,
-with little memory: never a crash, never an allocation of the size that a number claims.
+"""Any manifest, header of a tensor file and record of an attempt, also with hashes that fit, is read or refused with a
+CheckpointError, on the disk and in a store, with little memory: never a crash, never an allocation of the size that a
+number claims.
 
 `make test` draws some hundred; the marker `nightly` draws many. All of a test are read in one forked process whose
 address space is limited, so that an allocation outside of Python and a crash show as well.
@@ -10,10 +11,11 @@ import os
 import random
 import resource
 import shutil
+import threading
 import traceback
 import tracemalloc
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -24,9 +26,16 @@ from tests.expect import refused
 
 from ingot.errors import CheckpointError
 from ingot.schema.checkpoint import FileEntry, file_of
-from ingot.storage import canonical_json, sha256_bytes
+from ingot.schema.run import RemoteCheckpoints
+from ingot.schema.run_folder import RunFolder
+from ingot.schema.sealed import sealed
+from ingot.storage import canonical_json, sha256_bytes, sha256_file
+from ingot.stores.memory import MemoryStore
+from ingot.stores.store import NotStored
+from ingot.trainer.checkpoint.fence import Epoch, newest_local_epoch, record_name
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
+    adopted_hashes,
     grade_of_doubt,
     is_finished,
     list_checkpoints,
@@ -34,7 +43,9 @@ from ingot.trainer.checkpoint.manifest import (
     verify_checkpoint,
     write_manifest,
 )
+from ingot.trainer.checkpoint.places import with_hash
 from ingot.trainer.checkpoint.reader import read_blocks, restore_random
+from ingot.trainer.checkpoint.remote import RemoteTier
 from ingot.trainer.checkpoint.state import StateBlock
 
 GOLDEN = Path(__file__).parents[3] / "golden"
@@ -44,6 +55,7 @@ FEW, MANY = 60, 6_000
 CONSTANT_BYTES, OBJECTS_PER_BYTE = 256 << 10, 24
 NATIVE_BYTES = 64 << 20
 DEEP = "@deep@"
+RECORD = record_name(2)
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16, "int64": torch.int64}
 
 
@@ -103,12 +115,17 @@ def changed(values: dict, draw: random.Random) -> dict:
     return values
 
 
-def with_hash(values: dict, draw: random.Random) -> bytes:
+def with_own_hash(values: dict, draw: random.Random) -> bytes:
     """Return the values as a manifest whose hash fits."""
-    text = canonical_json(values).replace(f'"{DEEP}"', deep(draw))
+    nested = deep(draw)
+    text = canonical_json(values).replace(f'"{DEEP}"', nested)
     digest = sha256_bytes(text.encode("utf-8", "surrogatepass"))
-    comma = "," if values else ""
-    return f'{text[:-1]}{comma}"sha256":"{digest}"}}'.encode("utf-8", "surrogatepass")
+    if draw.random() < 0.5:
+        comma = "," if values else ""
+        return f'{text[:-1]}{comma}"sha256":"{digest}"}}'.encode("utf-8", "surrogatepass")
+    lines = [f"{canonical_json(key)}:{canonical_json(value)}" for key, value in (values | {"sha256": digest}).items()]
+    whole = "{\n" + ",\n".join(lines) + "\n}\n"  # as it is written, so that single keys are read
+    return whole.replace(f'"{DEEP}"', nested).encode("utf-8", "surrogatepass")
 
 
 def with_noise(data: bytes, draw: random.Random) -> bytes:
@@ -124,6 +141,7 @@ def with_noise(data: bytes, draw: random.Random) -> bytes:
 def use(path: Path) -> None:
     """Do with a checkpoint what a run, a listing and an export do with it. Raises CheckpointError if it is refused."""
     assert is_finished(path) in (True, False) and grade_of_doubt(path) in (0, 1, 2)
+    assert adopted_hashes(path.parent).keys() <= {str(int(path.name.removeprefix("step-")))}
     list_checkpoints(path.parent)
     manifest = verify_checkpoint(path)
     blocks = [
@@ -136,11 +154,34 @@ def use(path: Path) -> None:
         restore_random(path, manifest, rank)
 
 
+def stored(path: Path) -> MemoryStore:
+    """Return a store with a checkpoint, its ledger and the record of the run, under the names that an upload gives."""
+    run, store = path.parent.parent, MemoryStore()
+    for file in (*path.iterdir(), *RunFolder(run).ledger.iterdir()):
+        name = file.name if file.name == MANIFEST else with_hash(file.name, sha256_file(file))
+        store.write(f"{file.parent.relative_to(run)}/{name}", [file.read_bytes()])
+    if (run / RECORD).exists():
+        store.write(RECORD, [(run / RECORD).read_bytes()])
+    return store
+
+
+def bring(store: MemoryStore, root: Path) -> None:
+    """Do with a stored checkpoint what a listing and a start on an empty disk do with it. Raises CheckpointError and
+    NotStored if it is refused."""
+    shutil.rmtree(root, ignore_errors=True)
+    folder = RunFolder(root)
+    folder.checkpoints.mkdir(parents=True)
+    tier = RemoteTier(folder, store, RemoteCheckpoints(url="s3://bucket/run"))
+    tier.stored()
+    tier.retained()
+    tier.fetch_newest()
+
+
 def change_manifest(path: Path, draw: random.Random) -> None:
     whole = (path / MANIFEST).read_bytes()
     values = json.loads(whole)
     values.pop("sha256")
-    data = with_noise(whole, draw) if draw.random() < 0.2 else with_hash(changed(values, draw), draw)
+    data = with_noise(whole, draw) if draw.random() < 0.2 else with_own_hash(changed(values, draw), draw)
     (path / MANIFEST).write_bytes(data)
 
 
@@ -165,7 +206,25 @@ def change_header(path: Path, draw: random.Random) -> None:
         write_manifest(path, replace(manifest, files=manifest.files | {name: entry}))
 
 
-def peak_bytes(path: Path) -> int:
+def change_record(path: Path, draw: random.Random) -> None:
+    record = path.parent.parent / RECORD
+    record.parent.mkdir()
+    step = int(path.name.removeprefix("step-"))
+    values = asdict(Epoch(epoch=2, holder="a", adopted={str(step - 1): "", "1": ""}, weights={"1": ""}))
+    if draw.random() < 0.2:
+        record.write_bytes(with_noise(json.dumps(sealed(values)).encode(), draw))
+        return
+    if draw.random() < 0.3:
+        key = draw.choice(["9" * draw.choice([9, 18, 19, 5_000]), "-1", "²", "٣", "\ud800"])
+        values["adopted"][key] = ""
+    values = changed(values, draw)
+    text = json.dumps(values if draw.random() < 0.3 else sealed(values))  # earlier versions wrote no hash
+    record.write_text(text.replace(f'"{DEEP}"', deep(draw)))
+    if draw.random() < 0.5:  # of the attempt before, so that it counts only if the record has it
+        write_manifest(path, replace(read_manifest(path), epoch=1))
+
+
+def peak_bytes(path: Path, store: MemoryStore) -> int:
     """Return the most memory that Python has at a time while the checkpoint is used, in bytes.
 
     Names of files are in the interpreter's table of strings (sys.intern, by pathlib), 3.8 MB in one piece, which it
@@ -173,8 +232,11 @@ def peak_bytes(path: Path) -> int:
     """
     tracemalloc.start()
     try:
+        newest_local_epoch(path.parent.parent)
         with suppress(CheckpointError):
             use(path)
+        with suppress(CheckpointError, NotStored):
+            bring(store, path.parents[2] / "other")
         return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
@@ -183,6 +245,7 @@ def peak_bytes(path: Path) -> int:
 def read_all(change, root: Path, first: int, count: int) -> None:
     """Read the drawn examples `first` to `first + count`; the number of an example draws it alone."""
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    threading.stack_size(256 << 10)  # of the threads of a fetch, which would take the address space
     for number in range(first, first + count):
         draw = random.Random(f"{change.__name__} {number}")
         run = root / "run"
@@ -190,15 +253,17 @@ def read_all(change, root: Path, first: int, count: int) -> None:
         shutil.copytree(root / draw.choice(RUNS), run)
         (path,) = (run / "checkpoints").iterdir()
         change(path, draw)
+        store = stored(path)
         # For each example anew: the process grows by some 10 KB with each, for a reason that was not found.
         taken = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
         resource.setrlimit(resource.RLIMIT_AS, (taken + NATIVE_BYTES, hard))
         size = sum(one.stat().st_size for one in path.iterdir())
-        most = 2 * size + CONSTANT_BYTES + OBJECTS_PER_BYTE * (path / MANIFEST).stat().st_size
+        texts = [one.stat().st_size for one in (path / MANIFEST, run / RECORD) if one.exists()]
+        most = 2 * size + CONSTANT_BYTES + OBJECTS_PER_BYTE * sum(texts)
         try:
-            peak = peak_bytes(path)
+            peak = peak_bytes(path, store)
             if peak > most:  # again, because of the interpreter's own table of names, which some example makes anew
-                peak = peak_bytes(path)
+                peak = peak_bytes(path, store)
         except BaseException as error:
             raise AssertionError(f"example {number} of {change.__name__}") from error
         assert peak <= most, f"example {number} of {change.__name__}: {peak:,} bytes for {size:,}"
@@ -251,12 +316,12 @@ def test_a_checksum_beyond_its_bits_is_refused(number, tmp_path):
     values = json.loads((path / MANIFEST).read_bytes())
     values.pop("sha256")
     next(iter(values["tensors"].values()))["chunks"][0]["crc32"] = number
-    (path / MANIFEST).write_bytes(with_hash(values, random.Random(0)))
+    (path / MANIFEST).write_bytes(with_own_hash(values, random.Random(0)))
     with refused("E-CKPT-MANIFEST"):
         read_manifest(path)
 
 
-CHANGES = pytest.mark.parametrize("change", [change_manifest, change_header])
+CHANGES = pytest.mark.parametrize("change", [change_manifest, change_header, change_record])
 
 
 @CHANGES

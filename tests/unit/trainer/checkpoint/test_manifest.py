@@ -15,6 +15,7 @@ from ingot.schema.checkpoint import BlockLayout, FileEntry, TensorEntry, pack_cr
 from ingot.storage import canonical_json, sha256_bytes, sha256_file, write_json
 from ingot.trainer.checkpoint.manifest import (
     MANIFEST,
+    adopted_hashes,
     is_finished,
     list_checkpoints,
     read_manifest,
@@ -83,6 +84,7 @@ def test_every_bit_flip_in_the_manifest_is_found(saved):
         (b"\xff\xfe", "E-CKPT-MANIFEST"),
         (b'{"step": 1}', "E-CKPT-MANIFEST-HASH"),
         (b"[" * 100_000, "E-CKPT-MANIFEST"),
+        (b'{\n"sha256":' + b"[" * 9_000 + b"]" * 9_000 + b"\n}\n", "E-CKPT-MANIFEST"),  # a key that is read alone
         (b'{"sha256": ""}', "E-CKPT-MANIFEST-HASH"),
     ],
 )
@@ -90,6 +92,7 @@ def test_garbage_instead_of_a_manifest_is_refused(saved, content, code):
     (saved / MANIFEST).write_bytes(content)
     with refused(code, path=str(saved)):
         read_manifest(saved)
+    assert set(adopted_hashes(saved.parent).values()) == {""}
 
 
 def test_a_truncated_manifest_is_refused(saved):

@@ -1,7 +1,9 @@
 """The remote tier, on stores in memory: what a killed upload or a lying store can do to it, and what comes back."""
 
 import itertools
+import json
 import shutil
+import tracemalloc
 from functools import partial
 from types import SimpleNamespace
 
@@ -15,10 +17,12 @@ from ingot.schema.checkpoint import FULL, WEIGHTS, Health
 from ingot.schema.launch import Launch
 from ingot.schema.run import RemoteCheckpoints
 from ingot.schema.run_folder import RunFolder
+from ingot.storage import canonical_json, sha256_bytes
 from ingot.stores.local import LocalStore
 from ingot.stores.memory import MemoryStore
 from ingot.stores.store import StoreRefused, StoreUnreachable, read_object
 from ingot.trainer.checkpoint import uploader
+from ingot.trainer.checkpoint.headers import LEAST_BYTES
 from ingot.trainer.checkpoint.manifest import list_checkpoints, verify_checkpoint
 from ingot.trainer.checkpoint.pace import Pace
 from ingot.trainer.checkpoint.remote import NotYetStored, RemoteTier
@@ -209,6 +213,58 @@ def test_a_flipped_bit_in_the_store_is_named_and_the_next_older_checkpoint_comes
     assert logged == [(events.CHECKPOINT_REFUSED, 20), (events.CHECKPOINT_FETCHED, 10)]
     assert "step-00000020" in lines[0]
     assert steps(other) == [10]
+
+
+class EndlessStore(MemoryStore):
+    """A store whose manifest of step 20 is without end, whatever the listing says of its size. read: its chunks."""
+
+    CHUNK, read = b" " * (8 << 20), 0
+
+    def stream(self, name):
+        if name != MANIFEST:
+            yield from super().stream(name)
+            return
+        while self.read < 16:
+            self.read += 1
+            yield self.CHUNK
+
+
+@pytest.mark.parametrize("kind", [MemoryStore, EndlessStore])
+def test_a_manifest_in_the_store_takes_no_more_memory_than_its_checkpoint_permits(folder, tmp_path, kind):
+    """Such a manifest is refused by name, and a start takes the next older checkpoint. The hash of the first fits, and
+    in memory the values would be 20 times as large."""
+    store = kind()
+    for step in (10, 20):
+        write_checkpoint(folder, step)
+        tier_of(folder, store).push(step)
+    values = json.loads(read_manifest_of(store))
+    values["callbacks"] = {"x": [{}] * (LEAST_BYTES // 128)}
+    text = canonical_json({key: value for key, value in values.items() if key != "sha256"})
+    store.write(MANIFEST, [f'{text[:-1]},"sha256":"{sha256_bytes(text.encode())}"}}'.encode()])
+    del values, text
+    other, logged = empty_node(tmp_path), []
+
+    def log(kind, **facts):
+        logged.append((kind, facts["step"]))
+
+    tracemalloc.start()
+    try:
+        damage = {one.step: one.damage for one in tier_of(other, store).stored()}
+        fetch_newest(other, tier_of(other, store), log, lambda line: None)
+        tier_of(folder, store).push(10)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert not damage[10] and damage[20].startswith("manifest.json ") and "all files have" in damage[20]
+    assert logged == [(events.CHECKPOINT_REFUSED, 20), (events.CHECKPOINT_FETCHED, 10)]
+    assert peak < LEAST_BYTES // 4 and getattr(store, "read", 0) <= 10
+    with refused("E-CKPT-MANIFEST"):
+        tier_of(empty_node(tmp_path, "by name"), store).fetch(20)
+
+
+def read_manifest_of(store):
+    """Return the manifest of step 20 that was uploaded, also where the store gives another one."""
+    return b"".join(MemoryStore.stream(store, MANIFEST))
 
 
 def test_a_file_that_grew_or_is_gone_is_refused(folder, tmp_path):
@@ -474,12 +530,14 @@ def requested(*steps):
 
 
 def test_an_upload_is_repeated_after_longer_and_longer_pauses(monkeypatch):
-    monkeypatch.setattr("random.uniform", lambda low, high: 0.0)
+    drawn = []
+    monkeypatch.setattr("random.uniform", lambda low, high: drawn.append((low, high)) or 0.0)
     lost = StoreUnreachable("E-STORE-UNREACHABLE", "no answer")
     tier, reports = Tier([lost] * 8), []
     uploader.upload_all({FULL: tier}, requested(10, 20), reports.append, never_logged)
     assert tier.pushed == [20] * 9
     assert [one["retry_seconds"] for one in reports[:-1]] == [1, 2, 4, 8, 16, 32, 60, 60]
+    assert drawn == [(one["retry_seconds"] / 2, one["retry_seconds"]) for one in reports[:-1]]  # jitter
     assert reports[-1]["kind"] == events.CHECKPOINT_STORED and reports[-1]["left_out"] == [10]
     assert tier.pruned == 1
 
