@@ -1,6 +1,6 @@
 """Random faults at random moments, on a run whose code this script does not know.
 
-    python benchmarks/torture.py [--faults 200] [--seed 1] [--folder DIR] [--trial N] [--write]
+    python benchmarks/torture.py [--faults 200] [--seed 1] [--trial N] [--steps 300] [--folder DIR] [--write]
 
 It imports nothing of ingot: a tiny run of two ranks is started by its command, its processes are found in /proc, and
 everything is broken from outside, several faults in a row, without waiting for a recovery. Then the same command is
@@ -39,8 +39,10 @@ from pathlib import Path
 from random import Random
 
 RESULTS = Path(__file__).parent / "results"
-STEPS, BATCH, SEQ_LEN, VOCAB, EOT = 300, 8, 32, 64, 0
-TOKENS, DOCUMENT, BLOCK_BYTES = 100_000, 100, 4096  # more windows than samples: none is trained twice
+BATCH, SEQ_LEN, VOCAB, EOT = 8, 32, 64, 0
+TOKENS, DOCUMENT, BLOCK_BYTES = 100_000, 100, 4096
+MOST_STEPS = TOKENS // SEQ_LEN // BATCH - 1  # so that no sample is trained twice
+_STEPS = "STEPS"
 RUN_FILE = f"""name = "torture"
 seed = 7
 
@@ -58,7 +60,7 @@ max_seq_len = {SEQ_LEN}
 tokens = "tokens"
 
 [train]
-steps = {STEPS}
+steps = {_STEPS}
 seq_len = {SEQ_LEN}
 global_batch = {BATCH}
 micro_batch = 2
@@ -99,7 +101,7 @@ _DIE_WITH_PARENT, _ADOPT_ORPHANS = 1, 36  # prctl: PR_SET_PDEATHSIG, PR_SET_CHIL
 # -- the files of a run --
 
 
-def write_project(folder: Path) -> None:
+def write_project(folder: Path, steps: int) -> None:
     """Write a token folder with a random walk over the vocabulary (docs/api.md), and a run file for it."""
     tokens, random, place = folder / "tokens", Random(3), 0
     tokens.mkdir(parents=True)
@@ -137,7 +139,7 @@ def write_project(folder: Path) -> None:
         "shards": [shard],
     }
     (tokens / "manifest.json").write_text(json.dumps(manifest))
-    (folder / "run.toml").write_text(RUN_FILE)
+    (folder / "run.toml").write_text(RUN_FILE.replace(_STEPS, str(steps)))
 
 
 def events(run: Path) -> list[dict]:
@@ -200,7 +202,7 @@ def tensors(file: Path) -> dict[str, tuple[str, bytes]]:
 def wrong_numbers(run: Path, twin: Path) -> Iterator[str]:
     """Yield the first step whose numbers in the log are not those of the twin, at any time that it was trained."""
     ours, theirs = numbers(run), numbers(twin)
-    for step in range(1, STEPS + 1):
+    for step in sorted(theirs):
         if step not in ours:
             yield f"step {step} is not in the log"
             return
@@ -231,8 +233,8 @@ def wrong_tensors(mine: Path, other: Path) -> Iterator[str]:
 
 def wrong_samples(ours: list[tuple[int, tuple[int, ...]]], theirs: list[tuple[int, tuple[int, ...]]]) -> Iterator[str]:
     """Yield what is wrong with the samples of a run: steps, samples trained twice, or others than the twin's."""
-    if [step for step, _ in ours] != list(range(1, STEPS + 1)):
-        yield f"the ledger has not each of the steps 1 to {STEPS} once, in order"
+    if [step for step, _ in ours] != list(range(1, len(theirs) + 1)):
+        yield f"the ledger has not each of the steps 1 to {len(theirs)} once, in order"
     seen: dict[int, int] = {}
     for step, ids in ours:
         for one in ids:
@@ -406,8 +408,8 @@ class Trial:
             with suppress(FileNotFoundError):
                 self.disk = subprocess.run(mount, capture_output=True).returncode == 0
 
-    def remove(self, keep: Path | None = None) -> None:
-        """End all processes, and remove the folders. keep: the place for a copy of the run and its output."""
+    def end(self) -> None:
+        """Kill all processes."""
         for _ in range(200):
             if not (alive := descendants()):
                 break
@@ -417,6 +419,10 @@ class Trial:
             reap(but={self.launcher.pid} if self.launcher else set())
             if self.launcher:
                 self.launcher.poll()
+
+    def remove(self, keep: Path | None = None) -> None:
+        """End all processes, and remove the folders. keep: the place for a copy of the run and its output."""
+        self.end()
         if keep:
             shutil.rmtree(keep, ignore_errors=True)
             shutil.copytree(self.run, keep / "run", symlinks=True, ignore_dangling_symlinks=True)
@@ -475,7 +481,7 @@ class Trial:
         """Wait for the random moment of a fault. Returns whether the run ended before it."""
         kind = self.random.choice(("at once", "seconds", "steps"))
         pause = {"at once": 0.1, "seconds": 3.0, "steps": 20.0}[kind] * (1 if kind == "steps" else self.random.random())
-        steps = self.step + self.random.randint(1, 40) if kind == "steps" else STEPS + 1
+        steps = self.step + self.random.randint(1, 40) if kind == "steps" else sys.maxsize
         end = time.monotonic() + pause
         while time.monotonic() < end and self.step < steps:
             if self.turn():
@@ -811,6 +817,8 @@ def undisturbed(root: Path, project: Path) -> Path:
             raise Red("; ".join(found))
     except Red as error:
         raise SystemExit(f"the undisturbed run failed: {error}\n{(twin.root / 'output').read_text()[-2000:]}") from None
+    finally:
+        twin.end()
     return twin.run
 
 
@@ -831,11 +839,14 @@ def main() -> int:
     """Play trials until there were enough faults, and print the summary."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--faults", type=int, default=200, help="how many faults (default: 200)")
+    parser.add_argument("--steps", type=int, default=300, help=f"of a run, at most {MOST_STEPS} (default: 300)")
     parser.add_argument("--seed", type=int, default=None, help="default: drawn, and printed")
     parser.add_argument("--trial", type=int, default=None, help="play this trial of the seed alone")
     parser.add_argument("--folder", type=Path, default=None, help="for the runs; red ones stay (default: a new one)")
     parser.add_argument("--write", action="store_true", help="write results/torture.json")
     args = parser.parse_args()
+    if not 40 <= args.steps <= MOST_STEPS:
+        parser.error(f"--steps {args.steps} is not between 40 and {MOST_STEPS}")
     seed = Random().randrange(10**6) if args.seed is None else args.seed
     root = (args.folder or Path(tempfile.mkdtemp(prefix="torture-"))).resolve() / f"seed-{seed}"
     if root.exists():
@@ -848,9 +859,9 @@ def main() -> int:
     number, has_disk, code = args.trial or 1, True, 0
     try:
         project = root / "project"
-        write_project(project)
+        write_project(project, args.steps)
         twin = undisturbed(root, project)
-        print(f"the undisturbed run has {STEPS} steps; it took {time.monotonic() - began:.1f} s", flush=True)
+        print(f"the undisturbed run has {args.steps} steps; it took {time.monotonic() - began:.1f} s", flush=True)
         while kinds.total() < args.faults:
             random = Random(f"{seed} {number}")
             own = {key: random.choice(values) for key, values in DRAWN.items()}
@@ -881,6 +892,7 @@ def main() -> int:
         "machine": machine(),
         "results": {
             "seed": seed,
+            "steps": args.steps,
             "faults": kinds.total(),
             "trials": number - (args.trial or 1),
             "kinds": dict(sorted(kinds.items())),

@@ -16,6 +16,8 @@ assert SPEC is not None and SPEC.loader is not None
 torture = sys.modules["torture"] = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(torture)
 
+STEPS = 300
+
 
 def step_line(step: int, loss: float) -> str:
     return json.dumps({"kind": "step", "time": 1.0, "step": step, "loss": loss, "grad_norm": 0.5, "lr": 0.1}) + "\n"
@@ -25,7 +27,7 @@ def write_ledger(run: Path, ids: list[int]) -> None:
     data = struct.pack(f"<{len(ids)}q", *ids)
     (run / "ledger").mkdir(exist_ok=True)
     (run / "ledger" / "all").write_bytes(data)
-    entry = {"file": "all", "first_step": 1, "last_step": torture.STEPS, "sha256": hashlib.sha256(data).hexdigest()}
+    entry = {"file": "all", "first_step": 1, "last_step": STEPS, "sha256": hashlib.sha256(data).hexdigest()}
     rewrite(run, ledger=[entry])
 
 
@@ -37,7 +39,7 @@ def write_tensor(run: Path, content: bytes) -> None:
 
 
 def manifest(run: Path) -> Path:
-    return run / "checkpoints" / f"step-{torture.STEPS:08d}" / "manifest.json"
+    return run / "checkpoints" / f"step-{STEPS:08d}" / "manifest.json"
 
 
 def rewrite(run: Path, **values: object) -> None:
@@ -45,7 +47,7 @@ def rewrite(run: Path, **values: object) -> None:
     manifest(run).write_text(json.dumps(before | values))
 
 
-IDS = list(range(torture.STEPS * torture.BATCH))
+IDS = list(range(STEPS * torture.BATCH))
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +56,7 @@ def twin(tmp_path_factory) -> Path:
     manifest(run).parent.mkdir(parents=True)
     write_ledger(run, IDS)
     write_tensor(run, b"weights")
-    (run / "events.jsonl").write_text("".join(step_line(step, 1 / step) for step in range(1, torture.STEPS + 1)))
+    (run / "events.jsonl").write_text("".join(step_line(step, 1 / step) for step in range(1, STEPS + 1)))
     return run
 
 
