@@ -38,64 +38,72 @@ class StepJudge:
     settled_after: up to this step, sizes are not judged: in and after the warm-up of the learning rate, losses fall and
     norms rise by several of their deviations in healthy runs, too. begins: the steps before which a new window begins,
     because the guard accepted a new level there.
-    window: float64 [2, guard.window], loss and log gradient norm of the last healthy steps, the newest at the end.
-    count: int64, how many of them there are. Both are updated in place, and are the same on every rank.
+    window: float64 [2, guard.window], loss and log gradient norm of the last healthy steps, the newest at the end; NaN
+    before them, which sorting puts at the end. count: int64, how many there were since the window began. Both are
+    updated in place, and are the same on every rank.
     """
 
     def __init__(self, guard: Guard, device: torch.device | str, settled_after: int = 0):
         self.guard, self.settled_after, self.begins = guard, settled_after, frozenset[int]()
-        self.window = torch.zeros(2, guard.window, dtype=torch.float64, device=device)
+        self.window = torch.full((2, guard.window), math.nan, dtype=torch.float64, device=device)
         self.count = torch.zeros((), dtype=torch.int64, device=device)
-        self._spreads = torch.tensor([guard.loss_spread, guard.norm_spread], dtype=torch.float64, device=device)
-        self._places = torch.arange(guard.window, 0, -1, device=device)  # 1 is the newest
+        # A step is judged by many operations on few numbers, which cost as much as they are many: what does not change
+        # is here, and what follows from the count alone is in a table.
+        self._older, self._newer = self.window[:, :-1], self.window[:, 1:]
+        level = min(guard.level, guard.window)
+        self._level = self.window[:, -level:]
+        held = torch.arange(guard.window + 1)
+        values = torch.stack((held.clamp(max=level), held - 1), dim=1)  # those of the level, and the changes
+        middle = (values - 1).clamp(min=0) // 2
+        self._middles = middle[:, :, None, None].expand(-1, -1, 2, 1).contiguous().to(device)  # [count, kind, row, 1]
+        self._spreads = torch.tensor([[guard.loss_spread], [guard.norm_spread]], dtype=torch.float64, device=device)
+        self._weights = torch.tensor([[float(bit)] for bit in KINDS], dtype=torch.float64, device=device)
+        self._nothing = torch.zeros((), dtype=torch.float64, device=device)
+        self._ready = max(guard.ready, 2)  # a single step has no noise
+        self._never = torch.zeros((), dtype=torch.bool, device=device)
+        self._newest: tuple[Tensor, Tensor, Tensor] | None = None  # a loss, its norm, and their `_values`
 
     @torch.no_grad()
     def judge(self, loss: Tensor, grad_norm: Tensor, *, settled: bool = True) -> Tensor:
         """Return what is found in a step: float64 [4] = (bits of the kinds, deviations of the loss, of the norm, the
         norm in units of the median). loss, grad_norm: scalars, the same on every rank. settled: sizes are judged.
         """
-        loss, norm = loss.double().reshape(()), grad_norm.double().reshape(())
-        values = _values(loss, norm)
-        recent = self.window
-        empty = self._places > self.count
-        level = min(self.guard.level, self.guard.window)
-        median = _median(recent[:, -level:], empty[-level:], self.count.clamp(max=level))
-        changes, unknown = recent.diff(dim=1), empty[:-1]
-        number = (self.count - 1).clamp(min=0, max=self.guard.window - 1)
-        deviation = (changes - _median(changes, unknown, number)).abs()
-        spread = torch.maximum(_NOISE * _median(deviation, unknown, number), self._spreads[:, None])
-        distance = values - median[:, 0]
-        sigmas, factor = distance / spread[:, 0], distance[1].exp()
-        ready = (self.count >= self.guard.ready) & settled
-        loss_spike, norm_spike = ready & (sigmas > self.guard.sigmas)
-        corrupted = norm_spike & (factor >= self.guard.corruption_factor) & ~loss_spike
-        finite_loss, finite_norm = loss.isfinite(), norm.isfinite()
-        bits = (
-            ~finite_loss * LOSS_NOT_FINITE
-            + ~finite_norm * NORM_NOT_FINITE
-            + (finite_loss & loss_spike) * LOSS_SPIKE
-            + (finite_norm & norm_spike) * NORM_SPIKE
-            + (finite_loss & finite_norm & corrupted) * CORRUPTION
-        )
-        judged = torch.stack((sigmas[0], sigmas[1], factor))
-        return torch.cat((bits.double().reshape(1), torch.where(ready, judged, 0.0)))
+        raw, values = _values(loss, grad_norm)
+        self._newest = loss, grad_norm, values
+        held = self.count.clamp(max=self.guard.window).view(1)
+        of_level, of_changes = self._middles.index_select(0, held)[0].unbind()
+        changes = self._newer - self._older
+        deviation = changes.sub_(_median(changes, of_changes)).abs_()
+        spread = _median(deviation, of_changes).mul_(_NOISE).maximum(self._spreads)
+        distance = values - _median(self._level, of_level)
+        sigmas, factor = distance / spread, distance[1:].exp()
+        ready = self.count >= self._ready if settled else self._never
+        finite = values == raw
+        spikes = (sigmas > self.guard.sigmas).logical_and_(ready).logical_and_(finite)
+        (finite_loss, _), (loss_spike, norm_spike) = finite.unbind(), spikes.unbind()
+        corrupted = (factor >= self.guard.corruption_factor) & (norm_spike & (finite_loss > loss_spike))
+        bits = torch.cat((~finite, spikes, corrupted)).double().mul_(self._weights).sum(dim=0, keepdim=True)
+        judged = torch.where(ready, torch.cat((sigmas, factor)), self._nothing)
+        return torch.cat((bits, judged)).view(4)
 
     @torch.no_grad()
     def add(self, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
         """Take a step into the window, unless its update was `skipped`."""
-        values = _values(loss.double().reshape(()), grad_norm.double().reshape(()))
-        moved = torch.cat((self.window[:, 1:], values[:, None]), dim=1)
-        self.window.copy_(torch.where(skipped, self.window, moved))
+        newest, self._newest = self._newest, None
+        judged = newest is not None and newest[0] is loss and newest[1] is grad_norm
+        values = newest[2] if newest is not None and judged else _values(loss, grad_norm)[1]
+        self.window.copy_(torch.where(skipped, self.window, torch.cat((self._newer, values), dim=1)))
         self.count.add_(~skipped)
 
     def forget(self) -> None:
         """Begin a new window: what was unusual before is the level now."""
+        self.window.fill_(math.nan)
         self.count.zero_()
 
     def first_judged(self, step: int) -> int:
         """Return the first step whose sizes are judged if the window is as it is after `step`, and the steps after it
         are healthy. The host waits for the device."""
-        return max(step + max(self.guard.ready - int(self.count), 0), self.settled_after) + 1
+        return max(step + max(self._ready - int(self.count), 0), self.settled_after) + 1
 
     def values(self) -> tuple[tuple[float, ...], tuple[float, ...]]:
         """Return losses and logarithms of the norms in the window, oldest first. The host waits for the device."""
@@ -106,25 +114,24 @@ class StepJudge:
     def restore(self, losses: Sequence[float], norms: Sequence[float]) -> None:
         """Take over what `values` returned, also that of another size of the window."""
         held = min(len(losses), self.guard.window)
+        self.forget()
         if held:
             values = torch.tensor([losses[-held:], norms[-held:]], dtype=torch.float64)
             self.window[:, self.guard.window - held :].copy_(values)
         self.count.fill_(held)
 
 
-def _values(loss: Tensor, norm: Tensor) -> Tensor:
-    """Return loss and logarithm of the norm, float64 [2]; 0 for those that are not finite."""
-    values = torch.stack((loss, norm.clamp(min=_LEAST_NORM).log()))
-    return torch.where(values.isfinite(), values, 0.0)
+def _values(loss: Tensor, norm: Tensor) -> tuple[Tensor, Tensor]:
+    """Return loss and logarithm of the norm, float64 [2, 1]: as they are, and with 0 for those that are not finite."""
+    loss, norm = loss.double().reshape(1), norm.double().reshape(1)
+    raw = torch.stack((loss, norm.clamp(min=_LEAST_NORM).log_()))
+    return raw, raw.nan_to_num(0.0, 0.0, 0.0)
 
 
-def _median(values: Tensor, empty: Tensor, number: Tensor) -> Tensor:
-    """Return the lower median of each row of `values` [2, n], as [2, 1], without the places that are `empty` [n].
-
-    number: how many are left, int64.
-    """
-    middle = ((number - 1).clamp(min=0) // 2).expand(2, 1)
-    return torch.where(empty, math.inf, values).sort(dim=1).values.gather(1, middle)
+def _median(values: Tensor, middle: Tensor) -> Tensor:
+    """Return the lower median of each row of `values` [2, n], as [2, 1], without those that are NaN. middle: its place
+    in the sorted row, int64 [2, 1]."""
+    return values.sort(dim=1).values.gather(1, middle)
 
 
 def finding(judged: tuple[float, ...]) -> StepFinding | None:

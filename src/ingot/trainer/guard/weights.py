@@ -20,13 +20,14 @@ class WeightProbe:
 
     def __init__(self, shards: Sequence[ParameterShard]):
         some = [shard.value for shard in shards if shard.value.numel()]
-        self._values = some[:: max(len(some) // _SHARDS, 1)][:_SHARDS]
+        some = some[:: max(len(some) // _SHARDS, 1)][:_SHARDS]
+        # Views, made once: a master stays the same tensor for the whole run.
+        self._parts = [one.view(-1)[:: max(one.numel() // _ELEMENTS, 1)][:_ELEMENTS] for one in some]
         self._before, self._updates, self._since = self._read(), 0, 0
         self._last = 0  # step of the last line
 
     def _read(self) -> Tensor:
-        parts = [one.view(-1)[:: max(one.numel() // _ELEMENTS, 1)][:_ELEMENTS] for one in self._values]
-        return torch.cat(parts).cpu() if parts else torch.empty(0)
+        return torch.cat(self._parts).cpu() if self._parts else torch.empty(0)
 
     def look(self, line: Sequence[StepNumbers]) -> tuple[int, int]:
         """Return how many updates in a row, up to the steps of this line, changed nothing, and the step of the first.

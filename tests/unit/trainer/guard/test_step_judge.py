@@ -1,4 +1,6 @@
 import math
+from itertools import pairwise
+from statistics import median_low
 
 import pytest
 import torch
@@ -78,6 +80,33 @@ def test_the_unit_is_the_noise_between_steps_and_not_how_fast_the_loss_falls():
     assert other.judge(scalar(38.0), scalar(1.0))[1] == pytest.approx((38 - 28) / (2 * 1.4826 / math.sqrt(2)))
 
 
+def plain(judge, loss, norm):
+    """The deviations of a step and its factor, by numbers of Python: zeros before the window is ready."""
+    found = []
+    for value, window, least in zip((loss, norm.log()), judge.values(), (0.02, 0.15), strict=True):
+        if len(window) < judge.guard.ready:
+            return [0.0, 0.0, 0.0]
+        changes = [new - old for old, new in pairwise(window)]
+        middle = median_low(changes)
+        spread = max(1.4826 / math.sqrt(2) * median_low(abs(change - middle) for change in changes), least)
+        distance = float(value) - median_low(window[-judge.guard.level :])
+        found.append(distance / spread)
+    return [*found, float(scalar(distance).exp())]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_each_step_is_judged_as_plain_numbers_are(seed):
+    judge = StepJudge(GUARD, "cpu")
+    for number, (loss, norm) in enumerate(calm(100, seed)):
+        loss, norm = (loss + 9, norm * 500) if number % 23 == 22 else (loss, norm)
+        expected = plain(judge, loss, norm)
+        judged = judge.judge(loss, norm)
+        assert judged.tolist()[1:] == expected
+        other = loss + 0.01 if number % 7 == 6 else loss  # a step may be judged, and another one added
+        judge.add(other, norm, judged[0] > 0)
+        assert judged[0] > 0 or judge.values()[0][-1] == other
+
+
 def test_there_is_no_spike_before_the_window_is_ready():
     judge = after(StepJudge(GUARD, "cpu"), calm(15))
     assert take(judge, 9.0, 9.0) is None
@@ -109,7 +138,11 @@ def test_another_window_takes_over_the_same_values():
 
 
 def test_after_forgetting_a_new_level_is_learned():
-    judge = after(StepJudge(GUARD, "cpu"), calm(40))
+    judge, other = after(StepJudge(GUARD, "cpu"), calm(40)), after(StepJudge(GUARD, "cpu"), calm(20, 1))
+    judge.forget()
+    after(judge, calm(20, 1))
+    values = scalar(3.0), scalar(3.0)
+    assert torch.equal(judge.judge(*values), other.judge(*values))
     judge.forget()
     assert all(take(judge, 7.0, 20.0) is None for _ in range(20))
     assert take(judge, 9.0, 20.0).kinds == ("loss spike",)
