@@ -69,6 +69,14 @@ MUTANTS: list[Mutant] = [
         tests=(_HASHING,),
     ),
     Mutant(
+        name="rest-of-a-row-not-cleared",
+        what="what was hashed before counts for the last row of a tensor that has no whole number of rows",
+        file="trainer/integrity/hashing.py",
+        before="flat[end:begin].zero_()",
+        after="pass",
+        tests=(f"{_HASHING}::test_tensors_that_are_hashed_together_have_the_hashes_of_each_alone",),
+    ),
+    Mutant(
         name="moments-not-hashed",
         what="the state of the optimizer is not hashed",
         file="trainer/integrity/watch.py",

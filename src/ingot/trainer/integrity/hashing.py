@@ -39,21 +39,38 @@ def multipliers(first: int, count: int, stream: int = 0) -> np.ndarray:
     return ((x ^ (x >> np.uint64(31))) | np.uint64(1)).view(np.int64)
 
 
+class _Plan(NamedTuple):
+    """The hash of large tensors, row by row: small models have many that are little more than a row, where an operation
+    for several costs as much as one for each.
+
+    chunks: the rows that are multiplied at once, as (index of a tensor, first row, row after the last). multipliers,
+    index: of each row in this order, int64. most_rows: of a chunk.
+    """
+
+    chunks: list[list[tuple[int, int, int]]]
+    multipliers: Tensor
+    index: Tensor
+    most_rows: int
+
+
 class TensorHasher:
     """Hashes a fixed list of tensors on the devices where they are.
 
-    tensors: contiguous, of any dtype whose elements have 1, 2, 4 or 8 bytes; the same objects in every call.
+    tensors: contiguous, of any dtype whose elements have 1, 2, 4 or 8 bytes; the same objects in every call, with the
+    same memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors = list(tensors)
         self.device = next((t.device for t in self.tensors if t.device.type != "cpu"), torch.device("cpu"))
+        self._words = [_bits(t) for t in self.tensors]
         self._columns = {device: _on(multipliers(0, _ROW), device) for device in {t.device for t in self.tensors}}
         rows = max((-(-_words(t) // _ROW) for t in self.tensors), default=0)
         self._rows = {device: _on(multipliers(0, rows, stream=1), device) for device in self._columns}
         self._batches = list(_small_batches(self.tensors))
         inside = {i for batch in self._batches for i in batch}
-        self._large = [i for i in range(len(self.tensors)) if i not in inside]
+        large = [i for i in range(len(self.tensors)) if i not in inside and self._words[i].numel()]
+        self._plans = [self._plan([i for i in large if self.tensors[i].device == device]) for device in self._columns]
         self._segments = [self._segment(batch) for batch in self._batches]
 
     def _segment(self, batch: list[int]) -> tuple[Tensor, Tensor]:
@@ -63,22 +80,55 @@ class TensorHasher:
         index = torch.repeat_interleave(torch.tensor(batch), torch.tensor(sizes)).to(device)
         return torch.cat([column[:size] * row for size in sizes]), index
 
+    def _plan(self, large: list[int]) -> "_Plan | None":
+        """Return how large tensors of one device are hashed; None for none."""
+        if not large:
+            return None
+        device, counts = self.tensors[large[0]].device, [-(-self._words[i].numel() // _ROW) for i in large]
+        most, chunks, open_rows = _AT_ONCE[device.type] // _ROW, list[list[tuple[int, int, int]]](), 0
+        for i, rows in zip(large, counts, strict=True):
+            at = 0
+            while at < rows:
+                if not open_rows:
+                    chunks.append([])
+                taken = min(rows - at, most - open_rows)
+                chunks[-1].append((i, at, at + taken))
+                at, open_rows = at + taken, (open_rows + taken) % most
+        index = torch.repeat_interleave(torch.tensor(large), torch.tensor(counts)).to(device)
+        return _Plan(chunks, torch.cat([self._rows[device][:rows] for rows in counts]), index, min(most, sum(counts)))
+
     @torch.no_grad()
     def hashes(self) -> Tensor:
         """Return the hash of each tensor, int64 [tensors]. The host does not wait for the device."""
         by_device = {d: torch.zeros(len(self.tensors), dtype=torch.int64, device=d) for d in self._columns}
-        for i in self._large:
-            tensor = self.tensors[i]
-            by_device[tensor.device][i] = _sum_of_products(
-                _bits(tensor), self._columns[tensor.device], self._rows[tensor.device]
-            )
+        for (device, found), plan in zip(by_device.items(), self._plans, strict=True):
+            if plan is not None:
+                found.index_add_(0, plan.index, self._sums_of_rows(plan, self._columns[device]).mul_(plan.multipliers))
         for batch, (multiplier, index) in zip(self._batches, self._segments, strict=True):
-            words = torch.cat([_bits(self.tensors[i]) for i in batch])
+            words = torch.cat([self._words[i] for i in batch])
             by_device[words.device].index_add_(0, index, multiplier * words)
         total = torch.zeros(len(self.tensors), dtype=torch.int64, device=self.device)
         for found in by_device.values():
             total += found.to(self.device, non_blocking=True)
         return total
+
+    def _sums_of_rows(self, plan: "_Plan", column: Tensor) -> Tensor:
+        """Return, for each row of the tensors of a plan, the sum of its words times `column`: int64 [rows]."""
+        sums = torch.empty_like(plan.multipliers)
+        product = torch.empty(plan.most_rows, _ROW, dtype=torch.int64, device=column.device)
+        flat, done = product.view(-1), 0
+        for chunk in plan.chunks:
+            begin = 0
+            for i, first, last in chunk:
+                words = self._words[i][first * _ROW : last * _ROW]
+                end, begin = begin + words.numel(), begin + (last - first) * _ROW
+                flat[end - words.numel() : end].copy_(words)
+                if end < begin:  # the last row of a tensor that has no whole number of them
+                    flat[end:begin].zero_()
+            rows = begin // _ROW
+            torch.sum(product[:rows].mul_(column), dim=1, out=sums[done : done + rows])
+            done += rows
+        return sums
 
     def locate(self, index: int, difference: int) -> BitFlip | None:
         """Return the one bit in which tensor `index` differs, as `locate` does."""

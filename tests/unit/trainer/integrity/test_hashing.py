@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ingot.trainer.integrity.hashing import TensorHasher, multipliers
+from ingot.trainer.integrity.hashing import BufferHasher, TensorHasher, multipliers
 
 ROW = 1 << 14
 
@@ -39,6 +39,16 @@ def test_every_flip_of_one_bit_is_found_and_located(dtype):
                 assert hasher.locate(index, int(difference[index])) == (element, bit)
             flip(tensors[index], element, bit)
     assert torch.equal(hasher.hashes(), before)
+
+
+def test_tensors_that_are_hashed_together_have_the_hashes_of_each_alone():
+    torch.manual_seed(0)
+    sizes = [3 * ROW + 5, ROW, 7 * ROW + 1, 20 * ROW + 9, 5, ROW + 1, 0, ROW - 1]  # parts of several runs of rows
+    tensors = [torch.randint(-128, 127, (size,), dtype=torch.int32).view(torch.float32) for size in sizes]
+    alone = BufferHasher(torch.device("cpu"))
+    hashes = TensorHasher(tensors).hashes().tolist()
+    assert hashes == [int(alone.hash(tensor)) for tensor in tensors]
+    assert hashes[-3:] == [reference(tensor) for tensor in tensors[-3:]]
 
 
 def test_swaps_and_pairs_of_sign_bits_are_found():
