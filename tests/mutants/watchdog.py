@@ -13,6 +13,16 @@ _SUPERVISE = "tests/unit/trainer/launch/test_supervise.py"
 
 MUTANTS: list[Mutant] = [
     Mutant(
+        name="rests-until-it-is-late",
+        what="the supervisor looks as rarely shortly before a hang as when all is well",
+        file="trainer/launch/watchdog.py",
+        before="if not self._stopped and min(left.values()) > _FAR_SECONDS:",
+        after="if True:",
+        tests=(
+            "tests/unit/trainer/launch/test_watchdog.py::test_looks_that_are_as_rare_as_it_permits_find_a_hang_as_soon",
+        ),
+    ),
+    Mutant(
         name="first-step-after-a-restart",
         what="a hang in the first step after a restart is found after launch.watchdog_other_seconds alone",
         file="trainer/launch/watchdog.py",

@@ -105,6 +105,10 @@ class JobHere(RunningJob):
         return self._local.log
 
     @property
+    def look_seconds(self) -> float:
+        return self._watchdog.look_seconds
+
+    @property
     def started(self) -> bool:
         return self._check is None
 

@@ -61,7 +61,7 @@ class LocalJob:
         self.log = Path(os.devnull)
         self._server: subprocess.Popen | None = None
         self._orders, self._reports, self._unread = -1, -1, b""
-        self._idle = True
+        self._idle, self._begun = True, False
         self._oom_kills = 0
         self._attempt, self._first, self._ran_at = -1, 0, time.monotonic()
         self._ordered: int | None = None  # the attempt whose order the fork server has confirmed
@@ -104,6 +104,7 @@ class LocalJob:
         log.write_bytes(b"")
         self.log, self.exit_codes, self.ended_at, self.left, self._idle = log, {}, {}, {}, False
         self.heartbeats.begin()
+        self._begun = False
         self._oom_kills = oom_kills()
 
     def _order(self, order: dict[str, Any]) -> bool:
@@ -170,7 +171,8 @@ class LocalJob:
             _kill([server])
 
     def _all_begun(self) -> bool:
-        return all(self.heartbeats.read(rank).pid for rank in range(self.job.processes))
+        self._begun = self._begun or all(self.heartbeats.read(rank).pid for rank in range(self.job.processes))
+        return self._begun
 
     def _take_end(self, rank: int, code: int, at: float, left: int | None) -> None:
         if left is not None:

@@ -1,12 +1,23 @@
 """The state of a job as its event log shows it, and its result. No torch."""
 
-import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from ingot.errors import EXIT_OK
+from ingot.events import NewEvents
 from ingot.schema import events
 from ingot.trainer.launch.slow_nodes import SlowRank
+
+# Most lines of a log are of other kinds, and are not parsed: the launcher reads along all the time.
+_KINDS = (
+    events.RUN_STARTED,
+    events.ROLLED_BACK,
+    events.PROGRESS,
+    events.CHECKPOINT,
+    events.STRAGGLER,
+    events.FINISHED,
+    events.STOPPED,
+)
 
 
 @dataclass
@@ -24,25 +35,16 @@ class EventLogReader:
     ended: str = ""
     reason: str = ""
     slow: dict[int, SlowRank] = field(default_factory=dict)
-    _position: int = -1
+    _log: NewEvents = field(init=False)
 
     def __post_init__(self):
-        self._position = self.path.stat().st_size if self.path.exists() else 0
+        position = self.path.stat().st_size if self.path.exists() else 0
+        self._log = NewEvents(self.path, *_KINDS, position=position)
 
     def read(self) -> None:
         """Take in the complete lines that were added to the log since the last call."""
-        if not self.path.exists():
-            return
-        with self.path.open("rb") as file:
-            file.seek(self._position)
-            added = file.read()
-        whole = added[: added.rfind(b"\n") + 1]
-        self._position += len(whole)
-        for line in whole.splitlines():
-            try:
-                self._take(json.loads(line))
-            except ValueError:
-                continue  # an incomplete line of a killed writer
+        for event in self._log.read():
+            self._take(event)
 
     def _take(self, event: dict) -> None:
         kind = event.get("kind")

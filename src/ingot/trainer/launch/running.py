@@ -10,7 +10,7 @@ from pathlib import Path
 from ingot.schema.run_folder import Job, RunFolder
 from ingot.trainer.launch.handover import EarlierJob
 from ingot.trainer.launch.slow_nodes import NONE_SLOW, SlowRank
-from ingot.trainer.launch.watchdog import Hang
+from ingot.trainer.launch.watchdog import LOOK_SECONDS, Hang
 from ingot.trainer.resilience.endings import RankEnding
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.trainer.resilience.start_times import FIRST, Ordered
@@ -101,6 +101,11 @@ class RunningJob(ABC):
     @abstractmethod
     def close(self) -> None:
         """End all processes of the job, and free the memory of its snapshots. Raises like `end_attempt`."""
+
+    @property
+    def look_seconds(self) -> float:
+        """The longest time until somebody has to look at the ranks again."""
+        return LOOK_SECONDS
 
     def earlier(self) -> EarlierJob | None:
         """Return the job that this one goes on with, of a leader that is gone; None if there is none."""

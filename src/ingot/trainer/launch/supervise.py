@@ -25,13 +25,13 @@ from ingot.trainer.launch.outcome import EventLogReader, JobResult
 from ingot.trainer.launch.running import PlannedRestart, RunningJob
 from ingot.trainer.launch.slow_nodes import NONE_SLOW
 from ingot.trainer.launch.stopping import Stopping, report
+from ingot.trainer.launch.watchdog import LOOK_SECONDS
 from ingot.trainer.lease import RunLease
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.trainer.resilience.restarts import Restarts
 from ingot.trainer.resilience.start_times import FIRST, Ordered
 from ingot.trainer.resilience.stop_requests import DRAIN, PLANNED, REQUESTED, RESTART, StopRequest, StopRequests
 
-_LOOK_SECONDS = 0.2  # between two looks at log and heartbeats; the end of a rank is seen at once
 _POLL_SECONDS = 0.05
 _ROOM_SECONDS = 5.0  # for a full disk to have room for the record of a fault
 
@@ -162,7 +162,7 @@ class _SupervisedJob:
             if self._lease is not None and self._lease.lost is not None:
                 raise self._lease.lost
             if not is_there:
-                running.wait(_LOOK_SECONDS)
+                running.wait(LOOK_SECONDS)
                 continue
             seen.read()
             for number, machine in running.signals():
@@ -190,7 +190,8 @@ class _SupervisedJob:
                 if seen.ended:
                     break  # a process that does not end after everything was saved and reported
                 return running.examine(hang, seen.step)
-            running.wait(_LOOK_SECONDS)
+            # The end of a rank is seen at once.
+            running.wait(LOOK_SECONDS if stopping.request or seen.ended else running.look_seconds)
         seen.read()
         if seen.ended:
             return self._ended_for(planned)

@@ -37,7 +37,9 @@ from ingot.units import format_seconds
 FACTOR, RECOMPILES = 5.0, 2.0
 WHOLE_FACTOR, LEAST = 10.0, 5.0  # of saves and evaluations: the last save waits for the one before
 STOPPED = "Tt"  # states of a process in /proc
-_LATE_SECONDS = 1.0  # a supervisor that looks this much after its last look did not run in between
+LOOK_SECONDS = 0.2  # between two looks
+_CALM_SECONDS, _FAR_SECONDS = 0.5, 1.0  # the same while every rank has more than this left, and none is stopped
+_LATE_SECONDS = 0.8  # a supervisor that looks this much later than it has to did not run in between
 _STATE_SECONDS = 0.3  # a rank that was in its phase for less is not asked for its state
 
 
@@ -57,7 +59,10 @@ class Hang:
 
 
 class Watchdog:
-    """Looks at the heartbeats of a job. The times that it learned stay from one attempt to the next."""
+    """Looks at the heartbeats of a job. The times that it learned stay from one attempt to the next.
+
+    look_seconds: the time until the next look has to follow, as the last one found.
+    """
 
     def __init__(self, launch: Launch, beats: Heartbeats):
         self._launch, self._beats = launch, beats
@@ -68,6 +73,7 @@ class Watchdog:
         self._lost_before: dict[int, tuple[int, float]] = {}  # rank -> its beat, and self._lost when that was new
         self._stopped: dict[int, float] = {}  # rank -> since when its process was seen stopped
         self._suspected = -math.inf  # when ranks were suspects last
+        self.look_seconds = LOOK_SECONDS
 
     def limit(self, phase: Phase) -> float:
         """Return how long a rank may be in `phase`, in seconds."""
@@ -115,10 +121,10 @@ class Watchdog:
     def look(self, ended: Collection[int]) -> Hang | None:
         """Return the hang if no rank makes progress, or may make none, else None. ended: the ranks that are gone."""
         now = time.monotonic()
-        if now > self._looked + _LATE_SECONDS:
+        if now > self._looked + self.look_seconds + _LATE_SECONDS:
             self._lost += now - self._looked
             self._stopped.clear()
-        self._looked = now
+        self._looked, self.look_seconds = now, LOOK_SECONDS
         beats = {rank: self._beats.read(rank) for rank in range(self._beats.ranks) if rank not in ended}
         self._step = max([self._step, *(beat.longest[Phase.STEP] for beat in beats.values())])
         self._first_step = max([self._first_step, *(beat.longest[Phase.COMPILE] for beat in beats.values())])
@@ -135,6 +141,8 @@ class Watchdog:
         elif max(left.values()) >= 0:
             suspects = self._suspects(beats, left, now)
             if not suspects:
+                if not self._stopped and min(left.values()) > _FAR_SECONDS:
+                    self.look_seconds = _CALM_SECONDS
                 return None
             last = Phase.STEP
         setting, reason = self._origin(last)

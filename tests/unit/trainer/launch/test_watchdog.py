@@ -61,6 +61,18 @@ def test_a_job_without_progress_hangs_after_its_limit_and_not_before(bench):
     assert (bench.hang.limit, bench.hang.seconds) == (3.0, pytest.approx(3.05, abs=0.051))
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_looks_that_are_as_rare_as_it_permits_find_a_hang_as_soon(bench, monkeypatch, is_stopped):
+    pauses = []
+    if is_stopped:  # while the other one reads slow data
+        bench.change(1, phase=Phase.DATA)
+        monkeypatch.setattr(module, "state_of", lambda pid: "T")
+    while (hang := bench.watchdog.look(())) is None or hang.suspects:
+        pauses.append(bench.watchdog.look_seconds)
+        bench.now += pauses[-1]
+    assert 3.0 <= bench.now < 4.0 and min(pauses) == 0.2 and max(pauses) == 0.5
+
+
 def test_no_rank_hangs_while_one_makes_progress(bench):
     """Rank 0 has waited for a minute for rank 1, which reads slow data."""
     for second in range(1, 60):
