@@ -5,9 +5,9 @@ source and layer), the guard and the hashes of the state, the events of a log li
 often as in a run with the defaults (as in metrics.py and guard_cost.py), on both ranks, over the step of both.
 
 Beside the ranks are, once for the job: the launcher with its supervisor, by the kernel's clock of its threads while a
-run of two ranks trains, per second of that run; and an evaluation each hour, with `evaluate.max_tokens` tokens by the
-forward pass of the held-out batch and the start of its process. A second of a run is one of two ranks that do nothing
-but compute, so that waiting ranks would make the share of these smaller.
+run of two ranks trains, per second of that run; and an evaluation each hour, with as many tokens as the run chooses for
+`evaluate.background.share`, by the forward pass of the held-out batch, and the start of its process. A second of a run
+is one of two ranks that do nothing but compute, so that waiting ranks would make the share of these smaller.
 
     python benchmarks/observation.py [--rounds 40] [--models tiny,25m] [--seconds 60]
 """
@@ -19,6 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -48,7 +49,7 @@ from watchdog import heartbeat_seconds
 from ingot.events import EventLog
 from ingot.plugins.callback import StepNumbers
 from ingot.schema import events
-from ingot.schema.evaluate import Evaluate
+from ingot.schema.evaluate import Evaluate, tokens_within
 from ingot.schema.guard import Guard
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Data, RunConfig, Train
@@ -111,11 +112,13 @@ def shares(
     some windows. starts: the CPU seconds of each start of an evaluation. seq_len: of a row of the held-out batch."""
     steps = seconds["step"]
     walls = [step / RANKS for step in steps]
-    # Both ranks score the batch, each its part: the sum is that of all rows.
-    scores = [batch * Evaluate().max_tokens / (SANITY_ROWS * seq_len) for batch in seconds["batch"]]
+    # Both ranks score the batch, each its part: the sum is that of all rows. A run chooses the tokens once.
+    of_token = [batch / (SANITY_ROWS * seq_len) for batch in seconds["batch"]]
+    start, most, share = statistics.median(starts), Evaluate().max_tokens, Evaluate().background.share
+    tokens = tokens_within(share * HOUR * RANKS, start, statistics.median(of_token), most)
     hourly = [
-        wall * (starts[at % len(starts)] + score) / HOUR
-        for at, (wall, score) in enumerate(zip(walls, scores, strict=True))
+        wall * (starts[at % len(starts)] + tokens * each) / HOUR
+        for at, (wall, each) in enumerate(zip(walls, of_token, strict=True))
     ]
     supervisor = [wall * launcher[at % len(launcher)] for at, wall in enumerate(walls)]
     groups = {
@@ -128,7 +131,7 @@ def shares(
     found: dict[str, object] = {name: ratio_in_percent(parts, steps) for name, parts in groups.items()}
     found["all"] = ratio_in_percent([part for parts in groups.values() for part in parts], steps)
     medians = {part: round(statistics.median(each), 7) for part, each in seconds.items()}
-    return found | {"CPU seconds in a step of both ranks": medians}
+    return found | {"CPU seconds in a step of both ranks": medians, "tokens of an evaluation": tokens}
 
 
 def measure(rank: int, name: str, rounds: int, root: Path) -> dict[str, list[float]]:
@@ -163,11 +166,15 @@ def measure(rank: int, name: str, rounds: int, root: Path) -> dict[str, list[flo
     parts.program.observers = [layers, sources]
     parts.program.times = StepTimes(device, waits)
     recorder = open_recorder(run, folder, place, 1, print, sources=SOURCES)
+    (root / f"lines-{rank}").mkdir()
+    of_lines = open_recorder(run, RunFolder(root / f"lines-{rank}"), place, 1, print, sources=SOURCES)
     assert recorder is not None and recorder._thread.ident is not None
+    assert of_lines is not None  # a line has the rows of ten steps, and the thread whose time counts has one of them
+    of_lines.goodput = recorder.goodput
     thread = time.pthread_getcpuclockid(recorder._thread.ident)
     log = EventLog(folder.events)
     trainer = SimpleNamespace(
-        config=run, place=place, recorder=recorder, tokens_per_byte=0.25, cost=CostMeter(2.0, 1, folder.events),
+        config=run, place=place, recorder=of_lines, tokens_per_byte=0.25, cost=CostMeter(2.0, 1, folder.events),
         source_loss=sources, log=lambda *_, **__: None,
     )  # fmt: skip
     gc.freeze()  # as the fork server of a run does
@@ -182,6 +189,7 @@ def measure(rank: int, name: str, rounds: int, root: Path) -> dict[str, list[flo
         (result,) = results
         loss, norm = float(result.loss), float(result.grad_norm)
         line = [StepNumbers(LINE * step + i, loss, norm, skipped=False) for i in range(LINE)]
+        of_line = [replace(result, step=numbers.step) for numbers in line]
         progress = progress_of(step)
 
         began = time.thread_time()
@@ -198,7 +206,7 @@ def measure(rank: int, name: str, rounds: int, root: Path) -> dict[str, list[flo
         summed = time.thread_time()
         zero = Waits(data=0.0, pipeline=0.0, collectives=0.0, reading=0.0, computing=0.0, queued=0.0, blocked=0.0)
         interval.add_line(zero, peak_memory_bytes(device), parts.program.times.take(), {})
-        record_line(trainer, [result], line[:1], progress, squares, by_source)
+        record_line(trainer, of_line, line, progress, squares, by_source)
         lined = time.thread_time()
         _write_line(log, line, zero) if rank == 0 else None
         logged = time.thread_time()
@@ -206,7 +214,7 @@ def measure(rank: int, name: str, rounds: int, root: Path) -> dict[str, list[flo
             "rows": rows - began,
             "update size": (sized - rows) / LINE,
             "sources": sources.seconds + (summed - sized) / LINE,
-            "line": lined - summed,  # a row of the run for each step, and a tenth of the line: rounded up
+            "line": (lined - summed) / LINE,
             "events": (logged - lined) / LINE,
         }
 
@@ -220,11 +228,16 @@ def measure(rank: int, name: str, rounds: int, root: Path) -> dict[str, list[flo
         spent["batch"] = timed(lambda: sanity_loss(scored))
         # An hour is as many steps as fit into it by their CPU seconds.
         spent["saves"] = (SAVES_AN_HOUR * save + FULL_AN_HOUR * spent["batch"]) * spent["step"] / HOUR
+        if rank == 0:
+            recorder.run_steps([(step, {"train/loss": loss, "train/grad_norm": norm, "train/lr": 1e-4})])
+            if step % LINE == 0:
+                recorder.extra("sources", step, {f"data/{name}/loss": loss for name in SOURCES})
         spent["recorder"] = time.clock_gettime(thread) - written
         if step > WARM_UP:
             for part, each in spent.items():
                 seconds[part].append(each)
     recorder.close()
+    of_lines.close()
     seconds["recorder"] = [statistics.fmean(seconds["recorder"])] * rounds  # it wakes up twice a second
     return seconds
 
