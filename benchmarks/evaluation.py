@@ -84,7 +84,9 @@ def evaluate_until(folder: RunFolder, end: float) -> list[float]:
     while time.time() < end:
         began = time.monotonic()
         save = find_weights(folder.root)[1]
-        process = subprocess.Popen(_command(folder.root, save, os.cpu_count() or 1), stdout=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            _command(folder.root, save, os.cpu_count() or 1, 0, 3600.0), stdout=subprocess.DEVNULL
+        )
         try:
             process.wait(max(end - time.time(), 0.1))
             durations.append(time.monotonic() - began)

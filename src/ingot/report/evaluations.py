@@ -42,10 +42,12 @@ def _heldout(evaluations: list[dict]) -> list[Block]:
         TableBlock(header, rows, right=(1, 2, 3, 4)),
     ]
     if len(evaluations) > 1:
-        earlier = [(f"{e['step']:,}", f"{e['bpb']:.4f}", f"{e['loss']:.4f}") for e in evaluations]
+        earlier = [(f"{e['step']:,}", f"{e['tokens']:,}", f"{e['bpb']:.4f}", f"{e['loss']:.4f}") for e in evaluations]
         caption = f"All evaluations: {len(earlier):,}"
         blocks.append(
-            TableBlock(("Step", "Bits per byte", "Loss"), earlier, right=(0, 1, 2), caption=caption, folded=True)
+            TableBlock(
+                ("Step", "Tokens", "Bits per byte", "Loss"), earlier, right=(0, 1, 2, 3), caption=caption, folded=True
+            )
         )
     return blocks
 

@@ -37,7 +37,7 @@ _TABLE = {
         "checkpoint": "mode every every_steps keep keep_every weights_every weights_keep replicas disks",
         "checkpoint.remote": "url keep keep_every bytes_per_second",
         "evaluate": "every_steps max_tokens prompts sample_tokens",
-        "evaluate.background": "every device threads nice memory_bytes seconds tasks task_folder task_examples "
+        "evaluate.background": "every share device threads nice memory_bytes seconds tasks task_folder task_examples "
         "keep_best",
         "watch": "log_every",
         "launch": "max_restarts restart_window_seconds timeout_seconds lease_seconds stop_after grace "

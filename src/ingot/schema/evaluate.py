@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Annotated
 
 from ingot.errors import ConfigError
-from ingot.ranges import Bytes, Count, Deadline, PositiveCount, PositiveQueue, Range, Steps, Tokens
+from ingot.ranges import Bytes, Count, Deadline, PositiveCount, PositiveQueue, Range, Share, Steps, Tokens
 from ingot.schema.save_interval import NEVER, SaveInterval, parse_interval
 
 BPB = "bpb"  # the metric of held-out text: bits per byte
@@ -19,6 +19,9 @@ class BackgroundEvaluation:
 
     every: the interval between two of them, with its unit: "60 min", "1 h", "500 steps"; "" or "0 steps": none. The
       newest save is evaluated, so checkpoint.weights_every is the shortest interval that is of use.
+    share: the greatest share of the machine's time that held-out text may take, with the start of the process: at its
+      first evaluation the run chooses how much of the text that is, and keeps it. Where the start alone takes more than
+      half of the share, the text takes as long as the start. 0: all of it (evaluate.max_tokens).
     device: "cpu", "cuda:N", or "auto": the CPU, but in a run on GPUs a GPU of the machine that no rank uses, if there
       is one.
     threads: on the CPU. nice: the niceness of the process, from 0 to 19 (the lowest priority).
@@ -31,6 +34,7 @@ class BackgroundEvaluation:
     """
 
     every: str = "60 min"
+    share: Share = 0.001
     device: str = "auto"
     threads: PositiveQueue = 1
     nice: Annotated[int, Range(0, 19)] = 19
@@ -60,6 +64,13 @@ class BackgroundEvaluation:
         task, _, metric = self.keep_best.partition("/")
         if self.keep_best not in ("", BPB) and not (task in self.tasks and metric):
             yield "keep_best", f'{self.keep_best!r} is neither "bpb" nor "TASK/METRIC" with one of the tasks'
+
+
+def tokens_within(budget_seconds: float, start_seconds: float, seconds_per_token: float, most: int) -> int:
+    """Return how many tokens an evaluation scores, from 1 to `most`: all of it takes at most the budget, or twice its
+    start, if that is more."""
+    left = max(budget_seconds - start_seconds, start_seconds)
+    return most if left >= most * seconds_per_token else max(int(left / seconds_per_token), 1)
 
 
 @dataclass(frozen=True, kw_only=True)

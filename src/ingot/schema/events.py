@@ -109,6 +109,10 @@ count from 1: step n is the n-th optimizer step.
                  (the run went back to a step before this save meanwhile), best (null, or {metric, value, pinned}: it is
                  the best checkpoint so far, and a pin for it follows unless a user has pinned it)
                                                                       an evaluation in the background has ended
+  evaluation_sized  step, tokens (of held-out text that each evaluation in the background scores from now on), share,
+                 max_tokens, every, heldout (the settings that it follows from), budget_seconds, start_seconds,
+                 seconds_per_token (null: not measured), reason
+                                                                      before the first one, and with other settings
   evaluation_skipped  step, what (as above), code, reason             a save that is due and cannot be evaluated
   best_checkpoint  step, metric, value, pinned (false: a user had pinned it), unpinned [steps] (best ones before it),
                  reason (why it could not be pinned; "": all went well)
@@ -205,6 +209,7 @@ EVALUATION = "evaluation"
 SAMPLE = "sample"
 TASK_SCORES = "task_scores"
 BACKGROUND_EVALUATION = "background_evaluation"
+EVALUATION_SIZED = "evaluation_sized"
 EVALUATION_SKIPPED = "evaluation_skipped"
 BEST_CHECKPOINT = "best_checkpoint"
 FAULT = "fault"

@@ -1,5 +1,6 @@
 """The save to evaluate in the background and the time for it, by the events of the run. No torch."""
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +16,8 @@ KINDS = (
     events.ROLLED_BACK,
     events.CHECKPOINT,
     events.WEIGHTS_SAVED,
+    events.EVALUATION,
+    events.EVALUATION_SIZED,
     events.BACKGROUND_EVALUATION,
     events.EVALUATION_SKIPPED,
     events.BEST_CHECKPOINT,
@@ -50,7 +53,8 @@ class DueEvaluation:
     Events may be taken in twice, if all later ones are, too. best: the step and value of the best checkpoint by
     `keep_best`; None: there is none. wanted: the best checkpoint, until the log says that its pin is set. ours: the
     steps whose pin is, or may be, set by this rule. unusable: the saves that `find` could not use and that were not
-    reported before; the caller empties this list.
+    reported before; the caller empties this list. size: the newest choice of how much text is scored (size.py), as its
+    event; None: there is none. scored: step -> the tokens of held-out text that were scored in the background.
     """
 
     def __init__(self, settings: BackgroundEvaluation):
@@ -64,6 +68,8 @@ class DueEvaluation:
         self.wanted: BestCheckpoint | None = None
         self.ours: set[int] = set()
         self.unusable: list[UnusableSave] = []
+        self.size: dict | None = None
+        self.scored: dict[int, int] = {}
         self._reported: dict[int, float] = {}  # step of a save that cannot be used -> the time of its event
         self._are_elsewhere = False  # files of saves are on other nodes, which was reported
         self._fruitless: tuple = ()  # the state of the run folder in which no save that is due could be used
@@ -78,6 +84,11 @@ class DueEvaluation:
             self._go_back(event["to_step"])
         elif kind in _SAVES:
             self._saves[event["step"]] = _SAVES[kind], event["time"]
+        elif kind == events.EVALUATION_SIZED:
+            self.size = event
+        elif kind == events.EVALUATION:
+            if event.get("background"):
+                self.scored[event["step"]] = event["tokens"]
         elif kind == events.BACKGROUND_EVALUATION:
             if not event.get("void", False):
                 self._evaluated = event["step"]
@@ -126,6 +137,14 @@ class DueEvaluation:
         """Return the time at which the save of `step` was logged, by which it is known from a later one of the same
         step; None if the run went back before this step."""
         return self._saves[step][1] if step in self._saves else None
+
+    def interval_seconds(self, step: int) -> float:
+        """Return the time between two evaluations; if the interval is in steps, that since the last one, or since the
+        run began, up to the save of `step`."""
+        interval, saved_at = self._settings.interval, self.saved_at(step)
+        if interval is None or interval.steps:
+            return max((saved_at or 0.0) - (self._since or math.inf), 0.0)
+        return interval.seconds
 
     def due(self, now: float) -> list[int]:
         """Return the steps whose saves may be evaluated now, the newest first. now: in Unix seconds."""

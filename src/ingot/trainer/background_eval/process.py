@@ -1,10 +1,11 @@
 """The process that evaluates a save of a run while the run trains. The launcher starts it (launch/evaluations.py):
 
-    python -m ingot.trainer.background_eval.process RUN SAVE PID RANKS
+    python -m ingot.trainer.background_eval.process RUN SAVE PID RANKS TOKENS SECONDS
 
-PID: the launcher, with which this process ends. RANKS: of the run on this machine, whose GPUs are theirs. Standard
-output gets a JSON object per line: an event of each result, at last {"reason": ...}, "" if all went well. If the save
-was removed before it was in memory: {"gone": true}.
+PID: the launcher, with which this process ends. RANKS: of the run on this machine, whose GPUs are theirs. TOKENS: of
+held-out text, at most; 0: they are to be chosen, for an evaluation every SECONDS (size.py). Standard output gets a JSON
+object per line: an event of each result, at last {"reason": ...}, "" if all went well. If the save was removed before
+it was in memory: {"gone": true}.
 """
 
 import contextlib
@@ -34,7 +35,7 @@ _AUTOGROUP = Path("/proc/self/autogroup")  # sched(7), "The autogroup feature"
 Emit = Callable[..., None]  # (kind of an event, its fields)
 
 
-def main(root: str, save: str, launcher: str, ranks: str) -> None:
+def main(root: str, save: str, launcher: str, ranks: str, tokens: str, seconds: str) -> None:
     """Evaluate the save, within the limits of the run file."""
     die_with_parent()
     if os.getppid() != int(launcher):
@@ -50,7 +51,8 @@ def main(root: str, save: str, launcher: str, ranks: str) -> None:
         folder = RunFolder(Path(root))
         config = load_run(folder.config)
         limit = keep_limits(config.evaluate.background)
-        _evaluate(config, Path(save), int(ranks), lambda kind, **facts: write({"kind": kind, **facts}))
+        text = int(tokens), float(seconds)
+        _evaluate(config, Path(save), int(ranks), text, lambda kind, **facts: write({"kind": kind, **facts}))
         write({REASON: ""})
     except Exception as error:
         traceback.print_exc()
@@ -82,7 +84,7 @@ def keep_limits(settings: BackgroundEvaluation) -> int:
     return limit
 
 
-def _evaluate(config: RunConfig, save: Path, ranks: int, emit: Emit) -> None:
+def _evaluate(config: RunConfig, save: Path, ranks: int, text: tuple[int, float], emit: Emit) -> None:
     import torch
 
     from ingot.trainer.mesh.start import use_tf32
@@ -93,6 +95,13 @@ def _evaluate(config: RunConfig, save: Path, ranks: int, emit: Emit) -> None:
     device, number = device_of(settings.device, config.train.device, ranks)
     use_tf32(config.train.tf32 and device == "cuda")
     trained = load_trained(save, device, number)
+    tokens, interval_seconds = text
+    if config.data.heldout and not tokens:
+        from ingot.trainer.background_eval.size import choose_size
+
+        size = choose_size(trained, interval_seconds)
+        emit(events.EVALUATION_SIZED, **size.facts())
+        tokens = size.tokens
     began = time.monotonic()
 
     def seconds() -> float:
@@ -101,7 +110,7 @@ def _evaluate(config: RunConfig, save: Path, ranks: int, emit: Emit) -> None:
         return round(began - before, 6)
 
     if config.data.heldout:
-        emit(events.EVALUATION, **evaluate_trained(trained).facts(), seconds=seconds())
+        emit(events.EVALUATION, **evaluate_trained(trained, max_tokens=tokens).facts(), seconds=seconds())
     for prompt, text in samples_of_run(trained):
         emit(events.SAMPLE, prompt=prompt, text=text)
     seconds()

@@ -20,6 +20,7 @@ from ingot.errors import IngotError, UsageError, missing_part
 from ingot.events import EventLog, NewEvents, read_events
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, SaveKind
+from ingot.schema.evaluate import BPB
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
 from ingot.trainer.background_eval.due import KINDS, DueEvaluation, is_better, value_of
@@ -165,7 +166,7 @@ class BackgroundEvaluations:
         step, kind, path = found
         began, saved_at = time.monotonic(), self._due.saved_at(step)
         try:
-            results = self._evaluate(path)
+            results = self._evaluate(path, step)
         except Exception as error:  # as without memory for a process, or room for its log
             self._failures = (step, self._failures[1] + 1 if self._failures[0] == step else 1)
             if self._failures[1] < _TRIES:
@@ -182,10 +183,24 @@ class BackgroundEvaluations:
             facts = {"step": one.step, "what": one.kind, "code": one.code, "reason": one.reason}
             self._log_all(one.step, self._due.saved_at(one.step), [(events.EVALUATION_SKIPPED, facts)])
 
-    def _evaluate(self, path: Path) -> list[dict[str, Any]]:
+    def _tokens(self) -> int:
+        """Return how many tokens of held-out text an evaluation scores; 0: it is to be chosen."""
+        of_run, size = self._config.evaluate, self._due.size or {}
+        now = {
+            "share": self._settings.share,
+            "max_tokens": of_run.max_tokens,
+            "every": self._settings.every,
+            "heldout": self._config.data.heldout,
+        }
+        if not self._settings.share:
+            return of_run.max_tokens
+        return size["tokens"] if now.items() <= size.items() else 0
+
+    def _evaluate(self, path: Path, step: int) -> list[dict[str, Any]]:
         """Evaluate a save in a process. Returns its answers, the last one with REASON or GONE."""
         self._folder.logs.mkdir(parents=True, exist_ok=True)
-        command = _command(self._folder.root.absolute(), path.absolute(), self._ranks)
+        limits = self._tokens(), self._due.interval_seconds(step)
+        command = _command(self._folder.root.absolute(), path.absolute(), self._ranks, *limits)
         with (self._folder.logs / "evaluation.log").open("wb") as errors:
             with self._lock:
                 if self._ends.is_set():
@@ -239,6 +254,8 @@ class BackgroundEvaluations:
         end = {"step": step, "what": kind, "seconds": seconds, "reason": reason, "void": False, "best": None}
         if self._due.saved_at(step) == one.saved_at:
             end["best"] = self._best(step, kind, evaluation, tasks)
+            if size := by_kind.get(events.EVALUATION_SIZED):
+                report(self._say, _size_line(size))
             if line := _line(evaluation, tasks):
                 report(self._say, f"held-out  step {step}, in the background: {line}")
             if reason:
@@ -278,7 +295,9 @@ class BackgroundEvaluations:
             return None
         value, lower = found
         if best is not None and not is_better(value, best[1], lower=lower):
-            return None
+            of_best, of_this = self._due.scored.get(best[0]), (evaluation or {}).get("tokens")
+            if metric != BPB or of_best in (None, of_this):
+                return None  # otherwise the best one was scored on other text, and is not comparable any more
         of_a_user = step in pinned_steps(self._folder) and step not in self._due.ours
         return {"metric": metric, "value": value, "pinned": not of_a_user}
 
@@ -308,8 +327,9 @@ class BackgroundEvaluations:
         self._log_all(best.step, self._due.saved_at(best.step), [(events.BEST_CHECKPOINT, facts)])
 
 
-def _command(run: Path, save: Path, ranks: int) -> list[str]:
-    return [sys.executable, "-P", "-m", _PROCESS, str(run), str(save), str(os.getpid()), str(ranks)]
+def _command(run: Path, save: Path, ranks: int, tokens: int, seconds: float) -> list[str]:
+    words = map(str, (run, save, os.getpid(), ranks, tokens, seconds))
+    return [sys.executable, "-P", "-m", _PROCESS, *words]
 
 
 def _has_ended(process: subprocess.Popen[bytes]) -> bool:
@@ -354,6 +374,11 @@ def _ended(code: int, seconds: float) -> str:
         return f"it was not done after {seconds:g} s (evaluate.background.seconds)"
     how = f"was killed (signal {-code})" if code < 0 else f"exited with code {code}"
     return f"its process {how}; see logs/evaluation.log"
+
+
+def _size_line(size: dict[str, Any]) -> str:
+    """Return the line on how much text evaluations of this run score."""
+    return f"held-out  in the background: up to {size['tokens']:,} tokens each time ({size['reason']})"
 
 
 def _line(evaluation: dict[str, Any] | None, tasks: dict[str, Any] | None) -> str:

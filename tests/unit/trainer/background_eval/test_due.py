@@ -51,6 +51,14 @@ def test_an_interval_in_steps():
     assert state(START, saved(30), every="").due(1e9) == []
 
 
+def test_the_time_between_two_evaluations():
+    assert state(START, saved(10)).interval_seconds(10) == HOUR
+    due = state(START | {"time": 400.0}, saved(30), every="40 steps")
+    assert due.interval_seconds(30) == 600 and due.interval_seconds(99) == 0
+    due.take(ended(30, time=970.0, seconds=20.0))
+    assert due.interval_seconds(30) == 50
+
+
 @pytest.mark.parametrize("back", [{"kind": "rolled_back", "to_step": 15}, START | {"from_step": 15}])
 def test_saves_of_steps_that_the_run_went_back_from_are_void(back):
     due = state(START, saved(10), saved(20), ended(20, time=1000.0), back, every="1 step")

@@ -11,7 +11,7 @@ import torch
 
 from ingot.config import to_toml
 from ingot.events import read_events
-from ingot.schema.evaluate import BackgroundEvaluation
+from ingot.schema.evaluate import BackgroundEvaluation, tokens_within
 from ingot.theory.rules import load_run
 from ingot.trainer.background_eval.process import device_of
 from ingot.trainer.loop import train
@@ -37,11 +37,11 @@ def trained(fork_ranks, make_run):
     return folder
 
 
-def evaluated(folder, save, code="process.main(*sys.argv[1:])", **settings):
+def evaluated(folder, save, code="process.main(*sys.argv[1:])", limits=("200000", "1"), **settings):
     config = load_run(folder.config)
     background = BackgroundEvaluation(nice=0, **settings)  # a busy machine would keep a lower priority waiting
     folder.config.write_text(to_toml(replace(config, evaluate=replace(config.evaluate, background=background))))
-    command = [sys.executable, "-c", HEAD + code, str(folder.root), str(save), str(os.getpid()), "1"]
+    command = [sys.executable, "-c", HEAD + code, str(folder.root), str(save), str(os.getpid()), "1", *limits]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     return [json.loads(line) for line in done.stdout.splitlines()], done
 
@@ -56,6 +56,19 @@ def test_its_numbers_and_samples_are_those_of_the_ranks_bit_for_bit(trained):
             assert found[name] == in_loop[step][name], (step, name)
         assert last == {"reason": ""}
     assert [(e["prompt"], e["text"]) for e in drawn] == samples  # of the last step
+    # The first evaluation chooses how much of the text is scored: as much as an hour allows is all of it.
+    (size, found, *_), _ = evaluated(trained, trained.checkpoint(4), limits=("0", "3600"))
+    assert size["kind"] == "evaluation_sized" and size["reason"] == "evaluate.max_tokens"
+    assert size["tokens"] == size["max_tokens"] and size["seconds_per_token"] > 0 < size["start_seconds"]
+    assert found["tokens"] == in_loop[4]["tokens"]
+    (few, *_), _ = evaluated(trained, trained.checkpoint(4), limits=("1", "3600"))
+    assert 0 < few["tokens"] < found["tokens"]
+
+
+def test_how_many_tokens_fit_into_a_share_of_the_time():
+    assert tokens_within(10.0, 2.0, 0.5, 100) == 16  # eight seconds are left
+    assert tokens_within(3.0, 2.0, 0.5, 100) == 4  # the start is more than half: as long again
+    assert tokens_within(10.0, 2.0, 0.5, 15) == 15 and tokens_within(1.0, 0.1, 1e9, 15) == 1
 
 
 @pytest.mark.slow

@@ -29,7 +29,7 @@ class Launcher:
     """A launcher whose run saves steps; `scripts` has what the process of each save does."""
 
     def __init__(self, folder, monkeypatch, **settings):
-        self.folder, self.lines, self.scripts = folder, [], {}
+        self.folder, self.lines, self.scripts, self.limits = folder, [], {}, []
         config = load_run(folder.config)
         background = BackgroundEvaluation(**{"every": "1 step", **settings})
         self.config = replace(config, evaluate=replace(config.evaluate, background=background))
@@ -41,7 +41,8 @@ class Launcher:
         self.log.write(events.RUN_STARTED, from_step=0)
         self.watch = BackgroundEvaluations(folder, self.config, ranks=1, say=self.lines.append)
 
-    def _command(self, run, save, ranks):
+    def _command(self, run, save, ranks, tokens, seconds):
+        self.limits.append((tokens, seconds))
         return [sys.executable, "-S", "-c", self.scripts[int(save.name[5:])]]
 
     def save(self, step, script):
@@ -270,6 +271,45 @@ def test_the_best_checkpoint_is_pinned_and_the_one_before_it_is_not_any_more(lau
         (5, True, []), (6, True, [5]), (7, False, [6]), (9, True, [])
     ]  # fmt: skip
     assert pinned_steps(job.folder) == {7, 9}  # 7 was pinned by a user
+
+
+def test_how_much_text_is_scored_is_chosen_once_and_again_with_other_settings(launch):
+    job = launch(every="1 h")
+    most, heldout = job.config.evaluate.max_tokens, job.config.data.heldout
+    wanted = {"share": 0.001, "max_tokens": most, "every": "1 h", "heldout": heldout}
+    size = {"kind": events.EVALUATION_SIZED, "tokens": 500, "reason": "its share"} | wanted
+    job.watch.close()
+    for change, tokens in (({}, 500), ({"share": 0.01}, 0), ({"max_tokens": 9}, 0), ({"every": "2 h"}, 0)):
+        job.log.write(**size | change)
+        job.watch._read_log()
+        assert job.watch._tokens() == tokens
+    job.log.write(**size)
+    for share, expected in ((0.001, 500), (0.002, 0), (0.0, most)):
+        background = replace(job.config.evaluate.background, share=share)
+        config = replace(job.config, evaluate=replace(job.config.evaluate, background=background))
+        other = BackgroundEvaluations(job.folder, config, ranks=1, say=job.lines.append)
+        other.close()
+        other._read_log()
+        assert other._tokens() == expected
+
+
+def test_what_the_process_chose_is_logged_and_passed_to_the_next_one(launch):
+    job = launch(every="1 step", keep_best="bpb")
+    most, heldout = job.config.evaluate.max_tokens, job.config.data.heldout
+    chosen = {"share": 0.001, "max_tokens": most, "every": "1 step", "heldout": heldout}
+    score = SCORE | {"tokens": 400}
+    size = {"kind": events.EVALUATION_SIZED, "tokens": 500, "reason": "its share"} | chosen
+    job.save(5, answers(size, score | {"bpb": 1.0}, DONE))
+    job.ended()
+    job.save(6, answers(score | {"bpb": 2.0}, DONE))
+    job.ended(2)
+    job.save(7, answers(score | {"bpb": 1.5, "tokens": 401}, DONE))  # of other text: not comparable
+    job.ended(3)
+    assert [tokens for tokens, _ in job.limits] == [0, 500, 500] and all(seconds >= 0 for _, seconds in job.limits)
+    (found,) = read_events(job.folder.events, events.EVALUATION_SIZED)
+    assert (found["step"], found["tokens"]) == (5, 500)
+    assert "held-out  in the background: up to 500 tokens each time (its share)" in job.lines
+    assert [step for step, _, _ in best_of(job, 2)] == [5, 7]
 
 
 def best_of(job, count):
