@@ -56,14 +56,14 @@ class _Plan(NamedTuple):
 class TensorHasher:
     """Hashes a fixed list of tensors on the devices where they are.
 
-    tensors: contiguous, of any dtype whose elements have 1, 2, 4 or 8 bytes; the same objects in every call, with the
-    same memory.
+    tensors: of any dtype whose elements have 1, 2, 4 or 8 bytes; the same objects in every call, with the same memory.
     """
 
     def __init__(self, tensors: Sequence[Tensor]):
         self.tensors = list(tensors)
         self.device = next((t.device for t in self.tensors if t.device.type != "cpu"), torch.device("cpu"))
-        self._words = [_bits(t) for t in self.tensors]
+        self._words = [_bits(t) for t in self.tensors]  # views, but of those that are not contiguous
+        self._copied = [i for i, t in enumerate(self.tensors) if not t.is_contiguous()]
         self._columns = {device: _on(multipliers(0, _ROW), device) for device in {t.device for t in self.tensors}}
         rows = max((-(-_words(t) // _ROW) for t in self.tensors), default=0)
         self._rows = {device: _on(multipliers(0, rows, stream=1), device) for device in self._columns}
@@ -100,6 +100,8 @@ class TensorHasher:
     @torch.no_grad()
     def hashes(self) -> Tensor:
         """Return the hash of each tensor, int64 [tensors]. The host does not wait for the device."""
+        for i in self._copied:
+            self._words[i] = _bits(self.tensors[i])
         by_device = {d: torch.zeros(len(self.tensors), dtype=torch.int64, device=d) for d in self._columns}
         for (device, found), plan in zip(by_device.items(), self._plans, strict=True):
             if plan is not None:

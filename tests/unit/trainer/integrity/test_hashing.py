@@ -49,6 +49,10 @@ def test_tensors_that_are_hashed_together_have_the_hashes_of_each_alone():
     hashes = TensorHasher(tensors).hashes().tolist()
     assert hashes == [int(alone.hash(tensor)) for tensor in tensors]
     assert hashes[-3:] == [reference(tensor) for tensor in tensors[-3:]]
+    strided = torch.randn(4, ROW)[:, ::2]
+    hasher = TensorHasher([strided])
+    strided += 1
+    assert hasher.hashes().tolist() == [reference(strided.contiguous())]
 
 
 def test_swaps_and_pairs_of_sign_bits_are_found():
