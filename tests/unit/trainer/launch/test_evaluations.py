@@ -177,11 +177,11 @@ def test_a_process_that_does_not_start_is_tried_again_but_not_for_ever(launch, m
     monkeypatch.setattr(evaluations, "_PAUSE_SECONDS", 0.01)
     tried, evaluate = [], BackgroundEvaluations._evaluate
 
-    def start(self, path):
+    def start(self, path, step):
         tried.append(path)
         if len(tried) <= failures:
             raise OSError(12, "no memory")
-        return evaluate(self, path)
+        return evaluate(self, path, step)
 
     monkeypatch.setattr(BackgroundEvaluations, "_evaluate", start)
     job = launch()
