@@ -10,8 +10,10 @@ from types import SimpleNamespace
 import pytest
 
 from ingot.drill import clean
+from ingot.drill.faults import FAULTS
 from ingot.drill.job import RUN_VARIABLE
 from ingot.drill.oracles import Verdicts
+from ingot.drill.rows import NOT_PLAYED
 from ingot.events import EventLog
 from ingot.schema.run_folder import RunFolder
 
@@ -35,6 +37,13 @@ def test_every_row_of_the_design_is_in_the_table():
     assert "**RED** in 1" in rows["RS10"] and "**NO**" in rows["RS10"] and "step 3 / differs" in rows["RS10"]
     assert "passes" in rows["RS09"] and "not run" in rows["RS11"]
     assert len({line.count("|") for line in table.splitlines()}) == 1
+
+
+def test_a_drill_plays_each_row_of_the_board_or_gives_the_reason():
+    rows, played = {row.id for row in ALL}, {fault.id for fault in FAULTS}
+    assert sorted(row.id for row in NOT_PLAYED) == sorted(rows - played)
+    assert {name.split()[0] for name in played - rows} <= {name.split()[0] for name in rows}  # variants
+    assert all(row.injects and row.why for row in NOT_PLAYED)
 
 
 @pytest.mark.parametrize("finding", ["", "wrong"])

@@ -150,10 +150,18 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="drill-variants-unasked",
         what="a row of a drill plays its variants, which nobody asked for",
-        file="drill/drill.py",
-        before="return [fault for fault in FAULTS if fault.id == row] or faults_of(row)",
-        after="return faults_of(row)",
+        file="drill/rows.py",
+        before="if row != name else [fault for fault in FAULTS if fault.id == row] or faults_of(row)",
+        after="",
         tests=("tests/unit/drill/test_faults.py::test_rows_are_chosen_by_the_ids_of_the_board",),
+    ),
+    Mutant(
+        name="drill-row-without-a-reason",
+        what="a row of the board is unknown to a drill",
+        file="drill/rows.py",
+        before='    BoardRow("RS26", "reads of token shards fail or stall", _CALLS),\n',
+        after="",
+        tests=("tests/board/test_table.py::test_a_drill_plays_each_row_of_the_board_or_gives_the_reason",),
     ),
     Mutant(
         name="drill-silent-until-its-end",

@@ -31,7 +31,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="run file, or run folder (default: run.toml); it is only read",
     )
     which = parser.add_mutually_exclusive_group()
-    which.add_argument("--list", action="store_true", help="show the faults; start nothing")
+    which.add_argument("--list", action="store_true", help="show the rows; start nothing")
     which.add_argument(
         "--rows", metavar="IDS", help="these rows alone, as RS01,RS10; RS01+: with its variants (default: all)"
     )
@@ -66,21 +66,15 @@ class _ToStandardError:
 
 
 def run(args: argparse.Namespace, terminal: Terminal) -> int:
-    from ingot.drill import drill as drills
     from ingot.drill.copied import lock_of, open_copy
+    from ingot.drill.rows import chosen_faults
     from ingot.drill.soak import soak_times
     from ingot.trainer.resilience.lock import RunLock
 
     if args.list:
-        rows = [(fault.id, fault.injects, "smoke" if fault.smoke else "") for fault in drills.FAULTS]
-        terminal.table(rows, ("row", "fault", ""))
-        terminal.say(
-            "\n--rows RS03 plays that row alone, --rows RS03+ its variants too (RS03 all), --smoke the marked ones"
-        )
-        terminal.result({"rows": [{"id": row[0], "injects": row[1], "smoke": bool(row[2])} for row in rows]})
-        return 0
+        return _list(terminal)
     rows = [row.strip() for row in args.rows.split(",")] if args.rows is not None else []
-    faults = drills.chosen_faults(rows, smoke=args.smoke)
+    faults = chosen_faults(rows, smoke=args.smoke)
     times = soak_times(args.soak, args.every)
     copy, changes = open_copy(args.run, args.out, args.overrides, many_faults=times is not None)
     try:
@@ -88,6 +82,23 @@ def run(args: argparse.Namespace, terminal: Terminal) -> int:
             return _play(args, terminal, copy, changes, faults, times)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"no process of the drill is left; its copies are in {copy.root}") from None
+
+
+def _list(terminal: Terminal) -> int:
+    """Show all rows of the board: those that a drill plays, and the others with the reason."""
+    from ingot.drill.faults import FAULTS
+    from ingot.drill.rows import NOT_PLAYED
+
+    terminal.table([(one.id, one.injects, "smoke" if one.smoke else "") for one in FAULTS], ("row", "fault", ""))
+    terminal.say(
+        "\n--rows RS03 plays that row alone, --rows RS03+ its variants too (RS03 all), --smoke the marked ones\n\n"
+        "Other rows of the board of reliability run in the tests of ingot (docs/reliability.md):\n"
+    )
+    terminal.table([(one.id, one.injects, one.why) for one in NOT_PLAYED], ("row", "fault", "not here, because"))
+    played = [{"id": one.id, "injects": one.injects, "smoke": one.smoke} for one in FAULTS]
+    others = [{"id": one.id, "injects": one.injects, "why": one.why, "command": one.way_out} for one in NOT_PLAYED]
+    terminal.result({"rows": played, "not_played": others})
+    return 0
 
 
 def _play(

@@ -13,13 +13,12 @@ from random import Random
 
 from ingot.drill.copied import RESULT, DrillCopy
 from ingot.drill.fault import DrillFault, play
-from ingot.drill.faults import FAULTS, faults_of
 from ingot.drill.guarded import differences, facts_with, train_guarded
 from ingot.drill.oracles import Verdicts
 from ingot.drill.reference import train_reference
 from ingot.drill.trial import DrillOutput, Trial
 from ingot.drill.undisturbed import RECOMPUTED, REFERENCE, DrillReference
-from ingot.errors import EXIT_OK, UsageError
+from ingot.errors import EXIT_OK
 from ingot.schema.run import RunConfig
 from ingot.schema.step_ranges import spans_of
 from ingot.storage import write_json
@@ -28,33 +27,6 @@ from ingot.units import format_seconds
 EXIT_DIFFERS = 1
 NONE_LEFT_OUT: Mapping[str, str] = {}
 _SUFFIXES = ("", ".tmp", ".log", ".damaged", ".planted", ".tokens")  # of what a copy has
-
-
-def chosen_faults(rows: Sequence[str] = (), *, smoke: bool = False) -> list[DrillFault]:
-    """Return the faults of these rows of the board, or of the short drill, or all.
-
-    rows: each is the whole id of a fault; with "+" after it, the variants of the row come too, as they do for a row
-    that has nothing else here. Raises UsageError for a row that has none.
-    """
-    asked = {row: _asked(row) for row in rows}
-    if unknown := [row for row, faults in asked.items() if not faults]:
-        known = ", ".join(dict.fromkeys(fault.id.split()[0] for fault in FAULTS))
-        raise UsageError(
-            "E-DRILL-ROW",
-            f"--rows {unknown[0]}: no such row",
-            rule=f"the rows that work on any run are {known}",
-            fix="`ingot drill --list` shows them; the other rows of the board run in the tests of ingot",
-            row=unknown[0],
-        )
-    if rows:
-        return list(dict.fromkeys(fault for faults in asked.values() for fault in faults))
-    return [fault for fault in FAULTS if fault.smoke or not smoke]
-
-
-def _asked(row: str) -> list[DrillFault]:
-    if row.endswith("+"):
-        return faults_of(row[:-1])
-    return [fault for fault in FAULTS if fault.id == row] or faults_of(row)
 
 
 def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *, steps: int = 0, seed: int = 0) -> dict:

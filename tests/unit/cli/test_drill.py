@@ -36,8 +36,13 @@ def test_json_is_alone_on_standard_output_and_progress_on_standard_error(run_fil
     assert "reference  24 steps" in printed.out and printed.err == ""
 
 
-def test_the_list_says_how_to_ask_for_variants(capsys):
+def test_the_list_has_variants_and_the_rows_that_are_not_here(capsys):
     assert main(["drill", "--list"]) == 0
-    assert "--rows RS03+" in capsys.readouterr().out
+    shown = capsys.readouterr().out
+    assert "--rows RS03+" in shown and "RS09 disks" in shown and "not here, because" in shown
     assert main(["drill", "--list", "--json"]) == 0
-    assert {"RS03", "RS03 all"} <= {row["id"] for row in json.loads(capsys.readouterr().out)["rows"]}
+    printed = json.loads(capsys.readouterr().out)
+    assert {"RS03", "RS03 all"} <= {row["id"] for row in printed["rows"]}
+    commands = {row["id"]: row["command"] for row in printed["not_played"]}
+    assert commands["RS09 disks"] == 'python -m tests.board --rows "RS09 disks" --seeds 1, in a clone of ingot'
+    assert commands["RS34"].startswith("ingot drill RUN --soak")

@@ -8,8 +8,8 @@ import pytest
 from tests.expect import refused
 
 from ingot.drill.damage import cut, flip, flip_any
-from ingot.drill.drill import chosen_faults
 from ingot.drill.faults import FAULTS, faults_of
+from ingot.drill.rows import NOT_PLAYED, chosen_faults
 from ingot.theory.rules import load_run
 
 KILLED = {"kind": "fault", "rank": 1, "cause": "was killed (SIGKILL)", "detected_by": "supervisor", "seconds": None}
@@ -128,6 +128,14 @@ def test_rows_are_chosen_by_the_ids_of_the_board(run_file):
     assert [fault.id for fault in chosen_faults(["RS07"])] == ["RS07 memory", "RS07 node"]  # it has nothing else
     with refused("E-DRILL-ROW", row="RS99"):
         chosen_faults(["RS01", "RS99"])
+    for row, rows in (("RS09", ["RS09"]), ("RS12+", ["RS12"]), ("RS07 spare", ["RS07 spare"])):
+        with refused("E-DRILL-NOT-HERE", row=row, rows=rows) as error:
+            chosen_faults(["RS01", row])
+        (one,) = (one for one in NOT_PLAYED if [one.id] == rows)
+        assert one.why in str(error.value) and one.way_out in str(error.value)
+    of_31 = [f"RS31 {name}" for name in ("leader", "links", "mount", "sinks", "store")]
+    with refused("E-DRILL-NOT-HERE", row="RS31", rows=of_31):
+        chosen_faults(["RS31"])
     config = load_run(run_file)
     alone = replace(config, parallel=replace(config.parallel, dp_shard=1))
     left_out = {fault.id for fault in FAULTS if fault.needs(alone)}
