@@ -10,7 +10,6 @@ that a run uses.
 """
 
 import ctypes
-import itertools
 import math
 import os
 import signal
@@ -19,7 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from ingot.drill.planted import change_steps, with_tokens
+from ingot.drill.planted import change_steps, hold_interpreter_lock, wait_for_ever, with_tokens
 from ingot.plugins.callback import CALLBACKS, CallbackPart, StepCallback
 from ingot.plugins.schedule import SCHEDULES, SchedulePart
 from ingot.trainer import loop
@@ -100,10 +99,10 @@ class Planted(StepCallback):
         os.kill(os.getpid(), signal.SIGSTOP)
 
     def hold(self, _):
-        sum(itertools.repeat(0))  # native code that never releases the interpreter lock, without end
+        hold_interpreter_lock()
 
     def wait(self, _):
-        signal.sigwait([signal.SIGWINCH])  # as a program that waits for something else than a collective
+        wait_for_ever()
 
     def error(self, _):
         raise RuntimeError("planted")

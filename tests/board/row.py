@@ -87,15 +87,15 @@ def judge_recovered(
     trial.judge_recovered(verdicts, folder, where, reference, most, all_layouts=all_layouts, earlier=earlier)
 
 
-def drilled(row: str, *settings: str, case: str = "") -> Callable[[Bench, int, Verdicts], None]:
+def drilled(row: str, *settings: str, case: str = "", without: str = "") -> Callable[[Bench, int, Verdicts], None]:
     """Return how a row is played whose faults `ingot drill` has as well: on the bench's run with these settings,
     which saves in the mode that is drawn. Faults that such a run cannot have are left out. case: a word for the names
-    of its folders, in a row with several."""
+    of its folders, in a row with several. without: the fault that is a row of its own."""
 
     def play_row(bench: Bench, seed: int, verdicts: Verdicts) -> None:
         run, reference = bench.drilled(*settings, drawn_mode(seed)), bench.reference(*settings)
         for fault in faults_of(row):
-            if fault.needs(run.config):
+            if fault.needs(run.config) or fault.id == without:
                 continue
             place = bench.root / f"{fault.id.replace(' ', '-')}{case}-{seed}"
             own, random = fault.prepare(run, place), random_of(fault.id, seed)

@@ -128,7 +128,7 @@ def _distance(ours: Trace, reference: Trace, step: int) -> float:
 
 
 ROWS = (
-    Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG), limits=CRASH),
+    Row("RS01", "SIGKILL of a rank at a random moment", drilled("RS01", _LONG, without="RS01 partial"), limits=CRASH),
     Row(
         "RS07 memory",
         "SIGKILL of a rank, and loss of the tensors of all checkpoints",

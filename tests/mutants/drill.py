@@ -47,8 +47,8 @@ MUTANTS: list[Mutant] = [
         name="drill-late-watchdog",
         what="a hang may be found at any time",
         file="drill/faults.py",
-        before='if faults[0]["seconds"] > limit:',
-        after='if faults[0]["seconds"] < 0:',
+        before='    if fault["seconds"] > trial.hang_limit():',
+        after='    if fault["seconds"] < 0:',
         tests=(f"{_FAULTS}test_a_hang_is_found_by_the_watchdog_in_time_with_the_stacks_of_the_others",),
     ),
     Mutant(
@@ -198,9 +198,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="drill-fault-not-planted",
         what="a quiet fault that never came is green",
-        file="drill/quiet.py",
-        before='is not planted" if missing or not trial.planned else ""',
-        after='is not planted" if missing and not trial.planned else ""',
+        file="drill/trial.py",
+        before='is not planted" if missing or not self.planned else ""',
+        after='is not planted" if missing and not self.planned else ""',
         tests=(f"{_QUIET}test_a_fault_that_was_not_planted_is_red",),
     ),
     Mutant(

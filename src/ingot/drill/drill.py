@@ -26,7 +26,7 @@ from ingot.units import format_seconds
 
 EXIT_DIFFERS = 1
 NONE_LEFT_OUT: Mapping[str, str] = {}
-_SUFFIXES = ("", ".tmp", ".log", ".damaged", ".planted", ".tokens")  # of what a copy has
+_SUFFIXES = ("", ".tmp", ".log", ".damaged", ".planted", ".tokens", ".health")  # of what a copy has
 
 
 def drill(copy: DrillCopy, faults: Sequence[DrillFault], output: DrillOutput, *, steps: int = 0, seed: int = 0) -> dict:

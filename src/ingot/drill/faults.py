@@ -1,8 +1,8 @@
 """The faults of a drill: what each does to a job that trains, from outside, and what has to be reported. No torch.
 
 They have the ids of the board of reliability (docs/reliability.md). Quiet faults, which end no process, are in
-quiet.py; those after which memory replaces the checkpoints in memory.py. The rest of the board's rows needs a disk that
-fails, or more than a lost node, and runs on a small run of the board.
+quiet.py; those after which memory replaces the checkpoints in memory.py; those of the program of a rank in programs.py;
+reports of the machine in machines.py. The rest of the board's rows, with the reasons, is in rows.py.
 """
 
 import signal
@@ -12,10 +12,13 @@ from pathlib import Path
 
 from ingot.drill.damage import cut, flip_any
 from ingot.drill.fault import DrillFault
+from ingot.drill.guarded import with_settings
 from ingot.drill.job import send
+from ingot.drill.machines import MACHINE_FAULTS
 from ingot.drill.memory import MEMORY_FAULTS
+from ingot.drill.programs import PROGRAM_FAULTS, several
 from ingot.drill.quiet import QUIET_FAULTS
-from ingot.drill.trial import Trial
+from ingot.drill.trial import DrilledRun, Trial
 from ingot.errors import EXIT_PREEMPTED, RunBusyError
 from ingot.schema import events
 from ingot.schema.checkpoint import file_of
@@ -27,7 +30,6 @@ from ingot.trainer.resilience.lock import BUSY
 INTERRUPTED = 130
 _STOP_SECONDS = 2.0  # from a request to stop to the end, besides the steps that are under way
 _STOP_STEPS = 10
-_LIMIT_STEPS = 5  # the watchdog waits as long as that many of the longest steps (trainer/launch/watchdog.py)
 
 
 # -- ranks and processes of the job --
@@ -47,6 +49,21 @@ def _ended_by(name: str) -> Callable[[Trial], str]:
         return "" if faults == [(trial.named[0], True)] else f"faults {faults}, not one of rank {trial.named[0]}"
 
     return expects
+
+
+def _partial(run: DrilledRun, place: Path) -> DrilledRun:
+    return with_settings(run, {"launch.restart": "partial"})
+
+
+def _alone_new(trial: Trial) -> str:
+    """Return what is wrong with a restart in which the killed rank alone may get a new process."""
+    if problem := _ended_by("SIGKILL")(trial):
+        return problem
+    processes: dict[int, set[int]] = {}
+    for event in trial.found(events.RANK_STARTED):
+        processes.setdefault(event["rank"], set()).add(event["pid"])
+    new = [rank for rank in sorted(processes) if len(processes[rank]) > 1]
+    return "" if new == [*trial.named] else f"ranks {new} got new processes, not rank {trial.named[0]} alone"
 
 
 def _kill_server(trial: Trial) -> None:
@@ -110,9 +127,8 @@ def _hang_found(trial: Trial) -> str:
     right = [(e["detected_by"], e["rank"] in trial.named, "SIGSTOP" in e["cause"]) for e in faults]
     if right != [("watchdog", True, True)]:
         return f"faults {[(e['detected_by'], e['rank'], e['cause']) for e in faults]}, not one hang by SIGSTOP"
-    limit = max(trial.run.config.launch.watchdog_seconds, _LIMIT_STEPS * trial.longest_step()) + trial.run.hang_seconds
-    if faults[0]["seconds"] > limit:
-        return f"found after {faults[0]['seconds']:.1f} s, more than {limit:.1f} s"
+    if late := trial.found_late(faults[0]):
+        return late
     stacks = [p for p in trial.folder.incidents.rglob("rank-*.stacks") if "trainer/loop.py" in p.read_text()]
     wanted = trial.run.ranks - len(trial.named)
     return "" if len(stacks) == wanted else f"stacks of {len(stacks)} ranks were kept, not of {wanted}"
@@ -218,10 +234,6 @@ def _fell_back(trial: Trial) -> str:
 # -- the list --
 
 
-def _several(config: RunConfig) -> str:
-    return "" if config.parallel.world_size > 1 else "the run has one rank"
-
-
 def _writes_aside(config: RunConfig) -> str:
     return "" if config.checkpoint.mode == "async" else "with checkpoint.mode = 'sync' the ranks write checkpoints"
 
@@ -233,6 +245,15 @@ FAULTS: tuple[DrillFault, ...] = (
     DrillFault(id="RS01", injects="SIGKILL of a rank", inject=_kill_rank, expects=_ended_by("SIGKILL"), smoke=True),
     DrillFault(
         id="RS01 server", injects="SIGKILL of the process that starts ranks", inject=_kill_server, expects=_one_fault
+    ),
+    DrillFault(
+        id="RS01 partial",
+        injects="SIGKILL of a rank; the others keep their processes",
+        inject=_kill_rank,
+        expects=_alone_new,
+        needs=several,
+        soaks=False,
+        prepare=_partial,
     ),
     DrillFault(id="RS02", injects="a segmentation fault of a rank", inject=_segv_rank, expects=_ended_by("SIGSEGV")),
     DrillFault(
@@ -247,7 +268,7 @@ FAULTS: tuple[DrillFault, ...] = (
         injects="all ranks do not go on (SIGSTOP)",
         inject=_stop_all,
         expects=_hang_found,
-        needs=_several,
+        needs=several,
     ),
     DrillFault(
         id="RS06",
@@ -262,7 +283,7 @@ FAULTS: tuple[DrillFault, ...] = (
         inject=_pause_all,
         expects=_undisturbed,
         intervals=0,
-        needs=_several,
+        needs=several,
     ),
     *MEMORY_FAULTS,
     DrillFault(
@@ -333,6 +354,8 @@ FAULTS: tuple[DrillFault, ...] = (
         intervals=0,
     ),
     *QUIET_FAULTS,
+    *PROGRAM_FAULTS,
+    *MACHINE_FAULTS,
 )
 
 

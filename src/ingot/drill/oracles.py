@@ -158,6 +158,8 @@ _FINDERS = {
     events.QUARANTINED: "the reader of the data",
     events.ALERT: "an alert",  # that weights do not change: others are about trends
 }
+# Who finds one that only its own kind of event reports: others of that kind come on a busy machine too.
+_OWN_FINDERS = {events.STRAGGLER: "the watch for slow ranks", events.HEALTH: "the health watch"}
 
 
 @dataclass
@@ -165,7 +167,8 @@ class Recovery:
     """The recovery from a fault at `injected` (Unix time), as the events show it, which `take` gets in order.
 
     reached: the highest step that was logged before the restart; of a quiet fault, the highest one that was found or
-    rolled back. quiet: no process ends by the fault. detected: O4, the seconds to the first event that reports it; by,
+    rolled back. quiet: no process ends by the fault. found_by: the kind of event, of _OWN_FINDERS, that reports it; "":
+    any other finder's. detected: O4, the seconds to the first event that reports it; by,
     cause: of that event. recovered: O5, the seconds to the first step, of an attempt begun after the fault, that no
     attempt before it had reached; of a quiet fault, to the first sound step after `reached`.
     """
@@ -173,6 +176,7 @@ class Recovery:
     injected: float
     reached: int = 0
     quiet: bool = False
+    found_by: str = ""
     detected: float | None = None
     by: str = ""
     cause: str = ""
@@ -182,6 +186,9 @@ class Recovery:
     def take(self, event: dict) -> None:
         """Take in the next event of the log."""
         kind, after = event["kind"], event["time"] - self.injected
+        if kind == self.found_by and after >= -0.001 and self.detected is None:
+            self.detected, self.by, self.cause = max(after, 0.0), _OWN_FINDERS[kind], _found(event)
+            self.reached = max(self.reached, event.get("step", 0))
         if self.quiet:
             self._take_quiet(event, after)
         elif kind == events.FAULT and self.detected is None and after >= -0.001:  # the log has milliseconds
@@ -195,7 +202,7 @@ class Recovery:
 
     def _take_quiet(self, event: dict, after: float) -> None:
         kind = event["kind"]
-        if kind in _FINDERS and after >= -0.001 and event.get("alert", UNCHANGED) == UNCHANGED:
+        if kind in _FINDERS and not self.found_by and after >= -0.001 and event.get("alert", UNCHANGED) == UNCHANGED:
             if self.detected is None:
                 self.detected, self.by, self.cause = max(after, 0.0), _FINDERS[kind], _found(event)
             # The tokens are left out before the step uses them.
@@ -213,6 +220,12 @@ def _found(event: dict) -> str:
         return f"step {event['step']}: {event['found']}"
     if event["kind"] == events.ALERT:
         return f"step {event['step']}: {event['alert']}"
+    if event["kind"] == events.STRAGGLER:
+        return (
+            f"step {event['step']}: rank {event['rank']} is {event['factor']:g} times as slow in its {event['phase']}"
+        )
+    if event["kind"] == events.HEALTH:
+        return f"{event['node']}: {event['words']} ({event['verdict']})"
     bit = "" if event["bit"] is None else f"bit {event['bit']} of "
     return f"step {event['step']}: {bit}{event['tensor']} of rank {event['rank']}"
 

@@ -13,8 +13,13 @@ from typing import Any, Literal
 from ingot.storage import write_json
 
 NEVER = 1 << 40  # as a first step: the fault does not come
-FaultKind = Literal["flip", "moment", "gradient", "nan", "rate", "still", "document"]
+FaultKind = Literal[
+    "flip", "moment", "gradient", "nan", "rate", "still", "document", "slow", "hold", "wait", "leave", "abort"
+]
 BITS: frozenset[FaultKind] = frozenset({"flip", "moment", "gradient"})  # a wrong bit of one rank
+UNTIL_REPAIRED: frozenset[FaultKind] = frozenset({"leave", "abort"})  # comes each time that its step is trained
+LOUD: frozenset[FaultKind] = UNTIL_REPAIRED | {"hold", "wait"}  # an attempt ends by it
+OF_ONE_RANK: frozenset[FaultKind] = BITS | LOUD | {"slow"}
 STAYS: frozenset[FaultKind] = frozenset({"still", "document"})  # comes each time that its steps are trained
 
 
@@ -26,7 +31,10 @@ class PlannedFault:
       around. "moment": the same of the optimizer's state of a piece. "gradient": of a gradient before it is reduced.
       "nan": a gradient is NaN in `steps` steps. "rate": the learning rate of a step is `factor` times `optim.lr`.
       "still": that of `steps` steps is 0, whenever they are trained. "document": a token that repeats itself is in
-      place of the data of `steps` steps, whenever they are read.
+      place of the data of `steps` steps, whenever they are read. "slow": `rank` takes `seconds` longer in each of
+      `steps` steps. After the update of a step, `rank`: "hold" holds its interpreter lock for ever, "wait" waits for
+      ever, both once per run; "leave" leaves out a collective that the others call, "abort" ends by SIGABRT, both in
+      each attempt until the drill has repaired it.
     once: "nan" and "rate" do not come again after the guard took a measure against them.
     earliest, latest: the first steps that it may have; it does not come at all after `latest`.
     """
@@ -38,6 +46,7 @@ class PlannedFault:
     element: int = 0
     bit: int = 0
     factor: float = 0.0
+    seconds: float = 0.0
     once: bool = True
     earliest: int = 1
     latest: int = NEVER
@@ -72,6 +81,14 @@ class FaultPlan:
         """Record that a fault is planted now, unless that is recorded already. facts: its step and place."""
         if self.planted(number) is None:
             write_json(self.folder / f"planted-{number}.json", facts)
+
+    def repair(self, number: int) -> None:
+        """Record that a fault comes no more."""
+        write_json(self.folder / f"repaired-{number}.json", {})
+
+    def is_repaired(self, number: int) -> bool:
+        """Return whether a fault comes no more."""
+        return (self.folder / f"repaired-{number}.json").exists()
 
     def planted(self, number: int) -> dict[str, Any] | None:
         """Return the facts of a fault that was planted; None if it was not."""

@@ -4,18 +4,22 @@ A copy of a drill has it as a callback of a plug-in, so a run that is not drille
 where no callback is called: the batch before the forward, the gradients before their norm, the rate of an update.
 """
 
+import itertools
 import math
 import os
+import signal
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ingot.drill.job import RUN_VARIABLE
-from ingot.drill.plan import BITS, NEVER, STAYS, FaultPlan, PlannedFault
+from ingot.drill.plan import BITS, LOUD, NEVER, STAYS, UNTIL_REPAIRED, FaultPlan, PlannedFault
 from ingot.plugins.callback import StepCallback, StepNumbers
 from ingot.schema.guard_record import read_measures
 from ingot.schema.run_folder import RunFolder
@@ -37,6 +41,7 @@ class _Changes:
 
 
 _FIRST_ELEMENTS = 16
+_LEFT_OUT = 7  # elements of a collective that one rank leaves out: no other one has so many
 _changes: list[_Changes] = []  # one, once the functions of the step are replaced
 
 
@@ -87,6 +92,16 @@ def flip_bit(tensor: Tensor, element: int, bit: int) -> None:
     octets[element * tensor.element_size() + bit // 8] ^= 1 << (bit % 8)
 
 
+def hold_interpreter_lock() -> None:
+    """Stay in native code that never releases the interpreter lock, without end."""
+    sum(itertools.repeat(0))
+
+
+def wait_for_ever() -> None:
+    """Wait as a program that waits for something else than a collective."""
+    signal.sigwait([signal.SIGWINCH])
+
+
 def with_tokens(batch: Any, tokens: Tensor) -> Any:
     """Return a batch with other tokens. tokens: int64 [A, B, T + 1]."""
     return replace(batch, inputs=tokens[..., :-1], targets=tokens[..., 1:])
@@ -132,6 +147,11 @@ class PlantedFaults(StepCallback):
             self._flip(number, fault, step, "gradient", buffer.view(-1)[:_FIRST_ELEMENTS])
 
     def on_gradients(self, step: int) -> None:
+        for fault in self._due("slow", step):
+            time.sleep(fault.seconds if fault.rank == self.run.rank else 0.0)
+        self._flip_state(step)
+
+    def _flip_state(self, step: int) -> None:
         """Flip the bit of a weight or of a moment, after a step whose state was hashed, and before that of this step
         is."""
         if self.updated != step - 1:
@@ -158,6 +178,27 @@ class PlantedFaults(StepCallback):
 
     def on_update(self, step: int) -> None:
         self.updated = step
+        for number, (fault, start) in enumerate(self.started):
+            if fault.kind in LOUD and step == start:
+                self._fail(number, fault, step)
+
+    def _fail(self, number: int, fault: PlannedFault, step: int) -> None:
+        """Let the rank of a fault hang, end or leave out a collective, unless that is over."""
+        own = fault.rank == self.run.rank
+        comes_again = fault.kind in UNTIL_REPAIRED
+        if self.plan.is_repaired(number) if comes_again else not own or self.plan.planted(number) is not None:
+            return
+        if fault.kind == "leave" and not own:
+            dist.all_reduce(torch.ones(_LEFT_OUT, device=self.run.device))
+        if not own:
+            return
+        self.plan.record(number, step=step)
+        if fault.kind == "abort":
+            os.abort()
+        elif fault.kind == "hold":
+            hold_interpreter_lock()
+        elif fault.kind == "wait":
+            wait_for_ever()
 
     def _due(self, kind: str, step: int) -> list[PlannedFault]:
         """Return the faults of this kind that a step has, and record that they are planted."""
@@ -204,7 +245,9 @@ class PlantedFaults(StepCallback):
         fault, start = self.started[number]
         if start == NEVER:
             return True
-        if fault.kind in BITS:
+        if fault.kind in UNTIL_REPAIRED:
+            return self.plan.is_repaired(number)
+        if fault.kind in BITS | LOUD:
             planted = self.plan.planted(number)
             return planted is not None and step > planted["step"]
         if fault.once and fault.kind in ("nan", "rate") and not self._is_past(fault, start):

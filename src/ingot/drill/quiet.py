@@ -160,12 +160,6 @@ def _planted(trial: Trial, kind: FaultKind) -> dict[str, Any]:
     return next(facts for facts in found if facts is not None)
 
 
-def _not_planted(trial: Trial) -> str:
-    faults = trial.plan.faults()
-    missing = [faults[number].kind for number in trial.planned if trial.plan.planted(number) is None]
-    return f"it was not injected: {missing} is not planted" if missing or not trial.planned else ""
-
-
 def _measures(trial: Trial) -> list[Measure]:
     return read_measures(trial.folder.guard)
 
@@ -175,7 +169,7 @@ def _found_in(trial: Trial) -> set[int]:
 
 
 def _flip_found(trial: Trial, kind: FaultKind = "flip") -> str:
-    if problem := _not_planted(trial):
+    if problem := trial.not_planted():
         return problem
     facts, rank = _planted(trial, kind), trial.named[0]
     damaged = [(e["step"], e["rank"], e["bit"]) for e in trial.found(events.STATE_DAMAGED)]
@@ -202,7 +196,7 @@ def _moment_found(trial: Trial) -> str:
 
 
 def _reported(trial: Trial) -> str:
-    if problem := _not_planted(trial):
+    if problem := trial.not_planted():
         return problem
     first, steps = _planted(trial, "still")["step"], _still_steps(trial.run.config)
     alerts = [event["step"] for event in trial.found(events.ALERT) if event["alert"] == UNCHANGED]
@@ -213,7 +207,7 @@ def _reported(trial: Trial) -> str:
 
 
 def _skipped_once(trial: Trial) -> str:
-    if problem := _not_planted(trial):
+    if problem := trial.not_planted():
         return problem
     at = _planted(trial, "nan")["step"]
     found = [(event["step"], event["found"], event["skipped"]) for event in trial.found(events.FINDING)]
@@ -225,7 +219,7 @@ def _skipped_once(trial: Trial) -> str:
 
 
 def _trained_again(trial: Trial) -> str:
-    if problem := _not_planted(trial):
+    if problem := trial.not_planted():
         return problem
     rows = [(one.action, one.first, one.last) for one in _measures(trial)]
     first = _planted(trial, "nan")["step"]
@@ -234,7 +228,7 @@ def _trained_again(trial: Trial) -> str:
 
 
 def _rate_found(trial: Trial) -> str:
-    return _not_planted(trial) or _rate_measured(trial, _measures(trial))
+    return trial.not_planted() or _rate_measured(trial, _measures(trial))
 
 
 def _rate_measured(trial: Trial, measures: list[Measure]) -> str:
@@ -246,7 +240,7 @@ def _rate_measured(trial: Trial, measures: list[Measure]) -> str:
 
 
 def _all_found(trial: Trial) -> str:
-    if (problem := _not_planted(trial)) or len(trial.planned) < 3:
+    if (problem := trial.not_planted()) or len(trial.planned) < 3:
         return problem or f"only {len(trial.planned)} of three faults were injected: the run ended before"
     first, measures = _planted(trial, "document")["step"], _measures(trial)
     last = first + _row(trial.run.config) - 1

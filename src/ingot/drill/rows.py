@@ -36,7 +36,6 @@ _MACHINES = "it needs spare machines or links that fail, and a copy has all its 
 _STORE = "copies upload to no store; it needs a server whose answers fail"
 _BUILD = "it breaks a data build, not a training run"
 _DECISION = "it judges a decision, and no recovery that can be compared bit for bit"
-_PROGRAM = "it comes from a plug-in of the tests of ingot"
 _CHANGED = "other settings are what it tests, and a copy with them has no undisturbed run with the same bits"
 
 NOT_PLAYED: tuple[BoardRow, ...] = (
@@ -82,13 +81,6 @@ NOT_PLAYED: tuple[BoardRow, ...] = (
     BoardRow("RS32", "the clock jumps by an hour", "a compiled library has to change the clock of the processes"),
     BoardRow("RS34", "random faults for a long time", "it is no single fault, but a soak"),
     BoardRow("RS35 drain", "a slow node, which leaves or is only reported", _MACHINES),
-    # Faults within the program, and reports of the machine.
-    BoardRow("RS01 partial", "a lost rank; the others keep their processes", 'it needs launch.restart = "partial"'),
-    BoardRow("RS04", "a rank that holds its interpreter lock, or waits for ever", _PROGRAM),
-    BoardRow("RS05", "a rank that leaves out a collective", _PROGRAM),
-    BoardRow("RS33", "the same failure at the same step in every attempt", _PROGRAM),
-    BoardRow("RS35", "a slow rank", _PROGRAM),
-    BoardRow("RS36", "a machine reports wrong memory", _MACHINES),
 )
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from random import Random
-from typing import Protocol
+from typing import Any, Protocol
 
 from ingot.drill.clean import o7, shared_memory
 from ingot.drill.job import DEADLINE_SECONDS, END_SECONDS, TrainingJob, gone_within, send
 from ingot.drill.oracles import Recovery, RunFacts, Trace, Verdicts, o1, o2, o3, read_facts, redone
-from ingot.drill.plan import BITS, FaultPlan, PlannedFault
+from ingot.drill.plan import LOUD, OF_ONE_RANK, FaultPlan, PlannedFault
 from ingot.errors import EXIT_OK, EXIT_PREEMPTED, IngotError
 from ingot.events import EventLog, NewEvents, read_events
 from ingot.schema import events
@@ -24,6 +24,7 @@ from ingot.schema.run_folder import RunFolder
 from ingot.units import format_seconds
 
 _POLL_SECONDS = 0.01
+_LIMIT_STEPS = 5  # the watchdog waits as long as that many of the longest steps (trainer/launch/watchdog.py)
 _DEVICES = "CUDA_VISIBLE_DEVICES"
 _LAST_CHARACTERS = 300  # of what a command printed, in a finding
 
@@ -208,7 +209,8 @@ class Trial:
         fault.take(event)
         if fault.detected is not None and detected is None:
             who = "the job" if event.get("rank") is None else f"rank {event['rank']}"
-            found = f"{fault.by}: {fault.cause}" if fault.quiet else f"the {fault.by}: {who} {fault.cause}"
+            own_words = fault.quiet or fault.found_by
+            found = f"{fault.by}: {fault.cause}" if own_words else f"the {fault.by}: {who} {fault.cause}"
             self.output.say(f"  detected   after {format_seconds(fault.detected)} by {found}")
         if fault.recovered is not None and recovered is None:
             self.output.say(f"  recovered  after {format_seconds(fault.recovered)}: step {event['step']} is trained")
@@ -219,11 +221,12 @@ class Trial:
 
     # -- faults --
 
-    def injects(self, what: str, ranks: Iterable[int] = (), *, quiet: bool = False) -> None:
-        """Record a fault that comes now. what: for people. ranks: that it is about. quiet: no process ends by it."""
+    def injects(self, what: str, ranks: Iterable[int] = (), *, quiet: bool = False, found_by: str = "") -> None:
+        """Record a fault that comes now. what: for people. ranks: that it is about. quiet: no process ends by it.
+        found_by: the kind of event that alone reports it, as for Recovery."""
         self.named = tuple(ranks)
         self.where = f"{what} (last logged step: {self.step})"
-        self.recoveries.append(Recovery(time.time(), self.reached, quiet))
+        self.recoveries.append(Recovery(time.time(), self.reached, quiet, found_by))
         log = EventLog(self.folder.events)  # first, so that the event is before the effects
         log.write(events.DRILL, action=what, rank=self.named[0] if len(self.named) == 1 else None, step=self.step)
         log.close()
@@ -231,7 +234,9 @@ class Trial:
 
     def plant(self, what: str, fault: PlannedFault) -> None:
         """FaultPlan a fault in the ranks, which comes with the next step that is free. what: for people."""
-        self.injects(what, [fault.rank] if fault.kind in BITS else (), quiet=True)
+        ranks = [fault.rank] if fault.kind in OF_ONE_RANK else ()
+        found_by = events.STRAGGLER if fault.kind == "slow" else ""
+        self.injects(what, ranks, quiet=fault.kind not in LOUD, found_by=found_by)
         self.planned.append(self.plan.add(fault))
 
     def signal_ranks(self, number: signal.Signals, ranks: Iterable[int]) -> None:
@@ -258,6 +263,17 @@ class Trial:
     def found(self, *kinds: str) -> list[dict]:
         """Return the events of these kinds."""
         return list(read_events(self.folder.events, *kinds))
+
+    def found_late(self, fault: Mapping[str, Any]) -> str:
+        """Return by how much a hang was found later than the watchdog has to; "" if it was not. fault: its event."""
+        limit = max(self.run.config.launch.watchdog_seconds, _LIMIT_STEPS * self.longest_step()) + self.run.hang_seconds
+        return f"found after {fault['seconds']:.1f} s, more than {limit:.1f} s" if fault["seconds"] > limit else ""
+
+    def not_planted(self) -> str:
+        """Return that faults which were to come from within the ranks did not; "" if all did."""
+        faults = self.plan.faults()
+        missing = [faults[number].kind for number in self.planned if self.plan.planted(number) is None]
+        return f"it was not injected: {missing} is not planted" if missing or not self.planned else ""
 
     def longest_step(self) -> float:
         """Return the longest time [s] between two logged steps of an attempt, before the newest fault."""

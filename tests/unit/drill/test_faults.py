@@ -33,6 +33,19 @@ def test_a_killed_rank_is_named_once(trial):
     assert "2 faults" in expects("RS01 server", trial(KILLED, KILLED))
 
 
+def test_the_others_keep_their_processes(trial):
+    def started(rank, *pids):
+        return [{"kind": "rank_started", "rank": rank, "pid": pid} for pid in pids]
+
+    def partial(*log):
+        return expects("RS01 partial", trial(KILLED, *log))
+
+    assert partial(*started(0, 50, 50), *started(1, 51, 61)) == ""
+    assert "ranks [0, 1] got new processes" in partial(*started(0, 50, 60), *started(1, 51, 61))
+    assert "ranks [] got new processes" in partial(*started(0, 50), *started(1, 51, 51))
+    assert "faults []" in expects("RS01 partial", trial(*started(0, 50), *started(1, 51, 61)))
+
+
 def with_stacks(trial, count):
     for rank in range(count):
         path = trial.folder.incidents / "0001" / f"rank-{rank}.stacks"
@@ -118,16 +131,23 @@ def cut_of(file):
     return file.read_bytes()
 
 
-def test_rows_are_chosen_by_the_ids_of_the_board(run_file):
+def test_rows_are_chosen_by_the_ids_of_the_board(run_file, monkeypatch):
+    monkeypatch.setattr("ingot.drill.programs.find_gpus", list)
     assert len({fault.id for fault in FAULTS}) == len(FAULTS)
     assert [fault.id for fault in faults_of("RS03")] == ["RS03", "RS03 all"]
     assert [fault.id for fault in chosen_faults(["RS03 all", "RS01"])] == ["RS03 all", "RS01"]
-    assert [fault.id for fault in chosen_faults(["RS01+", "RS01", "RS02+"])] == ["RS01", "RS01 server", "RS02"]
+    assert [fault.id for fault in chosen_faults(["RS01+", "RS01", "RS02+"])] == [
+        "RS01",
+        "RS01 server",
+        "RS01 partial",
+        "RS02",
+    ]
     assert [fault.id for fault in chosen_faults(smoke=True)] == ["RS01", "RS03", "RS08", "RS10", "RS28"]
     assert len(chosen_faults()) == len(FAULTS)
     assert [fault.id for fault in chosen_faults(["RS07"])] == ["RS07 memory", "RS07 node"]  # it has nothing else
     with refused("E-DRILL-ROW", row="RS99"):
         chosen_faults(["RS01", "RS99"])
+    assert [fault.id for fault in chosen_faults(["RS04", "RS33", "RS36+"])][:3] == ["RS04", "RS33", "RS36"]
     for row, rows in (("RS09", ["RS09"]), ("RS12+", ["RS12"]), ("RS07 spare", ["RS07 spare"])):
         with refused("E-DRILL-NOT-HERE", row=row, rows=rows) as error:
             chosen_faults(["RS01", row])
@@ -139,7 +159,8 @@ def test_rows_are_chosen_by_the_ids_of_the_board(run_file):
     config = load_run(run_file)
     alone = replace(config, parallel=replace(config.parallel, dp_shard=1))
     left_out = {fault.id for fault in FAULTS if fault.needs(alone)}
-    assert left_out == {"RS03 all", "RS06 all", "RS07 node", "RS15", "RS20"}
+    others = {"RS01 partial", "RS04 wait", "RS05", "RS35"}
+    assert left_out == {"RS03 all", "RS06 all", "RS07 node", "RS15", "RS20"} | others
     often = replace(config, checkpoint=replace(config.checkpoint, every_steps=2))
     assert {fault.id for fault in FAULTS if fault.needs(often)} == {"RS07 memory", "RS07 node", "RS15"}
     background = replace(config, checkpoint=replace(config.checkpoint, mode="async"))

@@ -137,6 +137,23 @@ def test_three_faults_are_each_found_and_only_the_document_is_passed(trial):
     assert "was reported, not" in together(REPLAYED)
 
 
+def test_a_slow_rank_and_a_report_are_found_by_their_own_events():
+    slow = {"kind": "straggler", "time": 11.0, "step": 12, "rank": 1, "factor": 2.0, "phase": "compute"}
+    found = Recovery(9.5, quiet=True, found_by="straggler")
+    for event in (NAN | {"time": 10.0}, slow, {"kind": "progress", "time": 12.0, "step": 13}):
+        found.take(event)
+    assert (found.detected, found.by, found.recovered) == (1.5, "the watch for slow ranks", 2.5)
+    assert found.cause == "step 12: rank 1 is 2 times as slow in its compute"
+    other = Recovery(9.5, quiet=True)
+    other.take(slow)
+    assert other.detected is None
+    report = {"kind": "health", "time": 10.5, "node": "a", "words": "w", "verdict": "drain"}
+    left = Recovery(9.5, reached=4, found_by="health")
+    for event in (report, {"kind": "run_started", "time": 11.0}, {"kind": "step", "step": 5, "time": 12.5}):
+        left.take(event)
+    assert (left.detected, left.cause, left.recovered) == (1.0, "a: w (drain)", 3.0)
+
+
 def test_a_quiet_fault_has_recovered_at_the_first_sound_step(trial):
     log = [
         {"kind": "progress", "step": 6},
@@ -387,6 +404,40 @@ def test_a_document_comes_whenever_its_data_are_read(tmp_path, config, monkeypat
     assert [rank.step(n) for n in (1, 2, 3, 4, 2, 3)] == ["", "document", "document", "", "document", "document"]
 
 
+def test_programs_hang_once_and_fail_until_they_are_repaired(tmp_path, config, monkeypatch):
+    run, done = RunFolder(tmp_path / "run"), []
+    run.root.mkdir()
+    for name, where in (("hold_interpreter_lock", planted), ("wait_for_ever", planted), ("abort", planted.os)):
+        monkeypatch.setattr(where, name, lambda name=name: done.append(name))
+    monkeypatch.setattr(planted.dist, "all_reduce", lambda tensor: done.append(tensor.numel()))
+    monkeypatch.setattr(planted.time, "sleep", done.append)
+
+    def steps(rank, first, last):
+        done.clear()
+        one = _Rank(run.root, config, monkeypatch, rank=rank)
+        for number in range(first, last + 1):
+            one.step(number)
+        return list(done)
+
+    plan = FaultPlan(run.root)
+    plan.add(PlannedFault(kind="hold", rank=0))
+    plan.add(PlannedFault(kind="wait", rank=1))
+    assert steps(0, 1, 3) == ["hold_interpreter_lock"] and plan.planted(0) == {"step": 2} and 1 in plan.starts()
+    assert steps(0, 2, 4) == [] and steps(1, 2, 5) == ["wait_for_ever"] and steps(1, 2, 5) == []
+    plan.add(PlannedFault(kind="abort", rank=0))
+    assert steps(0, 5, 8) == ["abort"] and plan.planted(2) == {"step": 6}
+    assert steps(0, 5, 8) == ["abort"] and steps(1, 5, 8) == []  # in each attempt, of that rank
+    plan.add(PlannedFault(kind="leave", rank=0))
+    assert steps(0, 7, 9) == [] and 3 not in plan.starts()  # not before the one before it is over
+    plan.repair(2)
+    assert steps(0, 5, 9) == [] and plan.planted(3) is not None
+    assert steps(1, 5, 9) == [7] == steps(1, 5, 9)
+    plan.repair(3)
+    assert steps(1, 5, 9) == []
+    plan.add(PlannedFault(kind="slow", rank=0, seconds=0.5, steps=2, once=False))
+    assert steps(0, 10, 13) == [0.5, 0.5] and steps(1, 10, 13) == [0.0, 0.0]
+
+
 def test_a_step_that_is_tried_again_has_the_faults_in_both_tries(fork_ranks):
     """Through the step of a run: the data and the gradients of each try, and the rate of the update."""
 
@@ -464,7 +515,8 @@ def test_listed_documents_are_no_damage_of_the_shard(reference, trial, tmp_path)
         assert named in found if named else found == ""
 
 
-def test_a_run_that_cannot_have_a_fault_leaves_it_out(run_file):
+def test_a_run_that_cannot_have_a_fault_leaves_it_out(run_file, monkeypatch):
+    monkeypatch.setattr("ingot.drill.programs.find_gpus", list)
     config = load_run(run_file)
 
     def left_out(**sections):
@@ -478,4 +530,8 @@ def test_a_run_that_cannot_have_a_fault_leaves_it_out(run_file):
     assert left_out(guard={"preset": "watch"}) == {"RS22", "RS22 row"} | sizes
     assert left_out(train={"precision": "fp16"}) == {"RS22", "RS22 row"} | sizes
     assert left_out(train={"steps": 20}) == {"RS23 together"}
+    assert left_out(train={"steps": 16}) == {"RS23 together", "RS35"}
+    assert (
+        left_out(launch={"straggler_factor": 0.0}) == left_out(parallel={"dp_shard": 1, "pp": 2}) - {"RS20"} == {"RS35"}
+    )
     assert left_out(data={"prefetch": 64}) == {"RS25", "RS25 quarantine"}
