@@ -102,6 +102,25 @@ def test_a_lost_rank_and_a_lost_node_are_restored_from_memory(drill):
     assert (memory["id"], node["id"]) == ("RS07 memory", "RS07 node") and "lost" in node["cause"]
 
 
+@pytest.mark.row("RS01 partial", "RS04", "RS05", "RS33", "RS35", "RS36")
+def test_programs_and_machines_fail_and_recover(project):
+    result = drilled(project, "--rows", "RS01 partial,RS04+,RS05,RS33,RS35,RS36+", code=0)
+    found = {line["id"]: line for line in lines(result, "RS01", "RS04", "RS05", "RS33", "RS35", "RS36")}
+    assert {name: line["detected_by"] for name, line in found.items()} == {
+        "RS01 partial": "supervisor",
+        "RS04": "watchdog",
+        "RS04 wait": "watchdog",
+        "RS05": found["RS05"]["detected_by"],  # the watchdog, or a rank that Gloo aborts
+        "RS33": "supervisor",
+        "RS35": "the watch for slow ranks",
+        "RS36": "the health watch",
+        "RS36 memory": "the health watch",
+        "RS36 warning": "the health watch",
+    }
+    quiet = {name for name, line in found.items() if not line["redone_steps"]}
+    assert {"RS35", "RS36", "RS36 warning"} <= quiet
+
+
 def test_a_resume_with_other_samples_is_red(project):
     (project.root / "lossy.py").write_text(LOSSY)
     with project.run_file.open("a") as file:

@@ -8,6 +8,7 @@ _FAULTS = "tests/unit/drill/test_faults.py::"
 _MEMORY = "test_the_newest_snapshot_before_the_fault_has_to_be_restored_and_no_checkpoint"
 _RESTORED = "tests/e2e/test_drill.py::test_a_lost_rank_and_a_lost_node_are_restored_from_memory"
 _QUIET = "tests/unit/drill/test_quiet.py::"
+_PROGRAMS = "tests/unit/drill/test_programs.py::"
 _COPY = "tests/unit/drill/test_copied.py::"
 
 MUTANTS: list[Mutant] = [
@@ -162,6 +163,54 @@ MUTANTS: list[Mutant] = [
         before='    BoardRow("RS26", "reads of token shards fail or stall", _CALLS),\n',
         after="",
         tests=("tests/board/test_table.py::test_a_drill_plays_each_row_of_the_board_or_gives_the_reason",),
+    ),
+    Mutant(
+        name="drill-any-rank-with-a-new-process",
+        what="ranks that should keep their processes may have new ones",
+        file="drill/faults.py",
+        before='return "" if new == [*trial.named] else',
+        after='return "" if trial.named[0] in new else',
+        tests=(f"{_FAULTS}test_the_others_keep_their_processes",),
+    ),
+    Mutant(
+        name="drill-bug-tried-again",
+        what="a failure that repeats may be given up after any number of attempts",
+        file="drill/programs.py",
+        before="faults == [(trial.named[0], True)] * SAME and",
+        after="faults and",
+        tests=(f"{_PROGRAMS}test_a_bug_is_given_up_and_repaired",),
+    ),
+    Mutant(
+        name="drill-any-slow-rank",
+        what="a healthy rank may be named as slow",
+        file="drill/programs.py",
+        before='any(one[1:] != (rank, "compute") for one in soon)',
+        after='(rank, "compute") not in [one[1:] for one in soon]',
+        tests=(f"{_PROGRAMS}test_a_slow_rank_is_named_alone_and_soon",),
+    ),
+    Mutant(
+        name="drill-saves-wrong-memory",
+        what="a machine that has read wrong memory may save",
+        file="drill/machines.py",
+        before='if reasons.count("drain") != saves:',
+        after='if reasons.count("drain") < saves:',
+        tests=(f"{_PROGRAMS}test_a_report_of_the_machine_has_its_consequence",),
+    ),
+    Mutant(
+        name="drill-aborts-after-its-repair",
+        what="a program fails after the drill has repaired it",
+        file="drill/planted.py",
+        before="if self.plan.is_repaired(number) if comes_again else",
+        after="if False if comes_again else",
+        tests=(f"{_QUIET}test_programs_hang_once_and_fail_until_they_are_repaired",),
+    ),
+    Mutant(
+        name="drill-found-by-any-report",
+        what="a report of something else counts as the detection of a slow rank",
+        file="drill/oracles.py",
+        before="if kind in _FINDERS and not self.found_by and after",
+        after="if kind in _FINDERS and after",
+        tests=(f"{_QUIET}test_a_slow_rank_and_a_report_are_found_by_their_own_events",),
     ),
     Mutant(
         name="drill-silent-until-its-end",

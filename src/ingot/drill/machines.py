@@ -1,7 +1,6 @@
 """Reports about the machine of a copy, in the file of a site's monitor (launch.health_file). No torch.
 
-A machine with a fault leaves its run. A copy has no other one, so it ends, and the same command is refused until the
-machine's line in the run folder is removed, as after a repair.
+A machine with a fault leaves its run. A copy has no other one, so it ends, and the same command goes on.
 """
 
 import json
@@ -38,20 +37,7 @@ def _warned(trial: Trial) -> None:
 
 
 def _leaves(kind: str, what: str) -> Callable[[Trial], None]:
-    def inject(trial: Trial) -> None:
-        _report(trial, kind, what)
-        trial.follow()  # to the end of the job
-        second = trial.job.start()
-        output, _ = second.communicate()
-        refused = second.returncode in _UNHEALTHY and "E-NODE-UNHEALTHY" in output
-        trial.judge("o6", "" if refused else f"the machine joins again: {second.returncode}, {output[-300:]}")
-
-    return inject
-
-
-def _repair(trial: Trial) -> None:
-    trial.folder.drained.unlink(missing_ok=True)
-    trial.output.say(f"  repaired   the machine is no longer in {trial.folder.drained.name}")
+    return lambda trial: _report(trial, kind, what)
 
 
 def _reported(kind: str, verdict: str, saves: bool) -> Callable[[Trial], str]:
@@ -73,22 +59,20 @@ def _reported(kind: str, verdict: str, saves: bool) -> Callable[[Trial], str]:
 MACHINE_FAULTS: tuple[DrillFault, ...] = (
     DrillFault(
         id="RS36",
-        injects="the machine finds wrong memory before a program does: it saves and stops",
+        injects="the machine finds wrong memory before a program does: it saves and stops; the same command again",
         inject=_leaves("ecc_scrubbed", "wrong memory that no program has read"),
         expects=_reported("ecc_scrubbed", "drain", saves=True),
         codes=_UNHEALTHY,
-        repair=_repair,
         intervals=0,
         soaks=False,
         prepare=_watched,
     ),
     DrillFault(
         id="RS36 memory",
-        injects="a program has read wrong memory: it stops, and saves nothing",
+        injects="a program has read wrong memory: it stops, and saves nothing; the same command again",
         inject=_leaves("ecc_uncorrected", "wrong memory that a program has read"),
         expects=_reported("ecc_uncorrected", "discard", saves=False),
         codes=_UNHEALTHY,
-        repair=_repair,
         soaks=False,
         prepare=_watched,
     ),

@@ -92,9 +92,6 @@ def test_a_report_of_the_machine_has_its_consequence(trial, tmp_path):
     fault_of("RS36 warning").inject(one)
     (line,) = health_file(one.folder.root).read_text().splitlines()
     assert json.loads(line) == {"kind": "machine_check", "device": "memory INGOT_DRILL"}
-    one.folder.drained.write_text("{}")
-    fault_of("RS36").repair(one)
-    assert not one.folder.drained.exists()
     assert f'launch.health_file="{health_file(one.folder.root)}"' in (
         fault_of("RS36").prepare(one.run, one.folder.root).settings
     )
