@@ -89,7 +89,7 @@ DRAWN = {
     "launch.restart": ('"full"', '"partial"'),
 }
 DISK_BYTES = 64 << 20
-DEADLINE_SECONDS = 240.0  # from the last fault to the end of the run
+DEADLINE_SECONDS = 240.0  # from the last fault to the end of the run, or five times the twin
 LEAVE_SECONDS = 5.0  # for processes of a command that has ended
 POLL_SECONDS = 0.01
 OK, STOPPED, BUSY, NO_ROOM, GIVEN_UP, INTERRUPTED = 0, 10, 30, 3, 93, 130  # exit codes of docs/resume.md
@@ -362,8 +362,9 @@ class Red(Exception):
 class Trial:
     """A run that is broken again and again, and what is known of it from outside.
 
-    root: its folder. project: that of the run file. own: the drawn settings. disk: whether its run folder is a small
-    disk of its own. later: what is due at a time. allowed: the exit codes with which the command that runs may end.
+    root: its folder. project: that of the run file. own: the drawn settings. twin_seconds: of the undisturbed run;
+    pauses are longer where it took longer. disk: whether its run folder is a small disk of its own. later: what is due
+    at a time. allowed: the exit codes with which the command that runs may end.
     damaged: (name, inode) of the checkpoints that were damaged. stuck: the step reached at each fault of this command.
     """
 
@@ -372,6 +373,7 @@ class Trial:
     random: Random
     label: str
     own: dict[str, str] = field(default_factory=dict)
+    twin_seconds: float = 0.0
     disk: bool = False
     later: list[tuple[float, Callable[[], object]]] = field(default_factory=list)
     allowed: set[int] = field(default_factory=set)
@@ -480,7 +482,8 @@ class Trial:
     def wait(self) -> bool:
         """Wait for the random moment of a fault. Returns whether the run ended before it."""
         kind = self.random.choice(("at once", "seconds", "steps"))
-        pause = {"at once": 0.1, "seconds": 3.0, "steps": 20.0}[kind] * (1 if kind == "steps" else self.random.random())
+        most = {"at once": 0.1, "seconds": self.twin_seconds / 4, "steps": max(20.0, self.twin_seconds)}[kind]
+        pause = most if kind == "steps" else most * self.random.random()
         steps = self.step + self.random.randint(1, 40) if kind == "steps" else sys.maxsize
         end = time.monotonic() + pause
         while time.monotonic() < end and self.step < steps:
@@ -491,7 +494,8 @@ class Trial:
     def finish(self) -> None:
         """Give the command until the run has ended well, also with a sound last checkpoint. Raises Red if it takes too
         long."""
-        deadline = time.monotonic() + DEADLINE_SECONDS
+        patience = max(DEADLINE_SECONDS, 5 * self.twin_seconds)
+        deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             if not self.turn():
                 continue
@@ -500,7 +504,7 @@ class Trial:
                 self.start()  # a run that has ended is tried again, and its last checkpoint is made again
                 continue
             return
-        raise Red(f"no end after {DEADLINE_SECONDS:.0f} s, at step {self.step}")
+        raise Red(f"no end after {patience:.0f} s, at step {self.step}")
 
     def say(self, text: str) -> None:
         print(f"{self.label}  {time.monotonic() - self.began:6.2f} s  step {self.step:3}  {text}", flush=True)
@@ -808,7 +812,7 @@ def play(trial: Trial, twin: Path, most: int, counted: Counter[str]) -> list[str
 
 def undisturbed(root: Path, project: Path) -> Path:
     """Train the undisturbed run, and return its folder."""
-    twin = Trial(root / "twin", project, Random(0), "twin")
+    twin = Trial(root / "twin", project, Random(0), "twin", twin_seconds=3600.0)
     twin.temporary.mkdir(parents=True)
     twin.start()
     try:
@@ -861,11 +865,13 @@ def main() -> int:
         project = root / "project"
         write_project(project, args.steps)
         twin = undisturbed(root, project)
-        print(f"the undisturbed run has {args.steps} steps; it took {time.monotonic() - began:.1f} s", flush=True)
+        seconds = time.monotonic() - began
+        print(f"the undisturbed run has {args.steps} steps; it took {seconds:.1f} s", flush=True)
         while kinds.total() < args.faults:
             random = Random(f"{seed} {number}")
             own = {key: random.choice(values) for key, values in DRAWN.items()}
-            trial, findings = Trial(root / f"trial-{number}", project, random, f"{seed}.{number}", own), ["interrupted"]
+            trial = Trial(root / f"trial-{number}", project, random, f"{seed}.{number}", own, seconds)
+            findings = ["interrupted"]
             try:
                 trial.prepare()
                 if has_disk and not trial.disk:
