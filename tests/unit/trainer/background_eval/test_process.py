@@ -56,8 +56,8 @@ def test_its_numbers_and_samples_are_those_of_the_ranks_bit_for_bit(trained):
             assert found[name] == in_loop[step][name], (step, name)
         assert last == {"reason": ""}
     assert [(e["prompt"], e["text"]) for e in drawn] == samples  # of the last step
-    # The first evaluation chooses how much of the text is scored: as much as an hour allows is all of it.
-    (size, found, *_), _ = evaluated(trained, trained.checkpoint(4), limits=("0", "3600"))
+    # The first evaluation chooses how much of the text is scored: in an hour, all of it.
+    (size, found, *_), _ = evaluated(trained, trained.checkpoint(4), limits=("0", "3600"), share=1.0)
     assert size["kind"] == "evaluation_sized" and size["reason"] == "evaluate.max_tokens"
     assert size["tokens"] == size["max_tokens"] and size["seconds_per_token"] > 0 < size["start_seconds"]
     assert found["tokens"] == in_loop[4]["tokens"]
