@@ -93,7 +93,7 @@ with guarded(folder, rank):
         time.sleep(25 if rank == 1 else 0)
     elif rank == 1 and deed == "forget":  # its checkpoint and the log of it are gone when it is killed
         log.write("checkpoint", step=6)
-        time.sleep(0.2)
+        time.sleep(0.7)  # longer than between two looks of the supervisor
         os.truncate(folder.events, 0)
         os.kill(os.getpid(), signal.SIGKILL)
     elif rank == 1 and deed == "memory":
