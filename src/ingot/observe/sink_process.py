@@ -170,9 +170,15 @@ class EventDelivery:
 
 
 def public_settings(config: RunConfig) -> dict[str, Any]:
-    """Return the settings of a run for trackers, without those of sinks and alerts: addresses may hold passwords."""
-    private = ("sinks.", "alerts.")
-    return {name: value for name, value in config.settings().items() if not f"{name}.".startswith(private)}
+    """Return the settings of a run for trackers: of alerts the limits alone, and none of sinks. The addresses of both
+    may hold passwords."""
+
+    def is_public(name: str, value: Any) -> bool:
+        section, _, rest = name.partition(".")
+        is_limit = "." not in rest and isinstance(value, int | float) and not isinstance(value, bool)
+        return section != "sinks" and (section != "alerts" or is_limit)
+
+    return {name: value for name, value in config.settings().items() if is_public(name, value)}
 
 
 def described(error: BaseException) -> str:

@@ -1,5 +1,6 @@
 """The sink for Prometheus: its port, its textfile, its labels, and the scrape that its end waits for."""
 
+import os
 import threading
 import time
 import urllib.request
@@ -21,7 +22,8 @@ parser = pytest.importorskip("prometheus_client.parser", reason="pip install -c 
 
 def sink(root: Path, **options) -> PrometheusSink:
     made = PrometheusSink(SinkPlace(run=root, own=root), PrometheusOptions(address="127.0.0.1", **options))
-    made.open("x-1", 2, {"name": "x", "train.steps": 10})
+    limits = {"alerts.mfu_least": 0.35, "alerts.budget_usd": 0.0}
+    made.open("x-1", 2, {"name": "x", "train.steps": 10, "data.weights.web": 3.0, "data.weights.code": 1.0, **limits})
     now = time.time()
     for rank in range(8):
         made.event(events.RANK_STARTED, None, {"time": now, "rank": rank, "host": f"node{rank // 4}"})
@@ -56,6 +58,9 @@ def test_ranks_sources_callbacks_and_counts_are_scraped(tmp_path):
     assert found["ingot_layer_grad_norm", "3"] == 0.5
     assert found["ingot_events_total", "fault"] == 1.0 and found["ingot_events_total", "restart"] == 0.0
     assert (found["ingot_run_attempt",], found["ingot_run_ended",]) == (2.0, 0.0)
+    assert found["ingot_limit_mfu_least",] == 0.35 and found["ingot_limit_budget_usd",] == 0.0
+    assert ("ingot_limit_goodput_least",) not in found  # of a setting that the run has not
+    assert found["ingot_data_source_weight", "web"] == 0.75 and found["ingot_data_source_weight", "code"] == 0.25
     seen = threading.Event()
     closing = threading.Thread(target=lambda: (made.close(30.0), seen.set()))
     made.event(events.FINISHED, 10, {"time": time.time()})
@@ -64,6 +69,21 @@ def test_ranks_sources_callbacks_and_counts_are_scraped(tmp_path):
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
         assert samples(answer.read().decode())["ingot_run_ended",] == 1.0
     assert seen.wait(20.0)
+
+
+def test_the_free_space_is_that_of_the_disk_of_the_run(tmp_path, monkeypatch):
+    class Full:
+        f_bavail, f_frsize, f_blocks = 3, 4096, 100
+
+    monkeypatch.setattr(os, "statvfs", lambda path: Full if path == tmp_path else None)
+    made, free = sink(tmp_path, port=0, textfile="ingot.prom"), ("ingot_disk_free_bytes",)
+    deadline = time.monotonic() + 30
+    while free not in (found := samples((tmp_path / "ingot.prom").read_text())):
+        assert time.monotonic() < deadline  # the disk is asked in a thread
+        time.sleep(0.01)
+        made._write()
+    made.close(30.0)
+    assert found[free] == 3 * 4096
 
 
 def test_a_process_that_begins_in_the_middle_of_an_attempt_has_what_the_rules_need(tmp_path):

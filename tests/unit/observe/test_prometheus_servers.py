@@ -1,6 +1,8 @@
 """The rules and the dashboard on a real Prometheus, which scrapes a sink, and a real Alertmanager, which calls us."""
 
 import json
+import math
+import re
 import shutil
 import subprocess
 import threading
@@ -39,6 +41,11 @@ def test_the_dashboard_is_written_by_its_tool_and_copied(tmp_path, capsys):
     assert len(capsys.readouterr().out.splitlines()) == 2
 
 
+LIMITS = {
+    "mfu_least": 0.35, "communication_most": 0.3, "goodput_least": 0.9, "mix_drift": 0.05, "budget_usd": 10,
+    "disk_hours": 12,
+}  # fmt: skip
+OFF = '{job="i",instance="z",run="off",run_id="off-1"}'
 # alert -> the series that make it fire, by the minute, and when it is looked at. Each also has a healthy run `ok`.
 RUNS = '{job="i",instance="a",run="x",run_id="x-1"}'
 FIRES = {
@@ -62,6 +69,40 @@ FIRES = {
     "IngotSlower": ([("ingot_perf_tokens_per_second" + RUNS, "100x60 50x60")], 100),
     "IngotSlowRank": ([('ingot_rank_slow_factor{job="i",instance="a",run="x",run_id="x-1",rank="3"}', "2x20")], 10),
     "IngotWaitsForData": ([("ingot_data_wait_seconds" + RUNS, "1x30"), ("ingot_perf_step_seconds" + RUNS, "2x30")], 20),
+    "IngotLowMfu": ([("ingot_perf_mfu" + RUNS, "0.3x30"), ("ingot_limit_mfu_least" + RUNS, "0.35x30")], 20),
+    "IngotCommunication": (
+        [
+            ("ingot_perf_tp_exposed_seconds" + RUNS, "0.4x30"),
+            ("ingot_perf_world_exposed_seconds" + RUNS, "0.4x30"),
+            ("ingot_perf_step_seconds" + RUNS, "2x30"),
+            ("ingot_limit_communication_most" + RUNS, "0.3x30"),
+        ],
+        20,
+    ),
+    "IngotGoodput": ([("ingot_run_goodput" + RUNS, "0.8x90"), ("ingot_limit_goodput_least" + RUNS, "0.9x90")], 80),
+    "IngotMixDrift": (
+        [
+            ('ingot_data_source_share{job="i",instance="a",run="x",run_id="x-1",source="web"}', "0.5x60"),
+            ('ingot_data_source_weight{job="i",instance="a",run="x",run_id="x-1",source="web"}', "0.6x60"),
+            ("ingot_limit_mix_drift" + RUNS, "0.05x60"),
+        ],
+        50,
+    ),
+    "IngotOverBudget": ([("ingot_run_cost_usd" + RUNS, "11x5"), ("ingot_limit_budget_usd" + RUNS, "10x5")], 3),
+    "IngotBudgetForecast": (
+        [
+            ("ingot_run_cost_usd" + RUNS, "6x30"),
+            ("ingot_run_cost_to_come_usd" + RUNS, "6x30"),
+            ("ingot_limit_budget_usd" + RUNS, "10x30"),
+        ],
+        20,
+    ),
+    # 200 GB, of which 0.5 are used each minute: 4.8 hours are left after 110 minutes.
+    "IngotDiskFilling": (
+        [("ingot_disk_free_bytes" + RUNS, "200000000000-500000000x120"), ("ingot_limit_disk_hours" + RUNS, "12x120")],
+        110,
+    ),
+    "IngotDiskFull": ([("ingot_disk_free_bytes" + RUNS, "1000x5"), ("ingot_checkpoint_bytes" + RUNS, "1000x5")], 3),
 }
 # A run without trouble, and one that ended long ago: nothing fires.
 CALM = [
@@ -75,6 +116,29 @@ CALM = [
     ('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="fault"}', "0x200"),
     ('ingot_events_total{job="i",instance="a",run="x",run_id="x-1",kind="restart"}', "0x200"),
     ('ingot_rank_slow_factor{job="i",instance="a",run="x",run_id="x-1",rank="3"}', "0x200"),
+    # Within their limits; in a pipeline, a stage waits for the work of its neighbors, which is no communication.
+    ("ingot_perf_mfu" + RUNS, "0.4x200"),
+    ("ingot_perf_tp_exposed_seconds" + RUNS, "0.4x200"),
+    ("ingot_perf_pp_exposed_seconds" + RUNS, "1x200"),
+    ("ingot_run_goodput" + RUNS, "0.2x30 0.95x170"),  # of a start, then of a healthy run
+    ('ingot_data_source_share{job="i",instance="a",run="x",run_id="x-1",source="web"}', "0.5 0.7 0.5 0.7 0.6x196"),
+    ('ingot_data_source_weight{job="i",instance="a",run="x",run_id="x-1",source="web"}', "0.6x200"),
+    ("ingot_run_cost_usd" + RUNS, "0+0.02x200"),
+    ("ingot_run_cost_to_come_usd" + RUNS, "5x200"),
+    ("ingot_disk_free_bytes" + RUNS, "200000000000-100000000x200"),  # full in 30 hours
+    ("ingot_checkpoint_bytes" + RUNS, "1000000000x200"),
+    *((f"ingot_limit_{name}{RUNS}", f"{limit}x200") for name, limit in LIMITS.items()),
+    # A limit of 0 switches its alert off.
+    *((f"ingot_limit_{name}{OFF}", "0x200") for name in LIMITS),
+    ("ingot_perf_mfu" + OFF, "0.01x200"),
+    ("ingot_perf_tp_exposed_seconds" + OFF, "1x200"),
+    ("ingot_perf_step_seconds" + OFF, "2x200"),
+    ("ingot_run_goodput" + OFF, "0.1x200"),
+    ('ingot_data_source_share{job="i",instance="z",run="off",run_id="off-1",source="web"}', "0.1x200"),
+    ('ingot_data_source_weight{job="i",instance="z",run="off",run_id="off-1",source="web"}', "0.6x200"),
+    ("ingot_run_cost_usd" + OFF, "100x200"),
+    ("ingot_run_cost_to_come_usd" + OFF, "100x200"),
+    ("ingot_disk_free_bytes" + OFF, "200000000000-500000000x200"),
     ('ingot_run_ended{job="i",instance="b",run="done",run_id="done-1"}', "0x9 1 stale"),
     ('ingot_run_ended{job="i",instance="c",run="led",run_id="led-1"}', "0x10 stale"),  # the leader changes
     ('ingot_run_ended{job="i",instance="d",run="led",run_id="led-1"}', "_x11 0x190"),
@@ -96,7 +160,7 @@ def test_every_alert_fires_for_its_cause_and_none_without(tmp_path):
     series, tests = [{"series": name, "values": values} for name, values in CALM], []
     for minute in (5, 15, 20, 100, 190):
         tests.append(unit(series, 'ALERTS{alertstate="firing"}', minute, 0))
-    tests.append(unit(series, "run:ingot_collectives_share", 20, 2))  # one for each of two runs of one name
+    tests.append(unit(series, 'run:ingot_collectives_share{run="x"}', 20, 2))  # one for each of two runs of one name
     for name, (rows, minute) in FIRES.items():
         own = [{"series": one, "values": values} for one, values in rows]
         tests.append(unit(own, f'ALERTS{{alertname="{name}",alertstate="firing"}}', minute, 1))
@@ -172,6 +236,115 @@ def test_a_prometheus_scrapes_8_ranks_shows_the_dashboard_and_alerts(tmp_path, m
         hook.server_close()
 
 
+@needs("prometheus", "prometheus-alertmanager")
+def test_every_alert_reaches_people_with_the_command_that_explains_it(tmp_path, monkeypatch):
+    """Each rule, 600 times as fast, and a run for each: the run of an alert has its trouble, and no other alert."""
+    monkeypatch.setattr(Hook, "alerts", [], raising=False)
+    monkeypatch.setattr(Fabricated, "began", time.time(), raising=False)
+    hook, runs = HTTPServer(("127.0.0.1", 0), Hook), HTTPServer(("127.0.0.1", 0), Fabricated)
+    for one in (hook, runs):
+        threading.Thread(target=one.serve_forever, daemon=True).start()
+    text = (FILES / "rules.yml").read_text()
+    (tmp_path / "rules.yml").write_text(re.sub(r"\b(\d+)([mh])\b", faster, text))
+    found = re.findall(r"- alert: (\w+)\n.*?severity: (\w+).*?command: \"(.*?)\"", text, re.S)
+    wanted = {name: (name, severity, command) for name, severity, command in found}
+    assert sorted(wanted) == sorted(TROUBLE)
+    server, manager = free_port(), free_port()
+    programs = [
+        *alertmanager(tmp_path, manager, hook.server_port),
+        *prometheus(tmp_path, server, runs.server_port, manager, rules=tmp_path / "rules.yml", interval="500ms"),
+    ]
+    try:
+        eventually(lambda: {own_alert(one["labels"]) for one in Hook.alerts} >= set(wanted), 120)
+    finally:
+        for program in programs:
+            program.kill()
+            program.wait()
+        for one in (hook, runs):
+            one.shutdown()
+            one.server_close()
+    for one in Hook.alerts:
+        labels = one["labels"]
+        if labels["alertname"] == "IngotLost" != labels["run"]:
+            continue  # of a scrape that was late, on a busy machine
+        assert (labels["run"], labels["severity"], one["annotations"]["command"]) == wanted[labels["alertname"]]
+        assert labels["run"] in one["annotations"]["summary"] and "<no value>" not in one["annotations"]["summary"]
+
+
+def own_alert(labels: dict[str, str]) -> str:
+    """The name of an alert; "" if it is not that of its run."""
+    return labels["alertname"] if labels["alertname"] == labels["run"] else ""
+
+
+def faster(duration: re.Match) -> str:
+    return f"{int(duration[1]) * {'m': 60, 'h': 3600}[duration[2]] * 1000 // 600}ms"
+
+
+CALM_SECONDS = 8.0  # then comes the trouble; what lasts has to last for "1h", which are 6 s
+# alert -> the numbers of its run, before and after its trouble: a number, or a function of the seconds that passed.
+TROUBLE: dict[str, tuple[dict, dict]] = {
+    "IngotStalled": ({}, {"run_progress_timestamp_seconds": lambda _: time.time() - 1000, "run_ended": 0}),
+    "IngotLost": ({"run_ended": 0}, {}),
+    "IngotLossNotFinite": ({"train_loss": 2}, {"train_loss": math.nan}),
+    "IngotRestarts": ({'events_total{kind="restart"}': 1}, {'events_total{kind="restart"}': lambda s: 1 + 4 * s}),
+    "IngotFault": ({'events_total{kind="fault"}': 0}, {'events_total{kind="fault"}': 1}),
+    "IngotGuard": ({'events_total{kind="guard"}': 0}, {'events_total{kind="guard"}': 1}),
+    "IngotCheckpointFailed": (
+        {'events_total{kind="checkpoint_failed"}': 0},
+        {'events_total{kind="checkpoint_failed"}': 1},
+    ),
+    "IngotCheckpointOld": ({}, {"checkpoint_timestamp_seconds": lambda _: time.time() - 11_000, "run_ended": 0}),
+    "IngotSlower": ({"perf_tokens_per_second": 100}, {"perf_tokens_per_second": 50}),
+    "IngotSlowRank": ({'rank_slow_factor{rank="3"}': 0}, {'rank_slow_factor{rank="3"}': 2}),
+    "IngotWaitsForData": ({}, {"data_wait_seconds": 1, "perf_step_seconds": 2}),
+    "IngotLowMfu": ({"perf_mfu": 0.4, "limit_mfu_least": 0.35}, {"perf_mfu": 0.3, "limit_mfu_least": 0.35}),
+    "IngotCommunication": (
+        {},
+        {"perf_tp_exposed_seconds": 0.8, "perf_step_seconds": 2, "limit_communication_most": 0.3},
+    ),
+    "IngotGoodput": ({"run_goodput": 1}, {"run_goodput": 0.8, "limit_goodput_least": 0.9}),
+    "IngotMixDrift": (
+        {},
+        {
+            'data_source_share{source="web"}': 0.5,
+            'data_source_weight{source="web"}': 0.6,
+            "limit_mix_drift": 0.05,
+        },
+    ),
+    "IngotOverBudget": ({}, {"run_cost_usd": 11, "run_cost_to_come_usd": 1, "limit_budget_usd": 10}),
+    "IngotBudgetForecast": ({}, {"run_cost_usd": 6, "run_cost_to_come_usd": 6, "limit_budget_usd": 10}),
+    "IngotDiskFilling": (
+        {"disk_free_bytes": lambda s: 1e12 - 1e6 * s},
+        {"disk_free_bytes": lambda s: 1e12 - 1e9 * s, "limit_disk_hours": 12},
+    ),
+    "IngotDiskFull": ({}, {"disk_free_bytes": 1e9, "checkpoint_bytes": 1e9}),
+}
+
+
+class Fabricated(BaseHTTPRequestHandler):
+    """A target with a run for each alert, named like it."""
+
+    began: float
+
+    def do_GET(self):
+        seconds, lines = time.time() - self.began, []
+        for alert, (before, after) in TROUBLE.items():
+            for name, value in (before if seconds < CALM_SECONDS else after).items():
+                bare, _, labels = name.rstrip("}").partition("{")
+                number = value(seconds) if callable(value) else value
+                own = "".join(f",{label}" for label in [labels] if label)
+                lines.append(f'ingot_{bare}{{run="{alert}",run_id="{alert}-1"{own}}} {number!r}'.replace("nan", "NaN"))
+        body = ("\n".join(lines) + "\n").encode()
+        self.send_response(200)
+        self.send_header("Content-Type", "text/plain; version=0.0.4")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format, *args):
+        pass
+
+
 def shown(target: dict) -> str:
     return target["expr"].replace("$run", ".*")
 
@@ -204,10 +377,12 @@ def alertmanager(root: Path, port: int, hook: int) -> list[subprocess.Popen]:
     return [start("prometheus-alertmanager", *options, f"--web.listen-address=127.0.0.1:{port}")]
 
 
-def prometheus(root: Path, port: int, sink: int, manager: int) -> list[subprocess.Popen]:
+def prometheus(
+    root: Path, port: int, sink: int, manager: int, *, rules: Path = FILES / "rules.yml", interval: str = "1s"
+) -> list[subprocess.Popen]:
     config = {
-        "global": {"scrape_interval": "1s", "evaluation_interval": "1s"},
-        "rule_files": [str(FILES / "rules.yml")],
+        "global": {"scrape_interval": interval, "evaluation_interval": interval},
+        "rule_files": [str(rules)],
         "scrape_configs": [{"job_name": "ingot", "static_configs": [{"targets": [f"127.0.0.1:{sink}"]}]}],
         "alerting": {"alertmanagers": [{"static_configs": [{"targets": [f"127.0.0.1:{manager}"]}]}]},
     }

@@ -17,6 +17,7 @@ from ingot.observe.sinks.jsonl import JsonlSink
 from ingot.plugins.sink import Sink, SinkPlace
 from ingot.plugins.sink_options import JsonlOptions
 from ingot.schema import events
+from ingot.schema.alerting import Alerts, EmailChannel, UrlChannel
 from ingot.theory.rules import load_run, recorded_run
 
 from .conftest import run_of
@@ -168,11 +169,13 @@ def test_the_end_of_the_run_leaves_what_raises_to_the_next_start(run):
     assert deliver(sink).state.left_out == 0 and len(sink.of("scalars")) == 3
 
 
-def test_trackers_do_not_get_the_settings_of_sinks_and_alerts():
+def test_trackers_do_not_get_the_settings_of_sinks_and_channels():
     tables = {"mlflow": {"tracking_uri": "postgresql://user:password@host"}}
-    given = public_settings(replace(run_of(), sinks=tables))
-    assert "train.steps" in given and not any("password" in str(value) for value in given.values())
-    assert not any(name.startswith(("sinks", "alerts")) for name in given)
+    alerts = Alerts(mfu_least=0.2, webhook=UrlChannel(url_env="PASSWORD"), email=EmailChannel(port=25))
+    given = public_settings(replace(run_of(alerts), sinks=tables))
+    assert "train.steps" in given and not any("password" in str(value).lower() for value in given.values())
+    assert given["alerts.mfu_least"] == 0.2  # rules of trackers compare with the limits
+    assert not any(name.startswith(("sinks", "alerts.webhook", "alerts.email", "alerts.terminal")) for name in given)
 
 
 def test_an_event_that_is_not_as_it_should_be_costs_its_numbers_alone(run):

@@ -72,7 +72,7 @@ class _DiskSpace:
         return now * (last - first) / (before - now) / 3600 if before > now else None
 
 
-def _shares(weights: Mapping[str, float]) -> dict[str, float]:
+def source_shares(weights: Mapping[str, float]) -> dict[str, float]:
     """Return the share of each source, by the name that it has in metrics."""
     total, found = sum(weights.values()), defaultdict[str, float](float)
     for source, weight in weights.items() if total else ():
@@ -100,7 +100,7 @@ class LimitRules:
         self._rows = _Rows(run.alerts.lines)
         self._goodput = GoodputMeter(run.alerts.goodput_seconds)
         self._disks: dict[str, _DiskSpace] = {}
-        self._weights = _shares(run.data.weights)
+        self._weights = source_shares(run.data.weights)
 
     def of(self, event: Mapping[str, Any]) -> Iterator[Verdict]:
         """Yield the verdicts of an event that the state of the run has taken in."""

@@ -10,6 +10,8 @@ from typing import Any
 
 from ingot.errors import require
 from ingot.events import read_events
+from ingot.observe.alerts.disks import DiskLooks
+from ingot.observe.alerts.limits import source_shares
 from ingot.observe.ranks import RANK_METRICS, rank_rows
 from ingot.observe.scalars import SCALARS, scalars_of
 from ingot.plugins.sink import Sink, SinkPlace
@@ -20,6 +22,7 @@ from ingot.schema.run_folder import RunFolder
 
 _SCRAPED_SECONDS = 60.0  # a server that scraped within them will again
 _FILE_SECONDS = 1.0  # between two versions of the textfile
+_DISK_SECONDS = 30.0  # between two looks at the disk of the run folder
 _FRESH_SECONDS = 900.0  # events that are older when they are read are history: rules look at the last 15 minutes
 _RESTORED = (
     *(events.RANK_STARTED, events.RUN_STARTED, events.PROGRESS, events.STRAGGLER, events.FINISHED, events.STOPPED),
@@ -43,6 +46,17 @@ _STATE = {
 }
 
 
+# The settings [alerts] with which the rules compare, for each its words. 0 switches an alert off.
+_LIMITS = {
+    "mfu_least": "the MFU below which people are alerted",
+    "communication_most": "the share of a step for communication above which people are alerted",
+    "goodput_least": "the goodput below which people are alerted",
+    "mix_drift": "how far the share of a source may be from its weight",
+    "disk_hours": "people are alerted so many hours before a disk is full",
+    "budget_usd": "what the run may cost (USD)",
+}
+
+
 class PrometheusSink(Sink):
     """Metrics ingot_GROUP_NAME of the run, ingot_rank_NAME by rank, and ingot_events_total by kind of event. Each has
     the labels `run` and `run_id`."""
@@ -57,6 +71,9 @@ class PrometheusSink(Sink):
         self._restored_at = float("-inf")  # the time of the newest event that was read before the first call
         self._labels: dict[str, str] = {}
         self._state: dict[str, float] = {}
+        self._limits: dict[str, float] = {}
+        self._weights: dict[str, float] = {}
+        self._disk, self._disk_asked_at, self._disk_free = DiskLooks((place.run,)), float("-inf"), -1.0
         self._values: dict[str, float] = {}
         self._rows: dict[int, NewestRow] = {}
         self._rows_are_old = True
@@ -80,6 +97,10 @@ class PrometheusSink(Sink):
             self._state["ingot_run_attempt"] = attempt
             self._state["ingot_run_steps"] = config["train.steps"]
             self._state.setdefault("ingot_run_ended", 0)  # this process may begin in the middle of an attempt
+            self._limits = {name: config[f"alerts.{name}"] for name in _LIMITS if f"alerts.{name}" in config}
+            prefix = "data.weights."
+            weights = {name.removeprefix(prefix): own for name, own in config.items() if name.startswith(prefix)}
+            self._weights = source_shares(weights)
 
     def _restore(self) -> None:
         """Take in what the log has already: this process may be the second one of an attempt."""
@@ -95,6 +116,9 @@ class PrometheusSink(Sink):
 
     def event(self, kind: str, step: int | None, facts: Mapping[str, Any]) -> None:
         is_fresh = facts["time"] > self._began - _FRESH_SECONDS
+        if time.monotonic() >= self._disk_asked_at + _DISK_SECONDS:
+            self._disk.ask()
+            self._disk_asked_at = time.monotonic()
         with self._lock:
             began = self._state.get("ingot_run_started_timestamp_seconds", float("-inf"))
             is_end = events.ends_run(kind, facts) and facts["time"] >= began  # and not that of an earlier attempt
@@ -176,6 +200,14 @@ class PrometheusSink(Sink):
         for name, words in _STATE.items():
             if name in self._state:
                 yield self._gauge(name, words, [(run, self._state[name])])
+        for name, limit in self._limits.items():
+            yield self._gauge(f"ingot_limit_{name}", _LIMITS[name], [(run, limit)])
+        rows = [({**run, "source": source}, weight) for source, weight in self._weights.items()]
+        yield self._gauge("ingot_data_source_weight", "the share of the samples that a source should have", rows)
+        for answer in self._disk.answers():  # of an error or silence it has no free bytes
+            self._disk_free = answer.get("free_bytes", -1.0)
+        if self._disk_free >= 0:
+            yield self._gauge("ingot_disk_free_bytes", "of the disk of the run folder", [(run, self._disk_free)])
         yield from self._gauges({name: own for name, own in self._values.items() if name in SCALARS}, run)
         yield from self._of_sources(run)
         ranks = [({**run, "rank": str(rank), "host": host}, 1.0) for rank, host in sorted(self._hosts.items())]
