@@ -8,7 +8,7 @@
    BOARD_DO     count, power, kill, die, stop (by SIGSTOP), full, fail (with BOARD_ERRNO, BOARD_TIMES calls from
                 the k-th on), flip, slow (at every call), deny (refuse to
                 open for reading); of reads of open files by pread alone: eio (the k-th fails, with BOARD_TIMES as many),
-                stall (it never returns), dieread (SIGKILL)
+                stall (it never returns), dieread (SIGKILL), slowread (each is slow)
    BOARD_K      the number of the call, from 1
    BOARD_LOG    a file that gets one line per counted call: name and path
    BOARD_ONCE   if set, without effect in processes that find the file of BOARD_LOG: only the first one has the fault
@@ -17,7 +17,7 @@
    BOARD_SENDS  if set, messages to sockets without a file whose names begin so are counted too
    BOARD_TIMES  for eio, fail: how many fail; 0: all
    BOARD_ERRNO  for fail: the number of the error
-   BOARD_MICRO  for slow: microseconds per call; for power and kill: the time before the k-th call, in which other
+   BOARD_MICRO  for slow, slowread: microseconds per call; for power and kill: the time before the k-th call, in which other
                 processes get as far as they can
    BOARD_DENY   for deny: a part of the paths
    BOARD_NOROOM if set, every file system seems to have no free block
@@ -333,10 +333,12 @@ ssize_t copy_file_range(int in, off64_t *from, int out, off64_t *at, size_t n, u
 static ssize_t read_at(int fd, void *data, size_t n, off_t at) {
   const char *what = setting("BOARD_DO"), *log = setting("BOARD_LOG");
   int fails = !strcmp(what, "eio"), stalls = !strcmp(what, "stall"), dies = !strcmp(what, "dieread");
+  int is_slow = !strcmp(what, "slowread");
   text path;
-  if ((fails || stalls || dies) && is_mine()) {
+  if ((fails || stalls || dies || is_slow) && is_mine()) {
     path_of(fd, path);
     if (is_below(path)) {
+      if (is_slow) usleep(atol(setting("BOARD_MICRO")));
       static long reads;
       long number = __atomic_add_fetch(&reads, 1, __ATOMIC_SEQ_CST), k = atol(setting("BOARD_K"));
       long times = atol(setting("BOARD_TIMES"));

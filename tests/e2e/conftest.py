@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,10 +110,11 @@ class Project:
     def run_file(self) -> Path:
         return self.root / "run.toml"
 
-    def start(self, out: str, *options: str, **variables: str) -> subprocess.Popen:
+    def start(self, out: str, *options: str, within: Sequence[str] = (), **variables: str) -> subprocess.Popen:
+        """Start `ingot train`. within: the beginning of the command, for a program that starts it elsewhere."""
         command = [sys.executable, "-m", "ingot.cli.main", "train", str(self.run_file), "--out", str(self.root / out)]
         return subprocess.Popen(
-            [*command, *options],
+            [*within, *command, *options],
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
