@@ -29,6 +29,7 @@ VERBS = {
     "explain": "explain an error code, a slow run, a loss that is not finite, or the formulas of a plan",
     "check": "report every problem of a run file at once, with file and line; start nothing",
     "train": "start a run, or continue it with the same command",
+    "profile": "show where the time of a step goes, by operation, axis and line, beside plan and roofline",
     "drill": "break copies of a run on purpose, and show that they recover bit for bit",
     "status": "show the state of a run: step, loss, speed, newest checkpoint, faults",
     "watch": "show runs while they train: charts, ranks, incidents, cost; on a page with --web",
@@ -43,7 +44,7 @@ VERBS = {
 }
 # Actions of a verb that also has options itself, so that argparse subcommands do not fit. The module of "plan score" is
 # plan_score.
-_BEGIN_ANEW = ("doctor", "drill", "explain")  # verbs that continue nothing when they are given again
+_BEGIN_ANEW = ("doctor", "drill", "explain", "profile")  # verbs that continue nothing when they are given again
 _ACTIONS = {"plan score": "compare predictions of the planner with published runs, by family"}
 
 _EXIT_CODES = """exit codes:

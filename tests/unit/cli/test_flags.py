@@ -47,8 +47,8 @@ TOPICS = ("mem", "time", "comms", "bubble", "lr", "batch", "size", "failures")
 
 PAIRS = (Path(__file__).parent / "flags.txt").read_text()
 
-# The exit code of a value that is refused: a shard of another size needs more tokens than a test has.
-REFUSED = {"--shard-size 4KB": 3, "--set train.micro_batch=3": 3, "--take lower": 2, "--to 1": 2}
+# The exit code of a value that is refused: a shard of another size needs more tokens than a test has, NVTX a GPU.
+REFUSED = {"--shard-size 4KB": 3, "--set train.micro_batch=3": 3, "--take lower": 2, "--to 1": 2, "--nvtx": 2}
 MACHINE = read_machine()
 PLANS: dict[str, object] = {}
 # What `explain bubble` needs to explain something.
@@ -72,6 +72,7 @@ REPLACED = (
     ("ingot.trainer.experiments.doremi", "doremi"),
     ("ingot.trainer.experiments.ablation", "ablate"),
     ("ingot.rehearse.dryrun.dry_run", "simulate"),
+    ("ingot.rehearse.profile.profile", "profile"),
     ("ingot.rehearse.replay.replay", "replay"),
     ("ingot.rehearse.replay.spike", "replay_spike"),
     ("ingot.watch.terminal.follow", "show"),

@@ -8,7 +8,7 @@ import functools
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch.distributed as dist
 
@@ -22,11 +22,23 @@ _OF_FSDP = (
 )
 
 
+class WaitObserver(Protocol):
+    """Sees the exchanges and the waits that a clock counts. A profile has one (rehearse/profile/ranges.py)."""
+
+    def began(self, handle: Any, group: dist.ProcessGroup, *, shows_end: bool) -> None:
+        """Take in that an exchange in `group` began. handle, shows_end: as of `WaitClock.begun`."""
+        ...
+
+    def around(self, wait: Callable[..., Any], *args, **kwargs) -> Any:
+        """Call `wait`. The first of `args` is what is waited for."""
+        ...
+
+
 class WaitClock:
     """The seconds that the thread which started this clock has waited. One clock runs at a time.
 
     set_waiting: called with True when such a wait begins, and with False when it ends. traffic: divides the time by
-    axis of the mesh.
+    axis of the mesh. observer: sees what is counted; None: nobody.
 
     FSDP2 and torch's own blocking functions wait inside of torch, so the clock takes the place of `Work.wait`, with
     which all of them wait. Operators of compiled code wait elsewhere (see `collectives.finish`), and are not counted.
@@ -35,6 +47,7 @@ class WaitClock:
 
     def __init__(self, set_waiting: Callable[[bool], object] = bool, traffic: AxisTraffic | None = None):
         self.seconds, self.traffic = 0.0, traffic
+        self.observer: WaitObserver | None = None
         self._set_waiting = set_waiting
         self._replaced: list[tuple[Any, str, Any]] = []
 
@@ -78,6 +91,8 @@ class WaitClock:
             wait = functools.partial(traffic.around, wait)
         if threading.get_ident() != self._thread:
             return wait(*args, **kwargs)
+        if self.observer is not None:
+            wait = functools.partial(self.observer.around, wait)
         began = time.monotonic()
         self._set_waiting(True)
         try:
@@ -94,6 +109,8 @@ class WaitClock:
         whether the handle shows when the exchange is complete."""
         if self.traffic is not None:
             self.traffic.began(handle, group, time.monotonic() - self.seconds, shows_end=shows_end)
+        if self.observer is not None:
+            self.observer.began(handle, group, shows_end=shows_end)
 
     def by_axis(self) -> dict[str, tuple[float, float]]:
         """Return axis -> (exposed, hidden) seconds so far (AxisTraffic.seconds); {} without `traffic`."""
