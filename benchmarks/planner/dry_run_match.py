@@ -108,7 +108,7 @@ def measured(run: RunConfig) -> dict[str, Any]:
     places, known, grid = positions(run), {}, dry_run.grid_of(run)
     ranks, others = [], {"FLOP": 0.0, "bytes sent": 0.0}
     for rank in dry_run.chosen_ranks(grid):
-        answer = role.answer_of(run, role.trace_rank(run, rank, "cuda", known), rank, 0.0)
+        answer = role.answer_of(run, role.trace_rank(run, rank, "cuda", known), rank, 0.0, "cuda")
         trace = dry_run.read_answer(answer, grid)
         place = places[trace.position]
         peak, billed = trace.moments[dry_run.STEADY], sum(t.value for t in position_bill(place, "cuda").values())

@@ -15,6 +15,8 @@ from ingot.schema.arch import Arch, Moe
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import Train
 from ingot.theory.context import ring_bytes, ulysses_bytes
+from ingot.trainer.attend import tiles
+from ingot.trainer.attend.kernels import attend_part
 from ingot.trainer.build import build_parts
 from ingot.trainer.evaluate import evaluate, run_logits, run_nats
 from ingot.trainer.heldout import Heldout, SourceText
@@ -26,13 +28,14 @@ from ingot.trainer.model.transformer import Transformer
 from ingot.trainer.parallel import ring
 from ingot.trainer.parallel.apply import compile_blocks
 from ingot.trainer.parallel.context import ContextParallelism
-from ingot.trainer.parallel.flash import attend_part
 from ingot.trainer.parallel.recompute import recompute
 
 from .steps import CPU, join, keep, mean_losses, run_of, train
 
 LAYOUTS = ("zigzag", "striped", "contiguous")
 SIGHTS = ("causal", "documents", "window", "documents and window")
+# Sizes of tiles (attend/tiles.py): as they are, and so small that documents have tiles of their own.
+SIZES = ((128, 64), (4, 3))
 HEADS, HEAD_DIM, BATCH, TOKENS = 12, 8, 2, 48
 
 
@@ -62,8 +65,19 @@ def run(attend, tensors, mask_spec):
     return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
+def attend_densely(q, k, v, mask_spec):
+    """Attention with a mask of all pairs, and keys and values repeated for each query head."""
+    positions, documents, window = mask_spec.positions_T, mask_spec.document_ids_BS, mask_spec.window
+    distance = positions[:, None] - positions
+    mask = ((distance >= 0) & (distance < (window or len(positions))))[None]
+    if documents is not None:
+        mask = mask & (documents[:, :, None] == documents[:, None, :])
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None])
+
+
 def in_one_process(tensors, what):
-    return run(attend_locally, tensors, mask_spec_of(what, torch.arange(TOKENS)))
+    return run(attend_densely, tensors, mask_spec_of(what, torch.arange(TOKENS)))
 
 
 def own_part(context, x_BNTH):
@@ -96,7 +110,10 @@ def test_every_form_equals_one_process(fork_ranks, world, kv_heads):
     def check(rank, ranks):
         for parallel in grids(world):
             context = ContextParallelism(build_mesh(parallel, "cpu"), attend_locally)
-            for heads, what in product(kv_heads, SIGHTS):
+            for heads, what, sizes in product(kv_heads, SIGHTS, SIZES):
+                if what == "causal" and sizes != SIZES[0]:
+                    continue
+                tiles.SHARED_TOKENS, tiles.LEAST_ROWS = sizes
                 tensors = example(heads)
                 found, expected = in_parts(context, tensors, what), in_one_process(tensors, what)
                 for name, ours, theirs in zip(("out", "dq", "dk", "dv"), found, expected, strict=True):
@@ -203,10 +220,10 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
 
     def check(rank, ranks):
         mesh = build_mesh(Parallel(cp=ranks, context="usp", ulysses=ulysses), "cpu")
-        context = ContextParallelism(mesh, attend_locally, compiled=how == "compiled")
+        context = ContextParallelism(mesh, attend_locally, hidden=how == "compiled")
         model = model_of(context.attend)
         if how == "compiled":
-            compile_blocks(model, whole_readout=False)
+            compile_blocks(model, whole_readout=False, whole_attention=False)
         else:
             recompute(model.blocks, how, 1, context.kept)
         for ours, theirs in zip(loss_and_gradients(model, ids, context), expected, strict=True):

@@ -3,6 +3,7 @@ to the wrong neighbor is found."""
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from tests.expect import refused
 
@@ -16,6 +17,7 @@ from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
 from ingot.rehearse.dryrun.fake import Known  # noqa: E402
 from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
 from ingot.rehearse.dryrun.rendezvous import Call  # noqa: E402
+from ingot.rehearse.dryrun.tracker import Tracker  # noqa: E402
 from ingot.schema.arch import Arch, Mla, Moe  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
 from ingot.schema.run import Data, RunConfig, Train  # noqa: E402
@@ -48,7 +50,7 @@ def traced(run: RunConfig, device: str, loads: tuple[float, ...] = ()) -> dict[i
     grid, known = dry_run.grid_of(run), KNOWN[device]
     return {
         rank: dry_run.read_answer(
-            role.answer_of(run, role.trace_rank(run, rank, device, known, loads), rank, 0.0), grid
+            role.answer_of(run, role.trace_rank(run, rank, device, known, loads), rank, 0.0, device), grid
         )
         for rank in dry_run.chosen_ranks(grid)
     }
@@ -99,6 +101,61 @@ def test_traces_meet_and_agree_with_the_formulas(name, device):
             assert compared.agrees, (trace.name, compared)
         billed = sum(term.value for term in position_bill(place, device).values())
         assert trace.moments[dry_run.STEADY].bytes == pytest.approx(billed, rel=0.25), trace.moments
+
+
+class Measured(Tracker):
+    """A tracker that knows the most elements of a tensor."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = super().__torch_dispatch__(func, types, args, kwargs)
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        {},
+        {"cp": 2, "context": "ring"},
+        pytest.param({"cp": 2, "context": "ring", "context_layout": "striped"}, marks=pytest.mark.nightly),
+        pytest.param({"cp": 2, "context": "ulysses"}, marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("window", [0, pytest.param(4096, marks=pytest.mark.slow)])
+def test_memory_is_linear_at_128k_tokens_with_documents(monkeypatch, form, device, window):
+    """No tensor has as many elements as there are pairs of tokens, and attention costs no more than a causal one."""
+    empty, lengths = role.empty_batch, np.random.default_rng(0).lognormal(6.5, 1.4, 2000).astype(np.int64) + 1
+
+    def batch(config):
+        made = empty(config)
+        if made.document_ids is not None:
+            starts = np.zeros(made.document_ids.shape, np.int32)
+            starts[..., lengths.cumsum()[lengths.cumsum() < starts.shape[-1]]] = 1
+            made = replace(made, document_ids=torch.from_numpy(starts.cumsum(-1, dtype=np.int32)))
+        return made
+
+    monkeypatch.setattr(role, "empty_batch", batch)
+    monkeypatch.setattr(role, "Tracker", Measured)
+
+    def measured(tokens, documents):
+        arch = replace(DENSE, num_layers=2, max_seq_len=tokens, sliding_window=window)
+        run = run_of(arch, 1, documents=documents, **form)
+        run = replace(run, train=replace(run.train, seq_len=tokens))
+        tracker = role.trace_rank(run, 0, device, KNOWN[device])
+        assert isinstance(tracker, Measured)
+        flops = sum(n for name, n in tracker.flops_of(role.STEADY).items() if "attention" in name)
+        return tracker.peaks()[role.STEADY].bytes, tracker.elements, flops
+
+    (half, _, _), (whole, elements, flops) = measured(2**16, True), measured(2**17, True)
+    assert whole <= 2.02 * half
+    assert elements <= 2**17 * 2**10
+    assert flops <= 1.1 * measured(2**17, False)[2]
 
 
 def test_an_expert_by_expert_product_takes_the_rows_of_its_load():

@@ -41,7 +41,7 @@ def build(place, precision, device, **forms):
 
 def batch(device, documents=False):
     ids = torch.randint(0, 512, (2, 2, 129), generator=torch.Generator().manual_seed(0)).to(device)
-    numbers = torch.zeros(2, 2, 128, dtype=torch.int32, device=device) if documents else None
+    numbers = torch.zeros(2, 2, 128, dtype=torch.int32) if documents else None
     return Batch(1, np.zeros(4, np.int64), ids[..., :-1], ids[..., 1:], numbers, 0.0)
 
 

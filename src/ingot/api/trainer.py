@@ -108,7 +108,8 @@ class Trainer:
         `until_step` or a stop request; none if the run is finished. After a roll-back, steps come again.
 
         `batch.step`; `batch.inputs`, `batch.targets`: int64 [A, B, T], A micro-batches of B sequences, on the device;
-        `batch.document_ids`: int32 [A, B, T], None unless documents are masked. Targets share no memory with inputs.
+        `batch.document_ids`: int32 [A, B, T] on the host, None unless documents are masked. Targets share no memory
+        with inputs.
         Between two batches a checkpoint that was due must have been saved; evaluation and the end of the run are done
         here. Raises RunFailed for a step that is not complete.
         """
@@ -230,8 +231,8 @@ class Trainer:
     def model(self) -> Any:
         """The torch module: `model(inputs, targets, ids)` is the sum of nats; with targets None, logits.
 
-        inputs, targets: int64 [B, T]. ids: int32 [B, T], a micro-batch of `batch.document_ids`, which keeps attention
-        inside documents. A run with data.mask_documents needs it: with None, attention crosses documents.
+        inputs, targets: int64 [B, T]. ids: int32 [B, T] on the host, a micro-batch of `batch.document_ids`, which keeps
+        attention inside documents. A run with data.mask_documents needs it: with None, attention crosses documents.
 
         Raises ConfigError for pipeline or context parallelism, for experts and for loss terms: there the module is a
         part, and `forward_backward` has what belongs to it.

@@ -10,6 +10,8 @@ from ingot.plugins.optimizer import OPTIMIZERS
 from ingot.schema.run import RunConfig
 from ingot.theory.layout import require_layout, resolve_parallel
 from ingot.theory.schedule import ScheduleTable, build_table
+from ingot.trainer.attend.kernels import require_kernels
+from ingot.trainer.attend.packed import activate_newest_kernels, has_packed_kernel
 from ingot.trainer.callbacks import Callbacks
 from ingot.trainer.checkpoint.state import TrainingState
 from ingot.trainer.export.model_folder import first_weights
@@ -31,7 +33,6 @@ from ingot.trainer.parallel.apply import COMPUTE, InitialValue, ShardedModel, pa
 from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.expert import dispatch_of
-from ingot.trainer.parallel.flash import require_kernels
 from ingot.trainer.parallel.pipeline import PipelineExecutor
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import Policy, Unwatched
@@ -142,8 +143,13 @@ def _build_model(
     arch = config.model
     if mesh.parallel.ring > 1:
         require_kernels(device, COMPUTE[config.train.precision], arch.head_dim)
+    if device.type == "cuda":
+        activate_newest_kernels(torch.cuda.get_device_capability(device)[0], arch.head_dim)
     compiled = should_compile(config.train, device, mesh.parallel.splits_backward)
-    context = ContextParallelism(mesh, attend_locally, compiled)
+    has_masks = config.data.mask_documents or 0 < arch.sliding_window < config.train.seq_len
+    packed = has_packed_kernel(device.type == "cuda", COMPUTE[config.train.precision], arch.head_dim)
+    whole_attention = mesh.parallel.cp == 1 and (packed or not has_masks)
+    context = ContextParallelism(mesh, attend_locally, hidden=compiled and not whole_attention)
     dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # a dense mesh has no expert groups
 
     def make() -> Transformer:
@@ -162,4 +168,5 @@ def _build_model(
         micro_batches=config.accumulation,
         initial_value=first_value,
         kept=context.kept,
+        whole_attention=whole_attention,
     )

@@ -47,7 +47,8 @@ class Evaluation:
         return asdict(self.total) | {"by_source": {name: asdict(score) for name, score in self.by_source.items()}}
 
 
-# (inputs, targets int64 [B, T], document ids or None) -> nats of every target [B, T]; zeros on ranks without a result
+# (inputs, targets int64 [B, T], document ids on the host or None) -> nats of every target [B, T]; zeros on ranks
+# without a result
 Nats = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
@@ -132,7 +133,7 @@ def score_rows(nats_of: Nats, heldout: Heldout, rows: np.ndarray, micro_batch: i
         inputs = heldout.rows.inputs[batch]
         documents = None
         if heldout.mask_documents:
-            documents = torch.from_numpy(document_numbers(inputs, heldout.eot_id)).to(device)
+            documents = torch.from_numpy(document_numbers(inputs, heldout.eot_id))
         targets_BT = torch.from_numpy(heldout.rows.targets[batch]).to(device)
         nats_BT = nats_of(torch.from_numpy(inputs).to(device), targets_BT, documents)
         counted_BT = torch.from_numpy(heldout.rows.counted[batch]).to(device)

@@ -42,14 +42,17 @@ class AttentionKernels(NamedTuple):
     efficient: Any
     efficient_backward: Any
     cudnn: Any
+    packed: Any
+    packed_backward: Any
 
 
 def attention_kernels() -> AttentionKernels:
     """Return the operators that scaled_dot_product_attention chooses from.
 
     Why: they return the log-sum-exp of the scores, by which a ring merges partial results; and selective recompute and
-    the trace recognize attention by them.
-    Checked: 2.11, 2.13.
+    the trace recognize attention by them. torch.nn.attention.varlen calls `packed`, but refuses grouped heads before
+    2.12.
+    Checked: 2.11, 2.13; `packed` in 2.13, without a GPU.
     Fallback: torch.nn.attention.flex_attention with return_lse, where it is as fast on CPU and CUDA.
     """
     aten = torch.ops.aten
@@ -61,6 +64,8 @@ def attention_kernels() -> AttentionKernels:
         efficient=aten._scaled_dot_product_efficient_attention,
         efficient_backward=aten._scaled_dot_product_efficient_attention_backward,
         cudnn=aten._scaled_dot_product_cudnn_attention,
+        packed=aten._flash_attention_forward,
+        packed_backward=aten._flash_attention_backward,
     )
 
 

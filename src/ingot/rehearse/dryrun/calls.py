@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.flop_counter import flop_registry
 
 from ingot.rehearse.dryrun.rendezvous import BARRIER, RECV, SEND, Call
+from ingot.theory.flops import mean_keys
 from ingot.trainer.torch_private import (
     attention_kernels,
     group_of_name,
@@ -159,6 +160,22 @@ def _efficient_backward(_, q, k, v, bias, out, lse, seed, offset, dropout, wante
     return 5 * 2 * _pairs(q, k, causal) * q.shape[-1]
 
 
+def _packed(q, k, v, starts, _, longest, *rest, **settings) -> int:
+    return 2 * 2 * _packed_pairs(q, longest, rest, settings) * q.shape[-1]
+
+
+def _packed_backward(_, q, k, v, out, logarithms, starts, __, longest, *rest, **settings) -> int:
+    return 5 * 2 * _packed_pairs(q, longest, rest, settings) * q.shape[-1]
+
+
+def _packed_pairs(q: Tensor, longest: int, rest: tuple, settings: dict[str, Any]) -> int:
+    """Return the number of query-key pairs as if all documents were as long as the longest, as in a trace: where they
+    end is not in the shapes. q: [all tokens, heads, width]."""
+    tokens, heads, _ = q.shape
+    window = 0 if _is_causal(rest) else settings["window_size_left"] + 1
+    return round(tokens * heads * mean_keys(longest, window))
+
+
 def _pairs(q: Tensor, k: Tensor, causal: bool) -> int:
     """Return the number of query-key pairs, summed over batch and heads. q, k: [batch, heads, tokens, width]."""
     batch, heads, tokens, _ = q.shape
@@ -179,6 +196,8 @@ _FORMULAS: dict[Any, Callable[..., int]] = {
     _kernels.flash_on_cpu_backward: _attention_backward,
     _kernels.flash: _attention,
     _kernels.flash_backward: _attention_backward,
+    _kernels.packed: _packed,
+    _kernels.packed_backward: _packed_backward,
     _kernels.efficient: _efficient,
     _kernels.efficient_backward: _efficient_backward,
     grouped_product_kernel(): _grouped,

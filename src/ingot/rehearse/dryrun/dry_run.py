@@ -17,7 +17,7 @@ from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck, check_world
 from ingot.rehearse.dryrun.rendezvous import ISEND, SEND, Call
 from ingot.rehearse.dryrun.tracing import KeptTraces, Request, trace_ranks
 from ingot.schema.run import RunConfig
-from ingot.theory.context import BACKWARD_TO_FORWARD, imbalance
+from ingot.theory.context import imbalance
 from ingot.theory.flops import mean_keys
 from ingot.theory.layout import Position, positions, require_layout, resolve_parallel
 from ingot.theory.rules.parts import parts_of_plugins
@@ -56,8 +56,7 @@ class Trace:
     and messages, from the build to the save.
 
     FLOPs, sent (bytes by axis) and counts (calls by axis and operation) are those of one steady step. attended: number
-    of query-key pairs that attention computes, per head and sequence; attended_again: the backward repeats the forward
-    of attention.
+    of query-key pairs that attention computes, per head and sequence.
     """
 
     rank: int
@@ -67,7 +66,6 @@ class Trace:
     matmul_flops: float
     attention_flops: float
     attended: float
-    attended_again: bool
     operations: int
     sent: dict[str, float]
     counts: dict[str, dict[str, int]]
@@ -275,8 +273,7 @@ def read_answer(answer: dict, grid: Grid) -> Trace:
         moments={name: PhaseMemory(**peak) for name, peak in answer["peaks"].items()},
         matmul_flops=sum(answer["flops"].values()) - attention,
         attention_flops=attention,
-        attended=answer["attended"]["forward"],
-        attended_again=answer["attended"]["chunked"],
+        attended=answer["attended"],
         operations=answer["operations"],
         sent={axis: value for axis, value in sent.items() if axis},
         counts={axis: dict(ops) for axis, ops in counts.items() if axis},
@@ -308,11 +305,7 @@ def _attention_flops(trace: Trace, place: Position, work: Work) -> float:
     parallel, arch, seq_len = place.parallel, place.arch, place.train.seq_len
     uneven = imbalance(parallel, seq_len, arch.sliding_window) if parallel.ring > 1 else 1.0
     seen = seq_len / parallel.ring * mean_keys(seq_len, arch.sliding_window) * uneven
-    blocks = sum(len(stage.layers) for stage in place.stages)
-    again = sum(map(place.recomputed, place.stages)) if parallel.recompute == "full" else 0
-    forwards = (1 + BACKWARD_TO_FORWARD) * blocks + again
-    chunked = 1 + blocks / forwards if trace.attended_again else 1.0
-    return work.attention_flops * trace.attended / seen * chunked
+    return work.attention_flops * trace.attended / seen
 
 
 def compare(trace: Trace, place: Position, device: str, other_loads: bool = False) -> list[FigureCheck]:

@@ -14,9 +14,8 @@ import resource
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -36,15 +35,18 @@ from ingot.rehearse.dryrun.tracker import HOST, Tracker
 from ingot.schema.parallel import Parallel
 from ingot.schema.run import RunConfig
 from ingot.schema.run_folder import RunFolder
+from ingot.theory.flops import mean_keys
 from ingot.theory.layout import resolve_parallel
 from ingot.theory.rules import run_from_dict
 from ingot.trainer import build as trainer_build
+from ingot.trainer.attend.packed import has_packed_kernel
+from ingot.trainer.attend.tiles import Tile, tiles_of
 from ingot.trainer.default_policy import DefaultPolicy
 from ingot.trainer.loader.loader import Batch
 from ingot.trainer.mesh.fake import own_groups_only
 from ingot.trainer.mesh.mesh import build_mesh
-from ingot.trainer.model import attention
-from ingot.trainer.parallel.ring import AttentionTile, masked_tiles, plain_tiles
+from ingot.trainer.parallel.apply import COMPUTE
+from ingot.trainer.parallel.ring import plain_tiles, ring_tiles
 from ingot.trainer.parallel.zero import Zero
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import Unwatched
@@ -137,7 +139,8 @@ def _state_kind(config: RunConfig) -> str:
 def empty_batch(config: RunConfig) -> Batch:
     shape = config.accumulation, config.train.micro_batch, config.train.seq_len
     tokens = torch.zeros(*shape[:-1], shape[-1] + 1, dtype=torch.int64)
-    documents = torch.zeros(shape, dtype=torch.int32) if config.data.mask_documents else None
+    # Real numbers, not fake ones: attention is planned on the host.
+    documents = torch.from_numpy(np.zeros(shape, np.int32)) if config.data.mask_documents else None
     return Batch(1, np.zeros(0, np.int64), tokens[..., :-1], tokens[..., 1:], documents, 0.0)
 
 
@@ -236,7 +239,9 @@ def _name_places(module: nn.Module, name: str, tracker: Tracker) -> None:
 # -- the answer to the calling process ------------------------------------------------------------------------
 
 
-def answer_of(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float) -> dict[str, Any]:
+def answer_of(
+    config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float, device: str = "cpu"
+) -> dict[str, Any]:
     """Return a trace as values for JSON. "program": for each phase, indices into "calls", a table of distinct calls."""
     parallel = resolve_parallel(config)
     row = parallel.cp // parallel.ring * parallel.tp  # number of ranks with the same ring index
@@ -256,7 +261,7 @@ def answer_of(config: RunConfig, tracker: Tracker, rank: int, cpu_seconds: float
         "rank": rank,
         "peaks": {moment: dataclasses.asdict(peak) for moment, peak in tracker.peaks().items()},
         "flops": tracker.flops_of(STEADY),
-        "attended": dataclasses.asdict(attended_pairs(config, parallel, rank // row % parallel.ring)),
+        "attended": attended_pairs(config, parallel, rank // row % parallel.ring, device),
         "operations": tracker.operations,
         "groups": [list(group) for group in groups],
         "calls": rows,
@@ -276,7 +281,7 @@ def _serve(config: RunConfig, device: str, loads: Sequence[float], pipe: Connect
             rank, started = pipe.recv(), time.process_time()
             try:
                 tracker = trace_rank(config, rank, device, known, loads, partial(_report, pipe, rank))
-                answer = answer_of(config, tracker, rank, time.process_time() - started)
+                answer = answer_of(config, tracker, rank, time.process_time() - started, device)
             except IngotError as error:
                 answer = {"rank": rank, "error": error.found, "rule": error.rule, "fix": error.fix}
                 answer |= {"code": error.code, "facts": error.facts}
@@ -290,53 +295,26 @@ def _report(pipe: Connection, rank: int, phase: str) -> None:
     pipe.send((False, json.dumps({"rank": rank, "phase": phase})))
 
 
-# The query-key pairs that attention kernels compute on one rank: half of the square for causal attention. Pairs hidden
-# by other masks count, because kernels compute them.
+def attended_pairs(config: RunConfig, parallel: Parallel, ring_index: int, device: str) -> float:
+    """Return the query-key pairs that attention computes per head, sequence and layer on the rank at `ring_index` of a
+    ring: half of a causal tile, and all of other tiles (attend/tiles.py). parallel: without any "auto".
 
-
-@dataclass(frozen=True)
-class AttendedPairs:
-    """The query-key pairs that one rank computes per head, sequence and layer. forward: their number in a forward.
-    chunked: the backward first repeats the forward, in chunks.
+    The batches of a dry run have one document per sequence, which is the most work that documents can be.
     """
-
-    forward: float
-    chunked: bool = False
-
-
-def attended_pairs(config: RunConfig, parallel: Parallel, ring_index: int) -> AttendedPairs:
-    """Return the query-key pairs that the rank at `ring_index` of a ring computes. parallel: without any "auto"."""
-    tokens, window = config.train.seq_len, config.model.sliding_window
-    window = window if window < tokens else 0
-    masked = window > 0 or config.data.mask_documents
-    if parallel.ring == 1:
-        return _whole(tokens, window, config.train.micro_batch if config.data.mask_documents else 1, masked)
-    part, total = tokens // parallel.ring, 0.0
-    for source in range(parallel.ring):
-        tiles: Iterable[AttentionTile] = plain_tiles(parallel, ring_index, source, part)
-        if masked:
-            batch = config.train.micro_batch
-            tiles = masked_tiles(parallel, ring_index, source, part, window=window, batch=batch)
-        total += sum(map(_area, tiles))
-    return AttendedPairs(total)
-
-
-def _area(tile: AttentionTile) -> float:
-    queries, keys = (part.stop - part.start for part in (tile.queries, tile.keys))
-    return queries * keys / (2 if tile.causal else 1)
-
-
-def _whole(tokens: int, window: int, masks: int, masked: bool) -> AttendedPairs:
-    if not masked:
-        return AttendedPairs(tokens * tokens / 2)
-    if masks * tokens * tokens <= attention.MASK_ELEMENTS:
-        return AttendedPairs(tokens * tokens)
-    rows = max(attention.MASK_ELEMENTS // (masks * tokens), 1)
-    total = 0
-    for start in range(0, tokens, rows):
-        end = min(start + rows, tokens)
-        total += (end - start) * (end - (max(start - window + 1, 0) if window else 0))
-    return AttendedPairs(total, chunked=True)
+    arch, tokens = config.model, config.train.seq_len
+    window = arch.sliding_window if arch.sliding_window < tokens else 0
+    masked, part = window > 0 or config.data.mask_documents, tokens // parallel.ring
+    if parallel.ring > 1:
+        found: list[Tile] = []
+        for source in range(parallel.ring):
+            if masked:
+                found += ring_tiles(parallel, ring_index, source, part, ends=None, window=window, batch=1)
+            else:
+                found += plain_tiles(parallel, ring_index, source, part)
+        return sum(tile.pairs for tile in found)
+    if has_packed_kernel(device == "cuda", COMPUTE[config.train.precision], arch.head_dim) or not masked:
+        return tokens * mean_keys(tokens, window)
+    return sum(tile.pairs for tile in tiles_of((range(tokens),), (range(tokens),), None, window, batch=1))
 
 
 def main() -> None:

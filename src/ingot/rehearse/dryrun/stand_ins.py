@@ -105,11 +105,8 @@ def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:
     return _FusedNorm.apply(x, weight)
 
 
-def _attention(q: Tensor, k: Tensor, v: Tensor, attn_mask=None, is_causal=False, enable_gqa=False) -> Tensor:
-    """Call the kernel that PyTorch selects on CUDA: flash attention, or with a mask or in float32 the memory-efficient
-    kernel.
-    """
-    if attn_mask is None and q.dtype in (torch.bfloat16, torch.float16):
+def _attention(q: Tensor, k: Tensor, v: Tensor, is_causal=False, enable_gqa=False) -> Tensor:
+    """Call the kernel that PyTorch selects on CUDA: flash attention, or in float32 the memory-efficient kernel."""
+    if q.dtype in (torch.bfloat16, torch.float16):
         return attention_kernels().flash(q, k, v, 0.0, is_causal)[0]
-    bias = None if attn_mask is None else attn_mask.expand(*q.shape[:3], k.shape[2])
-    return attention_kernels().efficient(q, k, v, bias, True, 0.0, is_causal)[0]
+    return attention_kernels().efficient(q, k, v, None, True, 0.0, is_causal)[0]

@@ -32,7 +32,8 @@ class Batch:
     """This rank's part of one optimizer step: A micro-batches of B sequences of T tokens, on the loader's device.
 
     inputs, targets: int64 [A, B, T], views of one buffer (not contiguous: use reshape, not view).
-    document_ids: int32 [A, B, T], the number of the document within its sequence; None unless documents are masked.
+    document_ids: int32 [A, B, T], the number of the document within its sequence; None unless documents are masked. On
+    the host, where attention is planned.
     sample_ids: int64 [A * B], window ids for the ledger. wait_seconds: how long the trainer waited for this batch.
     troubles: with reading, before it could be read. passed: the step's data are passed: the tensors are empty.
     """
@@ -52,7 +53,7 @@ class _Prepared:
     step: int
     sample_ids: np.ndarray
     tokens: torch.Tensor  # [A * B, T + 1]
-    documents: torch.Tensor | None  # [A * B, T]
+    documents: torch.Tensor | None  # [A * B, T], on the host
     ready: "torch.cuda.Event | None"  # recorded after the copy to the device
     troubles: tuple[DataTrouble, ...]
     passed: bool = False
@@ -166,9 +167,7 @@ class Loader:
         if prepared.ready is not None:
             stream = torch.cuda.current_stream(self.device)
             stream.wait_event(prepared.ready)
-            for tensor in (prepared.tokens, prepared.documents):
-                if tensor is not None:
-                    tensor.record_stream(stream)  # allocated on the side stream, freed after this stream has used it
+            prepared.tokens.record_stream(stream)  # allocated on the side stream, freed after this stream has used it
         waited, self._waited = self._waited, 0.0
         return self._batch(prepared, waited, replaced)
 
@@ -285,7 +284,7 @@ class Loader:
         ids = order.step(step, self._global_batch)[rank * per_rank : (rank + 1) * per_rank]
         host = reader.read(ids)
         documents = self.documents(host)
-        numbers = None if documents is None else torch.from_numpy(documents).to(self.device)
+        numbers = None if documents is None else torch.from_numpy(documents)
         return self._batch(_Prepared(step, ids, torch.from_numpy(host).to(self.device), numbers, None, ()), 0.0, ())
 
     def passes(self, step: int) -> bool:
@@ -341,7 +340,9 @@ class _ReadAhead:
                     self._put(_Damaged(found, found[0].error))
                     return
                 documents = loader.documents(host)
-                if not self._put(_Prepared(step, ids, *place.send(documents), self._reader.retries.take())):
+                numbers = None if documents is None else torch.from_numpy(documents)
+                tokens, ready = place.send()
+                if not self._put(_Prepared(step, ids, tokens, numbers, ready, self._reader.retries.take())):
                     return
         except BaseException as error:  # the trainer raises every error of the thread
             self._put(error)

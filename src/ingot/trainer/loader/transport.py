@@ -14,8 +14,8 @@ class HostTransport:
         self.tokens = np.empty(self.shape, np.int64)
         return self.tokens
 
-    def send(self, documents: np.ndarray | None):
-        return torch.from_numpy(self.tokens), None if documents is None else torch.from_numpy(documents), None
+    def send(self) -> tuple[torch.Tensor, None]:
+        return torch.from_numpy(self.tokens), None
 
 
 class DeviceTransport:
@@ -34,11 +34,10 @@ class DeviceTransport:
             event.synchronize()  # the copy out of this buffer, two batches ago
         return self.buffers[self.turn].numpy()
 
-    def send(self, documents: np.ndarray | None):
+    def send(self) -> tuple[torch.Tensor, torch.cuda.Event]:
         with torch.cuda.stream(self.stream):
             tokens = self.buffers[self.turn].to(self.device, non_blocking=True)
-            numbers = None if documents is None else torch.from_numpy(documents).to(self.device)
             event = torch.cuda.Event()
             event.record(self.stream)
         self.copied[self.turn] = event
-        return tokens, numbers, event
+        return tokens, event

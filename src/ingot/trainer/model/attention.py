@@ -10,14 +10,12 @@ from dataclasses import dataclass, replace
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ingot.schema.arch import Arch
+from ingot.trainer.attend.documents import ends_of
+from ingot.trainer.attend.packed import PackedDocuments, attend_packed, has_packed_kernel, pack
+from ingot.trainer.attend.tiled import TilePlan, attend_tiles, plan_tiles
 from ingot.trainer.model.layers import RMSNorm, rotate
-
-# The number of elements of the largest mask that is kept for all layers of a forward: 128 MiB in bf16. If a mask would
-# be larger, attention takes the queries in chunks whose masks have at most this size.
-MASK_ELEMENTS = 2**26
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,49 +23,37 @@ class AttentionMaskSpec:
     """The rule for which keys a query may attend to: its own and earlier tokens of its document, within the window.
 
     positions_T: positions of the queries, ascending. Keys of a whole sequence have the positions 0..S-1.
-    document_ids_BS: the document number of every position of the whole sequence; None if there is one document.
+    document_ids_BS: the document number of every position of the whole sequence, on the host (attend/documents.py);
+      None if there is one document.
     window: the number of tokens a query attends to, itself included; 0 means no limit.
-    bias: an additive mask of all queries and keys, 0 where attention is allowed and -inf elsewhere. `with_bias` makes
-      the bias once for all layers; None before, or if no mask is needed, or if the mask would be too large.
+    plan: how attention of whole sequences follows the rule on this device. `planned` makes it once for all layers; None
+      before, or if plain causal attention follows the rule.
     """
 
     positions_T: Tensor
     document_ids_BS: Tensor | None = None
     window: int = 0
-    bias: Tensor | None = None
+    plan: PackedDocuments | TilePlan | None = None
 
-    def mask(self, queries_T: Tensor, keys_S: Tensor) -> Tensor:
-        """Return the mask of these positions of queries and keys, bool [B or 1, 1, T, S]; True allows attention."""
-        return _mask(queries_T, keys_S, self.document_ids_BS, self.window)
+    def is_causal(self, keys: int) -> bool:
+        """Return whether plain causal attention over `keys` keys already follows this rule."""
+        return len(self.positions_T) == keys and self.document_ids_BS is None and not 0 < self.window < keys
 
-    def needs_mask(self, keys: int) -> bool:
-        """Return False if plain causal attention over `keys` keys already satisfies this rule."""
-        return len(self.positions_T) != keys or self.document_ids_BS is not None or 0 < self.window < keys
+    def planned(self, keys: int, like: Tensor, head_dim: int) -> "AttentionMaskSpec":
+        """Return a copy with a plan for keys 0..keys-1, or self if plain causal attention will do.
 
-    def mask_elements(self, keys: int) -> int:
-        return (1 if self.document_ids_BS is None else len(self.document_ids_BS)) * len(self.positions_T) * keys
-
-    def with_bias(self, keys: int, dtype: torch.dtype) -> "AttentionMaskSpec":
-        """Return a copy with `bias` for keys 0..keys-1, or self if no mask is needed or the mask would be too large."""
-        if not self.needs_mask(keys) or self.mask_elements(keys) > MASK_ELEMENTS:
+        The queries are the last tokens. like: a tensor of the batch, in the dtype of queries, on their device.
+        """
+        if self.is_causal(keys):
             return self
-        allowed = self.mask(self.positions_T, torch.arange(keys, device=self.positions_T.device))
-        return replace(self, bias=_bias(allowed, dtype))
-
-
-def _mask(queries_T: Tensor, keys_S: Tensor, document_ids_BS: Tensor | None, window: int) -> Tensor:
-    distance_TS = queries_T[:, None] - keys_S[None, :]
-    allowed = distance_TS >= 0
-    if window:
-        allowed &= distance_TS < window
-    if document_ids_BS is None:
-        return allowed[None, None]
-    of_queries, of_keys = document_ids_BS[:, queries_T], document_ids_BS[:, keys_S]
-    return (allowed & (of_queries[:, :, None] == of_keys[:, None, :]))[:, None]
-
-
-def _bias(allowed: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.zeros(allowed.shape, dtype=dtype, device=allowed.device).masked_fill(~allowed, -torch.inf)
+        tokens, ids = len(self.positions_T), self.document_ids_BS
+        ends, window = None if ids is None else ends_of(ids), self.window if self.window < keys else 0
+        if tokens == keys and has_packed_kernel(like.is_cuda, like.dtype, head_dim):
+            return replace(self, plan=pack(ends, batch=len(like), tokens=tokens, window=window, device=like.device))
+        plan = plan_tiles(
+            ends, ids, batch=len(like), tokens=tokens, keys=keys, window=window, dtype=like.dtype, device=like.device
+        )
+        return replace(self, plan=plan)
 
 
 # (q_BNTH, k_BGSH, v_BGSH, mask_spec) -> BNTH. Keys and values belong to the same tokens as the queries, or to these and
@@ -76,73 +62,33 @@ Attend = Callable[[Tensor, Tensor, Tensor, AttentionMaskSpec], Tensor]
 
 
 def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
-    """Compute scaled dot-product attention of whole sequences on this device, with flash kernels if PyTorch has them.
+    """Compute scaled dot-product attention of whole sequences on this device, without masks of T x S elements.
 
     The keys have the positions 0..S-1; the queries are the last T of them. Returns [B, N, T, H].
     """
     keys = k_BGSH.shape[2]
-    if not mask_spec.needs_mask(keys):
-        return _attend(q_BNTH, k_BGSH, v_BGSH, None)
-    if mask_spec.bias is None:
-        mask_spec = mask_spec.with_bias(keys, q_BNTH.dtype)
-    if mask_spec.bias is None:
-        return _attend_in_chunks(q_BNTH, k_BGSH, v_BGSH, mask_spec)
-    return _attend(q_BNTH, k_BGSH, v_BGSH, mask_spec.bias.to(q_BNTH.dtype))
+    if mask_spec.is_causal(keys):
+        return _attend_causally(q_BNTH, k_BGSH, v_BGSH)
+    if mask_spec.plan is None:
+        mask_spec = mask_spec.planned(keys, q_BNTH, q_BNTH.shape[3])
+    if isinstance(mask_spec.plan, PackedDocuments):
+        return attend_packed(q_BNTH, k_BGSH, v_BGSH, mask_spec.plan)
+    assert mask_spec.plan is not None
+    return attend_tiles(q_BNTH, k_BGSH, v_BGSH, mask_spec.plan)
 
 
-def _attend(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, bias: Tensor | None) -> Tensor:
-    """Call PyTorch's attention kernel. bias: an additive mask; None means causal, with as many queries as keys."""
-    if not q_BNTH.is_cuda or (bias is None and q_BNTH.dtype in (torch.bfloat16, torch.float16)):
-        return F.scaled_dot_product_attention(
-            q_BNTH, k_BGSH, v_BGSH, attn_mask=bias, is_causal=bias is None, enable_gqa=True
-        )
-    # On CUDA, the kernel that takes a mask or float32 without storing T x S scores does not support grouped heads:
-    # repeat the keys and values, one for each query head.
-    group = q_BNTH.shape[1] // k_BGSH.shape[1]
-    k_BNSH, v_BNSH = k_BGSH.repeat_interleave(group, dim=1), v_BGSH.repeat_interleave(group, dim=1)
-    return F.scaled_dot_product_attention(q_BNTH, k_BNSH, v_BNSH, attn_mask=bias, is_causal=bias is None)
+# An `attend` with this attribute uses the plan of the mask spec, so the model makes it before its first layer. Others
+# make plans for the parts of the sequence that they process.
+attend_locally.uses_plan = True  # type: ignore[attr-defined]
 
 
-def _attend_in_chunks(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: AttentionMaskSpec) -> Tensor:
-    """Compute attention for one chunk of queries at a time, over the keys that the chunk may attend to.
-
-    Keeping the masks of all chunks for the backward would take too much memory, so the backward recomputes each chunk.
-    """
-    tokens, keys = q_BNTH.shape[2], k_BGSH.shape[2]
-    rows, chunks = max(MASK_ELEMENTS * tokens // mask_spec.mask_elements(keys), 1), []
-    for start in range(0, tokens, rows):
-        end = min(start + rows, tokens)
-        first = max(keys - tokens + start - mask_spec.window + 1, 0) if mask_spec.window else 0
-        last = keys - tokens + end
-        in_reach_S = torch.arange(first, last, device=q_BNTH.device)
-        chunks.append(
-            checkpoint(
-                _attend_chunk,
-                q_BNTH[:, :, start:end],
-                k_BGSH[:, :, first:last],
-                v_BGSH[:, :, first:last],
-                mask_spec.positions_T[start:end],
-                in_reach_S,
-                mask_spec.document_ids_BS,
-                mask_spec.window,
-                use_reentrant=False,
-                preserve_rng_state=False,
-            )
-        )
-    return torch.cat(chunks, dim=2)
-
-
-def _attend_chunk(
-    q_BNTH: Tensor,
-    k_BGSH: Tensor,
-    v_BGSH: Tensor,
-    queries_T: Tensor,
-    keys_S: Tensor,
-    document_ids_BS: Tensor | None,
-    window: int,
-) -> Tensor:
-    allowed = _mask(queries_T, keys_S, document_ids_BS, window)
-    return _attend(q_BNTH, k_BGSH, v_BGSH, _bias(allowed, q_BNTH.dtype))
+def _attend_causally(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor) -> Tensor:
+    if not q_BNTH.is_cuda or q_BNTH.dtype in (torch.bfloat16, torch.float16):
+        return F.scaled_dot_product_attention(q_BNTH, k_BGTH, v_BGTH, is_causal=True, enable_gqa=True)
+    # On CUDA, the kernel for float32 does not support grouped heads: repeat the keys and values for each query head.
+    group = q_BNTH.shape[1] // k_BGTH.shape[1]
+    k_BNTH, v_BNTH = k_BGTH.repeat_interleave(group, dim=1), v_BGTH.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(q_BNTH, k_BNTH, v_BNTH, is_causal=True)
 
 
 class Attention(nn.Module):

@@ -118,8 +118,7 @@ class Transformer(nn.Module):
         self.norm = stream_norm(arch)
         self.head = None if arch.tied_embeddings else nn.Linear(arch.d_model, arch.vocab_size, bias=False)
         self.readout = Readout(arch)
-        # Other attention functions make their own masks, for the parts of the sequence that they process.
-        self.makes_mask = attend is attend_locally
+        self.makes_plan = getattr(attend, "uses_plan", False)
         require_declared(self, arch)
 
     def forward(
@@ -138,10 +137,11 @@ class Transformer(nn.Module):
         The sum is float32 (float64 in a float64 model); the loss is the sum divided by the number of tokens. A stage
         that is not the last returns hidden states [B, T, D].
         x: token ids [B, T]; on a stage that is not the first, hidden states [B, T, D] (with sequence parallelism a part
-        of T). document_ids_BT: document numbers of the whole sequence, even if x is a part of it; attention stays
-        inside documents, but positions do not restart. positions_T: the positions of the tokens that attention gets,
-        ascending; by default 0..T-1. cache: a KVCache (model/generate.py) with the earlier tokens. per_token: return
-        nats of every target, [B * T], without gradients. router_loss: the routers' inputs in training.
+        of T). document_ids_BT: document numbers of the whole sequence, even if x is a part of it, on the host;
+        attention stays inside documents, but positions do not restart. positions_T: the positions of the tokens that
+        attention gets, ascending; by default 0..T-1. cache: a KVCache (model/generate.py) with the earlier tokens.
+        per_token: return nats of every target, [B * T], without gradients. router_loss: the routers' inputs in
+        training.
         """
         positions = torch.arange(x.shape[1], device=x.device) if positions_T is None else positions_T
         if cache is not None:
@@ -150,8 +150,9 @@ class Transformer(nn.Module):
         rotated = self.arch.mla.rope_dim if self.arch.is_mla else self.arch.head_dim
         rotary = rotary_tables(positions, rotated, self.arch.rope_theta)
         x_BTD = x if x.is_floating_point() or self.embed is None else self.embed(x)
-        if self.makes_mask:
-            mask_spec = mask_spec.with_bias(len(positions) + (0 if cache is None else cache.tokens), x_BTD.dtype)
+        if self.makes_plan:
+            keys = len(positions) + (0 if cache is None else cache.tokens)
+            mask_spec = mask_spec.planned(keys, x_BTD, self.arch.head_dim)
         for index, block in self.blocks.items():
             layer_cache = None if cache is None else cache.layers[int(index)]
             x_BTD = block(x_BTD, rotary, mask_spec, layer_cache, router_loss)

@@ -83,12 +83,14 @@ def parallelize(
     micro_batches: int,
     initial_value: InitialValue | None,
     kept: KeptResults | None = None,
+    whole_attention: bool = True,
 ) -> ShardedModel:
     """Build this rank's stages of the model that `make` builds on the meta device, with memory and first values.
 
     mesh.parallel: with every "auto" resolved (theory/layout.py). sharding: end of a parameter's name -> its role under
     tensor parallelism. rank_of_stage: the pipeline rank of each stage. initial_value: must not depend on the rank; None
     leaves values unset, for a dry run. kept: the results of attention rings that selective recompute keeps.
+    whole_attention: the compiler can see all of attention.
     """
     settings = mesh.parallel
     compute, master = COMPUTE[train.precision], COMPUTE["fp64" if train.precision == "fp64" else "fp32"]
@@ -118,7 +120,7 @@ def parallelize(
             compile_blocks(
                 stage,
                 whole_readout=settings.tp == 1,
-                whole_attention=settings.cp == 1,
+                whole_attention=whole_attention,
                 recompute=settings.recompute,
                 every=settings.recompute_every,
             )
@@ -173,8 +175,8 @@ def compile_blocks(
 ) -> None:
     """Compile the forward of each block. Hooks on blocks, which gather and wait, stay outside the graphs.
 
-    whole_readout: the loss has no collectives. whole_attention: the compiler can see all of attention; under context
-    parallelism it cannot. recompute, every: as in the run's settings.
+    whole_readout: the loss has no collectives. whole_attention: the compiler can see all of attention; it cannot see
+    that of context parallelism, or tiles of documents. recompute, every: as in the run's settings.
     """
     for layer, block in stage.get_submodule("blocks").named_children():
         own_recompute = recompute if int(layer) % every == 0 else "none"

@@ -78,12 +78,12 @@ class ContextParallelism(TokenShare):
 
     attend: the function for the model's attention (model/attention.py). kept: the results of the ring that selective
     recompute keeps. attend_locally: computes attention of whole sequences, (q_BNTH, k_BGTH, v_BGTH, mask_spec) -> BNTH.
-    compiled: the model's blocks are compiled.
+    hidden: the model's blocks are compiled, in two parts, before and after an attention that the compiler does not see.
     """
 
     attend: Callable[..., Tensor]
 
-    def __init__(self, mesh: Mesh, attend_locally: Callable[..., Tensor], compiled: bool = False):
+    def __init__(self, mesh: Mesh, attend_locally: Callable[..., Tensor], hidden: bool = False):
         super().__init__(mesh)
         self._attend_locally, self._ulysses = attend_locally, mesh.size("ulysses")
         # This rank's mask spec -> the spec of whole sequences.
@@ -91,10 +91,10 @@ class ContextParallelism(TokenShare):
         self.kept = KeptResults()
         self._ring = Ring(mesh.parallel, mesh.index("ring"), mesh.ranks("ring"), mesh.group("ring"), self.kept)
         self.attend = attend_locally if self.ranks == 1 else self._attend
-        if compiled and self.ranks > 1:
-            # The compiler does not see messages between ranks and would move work across them, so a block is compiled
-            # in two parts, before and after attention.
-            self.attend = torch.compiler.disable(self._attend)  # type: ignore
+        if hidden:
+            # The compiler does not see messages between ranks and would move work across them, and it would compile
+            # the tiles of each batch of documents again.
+            self.attend = torch.compiler.disable(self.attend)  # type: ignore
 
     def _attend(self, q_BNtH: Tensor, k_BGtH: Tensor, v_BGtH: Tensor, mask_spec: Any) -> Tensor:
         """Return the attention of this rank's queries to all tokens of their sequences: [B, N, t, H].
@@ -111,7 +111,7 @@ class ContextParallelism(TokenShare):
         if mask_spec not in self._whole_specs:  # one for all layers of a forward
             tokens = q_BNTH.shape[2]
             whole = replace(mask_spec, positions_T=torch.arange(tokens, device=q_BNTH.device))
-            self._whole_specs[mask_spec] = whole.with_bias(tokens, q_BNTH.dtype)
+            self._whole_specs[mask_spec] = whole.planned(tokens, q_BNTH, q_BNTH.shape[3])
         return self._attend_locally(q_BNTH, k_BGTH, v_BGTH, self._whole_specs[mask_spec])
 
 

@@ -58,7 +58,7 @@ class StepObserver(Protocol):
 class MicroBatches(Protocol):
     """The tokens of one optimizer step of a data rank, in A micro-batches.
 
-    inputs, targets: int64 [A, B, T]. document_ids: int32 [A, B, T] or None.
+    inputs, targets: int64 [A, B, T]. document_ids: int32 [A, B, T] on the host, or None.
     """
 
     @property
@@ -102,8 +102,8 @@ class PipelineExecutor:
     observers: see StepObserver. Neither notices the part of another rank, or a part that is computed once more.
 
     A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [router_loss=])`. x: this
-    rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: for whole sequences. A
-    stage returns hidden states [B, T / (cp x sequence_ranks), D]; the last stage returns the sum of nats.
+    rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: for whole sequences, on
+    the host. A stage returns hidden states [B, T / (cp x sequence_ranks), D]; the last stage returns the sum of nats.
     """
 
     def __init__(

@@ -43,6 +43,7 @@ KEPT = {
     _kernels.efficient.default,
     _kernels.cudnn.default,
     _kernels.flash_on_cpu.default,
+    _kernels.packed.default,
     _collectives.reduce_scatter_tensor.default,
     _collectives.all_reduce.default,
     _collectives.all_to_all_single.default,

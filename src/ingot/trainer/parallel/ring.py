@@ -7,29 +7,29 @@ keys. Sums and merges are in float32 or wider. A ring ends early if no rank atte
 in theory/context.py).
 
 A tile is a block of queries and keys, each in the order of a rank's positions (theory/context.py). Without documents
-and windows, a tile needs no mask: it is complete or causal. With them, a tile has a mask and few queries, so that the
-mask is small for any sequence length.
+and windows, a step has one tile at most, complete or causal. With them, attend/tiles.py lays out the pairs of each
+step: a document is complete or causal in it, too, and masks are small for any sequence length.
 
 Shape letters: B batch, T tokens of one rank, N query heads, G key/value heads, H head_dim.
 """
 
-import math
-from bisect import bisect_left
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ingot.schema.parallel import Parallel
-from ingot.theory.context import Segments, ring_positions, ring_steps
+from ingot.theory.context import ring_positions, ring_steps
+from ingot.trainer.attend.documents import ends_of, on_device
+from ingot.trainer.attend.kernels import attend_part, attend_part_backward
+from ingot.trainer.attend.tiled import TileBiases
+from ingot.trainer.attend.tiles import Tile, tiles_of
 from ingot.trainer.mesh.collectives import started
-from ingot.trainer.parallel.flash import attend_part, attend_part_backward
 from ingot.trainer.parallel.recompute import KeptResults
-
-MASK_ELEMENTS = 2**24  # the limit for the mask of one tile; 32 MiB in bf16
 
 
 class MaskRule(Protocol):
@@ -39,10 +39,9 @@ class MaskRule(Protocol):
     def document_ids_BS(self) -> Tensor | None: ...
     @property
     def window(self) -> int: ...
-    def mask(self, queries_T: Tensor, keys_S: Tensor) -> Tensor: ...
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Ring:
     """This rank's index in the ring, the ring's global ranks in order, their group, and the model's KeptResults."""
 
@@ -51,11 +50,13 @@ class Ring:
     ranks: list[int]
     group: dist.ProcessGroup
     kept: KeptResults
+    _plans: WeakKeyDictionary[MaskRule, "_RingPlan"] = field(default_factory=WeakKeyDictionary)
 
     def attend(self, q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor, mask_spec: MaskRule) -> Tensor:
         """Return the attention of this rank's queries to the keys of all ranks: [B, N, T, H]."""
-        call = _RingCall(self, mask_spec, q_BNTH)
-        return _RingAttention.apply(q_BNTH, torch.stack((k_BGTH, v_BGTH)), call)
+        if mask_spec not in self._plans:  # one for all layers of a forward
+            self._plans[mask_spec] = _RingPlan(self, mask_spec, q_BNTH)
+        return _RingAttention.apply(q_BNTH, torch.stack((k_BGTH, v_BGTH)), self._plans[mask_spec])
 
     def source(self, step: int) -> int:
         """Return the ring index of the rank whose keys this rank has in step `step`."""
@@ -83,59 +84,55 @@ class _Arriving:
         return self.buffer
 
 
-@dataclass(frozen=True)
-class AttentionTile:
-    """A block of queries and keys. causal: query i attends to the keys 0..i. masked: attention follows a mask made from
-    positions and documents."""
+class _RingPlan:
+    """The tiles of each step of a ring, and their masks. last: the number of the last step.
 
-    queries: slice
-    keys: slice
-    causal: bool = False
-    masked: bool = False
-
-
-class _RingCall:
-    """One call of attention around a ring: its tiles and their masks. last: the number of the last step."""
+    Nothing here has a reference to the mask spec, with which a plan is forgotten.
+    """
 
     def __init__(self, ring: Ring, mask_spec: MaskRule, q_BNTH: Tensor):
-        self.ring, self.mask_spec = ring, mask_spec
+        self.ring = ring
         self.batch, _, self.tokens, _ = q_BNTH.shape
-        self.device = q_BNTH.device
-        self._positions: dict[int, Tensor] = {}
+        self.dtype, self.device = q_BNTH.dtype, q_BNTH.device
+        self._ids, self._tiles, self._ids_of_ranks = mask_spec.document_ids_BS, {}, {}
+        self._ends = None if self._ids is None else ends_of(self._ids)
         whole = self.tokens * len(ring.ranks)
         self.window = mask_spec.window if mask_spec.window < whole else 0
         self.last = ring_steps(ring.parallel, whole, self.window) - 1
-        self.has_masks = self.window > 0 or mask_spec.document_ids_BS is not None
 
-    def tiles(self, source: int) -> list[AttentionTile]:
+    def tiles(self, source: int) -> list[Tile]:
         """Return the tiles of this rank's queries and the keys of rank `source` of the ring."""
-        parallel, own = self.ring.parallel, self.ring.index
-        if not self.has_masks:
-            return plain_tiles(parallel, own, source, self.tokens)
-        batch = 1 if self.mask_spec.document_ids_BS is None else self.batch
-        return list(masked_tiles(parallel, own, source, self.tokens, window=self.window, batch=batch))
+        if source not in self._tiles:
+            parallel, own = self.ring.parallel, self.ring.index
+            if self._ends is None and not self.window:
+                self._tiles[source] = plain_tiles(parallel, own, source, self.tokens)
+            else:
+                self._tiles[source] = ring_tiles(
+                    parallel, own, source, self.tokens, ends=self._ends, window=self.window, batch=self.batch
+                )
+        return self._tiles[source]
 
-    def positions(self, index: int) -> Tensor:
-        """Return the positions of the tokens of rank `index` of the ring: int64 [T]."""
-        if index not in self._positions:
+    def bias(self, tile: Tile, source: int) -> Tensor | None:
+        """Return the tile's bias; None if it needs none. A bias is made again for each use: all of them together would
+        take memory that grows with the number of ranks."""
+        queries, keys = (self._ids_of(r) if tile.documents else None for r in (self.ring.index, source))
+        return TileBiases(queries, keys, self.dtype, self.device).of(tile)
+
+    def _ids_of(self, index: int) -> Tensor:
+        """Return the document numbers of the tokens of rank `index` of the ring: [B, T], on the device."""
+        if index not in self._ids_of_ranks:
+            assert self._ids is not None
             segments = ring_positions(self.ring.parallel, index, self.tokens * len(self.ring.ranks))
-            parts = [torch.arange(s.start, s.stop, s.step, device=self.device) for s in segments]
-            self._positions[index] = torch.cat(parts)
-        return self._positions[index]
-
-    def mask(self, tile: AttentionTile, source: int) -> Tensor | None:
-        """Return the tile's mask; None if the tile needs no mask. A mask is made again for each use, because all masks
-        together would be as large as the whole matrix of scores."""
-        if not tile.masked:
-            return None
-        return self.mask_spec.mask(self.positions(self.ring.index)[tile.queries], self.positions(source)[tile.keys])
+            own = torch.cat([self._ids[:, s.start : s.stop : s.step] for s in segments], dim=1)
+            self._ids_of_ranks[index] = on_device(own, self.device)
+        return self._ids_of_ranks[index]
 
 
 class _RingAttention(torch.autograd.Function):
     """Attention of q [B, N, T, H] to keys and values [2, B, G, T, H] -> [B, N, T, H]."""
 
     @staticmethod
-    def forward(ctx, q: Tensor, kv: Tensor, call: _RingCall) -> Tensor:
+    def forward(ctx, q: Tensor, kv: Tensor, call: _RingPlan) -> Tensor:
         out, lse = call.ring.kept.keep(lambda: _attend_around(q, kv, call))
         ctx.save_for_backward(q, kv, out, lse)
         ctx.call = call
@@ -144,7 +141,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *grads: Tensor):
         q, kv, out, lse = ctx.saved_tensors
-        call: _RingCall = ctx.call
+        call: _RingPlan = ctx.call
         ring, wide = call.ring, lse.dtype
         dq = torch.zeros(q.shape, dtype=wide, device=q.device)
         at_hand, last, own_sum, traveling = kv, call.last, None, None
@@ -152,15 +149,15 @@ class _RingAttention(torch.autograd.Function):
             coming = ring.pass_on(at_hand) if step < last else None
             added = torch.zeros(kv.shape, dtype=wide, device=q.device)
             for tile in call.tiles(ring.source(step)):
-                rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
-                mask = call.mask(tile, ring.source(step))
-                grad, queries, whole, normalizers = (x[:, :, rows] for x in (grads[0], q, out, lse))
+                rows, here, (k, v) = tile.rows, tile.queries, at_hand[:, tile.rows, :, tile.keys]
+                bias = call.bias(tile, ring.source(step))
+                grad, queries, whole, normalizers = (x[rows, :, here] for x in (grads[0], q, out, lse))
                 more, dk, dv = attend_part_backward(
-                    grad, queries, whole, normalizers, k, v, causal=tile.causal, mask=mask
+                    grad, queries, whole, normalizers, k, v, causal=tile.causal, bias=bias
                 )
-                dq[:, :, rows] += more
-                added[0, :, :, tile.keys] += dk
-                added[1, :, :, tile.keys] += dv
+                dq[rows, :, here] += more
+                added[0, rows, :, tile.keys] += dk
+                added[1, rows, :, tile.keys] += dv
             if step == 0:
                 own_sum = added  # stays here; the sum over the other ranks arrives after the last step
             else:
@@ -172,7 +169,7 @@ class _RingAttention(torch.autograd.Function):
         return dq.to(q.dtype), dkv.to(kv.dtype), None
 
 
-def _attend_around(q: Tensor, kv: Tensor, call: _RingCall) -> tuple[Tensor, Tensor]:
+def _attend_around(q: Tensor, kv: Tensor, call: _RingPlan) -> tuple[Tensor, Tensor]:
     """Return the results [B, N, T, H] and log-sum-exps [B, N, T] of attention to the keys of all ranks."""
     ring, wide = call.ring, torch.promote_types(q.dtype, torch.float32)
     total = torch.zeros(q.shape, dtype=wide, device=q.device)
@@ -181,10 +178,11 @@ def _attend_around(q: Tensor, kv: Tensor, call: _RingCall) -> tuple[Tensor, Tens
     for step in range(call.last + 1):
         coming = ring.pass_on(at_hand) if step < call.last else None
         for tile in call.tiles(ring.source(step)):
-            rows, (k, v) = tile.queries, at_hand[:, :, :, tile.keys]
-            mask = call.mask(tile, ring.source(step))
-            made = attend_part(q[:, :, rows], k, v, causal=tile.causal, mask=mask)
-            merge(total[:, :, rows], lse[:, :, rows], *made)
+            rows, here, (k, v) = tile.rows, tile.queries, at_hand[:, tile.rows, :, tile.keys]
+            bias = call.bias(tile, ring.source(step))
+            # A document that shares a tile may have its first token on this rank, and no earlier one on the other.
+            made = attend_part(q[rows, :, here], k, v, causal=tile.causal, bias=bias, without_keys=tile.documents)
+            merge(total[rows, :, here], lse[rows, :, here], *made)
         at_hand = coming.arrive() if coming is not None else at_hand
     return total.to(q.dtype), lse
 
@@ -200,59 +198,39 @@ def merge(total: Tensor, lse: Tensor, out: Tensor, out_lse: Tensor) -> None:
     lse.copy_(merged)
 
 
-def plain_tiles(parallel: Parallel, own: int, source: int, tokens: int) -> list[AttentionTile]:
+def plain_tiles(parallel: Parallel, own: int, source: int, tokens: int) -> list[Tile]:
     """Return at most one tile without a mask, for the queries of ring rank `own` and the keys of ring rank `source`.
 
     tokens: the number of tokens of each rank.
     """
     everything, half = slice(0, tokens), tokens // 2
     if source == own:
-        return [AttentionTile(everything, everything, causal=True)]
+        return [Tile(everything, everything, causal=True)]
     if parallel.context_layout == "striped":
         if source < own:
-            return [AttentionTile(everything, everything, causal=True)]
-        return [AttentionTile(slice(1, tokens), slice(0, tokens - 1), causal=True)] if tokens > 1 else []
+            return [Tile(everything, everything, causal=True)]
+        return [Tile(slice(1, tokens), slice(0, tokens - 1), causal=True)] if tokens > 1 else []
     if parallel.context_layout == "zigzag":
         # A rank's first half comes before all tokens of later ranks, its second half after all of them.
         if source < own:
-            return [AttentionTile(everything, slice(0, half))]
-        return [AttentionTile(slice(half, tokens), everything)]
-    return [AttentionTile(everything, everything)] if source < own else []
+            return [Tile(everything, slice(0, half))]
+        return [Tile(slice(half, tokens), everything)]
+    return [Tile(everything, everything)] if source < own else []
 
 
-def masked_tiles(
-    parallel: Parallel, own: int, source: int, tokens: int, *, window: int, batch: int, limit: int = MASK_ELEMENTS
-) -> Iterator[AttentionTile]:
-    """Yield tiles whose masks have at most `limit` elements (at least one row).
+def ring_tiles(
+    parallel: Parallel,
+    own: int,
+    source: int,
+    tokens: int,
+    *,
+    ends: Sequence[Sequence[int]] | None,
+    window: int,
+    batch: int,
+) -> list[Tile]:
+    """Return the tiles of the queries of ring rank `own` and the keys of rank `source`, with documents or a window.
 
-    Together the tiles contain all pairs of a query and an earlier key within the window (0: at any distance). Blocks
-    without such a pair are left out.
+    tokens: the number of tokens of each rank. ends: where the documents of each of `batch` sequences end.
     """
     queries, keys = (ring_positions(parallel, index, tokens * parallel.ring) for index in (own, source))
-    start = 0
-    for segment in queries:
-        rows = _rows(limit // batch, tokens, window // segment.step)
-        for at in range(0, len(segment), rows):
-            part = segment[at : at + rows]
-            first = _count_before(keys, part[0] - window + 1) if window else 0
-            end = _count_before(keys, part[-1] + 1)
-            if first < end:
-                yield AttentionTile(slice(start + at, start + at + len(part)), slice(first, end), masked=True)
-        start += len(segment)
-
-
-def _rows(elements: int, keys: int, window: int) -> int:
-    """Return the largest number of adjacent queries whose mask has at most `elements` elements.
-
-    With a window, n adjacent queries attend to at most n + window + 1 keys. window: in steps between queries.
-    """
-    rows = elements // keys
-    if window:
-        wide = window + 1
-        rows = max(rows, (math.isqrt(wide**2 + 4 * elements) - wide) // 2)
-    return max(rows, 1)
-
-
-def _count_before(segments: Segments, position: int) -> int:
-    """Return the number of positions in `segments` that are smaller than `position`."""
-    return sum(bisect_left(segment, position) for segment in segments)
+    return tiles_of(queries, keys, ends, window, batch=batch)

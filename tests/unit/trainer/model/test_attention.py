@@ -1,12 +1,18 @@
-"""Attention masks: documents and windows against a plain softmax, in one piece and in chunks, and with a cache."""
+"""Attention with documents and windows against a plain softmax: tile by tile, packed for CUDA, and with a cache."""
 
 import math
 from dataclasses import fields
+from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.schema.arch import Arch
+from ingot.trainer.attend import packed, tiled, tiles
+from ingot.trainer.attend.packed import PackedDocuments, activate_newest_kernels
 from ingot.trainer.model import attention
 from ingot.trainer.model.attention import AttentionMaskSpec, attend_locally
 from ingot.trainer.model.generate import KVCache
@@ -44,12 +50,25 @@ def by_softmax(q, k, v, positions, documents, window):
     return torch.stack(rows, 2)
 
 
-@pytest.mark.parametrize("elements", [2**26, 100, 1])
+# Sizes of tiles (attend/tiles.py): as they are, and so small that 20 tokens have tiles of every kind.
+SIZES = {"whole": (128, 64, 2**23), "rows": (4, 3, 2**23), "single": (1, 1, 1)}
+
+
+@pytest.fixture
+def sizes(monkeypatch):
+    def limit(name):
+        for constant, size in zip(("SHARED_TOKENS", "LEAST_ROWS", "MASK_ELEMENTS"), SIZES[name], strict=True):
+            monkeypatch.setattr(tiles, constant, size)
+
+    return limit
+
+
+@pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("queries", [20, 6, 1])
 @pytest.mark.parametrize("window", [0, 1, 5, 19, 40])
 @pytest.mark.parametrize("documents", [None, DOCUMENTS])
-def test_equals_a_plain_softmax(monkeypatch, documents, window, queries, elements):
-    monkeypatch.setattr(attention, "MASK_ELEMENTS", elements)
+def test_equals_a_plain_softmax(sizes, documents, window, queries, size):
+    sizes(size)
     q, k, v = example(20, queries)
     positions = torch.arange(20 - queries, 20)
     expected = by_softmax(q, k, v, positions, documents, window)
@@ -60,24 +79,38 @@ def test_equals_a_plain_softmax(monkeypatch, documents, window, queries, element
         assert (ours - theirs).abs().max() < 1e-13
 
 
-def test_no_mask_is_larger_than_the_limit(monkeypatch):
-    made = []
+class LargestTensor(TorchDispatchMode):
+    """The most elements of a tensor that an operation returned."""
 
-    def watched(seen, dtype):
-        made.append(seen.numel())
-        return bias(seen, dtype)
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
 
-    bias = attention._bias
-    monkeypatch.setattr(attention, "_bias", watched)
-    monkeypatch.setattr(attention, "MASK_ELEMENTS", 200)
-    q, k, v = example(20)
-    attend_locally(q, k, v, AttentionMaskSpec(torch.arange(20), DOCUMENTS)).sum().backward()
-    assert max(made) <= 200 and len(made) == 2 * 4  # 5 rows of 2 x 20 at a time; again in the backward
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, tuple | list) else (made,):
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return made
 
 
-def model_of(**changes):
+@pytest.mark.parametrize("window", [0, 300])
+def test_no_tensor_has_as_many_elements_as_pairs(window):
+    """Documents that share tiles, long documents, and a window inside of these; forward and backward."""
+    tokens, heads, width = 2048, 2, 8
+    starts = torch.zeros(2, tokens, dtype=torch.int32)
+    starts[0, 40:400:40], starts[0, 1000], starts[1, 5] = 1, 1, 1
+    spec = AttentionMaskSpec(torch.arange(tokens), starts.cumsum(1).int(), window)
+    q, k, v = (torch.randn(2, n, tokens, width, requires_grad=True) for n in (heads, 1, 1))
+    with LargestTensor() as largest:
+        attend_locally(q, k, v, spec).sum().backward()
+    # One more than a tile of a window has, and a 64th of the pairs of one sequence.
+    assert largest.elements <= max(q.numel(), 64 * (64 + 300)) <= tokens**2 / 64
+
+
+def model_of(attend=attend_locally, **changes):
     arch = Arch(**{**{name: getattr(ARCH, name) for name in (f.name for f in fields(ARCH))}, **changes})
-    model = Transformer(arch).double()
+    model = Transformer(arch, attend).double()
     initialize(model, arch, 5)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -90,17 +123,17 @@ def ids():
     return torch.randint(0, 31, (2, 20), generator=torch.Generator().manual_seed(4))
 
 
-def test_one_mask_serves_all_layers(monkeypatch, ids):
+def test_one_plan_serves_all_layers(monkeypatch, ids):
     made = []
-    mask = attention._mask
-    monkeypatch.setattr(attention, "_mask", lambda *arguments: made.append(1) or mask(*arguments))
+    plan = attention.plan_tiles
+    monkeypatch.setattr(attention, "plan_tiles", lambda *args, **form: made.append(1) or plan(*args, **form))
     _, model = model_of()
     model(ids, ids, DOCUMENTS).backward()
     assert len(made) == 1
 
 
 def test_a_causal_model_makes_none(monkeypatch, ids):
-    monkeypatch.setattr(attention, "_mask", None)
+    monkeypatch.setattr(attention, "plan_tiles", None)
     _, model = model_of(sliding_window=0)
     model(ids, ids).backward()
 
@@ -125,36 +158,163 @@ def test_a_window_with_a_cache_equals_one_without(ids, window, pieces):
     assert (parts - whole).abs().max() / whole.abs().max() < 1e-13
 
 
-def gradients(model, ids):
-    loss = model(ids, ids, DOCUMENTS)
+def gradients(model, ids, documents=DOCUMENTS):
+    model.zero_grad()
+    loss = model(ids, ids, documents)
     loss.backward()
     return [loss.detach(), *(p.grad for p in model.parameters())]
 
 
-@pytest.mark.parametrize("elements", [2**26, 200])
+@pytest.mark.parametrize("size", ["whole", "rows"])
 @pytest.mark.parametrize("how", ["full", "selective"])
-def test_recomputed_blocks_keep_their_bits(monkeypatch, ids, how, elements):
-    monkeypatch.setattr(attention, "MASK_ELEMENTS", elements)
+def test_recomputed_blocks_keep_their_bits(sizes, ids, how, size):
+    sizes(size)
     plain, repeated = model_of()[1], model_of()[1]
     recompute(repeated.blocks, how, 1)
     for ours, theirs in zip(gradients(repeated, ids), gradients(plain, ids), strict=True):
         assert torch.equal(ours, theirs)
 
 
-@pytest.mark.parametrize("elements", [2**26, 200])
-def test_compiled_blocks_share_one_graph_and_the_mask(monkeypatch, ids, elements):
-    monkeypatch.setattr(attention, "MASK_ELEMENTS", elements)
-    graphs = []
+def test_selective_recompute_does_not_run_tiles_again(sizes, monkeypatch, ids):
+    sizes("rows")
+    kernel, calls = tiled.attend_part, []
+    monkeypatch.setattr(tiled, "attend_part", lambda *args, **form: calls.append(kernel(*args, **form)) or calls[-1])
+    _, model = model_of()
+    recompute(model.blocks, "selective", 1)
+    model(ids, ids, DOCUMENTS).backward()
+    half = len(calls) // 2
+    for first, again in zip(calls[:half], [calls[half + i] for i in range(half)], strict=True):
+        assert first[0].shape == again[0].shape
+    kept = {x.untyped_storage().data_ptr() for results in calls[:half] for x in results}
+    assert all(x.untyped_storage().data_ptr() in kept for results in calls[half:] for x in results)
 
+
+def compiled(monkeypatch, model, graphs, **form):
     def backend(graph, inputs):
         graphs.append(graph)
         return graph
 
-    plain, compiled = model_of()[1], model_of()[1]
     torch._dynamo.reset()
     compile_once = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f: compile_once(f, backend=backend))
-    compile_blocks(compiled, whole_readout=False)
-    for ours, theirs in zip(gradients(compiled, ids), gradients(plain, ids), strict=True):
-        assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
-    assert len(graphs) == 1
+    compile_blocks(model, whole_readout=False, **form)
+    return model
+
+
+def test_compiled_blocks_do_not_see_tiles(monkeypatch, ids):
+    """They would be compiled again for every batch: the parts of a block before and after them serve all batches."""
+    graphs, counts, hidden = [], [], torch.compiler.disable(attend_locally)
+    one, other = model_of()[1], model_of(attend=hidden)[1]
+    compiled(monkeypatch, other, graphs, whole_attention=False)
+    assert other.makes_plan
+    for documents in (DOCUMENTS, DOCUMENTS.flip(0), torch.zeros_like(DOCUMENTS)):
+        for ours, theirs in zip(gradients(other, ids, documents), gradients(one, ids, documents), strict=True):
+            assert (ours - theirs).abs().max() < 1e-12 * theirs.abs().max()
+        counts.append(len(graphs))
+    assert 2 <= counts[0] == counts[-1] <= 4
+
+
+# -- CUDA, with a kernel of the same form --
+
+
+def by_documents(q, k, v, starts, starts_of_keys, longest, longest_of_keys, dropout, causal, debug, **limits):
+    """The arguments of the kernel for packed documents, followed document by document."""
+    assert starts is starts_of_keys and starts.dtype == torch.int32 and not debug and dropout == 0.0
+    window = limits["window_size_left"] + 1 if limits else 0
+    assert causal == (not window) and (not limits or limits["window_size_right"] == 0)
+    bounds = starts.tolist()
+    assert longest == longest_of_keys == max(end - start for start, end in pairwise(bounds))
+    assert bounds[0] == 0 and bounds[-1] == len(q) and q.shape[1] > k.shape[1]  # grouped heads are not repeated
+    made = []
+    for start, end in pairwise(bounds):
+        part = [x[start:end].transpose(0, 1)[None] for x in (q, k, v)]
+        made.append(by_softmax(*part, torch.arange(end - start), None, window)[0].transpose(0, 1))
+    return torch.cat(made), None
+
+
+@pytest.fixture
+def packing(monkeypatch):
+    """Attention as on CUDA in 16 bits, in float64."""
+    monkeypatch.setattr(attention, "has_packed_kernel", lambda *_: True)
+    monkeypatch.setattr(packed, "_kernels", SimpleNamespace(packed=by_documents))
+
+
+@pytest.mark.parametrize("window", [0, 1, 5, 40])
+@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+def test_packed_documents_equal_a_plain_softmax(packing, documents, window):
+    if documents is None and not 0 < window < 20:
+        pytest.skip("causal")
+    q, k, v = example(20)
+    spec = AttentionMaskSpec(torch.arange(20), documents, window)
+    assert isinstance(spec.planned(20, q, 8).plan, PackedDocuments)
+    found, expected = attend_locally(q, k, v, spec), by_softmax(q, k, v, spec.positions_T, documents, window)
+    assert (found - expected).abs().max() < 1e-14
+    for ours, theirs in zip(*(torch.autograd.grad(y.sin().sum(), (q, k, v)) for y in (found, expected)), strict=True):
+        assert (ours - theirs).abs().max() < 1e-13
+
+
+@torch.library.custom_op("ingot_tests::packed", mutates_args=())
+def packed_operator(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, left: int
+) -> torch.Tensor:
+    limits = {"window_size_left": left, "window_size_right": 0} if left >= 0 else {}
+    return by_documents(q, k, v, starts, starts, longest, longest, 0.0, left < 0, False, **limits)[0]
+
+
+@packed_operator.register_fake
+def _(q, k, v, starts, longest, left):
+    return torch.empty_like(q)
+
+
+def as_operator(q, k, v, starts, _, longest, *rest, **limits):
+    return packed_operator(q, k, v, starts, longest, limits.get("window_size_left", -1)), None
+
+
+def test_two_graphs_serve_all_packed_documents(packing, monkeypatch, ids):
+    """The first is for one batch, the second for any number of documents and any length of the longest."""
+    monkeypatch.setattr(packed, "_kernels", SimpleNamespace(packed=as_operator))
+    graphs, plain = [], model_of(num_layers=2)[1]
+    other = compiled(monkeypatch, model_of(num_layers=2)[1], graphs)
+    with torch.no_grad():
+        for length in (3, 7, 5, 10, 4, 6):
+            documents = torch.arange(20, dtype=torch.int32).div(length, rounding_mode="floor").expand(2, -1)
+            loss = plain(ids, ids, documents)
+            assert (other(ids, ids, documents) - loss).abs() < 1e-12 * loss.abs()
+    assert len(graphs) <= 2
+
+
+def test_the_kernel_of_cuda_takes_what_it_is_given():
+    """PyTorch's own description of the operator, forward and backward, on tensors without memory."""
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = (torch.empty(2, n, 20, 8, dtype=torch.bfloat16, requires_grad=True) for n in (4, 2, 2))
+        for window in (0, 5):
+            documents = packed.pack([[7, 9, 20], [20]], batch=2, tokens=20, window=window, device=q.device)
+            out = packed.attend_packed(q, k, v, documents)
+            assert out.shape == q.shape
+            out.sum().backward()
+            assert q.grad.shape == q.shape and k.grad.shape == k.shape
+
+
+def test_where_the_packed_kernel_runs():
+    bf16 = torch.bfloat16
+    assert packed.has_packed_kernel(True, bf16, 256) and packed.has_packed_kernel(True, torch.float16, 8)
+    for refused in ((False, bf16, 64), (True, torch.float32, 64), (True, bf16, 264), (True, bf16, 84)):
+        assert not packed.has_packed_kernel(*refused)
+
+
+@pytest.mark.parametrize(
+    "installed, capability, head_dim, expected",
+    [
+        (("flash_attn_interface",), 9, 256, "FA3"),
+        (("flash_attn_interface",), 8, 64, None),
+        (("flash_attn_interface", "flash_attn.cute"), 10, 128, "FA4"),
+        (("flash_attn_interface", "flash_attn.cute"), 10, 192, None),
+        ((), 9, 64, None),
+    ],
+)
+def test_newer_kernels_are_activated_where_they_are_installed(monkeypatch, installed, capability, head_dim, expected):
+    activated = []
+    monkeypatch.setattr(packed, "find_spec", lambda name: name if name in installed else None)
+    monkeypatch.setattr(torch.nn.attention, "activate_flash_attention_impl", activated.append)
+    assert activate_newest_kernels(capability, head_dim) == expected
+    assert activated == ([expected] if expected else [])

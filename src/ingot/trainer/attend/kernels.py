@@ -2,10 +2,13 @@
 
 Each result comes with the logarithm of its softmax normalizers, by which partial results are merged. The backward takes
 the normalizers of attention to all keys (Dao et al. 2022, appendix B). PyTorch's flash kernels do both, but the
-functions that models call do not return the normalizers.
+functions that models call do not return the normalizers. Heads are grouped: a kernel reads the keys and values of a
+group once for all its query heads, except the one for biases and float32 on CUDA, which gets them repeated.
 
 Shape letters: B batch, T queries, S keys, N query heads, G key/value heads, H head_dim.
 """
+
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -46,15 +49,17 @@ def require_kernels(device: torch.device, dtype: torch.dtype, head_dim: int) -> 
 
 
 def attend_part(
-    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, *, causal: bool, mask: Tensor | None
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, *, causal: bool, bias: Tensor | None, without_keys: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return results [B, N, T, H] and the log-sum-exp of the scores, [B, N, T] in float32 or wider.
 
-    The log-sum-exp is -inf for a query that attends to none of these keys. causal: T = S, and query i attends to the
-    keys 0..i. mask: bool [B or 1, 1, T, S], True allows attention; or None.
+    causal: T = S, and query i attends to the keys 0..i. bias: added to the scores, [B or 1, 1, T, S] in the dtype of
+    the queries (`bias_of`), or None; a causal bias is -inf after the diagonal, too. without_keys: some queries attend
+    to none of these keys; their results are 0 and their log-sum-exps are -inf.
     """
-    bias = None if mask is None else _bias(mask, q_BNTH.dtype)
-    if not q_BNTH.is_cuda:
+    if _has_no_kernel(q_BNTH):
+        out, lse = attend_by_products(q_BNTH, k_BGSH, v_BGSH, causal=causal, bias=bias)
+    elif not q_BNTH.is_cuda:
         out, lse = _kernels.flash_on_cpu(q_BNTH, k_BGSH, v_BGSH, 0.0, causal, attn_mask=bias)
     elif bias is None and q_BNTH.dtype in _HALF:
         out, lse, *_ = _kernels.flash(q_BNTH, k_BGSH, v_BGSH, 0.0, causal)
@@ -62,10 +67,10 @@ def attend_part(
         k_BNSH, v_BNSH = _for_each_query_head(q_BNTH, k_BGSH), _for_each_query_head(q_BNTH, v_BGSH)
         out, lse, *_ = _kernels.efficient(q_BNTH, k_BNSH, v_BNSH, _aligned(bias, q_BNTH), True, 0.0, causal)
         lse = lse[:, :, : q_BNTH.shape[2]]  # its rows are padded
-    if mask is None:
+    if not without_keys or bias is None:
         return out, lse
-    without_keys = ~mask.any(-1)  # kernels return different values for such a query
-    return out.masked_fill(without_keys[..., None], 0), lse.masked_fill(without_keys, -torch.inf)
+    hidden = (bias == -torch.inf).all(-1)  # kernels return different values for such a query
+    return out.masked_fill(hidden[..., None], 0), lse.masked_fill(hidden, -torch.inf)
 
 
 def attend_part_backward(
@@ -77,14 +82,17 @@ def attend_part_backward(
     v_BGSH: Tensor,
     *,
     causal: bool,
-    mask: Tensor | None,
+    bias: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return this block's part of the gradients of queries, and the gradients of its keys and values from these
     queries.
 
     out, lse: result and log-sum-exp of the attention of these queries to all keys, on all ranks.
     """
-    bias = None if mask is None else _bias(mask, q_BNTH.dtype)
+    if _has_no_kernel(q_BNTH):
+        return attend_by_products_backward(
+            grad_BNTH, q_BNTH, out_BNTH, lse_BNT, k_BGSH, v_BGSH, causal=causal, bias=bias
+        )
     if not q_BNTH.is_cuda:
         return _kernels.flash_on_cpu_backward(
             grad_BNTH, q_BNTH, k_BGSH, v_BGSH, out_BNTH, lse_BNT, 0.0, causal, attn_mask=bias
@@ -105,7 +113,8 @@ def attend_part_backward(
     return dq, *(x.unflatten(1, (k_BGSH.shape[1], -1)).sum(2) for x in (dk_BNSH, dv_BNSH))
 
 
-def _bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
+def bias_of(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return the bias of a mask: 0 where it is True and attention is allowed, -inf elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, -torch.inf)
 
 
@@ -121,3 +130,77 @@ def _aligned(bias: Tensor | None, q_BNTH: Tensor) -> Tensor | None:
     keys = bias.shape[-1]
     padded = torch.nn.functional.pad(bias, (0, -keys % 8))[..., :keys]
     return padded.expand(*q_BNTH.shape[:3], keys)
+
+
+# -- without a kernel --
+
+_SCORES = 2**24  # elements of the scores that exist at a time
+
+
+def _has_no_kernel(q_BNTH: Tensor) -> bool:
+    """Return whether a GPU has no kernel for such queries: of float64, or of a width that is no multiple of 8."""
+    return q_BNTH.is_cuda and (q_BNTH.dtype == torch.float64 or q_BNTH.shape[3] not in _CUDA_HEAD_DIMS)
+
+
+def attend_by_products(
+    q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, *, causal: bool, bias: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Return the same as `attend_part`, from products of matrices, for some queries at a time."""
+    out, lse = torch.empty_like(q_BNTH), torch.empty(q_BNTH.shape[:3], dtype=_wide(q_BNTH), device=q_BNTH.device)
+    for rows in _rows(q_BNTH, k_BGSH):
+        scores = _scores(q_BNTH, k_BGSH, rows, causal, bias)
+        lse_BGqR = scores.logsumexp(-1)
+        made = (scores - lse_BGqR[..., None]).exp().to(v_BGSH.dtype) @ v_BGSH[:, :, None]
+        out[:, :, rows], lse[:, :, rows] = made.flatten(1, 2), lse_BGqR.flatten(1, 2)
+    return out, lse
+
+
+def attend_by_products_backward(
+    grad_BNTH: Tensor,
+    q_BNTH: Tensor,
+    out_BNTH: Tensor,
+    lse_BNT: Tensor,
+    k_BGSH: Tensor,
+    v_BGSH: Tensor,
+    *,
+    causal: bool,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the same as `attend_part_backward`, from products of matrices, for some queries at a time."""
+    groups, scale = k_BGSH.shape[1], q_BNTH.shape[-1] ** -0.5
+    wide = _wide(q_BNTH)
+    dq = torch.empty_like(q_BNTH)
+    dk, dv = (torch.zeros(k_BGSH.shape, dtype=wide, device=q_BNTH.device) for _ in "kv")
+    for rows in _rows(q_BNTH, k_BGSH):
+        grad, q, out = (x[:, :, rows].unflatten(1, (groups, -1)).to(wide) for x in (grad_BNTH, q_BNTH, out_BNTH))
+        lse = lse_BNT[:, :, rows].unflatten(1, (groups, -1))[..., None]
+        shares = (_scores(q_BNTH, k_BGSH, rows, causal, bias) - lse).exp()
+        dv += (shares.transpose(-1, -2) @ grad).sum(2)
+        slopes = grad @ v_BGSH[:, :, None].to(wide).transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)
+        slopes = slopes.mul_(shares).mul_(scale)
+        dq[:, :, rows] = (slopes @ k_BGSH[:, :, None].to(wide)).flatten(1, 2).to(dq.dtype)
+        dk += (slopes.transpose(-1, -2) @ q).sum(2)
+    return dq, dk.to(k_BGSH.dtype), dv.to(v_BGSH.dtype)
+
+
+def _rows(q_BNTH: Tensor, k_BGSH: Tensor) -> Iterator[slice]:
+    """Yield parts of the queries whose scores have at most _SCORES elements."""
+    batch, heads, tokens, _ = q_BNTH.shape
+    size = max(_SCORES // (batch * heads * k_BGSH.shape[2]), 1)
+    yield from (slice(start, min(start + size, tokens)) for start in range(0, tokens, size))
+
+
+def _scores(q_BNTH: Tensor, k_BGSH: Tensor, rows: slice, causal: bool, bias: Tensor | None) -> Tensor:
+    """Return the scores of some queries with the queries of each group side by side: [B, G, N / G, rows, S]."""
+    q, wide = q_BNTH[:, :, rows].unflatten(1, (k_BGSH.shape[1], -1)), _wide(q_BNTH)
+    scores = (q.to(wide) * q.shape[-1] ** -0.5) @ k_BGSH[:, :, None].to(wide).transpose(-1, -2)
+    if bias is not None:
+        scores += bias[:, :, None, rows]
+    if causal:
+        hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(rows.start + 1)
+        scores = scores.masked_fill(hidden, -torch.inf)
+    return scores
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
