@@ -61,6 +61,7 @@ CASES = {
     "tensor parallelism": run_of(DENSE, 2, 2, tp=4, dp_shard=2, zero=1),
     "1F1B": run_of(DENSE, 1, 4, pp=2, dp_shard=2, zero=1),
     "GPipe": run_of(DENSE, 1, 4, pp=2, schedule="gpipe", recompute="full"),
+    "looped breadth first": run_of(DENSE, 1, 4, pp=2, schedule="looped_bfs", stages_per_rank=3),
     "ZB-V": run_of(replace(DENSE, num_layers=8), 1, 6, pp=2, dp_shard=2, zero=1, schedule="zb_v"),
     "ring": run_of(DENSE, 1, 1, cp=4, context="ring", zero=3),
     "Ulysses": run_of(DENSE, 1, 1, cp=4, context="ulysses", zero=1),
@@ -73,13 +74,38 @@ def some_slow(names, *slow):
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
-@pytest.mark.parametrize("name", some_slow(CASES, "ZB-V", "GPipe", "offload", "ZeRO-3, selective recompute"))
+SLOW = ("looped breadth first", "ZB-V", "GPipe", "offload", "ZeRO-3, selective recompute")
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, *SLOW))
 def test_every_pipeline_rank_holds_what_the_formulas_say(name):
     run = CASES[name]
     ranks_to_a_stage = run.parallel.world_size // run.parallel.pp
     for place in positions(run):
         seen = traced_bytes(run, place.rank * ranks_to_a_stage)
         assert total(position_bill(place, "cuda")) == pytest.approx(seen, rel=0.03), place.rank
+
+
+WAITING = {
+    "GPipe": (replace(DENSE, num_layers=2), {"schedule": "gpipe"}),
+    "looped breadth first": (replace(DENSE, num_layers=4), {"schedule": "looped_bfs", "stages_per_rank": 2}),
+}
+
+
+@pytest.mark.parametrize("name", some_slow(WAITING, "looped breadth first"))
+def test_a_micro_batch_that_waits_costs_its_graph_alone(name):
+    """The smallest that these schedules allow: each further micro-batch adds what its backward reads, and neither the
+    output of a stage nor a gradient of the head, which is larger than any of these graphs."""
+    arch, layout = WAITING[name]
+    few, many = (run_of(arch, 1, count, pp=2, recompute="full", **layout) for count in (2, 4))
+    for place in positions(few):
+        stream, blocks = 2 * arch.d_model, sum(len(stage.layers) for stage in place.stages)
+        ends = 8 * any(stage.first for stage in place.stages)
+        ends += (2 * stream + 4 + 8) * any(stage.last for stage in place.stages)  # a norm's input, its output, targets
+        ends += (4 * arch.head_dim + 8) * len(place.stages)  # rotary tables and positions, which recomputed blocks read
+        graph = place.tokens * (blocks * stream + ends)
+        grown = (traced_bytes(many, place.rank) - traced_bytes(few, place.rank)) / 2
+        assert grown == pytest.approx(graph, rel=0.03), place.rank
 
 
 TIGHT = {

@@ -305,6 +305,25 @@ def test_data_parallelism_is_told_of_every_backward_and_of_the_last(fork_ranks):
             assert all(order[:i].count("before") >= order[:i].count("after") for i in range(len(order)))
 
 
+def test_the_output_of_a_stage_ends_before_its_backward(fork_ranks):
+    """The graph of a stage is all that its backward needs. Losses that wait for their backward have no gradients."""
+
+    def alive(name, ranks):
+        pipeline, outputs, seen = program(Transformer, name, ranks, 4), [], []
+        for stage in pipeline.stages.values():
+            stage.register_forward_hook(lambda module, args, output: outputs.append(weakref.ref(output)))
+        pipeline.data.before_backward = lambda *_: seen.append(sum(ref() is not None for ref in outputs))
+        pipeline.train(batch_of(4))
+        last = pipeline.stages.get(pipeline.table.stages - 1)
+        return len(outputs), seen, last is not None and last.readout.late
+
+    for results in fork_ranks(lambda rank, ranks: [alive(name, ranks) for name in SCHEDULES], 2):
+        for name, (outputs, seen, late) in zip(SCHEDULES, results, strict=True):
+            assert outputs == len(seen) and set(seen) == {0}, name
+            assert not late or name not in ("1f1b", "interleaved", "zb_h1")
+    assert [results[0][2] for results in fork_ranks(lambda rank, ranks: [alive("gpipe", ranks)], 2)] == [False, True]
+
+
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb_v"])
 def test_bytes_sent(fork_ranks, name):
     """Per micro-batch and boundary between ranks, one hidden state each way: B x T x D numbers and nothing else."""

@@ -102,6 +102,22 @@ MUTANTS: list[Mutant] = [
         tests=("tests/unit/trainer/model/test_transformer.py::test_document_mask_hides_earlier_documents",),
     ),
     Mutant(
+        name="late-loss-stays-zero",
+        what="a loss that is computed in the backward is reported as zero",
+        file="trainer/model/loss.py",
+        before="ctx.total.copy_(total)",
+        after="pass",
+        tests=("tests/dist/test_pipeline.py::test_every_schedule_equals_one_process",),
+    ),
+    Mutant(
+        name="product-of-each-chunk",
+        what="each chunk of the loss makes a gradient of the head of its own",
+        file="trainer/model/loss.py",
+        before="torch.addmm(total_VD, slope_VM, hidden_MD, out=total_VD)",
+        after="total_VD += slope_VM @ hidden_MD",
+        tests=("tests/unit/trainer/model/test_loss.py",),
+    ),
+    Mutant(
         name="softcap-slope",
         what="the gradient passes the softcap as 1 - tanh, not 1 - tanh^2",
         file="trainer/model/loss.py",

@@ -31,6 +31,14 @@ MUTANTS: list[Mutant] = [
         tests=(_CLIP,),
     ),
     Mutant(
+        name="norms-in-bf16",
+        what="the norms of bf16 gradients are rounded to bf16 before their squares are summed",
+        file="trainer/torch_private.py",
+        before="torch._foreach_norm(tensors, 2, dtype=dtype)",
+        after="torch._foreach_norm(tensors, 2)",
+        tests=("tests/unit/trainer/test_torch_private.py",),
+    ),
+    Mutant(
         name="loss-scale-streak",
         what="finite steps count towards the growth of the loss scale across an overflow",
         file="trainer/optim/gradients.py",

@@ -197,10 +197,10 @@ def chunks(vocab_size: int, tokens: int, device: str) -> int:
 def logits(position: Position, device: str = "cpu") -> Term:
     """Return the peak bytes of the loss, without the tensors that the loss leaves for the backward.
 
-    The parts are the hidden states that the loss reads, the head's gradient summed in float32, and the larger of two
-    peaks: a chunk of logits (two float32 tensors, one in compute precision, or two with tensor parallelism) with the
-    gradient of the previous chunk, or with the tensors of a loss term; or a chunk's gradient with its contribution to
-    the head's gradient.
+    The parts are the hidden states that the loss reads (or, if it is computed in the backward, their gradient), the
+    head's gradient summed in float32, and the larger of two peaks: a chunk of logits (two float32 tensors, one in
+    compute precision, or two with tensor parallelism), or with the tensors of a loss term; or a chunk's gradient with
+    its contribution to the head's gradient, which in float32 and float64 is added without a tensor of its own.
     """
     if not any(stage.last for stage in position.stages):
         return Term(0.0, "the last stage is on another rank")
@@ -212,12 +212,10 @@ def logits(position: Position, device: str = "cpu") -> Term:
     each = (2 * wide if wide != e else wide) + e * (1 if position.parallel.tp == 1 else 2)
     if position.arch.logit_softcap and wide == e and position.parallel.tp == 1:
         each += wide  # the capped logits; in other cases they replace the wide copy, which is counted already
-    rest = tokens % chunk or chunk
-    before = chunk if tokens > chunk else 0
-    alive = max(chunk * each + (chunk * e if before and tokens >= 2 * chunk else 0), rest * each + before * e)
-    if position.term_tensors:  # beside logits, slope and, under a cap, capped logits; the previous gradient is gone
+    alive = chunk * each
+    if position.term_tensors:  # beside logits, slope and, under a cap, capped logits
         alive = max(alive, chunk * wide * (2 + (position.arch.logit_softcap > 0) + max(position.term_tensors)))
-    larger = max(alive * vocabulary, chunk * vocabulary * e + head * e)
+    larger = max(alive * vocabulary, chunk * vocabulary * e + (head * e if wide != e else 0))
     value = larger + head * wide + tokens * width * e
     formula = f"{chunk:,} of {tokens:,} tokens x {vocabulary:,} ids: {larger:,.0f} B, head gradient {head:,} x {wide} B"
     return Term(float(value), f"{formula}, hidden states {tokens:,} x {width:,} x {e} B")

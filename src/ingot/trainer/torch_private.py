@@ -308,6 +308,16 @@ def changes_its_inputs(operation: Any) -> bool:
     return schema is not None and schema.is_mutable
 
 
+def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
+    """Return the Euclidean norm of each tensor, scalars of `dtype`, in which the squares are summed.
+
+    Why: on a GPU one launch serves many tensors; elsewhere the norms are those of torch.linalg.vector_norm.
+    Checked: 2.13.
+    Fallback: torch.linalg.vector_norm of one tensor after the other.
+    """
+    return tuple(torch._foreach_norm(tensors, 2, dtype=dtype))
+
+
 def running_node() -> tuple[str, int] | None:
     """Return (name, sequence number) of the node of autograd whose backward this thread runs; None outside a backward.
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.trainer import torch_private as private
 
@@ -191,6 +192,24 @@ def checks_inputs():
     assert not private.changes_its_inputs(torch.ops.aten.add.Tensor) and not private.changes_its_inputs(len)
 
 
+def checks_norms():
+    """The bits are those of single norms, in the wide dtype, by one operation for all tensors."""
+    tensors = [torch.randn(700, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(3)]
+    operations = []
+
+    class Seen(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            operations.append(func)
+            return func(*args, **(kwargs or {}))
+
+    with Seen():
+        norms = private.norms_of(tensors, torch.float32)
+    assert len(operations) == 1
+    for norm, tensor in zip(norms, tensors, strict=True):
+        assert norm.dtype == torch.float32
+        assert torch.equal(norm, torch.linalg.vector_norm(tensor, dtype=torch.float32))
+
+
 def checks_nodes():
     seen = []
     weight = torch.ones(2, requires_grad=True)
@@ -205,6 +224,7 @@ def checks_nodes():
 
 CHECKS = {
     "changes_its_inputs": checks_inputs,
+    "norms_of": checks_norms,
     "running_node": checks_nodes,
     "next_sequence_number": checks_nodes,
     "functional_collectives": checks_collectives,

@@ -70,7 +70,8 @@ class FakeProgram(UncompiledFakeMode):
             return super().__torch_dispatch__(func, types, args, kwargs)
         if known is _UNSEEN:
             result = super().__torch_dispatch__(func, types, args, kwargs)
-            self._known[key] = _describe(func, args, result)
+            # What writes to `out` returns it, which is none of `args`: a cached result would be another tensor.
+            self._known[key] = None if "out" in kwargs else _describe(func, args, result)
             return result
         return self._again(known, args)
 

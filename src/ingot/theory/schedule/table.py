@@ -142,6 +142,16 @@ def peak_in_flight(table: ScheduleTable) -> tuple[int, ...]:
     return tuple(peaks)
 
 
+def most_waiting(table: ScheduleTable, stage: int) -> int:
+    """Return the largest number of micro-batches of `stage` between F and B, or F and I, at a time."""
+    waiting = most = 0
+    for action in table.rows[table.rank_of_stage[stage]]:
+        if action.stage == stage:
+            waiting += (action.kind == "F") - (action.kind in "BI")
+            most = max(most, waiting)
+    return most
+
+
 def check_table(table: ScheduleTable) -> None:
     """Raise ConfigError unless ranks can execute the table.
 

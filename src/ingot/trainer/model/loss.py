@@ -5,6 +5,10 @@ holds them three times (logits, their float32 copy, their gradient). Here the to
 a chunk is computed while its logits exist, as in Liger Kernel's fused linear cross entropy (Hsu et al. 2024, sec. 3.2).
 On a CPU a chunk stays in the cache, which makes this form faster than the plain form as well.
 
+That gradient of the head has V x D numbers. Where several micro-batches of the last stage wait for their backward
+(GPipe, breadth first), one for each of them would fill the memory: `Readout.late` computes the loss at the start of the
+backward instead, with the same operations.
+
 Shape letters: B batch, T tokens, M tokens (batch and sequence flattened), D d_model, V vocab_size.
 """
 
@@ -14,6 +18,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from ingot.errors import RunFailed
 from ingot.plugins.loss import VocabularyPart
@@ -100,41 +105,87 @@ class LossTerm:
         return torch.zeros(2, dtype=torch.float64) if taken is None else taken.cpu()
 
 
+def _total_and_gradients(
+    hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, readout: "Readout"
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the sum of nats, and its gradients for the hidden states and for the weight, in their dtypes.
+
+    Sums over chunks are in float32 or wider: bf16 would lose the small contributions of late chunks.
+    """
+    accurate = torch.promote_types(weight_VD.dtype, torch.float32)
+    total = torch.zeros((), dtype=accurate, device=hidden_MD.device)
+    hidden_grad, weight_grad = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=accurate)
+    kept = []
+    chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
+    for start in range(0, len(hidden_MD), chunk):
+        part = slice(start, start + chunk)
+        logits = hidden_MD[part] @ weight_VD.T
+        if readout.terms:
+            # The sum of all slopes is rounded once: a small term would vanish in an already rounded bf16 slope.
+            logits = logits.to(accurate)
+        nats, slope = readout.nats_and_slope(logits, targets_M[part])
+        for term in readout.terms:
+            term.add_slope(slope, logits, targets_M[part], readout)
+        del logits
+        slope = slope.type_as(hidden_MD)
+        total += nats.sum()
+        if readout.keeps_nats:
+            kept.append(nats)
+        hidden_grad[part] = slope @ weight_VD
+        _add_product(weight_grad, slope.T, hidden_MD[part])
+        del slope  # before the next chunk's logits exist
+    readout.kept_nats = torch.cat(kept) if kept else None
+    return total, hidden_grad, weight_grad.type_as(weight_VD)
+
+
+def _add_product(total_VD: Tensor, slope_VM: Tensor, hidden_MD: Tensor) -> None:
+    """Add slope @ hidden to `total_VD` in place. A product in the dtype of the total never exists as a tensor of its
+    own: that would be written and read once more for each chunk. Narrow products are rounded before they are added."""
+    if total_VD.dtype == slope_VM.dtype:
+        torch.addmm(total_VD, slope_VM, hidden_MD, out=total_VD)
+    else:
+        total_VD += slope_VM @ hidden_MD
+
+
 class _SummedCrossEntropy(torch.autograd.Function):
     """The sum of nats over tokens. The forward computes both gradients; the backward only scales them."""
 
     @staticmethod
-    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, chunk: int, readout) -> Tensor:
-        # Partial sums in float32 or wider: bf16 would lose the small contributions of late chunks.
-        accurate = torch.promote_types(weight_VD.dtype, torch.float32)
-        total = torch.zeros((), dtype=accurate, device=hidden_MD.device)
-        hidden_grad, weight_grad = torch.empty_like(hidden_MD), torch.zeros_like(weight_VD, dtype=accurate)
-        kept = []
-        for start in range(0, len(hidden_MD), chunk):
-            part = slice(start, start + chunk)
-            logits = hidden_MD[part] @ weight_VD.T
-            if readout.terms:
-                # The sum of all slopes is rounded once: a small term would vanish in an already rounded bf16 slope.
-                logits = logits.to(accurate)
-            nats, slope = readout.nats_and_slope(logits, targets_M[part])
-            for term in readout.terms:
-                term.add_slope(slope, logits, targets_M[part], readout)
-            del logits
-            slope = slope.type_as(hidden_MD)
-            total += nats.sum()
-            if readout.keeps_nats:
-                kept.append(nats)
-            hidden_grad[part] = slope @ weight_VD
-            weight_grad += slope.T @ hidden_MD[part]
-        readout.kept_nats = torch.cat(kept) if kept else None
-        ctx.save_for_backward(hidden_grad, weight_grad.type_as(weight_VD))
+    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, readout) -> Tensor:
+        total, hidden_grad, weight_grad = _total_and_gradients(hidden_MD, weight_VD, targets_M, readout)
+        ctx.save_for_backward(hidden_grad, weight_grad)
         return total
 
     @staticmethod
     def backward(ctx, *grads):
         hidden_grad, weight_grad = ctx.saved_tensors
         (scale,) = grads
-        return _scale_in_place(hidden_grad, scale), _scale_in_place(weight_grad, scale), None, None, None
+        return _scale_in_place(hidden_grad, scale), _scale_in_place(weight_grad, scale), None, None
+
+
+class _LateCrossEntropy(torch.autograd.Function):
+    """The same sum and the same gradients, bit for bit, but the backward computes all of it.
+
+    From forward to backward only the hidden states and targets of a micro-batch are kept, and no gradient of the head.
+    The forward returns zero; the backward overwrites that with the sum.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor, readout) -> Tensor:
+        accurate = torch.promote_types(weight_VD.dtype, torch.float32)
+        total = torch.zeros((), dtype=accurate, device=hidden_MD.device)
+        ctx.save_for_backward(hidden_MD, weight_VD, targets_M)
+        ctx.readout, ctx.total = readout, total.detach()  # detached: an output in its own graph would never be freed
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        hidden_MD, weight_VD, targets_M = ctx.saved_tensors
+        (scale,) = grads
+        total, hidden_grad, weight_grad = _total_and_gradients(hidden_MD, weight_VD, targets_M, ctx.readout)
+        ctx.total.copy_(total)
+        return _scale_in_place(hidden_grad, scale), _scale_in_place(weight_grad, scale), None, None
 
 
 def _scale_in_place(gradient: Tensor, scale: Tensor) -> Tensor:
@@ -152,14 +203,15 @@ class Readout(nn.Module):
 
     The module has no parameters: the head's weight is an argument, because it may be tied to the embedding.
     terms: the loss terms of the run; they act on gradients, not on the returned nats. keeps_nats: `kept_nats` has the
-    nats of each token, [M], after a forward in training.
+    nats of each token, [M], of the newest loss in training. late: a loss is computed in its backward, until which the
+    returned scalar is zero; for schedules in which several micro-batches wait for their backward.
     """
 
     def __init__(self, arch: Arch):
         super().__init__()
         self.softcap = arch.logit_softcap
         self.terms: list[LossTerm] = []
-        self.keeps_nats = False
+        self.keeps_nats = self.late = False
         self.kept_nats: Tensor | None = None
         self.use(nats_and_slope, _unchanged, VocabularyPart(0, _unchanged, _unchanged))
 
@@ -175,8 +227,8 @@ class Readout(nn.Module):
 
     def forward(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:
         """Return the sum over M of -log p(target): a scalar, float32 (float64 for float64 input). Differentiable."""
-        chunk = chunk_tokens(len(weight_VD), hidden_MD.device.type)
-        return _SummedCrossEntropy.apply(hidden_MD, weight_VD, targets_M, chunk, self)
+        form = _LateCrossEntropy if self.late and torch.is_grad_enabled() else _SummedCrossEntropy
+        return form.apply(hidden_MD, weight_VD, targets_M, self)
 
     @torch.no_grad()
     def nats(self, hidden_MD: Tensor, weight_VD: Tensor, targets_M: Tensor) -> Tensor:

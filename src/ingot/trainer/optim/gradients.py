@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ingot.plugins.piece import ParameterShard
+from ingot.trainer.torch_private import norms_of
 
 
 @torch.no_grad()
@@ -42,7 +43,7 @@ def gradient_norm_and_loss(
     owned = [p.grad for p in shards if p.owner and p.grad is not None]
     square = torch.zeros((), dtype=dtype, device=device)
     if owned:
-        square = torch.stack([torch.linalg.vector_norm(g, dtype=dtype) for g in owned]).square().sum()
+        square = torch.stack(norms_of(owned, dtype)).square().sum()
     own = torch.zeros((), dtype=torch.float64, device=device)
     if loss is not None and share:
         own = loss.detach().to(device, torch.float64).reshape(()) * share

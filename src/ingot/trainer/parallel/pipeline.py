@@ -18,12 +18,13 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from ingot.errors import ConfigError
 from ingot.plugins.piece import ParameterShard
 from ingot.theory.context import token_multiple
 from ingot.theory.schedule import Action, Channel, ScheduleTable
-from ingot.theory.schedule.table import needed_by, sent_by
+from ingot.theory.schedule.table import most_waiting, needed_by, sent_by
 from ingot.trainer.mesh.collectives import sum_in_place
 from ingot.trainer.mesh.mesh import Mesh, own_group
 from ingot.trainer.mesh.step_times import StepPhase, StepTimes
@@ -52,7 +53,7 @@ class StepObserver(Protocol):
         ...
 
     def computed(self, micro_batch: int) -> None:
-        """Take in that the last stage has computed the loss of a micro-batch."""
+        """Take in that the last stage has computed the loss of a micro-batch, and its backward."""
 
 
 class MicroBatches(Protocol):
@@ -76,8 +77,9 @@ class _StepState:
     """The tensors of one optimizer step by (stage, micro-batch); each entry is removed at its use.
 
     data_rank: whose part of the batch it is. observers: of this part. weight: the factor of one token's nats in the
-    minimized loss, a scalar; None for a model without experts. begun: the input and output of each forward. left:
-    deferred weight gradients. hidden, gradients: tensors for the rank's next stage.
+    minimized loss, a scalar; None for a model without experts. begun: of each forward the input, the edge of the graph
+    from which its backward starts, and on the last stage the sum of nats. The output itself is not kept: its graph is
+    all that the backward needs. left: deferred weight gradients. hidden, gradients: tensors for the rank's next stage.
     """
 
     batch: MicroBatches
@@ -86,7 +88,7 @@ class _StepState:
     loss: Tensor
     observers: Sequence[StepObserver] = ()
     weight: Tensor | None = None
-    begun: dict[tuple[int, int], tuple[Tensor, Tensor]] = field(default_factory=dict)
+    begun: dict[tuple[int, int], tuple[Tensor, GradientEdge, Tensor | None]] = field(default_factory=dict)
     left: dict[tuple[int, int], WeightGradients] = field(default_factory=dict)
     hidden: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
@@ -132,6 +134,10 @@ class PipelineExecutor:
         self.channels = Channels(table, mesh, dtype, device)
         self.split = split if any(action.kind == "I" for action in self.row) else None
         assert split is not None or all(action.kind in "FB" for action in self.row)
+        readout = getattr(stages.get(table.stages - 1), "readout", None)
+        if readout is not None:
+            # A gradient of the head for each loss that waits for its backward would take more memory than a block.
+            readout.late = most_waiting(table, table.stages - 1) > 1
         # For each stage the last action that begins a backward, and the last that ends one.
         self._last_begin = {action.stage: action for action in self.row if action.kind in "BI"}
         self._last_end = {action.stage: action for action in self.row if action.kind in "BW"}
@@ -190,28 +196,30 @@ class PipelineExecutor:
             targets = self.share.own(batch.targets[action.micro_batch]) if is_last else None
             more = self._positions(batch.inputs.shape[-1]) | self._router_loss(step, action.micro_batch)
             y = stage(x, targets, documents, **more)
+        nats = y.detach() if is_last else None
         if is_last:
-            for observer in step.observers:
-                observer.computed(action.micro_batch)
             y = y / self._own_tokens(batch)
-            step.loss = step.loss + y.detach()
             y = y if step.scale is None else y * step.scale
         else:
             self._pass_on(action, y.detach(), step.hidden, self.table.after(action.stage))
-        step.begun[key] = (x, y)
+        step.begun[key] = (x, get_gradient_edge(y), nats)
 
     def _backward(self, action: Action, step: _StepState) -> None:
         """Execute B or I. The gradient of the input is sent first, because the previous stage waits for it."""
         key, stage = (action.stage, action.micro_batch), self.stages[action.stage]
         gradient = None if self.table.after(action.stage) is None else self._take(action, step.gradients)
-        x, y = step.begun.pop(key)
+        x, edge, nats = step.begun.pop(key)
         self.data.before_backward(stage, action is self._last_begin[action.stage])
         with self._splitting(key, step):
-            torch.autograd.backward(y, gradient)
+            torch.autograd.backward(edge, gradient)
+        if nats is not None:  # a loss that is computed late has its value now
+            for observer in step.observers:
+                observer.computed(action.micro_batch)
+            step.loss = step.loss + nats / self._own_tokens(step.batch)
         if self.table.before(action.stage) is not None:
             assert x.grad is not None
             self._pass_on(action, x.grad, step.gradients, self.table.before(action.stage))
-        del x, y, gradient
+        del x, edge, gradient
         if action.kind == "B":
             self._weights(action, step)
 

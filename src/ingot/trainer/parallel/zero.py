@@ -280,7 +280,8 @@ class Zero:
             own = bucket.own if bucket.ranks > 1 else None if bucket.whole is None else bucket.whole[0]
             if own is None:
                 continue
-            own.mul_(1 / self.mesh.parallel.token_ranks)
+            if self.mesh.parallel.token_ranks > 1:
+                own.mul_(1 / self.mesh.parallel.token_ranks)
             for slot in bucket.slots:
                 elements = slot.shard.value.numel()
                 slot.shard.grad = own[slot.start : slot.start + elements].view(slot.shard.sizes)
@@ -350,5 +351,15 @@ class Zero:
         bucket.gathering = None
         work.wait()
         for slot in bucket.slots:
-            rows = whole[:, slot.start : slot.start + slot.length].reshape(-1)
-            slot.parameter.data.copy_(rows[: slot.parameter.numel()].view_as(slot.parameter))
+            copy_rows(whole[:, slot.start : slot.start + slot.length], slot.parameter.data)
+
+
+def copy_rows(rows: Tensor, parameter: Tensor) -> None:
+    """Fill `parameter`, contiguous, with the numbers of `rows`, [ranks, elements of one rank's part], which may be
+    columns of a larger buffer and may have more at their end. Each number is copied once: `rows` never becomes
+    contiguous in between."""
+    flat, length = parameter.view(-1), rows.shape[1]
+    full = flat.numel() // length
+    flat[: full * length].view(full, length).copy_(rows[:full])
+    if left := flat.numel() % length:
+        flat[full * length :].copy_(rows[full, :left])

@@ -1,6 +1,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.schema.arch import Arch
 from ingot.trainer.model import loss as loss_module
@@ -97,3 +98,51 @@ def test_softcapped_logits_of_a_narrow_dtype_are_rounded_once():
     assert torch.equal(readout(1.5).logits(hidden, weight), expected)
     nats = readout(1.5).nats(hidden, weight, targets)
     assert nats.dtype == torch.float32 and nats.isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_a_late_loss_keeps_no_gradient_of_the_head_and_has_the_same_bits(dtype, monkeypatch):
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda vocab, device: 5)
+    results = []
+    for late in (False, True):
+        hidden, weight, targets = case(dtype)
+        ours, kept = readout(1.5), []
+        ours.late, ours.keeps_nats = late, True
+
+        def keep(tensor, kept=kept):
+            kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            total = ours(hidden, weight, targets)
+        own = [tensor for tensor in kept if tensor.shape == weight.shape and tensor.data_ptr() != weight.data_ptr()]
+        assert len(own) == (not late)
+        assert ((first := total.detach().clone()) == 0) == late
+        (total / 7).backward()
+        assert late or torch.equal(first, total.detach())
+        results.append((total.detach(), ours.kept_nats, hidden.grad, weight.grad))
+    for eager, afterwards in zip(*results, strict=True):
+        assert torch.equal(eager, afterwards)
+
+
+def test_no_chunk_makes_a_gradient_of_the_head_in_the_dtype_of_the_sum(monkeypatch):
+    """The products of float32 and float64 are added in place. A narrow product is one tensor at a time."""
+    monkeypatch.setattr(loss_module, "chunk_tokens", lambda vocab, device: 5)
+
+    class Made(TorchDispatchMode):
+        """Count the operations whose result is a new tensor of the shape of the head."""
+
+        def __init__(self):
+            super().__init__()
+            self.products = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            made = func(*args, **(kwargs or {}))
+            of_head = isinstance(made, torch.Tensor) and made.shape == (53, 8)
+            self.products += of_head and func is torch.ops.aten.mm.default
+            return made
+
+    for dtype, chunks in ((torch.float64, 0), (torch.float32, 0), (torch.bfloat16, 8)):
+        with Made() as made:
+            readout()(*case(dtype))
+        assert made.products == chunks

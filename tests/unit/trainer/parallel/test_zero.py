@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ingot.trainer.parallel.bucket import (
     TRANSITIONS,
@@ -11,6 +12,7 @@ from ingot.trainer.parallel.bucket import (
     Reduction,
     clear_missing,
 )
+from ingot.trainer.parallel.zero import copy_rows
 
 
 def bucket(state: BucketState) -> Bucket:
@@ -52,3 +54,29 @@ def test_a_buffer_without_gradients_counts_as_zeros():
     found.whole = torch.ones(2, 3)
     clear_missing(found)
     assert found.state is BucketState.FILLING
+
+
+class Writes(TorchDispatchMode):
+    """The number of elements that operations write, views and empty tensors excluded."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        made = func(*args, **(kwargs or {}))
+        if isinstance(made, torch.Tensor) and not func.is_view:
+            self.elements += made.numel()
+        return made
+
+
+@pytest.mark.parametrize("rows", [4, 5, 6, 1])
+def test_a_gathered_parameter_is_copied_once(rows):
+    """Three ranks gather it; the last ones may have fewer rows, or none."""
+    part = -(-rows // 3) * 7
+    buffer = torch.arange(3.0 * (part + 5)).view(3, part + 5)
+    parameter = torch.zeros(rows, 7)
+    with Writes() as writes:
+        copy_rows(buffer[:, 2 : 2 + part], parameter)
+    assert writes.elements == parameter.numel()
+    assert torch.equal(parameter.view(-1), buffer[:, 2 : 2 + part].reshape(-1)[: parameter.numel()])

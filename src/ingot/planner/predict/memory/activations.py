@@ -79,17 +79,20 @@ def input_bytes(position: Position, stage: PipelineStage) -> float:
 def output_bytes(position: Position, stage: PipelineStage, device: str = "cpu") -> float:
     """Return the bytes per token of a stage's output.
 
-    These are the hidden states, from which the backward starts. On the last stage they are the tensors that the last
-    norm keeps, the gradient of its output (which the loss computes in the forward), and the target ids.
+    On the last stage they are the tensors that the last norm keeps, its output or the gradient of it (which a loss in
+    the forward computes), and the target ids. On other stages they are the hidden states, if the software keeps them
+    until the backward; ingot keeps the graph alone.
     """
     e, _, cut = degrees(position)
     stream = position.arch.d_model * e
-    return stream_norm_bytes(position.arch, e, device) / cut + stream + 8 if stage.last else stream / cut
+    if stage.last:
+        return stream_norm_bytes(position.arch, e, device) / cut + stream + 8
+    return 0.0 if position.software == INGOT else stream / cut
 
 
 def head_gradient_bytes(position: Position, stage: PipelineStage) -> float:
-    """Return the bytes of the head's gradient, which a chunked loss computes in the forward and keeps until the
-    backward; 0 on other stages than the last.
+    """Return the bytes of the head's gradient, which a chunked loss computes as a whole; 0 on other stages than the
+    last.
     """
     e, tp, _ = degrees(position)
     if position.software.loss != "chunked":

@@ -7,8 +7,9 @@ schedule (in_flight.py).
 import math
 from dataclasses import dataclass, replace
 
-from ingot.planner.predict.memory.in_flight import InFlight, MemoryAction, history_of
+from ingot.planner.predict.memory.in_flight import InFlight, MemoryAction, RankHistory, history_of
 from ingot.planner.predict.memory.stage_memory import BlockBackward, ParameterUnit, StageMemory, stage_memories
+from ingot.schema.software import INGOT
 from ingot.theory import memory
 from ingot.theory.layout import Position
 from ingot.theory.params import COMPUTE_BYTES, kept_gradient_bytes, sent_gradient_bytes
@@ -99,7 +100,7 @@ def peak(position: Position, device: str) -> MemoryPeak:
     """Return the memory peak of a pipeline rank: the action and the state of the schedule with the most live bytes."""
     parallel = position.parallel
     row = history_of(parallel.schedule, parallel.pp, position.accumulation, parallel.stages_on_each_rank, position.rank)
-    stages = stage_memories(position, device)
+    stages = stage_memories(position, device, _loss_is_late(position, row))
     gradients = Gradients(position, stages)
     inside = [max(_moments(position, stages, doing, gradients, device), key=lambda m: m.bytes) for doing in row.doings]
     kept, left = [stage.kept for stage in stages], [stage.left for stage in stages]
@@ -119,6 +120,13 @@ def peak(position: Position, device: str) -> MemoryPeak:
         gradients=own.gradients + float(summed[at]) + gradients.stays,
     )
     return MemoryPeak(moment, own, row.situations[at], stages, gradients.stays)
+
+
+def _loss_is_late(position: Position, row: RankHistory) -> bool:
+    """Return whether the rank computes losses in the backward: ingot does if more than one micro-batch of the last
+    stage waits for its backward at a time (parallel/pipeline.py)."""
+    last = [number for number, stage in enumerate(position.stages) if stage.last]
+    return position.software == INGOT and bool(row.alive[:, last].max(initial=0.0) > 1)
 
 
 def messages(position: Position) -> float:
@@ -143,7 +151,7 @@ def _moments(
         return [_forward(position, stage, sending, device)]
     if doing.kind == "W":
         return [LiveBytes("the gradients of weights", backward=stage.matrix, gathered=_gathered(position, stage, -1))]
-    found = [_at_head(position, stage, doing, gradients, sending)]
+    found = _at_head(position, stage, doing, gradients, sending, device)
     for at in stage.blocks:
         found += _at_block(position, stage, doing, gradients, at, sending)
     if gradients.zero == 3:
@@ -155,23 +163,28 @@ def _moments(
 
 def _forward(position: Position, stage: StageMemory, sending: float, device: str) -> LiveBytes:
     gathered = _gathered_at_end(position, stage)
-    if not stage.last:
+    if not stage.last or stage.late:
         return LiveBytes(f"the forward of stage {stage.number}", gathered=gathered, gradients=sending)
     logits = memory.logits(position, device).value
     return LiveBytes("the loss", activations=-stage.head, logits=logits, gradients=sending, gathered=gathered)
 
 
 def _at_head(
-    position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients, sending: float
-) -> LiveBytes:
-    """Return the bytes at the start of a stage's backward. On the last stage, the head's gradients, which the loss
-    computed, are then copied to the gradient buffers.
+    position: Position, stage: StageMemory, doing: MemoryAction, gradients: Gradients, sending: float, device: str
+) -> list[LiveBytes]:
+    """Return the live bytes at the start of a stage's backward. On the last stage, the head's gradients, which the loss
+    computed in the forward or computes now, are then copied to the gradient buffers.
     """
     gathered = _gathered(position, stage, len(stage.units) - 1)
+    begins = LiveBytes(f"the backward of stage {stage.number}", gathered=gathered, gradients=sending)
+    found = []
+    if stage.late:
+        found = [replace(begins, place="the loss", logits=memory.logits(position, device).value)]
     if gradients.zero == 3 or not stage.last:
-        return LiveBytes(f"the backward of stage {stage.number}", gathered=gathered, gradients=sending)
+        return [*found, begins]
     own = gradients.whole(stage.outer) if doing.first or not gradients.keeps_whole else 0.0
-    return LiveBytes("the backward of the head", gathered=gathered, gradients=own + sending)
+    made = stage.head if stage.late else 0.0
+    return [*found, replace(begins, place="the backward of the head", backward=made, gradients=own + sending)]
 
 
 def _sending(stages: tuple[StageMemory, ...], doing: MemoryAction, gradients: Gradients) -> float:

@@ -54,7 +54,8 @@ class StageMemory:
     """The bytes and parameters of one stage.
 
     kept: bytes that one micro-batch keeps from F to B or I. input: the part of `kept` that is freed last, the stage's
-      input. head: the part that is freed first, the head's gradients, which the loss computes in the forward.
+      input. head: bytes of the head's gradient: the part of `kept` that is freed first if the loss computes it in the
+      forward. late: the loss is computed in the backward, so `kept` has no gradient of the head.
     left: bytes that one micro-batch keeps between I and W. blocks: the blocks at which the backward can be largest.
     units: the parameters of blocks, by unit. outer: the parameters outside blocks.
     embedding: bytes of the embedding's whole gradient. matrix: bytes of the gradient of the largest matrix of a block.
@@ -72,6 +73,7 @@ class StageMemory:
     outer: ParameterUnit
     embedding: float
     matrix: float
+    late: bool = False
 
     @property
     def whole(self) -> ParameterUnit:
@@ -86,13 +88,14 @@ class StageMemory:
         return self.outer if self.first or not self.units else self.units[0]
 
 
-def stage_memories(position: Position, device: str) -> tuple[StageMemory, ...]:
-    """Return the bytes and parameters of each stage of a rank, in order."""
+def stage_memories(position: Position, device: str, late: bool = False) -> tuple[StageMemory, ...]:
+    """Return the bytes and parameters of each stage of a rank, in order. late: the loss is computed in the backward."""
     sizes = block_sizes(position, device), block_sizes(position, device, experts=True)
-    return tuple(_stage_memory(_Blocks(position, stage, *sizes), device) for stage in position.stages)
+    stages = position.stages
+    return tuple(_stage_memory(_Blocks(position, stage, *sizes), device, late and stage.last) for stage in stages)
 
 
-def _stage_memory(blocks: "_Blocks", device: str) -> StageMemory:
+def _stage_memory(blocks: "_Blocks", device: str, late: bool) -> StageMemory:
     position, stage, layers = blocks.position, blocks.stage, blocks.stage.layers
     tokens, e, tp = position.tokens, COMPUTE_BYTES[position.train.precision], position.parallel.tp
     incoming, head = tokens * input_bytes(position, stage), head_gradient_bytes(position, stage)
@@ -103,7 +106,9 @@ def _stage_memory(blocks: "_Blocks", device: str) -> StageMemory:
         number=stage.number,
         first=stage.first,
         last=stage.last,
-        kept=incoming + tokens * (blocks.kept(layers) + output_bytes(position, stage, device)) + head,
+        kept=incoming
+        + tokens * (blocks.kept(layers) + output_bytes(position, stage, device))
+        + (0.0 if late else head),
         input=incoming,
         head=head,
         left=tokens * blocks.left(layers),
@@ -112,6 +117,7 @@ def _stage_memory(blocks: "_Blocks", device: str) -> StageMemory:
         outer=ParameterUnit(stage.outside),
         embedding=float(embedding * e),
         matrix=float(matrix * e),
+        late=late,
     )
 
 
