@@ -427,7 +427,9 @@ class Trial:
         self.end()
         if keep:
             shutil.rmtree(keep, ignore_errors=True)
-            shutil.copytree(self.run, keep / "run", symlinks=True, ignore_dangling_symlinks=True)
+            if self.run.exists():
+                shutil.copytree(self.run, keep / "run", symlinks=True)
+            keep.mkdir(exist_ok=True)
             shutil.copy(self.root / "output", keep / "output")
         if self.disk:
             subprocess.run(["umount", "-l", str(self.root / "disk")], check=True)
@@ -870,6 +872,8 @@ def main() -> int:
         while kinds.total() < args.faults:
             random = Random(f"{seed} {number}")
             own = {key: random.choice(values) for key, values in DRAWN.items()}
+            if own["checkpoint.mode"] == '"sync"':
+                own["checkpoint.replicas"] = "0"  # memory keeps what is saved aside
             trial = Trial(root / f"trial-{number}", project, random, f"{seed}.{number}", own, seconds)
             findings = ["interrupted"]
             try:
