@@ -5,8 +5,28 @@ from .mutant import Mutant
 _DUE = "tests/unit/trainer/background_eval/test_due.py"
 _PROCESS = "tests/unit/trainer/background_eval/test_process.py"
 _LAUNCH = "tests/unit/trainer/launch/test_evaluations.py"
+_E2E = (
+    "tests/e2e/test_background_eval.py::"
+    "test_a_run_is_evaluated_whatever_happens_to_the_process_and_trains_as_without_it[text]"
+)
 
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="no-samples-in-the-background",
+        what="prompts get no sample until the end of the run",
+        file="trainer/background_eval/process.py",
+        before="for prompt, text in samples_of_run(trained):",
+        after="for prompt, text in ():",
+        tests=(_E2E,),
+    ),
+    Mutant(
+        name="first-checkpoint-stays-the-best",
+        what="of two evaluated checkpoints the worse one is pinned",
+        file="trainer/launch/evaluations.py",
+        before="not is_better(value, best[1], lower=lower)",
+        after="is_better(value, best[1], lower=lower)",
+        tests=(_E2E,),
+    ),
     Mutant(
         name="evaluates-doubtful-saves",
         what="a save whose weights are suspect is evaluated",

@@ -1,6 +1,5 @@
 """Tasks of lm-eval on a small model, compared with plain computation. lm-eval is large, so its absence skips them."""
 
-import json
 import math
 from types import SimpleNamespace
 
@@ -9,6 +8,7 @@ import torch
 
 pytest.importorskip("lm_eval", reason="needs the part eval: pip install 'ingot[eval]'")
 from lm_eval.api.instance import Instance
+from tests.unit.trainer.background_eval.tiny_task import write_task
 
 from ingot.errors import UsageError
 from ingot.schema.arch import Arch
@@ -20,18 +20,6 @@ from ingot.trainer.model.transformer import Transformer
 
 pytestmark = pytest.mark.nightly
 POSITIONS = 32
-YAML = """task: nats
-dataset_path: json
-dataset_kwargs:
-  data_files:
-    test: {data}
-output_type: loglikelihood
-test_split: test
-doc_to_text: "{{{{q}}}}"
-doc_to_target: "{{{{a}}}}"
-metric_list:
-  - metric: perplexity
-"""
 
 
 @pytest.fixture(params=[False, True], ids=["whole", "masked"])
@@ -114,9 +102,7 @@ def test_a_continuation_is_greedy_and_ends_before_its_stop_text(trained):
 
 def test_a_local_task_is_scored_without_a_network(trained, tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    rows = [{"q": f"stone {word}", "a": f" {word} ore"} for word in ("ingot", "pour", "stamp")]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (tmp_path / "nats.yaml").write_text(YAML.format(data=tmp_path / "rows.jsonl"))
+    rows = write_task(tmp_path)
     scores = score_tasks(trained, ["nats"], tmp_path, examples=2)
     assert scores.examples == {"nats": 2} and scores.lower_is_better == ["nats/perplexity"]
     encode = lambda text: trained.encoder.encode(text).tolist()  # noqa: E731
