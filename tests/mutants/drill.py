@@ -47,9 +47,9 @@ MUTANTS: list[Mutant] = [
     Mutant(
         name="drill-late-watchdog",
         what="a hang may be found at any time",
-        file="drill/faults.py",
-        before='    if fault["seconds"] > trial.hang_limit():',
-        after='    if fault["seconds"] < 0:',
+        file="drill/trial.py",
+        before='s" if fault["seconds"] > limit else ""',
+        after='s" if fault["seconds"] < 0 else ""',
         tests=(f"{_FAULTS}test_a_hang_is_found_by_the_watchdog_in_time_with_the_stacks_of_the_others",),
     ),
     Mutant(
@@ -211,6 +211,14 @@ MUTANTS: list[Mutant] = [
         before="if kind in _FINDERS and not self.found_by and after",
         after="if kind in _FINDERS and after",
         tests=(f"{_QUIET}test_a_slow_rank_and_a_report_are_found_by_their_own_events",),
+    ),
+    Mutant(
+        name="drill-wrong-log-lines-compared",
+        what="log lines that the fault itself made wrong are compared with the undisturbed run",
+        file="drill/fault.py",
+        before="trial.judge_recovered(reference, most, fault.wrong_from(trial))",
+        after="trial.judge_recovered(reference, most)",
+        tests=(f"{_QUIET}test_a_copy_that_decided_is_compared_with_the_directed_run",),
     ),
     Mutant(
         name="drill-silent-until-its-end",

@@ -26,10 +26,12 @@ class DrillFault:
     the damage before that. intervals: the intervals between checkpoints whose steps may be done twice; more_redone: the
     steps besides them. saves: the checkpoints that the run needs before it. first, room: the steps before it and after
     it, at least. needs: returns why a run cannot have it, "" if it can; its `train.steps` are those of the copy.
-    smoke: it is a part of the short drill. soaks: a soak draws it, too. settings: of the guard, which change no bits
-    on a CPU (guarded.facts_with), that its copies have, and a soak with it. may_end: further exit codes with which a
-    command of a soak may end by it; the damage stays, and the next command finds it. one_of: a name that several have;
-    each round of a soak has one of these, at most once before its damage is repaired, and is prepared for it.
+    wrong_from: returns the first step whose log lines the fault itself makes wrong, until it is trained again; None
+    without one. smoke: it is a part of the short drill. soaks: a soak draws it, too. settings: of the guard, which
+    change no bits on a CPU (guarded.facts_with), that its copies have, and a soak with it. may_end:
+    further exit codes with which a command of a soak may end by it; the damage stays, and the next command finds it.
+    one_of: a name that several have; each round of a soak has one of these, at most once before its damage is repaired,
+    and is prepared for it.
 
     planted: it comes from within the ranks (drill/planted.py). prepare: returns the run of the copy in the folder
     `place`, with the settings that the fault needs. by_size: the guard finds it by the size of a step, for which the
@@ -50,6 +52,7 @@ class DrillFault:
     first: Callable[[RunConfig], int] = lambda config: 2
     room: Callable[[RunConfig], int] = lambda config: 0
     needs: Callable[[RunConfig], str] = lambda config: ""
+    wrong_from: Callable[[Trial], int | None] = lambda trial: None
     smoke: bool = False
     soaks: bool = True
     settings: Callable[[RunConfig], Mapping[str, Any]] = lambda config: {}
@@ -84,7 +87,7 @@ def play(fault: DrillFault, trial: Trial, reference: RunFacts) -> None:
     trial.judge("o6", fault.expects(trial))
     most = trial.most_redone(fault.intervals) + fault.more_redone(run.config)
     if fault.directed is None:
-        trial.judge_recovered(reference, most)
+        trial.judge_recovered(reference, most, fault.wrong_from(trial))
     elif code == run.done_code and (directed := fault.directed(trial)) is not None:
         trial.judge_recovered(directed, most)
 

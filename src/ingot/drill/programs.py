@@ -99,6 +99,13 @@ def _differs(trial: Trial) -> str:
     return "" if right else f"faults {faults}, not one with the error {code}: {trial.last_words()}"
 
 
+def _planted_at(trial: Trial) -> int | None:
+    """Return the step of the fault; None if it did not come. Ranks whose collectives no longer fit may get each other's
+    numbers, in log lines too, before that is noticed."""
+    facts = trial.plan.planted(trial.planned[-1]) if trial.planned else None
+    return None if facts is None else facts["step"]
+
+
 def _repeats(trial: Trial) -> str:
     if problem := trial.not_planted():
         return problem
@@ -110,10 +117,8 @@ def _repeats(trial: Trial) -> str:
 def _slow_found(trial: Trial) -> str:
     if problem := trial.not_planted():
         return problem
-    (number,) = trial.planned
-    facts = trial.plan.planted(number)
-    assert facts is not None
-    first, rank = facts["step"], trial.named[0]
+    first, rank = _planted_at(trial), trial.named[0]
+    assert first is not None
     named = [(e["step"], e["rank"], e["phase"]) for e in trial.found(events.STRAGGLER) if not e["ended"]]
     soon = [one for one in named if first <= one[0] < first + _SLOW_STEPS]
     if not soon or any(one[1:] != (rank, "compute") for one in soon):
@@ -149,6 +154,7 @@ PROGRAM_FAULTS: tuple[DrillFault, ...] = (
         injects="a rank leaves out a collective: it stops; the program is repaired",
         inject=_plants("leave", "rank {rank} leaves out a collective"),
         expects=_differs,
+        wrong_from=_planted_at,
         codes=_GAVE_UP,
         repair=_repair,
         needs=several,

@@ -52,6 +52,8 @@ def test_a_bug_is_given_up_and_repaired(trial):
     assert "not one with the error" in differs.expects(
         after(trial, "leave", HUNG, HUNG, printed="error E-COLLECTIVES-DIFFER")
     )
+    one = after(trial, "leave", step=9)
+    assert differs.wrong_from(one) == 9 and repeats.wrong_from(one) is None  # what it logged since then is wrong
     thrice = [ABORTED] * 3
     assert repeats.expects(after(trial, "abort", *thrice, printed="error E-RUN-REPEATS")) == ""
     for log, printed in ((thrice[1:], "E-RUN-REPEATS"), (thrice, "E-RUN-RESTARTS"), ([*thrice, HUNG], "E-RUN-REPEATS")):

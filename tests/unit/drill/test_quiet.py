@@ -201,12 +201,13 @@ def test_a_copy_that_decided_is_compared_with_the_directed_run(trial, monkeypatc
     for name in ("start", "finish", "judge", "judge_end"):
         monkeypatch.setattr(one, name, lambda *_: one.run.done_code)
     monkeypatch.setattr(one, "follow", lambda _: True)
-    monkeypatch.setattr(one, "judge_recovered", lambda with_facts, _: compared.append(with_facts))
+    monkeypatch.setattr(one, "judge_recovered", lambda facts, _, since=None: compared.append((facts.state, since)))
     alone = DrillFault(id="X", injects="x", inject=lambda _: None, expects=lambda _: "")
     reference = replace(facts, state="undisturbed")
     play(alone, one, reference)
     play(replace(alone, directed=lambda _: facts), one, reference)
-    assert [found.state for found in compared] == ["undisturbed", "state"]
+    play(replace(alone, wrong_from=lambda _: 9), one, reference)
+    assert compared == [("undisturbed", None), ("state", None), ("undisturbed", 9)]
 
 
 class _Shown(Silence):
