@@ -155,7 +155,8 @@ class StageProducts:
 
 def stage_products(position: Position, stage: PipelineStage) -> StageProducts:
     """Return the products of a stage. All three products of the head are in `forward`, because the loss computes its
-    gradients there; recomputed products are in `inputs`.
+    gradients there; recomputed products are in `inputs`. A loss that waits for its backward (GPipe, breadth first) is
+    counted there too, although it runs with the backward: the rank's work is the same.
     """
     sparse, again = len(stage.expert_layers), position.recomputed_with_experts(stage)
     kinds = ((False, len(stage.layers) - sparse, position.recomputed(stage) - again), (True, sparse, again))
