@@ -50,8 +50,7 @@ def attention_kernels() -> AttentionKernels:
     """Return the operators that scaled_dot_product_attention chooses from.
 
     Why: they return the log-sum-exp of the scores, by which a ring merges partial results; and selective recompute and
-    the trace recognize attention by them. torch.nn.attention.varlen calls `packed`, but refuses grouped heads before
-    2.12.
+    the trace recognize attention by them. torch.nn.attention.varlen calls `packed`, but not for grouped heads in 2.11.
     Checked: 2.11, 2.13; `packed` in 2.13, without a GPU.
     Fallback: torch.nn.attention.flex_attention with return_lse, where it is as fast on CPU and CUDA.
     """
@@ -178,8 +177,7 @@ class WideBuffers(nn.Module):
 def gather_before_backward(fsdp_module: Any, output: Any) -> Any:
     """Hook `output` so that `fsdp_module` gathers its parameters when the backward of `output` begins; return `output`.
 
-    Why: FSDP2 registers this hook on the module's own output only. A module inside a recomputed block has to be
-    gathered before the block runs again.
+    Why: FSDP2 hooks the module's own output only; one inside a recomputed block is needed before the block runs again.
     Checked: 2.11, 2.13.
     Fallback: fsdp_module.unshard() in a hook of the gradient of `output`.
     """
@@ -210,11 +208,10 @@ def waits_of_fsdp() -> tuple[type, tuple[str, ...]]:
 
 
 def group_of_fsdp_wait(unit: Any, event: Any) -> dist.ProcessGroup:
-    """Return the group for whose exchange a stream waits that waits for `event` in a method of `waits_of_fsdp`: that
-    of the copies of the model (HSDP), if their stream recorded it, or that of the shards. unit: of that method.
+    """Return the group whose exchange recorded `event`, for which a stream waits in a method of `unit` (waits_of_fsdp).
 
     Why: see waits_of_fsdp.
-    Checked: 2.13, without a GPU. Before it, the last sum over copies of a backward counts in the group of the shards.
+    Checked: 2.13, without a GPU. Before it, the last sum over copies (HSDP) counts in the group of the shards.
     Fallback: the group of the shards.
     """
     if hasattr(unit.mesh_info, "replicate_process_group"):
@@ -268,8 +265,7 @@ def overlap_products_with_collectives(group_name: str) -> None:
 class TraceMode(TorchDispatchMode):
     """A mode that sees every operation below autograd.
 
-    Why: there is no public class of dispatch modes. The override saves time: nothing is compiled in a trace, so the
-    mode need not be hidden from the compiler, which takes as long as the tracking of an operation.
+    Why: there is no public class of dispatch modes. The override saves time: nothing is compiled here.
     Checked: 2.11, 2.13.
     Fallback: the public class; without the override a trace is slower.
     """
@@ -304,8 +300,7 @@ def changes_its_inputs(operation: Any) -> bool:
     Checked: 2.13.
     Fallback: a name that ends with "_", or an argument `out`.
     """
-    schema = getattr(operation, "_schema", None)
-    return schema is not None and schema.is_mutable
+    return getattr(getattr(operation, "_schema", None), "is_mutable", False)
 
 
 def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
