@@ -18,8 +18,8 @@ FaultKind = Literal[
 ]
 BITS: frozenset[FaultKind] = frozenset({"flip", "moment", "gradient"})  # a wrong bit of one rank
 UNTIL_REPAIRED: frozenset[FaultKind] = frozenset({"leave", "abort"})  # comes each time that its step is trained
-LOUD: frozenset[FaultKind] = UNTIL_REPAIRED | {"hold", "wait"}  # an attempt ends by it
-OF_ONE_RANK: frozenset[FaultKind] = BITS | LOUD | {"slow"}
+LOUD: frozenset[FaultKind] = frozenset({*UNTIL_REPAIRED, "hold", "wait"})  # an attempt ends by it
+OF_ONE_RANK: frozenset[FaultKind] = frozenset({*BITS, *LOUD, "slow"})
 STAYS: frozenset[FaultKind] = frozenset({"still", "document"})  # comes each time that its steps are trained
 
 

@@ -310,7 +310,7 @@ def norms_of(tensors: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, ...]:
     Checked: 2.13.
     Fallback: torch.linalg.vector_norm of one tensor after the other.
     """
-    return tuple(torch._foreach_norm(tensors, 2, dtype=dtype))
+    return tuple(torch._foreach_norm(tensors, 2, dtype=dtype))  # pyright: ignore[reportPrivateImportUsage]
 
 
 def running_node() -> tuple[str, int] | None:

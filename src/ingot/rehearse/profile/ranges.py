@@ -81,7 +81,7 @@ class RangedTimes(StepTimes):
         self._ranges = ranges
 
     @contextlib.contextmanager
-    def phase(self, phase: StepPhase) -> Iterator[None]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def phase(self, phase: StepPhase) -> Iterator[None]:
         with self._ranges.range(f"{RANGE}{phase}"), super().phase(phase):
             yield
 

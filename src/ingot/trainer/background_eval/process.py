@@ -51,8 +51,8 @@ def main(root: str, save: str, launcher: str, ranks: str, tokens: str, seconds: 
         folder = RunFolder(Path(root))
         config = load_run(folder.config)
         limit = keep_limits(config.evaluate.background)
-        text = int(tokens), float(seconds)
-        _evaluate(config, Path(save), int(ranks), text, lambda kind, **facts: write({"kind": kind, **facts}))
+        heldout = int(tokens), float(seconds)
+        _evaluate(config, Path(save), int(ranks), heldout, lambda kind, **facts: write({"kind": kind, **facts}))
         write({REASON: ""})
     except Exception as error:
         traceback.print_exc()
@@ -84,7 +84,7 @@ def keep_limits(settings: BackgroundEvaluation) -> int:
     return limit
 
 
-def _evaluate(config: RunConfig, save: Path, ranks: int, text: tuple[int, float], emit: Emit) -> None:
+def _evaluate(config: RunConfig, save: Path, ranks: int, heldout: tuple[int, float], emit: Emit) -> None:
     import torch
 
     from ingot.trainer.mesh.start import use_tf32
@@ -95,7 +95,7 @@ def _evaluate(config: RunConfig, save: Path, ranks: int, text: tuple[int, float]
     device, number = device_of(settings.device, config.train.device, ranks)
     use_tf32(config.train.tf32 and device == "cuda")
     trained = load_trained(save, device, number)
-    tokens, interval_seconds = text
+    tokens, interval_seconds = heldout
     if config.data.heldout and not tokens:
         from ingot.trainer.background_eval.size import choose_size
 

@@ -79,7 +79,7 @@ def attend_locally(q_BNTH: Tensor, k_BGSH: Tensor, v_BGSH: Tensor, mask_spec: At
 
 # An `attend` with this attribute uses the plan of the mask spec, so the model makes it before its first layer. Others
 # make plans for the parts of the sequence that they process.
-attend_locally.uses_plan = True  # type: ignore[attr-defined]
+attend_locally.uses_plan = True
 
 
 def _attend_causally(q_BNTH: Tensor, k_BGTH: Tensor, v_BGTH: Tensor) -> Tensor:
