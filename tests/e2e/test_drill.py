@@ -102,6 +102,7 @@ def test_a_lost_rank_and_a_lost_node_are_restored_from_memory(drill):
     assert (memory["id"], node["id"]) == ("RS07 memory", "RS07 node") and "lost" in node["cause"]
 
 
+@pytest.mark.nightly
 @pytest.mark.row("RS01 partial", "RS04", "RS05", "RS33", "RS35", "RS36")
 def test_programs_and_machines_fail_and_recover(project):
     result = drilled(project, "--rows", "RS01 partial,RS04+,RS05,RS33,RS35,RS36+", code=0)

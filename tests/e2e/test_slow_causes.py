@@ -20,7 +20,7 @@ from ingot.schema import events
 
 from .conftest import RUN_FILE, Project, ended, write_tokens
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.nightly]
 # A calm step takes some 10 ms, and several times as long on a busy machine; what is planted takes more than that.
 _LINK_SECONDS, _READ_SECONDS = 0.02, 0.05
 _PERIOD_SECONDS, _STOPPED = 0.02, 0.75
