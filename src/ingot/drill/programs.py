@@ -13,8 +13,8 @@ from ingot.drill.trial import DrilledRun, Trial
 from ingot.errors import RunFailed
 from ingot.machine.facts import find_gpus
 from ingot.schema import events
+from ingot.schema.launch import SAME
 from ingot.schema.run import RunConfig
-from ingot.trainer.resilience.restarts import SAME
 
 _SLOW_STEPS, _WITHIN = 14, 10  # steps of a slow rank, and those within which it has to be named
 _LEAST_SECONDS = 0.1  # that a step of a slow rank takes longer: more than the jitter of a small run on a busy machine

@@ -9,6 +9,8 @@ from ingot.ranges import Deadline, Degree, Factor, PositiveDegree, Queue, Second
 from ingot.schema.save_interval import AUTO
 from ingot.units import parse_duration
 
+SAME = 3  # times the same failure at the same step: a bug, after which no attempt begins
+
 
 @dataclass(frozen=True, kw_only=True)
 class Launch:

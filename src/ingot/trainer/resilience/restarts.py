@@ -11,11 +11,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ingot.errors import RunFailed
-from ingot.schema.launch import Launch
+from ingot.schema.launch import SAME, Launch
 from ingot.trainer.resilience.incidents import JobIncident
 from ingot.units import counted, format_seconds
 
-SAME = 3  # times the same failure at the same step: a bug
 NO_PROGRESS = 3  # restarts in a row that reach no new step; NVIDIA's resiliency extension has the same number
 _FIRST_WAIT, _LONGEST_WAIT = 1.0, 60.0  # seconds, doubled with each restart in a row without progress
 

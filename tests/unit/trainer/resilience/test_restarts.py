@@ -4,9 +4,9 @@ import pytest
 from tests.expect import refused
 
 from ingot.errors import DataError
-from ingot.schema.launch import Launch
+from ingot.schema.launch import SAME, Launch
 from ingot.trainer.resilience.incidents import JobIncident
-from ingot.trainer.resilience.restarts import NO_PROGRESS, SAME, Restarts
+from ingot.trainer.resilience.restarts import NO_PROGRESS, Restarts
 
 LOG = Path("attempt-1.log")
 
