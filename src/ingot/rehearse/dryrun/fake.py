@@ -139,7 +139,10 @@ def _key(value) -> Any:
         return value.shape, value.stride(), value.storage_offset(), value.dtype
     if kind is tuple or kind is list or kind is torch.Size:
         # Written out for numbers and the like, of which most arguments consist: a trace makes a million keys.
-        return tuple([(of, item) if (of := type(item)) in _PLAIN else _key(item) for item in value])
+        # NaN, which is not equal to itself, is a key as None.
+        return tuple(
+            [(of, item if item == item else None) if (of := type(item)) in _PLAIN else _key(item) for item in value]
+        )
     if isinstance(value, (Tensor, torch.ScriptObject)):  # a script object is equal only to itself
         raise _NotRemembered
     return kind, value
