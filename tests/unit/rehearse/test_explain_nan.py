@@ -238,7 +238,7 @@ def test_gradients_whose_squares_overflow(spoiled, capsys):
     assert code == "E-LOSS-NOT-FINITE"
     facts = explained(folder, capsys)
     assert facts["replay"]["phase"] == "gradient norm" and causes(facts)[0] == "huge gradients"
-    assert facts["replay"]["origin"]["operation"] == "aten.linalg_vector_norm"
+    assert facts["replay"]["origin"]["operation"] == "aten._foreach_norm"
 
 
 def test_a_loss_scale_that_is_too_large(spoiled, capsys):
