@@ -94,15 +94,15 @@ class Reference:
 
     def __init__(self, run):
         self.run, self.nats, self.squares = run, {}, {}
-        forward = run.program._execute["F"]
+        backward = run.program._execute["B"]
 
         def seen(action, step):
             before = step.loss
-            forward(action, step)
+            backward(action, step)
             windows = run.loader.samples(step.batch.step)
             self.nats[int(windows[action.micro_batch]), step.batch.step] = float(step.loss - before)
 
-        run.program._execute["F"] = seen
+        run.program._execute["B"] = seen
         for layer, block in run.model.stages[0].blocks.named_children():
             block.register_forward_hook(lambda _, __, output, layer=layer: self.look(layer, output))
 
