@@ -40,6 +40,18 @@ def add_run_and_step(parser: argparse.ArgumentParser, default: str) -> None:
     )
 
 
+def add_run_to_copy(parser: argparse.ArgumentParser) -> None:
+    """Add the argument of a command that starts a copy of a run."""
+    parser.add_argument(
+        "run",
+        nargs="?",
+        type=path,
+        default="run.toml",
+        metavar="RUN",
+        help="run file, or run folder (default: run.toml); it is only read",
+    )
+
+
 def fraction(option: str, least: float, most: float) -> Callable[[str], float]:
     """Return the type of an option that takes a number from `least` to `most`. option: as in `count`."""
 

@@ -4,7 +4,7 @@ import argparse
 import sys
 from typing import TYPE_CHECKING
 
-from ingot.cli.arguments import LARGEST_SEED, MOST_STEPS, count, path
+from ingot.cli.arguments import LARGEST_SEED, MOST_STEPS, add_run_to_copy, count, path
 from ingot.cli.options import add_overrides
 from ingot.cli.terminal import Terminal
 
@@ -22,14 +22,7 @@ _HEADER = ("row", "fault", "seen s", "back s", "redone", "bits", "ledger", "")
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        nargs="?",
-        type=path,
-        default="run.toml",
-        metavar="RUN",
-        help="run file, or run folder (default: run.toml); it is only read",
-    )
+    add_run_to_copy(parser)
     which = parser.add_mutually_exclusive_group()
     which.add_argument("--list", action="store_true", help="show the rows; start nothing")
     which.add_argument(

@@ -4,7 +4,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
-from ingot.cli.arguments import count, path
+from ingot.cli.arguments import add_run_to_copy, count, path
 from ingot.cli.options import add_cluster, add_overrides
 from ingot.cli.terminal import Terminal
 
@@ -19,14 +19,7 @@ _OPERATIONS = 8
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "run",
-        nargs="?",
-        type=path,
-        default="run.toml",
-        metavar="RUN",
-        help="run file, or run folder (default: run.toml); it is only read",
-    )
+    add_run_to_copy(parser)
     parser.add_argument(
         "--steps",
         type=count("steps", 1, _MOST_STEPS),

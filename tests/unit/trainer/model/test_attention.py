@@ -239,11 +239,10 @@ def packing(monkeypatch):
     monkeypatch.setattr(packed, "_kernels", SimpleNamespace(packed=by_documents))
 
 
-@pytest.mark.parametrize("window", [0, 1, 5, 40])
-@pytest.mark.parametrize("documents", [None, DOCUMENTS])
+@pytest.mark.parametrize(
+    ("documents", "window"), [(None, 1), (None, 5), *((DOCUMENTS, window) for window in (0, 1, 5, 40))]
+)
 def test_packed_documents_equal_a_plain_softmax(packing, documents, window):
-    if documents is None and not 0 < window < 20:
-        pytest.skip("causal")
     q, k, v = example(20)
     spec = AttentionMaskSpec(torch.arange(20), documents, window)
     assert isinstance(spec.planned(20, q, 8).plan, PackedDocuments)
@@ -253,7 +252,7 @@ def test_packed_documents_equal_a_plain_softmax(packing, documents, window):
         assert (ours - theirs).abs().max() < 1e-13
 
 
-@torch.library.custom_op("ingot_tests::packed", mutates_args=())
+@torch.library.custom_op("reference::packed", mutates_args=())
 def packed_operator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, left: int
 ) -> torch.Tensor:
