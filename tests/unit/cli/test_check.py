@@ -202,7 +202,7 @@ def trace(rank: int, initial: int, steady: int) -> dry_run.Trace:
     moments = {name: dry_run.PhaseMemory(10, {}, "forward", 0) for name in dry_run.MOMENTS}
     moments["initialisation"] = replace(moments["initialisation"], bytes=initial)
     moments["steady step"] = replace(moments["steady step"], bytes=steady)
-    return dry_run.Trace(rank, f"rank {rank}", rank, moments, 0.0, 0.0, 0.0, False, 0, {}, {}, [], 0.0, 0)
+    return dry_run.Trace(rank, f"rank {rank}", rank, moments, 0.0, 0.0, 0.0, 0, {}, {}, [], 0.0, 0)
 
 
 @pytest.mark.parametrize(

@@ -27,7 +27,8 @@ WORK_SECONDS = 0.04  # of each rank and step, beyond a few milliseconds of the m
 
 
 class Working(StepCallback):
-    """Work that takes WORK_SECONDS; on rank 1 twice as long in the steps of `slow`."""
+    """Work that takes WORK_SECONDS; on rank 1 three times as long in the steps of `slow`: the model's own part of a step
+    is as long as that work on a busy machine, and hides a smaller difference."""
 
     slow = range(0)
 
@@ -35,7 +36,7 @@ class Working(StepCallback):
         self.rank = run.rank
 
     def on_gradients(self, step):
-        time.sleep(WORK_SECONDS * (2 if self.rank == 1 and step in self.slow else 1))
+        time.sleep(WORK_SECONDS * (3 if self.rank == 1 and step in self.slow else 1))
 
 
 @pytest.fixture
@@ -77,7 +78,7 @@ def test_a_rank_that_computes_longer_is_named(train):
     found, lines, folder = train(slow=range(8, 41), steps=40)
     first = found[0]
     assert (first["phase"], first["ended"]) == ("compute", False)
-    assert 1.3 < first["factor"] < 2.6 and first["step"] >= 8
+    assert 1.3 < first["factor"] < 3.6 and first["step"] >= 8
     assert [line for line in lines if line.startswith("straggler rank 1 on ")]
     # The others wait for it in collectives.
     waits = [e["collectives"] for e in read_events(folder.events, events.WAITS) if e["step"] > 10]
