@@ -27,8 +27,10 @@ WORK_SECONDS = 0.04  # of each rank and step, beyond a few milliseconds of the m
 
 
 class Working(StepCallback):
-    """Work that takes WORK_SECONDS; on rank 1 three times as long in the steps of `slow`: the model's own part of a step
-    is as long as that work on a busy machine, and hides a smaller difference."""
+    """Work that takes WORK_SECONDS; on rank 1 three times as long in the steps of `slow`.
+
+    The model's own part of a step takes as long as that work on a busy machine, and hides a smaller difference.
+    """
 
     slow = range(0)
 
