@@ -89,8 +89,16 @@ def lines(drill: dict, *rows: str) -> list[dict]:
 @pytest.mark.row("RS01", "RS03", "RS08", "RS10", "RS28")
 def test_a_run_recovers_from_each_fault_bit_for_bit(drill):
     found = lines(drill, "RS01", "RS03", "RS08", "RS10", "RS28")
-    assert [line["id"] for line in found] == ["RS01", "RS01 server", "RS03", "RS08", "RS10", "RS28 user"]
-    killed, _, hung, _, damaged, stopped = found
+    assert [line["id"] for line in found] == [
+        "RS01",
+        "RS01 server",
+        "RS01 partial",
+        "RS03",
+        "RS08",
+        "RS10",
+        "RS28 user",
+    ]
+    killed, _, _, hung, _, damaged, stopped = found
     assert hung["detected_by"] == "watchdog" and "SIGSTOP" in hung["cause"]
     assert killed["detected_by"] == "supervisor" and "SIGKILL" in killed["cause"] and killed["recover_s"] > 0
     assert damaged["redone_steps"] > 0 and stopped["redone_steps"] == 0

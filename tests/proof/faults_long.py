@@ -23,13 +23,13 @@ _LATER = "gradient norm parameters loss"
 @fault("documents are ignored on one step of the ring", "ring x documents", _LATER)
 def mask_ignored_on_one_step(stack: ExitStack) -> None:
     def make(original):
-        def all_true_for_other_ranks(self, tile, source):
-            mask = original(self, tile, source)
-            return torch.ones_like(mask) if mask is not None and source != self.ring.index else mask
+        def one_document_on_other_ranks(parallel, own, source, tokens, *, ends, window, batch):
+            ends = ends if source == own else None
+            return original(parallel, own, source, tokens, ends=ends, window=window, batch=batch)
 
-        return all_true_for_other_ranks
+        return one_document_on_other_ranks
 
-    replaced(stack, ring._RingCall, "mask", make)
+    replaced(stack, ring, "ring_tiles", make)
 
 
 @fault("a recomputed block has the newest micro-batch's mask", "ulysses x gpipe x documents x recompute", _LATER)
@@ -72,9 +72,9 @@ def merged_wrongly(stack: ExitStack) -> None:
 @fault("the backward of a step takes that step's normalizer, not the final one", "ring over 4", _LATER)
 def own_normalizer(stack: ExitStack) -> None:
     def make(backward):
-        def of_this_step(grad, q, out, lse, k, v, *, causal, mask):
+        def of_this_step(grad, q, out, lse, k, v, *, causal, bias):
             return backward(
-                grad, q, *ring.attend_part(q, k, v, causal=causal, mask=mask), k, v, causal=causal, mask=mask
+                grad, q, *ring.attend_part(q, k, v, causal=causal, bias=bias), k, v, causal=causal, bias=bias
             )
 
         return of_this_step

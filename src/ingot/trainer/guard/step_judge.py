@@ -55,7 +55,7 @@ class StepJudge:
         held = torch.arange(guard.window + 1)
         values = torch.stack((held.clamp(max=level), held - 1), dim=1)  # those of the level, and the changes
         middle = (values - 1).clamp(min=0) // 2
-        self._middles = middle[:, :, None, None].expand(-1, -1, 2, 1).contiguous().to(device)  # [count, kind, row, 1]
+        self._middles = middle.to(device, torch.int16)  # [count, kind]; as int64 it would take more than the window
         self._spreads = torch.tensor([[guard.loss_spread], [guard.norm_spread]], dtype=torch.float64, device=device)
         self._weights = torch.tensor([[float(bit)] for bit in KINDS], dtype=torch.float64, device=device)
         self._nothing = torch.zeros((), dtype=torch.float64, device=device)
@@ -71,7 +71,7 @@ class StepJudge:
         raw, values = _values(loss, grad_norm)
         self._newest = loss, grad_norm, values
         held = self.count.clamp(max=self.guard.window).view(1)
-        of_level, of_changes = self._middles.index_select(0, held)[0].unbind()
+        of_level, of_changes = self._middles.index_select(0, held).long().view(2, 1, 1).expand(2, 2, 1).unbind()
         changes = self._newer - self._older
         deviation = changes.sub_(_median(changes, of_changes)).abs_()
         spread = _median(deviation, of_changes).mul_(_NOISE).maximum(self._spreads)
