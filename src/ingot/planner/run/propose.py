@@ -58,14 +58,15 @@ def propose(
     vocab_size: int = 0,
     preset: Hints = NO_HINTS,
     wanted: Hints = NO_HINTS,
-    precision: str = "bf16",
+    precision: str = "",
     usd_per_hour: float = 0.0,
 ) -> ProposedRun:
     """Return a run for a model, a cluster and data, and the reason for each chosen value.
 
     tokens: number of tokens in the training set. vocab_size: vocabulary of its tokenizer, 0 if unknown. wanted:
-    settings that the user asked for, which take precedence over the preset's, and these over the rules. Raises
-    ConfigError if the batch that the user asked for is not a multiple of the cluster's devices.
+    settings that the user asked for, which take precedence over the preset's, and these over the rules. precision: "":
+    bf16, or fp32 where the cluster's products are faster in it. Raises ConfigError if the batch that the user asked for
+    is not a multiple of the cluster's devices.
     """
     reasons: dict[str, str] = {}
     arch = _fit_vocabulary(arch, vocab_size, reasons)
@@ -88,7 +89,7 @@ def propose(
             seq_len=seq_len,
             global_batch=batch,
             micro_batch=batch // ranks,
-            precision=precision,  # type: ignore[arg-type]
+            precision=precision or _precision(cluster, reasons),  # type: ignore[arg-type]
         ),
         optim=Optim(lr=lr),
         schedule=Schedule(kind="cosine", warmup_steps=_warmup(steps, arch, reasons)),
@@ -109,6 +110,16 @@ def _choose(key: str, wanted, preset: Hints, field: str, reasons: dict[str, str]
         reasons[key] = preset.why or "the preset's"
         return value
     return 0
+
+
+def _precision(cluster: Cluster, reasons: dict[str, str]) -> str:
+    """Return "fp32" if the rates of the cluster say that its products are faster in it, as on a CPU without
+    instructions for bf16, else "bf16"."""
+    bf16, fp32 = (cluster.peak_flops.get(name, 0.0) for name in ("bf16", "fp32"))
+    if not 0 < bf16 < fp32:
+        return "bf16"
+    reasons["train.precision"] = f"products of {cluster.name} are {fp32 / bf16:.2g} times as fast as in bf16"
+    return "fp32"
 
 
 def _learning_rate(arch: Arch, seq_len: int, sequences: int, reasons: dict[str, str]) -> float:

@@ -47,6 +47,15 @@ def test_the_quickstarts_preset_is_taken_as_it_is():
     assert run.model == TINY.arch
 
 
+def test_products_are_in_fp32_where_a_cpu_is_faster_in_it():
+    for bf16, fp32, chosen in ((7e8, 1.4e10, "fp32"), (4e10, 2e10, "bf16"), (0.0, 2e10, "bf16")):
+        found = proposed(TINY, replace(CPU, peak_flops={"bf16": bf16, "fp32": fp32}), 1_300_000, vocab_size=4096)
+        assert found.run.train.precision == chosen
+        assert found.reasons.get("train.precision", "").endswith("20 times as fast as in bf16") == (chosen == "fp32")
+    slow = replace(CPU, peak_flops={"bf16": 7e8, "fp32": 1.4e10})
+    assert proposed(TINY, slow, 1_300_000, vocab_size=4096, precision="bf16").run.train.precision == "bf16"
+
+
 def test_what_was_asked_for_goes_first_and_says_so():
     proposal = proposed(TINY, CPU, 10**6, wanted=Hints(steps=7, seq_len=128, global_batch=6, lr=1e-4))
     train = proposal.run.train
