@@ -134,7 +134,7 @@ def test_a_session_with_keys_new_steps_and_another_size(folder):
             log.write(json.dumps(step) + "\n")
         session.wait("step 61 of 100")
         session.press(b"q")
-        assert session.end() == 0 and b"\x1b[?1049l" in session.bytes.rpartition(b"61")[2]  # back to the first screen
+        assert session.end() == 0 and b"\x1b[?1049l" in session.bytes.rpartition(b"\x1b[?1049h")[2]  # the first screen
 
 
 def test_ctrl_c_leaves_a_terminal_without_colors_as_it_was(folder):
