@@ -553,6 +553,16 @@ class Trial:
 # -- the faults: each returns what it did, or "" if it cannot be now --
 
 
+def _ends_of_launcher(number: signal.Signals, *, begun: bool) -> set[int]:
+    """Return the exit codes after a signal. begun: it was sent after the command took the lock; before, Python's own
+    handlers are in place, and the command may have begun when the signal arrives."""
+    if number == signal.SIGKILL:
+        return {-number}
+    if begun:
+        return {STOPPED}
+    return {STOPPED, -number, *([INTERRUPTED] if number == signal.SIGINT else [])}
+
+
 def signaled(role: str, number: signal.Signals, *, every: bool = False) -> Callable[[Trial], str]:
     """Return the fault of a signal to one process with a role, or to every one."""
 
@@ -562,7 +572,7 @@ def signaled(role: str, number: signal.Signals, *, every: bool = False) -> Calla
         chosen = found if every else [trial.random.choice(found)]
         top = trial.launcher.pid if trial.launcher else 0
         if any(one.pid == top for one in chosen):
-            trial.may_end(-number if number == signal.SIGKILL or not trial.has_begun() else STOPPED)
+            trial.may_end(*_ends_of_launcher(number, begun=trial.has_begun()))
         done = [one.pid for one in chosen if one.send(number)]
         return f"{number.name} of {role} {', '.join(map(str, done))}" if done else ""
 

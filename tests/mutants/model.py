@@ -9,8 +9,16 @@ MUTANTS: list[Mutant] = [
         name="rotary-direction",
         what="one half of every pair is rotated with the sign of the sine lost",
         file="trainer/model/layers.py",
-        before="torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)",
-        after="torch.cat((first * cos - second * sin, second * cos - first * sin), dim=-1)",
+        before="(second * cos, first, sin, direction)",
+        after="(second * cos, first, sin, -direction)",
+        tests=(_REFERENCE,),
+    ),
+    Mutant(
+        name="rotary-gradient",
+        what="the gradient of a rotation is rotated in the direction of the forward",
+        file="trainer/model/layers.py",
+        before="_turned(gradient_BNTH, cos, sin, -1)",
+        after="_turned(gradient_BNTH, cos, sin, 1)",
         tests=(_REFERENCE,),
     ),
     Mutant(

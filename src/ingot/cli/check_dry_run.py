@@ -68,18 +68,21 @@ def show_dry_run(found: "DryRun", terminal: Terminal) -> None:
     ]
     headings = [_SHORT.get(kind, kind) for kind in kinds]
     terminal.table(_folded(rows), ("rank", *headings, "at"), right=range(1, len(kinds) + 1))
-    terminal.say("\nOne optimizer step: TFLOP (computed ones include recomputation), and bytes sent by axis (calls):")
+    terminal.say(
+        "\nOne optimizer step: TFLOP (computed ones include recomputation), operations, bytes sent by axis (calls):"
+    )
     axes = sorted({axis for t in first for axis in t.counts}, key=lambda axis: _outermost(axis, found))
     rows = [
         [
             name,
             _tera(found.useful[t.position]),
             _tera(t.matmul_flops + t.attention_flops),
+            f"{t.operations:,}",
             *(_sent(t, a) for a in axes),
         ]
         for name, t in zip(names, first, strict=True)
     ]
-    terminal.table(_folded(rows), ("rank", "useful", "computed", *axes), right=(1, 2))
+    terminal.table(_folded(rows), ("rank", "useful", "computed", "operations", *axes), right=(1, 2, 3))
     if found.overlap_left_out:
         terminal.say("The overlap of parallel.async_tp is not traced: collectives are shown as if there were none.")
     _verdicts(found, terminal)

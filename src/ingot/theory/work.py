@@ -31,7 +31,7 @@ _PASSES_FORWARD, _PASSES_BACKWARD = 2, 3
 # Numbers of operations that Python starts, counted in this trainer's step (a test counts them again): per block and per
 # chunk of logits (forward and backward together), per micro-batch, per unit of parameters and per step. All experts of
 # a block count as one operation; collectives are left out.
-_BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 136, 50, 17
+_BLOCK_OPERATIONS, _QK_NORM_OPERATIONS, _CHUNK_OPERATIONS = 118, 50, 17
 _LATENT_OPERATIONS, _ROUTING_OPERATIONS, _CHOICE_OPERATIONS, _SHARED_OPERATIONS = 62, 61, 8, 20
 _CAPACITY_OPERATIONS, _SOFTCAP_OPERATIONS = 27, 8
 # Float32 numbers that the softcap reads and writes per logit: 17 on a CPU, one operation after the other; 2 elsewhere,

@@ -55,8 +55,8 @@ class Trace:
     """The traced work of one rank. position: its index on the axis pp. moments: memory by phase. calls: its collectives
     and messages, from the build to the save.
 
-    FLOPs, sent (bytes by axis) and counts (calls by axis and operation) are those of one steady step. attended: number
-    of query-key pairs that attention computes, per head and sequence.
+    FLOPs, operations that a device works for, sent (bytes by axis) and counts (calls by axis and operation) are those
+    of one steady step. attended: number of query-key pairs that attention computes, per head and sequence.
     """
 
     rank: int

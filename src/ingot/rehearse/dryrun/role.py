@@ -262,7 +262,7 @@ def answer_of(
         "peaks": {moment: dataclasses.asdict(peak) for moment, peak in tracker.peaks().items()},
         "flops": tracker.flops_of(STEADY),
         "attended": attended_pairs(config, parallel, rank // row % parallel.ring, device),
-        "operations": tracker.operations,
+        "operations": tracker.operations_of(STEADY),
         "groups": [list(group) for group in groups],
         "calls": rows,
         "program": program,

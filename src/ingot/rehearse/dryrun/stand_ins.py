@@ -88,17 +88,17 @@ def as_on_cuda() -> Iterator[None]:
 
 
 class _FusedNorm(torch.autograd.Function):
-    """A fused RMSNorm, which saves its input and 1/rms."""
+    """A fused RMSNorm, which saves its input and 1/rms. Zeros are an operation that a trace counts, like the kernel."""
 
     @staticmethod
     def forward(ctx, x, weight):
         ctx.save_for_backward(x, weight, x.new_empty((*x.shape[:-1], 1), dtype=torch.float32))
-        return torch.empty_like(x)
+        return torch.zeros_like(x)
 
     @staticmethod
     def backward(ctx, *grads):
         x, weight, _ = ctx.saved_tensors
-        return torch.empty_like(x), torch.empty_like(weight)
+        return torch.zeros_like(x), torch.zeros_like(weight)
 
 
 def _rms_norm(x: Tensor, shape, weight: Tensor, eps: float) -> Tensor:

@@ -55,19 +55,34 @@ class TrackedPeak:
     rest: int
 
 
+# Operations that only allocate, or describe: a device starts no kernel for them.
+_WITHOUT_KERNEL = {
+    "empty",
+    "empty_like",
+    "empty_strided",
+    "new_empty",
+    "new_empty_strided",
+    "_unsafe_view",
+    "promote_types",
+}
+
+
 class _Operator(NamedTuple):
-    """The facts about an operation of PyTorch that the tracker needs. flops: counts its FLOPs, None if it has none."""
+    """The facts about an operation of PyTorch that the tracker needs. flops: counts its FLOPs, None if it has none.
+    starts: a device works for it."""
 
     name: str
     is_collective: bool
     is_view: bool
+    starts: bool
     flops: Callable[..., int] | None
 
 
 @cache
 def _operator(func) -> _Operator:
     packet = operator_packet(func)
-    return _Operator(packet.__name__, is_collective(func), func.is_view, flop_formula(packet))
+    starts = packet.__name__ not in _WITHOUT_KERNEL and func.namespace != "profiler"
+    return _Operator(packet.__name__, is_collective(func), func.is_view, starts, flop_formula(packet))
 
 
 class _Held(weakref.ref):
@@ -97,6 +112,7 @@ class Tracker(TraceMode):
         self.moments: list[tuple[str, int]] = []
         self._events_at: list[int] = []
         self._flops_at: list[Counter[str]] = []
+        self._operations_at: list[int] = []
         self.kind: str | None = None
         self.place = ""
         self._backward = False
@@ -117,6 +133,7 @@ class Tracker(TraceMode):
         self.moments.append((moment, len(self._log)))
         self._events_at.append(len(self.events))
         self._flops_at.append(self.flops.copy())
+        self._operations_at.append(self.operations)
 
     @contextmanager
     def within(self, kind: str | None = None, place: str = "") -> Iterator[None]:
@@ -155,6 +172,11 @@ class Tracker(TraceMode):
     def flops_of(self, moment: str) -> Counter[str]:
         number = [name for name, _ in self.moments].index(moment)
         return [*self._flops_at, self.flops][number + 1] - self._flops_at[number]
+
+    def operations_of(self, moment: str) -> int:
+        """Return how many operations of the first phase named `moment` a device works for, collectives left out."""
+        number = [name for name, _ in self.moments].index(moment)
+        return [*self._operations_at, self.operations][number + 1] - self._operations_at[number]
 
     def peaks(self) -> dict[str, TrackedPeak]:
         """Return the peak of each phase. A repeated phase has its largest peak, and the rest at its last end."""
@@ -221,7 +243,7 @@ class Tracker(TraceMode):
             # The memory of a view was recorded when it was allocated, or is that of Gloo's own copies (shown as views).
             return result
         else:
-            self.operations += 1
+            self.operations += operator.starts
         if isinstance(result, Tensor):
             self._hold(result)
         elif isinstance(result, (tuple, list)):
