@@ -3,6 +3,10 @@
 from .mutant import Mutant
 
 _REFERENCE = "tests/unit/trainer/model/test_transformer.py::test_logits_equal_the_reference_implementation"
+_ROTATION = (
+    "tests/unit/trainer/model/test_transformer.py"
+    "::test_a_rotation_and_its_gradient_are_those_of_the_formula_rounded_once"
+)
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -19,7 +23,7 @@ MUTANTS: list[Mutant] = [
         file="trainer/model/layers.py",
         before="_turned(gradient_BNTH, cos, sin, -1)",
         after="_turned(gradient_BNTH, cos, sin, 1)",
-        tests=(_REFERENCE,),
+        tests=(_ROTATION,),
     ),
     Mutant(
         name="rotary-frequencies",
