@@ -40,6 +40,7 @@ FORMS: dict[str, dict[str, Any]] = {
     "hsdp, zero 1": {"dp_replicate": 2, "dp_shard": 2, "zero": 1},
     "hsdp, zero 3": {"dp_replicate": 2, "dp_shard": 2, "zero": 3},
     "tp": {"tp": 2},
+    "tp in chunks": {"tp": 2, "tp_chunks": 3},
     "tp without sequence": {"tp": 2, "sequence": False},
     "tp over shared heads": {"tp": 4},
     "pp": {"pp": 2},

@@ -106,6 +106,10 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
     "tp without sequence": (2, {"tp": 2, "sequence": False}),
     "tp, full recompute": (2, {"tp": 2, "recompute": "full"}),
     "tp without sequence, full recompute": (2, {"tp": 2, "sequence": False, "recompute": "full"}),
+    "tp in chunks": (2, {"tp": 2, "tp_chunks": 3, "arch": SPARSE}),
+    "tp in chunks, full recompute": (2, {"tp": 2, "tp_chunks": 2, "recompute": "full"}),
+    "tp in chunks, selective recompute": (2, {"tp": 2, "tp_chunks": 2, "recompute": "selective"}),
+    "tp in chunks, pp": (4, {"tp": 2, "tp_chunks": 2, "pp": 2, "schedule": "zb_v", "arch": LATENT}),
     "tp, every second block": (2, {"tp": 2, "recompute": "full", "recompute_every": 2}),
     "tp, selective recompute": (2, {"tp": 2, "recompute": "selective"}),
     "pp": (2, {"pp": 2}),
@@ -161,8 +165,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 # The layouts of `make test-slow`, on two ranks; all layouts run nightly.
 FEW = (
-    "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "pp", "ring", "ulysses",
-    "ep over dp_shard", "experts whole on tp",
+    "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "tp in chunks", "pp", "ring",
+    "ulysses", "ep over dp_shard", "experts whole on tp",
 )  # fmt: skip
 
 
@@ -242,6 +246,8 @@ HELD: dict[int, list[dict[str, Any]]] = {
         SHORT | {"dp_shard": 2, "zero": 3},
         LONG | {"tp": 2},
         LONG | {"tp": 2, "sequence": False},
+        LONG | {"tp": 2, "tp_chunks": 4},
+        LONG | {"tp": 2, "tp_chunks": 4, "recompute": "selective"},
         LONG | {"tp": 2, "recompute": "selective"},
         LONG | {"pp": 2},
         LONG | {"pp": 2, "schedule": "zb_v"},

@@ -3,6 +3,7 @@
 from .mutant import Mutant
 
 _PROOF = "tests/proof/test_core.py::test_equals_one_process"
+_CHUNKS = "tests/dist/test_tensor_overlap.py::test_collectives_move_a_chunk_while_another_is_multiplied"
 _CONTEXT = "tests/dist/test_context.py::test_every_form_equals_one_process"
 
 MUTANTS: list[Mutant] = [
@@ -69,6 +70,38 @@ MUTANTS: list[Mutant] = [
         before="output.chunk(heads, dim=-1)[index * heads // ranks]",
         after="output.chunk(heads, dim=-1)[index % heads]",
         tests=(f"{_PROOF}[4-tp+sp over 4, tied]",),
+    ),
+    Mutant(
+        name="tensor-chunks-of-neighbors",
+        what="a chunk of a product to be scattered has neighboring tokens, not some tokens of each rank",
+        file="trainer/parallel/tensor_overlap.py",
+        before="return _tokens_of(x_BTD.unflatten(_TOKENS, (ranks, -1)), first, end).flatten(0, 2)",
+        after="return x_BTD[:, first * ranks : end * ranks].flatten(0, 1)",
+        tests=(_CHUNKS, "tests/dist/test_tensor_overlap.py::test_equals_one_process[uneven chunks]"),
+    ),
+    Mutant(
+        name="tensor-gather-one-at-a-time",
+        what="the gather of a chunk begins when the one before it has ended, not beside its products",
+        file="trainer/parallel/tensor_overlap.py",
+        before="arriving, coming = coming, begin_gather",
+        after="arriving, coming = finish(coming), begin_gather",
+        tests=(_CHUNKS,),
+    ),
+    Mutant(
+        name="tensor-scatter-waited-for",
+        what="the product of a chunk begins when the reduce-scatter of the one before it has ended",
+        file="trainer/parallel/tensor_overlap.py",
+        before="sums.append(begin_scatter_sum(total, ctx.group))",
+        after="sums.append(finish(begin_scatter_sum(total, ctx.group)))",
+        tests=(_CHUNKS,),
+    ),
+    Mutant(
+        name="traffic-of-chunks",
+        what="the formula of tp's traffic has as many calls with chunks as without",
+        file="theory/traffic.py",
+        before="calls = often * (times + more * (times - whole))",
+        after="calls = often * times",
+        tests=("tests/unit/theory/test_traffic.py::test_chunks_of_tp_are_more_calls_of_the_same_bytes",),
     ),
     Mutant(
         name="pipeline-warm-up",

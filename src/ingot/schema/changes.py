@@ -63,7 +63,7 @@ _TABLE = {
         "train": "micro_batch compile device",
         "guard": "recompute_every",  # on a GPU, with kernels that always add in the same order
         "parallel": "dp_replicate dp_shard pp cp tp ep context ulysses context_layout zero unit_layers sequence "
-        "async_tp schedule stages_per_rank stage_layers recompute recompute_every offload offload_parameters",
+        "async_tp tp_chunks schedule stages_per_rank stage_layers recompute recompute_every offload offload_parameters",
     },
     ChangeClass.OTHER_NUMBERS: {
         "": "seed init callbacks loss",

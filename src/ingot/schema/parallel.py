@@ -44,7 +44,8 @@ class Parallel:
     reduce: "canonical" sums gradients of `virtual_ranks` equal parts of the batch in one fixed tree, so that 1, 2, 4..
       copies (dp_replicate) give the same bits; not with precision fp16, whose smallest gradients depend on the copies.
     sequence: with tp, split norms and residuals along the sequence. async_tp: overlap tp's collectives with its matrix
-      products (only on GPUs with symmetric memory).
+      products (only on GPUs with symmetric memory). tp_chunks: with sequence, divide the tokens of a collective and of
+      the products next to it into so many chunks, and move one while another is multiplied; 1: one after the other.
     schedule: the pipeline schedule. stages_per_rank: 0: the number that the schedule needs. stage_layers: number of
       blocks of each stage; empty: equal parts.
     recompute: "full" keeps only the input of a block; "selective" also keeps the results of matrix products and
@@ -71,6 +72,7 @@ class Parallel:
     virtual_ranks: Degree = 0
     sequence: bool = True
     async_tp: bool = False
+    tp_chunks: PositiveDegree = 1
     schedule: PipelineSchedule = "1f1b"
     stages_per_rank: Layers = 0
     stage_layers: tuple[Layers, ...] = ()
@@ -82,7 +84,7 @@ class Parallel:
 
     def problems(self):
         """Yield the values that are wrong in any run; rules that depend on the rest of the run are in theory/rules."""
-        for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "recompute_every"):
+        for name in ("dp_replicate", "dp_shard", "pp", "cp", "tp", "ep", "tp_chunks", "recompute_every"):
             if getattr(self, name) < 1:
                 yield name, f"is {getattr(self, name)}, must be at least 1"
         for name in ("unit_layers", "prefetch", "virtual_ranks", "stages_per_rank", "ulysses"):

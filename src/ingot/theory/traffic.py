@@ -16,7 +16,8 @@ P: parameters of this rank's stages without routed experts. e: bytes of a number
     experts  the same for the parameters of the experts on this rank, over the ranks that hold the same experts
     tp       4 gathers and 4 reduce-scatters of X, or 4 all-reduces without `sequence`, every block and micro-batch
              (Korthikanti et al. 2022, section 4.2.2); one of each kind for the embedding and one for the loss. A block
-             with experts has 2 of each, and with shared experts 2 more
+             with experts has 2 of each, and with shared experts 2 more. With `tp_chunks`, those of blocks are so many
+             times as many, of the same bytes in all
     cp       as in theory/context.py, every block and micro-batch
     ep       2 all-to-alls forward and 2 backward of K rows of D·e for each token, every block with experts and
              micro-batch (Lepikhin et al. 2020), and one of the numbers of rows. All experts are assumed to have the
@@ -179,9 +180,14 @@ def _tensor_parallel(position: Position, device: str) -> Iterator[Traffic]:
     again_in, again_out = sum((r.entered_again for r in regions), 0), sum((r.left_again for r in regions), 0)
     size = hidden_bytes(position)
     if parallel.sequence:
-        gathers, scatters = often * (forward + backward + again_in), often * (forward + backward + again_out)
-        yield Traffic("all_gather", "tp", "hidden states", parallel.tp, gathers, gathers * size)
-        yield Traffic("reduce_scatter", "tp", "hidden states", parallel.tp, scatters, scatters * size)
+        both, more = forward + backward, parallel.tp_chunks - 1
+        # The embedding and the loss are not divided into chunks.
+        whole = sum(stage.first + stage.last for stage in position.stages)
+        kinds: tuple[tuple[Kind, int], ...] = (("all_gather", again_in), ("reduce_scatter", again_out))
+        for kind, again in kinds:
+            times = both + again
+            calls = often * (times + more * (times - whole))
+            yield Traffic(kind, "tp", "hidden states", parallel.tp, calls, often * times * size)
     else:
         sums = often * (forward + backward + again_out)
         yield Traffic("all_reduce", "tp", "hidden states", parallel.tp, sums, sums * size)

@@ -193,3 +193,16 @@ def test_canonical_sums_reach_the_ranks_of_a_copy_once():
     run = {"reduce": "canonical", "virtual_ranks": 8, "dp_replicate": 2, "cp": 2, "context": "ring"}
     last = [t for t in traffic_of(**run) if t.kind == "all_reduce" and t.axis == "cp"]
     assert [t.bytes for t in last] == [P * 4]
+
+
+@pytest.mark.parametrize("recompute", ["none", "full", "selective"])
+def test_chunks_of_tp_are_more_calls_of_the_same_bytes(recompute):
+    def hidden(chunks: int) -> dict[str, Traffic]:
+        found = traffic_of(tp=4, tp_chunks=chunks, recompute=recompute)
+        return {traffic.kind: traffic for traffic in found if traffic.what == "hidden states"}
+
+    whole, divided = hidden(1), hidden(3)
+    ends = 2 * A  # the embedding and the loss have one of each kind, and no chunks
+    for kind in ("all_gather", "reduce_scatter"):
+        assert divided[kind].bytes == whole[kind].bytes
+        assert divided[kind].count - ends == 3 * (whole[kind].count - ends)

@@ -139,7 +139,8 @@ def _degree(run: RunConfig, space: Space, key: str, degree: int) -> Iterator[Par
         return
     copies = old.dp_replicate if ranks % old.dp_replicate == 0 else 1
     mesh = replace(old, **inner, dp_shard=ranks // copies, dp_replicate=copies, stage_layers=())
-    mesh = replace(mesh, async_tp=old.async_tp and mesh.tp > 1, ep=_nearest_ep(run, mesh))
+    chunks = old.tp_chunks if mesh.tp > 1 else 1
+    mesh = replace(mesh, async_tp=old.async_tp and mesh.tp > 1, tp_chunks=chunks, ep=_nearest_ep(run, mesh))
     if key == "pp":
         mesh = replace(mesh, schedule="1f1b", stages_per_rank=0)
         micro_batches = run.train.global_batch // (run.train.micro_batch * ranks)

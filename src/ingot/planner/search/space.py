@@ -113,6 +113,7 @@ class Space:
                     legal = pp <= self.run.model.num_layers and ranks and not rest
                     if legal and self.run.train.global_batch % ranks == 0:
                         mesh = replace(base, tp=tp, cp=cp, pp=pp, dp_shard=ranks, async_tp=base.async_tp and tp > 1)
+                        mesh = replace(mesh, tp_chunks=base.tp_chunks if tp > 1 else 1)
                         yield from self.contexts(mesh)
 
     def _plain(self) -> Parallel:

@@ -300,7 +300,7 @@ def less_communication(run: RunConfig) -> Iterator[dict[str, Any]]:
         yield fewer | {"parallel.dp_replicate": parallel.dp_replicate * copies}
     for part in _divisors(parallel.tp):
         yield {"parallel.tp": parallel.tp // part, "parallel.dp_shard": parallel.dp_shard * part}
-    if parallel.tp > 1 and not parallel.async_tp:
+    if parallel.tp > 1 and not parallel.async_tp and parallel.tp_chunks == 1:
         yield {"parallel.async_tp": True}
 
 

@@ -73,6 +73,9 @@ def _idle_settings(parallel: Parallel) -> Problems:
     if parallel.async_tp and (parallel.tp == 1 or not parallel.sequence):
         needs = "tp of at least 2" if parallel.tp == 1 else "sequence = true"
         yield "parallel.async_tp", f"overlaps the collectives of sequence parallelism; it needs {needs}, or remove it"
+    if parallel.tp_chunks > 1 and (parallel.tp == 1 or not parallel.sequence):
+        needs = "tp of at least 2" if parallel.tp == 1 else "sequence = true"
+        yield "parallel.tp_chunks", f"divides the exchanges of sequence parallelism; it needs {needs}, or set it to 1"
     if parallel.recompute == "none" and parallel.recompute_every > 1:
         found = f'{parallel.recompute_every} with recompute = "none"'
         yield "parallel.recompute_every", f'{found}; set parallel.recompute to "full" or "selective", or remove it'
@@ -121,6 +124,20 @@ def _tensor_rules(run: RunConfig) -> Problems:
         found = f"{tp} does not divide train.seq_len={run.train.seq_len}{of}, which sequence parallelism cuts"
         yield "parallel.tp", f"{found}; nearest: {near}, {instead}"
     yield from _async_rules(run)
+    yield from _chunk_rules(run)
+
+
+def _chunk_rules(run: RunConfig) -> Problems:
+    parallel = run.parallel
+    if parallel.tp_chunks == 1 or not parallel.sequence:
+        return
+    tokens = run.train.seq_len // (parallel.cp * parallel.tp)
+    if parallel.tp_chunks > max(tokens, 1):
+        found = f"{parallel.tp_chunks} chunks of the {tokens} tokens that a rank has of a sequence"
+        yield "parallel.tp_chunks", f"{found}; use at most {max(tokens, 1)}"
+    if parallel.async_tp:
+        both = "parallel.async_tp lets the compiler divide the same products"
+        yield "parallel.tp_chunks", f"is {parallel.tp_chunks}, and {both}; set it to 1, or remove parallel.async_tp"
 
 
 def _async_rules(run: RunConfig) -> Problems:

@@ -3,7 +3,8 @@
 `any_rank`, `largest_of_ranks`, `gather_from`, `sum_over_ranks` and `mean_over_ranks` run on the CPU side of the default
 group and fail after its timeout. Means are computed in rank order and in float64, so a result does not depend on how
 values were batched into messages. `gather`, `scatter_sum` and `all_sum` return new tensors; a compiler can see these
-operators and overlap them. `start_all_to_all` is such an operator too, but does not wait for its result.
+operators and overlap them. `begin_gather`, `begin_scatter_sum` and `start_all_to_all` are such operators, too, that do
+not wait for their results.
 `start_gather`, `start_scatter_sum` and `start_all_sum` work on existing buffers and return at once; call `wait` on the
 returned Work before using the buffers.
 """
@@ -81,8 +82,7 @@ def mean_over_ranks(values: np.ndarray, ranks: Sequence[int] | None = None) -> n
 
 def gather(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
     """Return the tensors of all ranks, concatenated along `dim` in rank order."""
-    ranks = group.size()
-    parts = finish(_begun(_operators.all_gather_into_tensor(x.contiguous(), ranks, group.group_name), group))
+    ranks, parts = group.size(), finish(begin_gather(x, group))
     if math.prod(x.shape[:dim]) == 1:  # concatenated already
         return parts.view(*x.shape[:dim], ranks * x.shape[dim], *x.shape[dim + 1 :])
     return torch.cat(parts.chunk(ranks, dim=0), dim=dim)
@@ -96,8 +96,19 @@ def scatter_sum(x: Tensor, dim: int, group: dist.ProcessGroup) -> Tensor:
         parts = x.contiguous().view(x.shape[dim:])
     else:
         parts = torch.cat(x.chunk(ranks, dim=dim), dim=0)
-    own = _begun(_operators.reduce_scatter_tensor(parts, "sum", ranks, group.group_name), group)
-    return finish(own).view(shape)
+    return finish(begin_scatter_sum(parts, group)).view(shape)
+
+
+def begin_gather(x: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Start to gather the tensors of all ranks, concatenated along the first dim in rank order. Call `finish` before
+    reading them; `x` may be freed at once."""
+    return _begun(_operators.all_gather_into_tensor(x.contiguous(), group.size(), group.group_name), group)
+
+
+def begin_scatter_sum(parts: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Start to sum `parts` over ranks; the first dim has one equal part for each rank. Returns this rank's part of the
+    sum. Call `finish` before reading it; `parts` may be freed at once."""
+    return _begun(_operators.reduce_scatter_tensor(parts.contiguous(), "sum", group.size(), group.group_name), group)
 
 
 def all_sum(x: Tensor, group: dist.ProcessGroup, op: str = "sum") -> Tensor:

@@ -104,7 +104,7 @@ def parallelize(
         if len(rank_of_stage) > 1:
             cut_stage(stage, number, settings.stage_layers)
         # 2. Tensor and sequence: local shapes, and the collectives between them.
-        every_cut |= cut_tensors(stage, sharding, mesh)
+        every_cut |= cut_tensors(stage, sharding, mesh, split)
         if tied and number > 0 and number == len(rank_of_stage) - 1 and 0 in stages:
             stage.embed = stages[0].embed  # a V-shaped pipeline has its first and last stage on one rank
         # 3. Backward in two halves, if the schedule needs it.

@@ -98,10 +98,11 @@ class _DeferringLinear(torch.autograd.Function):
 def split_linears(module: nn.Module, split: SplitBackward) -> None:
     """Let every nn.Linear without bias in `module` compute with `split.linear`. Names, parameters and hooks stay.
 
-    Call before `recompute`. A compiled block cannot defer.
+    Call before `recompute`. A compiled block cannot defer. Layers whose product has collectives beside it
+    (tensor_overlap.py) defer already.
     """
     for part in module.modules():
-        if isinstance(part, nn.Linear) and part.bias is None:
+        if isinstance(part, nn.Linear) and part.bias is None and "forward" not in vars(part):
             part.forward = partial(_forward, split, part)
 
 

@@ -6,15 +6,16 @@ the feed-forward, alone. Such a region begins and ends with a collective:
     sequence = True    enter: gather tokens (backward: reduce-scatter)   leave: reduce-scatter (backward: gather)
     sequence = False   enter: nothing (backward: all-reduce)             leave: all-reduce (backward: nothing)
 
-With `sequence`, norms and residuals between regions hold T/tp tokens. The embedding, the head and the loss are split by
-token id. The model's code does not change: parameters get their local shape and modules get hooks.
+With `sequence`, norms and residuals between regions hold T/tp tokens; with `tp_chunks`, the collectives of blocks run
+beside the products next to them (tensor_overlap.py). The embedding, the head and the loss are split by token id. The
+model's code does not change: parameters get their local shape and modules get hooks.
 
 Shape letters: B batch, T tokens, D d_model, M tokens of a chunk, V this rank's part of the vocabulary.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -26,6 +27,8 @@ from ingot.plugins.loss import VocabularyPart
 from ingot.plugins.piece import ParameterShard
 from ingot.trainer.mesh.collectives import all_sum, gather, scatter_sum, start_all_sum
 from ingot.trainer.mesh.mesh import Mesh
+from ingot.trainer.parallel.split_backward import SplitBackward
+from ingot.trainer.parallel.tensor_overlap import OverlappedRegion
 from ingot.trainer.torch_private import overlap_products_with_collectives
 
 ROLES = ("column", "row", "vocab", "kv", "stream", "heads", "expert")
@@ -52,12 +55,15 @@ class TensorCut:
     stack: int = 1
 
 
-def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str, TensorCut]:
+def cut_tensors(
+    stage: Any, sharding: Mapping[str, str], mesh: Mesh, split: SplitBackward | None = None
+) -> dict[str, TensorCut]:
     """Reduce `stage`, a Transformer on the meta device, to this tp rank's part of its matrices and this ep rank's
     experts.
 
     Returns parameter name -> TensorCut. sharding: end of a parameter's name -> its role (`sharding_of` in
-    model/transformer.py). The degrees of parallelism must have been checked before.
+    model/transformer.py). split: of a schedule that splits the backward. The degrees of parallelism must have been
+    checked before.
     """
     roles = {name: _role(name, sharding) for name, _ in stage.named_parameters()}
     cuts = _cut_experts(stage, [name for name, role in roles.items() if role == "expert"], mesh)
@@ -67,7 +73,9 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
         shapes = {name: tuple(stage.get_parameter(name).shape) for name in dense}
         return cuts | {name: TensorCut(shape, (0,) * len(shape)) for name, shape in shapes.items()}
     region = Region(mesh.group("tp"), sequence)
-    entries = {}
+    chunks = mesh.parallel.tp_chunks
+    overlapped = OverlappedRegion(region.group, chunks, split) if chunks > 1 else None
+    entries, products = {}, {}  # the modules that are entered, and the layers that multiply the input of a module
     for name, role in dense.items():
         parameter = stage.get_parameter(name)
         module_name, _, leaf = name.rpartition(".")
@@ -79,7 +87,9 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
                 module.register_forward_hook(_own_head(heads, ranks, mesh.index("tp")))
         if role in ("column", "shared kv"):
             entries[parent] = stage.get_submodule(parent)
-        if role == "row":
+        if role == "row" and overlapped and _is_product(module):
+            overlapped.leave(module)
+        elif role == "row":
             module.register_forward_hook(lambda _, args, output: region.leave(output))
         if role == "vocab" and isinstance(module, nn.Embedding):
             _look_up_own_ids(module, region, mesh.index("tp") * (parameter.shape[0] // ranks))
@@ -87,11 +97,21 @@ def cut_tensors(stage: Any, sharding: Mapping[str, str], mesh: Mesh) -> dict[str
         dim = {"column": 0, "vocab": 0, "row": 1}.get(role)
         cuts[name] = _cut(parameter, dim, ranks, mesh.index("tp"), partial)
         setattr(module, leaf, nn.Parameter(parameter.new_empty(_local_shape(parameter, dim, ranks))))
-    for module in entries.values():
-        module.register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
+        if role in ("column", "shared kv", "heads") and _is_product(module, stage.arch.d_model):
+            products.setdefault(parent, []).append(module)
+    for parent, module in entries.items():
+        if overlapped and parent in products:
+            overlapped.enter(module, products[parent])
+        else:
+            module.register_forward_pre_hook(lambda module, args: (region.enter(args[0]), *args[1:]))
     if stage.norm is not None:
         _read_out_own_ids(stage, region, mesh)
     return cuts
+
+
+def _is_product(module: nn.Module, width: int | None = None) -> TypeGuard[nn.Linear]:
+    """Return whether `module` is a matrix product alone, of inputs of this width (None: any)."""
+    return isinstance(module, nn.Linear) and module.bias is None and width in (None, module.in_features)
 
 
 def _role(name: str, sharding: Mapping[str, str]) -> str:

@@ -68,13 +68,18 @@ def blocking(
 
 
 def _tensor(position: Position, time: LineTime, sent: str, constants: Constants) -> Term:
-    if not (position.parallel.async_tp or position.software.overlap_tensor):
-        return Term(time.seconds, sent)
-    return _partly(time.seconds, sent, constants)
+    chunks = position.parallel.tp_chunks
+    if position.parallel.async_tp or position.software.overlap_tensor:
+        return _partly(time.seconds, sent, constants)
+    if chunks > 1:
+        # The first gather and the last reduce-scatter of a product have no product to overlap with. The rest is
+        # taken for no better hidden than in the systems to which the share was fitted.
+        return _partly(time.seconds, f"{sent} in {chunks} chunks", constants, least=1 / chunks)
+    return Term(time.seconds, sent)
 
 
-def _partly(seconds: float, sent: str, constants: Constants) -> Term:
-    share = constants.tensor_exposed
+def _partly(seconds: float, sent: str, constants: Constants, least: float = 0.0) -> Term:
+    share = max(constants.tensor_exposed, least)
     return Term(seconds * share, f"{sent}, {share:.0%} of it exposed")
 
 

@@ -76,6 +76,12 @@ def test_what_tensor_parallel_ranks_exchange_is_hidden_in_part():
     assert waits and hides
     name = "tensor-parallel collectives"
     assert hides.terms[name].value == pytest.approx(PRIOR.tensor_exposed * waits.terms[name].value)
+    for chunks, exposed in ((2, 0.5), (4, PRIOR.tensor_exposed)):
+        found = estimate(run_of(LLAMA70, tp=8, tp_chunks=chunks), NODE, INGOT, PRIOR)
+        assert found and found.communication["tp"].sent_bytes == waits.communication["tp"].sent_bytes
+        times = found.communication["tp"].seconds
+        assert times > waits.communication["tp"].seconds, "each chunk pays for a call"
+        assert found.terms[name].value == pytest.approx(exposed * times)
 
 
 def test_recomputation_costs_what_it_repeats():
