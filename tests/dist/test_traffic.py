@@ -165,8 +165,8 @@ CASES: dict[str, tuple[int, dict[str, Any]]] = {
 
 # The layouts of `make test-slow`, on two ranks; all layouts run nightly.
 FEW = (
-    "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "tp in chunks", "pp", "ring",
-    "ulysses", "ep over dp_shard", "experts whole on tp",
+    "ddp", "zero 1, fp32", "zero 2", "zero 3", "canonical", "tp", "tp, full recompute", "pp", "ring", "ulysses",
+    "tp in chunks, full recompute", "ep over dp_shard", "experts whole on tp",
 )  # fmt: skip
 
 

@@ -96,6 +96,14 @@ MUTANTS: list[Mutant] = [
         tests=(_CHUNKS,),
     ),
     Mutant(
+        name="tensor-product-recomputed",
+        what="the last product of a recomputed block and its reduce-scatters run again",
+        file="trainer/parallel/tensor_overlap.py",
+        before="if not torch.compiler.is_compiling():",
+        after="if False:",
+        tests=("tests/dist/test_traffic.py::test_bytes_by_axis_are_those_of_the_formulas[few-2]",),
+    ),
+    Mutant(
         name="traffic-of-chunks",
         what="the formula of tp's traffic has as many calls with chunks as without",
         file="theory/traffic.py",

@@ -19,6 +19,7 @@ Shape letters: B batch, T tokens of all ranks, t tokens of one rank, m tokens of
 
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -65,7 +66,12 @@ class OverlappedRegion:
 
     def _scatter(self, row: nn.Linear, input: Tensor) -> Tensor:
         deferral = self.deferral(input, [row.weight])
-        return _ScatteredProduct.apply(input, self.group, self.chunks, deferral, *_seen([row.weight], deferral))
+        (weight,) = _seen([row.weight], deferral)
+        kept = None
+        if not torch.compiler.is_compiling():  # the compiler chooses alone what to recompute
+            kept = _KeptInputs()
+            input = _Keep.apply(input, kept, weight.detach())
+        return _ScatteredProduct.apply(input, self.group, self.chunks, deferral, kept, weight)
 
 
 class _Entry:
@@ -145,29 +151,58 @@ class _GatheredProducts(torch.autograd.Function):
         return torch.cat(own, _TOKENS), None, None, None, *found
 
 
-class _ScatteredProduct(torch.autograd.Function):
-    """x [B, T, F], one matrix [D, F] -> this rank's tokens [B, t, D] of the product, summed over ranks."""
+@dataclass
+class _KeptInputs:
+    """The inputs of a product that autograd keeps before the product is computed."""
+
+    context: Any = None
+
+
+class _Keep(torch.autograd.Function):
+    """Return x; keep x and the matrix for _ScatteredProduct.
+
+    Autograd keeps the tensors of a function after its forward. A recomputed block ends with the last tensor that it
+    keeps (recompute.py), so the product and its reduce-scatters would run again at the end of each block.
+    """
 
     @staticmethod
-    def forward(ctx, x, group, chunks, deferral, weight):
+    def forward(ctx, x, kept, weight):
+        ctx.save_for_backward(x, weight)
+        kept.context = ctx
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads[0], None, None
+
+
+class _ScatteredProduct(torch.autograd.Function):
+    """x [B, T, F], one matrix [D, F] -> this rank's tokens [B, t, D] of the product, summed over ranks.
+
+    kept: the inputs, if `_Keep` has kept them.
+    """
+
+    @staticmethod
+    def forward(ctx, x, group, chunks, deferral, kept, weight):
         ranks, batch = group.size(), len(x)
         bounds = _bounds(x.shape[_TOKENS] // ranks, chunks)
-        ctx.save_for_backward(x, weight)
-        ctx.group, ctx.bounds, ctx.deferral = group, bounds, deferral
+        if kept is None:
+            ctx.save_for_backward(x, weight)
+        ctx.group, ctx.bounds, ctx.deferral, ctx.kept = group, bounds, deferral, kept
         sums = [begin_scatter_sum(F.linear(_rows(x, ranks, *bound), weight), group) for bound in bounds]
         return torch.cat([finish(part).unflatten(0, (batch, -1)) for part in sums], _TOKENS)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        (grad,), (x, weight) = grads, ctx.saved_tensors
+        (grad,), (x, weight) = grads, (ctx if ctx.kept is None else ctx.kept.context).saved_tensors
         ranks, tokens = ctx.group.size(), grad.shape[_TOKENS]
         whole, own = (_new_by_rank(grad, ranks, tokens, width) for width in (len(weight), x.shape[-1]))
         for (first, end), part in _arriving(grad, ctx.bounds, ctx.group):
             _tokens_of(whole, first, end).copy_(part)
             _tokens_of(own, first, end).copy_(part @ weight)
         found = _weight_gradient(whole.flatten(_TOKENS, _TOKENS + 1), x, ctx.deferral, 0)
-        return own.flatten(_TOKENS, _TOKENS + 1), None, None, None, found
+        return own.flatten(_TOKENS, _TOKENS + 1), None, None, None, None, found
 
 
 def _bounds(tokens: int, chunks: int) -> list[tuple[int, int]]:
