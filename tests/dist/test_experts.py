@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.host_waits import host_waits
 
 from ingot.rehearse.dryrun.tracker import Tracker
 from ingot.schema.arch import Moe
@@ -144,7 +145,7 @@ def heard(rank, world, run, listen):
     parts = build_parts(run, CPU, Path())
     (block,) = parts.model.stages[0].get_submodule("blocks").children()
     moe = block.get_submodule("moe")
-    for name in ("shared", "experts"):
+    for name in ("shared", "experts", *(["fallback"] if run.model.moe.has_fallback else [])):
         part = moe.get_submodule(name)
         part.forward = partial(_marked, part.forward, name, order.append)
     train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
@@ -172,14 +173,51 @@ def _listen(order):
     expert.finish = recording(expert.finish, "finish")
 
 
-@pytest.mark.parametrize("layout", [{"dp_shard": 2, "ep": 2, "zero": 1}, {"dp_shard": 2, "ep": 2, "zero": 3}])
-def test_shared_experts_compute_while_rows_are_on_their_way(fork_ranks, layout):
-    run = run_of(arch=replace(EXPERTS, num_layers=1), global_batch=2, **layout)
-    counts, there, back = ["start", "finish"], ["start", "forward shared", "finish"], ["start", "finish"]
+@pytest.mark.parametrize("zero, capacity", [(1, 0.0), (3, 1.0)])
+def test_what_all_tokens_pass_computes_while_rows_are_on_their_way(fork_ranks, zero, capacity):
+    moe = replace(MOE, capacity_factor=capacity, overflow="fallback" if capacity else "drop", sequence_loss=0.0)
+    run = run_of(arch=replace(EXPERTS, num_layers=1, moe=moe), global_batch=2, dp_shard=2, ep=2, zero=zero)
+    also = ["fallback"] if capacity else []
+    dense = [f"forward {name}" for name in ("shared", *also)]
+    counts, there, back = ["start", "finish"], ["start", *dense, "finish"], ["start", "finish"]
     forward = [*counts, *there, "forward experts", *back]
-    backward = [*back, "backward experts", "start", "backward shared", "finish"]
+    dense = [f"backward {name}" for name in (*also, "shared")]
+    backward = [*back, "backward experts", "start", *dense, "finish"]
     for order in fork_ranks(heard, 2, run, _listen):
         assert order == [*forward, *backward]
+
+
+def waited(rank, world, run):
+    """Operations of the second step for which the host would wait for a device."""
+    parts = build_parts(run, CPU, Path())
+    train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
+    with host_waits() as found:
+        train_step(parts, batch_of(run, parts.mesh, 2), 1e-3)
+    return dict(found)
+
+
+LIMITED = {"capacity_factor": 1.25, "overflow": "fallback"}
+
+
+@pytest.mark.parametrize(
+    "waits, layout, changes",
+    [
+        pytest.param(0, {"recompute": "full"}, {}, id="whole"),
+        pytest.param(0, {"recompute": "full"}, LIMITED, id="whole-limited"),
+        pytest.param(1, {"ep": 2, "recompute": "full"}, {}, id="divided-full"),
+        pytest.param(1, {"ep": 2, "recompute": "selective", "zero": 3}, {}, id="divided-selective"),
+        pytest.param(0, {"ep": 2, "recompute": "selective"}, LIMITED, id="divided-limited"),
+    ],
+)
+def test_the_host_waits_at_most_once_for_a_layer(fork_ranks, waits, layout, changes):
+    """Once for a layer and micro-batch if ranks exchange as many rows as are routed, never otherwise, and in no backward:
+    whatever is recomputed."""
+    moe = replace(MOE, d_expert=8, **changes)
+    run = run_with(moe, precision="fp32", dp_shard=2, **layout)
+    each = {("tolist", "trainer/model/experts.py on_host"): waits * EXPERTS.num_layers * run.accumulation}
+    for found in fork_ranks(waited, 2, run):
+        assert run.accumulation > 1
+        assert found == (each if waits else {})
 
 
 def issued(rank, world, run):

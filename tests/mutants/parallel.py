@@ -5,6 +5,7 @@ from .mutant import Mutant
 _PROOF = "tests/proof/test_core.py::test_equals_one_process"
 _CHUNKS = "tests/dist/test_tensor_overlap.py::test_collectives_move_a_chunk_while_another_is_multiplied"
 _CONTEXT = "tests/dist/test_context.py::test_every_form_equals_one_process"
+_WAITS = "tests/dist/test_experts.py::test_the_host_waits_at_most_once_for_a_layer"
 
 MUTANTS: list[Mutant] = [
     Mutant(
@@ -158,9 +159,41 @@ MUTANTS: list[Mutant] = [
         name="experts-way-back",
         what="results of experts return in the order in which rows were sorted for the experts, not its inverse",
         file="trainer/parallel/expert.py",
-        before="return Route(self.group, sent, received, of_own, order_A, order_A.argsort())",
-        after="return Route(self.group, sent, received, of_own, order_A, order_A)",
+        before="return Route(self.group, sent, received, counts, order_A, order_A.argsort())",
+        after="return Route(self.group, sent, received, counts, order_A, order_A)",
         tests=("tests/unit/trainer/parallel/test_expert.py::test_rows_arrive_by_expert_and_return_in_their_order",),
+    ),
+    Mutant(
+        name="experts-counts-through-the-host",
+        what="the counts of a grouped product go to the host and back to the device",
+        file="trainer/model/experts.py",
+        before="return self.counts_E.cumsum(0).to(torch.int32)",
+        after="return torch.tensor(self.numbers(), device=self.counts_E.device).cumsum(0).to(torch.int32)",
+        tests=(f"{_WAITS}[whole]",),
+    ),
+    Mutant(
+        name="experts-counts-read-again",
+        what="a recomputed block waits for the counts of its experts again",
+        file="trainer/parallel/recompute.py",
+        before="return make() if self._block is None else self._kept(self._block, make, lambda made: made)",
+        after="return make()",
+        tests=(f"{_WAITS}[divided-full]",),
+    ),
+    Mutant(
+        name="experts-blocks-in-the-order-of-all",
+        what="the rows of a block begin where those of the block before end, fill or not",
+        file="trainer/model/expert_rows.py",
+        before="places_R = (starts_B[:, None] + within)",
+        after="places_R = (rows * torch.arange(blocks)[:, None] + within)",
+        tests=("tests/unit/trainer/parallel/test_expert.py::test_blocks_of_a_fixed_size_carry_what_is_kept",),
+    ),
+    Mutant(
+        name="experts-fill-of-tokens",
+        what="fill has the values of tokens, which then reach the gradients of the last expert",
+        file="trainer/model/expert_rows.py",
+        before="return x_RD if fill_R is None else x_RD.masked_fill_(fill_R[:, None], 0)",
+        after="return x_RD",
+        tests=("tests/unit/trainer/parallel/test_expert.py::test_blocks_of_a_fixed_size_carry_what_is_kept",),
     ),
     Mutant(
         name="loads-of-own-tokens",

@@ -132,6 +132,26 @@ class PipelineStage:
         return self.block_parameters(self.layers) + self.outside
 
 
+# Rows of blocks of a fixed size, over those that equal loads keep, at most. With more, much of what is sent and computed is
+# fill, which costs more than a host that waits for the counts.
+MOST_BLOCK_ROWS = 1.5
+
+
+def fixed_expert_rows(
+    tokens: int, top_k: int, ranks: int, experts: int, most_rows: int, even_rows: float
+) -> int | None:
+    """Return the number of rows of a block that holds all rows of one rank for another one, whatever is routed; None if
+    the blocks of a rank would have more than MOST_BLOCK_ROWS times the rows of equal loads.
+
+    tokens: those routed on a rank, each to `top_k` of all `experts`, which `ranks` ranks divide. most_rows: the largest
+    number of these tokens that one expert keeps; even_rows: the same if the ranks that share sequences share the
+    capacity evenly.
+    """
+    each = experts // ranks
+    rows = min(tokens * min(top_k, each), each * most_rows)
+    return rows if ranks * rows <= MOST_BLOCK_ROWS * min(tokens * top_k, experts * even_rows) else None
+
+
 @dataclass(frozen=True)
 class Position:
     """One pipeline rank of a run, with its part of the model. Ranks that differ only on other axes have the same
@@ -181,13 +201,20 @@ class Position:
         """The number of rows that this rank sends to the experts of one block for one micro-batch. With equal loads,
         its own experts receive as many.
 
-        There are top_k rows per token, or fewer if the capacity limits them (model/experts.py).
+        There are top_k rows per token. With a capacity there are as many as it can keep at most, even if fewer are kept
+        (model/experts.py, parallel/expert.py).
         """
-        moe, seq_len = self.arch.moe, self.train.seq_len
+        moe, seq_len, ranks = self.arch.moe, self.train.seq_len, self.parallel.ep
+        tokens = self.tokens // self.sequence_ranks
         assignments = self.tokens / self.sequence_ranks * moe.top_k
         if not moe.capacity_factor:
             return assignments
-        return assignments * min(1.0, moe.capacity(seq_len) * moe.num_experts / (moe.top_k * seq_len))
+        capacity, micro_batch = moe.capacity(seq_len), self.train.micro_batch
+        most_rows, even_rows = micro_batch * min(capacity, tokens // micro_batch), capacity * tokens / seq_len
+        if ranks == 1:
+            return min(assignments, moe.num_experts * most_rows)
+        fixed = fixed_expert_rows(tokens, moe.top_k, ranks, moe.num_experts, most_rows, even_rows)
+        return min(assignments, moe.num_experts * even_rows) if fixed is None else ranks * fixed
 
     @cached_property
     def common_moments(self) -> float:

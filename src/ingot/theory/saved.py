@@ -134,8 +134,9 @@ def _expert_bytes(position: Position) -> dict[str, float]:
         saved["input of shared experts"] = arch.d_model * e if tp > 1 else 0
         saved["gate, silu(gate), up, product, shared"] = 4 * moe.shared_experts * moe.d_expert / tp * e
     if moe.has_fallback:
-        left = chosen - rows
-        saved["overflow"] = left * (2 * arch.d_model + 4 * moe.d_expert) * e + chosen * _NUMBER_BYTES
+        # Its input is the router's. Of each token, what it made and the weight of that.
+        saved["gate, silu(gate), up, product, what the fallback made"] = (4 * moe.d_expert + arch.d_model) * e / cut
+        saved["weights of the fallback"] = wide / cut
     return saved
 
 

@@ -168,8 +168,8 @@ def _block_flops(position: Position, experts: bool) -> float:
     if not experts:
         return 2.0 * (products + tokens * block_mlp_parameters(arch) / tp)
     routed = tokens / position.sequence_ranks
-    overflow = routed * arch.moe.top_k - position.assignments if arch.moe.has_fallback else 0.0
-    products += routed * router_parameters(arch) + (position.assignments + overflow) * expert_parameters(arch)
+    rows = position.assignments + routed * arch.moe.has_fallback  # every token passes through the fallback
+    products += routed * router_parameters(arch) + rows * expert_parameters(arch)
     return 2.0 * (products + tokens * shared_parameters(arch) / tp)
 
 

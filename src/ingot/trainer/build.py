@@ -150,7 +150,8 @@ def _build_model(
     packed = has_packed_kernel(device.type == "cuda", COMPUTE[config.train.precision], arch.head_dim)
     whole_attention = mesh.parallel.cp == 1 and (packed or not has_masks)
     context = ContextParallelism(mesh, attend_locally, hidden=compiled and not whole_attention)
-    dispatch = dispatch_of(mesh, LocalDispatch()) if arch.is_moe else None  # a dense mesh has no expert groups
+    # A dense mesh has no expert groups.
+    dispatch = dispatch_of(mesh, LocalDispatch(context.kept.once)) if arch.is_moe else None
 
     def make() -> Transformer:
         with torch.device("meta"):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from itertools import islice
 from typing import Any
 
 import torch
@@ -14,7 +15,6 @@ from ingot.theory import memory
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.model import experts
 from ingot.trainer.optim import offload
-from ingot.trainer.parallel import expert as dispatch
 from ingot.trainer.torch_private import FakeTensor, attention_kernels
 
 
@@ -37,36 +37,18 @@ def dealt_to_experts(config: RunConfig, mesh: Mesh, loads: Sequence[float]) -> I
     if not config.model.is_moe:
         yield
         return
-    load = AssumedLoad.of(moe, loads, mesh.index("ep"), mesh.size("ep"))
-    part = min(moe.capacity_factor, 1.0) if moe.capacity_factor else 1.0
-    usual, exchange = experts.grouped_product, dispatch.start_all_to_all
+    ranks = mesh.size("ep")
+    load = AssumedLoad.of(moe, loads, mesh.index("ep"), ranks)
 
-    def numbers(counts: Tensor, balanced: int, kind: str) -> list[int]:
-        match kind:
-            case "assigned":
-                return load.sent(load.kept(round(balanced / part)))
-            case "arriving":
-                return load.coming(balanced, mesh.size("ep"))
-            case _:
-                return load.own_parts(balanced)
+    def numbers(counts: Tensor, rows: int, kind: str) -> list[int]:
+        if kind == "own":
+            return load.own_parts(rows)
+        kept = load.kept(rows)
+        sent = iter(load.sent(kept))
+        return [*(sum(islice(sent, load.own)) for _ in range(ranks)), *load.coming(kept, ranks)]
 
-    def product(rows_RI: Tensor, weight_EOI: Tensor, counts_E: Tensor) -> Tensor:
-        return usual(rows_RI, weight_EOI, _faked(counts_E))
-
-    def exchanged(rows: Tensor, *sizes) -> Tensor:
-        return exchange(_faked(rows), *sizes)
-
-    with (
-        replaced(experts, "on_host", numbers),
-        replaced(experts, "grouped_product", product),
-        replaced(dispatch, "start_all_to_all", exchanged),
-    ):
+    with replaced(experts, "on_host", numbers):
         yield
-
-
-def _faked(numbers: Tensor) -> Tensor:
-    """Return a fake tensor with the shape of `numbers`. A real tensor would make the results of operations real too."""
-    return numbers if isinstance(numbers, FakeTensor) else torch.empty(numbers.shape, dtype=numbers.dtype)
 
 
 # Fake tensors report a CPU as their device. There, the program takes other paths than on CUDA and PyTorch decomposes

@@ -49,12 +49,17 @@ class Routing:
     """The router's decision for every token.
 
     experts_MK: int64, best first. weights_MK: float32 or wider; differentiable. kept_MK: False where an expert had no
-    room for the token; None if no capacity acts.
+    room for the token; None if no capacity acts. experts: the number of experts to choose from. most_rows: the largest
+    number of tokens here that one expert can keep. even_rows: the same if each rank used its even part of a capacity that
+    ranks share.
     """
 
     experts_MK: Tensor
     weights_MK: Tensor
     kept_MK: Tensor | None
+    experts: int
+    most_rows: int
+    even_rows: float
 
 
 class Router(WideBuffers):
@@ -104,7 +109,12 @@ class Router(WideBuffers):
             seen = self._count(choices_BTK, kept_BTK, probabilities_BTE.detach())
             weights_BTK = _attach_loss(weights_BTK, loss, router_loss.weight, seen, self)
         kept_MK = None if kept_BTK is None else kept_BTK.flatten(0, 1)
-        return Routing(choices_BTK.flatten(0, 1), weights_BTK.flatten(0, 1), kept_MK)
+        batch, tokens, _ = choices_BTK.shape
+        whole, even, most = whole_BTK.shape[1], tokens, tokens
+        if limited:
+            most, even = min(moe.capacity(whole), tokens), moe.capacity(whole) * tokens / whole
+        chosen_MK, weights_MK = choices_BTK.flatten(0, 1), weights_BTK.flatten(0, 1)
+        return Routing(chosen_MK, weights_MK, kept_MK, moe.num_experts, batch * most, batch * even)
 
     def _balance_loss(self, logits_BTE: Tensor, probabilities_BTE: Tensor, whole_BTK: Tensor) -> Tensor:
         """Return the sum of the balance losses over the tokens here. Over all ranks and micro-batches these sums add up

@@ -89,7 +89,7 @@ def parallelize(
 
     mesh.parallel: with every "auto" resolved (theory/layout.py). sharding: end of a parameter's name -> its role under
     tensor parallelism. rank_of_stage: the pipeline rank of each stage. initial_value: must not depend on the rank; None
-    leaves values unset, for a dry run. kept: the results of attention rings that selective recompute keeps.
+    leaves values unset, for a dry run. kept: the results of attention rings and the row counts of experts, for recompute.
     whole_attention: the compiler can see all of attention.
     """
     settings = mesh.parallel
@@ -114,7 +114,7 @@ def parallelize(
         blocks = stage.get_submodule("blocks")
         assert isinstance(blocks, nn.ModuleDict)
         if settings.recompute != "none":
-            recompute(blocks, settings.recompute, settings.recompute_every, kept if settings.ring > 1 else None)
+            recompute(blocks, settings.recompute, settings.recompute_every, kept, ring=settings.ring > 1)
         # 5. Compile, block by block: one graph serves all blocks, and the hooks of data parallelism stay outside.
         if should_compile(train, device, settings.splits_backward):
             compile_blocks(

@@ -2,15 +2,24 @@
 et al. 2021, section 3.2).
 
 A layer has two all-to-alls, rows to the experts and results back, and in the backward the same two for gradients. A
-small all-to-all of counts goes first, because a rank has to know how many rows arrive. Each all-to-all starts at one
-place in the code and is waited for at another, so that the work between the two places overlaps with it:
+small all-to-all of counts goes first, from device to device, because a rank has to know how many rows arrive. How many
+rows each all-to-all has, the host must know as well:
+
+    with a capacity   blocks of a fixed size for each rank, if most of their rows can be in use: the host waits for nothing
+    otherwise         the host waits once, for the counts of both directions
+
+A block that is recomputed takes the numbers that the host got in its forward, and does not wait for them again.
+
+Each all-to-all starts at one place in the code and is waited for at another, so that the work between the two places
+overlaps with it:
 
     rows       forward: `send` starts, `arrive` waits         backward: that of `arrive` starts, that of `send` waits
     results    forward: `send_back` starts, `arrive` waits    backward: likewise
 
 Rows arrive sorted by sender and then by expert; experts need them sorted by expert.
 
-Shape letters: R rows sent from here, A rows that arrive here, D d_model, L experts of one rank.
+Shape letters: M tokens, R rows sent from here, A rows that arrive here, D d_model, E experts, L experts of one rank,
+S ranks that share experts.
 """
 
 from dataclasses import dataclass
@@ -20,6 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ingot.theory.layout import fixed_expert_rows
 from ingot.trainer.mesh.collectives import finish, gather, start_all_to_all
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.context import TokenShare
@@ -33,7 +43,7 @@ def dispatch_of(mesh: Mesh, local: Any) -> Any:
 class ExpertDispatch:
     """The Dispatch (model/experts.py) of ranks that share sequences, experts or both.
 
-    local: the LocalDispatch, used if every rank has all experts.
+    local: the LocalDispatch, used if every rank has all experts, and for what both have in common.
     """
 
     def __init__(self, mesh: Mesh, local: Any):
@@ -51,51 +61,74 @@ class ExpertDispatch:
         by_rank = gather(per_token_BTK, 1, self.mesh.group("sequence"))
         return self.share.in_order(by_rank)  # tp divides a cp rank's tokens in their order
 
-    def send(self, rows_RD: Tensor, counts: list[int]) -> Any:
+    def send(self, x_MD: Tensor, routing: Any) -> Any:
         if self.mesh.size("ep") == 1:
-            return self.local.send(rows_RD, counts)
-        route = self._route(counts, rows_RD.device)
-        return _ArrivingRows(PendingAllToAll.start(rows_RD, route))
+            return self.local.send(x_MD, routing)
+        ordered = self.local.sorted(routing)
+        (tokens, top_k), ranks = routing.experts_MK.shape, self.group.size()
+        fixed = fixed_expert_rows(tokens, top_k, ranks, routing.experts, routing.most_rows, routing.even_rows)
+        if routing.kept_MK is not None and fixed is not None:
+            rows, route = ordered.in_blocks(ranks, fixed), self._fixed_route(ordered.counts_E, fixed)
+        else:
+            route = self._counted_route(ordered.counts_E, routing.experts_MK.numel())
+            rows = ordered.first(sum(route.sent), exactly=True)
+        x_RD = self.local.token_rows(x_MD, rows)
+        return _ArrivingRows(PendingAllToAll.start(x_RD, route), rows, routing.weights_MK)
 
     def send_back(self, made_AD: Tensor, sent: Any) -> Any:
         if self.mesh.size("ep") == 1:
             return self.local.send_back(made_AD, sent)
         route = sent.pending.route
-        return PendingAllToAll.start(_Reorder.apply(made_AD, route.place_A, route.order_A), route.back)
+        made_AD = _Reorder.apply(made_AD, route.place_A, route.order_A)
+        return _ReturningRows(PendingAllToAll.start(made_AD, route.back), sent, self.local)
 
-    def _route(self, counts: list[int], device: torch.device) -> "Route":
-        """Exchange row counts and wait for the other ranks' counts. counts: this rank's rows for each expert."""
+    def _exchanged(self, counts_E: Tensor) -> Tensor:
+        """Return the number of rows that arrive here per sender and local expert: int64 [S, L], on the device."""
         ranks = self.group.size()
-        each = len(counts) // ranks
-        own_counts = torch.tensor(counts, device=device)
-        arriving = finish(start_all_to_all(own_counts, [each] * ranks, [each] * ranks, self.group))
-        numbers = self.local.on_host(arriving, sum(counts), "arriving")
-        received = [sum(numbers[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-        of_own = torch.tensor([sum(numbers[expert::each]) for expert in range(each)])
-        experts = torch.arange(each, device=device).repeat(ranks).repeat_interleave(arriving, output_size=sum(received))
-        order_A = experts.argsort(stable=True)
-        sent = [sum(counts[rank * each : (rank + 1) * each]) for rank in range(ranks)]
-        return Route(self.group, sent, received, of_own, order_A, order_A.argsort())
+        each = [len(counts_E) // ranks] * ranks
+        return finish(start_all_to_all(counts_E, each, each, self.group)).view(ranks, -1)
+
+    def _counted_route(self, counts_E: Tensor, assignments: int) -> "Route":
+        """Return the route of exactly the rows that are kept. The host waits for the counts."""
+        ranks, arriving_SL = self.group.size(), self._exchanged(counts_E)
+        both = torch.cat((counts_E.view(ranks, -1).sum(1), arriving_SL.flatten()))
+        numbers = self.local.once(lambda: self.local.on_host(both, assignments, "exchanged"))
+        sent, each = numbers[:ranks], arriving_SL.shape[1]
+        by_sender = [numbers[ranks + rank * each : ranks + (rank + 1) * each] for rank in range(ranks)]
+        received, own = [sum(counts) for counts in by_sender], [sum(counts) for counts in zip(*by_sender, strict=True)]
+        experts = torch.arange(each, device=counts_E.device).repeat(ranks)
+        order_A = experts.repeat_interleave(arriving_SL.flatten(), output_size=sum(received)).argsort(stable=True)
+        counts = self.local.counts(arriving_SL.sum(0), sum(received), own)
+        return Route(self.group, sent, received, counts, order_A, order_A.argsort())
+
+    def _fixed_route(self, counts_E: Tensor, rows: int) -> "Route":
+        """Return the route of blocks of `rows` rows. Fill in blocks that arrive is sorted after all rows."""
+        ranks, arriving_SL = self.group.size(), self._exchanged(counts_E)
+        places = torch.arange(rows, device=counts_E.device).repeat(ranks, 1)
+        experts_A = torch.searchsorted(arriving_SL.cumsum(1), places, right=True).flatten()  # L for fill
+        order_A = experts_A.argsort(stable=True)
+        counts = self.local.counts(arriving_SL.sum(0), ranks * rows, has_fill=True)
+        return Route(self.group, [rows] * ranks, [rows] * ranks, counts, order_A, order_A.argsort())
 
 
 @dataclass(frozen=True)
 class Route:
     """The numbers and the order of rows in one all-to-all.
 
-    sent, received: the number of rows for each ep rank. counts_L: the number of arrived rows for each expert, on the
-    CPU. order_A: the index that sorts arrived rows by expert. place_A: its inverse.
+    sent, received: the number of rows for each ep rank. counts: the ExpertCounts (model/experts.py) of the rows that
+    arrive. order_A: the index that sorts arrived rows by expert. place_A: its inverse.
     """
 
     group: dist.ProcessGroup
     sent: list[int]
     received: list[int]
-    counts_L: Tensor
+    counts: Any
     order_A: Tensor
     place_A: Tensor
 
     @property
     def back(self) -> "Route":
-        return Route(self.group, self.received, self.sent, self.counts_L, self.place_A, self.order_A)
+        return Route(self.group, self.received, self.sent, self.counts, self.place_A, self.order_A)
 
 
 class PendingAllToAll:
@@ -123,10 +156,22 @@ class PendingAllToAll:
 @dataclass(frozen=True)
 class _ArrivingRows:
     pending: PendingAllToAll
+    rows: Any
+    weights_MK: Tensor
 
-    def arrive(self) -> tuple[Tensor, Tensor]:
+    def arrive(self) -> tuple[Tensor, Any]:
         route = self.pending.route
-        return _Reorder.apply(self.pending.arrive(), route.order_A, route.place_A), route.counts_L
+        return _Reorder.apply(self.pending.arrive(), route.order_A, route.place_A), route.counts
+
+
+@dataclass(frozen=True)
+class _ReturningRows:
+    pending: PendingAllToAll
+    sent: _ArrivingRows
+    local: Any
+
+    def arrive(self) -> Tensor:
+        return self.local.combine(self.pending.arrive(), self.sent.weights_MK, self.sent.rows)
 
 
 class _Send(torch.autograd.Function):

@@ -11,15 +11,15 @@ selective  A block also keeps the results of expensive operations: matrix produc
            result is kept (KeptResults), not those of its steps, which are as large; the ring does not run again.
 
 Compiled blocks follow the same policy, but do not repeat operations that lead to kept results only. The recomputed
-router chooses the same experts from the same numbers, so row counts are the same, and all ranks repeat the exchanges
-that are not kept in the same order.
+router chooses the same experts from the same numbers, so row counts are the same: both forms keep them on the host, which
+waits for them in the forward alone. All ranks repeat the exchanges that are not kept in the same order.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -50,23 +50,30 @@ KEPT = {
 }
 
 
+_Value = TypeVar("_Value")
+
+
 @dataclass
 class _BlockResults:
     """The kept results of one forward of a block, in order.
 
-    again: the block is being recomputed and takes kept results. making: a kept result is being computed.
+    selective: results are kept, too, not only values. again: the block is being recomputed and takes what was kept.
+    taken: how many of them this recompute took. making: something that is kept is being computed.
     """
 
-    made: list[tuple[Tensor, ...]] = field(default_factory=list)
+    selective: bool
+    made: list[Any] = field(default_factory=list)
+    taken: int = 0
     again: bool = False
     making: bool = False
 
 
 class KeptResults:
-    """Results that a selectively recomputed block keeps as a whole, without the results of their operations.
+    """Results that a selectively recomputed block keeps as a whole, without the results of their operations; and values
+    that every recomputed block keeps, because they are worth a wait.
 
-    A model has one instance, shared by its blocks and by the functions that compute such results (a ring). All threads
-    share the block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
+    A model has one instance, shared by its blocks and by the functions that compute such results (a ring, the dispatch of
+    experts). All threads share the block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
     """
 
     def __init__(self):
@@ -79,67 +86,105 @@ class KeptResults:
 
     def keep(self, make: Callable[[], tuple[Tensor, ...]]) -> tuple[Tensor, ...]:
         """Return make() and keep the result; in a recompute, return the kept result. For use in autograd.Functions."""
-        if self._block is None:
+        if self._block is None or not self._block.selective:
             return make()
-        if self._block.again:
-            return self._block.made.pop(0)
-        self._block.making = True
+        # Detached, so that no autograd graph is kept.
+        return self._kept(self._block, make, lambda made: tuple(x.detach() for x in made))
+
+    def once(self, make: Callable[[], _Value]) -> _Value:
+        """Return make() and keep the value; in a recompute, return the kept value.
+
+        For numbers of the host. `make` must not call an operator of KEPT: PyTorch numbers the calls of each operator, also
+        of those whose results are not kept, so later results would be those of other calls.
+        """
+        return make() if self._block is None else self._kept(self._block, make, lambda made: made)
+
+    def _kept(self, block: _BlockResults, make: Callable[[], _Value], as_kept: Callable[[_Value], Any]) -> _Value:
+        if block.again:
+            value, place = block.made[block.taken], block.taken
+            block.taken += 1
+            if block.selective:  # free it: PyTorch refuses a second backward here
+                block.made[place] = None
+            return value
+        block.making = True
         try:
             made = make()
         finally:
-            self._block.making = False
-        self._block.made.append(tuple(x.detach() for x in made))  # detached, so that no autograd graph is kept
+            block.making = False
+        block.made.append(as_kept(made))
         return made
 
     def contexts(
-        self, policy: Callable[..., CheckpointPolicy]
+        self, policy: Callable[..., CheckpointPolicy] | None
     ) -> tuple[AbstractContextManager, AbstractContextManager]:
-        """Return the context for a block's forward and the context for its recompute."""
-        first, again = create_selective_checkpoint_contexts(policy)
-        results = _BlockResults()
-        return self._opened(results, first, again=False), self._opened(results, again, again=True)
+        """Return the context for a block's forward and the context for its recompute. policy: of selective recompute;
+        None if the recompute is full."""
+        first = again = nullcontext()
+        if policy is not None:
+            first, again = create_selective_checkpoint_contexts(policy)
+        results = _BlockResults(selective=policy is not None)
+        return _Opened(self, results, first, again=False), _Opened(self, results, again, again=True)
 
-    @contextmanager
-    def _opened(self, results: _BlockResults, operations: AbstractContextManager, *, again: bool) -> Iterator[None]:
-        assert self._block is None, "one block at a time"
-        self._block, results.again = results, again
-        try:
-            with operations:
-                yield
-        finally:
-            self._block = None
+    def opened(self, results: "_BlockResults | None") -> None:
+        """Begin a forward or a recompute with `results`, or end it with None."""
+        assert results is None or self._block is None, "one block at a time"
+        self._block = results
+
+
+@dataclass(frozen=True)
+class _Opened(AbstractContextManager):
+    """A forward of a block, or a recompute; the latter may be entered again, for a second backward."""
+
+    kept: KeptResults
+    results: _BlockResults
+    operations: AbstractContextManager
+    again: bool
+
+    def __enter__(self) -> None:
+        self.kept.opened(self.results)
+        self.results.again, self.results.taken = self.again, 0
+        self.operations.__enter__()
+
+    def __exit__(self, *error) -> None:
+        self.kept.opened(None)
+        self.operations.__exit__(*error)
 
 
 def recompute(
-    blocks: nn.ModuleDict, how: Literal["full", "selective"], every: int, kept: KeptResults | None = None
+    blocks: nn.ModuleDict,
+    how: Literal["full", "selective"],
+    every: int,
+    kept: KeptResults | None = None,
+    *,
+    ring: bool = False,
 ) -> None:
     """Recompute the blocks whose layer number is divisible by `every`. Gradients keep their bits.
 
-    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: needed for ring
-    attention; a selectively recomputed block is then not compiled as a whole. Replaces only `forward` of a block: names
+    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: used by blocks with
+    experts, and with `ring` (ring attention) by all; such a block is not compiled as a whole. Replaces only `forward` of a block: names
     and parameters stay, and hooks run once, outside the recomputed part. Call before blocks are compiled and sharded. A
     block must not draw random numbers, because their state is not restored.
     """
     for layer, block in blocks.items():
         if int(layer) % every == 0:
-            _recompute(block, how, kept)
+            _recompute(block, how, kept if ring or getattr(block, "moe", None) is not None else None)
 
 
 def _recompute(block: nn.Module, how: Literal["full", "selective"], kept: KeptResults | None) -> None:
     once: Callable[..., Tensor] = block.forward
-    selective = {}
+    contexts_of: dict[str, Any] = {} if kept is None else {"context_fn": lambda: kept.contexts(None)}
     if how == "selective":
         # A matrix with fewer columns than its layer has inputs is split by rows (parallel/tensor.py).
         linears = [part for part in block.modules() if isinstance(part, nn.Linear)]
         split = [part for part in linears if part.weight.shape[1] < part.in_features]
         policy = partial(_keep, split, kept)
         contexts = create_selective_checkpoint_contexts if kept is None else kept.contexts
-        selective = {"context_fn": lambda: contexts(policy)}
+        contexts_of = {"context_fn": lambda: contexts(policy)}
 
     # A Python function, not functools.partial: the compiler starts at the first frame outside PyTorch's code, and
     # without such a frame the block would silently run uncompiled.
     def forward(*args, **kwargs) -> Tensor:
-        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **selective, **kwargs)
+        return checkpoint(once, *args, use_reentrant=False, preserve_rng_state=False, **contexts_of, **kwargs)
 
     block.forward = forward
 

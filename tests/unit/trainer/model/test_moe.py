@@ -10,14 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from ingot.schema.arch import Arch
 from ingot.schema.arch import Moe as Settings
+from ingot.trainer.model import experts
+from ingot.trainer.model.expert_rows import combine, sort_assignments, token_rows
 from ingot.trainer.model.experts import (
+    ExpertCounts,
     LocalDispatch,
     MoeLayer,
     _kernel_takes,
-    assign_rows,
-    combine,
     grouped_product,
-    token_rows,
 )
 from ingot.trainer.model.generate import KVCache
 from ingot.trainer.model.init import initial_value, initialize
@@ -173,15 +173,21 @@ def test_all_tokens_on_two_experts_and_the_others_empty(changes, dtype):
 
 
 @pytest.mark.parametrize("kept", [1.0, 0.7])
-def test_bf16_sums_are_rounded_once(kept):
-    """Sums over a token's rows, forward and backward, are float32 with float32 weights: only the results are bf16."""
+@pytest.mark.parametrize("blocks", [0, 2])
+def test_bf16_sums_are_rounded_once(kept, blocks):
+    """Sums over a token's rows, forward and backward, are float32 with float32 weights: only the results are bf16.
+    Rows may be in blocks with fill; it has no part in any sum, whatever is computed for it."""
     generator = torch.Generator().manual_seed(0)
     keep_MK = torch.rand(40, 8, generator=generator) < kept
     experts_MK = torch.rand(40, 8, generator=generator).argsort(-1)
-    routing = Routing(experts_MK, torch.rand(40, 8, generator=generator), None if kept == 1 else keep_MK)
-    rows, counts, _ = assign_rows(routing, replace(EXPERTS, num_experts=8, top_k=8, capacity_factor=0.9))
+    weights_MK = torch.rand(40, 8, generator=generator)
+    routing = Routing(experts_MK, weights_MK, None if kept == 1 else keep_MK, experts=8, most_rows=40, even_rows=40)
+    ordered = sort_assignments(routing)
+    rows = ordered.in_blocks(blocks, 165) if blocks else ordered.first(int(ordered.counts_E.sum()), exactly=True)
     x = torch.randn(40, DIM, generator=generator).bfloat16()
-    made = torch.randn(sum(counts), DIM, generator=generator).bfloat16()
+    made = torch.randn(len(rows.assignments_R), DIM, generator=generator).bfloat16()
+    if rows.fill_R is not None:
+        assert rows.fill_R.any() and not token_rows(x, rows)[rows.fill_R].any()
     x_grad, y_grad = (torch.randn(shape, generator=generator).bfloat16() for shape in (made.shape, x.shape))
 
     def results(kind, wide):
@@ -489,7 +495,7 @@ def test_grouped_product(dtype, inputs, counts):
     rows = torch.randn(sum(counts), inputs, generator=generator).to(dtype).requires_grad_()
     weight = torch.randn(4, 16, inputs, generator=generator).to(dtype).requires_grad_()
     assert _kernel_takes(rows, weight) == (dtype != torch.float64 and inputs == 8 and sum(counts) > 0)
-    ours = grouped_product(rows, weight, torch.tensor(counts))
+    ours = grouped_product(rows, weight, ExpertCounts(torch.tensor(counts), sum(counts)))
     experts = torch.arange(4).repeat_interleave(torch.tensor(counts))
     theirs = torch.einsum("ri,roi->ro", rows, weight[experts])
     assert ours.shape == theirs.shape and ours.dtype == dtype
@@ -524,17 +530,20 @@ class Careless(torch.autograd.Function):
         return None, found, None
 
 
-def test_an_expert_without_rows_has_no_gradient_whatever_the_kernel_leaves(monkeypatch):
+@pytest.mark.parametrize("known", [None, [0, 4, 0, 2]])
+def test_an_expert_without_rows_has_no_gradient_whatever_the_kernel_leaves(monkeypatch, known):
     generator = torch.Generator().manual_seed(0)
     rows = torch.randn(6, 8, generator=generator)
     weight = torch.randn(4 * 16, 8, generator=generator).requires_grad_()
     slope, counts = torch.randn(6, 16, generator=generator), torch.tensor([0, 4, 0, 2])
 
     def gradient() -> Tensor:
-        return torch.autograd.grad(grouped_product(rows, weight.view(4, 16, 8), counts), weight, slope)[0]
+        product = grouped_product(rows, weight.view(4, 16, 8), ExpertCounts(counts, 6, known))
+        return torch.autograd.grad(product, weight, slope)[0]
 
     right = gradient()
     monkeypatch.setattr("ingot.trainer.model.experts.F.grouped_mm", lambda a, b, offs: Careless.apply(a, b, offs))
+    monkeypatch.setattr(experts, "leaves_idle_gradients", lambda device: True)
     torch.testing.assert_close(gradient(), right)
 
 
@@ -542,7 +551,8 @@ def test_a_part_of_a_buffer_that_is_not_aligned_takes_the_loop():
     buffer = torch.randn(1 + 2 * 4 * 8)
     weight, rows = buffer[1:].view(2, 4, 8), torch.randn(3, 8)
     assert not _kernel_takes(rows, weight)
-    torch.testing.assert_close(grouped_product(rows, weight, torch.tensor([0, 3])), rows @ weight[1].T)
+    product = grouped_product(rows, weight, ExpertCounts(torch.tensor([0, 3]), 3))
+    torch.testing.assert_close(product, rows @ weight[1].T)
 
 
 # --- first values ---

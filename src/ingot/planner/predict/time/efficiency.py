@@ -104,9 +104,8 @@ def _experts(position: Position) -> Iterator[Product]:
     yield Product("router", routed, moe.num_experts, arch.d_model, low=False)
     local = moe.num_experts // parallel.ep
     yield from _pair(arch, " of experts", position.assignments / local, moe.d_expert, local)
-    overflow = routed * moe.top_k - position.assignments
-    if moe.has_fallback and overflow > 0:
-        yield from _pair(arch, " of overflow", overflow, moe.d_expert)
+    if moe.has_fallback:
+        yield from _pair(arch, " of the fallback", routed, moe.d_expert)
     if moe.shared_experts:
         yield from _pair(arch, " shared", position.tokens, moe.shared_experts * moe.d_expert / parallel.tp)
 
