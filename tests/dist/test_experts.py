@@ -9,7 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.host_waits import host_waits
 
 from ingot.rehearse.dryrun.tracker import Tracker
 from ingot.schema.arch import Moe
@@ -17,6 +16,7 @@ from ingot.trainer.build import build_parts
 from ingot.trainer.parallel import expert
 from ingot.trainer.step import train_step
 
+from .expert_waits import host_waits
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of
 from .test_overlap_order import OUTER, _Mark, counts_at_marks
 from .test_overlap_order import issued as issued_around_blocks
@@ -210,8 +210,8 @@ LIMITED = {"capacity_factor": 1.25, "overflow": "fallback"}
     ],
 )
 def test_the_host_waits_at_most_once_for_a_layer(fork_ranks, waits, layout, changes):
-    """Once for a layer and micro-batch if ranks exchange as many rows as are routed, never otherwise, and in no backward:
-    whatever is recomputed."""
+    """Once for a layer and micro-batch if ranks exchange as many rows as are routed, never otherwise, and in no
+    backward: whatever is recomputed."""
     moe = replace(MOE, d_expert=8, **changes)
     run = run_with(moe, precision="fp32", dp_shard=2, **layout)
     each = {("tolist", "trainer/model/experts.py on_host"): waits * EXPERTS.num_layers * run.accumulation}

@@ -132,8 +132,8 @@ class PipelineStage:
         return self.block_parameters(self.layers) + self.outside
 
 
-# Rows of blocks of a fixed size, over those that equal loads keep, at most. With more, much of what is sent and computed is
-# fill, which costs more than a host that waits for the counts.
+# Rows of blocks of a fixed size, over those that equal loads keep, at most. With more, much of what is sent and
+# computed is fill, which costs more than a host that waits for the counts.
 MOST_BLOCK_ROWS = 1.5
 
 

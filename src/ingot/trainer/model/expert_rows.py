@@ -1,7 +1,7 @@
 """The rows of a mixture of experts: one row per assignment of a token to an expert, sorted by expert.
 
-A token that goes to K experts has K rows. Sums over a token's rows are computed in the order of its choices, forward and
-backward, by gathers alone: no sum depends on the order of threads, and no temporary is as large as [M x K, D]. All
+A token that goes to K experts has K rows. Sums over a token's rows are computed in the order of its choices, forward
+and backward, by gathers alone: no sum depends on the order of threads, and no temporary is as large as [M x K, D]. All
 numbers of rows stay on the device: the host knows the sizes of these tensors without them.
 
 Shape letters: M tokens, D d_model, E experts, K experts of a token, R rows.
@@ -21,9 +21,9 @@ class ExpertRows:
     """The rows of the tokens here, and what is left of them for each token.
 
     assignments_R: int64, the assignment of each row, token x K + choice. rows_MK: int64, the row of each assignment.
-    kept_MK: bool, False where an assignment has no row (rows_MK is arbitrary there); None if every assignment has a row.
-    fill_R: bool, True where a row is fill; None if no row is. Fill is all zeros, so whatever gradient it gets, it adds
-    nothing to that of a matrix; its assignment is arbitrary.
+    kept_MK: bool, False where an assignment has no row (rows_MK is arbitrary there); None if every assignment has a
+    row. fill_R: bool, True where a row is fill; None if no row is. Fill is all zeros, so whatever gradient it gets, it
+    adds nothing to that of a matrix; its assignment is arbitrary.
     """
 
     assignments_R: Tensor
@@ -40,8 +40,8 @@ class ExpertRows:
 class SortedAssignments:
     """All assignments, sorted by expert and then by token; those beyond the capacity after all others.
 
-    order_A: int64 [M x K], the assignments in this order. place_MK: int64, the place of each assignment in it. counts_E:
-    int64, the number of kept assignments of each expert, on the device of the tokens. kept_MK: as in Routing.
+    order_A: int64 [M x K], the assignments in this order. place_MK: int64, the place of each assignment in it.
+    counts_E: int64, the number of kept assignments of each expert, on the device of the tokens. kept_MK: as in Routing.
     """
 
     order_A: Tensor

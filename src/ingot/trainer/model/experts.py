@@ -45,8 +45,8 @@ def every_time(make: Callable[[], _Value]) -> _Value:
 class ExpertCounts:
     """The number of rows of each expert of this rank; the rows are sorted by expert.
 
-    counts_E: int64 [E], on the device of the rows. rows: their sum. known: the same numbers on the host, if it has them.
-    once: makes a value in a forward, and returns it when the forward is repeated.
+    counts_E: int64 [E], on the device of the rows. rows: their sum. known: the same numbers on the host, if it has
+    them. once: makes a value in a forward, and returns it when the forward is repeated.
     """
 
     def __init__(self, counts_E: Tensor, rows: int, known: list[int] | None = None, once: Any = every_time):
@@ -241,8 +241,8 @@ class LocalDispatch:
     def counts(
         self, counts_E: Tensor, rows: int, known: list[int] | None = None, *, has_fill: bool = False
     ) -> ExpertCounts:
-        """Return the counts of `rows` rows. has_fill: the last expert also takes the rows beyond the counts. (The kernel
-        leaves rows of no expert uninitialized, and 0 times such a row may be NaN: pytorch/pytorch#154557.)"""
+        """Return the counts of `rows` rows. has_fill: the last expert also takes the rows beyond the counts. (The
+        kernel leaves rows of no expert uninitialized, and 0 times such a row may be NaN: pytorch/pytorch#154557.)"""
         if has_fill:
             counts_E = torch.cat((counts_E[:-1], rows - counts_E[:-1].sum(0, keepdim=True)))
         return ExpertCounts(counts_E, rows, known, self.once)

@@ -50,8 +50,8 @@ class Routing:
 
     experts_MK: int64, best first. weights_MK: float32 or wider; differentiable. kept_MK: False where an expert had no
     room for the token; None if no capacity acts. experts: the number of experts to choose from. most_rows: the largest
-    number of tokens here that one expert can keep. even_rows: the same if each rank used its even part of a capacity that
-    ranks share.
+    number of tokens here that one expert can keep. even_rows: the same if each rank used its even part of a capacity
+    that ranks share.
     """
 
     experts_MK: Tensor

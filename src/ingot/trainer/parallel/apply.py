@@ -89,8 +89,8 @@ def parallelize(
 
     mesh.parallel: with every "auto" resolved (theory/layout.py). sharding: end of a parameter's name -> its role under
     tensor parallelism. rank_of_stage: the pipeline rank of each stage. initial_value: must not depend on the rank; None
-    leaves values unset, for a dry run. kept: the results of attention rings and the row counts of experts, for recompute.
-    whole_attention: the compiler can see all of attention.
+    leaves values unset, for a dry run. kept: the results of attention rings and the row counts of experts, for
+    recompute. whole_attention: the compiler can see all of attention.
     """
     settings = mesh.parallel
     compute, master = COMPUTE[train.precision], COMPUTE["fp64" if train.precision == "fp64" else "fp32"]

@@ -5,7 +5,7 @@ A layer has two all-to-alls, rows to the experts and results back, and in the ba
 small all-to-all of counts goes first, from device to device, because a rank has to know how many rows arrive. How many
 rows each all-to-all has, the host must know as well:
 
-    with a capacity   blocks of a fixed size for each rank, if most of their rows can be in use: the host waits for nothing
+    with a capacity   blocks of a fixed size for each rank, if most of their rows can be in use: no wait of the host
     otherwise         the host waits once, for the counts of both directions
 
 A block that is recomputed takes the numbers that the host got in its forward, and does not wait for them again.

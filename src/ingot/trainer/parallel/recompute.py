@@ -11,8 +11,8 @@ selective  A block also keeps the results of expensive operations: matrix produc
            result is kept (KeptResults), not those of its steps, which are as large; the ring does not run again.
 
 Compiled blocks follow the same policy, but do not repeat operations that lead to kept results only. The recomputed
-router chooses the same experts from the same numbers, so row counts are the same: both forms keep them on the host, which
-waits for them in the forward alone. All ranks repeat the exchanges that are not kept in the same order.
+router chooses the same experts from the same numbers, so row counts are the same: both forms keep them on the host,
+which waits for them in the forward alone. All ranks repeat the exchanges that are not kept in the same order.
 """
 
 from collections.abc import Callable
@@ -72,8 +72,8 @@ class KeptResults:
     """Results that a selectively recomputed block keeps as a whole, without the results of their operations; and values
     that every recomputed block keeps, because they are worth a wait.
 
-    A model has one instance, shared by its blocks and by the functions that compute such results (a ring, the dispatch of
-    experts). All threads share the block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
+    A model has one instance, shared by its blocks and by the functions that compute such results (a ring, the dispatch
+    of experts). All threads share the block in progress: on GPUs, autograd recomputes blocks in a thread of its own.
     """
 
     def __init__(self):
@@ -94,8 +94,8 @@ class KeptResults:
     def once(self, make: Callable[[], _Value]) -> _Value:
         """Return make() and keep the value; in a recompute, return the kept value.
 
-        For numbers of the host. `make` must not call an operator of KEPT: PyTorch numbers the calls of each operator, also
-        of those whose results are not kept, so later results would be those of other calls.
+        For numbers of the host. `make` must not call an operator of KEPT: PyTorch numbers the calls of each operator,
+        also of those whose results are not kept, so later results would be those of other calls.
         """
         return make() if self._block is None else self._kept(self._block, make, lambda made: made)
 
@@ -160,10 +160,10 @@ def recompute(
 ) -> None:
     """Recompute the blocks whose layer number is divisible by `every`. Gradients keep their bits.
 
-    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: used by blocks with
-    experts, and with `ring` (ring attention) by all; such a block is not compiled as a whole. Replaces only `forward` of a block: names
-    and parameters stay, and hooks run once, outside the recomputed part. Call before blocks are compiled and sharded. A
-    block must not draw random numbers, because their state is not restored.
+    blocks: keyed by layer number, so a pipeline recomputes the same layers as one process does. kept: used by blocks
+    with experts, and with `ring` (ring attention) by all; such a block is not compiled as a whole. Replaces only
+    `forward` of a block: names and parameters stay, and hooks run once, outside the recomputed part. Call before blocks
+    are compiled and sharded. A block must not draw random numbers, because their state is not restored.
     """
     for layer, block in blocks.items():
         if int(layer) % every == 0:
