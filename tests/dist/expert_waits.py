@@ -45,4 +45,3 @@ def host_waits() -> Iterator[Counter[tuple[str, str]]]:
         modes.enter_context(reads)
         modes.enter_context(_InPlace(reads.found))
         yield reads.found
-
