@@ -216,7 +216,9 @@ def _arriving(x: Tensor, bounds: list[tuple[int, int]], group: dist.ProcessGroup
     own = [x[:, first:end] for first, end in bounds]
     coming = begin_gather(own[0], group)
     for i, bound in enumerate(bounds):
-        arriving, coming = coming, begin_gather(own[i + 1], group) if i + 1 < len(own) else None
+        arriving = coming
+        if i + 1 < len(own):
+            coming = begin_gather(own[i + 1], group)
         yield bound, finish(arriving).view(group.size(), *own[i].shape)
 
 
