@@ -5,6 +5,7 @@ from .mutant import Mutant
 _TIMELINE = "tests/unit/rehearse/profile/test_timeline.py"
 _OPERATIONS = "tests/unit/rehearse/profile/test_operations.py"
 _PROFILE = "tests/unit/rehearse/profile/test_profile.py"
+_WAITS = "tests/unit/trainer/guard/test_no_host_wait.py"
 _JOB = "tests/unit/rehearse/profile/test_job.py"
 
 MUTANTS: list[Mutant] = [
@@ -79,5 +80,29 @@ MUTANTS: list[Mutant] = [
         before="enumerate(codes) if code]",
         after="enumerate(codes) if code and None not in codes]",
         tests=(f"{_JOB}::test_a_rank_that_dies_ends_the_profile_with_its_last_words",),
+    ),
+    Mutant(
+        name="copies-to-the-device-free",
+        what="a copy from the host to the device counts as one for which the host does not wait",
+        file="rehearse/profile/host_reads.py",
+        before="return waits and source.device.type != result.device.type",
+        after='return waits and result.device.type == "cpu" != source.device.type',
+        tests=(f"{_WAITS}::test_no_step_on_a_device_reads_values_or_copies_with_a_wait",),
+    ),
+    Mutant(
+        name="positions-sent-each-step",
+        what="the positions of a rank's tokens are sent to the device in every micro-batch",
+        file="trainer/parallel/context.py",
+        before="        if key not in self._known:\n",
+        after="        if True:\n",
+        tests=(f"{_WAITS}::test_no_step_on_a_device_reads_values_or_copies_with_a_wait",),
+    ),
+    Mutant(
+        name="reads-of-the-host-wait",
+        what="a read of a tensor on the host counts as a wait for the device",
+        file="rehearse/profile/host_reads.py",
+        before="one.device.type == device.type for one",
+        after="True for one",
+        tests=(f"{_WAITS}::test_the_watch_finds_what_reads_values",),
     ),
 ]

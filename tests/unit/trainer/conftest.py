@@ -172,7 +172,7 @@ def register():
 KNOWN = {
     "train": {"steps", "seq_len", "global_batch", "micro_batch", "precision"},
     "optim": {"lr", "clip_norm"},
-    "parallel": {"pp", "dp_replicate", "dp_shard", "tp", "zero"},
+    "parallel": {"pp", "dp_replicate", "dp_shard", "tp", "zero", "recompute"},
     "checkpoint": {
         "disks",
         "every",

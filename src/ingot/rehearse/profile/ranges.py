@@ -148,7 +148,8 @@ def calling_line() -> str:
     outermost = frame
     while frame is not None:
         path = frame.f_code.co_filename
-        if not path.startswith((_TORCH, *_PASSED, "<")):
+        is_mode = frame.f_code.co_name == "__torch_function__"  # it calls what others called
+        if not is_mode and not path.startswith((_TORCH, *_PASSED, "<")):
             return _line(frame)
         outermost, frame = frame, frame.f_back
     return _line(outermost) if outermost is not None else ""

@@ -68,7 +68,7 @@ class ProfiledRank:
 
     def read_values(self) -> list[dict[str, Any]]:
         """Train a step, and return where the host reads values of tensors: the most frequent first."""
-        config, parallel, reads = self.trainer.config, self.trainer.mesh.parallel, HostReads()
+        config, parallel, reads = self.trainer.config, self.trainer.mesh.parallel, HostReads(self.device)
         is_compiled = should_compile(config.train, self.device, parallel.splits_backward)
         # A mode sees no operation of compiled code.
         with torch.compiler.set_stance("force_eager") if is_compiled else contextlib.nullcontext(), reads:

@@ -58,7 +58,7 @@ def test_waits_have_the_axis_of_their_exchange_and_the_line_that_waits():
 
 def test_reads_of_values_are_found_by_line():
     x = torch.ones(4, requires_grad=True)
-    with HostReads() as reads:
+    with HostReads(torch.device("cpu")) as reads:
         (x * 2).sum().backward()
         for _ in range(3):
             x.sum().item()
