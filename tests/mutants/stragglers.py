@@ -9,6 +9,7 @@ _MACHINES = "tests/unit/trainer/telemetry/test_slow_machines.py"
 _NODES = "tests/unit/trainer/launch/test_slow_nodes.py"
 _READER = "tests/unit/trainer/launch/test_event_log_reader.py"
 _WHY_NOT = "tests/unit/trainer/test_slow_ranks.py"
+_COLLECTOR = "tests/unit/trainer/test_collector.py"
 _STATUS = "tests/unit/report/test_status.py"
 
 MUTANTS: list[Mutant] = [
@@ -267,5 +268,45 @@ MUTANTS: list[Mutant] = [
         before="        if place.world_size > 1:\n",
         after="        if place.world_size < 1:\n",
         tests=(f"{_WHY_NOT}::test_ranks_on_gpus_are_not_named",),
+    ),
+    Mutant(
+        name="collector-in-steps",
+        what="Python's collector of garbage runs in the middle of steps, on each rank in another one",
+        file="trainer/collector.py",
+        before="    gc.disable()\n",
+        after="",
+        tests=(f"{_COLLECTOR}::test_the_collector_is_off_in_steps_and_runs_after_them",),
+    ),
+    Mutant(
+        name="collector-stays-off",
+        what="the collector stays off after the run, in a program that goes on",
+        file="trainer/collector.py",
+        before="        if was_enabled:\n            gc.enable()\n",
+        after="",
+        tests=(f"{_COLLECTOR}::test_the_collector_is_off_in_steps_and_runs_after_them",),
+    ),
+    Mutant(
+        name="old-garbage-kept",
+        what="garbage that outlived a step is never collected",
+        file="trainer/collector.py",
+        before="2 if step % FULL_EVERY == 0 else 1",
+        after="1",
+        tests=(f"{_COLLECTOR}::test_the_collector_is_off_in_steps_and_runs_after_them",),
+    ),
+    Mutant(
+        name="frozen-objects-of-the-server-freed",
+        what="objects that a fork server froze are visited by later collections, and so copied in each rank",
+        file="trainer/collector.py",
+        before="        if freezes:\n            gc.unfreeze()",
+        after="        if True:\n            gc.unfreeze()",
+        tests=(f"{_COLLECTOR}::test_objects_of_before_are_left_out_unless_some_are_frozen",),
+    ),
+    Mutant(
+        name="garbage-of-steps-kept",
+        what="the collector is off, and nothing collects between steps",
+        file="trainer/loop.py",
+        before="            collect(batch.step)\n",
+        after="",
+        tests=("tests/unit/trainer/guard/test_no_host_wait.py::test_nothing_in_a_step_reads_values_on_the_host[fp32]",),
     ),
 ]

@@ -13,6 +13,7 @@ from ingot.plugins.callback import StepNumbers, Verdict
 from ingot.schema import events
 from ingot.schema.checkpoint import FULL, WEIGHTS, SaveKind
 from ingot.schema.guard_record import Measure, lr_factor
+from ingot.trainer.collector import collected_between_steps
 from ingot.trainer.damage import judge_replayed, look_closer, replace_damaged
 from ingot.trainer.damaged_data import next_batch
 from ingot.trainer.integrity.watch import STATE_CHANGED
@@ -58,12 +59,14 @@ def train(trainer: RunParts) -> Ending:
     `trainer.until_step` is a stop requested in advance.
     """
     loop = RunLoop(trainer)
-    while (batch := loop.next_batch()) is not None:
-        result = train_step(trainer, batch, loop.learning_rate(batch.step))
-        loop.judge(batch, result)
-        if loop.save_is_due:
-            loop.save()
-        loop.finish_step()
+    with collected_between_steps() as collect:
+        while (batch := loop.next_batch()) is not None:
+            result = train_step(trainer, batch, loop.learning_rate(batch.step))
+            loop.judge(batch, result)
+            if loop.save_is_due:
+                loop.save()
+            loop.finish_step()
+            collect(batch.step)
     return loop.end()
 
 

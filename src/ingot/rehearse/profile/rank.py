@@ -22,6 +22,7 @@ from ingot.rehearse.profile.host_reads import HostReads
 from ingot.rehearse.profile.ranges import ObservedWaits, Ranges, on_clock_of, ranged
 from ingot.rehearse.profile.trace import DATA, RANGE, STEP, WINDOW, Interval
 from ingot.storage import write_json
+from ingot.trainer.collector import collected_between_steps
 from ingot.trainer.given import NOTHING_GIVEN
 from ingot.trainer.launch.own_loop import open_run
 from ingot.trainer.launch.prepare import RunRequest
@@ -34,10 +35,10 @@ _TRACK = 1_000_000  # thread numbers of the tracks of exchanges in a trace, abov
 
 
 class ProfiledRank:
-    """The loop of one rank and what was measured of it so far."""
+    """The loop of one rank and what was measured of it so far. collect: collects garbage after a step."""
 
-    def __init__(self, loop: RunLoop, plan: ProfilePlan):
-        self.loop, self.plan, self.trainer = loop, plan, loop.trainer
+    def __init__(self, loop: RunLoop, plan: ProfilePlan, collect: Callable[[int], None]):
+        self.loop, self.plan, self.trainer, self.collect = loop, plan, loop.trainer, collect
         self.place, self.device = loop.trainer.place, loop.trainer.place.device
         self.ranges = Ranges(plan.nvtx)
         self.log_lines = 0
@@ -87,6 +88,7 @@ class ProfiledRank:
             loop.judge(batch, result)
             self.log_lines += bool(loop.line)
             loop.finish_step()
+            self.collect(batch.step)
         print(f"{STEP}{batch.step}", flush=True)  # a sign of life
 
     def _together(self) -> None:
@@ -105,9 +107,9 @@ def _nothing(name: str) -> Iterator[None]:
     yield
 
 
-def profile_rank(loop: RunLoop, plan: ProfilePlan) -> None:
+def profile_rank(loop: RunLoop, plan: ProfilePlan, collect: Callable[[int], None]) -> None:
     """Profile the steps of a run that was opened for it, and write trace and values of this rank. Collective."""
-    rank = ProfiledRank(loop, plan)
+    rank = ProfiledRank(loop, plan, collect)
     rank.plain(plan.warmup)
     seconds, queued = rank.plain(plan.steps)
     if plan.nvtx:
@@ -194,7 +196,7 @@ def main() -> int:
         with contextlib.ExitStack() as stack:
             loop = open_run(RunRequest(plan.run_file, plan.run), NOTHING_GIVEN, print, stack)
             assert loop is not None, "the folder of a profile is new"
-            profile_rank(loop, plan)
+            profile_rank(loop, plan, stack.enter_context(collected_between_steps()))
             del loop
             dist.barrier()  # no rank leaves while another one needs it
     except IngotError as error:

@@ -6,6 +6,7 @@ in whole runs of CPU ranks, and in steps on a device in the place of a GPU. test
 them.
 """
 
+import gc
 import json
 import os
 import subprocess
@@ -57,14 +58,20 @@ def watched_run(rank, ranks, folder) -> tuple[dict[int, int], list[str], set[str
             seen[step] = seen.get(step, 0) + values.seen
         return result
 
-    judge = loop.RunLoop.judge
+    judge, collected = loop.RunLoop.judge, []
+
+    def collecting(phase, facts):
+        if phase == "start" and not gc.isenabled():
+            collected.append(facts["generation"])
 
     def judged(self, batch, result):
         watched(batch.step, batch.step % LINE == 0, judge, self, batch, result)
 
     loop.train_step = lambda parts, batch, lr: watched(batch.step, False, train_step, parts, batch, lr)
     loop.RunLoop.judge, StopVote.after_step = judged, vote
+    gc.callbacks.append(collecting)
     assert run_rank(rank, ranks, folder)[0] == (STEPS, False)
+    assert collected == [1] * STEPS and gc.isenabled()  # garbage is collected by hand, after each step
     return seen, between, at_lines
 
 
