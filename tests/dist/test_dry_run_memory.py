@@ -57,6 +57,8 @@ CASES = {
     "ZeRO-2, bf16 gradients": run_of(DENSE, 1, 2, dp_shard=8, zero=2, grads="bf16", unit_layers=1),
     "ZeRO-3, full recompute": run_of(DENSE, 2, 1, dp_shard=8, zero=3, recompute="full"),
     "ZeRO-3, selective recompute": run_of(DENSE, 1, 2, dp_shard=8, zero=3, recompute="selective"),
+    "ZeRO-3, every second block": run_of(DENSE, 1, 2, dp_shard=8, zero=3, recompute="full", recompute_every=2),
+    "1F1B, every third block": run_of(DENSE, 1, 4, pp=2, zero=1, recompute="selective", recompute_every=3),
     "offload": run_of(DENSE, 1, 1, dp_shard=8, zero=3, offload="cpu", offload_parameters=True),
     "tensor parallelism": run_of(DENSE, 2, 2, tp=4, dp_shard=2, zero=1),
     "1F1B": run_of(DENSE, 1, 4, pp=2, dp_shard=2, zero=1),
@@ -74,7 +76,10 @@ def some_slow(names, *slow):
     return [pytest.param(name, marks=pytest.mark.slow) if name in slow else name for name in names]
 
 
-SLOW = ("looped breadth first", "ZB-V", "GPipe", "offload", "ZeRO-3, selective recompute")
+SLOW = (
+    *("looped breadth first", "ZB-V", "GPipe", "offload", "ZeRO-3, selective recompute"),
+    *("ZeRO-3, every second block", "1F1B, every third block"),
+)
 
 
 @pytest.mark.parametrize("name", some_slow(CASES, *SLOW))

@@ -246,4 +246,22 @@ MUTANTS: list[Mutant] = [
         after="    if not found.run_sha256:",
         tests=("tests/unit/schema/test_fallbacks.py::test_the_file_of_a_run_with_another_layout_is_refused",),
     ),
+    Mutant(
+        name="whole-blocks-first",
+        what="whole blocks are recomputed although the selective form, which repeats no products, fits",
+        file="planner/run/least_recompute.py",
+        before='for form in ("selective", "full"):',
+        after='for form in ("full", "selective"):',
+        tests=("tests/unit/planner/run/test_least_recompute.py::test_the_first_layout_that_fits_is_found",),
+    ),
+    Mutant(
+        name="more-blocks-recomputed-than-needed",
+        what="all blocks are recomputed although every second one would do",
+        file="planner/run/least_recompute.py",
+        before="range(run.model.num_layers, 0, -1)",
+        after="range(1, run.model.num_layers + 1)",
+        tests=(
+            "tests/unit/planner/run/test_least_recompute.py::test_a_run_that_does_not_fit_is_shown_the_settings_that_do",
+        ),
+    ),
 ]

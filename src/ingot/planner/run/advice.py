@@ -7,6 +7,7 @@ from dataclasses import replace
 from ingot.planner.predict.memory.peak_memory import memory_bill, rank_memory_bytes
 from ingot.planner.predict.time.links import LineTime, line_times
 from ingot.planner.predict.time.step_time import simulated
+from ingot.planner.run.least_recompute import advised
 from ingot.planner.run.outlook import Assumptions, device_usd
 from ingot.planner.run.scaling import MAX_USEFUL_EPOCHS, compute_optimal_tokens
 from ingot.planner.run.storage import data_reading, node_snapshot
@@ -97,7 +98,7 @@ def memory_warnings(run: RunConfig, cluster: Cluster, bill: dict[str, Term]) -> 
     else:
         fix = "use more devices (parallel.dp_shard)" if cluster.device != "cpu" else "use a smaller model"
     if largest == "activations" and run.train.micro_batch == 1 and run.parallel.recompute == "none":
-        fix = "recompute them (parallel.recompute)"
+        fix = advised(run, cluster) if needed > there else "recompute them (parallel.recompute)"
     elif largest == "activations" and run.train.micro_batch == 1 and cluster.device != "cpu":
         fix = "divide sequences (parallel.cp), or shorten train.seq_len"
     if needed > there:
