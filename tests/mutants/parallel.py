@@ -7,7 +7,41 @@ _CHUNKS = "tests/dist/test_tensor_overlap.py::test_collectives_move_a_chunk_whil
 _CONTEXT = "tests/dist/test_context.py::test_every_form_equals_one_process"
 _WAITS = "tests/dist/test_experts.py::test_the_host_waits_at_most_once_for_a_layer"
 
+_QUEUES = "tests/unit/rehearse/dryrun/test_queues.py"
+
 MUTANTS: list[Mutant] = [
+    Mutant(
+        name="queue-forgets-its-head",
+        what="the check of streams lets a kernel begin whose event has not ended, so that no queue ever locks",
+        file="rehearse/dryrun/queues.py",
+        before="            if (rank, other) not in self.done:",
+        after="            if (rank, other) not in self.done and (rank, other) not in self.begun:",
+        tests=(f"{_QUEUES}::test_work_that_waits_for_a_message_locks_what_shares_its_queue",),
+    ),
+    Mutant(
+        name="one-order-of-begins",
+        what="the check of streams tries one order in which kernels compete for room, and misses the unlucky one",
+        file="rehearse/dryrun/queues.py",
+        before="        for rank, queue in choices:",
+        after="        for rank, queue in choices[:1]:",
+        tests=(f"{_QUEUES}::test_every_answer_is_that_of_a_search_without_shortcuts",),
+    ),
+    Mutant(
+        name="partners-end-an-exchange-early",
+        what="the check of streams begins at once what its partners have begun, though it may lose its room before",
+        file="rehearse/dryrun/queues.py",
+        before="not start.exchanges or room is None or",
+        after="all(self.left[key] == 1 for key in start.exchanges) or room is None or",
+        tests=(f"{_QUEUES}::test_two_ranks_that_start_two_collectives_in_opposite_order_lock_where_only_one_can_run",),
+    ),
+    Mutant(
+        name="posted-receive-awaited-at-once",
+        what="the check of streams takes a posted receive for one that its rank awaits at once",
+        file="rehearse/dryrun/communicators.py",
+        before="        if call.op in (SEND, RECV):",
+        after="        if call.is_p2p:",
+        tests=(f"{_QUEUES}::test_a_receive_that_is_posted_ahead_needs_room_beside_the_exchange_after_it",),
+    ),
     Mutant(
         name="zero-mean-of-copies",
         what="gradients are averaged over the ranks of one copy of the model, not over all that read tokens",

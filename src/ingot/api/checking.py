@@ -387,6 +387,7 @@ def _dry_run_facts(found: "DryRun") -> dict:
         "missing": found.missing,
         "fault": asdict(found.world.fault) if found.world and found.world.fault else None,
         "alike": found.world.alike if found.world else None,
+        "streams": found.streams.facts() if found.streams else None,
         "compared": [asdict(c) | {"deviation": c.deviation, "agrees": c.agrees} for c in found.compared],
         "planner_bytes": found.bills,
         "over_bill": [trace.rank for trace in found.over_bill],

@@ -158,6 +158,7 @@ def _verdicts(found: "DryRun", terminal: Terminal) -> None:
     else:
         calls = sum(len(trace.calls) for trace in found.traces)
         terminal.say(f"\nCollectives: {calls:,} calls of {len(found.traces)} ranks match; no mismatch, no deadlock.")
+    _show_streams(found, terminal)
     if world and not world.alike:
         terminal.say(f"First and last ranks differ, so {world.followed} corners of the mesh were traced.")
     names = {trace.rank: trace.name for trace in found.traces}
@@ -171,6 +172,39 @@ def _verdicts(found: "DryRun", terminal: Terminal) -> None:
     if not wrong:
         worst = max((c.deviation for c in found.compared if not c.other_loads), default=0.0)
         terminal.say(f"Work and traffic agree with the formulas of the planner within {max(worst, 1e-4):.2%}.")
+
+
+def _show_streams(found: "DryRun", terminal: Terminal) -> None:
+    """Print the communicators of the rank with the most streams, and whether an order of queues can lock the ranks."""
+    from ingot.rehearse.dryrun.communicators import MOST_QUEUES, QUEUES_VARIABLE
+
+    if (streams := found.streams) is None:
+        return
+    own = streams.communicators[streams.widest]
+    name = next(trace.name for trace in found.traces if trace.rank == streams.widest)
+    used = sum(bool(one.calls) for one in own)
+    terminal.say(
+        f"\nCommunicators of {name}, {used} of {len(own)} used in a step; with the stream that computes, the step has"
+        f" {streams.most} streams:"
+    )
+    rows = [
+        [one.axes, one.purpose, f"{one.ranks:,}", ", ".join(f"{n:,} {op}" for op, n in one.calls.items()) or "none"]
+        for one in own
+    ]
+    terminal.table(rows, ("axis", "purpose", "ranks", "calls in a step"), right=(2,))
+    if streams.stuck is not None:
+        terminal.say(terminal.style("Streams: ranks that wait for each other, with one hardware queue", "red"))
+        terminal.say("\n".join(f"  {line}" for line in streams.stuck.circle))
+    else:
+        terminal.say(
+            "Streams: no order of hardware queues can lock the ranks. Exchanges that a device must run side by side:"
+            f" {streams.room} with one queue, at most {streams.enough} with any."
+        )
+    if streams.shared or streams.stuck is not None:
+        terminal.say(
+            f"{streams.most} streams on {streams.queues} hardware queues: those that share one wait for each other."
+            f" Set {QUEUES_VARIABLE}={min(streams.most, MOST_QUEUES)} in the environment of the ranks."
+        )
 
 
 def _show_missing(found: "DryRun", terminal: Terminal) -> None:

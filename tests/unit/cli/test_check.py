@@ -11,8 +11,9 @@ pytest.importorskip("torch")
 
 from ingot.cli.main import main
 from ingot.rehearse.dryrun import dry_run
+from ingot.rehearse.dryrun.communicators import check_streams, communicators_of
 from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck
-from ingot.rehearse.dryrun.rendezvous import Fault
+from ingot.rehearse.dryrun.rendezvous import Call, Fault
 
 RUN = """
 name = "traced"
@@ -79,6 +80,7 @@ def test_a_clean_dry_run_without_data_exits_0_and_reports_the_data(run_file, cap
     assert "nowhere is not a token folder" in text and "1 note" in text and "error" not in text
     assert "overlap of parallel.async_tp is not traced" in text
     assert "no mismatch, no deadlock" in text and "useful" in text
+    assert "no order of hardware queues can lock the ranks" in " ".join(text.split()) and "mesh_tp" in text
     lines = text.splitlines()
     assert lines[0] == "traced on 8xh100, as predicted:"  # the answer first, then the findings, then the traces
     assert [line.split()[0] for line in lines[1:5]] == ["fits", "step", "exposed", "change"]
@@ -196,6 +198,34 @@ def test_a_fault_makes_it_exit_3(run_file, capsys, monkeypatch):
     monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
     assert main(["check", run_file, "--cluster", "8xh100", "--simulate"]) == 3
     assert "Collectives: deadlock" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("orders", ["opposite", "equal"])
+def test_streams_that_lock_or_share_queues_are_reported_with_the_variable(run_file, capsys, monkeypatch, orders):
+    """The planted fault: a rank waits for a message ahead of the sum that the other rank waits for before it sends."""
+    pair = (0, 1)
+    post, wait = (Call(op, pair, "float32", 4, "down", 1, ticket=n) for op, n in (("irecv", -1), ("wait", 0)))
+    send, total = Call("send", pair, "float32", 4, "down", 0), Call("all_reduce", pair, "float32", 8, "dp")
+    first = [post, wait, total] if orders == "opposite" else [post, total, wait]
+    groups = [("dp", "mesh_dp_shard", pair, "dp_shard"), ("down", "pipeline_channel", pair, "pp")]
+    made = {0: communicators_of(groups, first), 1: communicators_of(groups, [total, send])}
+    streams = check_streams({0: first, 1: [total, send]}, made, queues=2)
+    grid = Grid(dict.fromkeys(dry_run.AXES, 1) | {"pp": 2})
+    traces, whole = [trace(0, 1, 1), trace(1, 1, 1)], WorldCheck(None, True, 2)
+    found = dry_run.DryRun(grid, traces, [], whole, [], [9.0, 9.0], [0.0, 0.0], False, (), streams)
+    monkeypatch.setattr(dry_run, "simulate", lambda *_, **__: found)
+    command = ["check", run_file, "--cluster", "8xh100", "--simulate"]
+    assert main(command) == (3 if orders == "opposite" else 0)
+    text = " ".join(capsys.readouterr().out.split())
+    assert "Communicators of rank 0, 2 of 2 used" in text and "1 irecv from 1" in text
+    assert "3 streams on 2 hardware queues" in text and "CUDA_DEVICE_MAX_CONNECTIONS=3" in text
+    if orders == "opposite":
+        assert "rank 1: all_reduce" in text and "with one hardware queue" in text
+    else:
+        assert "side by side: 2 with one queue, at most 2 with any." in text
+    main([*command, "--json"])
+    facts = json.loads(capsys.readouterr().out)["simulated"]["streams"]
+    assert facts["queues"] == 2 and facts["room"] == (None if orders == "opposite" else 2)
 
 
 def trace(rank: int, initial: int, steady: int) -> dry_run.Trace:

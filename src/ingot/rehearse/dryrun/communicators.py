@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ingot.rehearse.dryrun.queues import Programs, Start, Stuck, find_stuck, least_room, one_queue
+from ingot.rehearse.dryrun.queues import KernelStart, Programs, Stuck, find_stuck, least_room, one_queue
 from ingot.rehearse.dryrun.rendezvous import ISEND, RECV, SEND, SENT, WAIT, Call
 
 QUEUES_VARIABLE = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -109,22 +109,22 @@ def check_streams(
 
 def programs_of(calls: Mapping[int, Sequence[Call]]) -> Programs:
     """Return the kernels that the calls of each rank start, in order. Ranks without calls count as in time."""
-    return {rank: _Program(rank).of(own) for rank, own in calls.items()}
+    return {rank: _RankStarts(rank).of(own) for rank, own in calls.items()}
 
 
-class _Program:
+class _RankStarts:
     """The starts of one rank. Its stream COMPUTE waits for what the program waits for, and every exchange waits for
     what was computed before it.
     """
 
     def __init__(self, rank: int):
         self.rank = rank
-        self.starts: list[Start] = [Start(COMPUTE)]
+        self.starts: list[KernelStart] = [KernelStart(COMPUTE)]
         self.computed = 0  # the last start on COMPUTE
         self.numbers: Counter[Hashable] = Counter()
         self.posted: dict[Hashable, int] = {}  # a message -> the start of its kernel
 
-    def of(self, calls: Sequence[Call]) -> list[Start]:
+    def of(self, calls: Sequence[Call]) -> list[KernelStart]:
         for call in calls:
             if call.op in (SENT, WAIT):
                 self._compute_after(self.posted[self._way(call, call.op == SENT), call.ticket])
@@ -142,7 +142,9 @@ class _Program:
         number = self._next(way)
         if call.joined:  # in the kernel of the batch
             last = self.starts[-1]
-            self.starts[-1] = Start(last.stream, last.after, (*last.exchanges, (way, number)), f"{last.text} + {call}")
+            self.starts[-1] = KernelStart(
+                last.stream, last.after, (*last.exchanges, (way, number)), f"{last.text} + {call}"
+            )
         else:
             self._exchange(call, (way, number))
         self.posted[way, number] = len(self.starts) - 1
@@ -159,10 +161,10 @@ class _Program:
 
     def _exchange(self, call: Call, key: Hashable) -> None:
         stream = f"communicator {call.channel} of {len(call.group)} ranks"
-        self.starts.append(Start(stream, (self.computed,), (key,), str(call)))
+        self.starts.append(KernelStart(stream, (self.computed,), (key,), str(call)))
 
     def _compute_after(self, start: int) -> None:
-        self.starts.append(Start(COMPUTE, (start,), text=f"work after {self.starts[start].text}"))
+        self.starts.append(KernelStart(COMPUTE, (start,), text=f"work after {self.starts[start].text}"))
         self.computed = len(self.starts) - 1
 
 

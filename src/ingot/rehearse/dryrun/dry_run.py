@@ -6,13 +6,22 @@ collectives match (mesh_world.py) and compares FLOPs and bytes with the formulas
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ingot.errors import ConfigError
 from ingot.machine.facts import usable_cores
 from ingot.planner.predict.memory.peak_memory import position_bill
 from ingot.plugins.optimizer import OPTIMIZERS
+from ingot.rehearse.dryrun.communicators import (
+    DEFAULT_QUEUES,
+    OF_FSDP,
+    QUEUES_VARIABLE,
+    Communicator,
+    StreamCheck,
+    check_streams,
+    communicators_of,
+)
 from ingot.rehearse.dryrun.mesh_world import Grid, WorldCheck, check_world
 from ingot.rehearse.dryrun.rendezvous import ISEND, SEND, Call
 from ingot.rehearse.dryrun.tracing import KeptTraces, Request, trace_ranks
@@ -23,6 +32,7 @@ from ingot.theory.layout import Position, positions, require_layout, resolve_par
 from ingot.theory.rules.parts import parts_of_plugins
 from ingot.theory.traffic import sent_by_axis, spanned, step_traffic
 from ingot.theory.work import Work, step_work
+from ingot.trainer.mesh.environment import environment_number
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")
 MOMENTS = ("initialisation", "first step", "steady step", "save")
@@ -53,7 +63,7 @@ class PhaseMemory:
 @dataclass(frozen=True)
 class Trace:
     """The traced work of one rank. position: its index on the axis pp. moments: memory by phase. calls: its collectives
-    and messages, from the build to the save.
+    and messages, from the build to the save. communicators: its groups with several ranks.
 
     FLOPs, operations that a device works for, sent (bytes by axis) and counts (calls by axis and operation) are those
     of one steady step. attended: number of query-key pairs that attention computes, per head and sequence.
@@ -72,6 +82,7 @@ class Trace:
     calls: list[Call]
     cpu_seconds: float
     memory_bytes: int
+    communicators: list[Communicator] = field(default_factory=list)
 
     @property
     def peak(self) -> tuple[str, int]:
@@ -105,7 +116,8 @@ class FigureCheck:
 class DryRun:
     """The result of a dry run.
 
-    missing: the chosen ranks that were not traced before patience ended. world: None if there are such ranks.
+    missing: the chosen ranks that were not traced before patience ended. world: None if there are such ranks. streams:
+    the communicators and the order of queues; None on CPUs, with missing ranks, and if the collectives do not match.
     bills: peak memory of each pipeline rank as the planner predicts it, in bytes. useful: FLOPs of a step without
     recomputation for each pipeline rank, by formula. overlap_left_out: the run overlaps tp's collectives with matrix
     products (async_tp), which the trace does not. declared: the chosen parts of plug-ins, on whose declared costs the
@@ -121,6 +133,7 @@ class DryRun:
     useful: list[float]
     overlap_left_out: bool
     declared: tuple[str, ...] = ()
+    streams: StreamCheck | None = None
 
     @property
     def bases(self) -> list[int]:
@@ -140,7 +153,8 @@ class DryRun:
     @property
     def problems(self) -> bool:
         fault = self.world is not None and self.world.fault is not None
-        return fault or not all(c.agrees for c in self.compared)
+        locks = self.streams is not None and self.streams.room is None
+        return fault or locks or not all(c.agrees for c in self.compared)
 
 
 class Watcher:
@@ -188,12 +202,31 @@ def simulate(
     world = None
     if not missing:
         world = check_world({trace.rank: trace.calls for trace in found}, grid, {t.rank: t.name for t in found})
+    streams = None
+    if device == "cuda" and world is not None and world.fault is None:
+        streams = streams_of(config, grid, found)
     places = positions(config)
     compared = [c for trace in found for c in compare(trace, places[trace.position], device, bool(loads))]
     bills = [sum(term.value for term in position_bill(place, device).values()) for place in places]
     useful = [useful_flops(place, device) for place in places]
     overlaps, declared = config.parallel.async_tp, tuple(parts_of_plugins(config))
-    return DryRun(grid, found, missing, world, compared, bills, useful, overlaps, declared)
+    return DryRun(grid, found, missing, world, compared, bills, useful, overlaps, declared, streams)
+
+
+def streams_of(config: RunConfig, grid: Grid, traces: Sequence[Trace]) -> StreamCheck:
+    """Check the streams of the first rank of every pipeline position, which represents the others of its position: they
+    run the same program relative to their coordinates, so they begin and end their kernels together.
+
+    Raises ConfigError if CUDA_DEVICE_MAX_CONNECTIONS is set and no number.
+    """
+    inner = grid.world_size // grid.sizes["pp"]
+    firsts = {trace.rank: trace for trace in traces if trace.rank % inner == 0}
+    return check_streams(
+        {rank: trace.calls for rank, trace in firsts.items()},
+        {rank: trace.communicators for rank, trace in firsts.items()},
+        environment_number(QUEUES_VARIABLE, DEFAULT_QUEUES, least=1),
+        OF_FSDP if config.parallel.zero == 3 else (),
+    )
 
 
 def _traces(request: Request, ranks: list[int], grid: Grid, watcher: Watcher, kept: KeptTraces) -> dict[int, Trace]:
@@ -278,6 +311,10 @@ def read_answer(answer: dict, grid: Grid) -> Trace:
         sent={axis: value for axis, value in sent.items() if axis},
         counts={axis: dict(ops) for axis, ops in counts.items() if axis},
         calls=[table[number] for moment in MOMENTS for number in answer["program"][moment]],
+        communicators=communicators_of(
+            [(name, purpose, groups[n], names[groups[n]]) for name, purpose, n in answer["communicators"]],
+            [table[number] for number in answer["program"][STEADY]],
+        ),
         cpu_seconds=answer["cpu_seconds"],
         memory_bytes=answer["memory_bytes"],
     )

@@ -25,7 +25,7 @@ MOST_STATES = 100_000  # states with a choice that a search visits before it giv
 
 
 @dataclass(frozen=True, slots=True)
-class Start:
+class KernelStart:
     """A kernel, as the host of one rank starts it. stream: its name. after: earlier starts of the same program, by
     index, whose ends it waits for. exchanges: keys of what it does together with the starts of other ranks that have
     the same key: one collective, or messages; () if it needs no other rank. text: its name for people.
@@ -37,7 +37,7 @@ class Start:
     text: str = ""
 
 
-Programs = Mapping[int, Sequence[Start]]
+Programs = Mapping[int, Sequence[KernelStart]]
 QueueOf = Mapping[int, Mapping[str, int]]  # rank -> stream -> queue
 
 
@@ -68,7 +68,7 @@ def own_queues(programs: Programs) -> QueueOf:
     return {rank: {name: n for n, name in enumerate(streams_of(program))} for rank, program in programs.items()}
 
 
-def streams_of(program: Sequence[Start]) -> list[str]:
+def streams_of(program: Sequence[KernelStart]) -> list[str]:
     return list(dict.fromkeys(start.stream for start in program))
 
 

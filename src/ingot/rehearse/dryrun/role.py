@@ -88,7 +88,10 @@ def trace_rank(
 
             return build_within
 
-        new_group = own_groups_only(dist.new_group, rank)
+        world = dist.group.WORLD
+        assert world is not None  # it was made above
+        tracker.groups = [(world.group_name, "world", tuple(range(dist.get_world_size())))]
+        new_group = _listed(own_groups_only(dist.new_group, rank), tracker)
         with replaced(dist, "new_group", new_group):
             # Built outside the fake mode, because the mesh contains a real tensor of ranks.
             whole = OPTIMIZERS[config.optim.kind].whole_matrices
@@ -129,6 +132,18 @@ def trace_rank(
             return tracker
     finally:
         dist.destroy_process_group()
+
+
+def _listed(original: Callable, tracker: Tracker) -> Callable:
+    """Wrap `dist.new_group` so that the tracker lists the groups of this rank."""
+
+    def new_group(ranks: list[int], *args, group_desc: str = "", **kwargs):
+        group = original(ranks, *args, group_desc=group_desc, **kwargs)
+        if isinstance(group, dist.ProcessGroup):
+            tracker.groups.append((group.group_name, group_desc, tuple(dist.get_process_group_ranks(group))))
+        return group
+
+    return new_group
 
 
 def _state_kind(config: RunConfig) -> str:
@@ -251,8 +266,8 @@ def answer_of(
     for moment, _ in tracker.moments:
         calls = [event.call for event in tracker.events_of(moment) if event.call is not None]
         program[moment] = [table.setdefault(call, len(table)) for call in calls]
-    for call in table:
-        groups.setdefault(call.group, len(groups))
+    for group in (*(call.group for call in table), *(ranks for _, _, ranks in tracker.groups)):
+        groups.setdefault(group, len(groups))
     rows = [
         [c.op, groups[c.group], c.dtype, c.elements, c.channel, c.peer, c.label, c.ticket, c.joined, c.own]
         for c in table
@@ -265,6 +280,7 @@ def answer_of(
         "operations": tracker.operations_of(STEADY),
         "groups": [list(group) for group in groups],
         "calls": rows,
+        "communicators": [[name, purpose, groups[ranks]] for name, purpose, ranks in tracker.groups],
         "program": program,
         "cpu_seconds": cpu_seconds,
         "memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

@@ -98,8 +98,9 @@ class Tracker(TraceMode):
     places (`within`).
 
     events: the issued operations in order. flops: FLOPs by operation. calls: the collectives of this rank in order, for
-    rendezvous.py. moments: the phases as (name, index of the first entry in the memory log). fakes: the surrounding
-    mode of fake tensors, if any, whose cache makes the tracker fast.
+    rendezvous.py. groups: the process groups of this rank as (name, purpose, ranks), if the caller lists them. moments:
+    the phases as (name, index of the first entry in the memory log). fakes: the surrounding mode of fake tensors, if
+    any, whose cache makes the tracker fast.
     """
 
     def __init__(self, fakes: FakeProgram | None = None):
@@ -109,6 +110,7 @@ class Tracker(TraceMode):
         self.events: list[Event] = []
         self.flops: Counter[str] = Counter()
         self.operations = 0
+        self.groups: list[tuple[str, str, tuple[int, ...]]] = []
         self.moments: list[tuple[str, int]] = []
         self._events_at: list[int] = []
         self._flops_at: list[Counter[str]] = []

@@ -6,7 +6,7 @@ import pytest
 
 from ingot.rehearse.dryrun.communicators import Communicator, check_streams, communicators_of, programs_of
 from ingot.rehearse.dryrun.queues import (
-    Start,
+    KernelStart,
     Undecided,
     all_queues,
     find_stuck,
@@ -18,7 +18,7 @@ from ingot.rehearse.dryrun.queues import (
 )
 from ingot.rehearse.dryrun.rendezvous import Call
 
-SUM, GATHER = Start("dp", exchanges=("sum",), text="sum"), Start("tp", exchanges=("gather",), text="gather")
+SUM, GATHER = KernelStart("dp", exchanges=("sum",), text="sum"), KernelStart("tp", exchanges=("gather",), text="gather")
 OPPOSITE = {0: [SUM, GATHER], 1: [GATHER, SUM]}
 
 
@@ -37,10 +37,10 @@ def test_two_ranks_that_start_two_collectives_in_opposite_order_lock_where_only_
 
 def test_work_that_waits_for_a_message_locks_what_shares_its_queue():
     """Rank 0 waits for a message before it starts the collective that rank 1 waits for before it sends."""
-    receive, send = Start("in", exchanges=("message",)), Start("out", (1,), ("message",))
+    receive, send = KernelStart("in", exchanges=("message",)), KernelStart("out", (1,), ("message",))
     programs = {
-        0: [receive, Start("compute", (0,)), SUM],
-        1: [SUM, Start("compute", (0,)), send],
+        0: [receive, KernelStart("compute", (0,)), SUM],
+        1: [SUM, KernelStart("compute", (0,)), send],
     }
     assert find_stuck(programs, own_queues(programs)) is None  # the sum overtakes the work that waits
     stuck = find_stuck(programs, one_queue(programs))
@@ -48,7 +48,7 @@ def test_work_that_waits_for_a_message_locks_what_shares_its_queue():
     assert any("rank 0: sum (dp) is in a queue after rank 0: compute" in line for line in stuck.circle)
     with_two = [find_stuck(programs, queues) for queues in all_queues(programs, 2)]
     assert any(with_two) and not all(with_two)  # it depends on which streams share a queue
-    in_order = {**programs, 0: [SUM, receive, Start("compute", (1,))]}
+    in_order = {**programs, 0: [SUM, receive, KernelStart("compute", (1,))]}
     assert find_stuck(in_order, one_queue(in_order), holds=True) is None
 
 
@@ -99,8 +99,8 @@ def drawn(draw):
         for name in own:
             after = (draw.randrange(len(program)),) if program and draw.random() < 0.5 else ()
             if draw.random() < 0.4:
-                program.append(Start("c", after))
-            program.append(Start(exchanges[name][1], after, (name,)))
+                program.append(KernelStart("c", after))
+            program.append(KernelStart(exchanges[name][1], after, (name,)))
         programs[rank] = program
     return programs
 
@@ -121,7 +121,7 @@ def test_every_answer_is_that_of_a_search_without_shortcuts():
 
 
 def test_all_queues_are_tried_and_a_search_that_grows_too_large_says_so():
-    programs = {0: [Start(name) for name in "abc"], 1: [Start("a")]}
+    programs = {0: [KernelStart(name) for name in "abc"], 1: [KernelStart("a")]}
     assert [len(list(all_queues(programs, k))) for k in (1, 2, 3, 8)] == [1, 3, 1, 1]
     assert streams_of(programs[0]) == ["a", "b", "c"]
     with pytest.raises(Undecided):
