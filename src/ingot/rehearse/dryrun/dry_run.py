@@ -225,7 +225,7 @@ def streams_of(config: RunConfig, grid: Grid, traces: Sequence[Trace]) -> Stream
         {rank: trace.calls for rank, trace in firsts.items()},
         {rank: trace.communicators for rank, trace in firsts.items()},
         environment_number(QUEUES_VARIABLE, DEFAULT_QUEUES, least=1),
-        OF_FSDP if config.parallel.zero == 3 else (),
+        OF_FSDP if resolve_parallel(config).zero == 3 else (),
     )
 
 

@@ -20,6 +20,7 @@ from ingot.rehearse.dryrun import dry_run, role, tracing  # noqa: E402
 from ingot.rehearse.dryrun.dry_run import compare  # noqa: E402
 from ingot.rehearse.dryrun.fake import Known  # noqa: E402
 from ingot.rehearse.dryrun.mesh_world import check_world  # noqa: E402
+from ingot.rehearse.dryrun.rendezvous import SENT, WAIT  # noqa: E402
 from ingot.rehearse.dryrun.tracker import ROUNDING_BYTES, Tracker  # noqa: E402
 from ingot.schema.arch import Arch  # noqa: E402
 from ingot.schema.parallel import Parallel  # noqa: E402
@@ -86,6 +87,11 @@ def test_ranks_meet_and_work_and_traffic_agree_with_the_formulas(parallel):
         found[rank] = dry_run.read_answer(role.answer_of(run, tracker, rank, 0.0), grid)
     world = check_world({rank: trace.calls for rank, trace in found.items()}, grid)
     assert world.fault is None and world.alike
+    streams = dry_run.streams_of(run, grid, list(found.values()))
+    assert streams.room is not None and streams.room <= (1 if run.parallel.pp == 1 else streams.enough)
+    for trace in found.values():
+        listed = sum(sum(one.calls.values()) for one in trace.communicators)
+        assert listed == sum(n for ops in trace.counts.values() for op, n in ops.items() if op not in (SENT, WAIT))
     places = dry_run.positions(run)
     for trace in found.values():
         for compared in compare(trace, places[trace.position], "cpu"):
