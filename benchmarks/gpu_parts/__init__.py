@@ -1,0 +1,1 @@
+"""The parts of benchmarks/train_gpu.py: models and layouts, contestants, the stress, pictures of streams, the page."""
