@@ -323,7 +323,7 @@ def play_all(chosen: list[Part], args: argparse.Namespace, device: str, gpus: in
             print(f"{part.name:16} has a line of {own['date']} ({own['status']}); --again measures it again")
             continue
         if gpus < part.gpus and not args.smoke:
-            print(f"{part.name:16} needs {part.gpus} GPUs, this machine has {gpus}")
+            print(f"{part.name:16} needs {part.gpus} GPUs, and this machine has {gpus}")
             continue
         if (left := min(LIMIT_SECONDS, end - time.monotonic())) < 5:
             print(f"{part.name:16} is left for the next call: the {args.minutes:g} minutes are over")
@@ -364,7 +364,7 @@ def show_list(args: argparse.Namespace, device: str, gpus: int) -> None:
     print(f"here: {gpus} x {device or 'no GPU'}; expected: the planner's prediction for one {card.device_name}")
     for name, part in parts().items():
         own = [o for o in lines if o["part"] == name and o["device"] == device and o["source"] == source_hash()]
-        state = own[-1]["status"] if own else "not measured" if gpus >= part.gpus else f"needs {part.gpus} GPUs"
+        state = own[-1]["status"] if own else "not measured" if gpus >= part.gpus else f"needs {part.gpus} GPU"
         expected = ""
         if name in CASES:
             plan = CASES[name].expected(cluster)

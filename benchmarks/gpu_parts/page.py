@@ -184,8 +184,8 @@ within 1% (losses) and 5% (norms)."""
 _LEGEND = """\
 Who computes and who communicates, in the order of the program. Each picture is one rank of the real program, traced
 on fake tensors with two or three blocks (`benchmarks/gpu_parts/streams.py`), in its steady step. Columns are parts
-of the step and have no length in time: which exchange is hidden by the computation above it is a question of speed, that
-only a GPU answers.
+of the step and have no length in time: which exchange is hidden by the computation above it is a question of speed,
+that only a GPU answers.
 
 - The row `computes` is the stream of the kernels: F0 and B0 are forward and backward of block 0, L is the last norm
   and the loss, U the update. Parts without matrix products, such as the embedding, have no column. Dots: it waits.

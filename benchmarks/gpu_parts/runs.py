@@ -99,23 +99,26 @@ CASES = {
 # -- the stress: every legal combination of schedule, tp, cp and ep on 2, 4 and 8 ranks ------------------------------
 
 
-def stress_model(*, experts: bool) -> Arch:
+def stress_model(*, experts: bool, small: bool) -> Arch:
     """Return a model that every axis up to 4 divides, with a stage for each of 2 x 4 pipeline ranks."""
-    arch = replace(_llama(512, _STRESS_LAYERS, 4, 1024), vocab_size=2048, num_heads=8, head_dim=64)
-    return replace(arch, moe=Moe(num_experts=8, top_k=2, d_expert=256, global_loss=0.01)) if experts else arch
+    width, ffn, words, head_dim = (64, 96, 128, 8) if small else (512, 1024, 2048, 64)
+    arch = replace(_llama(width, _STRESS_LAYERS, 4, ffn), vocab_size=words, num_heads=8, head_dim=head_dim)
+    return replace(arch, moe=Moe(num_experts=8, top_k=2, d_expert=ffn // 4, global_loss=0.01)) if experts else arch
 
 
 def stress_run(device: str, *, experts: bool, precision: str = "fp32", **layout: Any) -> RunConfig:
+    """Return the run of a layout. On a CPU it is small: only the program is tried there."""
+    small = device == "cpu"
     train = Train(
         steps=1,
-        seq_len=_STRESS_TOKENS,
+        seq_len=32 if small else _STRESS_TOKENS,
         global_batch=_STRESS_BATCH,
         micro_batch=_micro_batch(Parallel(**layout)),
         precision=precision,  # type: ignore[arg-type]
         device=device,  # type: ignore[arg-type]
         compile="off",  # nothing of a layout depends on it, and it takes a minute for each one
     )
-    model, data = stress_model(experts=experts), Data(tokens="")
+    model, data = stress_model(experts=experts, small=small), Data(tokens="")
     return RunConfig(name="stress", model=model, data=data, train=train, parallel=Parallel(**layout))
 
 
@@ -140,6 +143,6 @@ def layouts(world: int) -> Iterator[tuple[str, bool, dict[str, Any]]]:
                     settings: dict[str, Any] = {"pp": pp, "tp": tp, "cp": cp, "dp_shard": world // (pp * tp * cp)}
                     more = {"schedule": schedule, "context": context, "ep": ep}
                     settings |= {key: value for key, value in more.items() if value}
-                    if not list(layout_problems(stress_run("cpu", experts=ep > 0, **settings))):
+                    if not list(layout_problems(stress_run("cuda", experts=ep > 0, **settings))):
                         shown = {key: value for key, value in settings.items() if value != 1 or key == "ep"}
                         yield ", ".join(f"{key} {value}" for key, value in shown.items()), ep > 0, settings

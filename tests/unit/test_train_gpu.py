@@ -3,7 +3,6 @@ comparison of layouts, the pictures, and with --smoke the programs of the parts.
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 from dataclasses import replace
@@ -186,16 +185,22 @@ def test_exchanges_are_drawn_from_their_start_to_the_wait():
     assert picture.text() == "computes F0 F1 L . B1\ndp       .. G. G . ..\ntp       .. .. . R .."
 
 
-def test_a_machine_without_a_gpu_measures_nothing():
-    environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    command = [sys.executable, str(ROOT / "benchmarks" / "train_gpu.py")]
-    refused = subprocess.run([*command, "--part", "8b"], capture_output=True, text=True, env=environment, check=False)
-    assert refused.returncode == 2 and "no part is called 8b; the parts are: 0.5b," in refused.stderr
-    found = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert found.returncode == 1 and "nothing was measured" in found.stderr
-    listed = subprocess.run([*command, "--list"], capture_output=True, text=True, env=environment, check=False)
-    (line,) = [line for line in listed.stdout.splitlines() if line.startswith("3b ")]
-    assert "needs 1 GPUs" in line and "MFU" in line
+def test_a_machine_without_a_gpu_measures_nothing(monkeypatch, capsys):
+    torch = pytest.importorskip("torch")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+
+    def main(*words):
+        monkeypatch.setattr(sys, "argv", ["train_gpu.py", *words])
+        return train_gpu.main()
+
+    with pytest.raises(SystemExit, match="nothing was measured"):  # as text: exit code 1
+        main()
+    with pytest.raises(SystemExit, match="2"):
+        main("--part", "8b")
+    assert "no part is called 8b; the parts are: 0.5b," in capsys.readouterr().err
+    assert main("--list") == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("3b ")]
+    assert "needs 1 GPU " in line and "MFU" in line
 
 
 def smoke(*parts):
