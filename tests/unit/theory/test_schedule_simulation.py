@@ -9,11 +9,14 @@ from ingot.theory.schedule import (
     NAMES,
     PUBLISHED,
     Action,
+    Chain,
     ScheduleTable,
     build_table,
+    pair_seconds,
     schedule_problems,
     simulate,
     timeline_text,
+    turns,
 )
 
 LEGAL = [(2, 4), (3, 6), (4, 8), (4, 16), (6, 12), (8, 32)]
@@ -85,6 +88,62 @@ def test_dualpipe_formula_is_exact_with_equal_times_and_a_bound_for_faster_pairs
     assert (
         run(name, pp, micro_batches, 1, 1, 1).step_time <= run(name, pp, micro_batches, 1, 1, 1, overlapped=3).step_time
     )
+
+
+def layer_chains(layers, attention, experts, exchange):
+    """A forward of layers with experts, and its backward, which takes twice as long between the same exchanges."""
+    parts = [attention, experts] * layers + [0.0]
+    exchanges = [exchange] * (2 * layers)
+    return Chain(parts, exchanges), Chain([2 * part for part in reversed(parts)], exchanges)
+
+
+def test_pairs_alternate_at_exchanges_and_the_longer_one_goes_on_alone():
+    assert list(turns(2, 2)) == [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
+    assert list(turns(0, 2)) == [(0, 0), (1, 0), (1, 1), (1, 2)]
+    assert list(turns(2, 0)) == [(0, 0), (1, 0), (0, 1), (0, 2)]
+
+
+def test_the_time_of_a_pair_by_hand():
+    forward, backward = layer_chains(1, 4, 2, 1)
+    assert (forward.seconds, backward.seconds) == (8, 14)
+    # F attention 0-4, rows 4-5; B has nothing to compute before its first exchange, 5-6, so F waits for its rows.
+    # F experts 5-7, results 7-8; B experts 7-11, gradients 11-12; F ends at 11; B attention 12-20.
+    assert pair_seconds(forward, backward) == 20
+    # Long exchanges are one after the other on the link.
+    assert pair_seconds(Chain([1, 1], [10]), Chain([1, 1], [10])) == 1 + 10 + 1 + 9 + 1
+    assert pair_seconds(Chain([3], []), Chain([2], [])) == 5
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(1, 4), times, times, times, st.booleans())
+def test_a_pair_hides_exchanges_and_nothing_else(layers, attention, experts, exchange, dense):
+    forward, backward = layer_chains(layers, attention, experts, exchange)
+    forward = Chain([sum(forward.computes)], []) if dense else forward
+    found, computes = pair_seconds(forward, backward), sum(forward.computes) + sum(backward.computes)
+    sent = sum(forward.exchanges) + sum(backward.exchanges)
+    least = max(computes, sent, forward.seconds, backward.seconds)
+    assert least - 1e-9 <= found <= forward.seconds + backward.seconds + 1e-9
+    if not dense and exchange <= min(attention, experts):
+        # All exchanges have a part of the other beside them, but the first and the last of the backward.
+        assert found <= computes + 2 * exchange + 1e-9
+
+
+def test_the_simulation_takes_the_time_of_each_pair():
+    chains = [layer_chains(layers, 1.0, 0.5, 0.75) for layers in (1, 1, 1, 2, 2, 1, 1, 1)]
+    f, b = ([chain.seconds for chain in way] for way in zip(*chains, strict=True))
+    table = build_table("dualpipe_v", 4, 16)
+
+    def together(forward, backward):
+        return pair_seconds(chains[forward.stage][0], chains[backward.stage][1])
+
+    halves = {"forward": f, "backward_input": [x / 2 for x in b], "backward_weight": [x / 2 for x in b]}
+    apart, paired = (simulate(table, **halves, overlapped=how) for how in (None, together))
+    assert paired.step_time < 0.85 * apart.step_time
+    for rank, positions in enumerate(table.overlaps):
+        for i in positions:
+            expected = together(*table.rows[rank][i : i + 2])
+            assert paired.ends[rank][i] - paired.starts[rank][i] == pytest.approx(expected)
+            assert paired.starts[rank][i] == paired.starts[rank][i + 1]
 
 
 def test_order_of_the_schedules_at_4_ranks_and_8_micro_batches():

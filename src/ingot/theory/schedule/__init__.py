@@ -3,6 +3,7 @@ them.
 """
 
 from ingot.theory.schedule.build import NAMES, PUBLISHED, Published, build_table, schedule_problems
+from ingot.theory.schedule.pairs import Chain, pair_seconds, turns
 from ingot.theory.schedule.simulate import Timeline, pipeline_seconds, simulate, timeline_text
 from ingot.theory.schedule.table import (
     Action,
@@ -19,6 +20,7 @@ __all__ = [
     "NAMES",
     "PUBLISHED",
     "Action",
+    "Chain",
     "Channel",
     "Kind",
     "Message",
@@ -28,9 +30,11 @@ __all__ = [
     "build_table",
     "channel_order",
     "check_table",
+    "pair_seconds",
     "peak_in_flight",
     "pipeline_seconds",
     "schedule_problems",
     "simulate",
     "timeline_text",
+    "turns",
 ]

@@ -5,7 +5,7 @@ To get the step time alone, a table is compiled once and played with any action 
 take as long as those before them, so two short steps of different lengths give the time of each further micro-batch.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 
@@ -57,7 +57,7 @@ def simulate(
     backward_weight: float | Sequence[float],
     send: float = 0.0,
     overlap_sends: bool = True,
-    overlapped: float | None = None,
+    overlapped: float | Callable[[Action, Action], float] | None = None,
 ) -> Timeline:
     """Play the table: every action starts when its rank is free and its input has arrived.
 
@@ -65,8 +65,8 @@ def simulate(
       the sum of the last two.
     send: time from the end of an action until its result is on another rank; with overlap_sends the sender continues
       at once. Every message has the full bandwidth of its link.
-    overlapped: the time of a forward and a backward that the table runs together (DualPipe's F&B, the same for all
-      pairs); None: they run one after the other.
+    overlapped: the time of a forward and a backward that the table runs together (DualPipe's F&B): the same for all
+      pairs, or a function of the two (see `pair_seconds`); None: they run one after the other.
     Raises ConfigError if the table cannot be played. Simulating one action takes about 3 microseconds.
     """
     f, i, w = (_per_stage(table, time) for time in (forward, backward_input, backward_weight))
@@ -86,7 +86,10 @@ def simulate(
             start = clock.ready(rank, actions, free)
             if start is None:
                 break
-            time = overlapped if pair and overlapped is not None else times[actions[0].kind][actions[0].stage]
+            if pair and overlapped is not None:
+                time = overlapped(*actions) if callable(overlapped) else overlapped
+            else:
+                time = times[actions[0].kind][actions[0].stage]
             free = start + time
             busy[rank] += time
             for action in actions:
