@@ -34,6 +34,7 @@ from ingot.trainer.parallel.balance import Balance
 from ingot.trainer.parallel.context import ContextParallelism
 from ingot.trainer.parallel.expert import dispatch_of
 from ingot.trainer.parallel.pipeline import PipelineExecutor
+from ingot.trainer.parallel.turns import Turns
 from ingot.trainer.parts import StepParts
 from ingot.trainer.resilience.policy import Policy, Unwatched
 from ingot.trainer.resilience.start_times import StartClock
@@ -66,7 +67,10 @@ def build_parts(
         clock.end("groups")
     table = build_table(settings.schedule, settings.pp, config.accumulation, settings.stages_on_each_rank)
     first_value = _first_value(config, base, continues) if first_values else None
-    model = _build_model(config, mesh, table, device, first_value)
+    # Without exchanges of experts, nothing of a pair could overlap.
+    paired = any(table.overlaps) and settings.ep > 1
+    turns = Turns(device, sends_again=settings.recompute != "selective") if paired else None
+    model = _build_model(config, mesh, table, device, first_value, turns)
     program = PipelineExecutor(
         model.stages,
         table,
@@ -78,6 +82,7 @@ def build_parts(
         sequence_ranks=settings.tp if settings.sequence else 1,
         router_loss=RouterLoss if arch.is_moe else None,
         split=model.split,
+        turns=turns,
     )
     rules = optimizer_rules(config.optim)
     matrices = None
@@ -137,7 +142,12 @@ def _first_value(config: RunConfig, base: Path, continues: bool) -> InitialValue
 
 
 def _build_model(
-    config: RunConfig, mesh: Mesh, table: ScheduleTable, device: torch.device, first_value: InitialValue | None
+    config: RunConfig,
+    mesh: Mesh,
+    table: ScheduleTable,
+    device: torch.device,
+    first_value: InitialValue | None,
+    turns: Turns | None,
 ) -> ShardedModel:
     """Build the model with the attention and the expert dispatch that the mesh needs, and distribute it."""
     arch = config.model
@@ -159,7 +169,7 @@ def _build_model(
         model.readout.terms = loss_terms(config)
         return model
 
-    return parallelize(
+    model = parallelize(
         make,
         mesh,
         config.train,
@@ -171,3 +181,6 @@ def _build_model(
         kept=context.kept,
         whole_attention=whole_attention,
     )
+    if turns is not None:
+        turns.holders += [holder for holder in (model.split, context.kept) if holder is not None]
+    return model

@@ -117,6 +117,9 @@ def trace_rank(
                 config = dataclasses.replace(config, guard=guard)
                 run = trainer_build.build_parts(config, _CPU, Path(), policy, first_values=False)
             _follow(run, tracker)
+            if run.program.turns is not None:
+                run.program.turns.holders.append(tracker)
+                run.program.turns.in_thread = tracker.in_thread
             for moment in (FIRST, STEADY):
                 began(moment)
                 tracker.begin(moment)

@@ -8,7 +8,7 @@ the tensors' storages, rounded up to 512 bytes as caching allocators do, without
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, NamedTuple
@@ -105,7 +105,7 @@ class Tracker(TraceMode):
 
     def __init__(self, fakes: FakeProgram | None = None):
         super().__init__()
-        self._call = _call if fakes is None else fakes.call
+        self._fakes, self._call = fakes, _call if fakes is None else fakes.call
         self._flops_of: dict[tuple, int] = {}
         self.events: list[Event] = []
         self.flops: Counter[str] = Counter()
@@ -148,6 +148,17 @@ class Tracker(TraceMode):
             yield
         finally:
             self.kind, self.place = before
+
+    def put_aside(self) -> Callable[[], None]:
+        """Give up the place of the computation that runs, as one of two that take turns, and return the function that
+        sets it again."""
+        held = self.kind, self.place, self._backward
+        self._backward = False
+
+        def restore() -> None:
+            self.kind, self.place, self._backward = held
+
+        return restore
 
     def mark(self, text: str) -> None:
         self.events.append(Event("mark", text, self.place))
@@ -227,6 +238,16 @@ class Tracker(TraceMode):
         while self._replaced:
             owner, name, original = self._replaced.pop()
             setattr(owner, name, original)
+
+    @contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Record the operations of this thread as well, while the tracker is open in another thread."""
+        with nullcontext() if self._fakes is None else self._fakes:
+            super().__enter__()
+            try:
+                yield
+            finally:
+                super().__exit__(None, None, None)
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if func is _DEVICE_OF and type(args[0]) is FakeTensor:

@@ -35,7 +35,7 @@ class WaitObserver(Protocol):
 
 
 class WaitClock:
-    """The seconds that the thread which started this clock has waited. One clock runs at a time.
+    """The seconds that the thread which started this clock has waited (see `follow_thread`). One clock runs at a time.
 
     set_waiting: called with True when such a wait begins, and with False when it ends. traffic: divides the time by
     axis of the mesh. observer: sees what is counted; None: nobody.
@@ -74,6 +74,10 @@ class WaitClock:
     def _replace(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
         self._replaced.append((owner, name, getattr(owner, name)))
         setattr(owner, name, function)
+
+    def follow_thread(self) -> None:
+        """Count the waits of this thread from now on, instead of those of the thread before it."""
+        self._thread = threading.get_ident()
 
     def stop(self) -> None:
         """Stop the clock. It may be stopped already."""

@@ -33,6 +33,7 @@ from ingot.theory.layout import fixed_expert_rows
 from ingot.trainer.mesh.collectives import finish, gather, start_all_to_all
 from ingot.trainer.mesh.mesh import Mesh
 from ingot.trainer.parallel.context import TokenShare
+from ingot.trainer.parallel.turns import pass_turn
 
 
 def dispatch_of(mesh: Mesh, local: Any) -> Any:
@@ -149,6 +150,7 @@ class PendingAllToAll:
         return pending
 
     def arrive(self) -> Tensor:
+        pass_turn(in_forward=True)
         result, self.result = self.result, None  # else it would keep alive the graph that holds this object
         return _Arrive.apply(result, self)
 
@@ -187,6 +189,7 @@ class _Send(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
+        pass_turn()
         gradient, ctx.pending.gradient = ctx.pending.gradient, None
         return finish(gradient), None
 

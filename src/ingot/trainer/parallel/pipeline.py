@@ -7,6 +7,9 @@ A rank executes its row of a table (theory/schedule), action by action:
     I  backward for the input     as B                                         as B
     W  backward for the weights   needs nothing                                sends nothing
 
+A forward and a backward that the table pairs (DualPipeV) run together: each computes while the exchanges of the other's
+experts are on their way (parallel/turns.py). Without such exchanges one runs after the other.
+
 One process is a pipeline of one rank: F and B alternate, and nothing is sent. Ranks that share the tokens of sequences
 (parallel/context.py) each execute the table with their own tokens.
 """
@@ -14,6 +17,7 @@ One process is a pipeline of one rank: F and B alternate, and nothing is sent. R
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -31,6 +35,7 @@ from ingot.trainer.mesh.step_times import StepPhase, StepTimes
 from ingot.trainer.parallel.channels import Channels
 from ingot.trainer.parallel.context import TokenShare
 from ingot.trainer.parallel.split_backward import SplitBackward, WeightGradients
+from ingot.trainer.parallel.turns import Turns
 
 _PHASES: dict[str, StepPhase] = {"F": "forward", "B": "backward", "I": "backward", "W": "backward"}
 
@@ -100,8 +105,9 @@ class PipelineExecutor:
     stages: stage number -> module, of this rank. dtype: the dtype of the hidden states between stages. sequence_ranks:
     the number of parts into which tensor parallelism divides a cp rank's hidden states along the sequence.
     router_loss: makes a RouterLoss (model/routing.py) from (keys_B, weight); None for a model without experts. split:
-    the model's SplitBackward, needed for a table with I and W. times: of the phases of steps; None: not measured.
-    observers: see StepObserver. Neither notices the part of another rank, or a part that is computed once more.
+    the model's SplitBackward, needed for a table with I and W. turns: of the two actions of a pair; None: they run one
+    after the other. times: of the phases of steps; None: not measured. observers: see StepObserver. Neither notices the
+    part of another rank, or a part that is computed once more.
 
     A stage is called as `stage(x, targets or None, document_ids or None, [positions_T=], [router_loss=])`. x: this
     rank's tokens [B, T / cp] on the first stage, hidden states on later stages. document_ids: for whole sequences, on
@@ -121,6 +127,7 @@ class PipelineExecutor:
         sequence_ranks: int = 1,
         router_loss: Callable[[Tensor, Tensor], Any] | None = None,
         split: SplitBackward | None = None,
+        turns: Turns | None = None,
     ):
         self.stages, self.table, self.data = stages, table, data
         self.d_model, self.dtype, self.device, self.sequence_ranks = d_model, dtype, device, sequence_ranks
@@ -129,7 +136,10 @@ class PipelineExecutor:
         self.observers: list[StepObserver] = []
         self.data_rank, self.data_ranks = mesh.data_rank, mesh.data_ranks
         self.rank = mesh.index("pp")
-        self.row = table.rows[self.rank]
+        self.row, self.turns = table.rows[self.rank], turns
+        pairs = table.overlaps[self.rank] if turns is not None else ()
+        # The actions that run together: one, or a forward and a backward.
+        self.slots = [self.row[i : i + 1 + (i in pairs)] for i in range(len(self.row)) if i - 1 not in pairs]
         assert table.copies == 1 and set(stages) == set(table.stages_of(self.rank))
         self.channels = Channels(table, mesh, dtype, device)
         self.split = split if any(action.kind == "I" for action in self.row) else None
@@ -174,13 +184,18 @@ class PipelineExecutor:
             for observer in step.observers:
                 stack.enter_context(observer.step(batch.step))
             self.channels.start()
-            for action, following in zip(self.row, (*self.row[1:], None), strict=True):
+            for slot, following in zip(self.slots, (*self.slots[1:], ()), strict=True):
                 # The message that the next action needs travels while this action computes.
-                for upcoming in (action, following):
-                    if upcoming is not None and (parcel := needed_by(self.table, upcoming)):
+                for upcoming in (*slot, *following[:1]):
+                    if parcel := needed_by(self.table, upcoming):
                         self.channels.expect(parcel, shape)
-                with nullcontext() if times is None else times.phase(_PHASES[action.kind]):
-                    self._execute[action.kind](action, step)
+                first, *second = (partial(self._execute[action.kind], action, step) for action in slot)
+                around = [nullcontext if times is None else partial(times.phase, _PHASES[a.kind]) for a in slot]
+                if second and self.turns is not None:
+                    self.turns.run(first, second[0], (around[0], around[1]))
+                else:
+                    with around[0]():
+                        first()
             self.channels.finish()
         return step.loss
 

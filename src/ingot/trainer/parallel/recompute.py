@@ -79,6 +79,15 @@ class KeptResults:
     def __init__(self):
         self._block: _BlockResults | None = None
 
+    def put_aside(self) -> Callable[[], None]:
+        """Leave the block in progress for a while, and return the function that enters it again."""
+        held, self._block = self._block, None
+
+        def restore() -> None:
+            self._block = held
+
+        return restore
+
     @property
     def making(self) -> bool:
         """True while a kept result is being computed; then the results of single operations are not kept."""

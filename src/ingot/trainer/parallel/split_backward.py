@@ -15,6 +15,7 @@ Inside an open `WeightGradients` a matrix product defers the gradient of its wei
 All other operations (norms, the embedding, experts, the loss with the head) have their whole backward in I.
 """
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -32,6 +33,15 @@ class SplitBackward:
 
     def __init__(self):
         self.open: WeightGradients | None = None
+
+    def put_aside(self) -> Callable[[], None]:
+        """Close the open WeightGradients for a while, and return the function that opens it again."""
+        held, self.open = self.open, None
+
+        def restore() -> None:
+            self.open = held
+
+        return restore
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
         """Return x [.., in] @ weight [out, in].T, and defer the weight's gradient to the open WeightGradients.
