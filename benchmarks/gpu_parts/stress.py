@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from gpu_parts.runs import layouts, stress_run
 
+from gpu_parts.runs import layouts, stress_run
 from ingot.rehearse.proof.ranks import STEPS, batch_of
 from ingot.schema.run import RunConfig
 from ingot.trainer.build import build_parts

@@ -4,6 +4,8 @@ The order is read from the operators that run, in the forward and the backward o
 """
 
 from dataclasses import replace
+from typing import ClassVar
+
 import numpy as np
 import pytest
 import torch
@@ -59,7 +61,7 @@ BATCH, TOKENS, WIDTH, HIDDEN = 2, 7, 16, 24  # the tokens are those of a rank
 class Order(TraceMode):
     """The starts and ends of collectives, and the products, in the order in which a rank issues them."""
 
-    _KINDS = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
+    _KINDS: ClassVar = {"all_gather_into_tensor": "gather", "reduce_scatter_tensor": "scatter"}
 
     def __init__(self):
         super().__init__()

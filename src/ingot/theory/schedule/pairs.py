@@ -34,8 +34,8 @@ class Chain:
 def turns(forward: int, backward: int) -> Iterator[tuple[int, int]]:
     """Yield (0 for the forward or 1 for the backward, number of its part) in the order in which the parts compute.
 
-    forward, backward: their numbers of exchanges. The forward begins, and each turn ends at an exchange. When one of the
-    two has ended, the other has all further turns.
+    forward, backward: their numbers of exchanges. The forward begins, and each turn ends at an exchange. When one of
+    the two has ended, the other has all further turns.
     """
     ends, done = (forward + 1, backward + 1), [0, 0]
     side = 0

@@ -115,8 +115,8 @@ def test_only_who_shares_something_needs_more_than_local_dispatch(fork_ranks, de
 
 @pytest.mark.parametrize("load, fixed", [("uneven", True), ("all to the last expert", True), ("uneven", False)])
 def test_blocks_of_a_fixed_size_carry_what_is_kept(fork_ranks, monkeypatch, load, fixed):
-    """With a capacity, blocks have zeros after their rows, which the last expert takes. If blocks were too large, the
-    rows that are kept travel alone: the results are the same."""
+    """Blocks of a capacity have zeros after their rows, which the last expert takes. If blocks were too large, the rows
+    that are kept travel alone: the results are the same."""
     ranks, each, rows = 2, EXPERTS // 2, 20
     monkeypatch.setattr(expert, "fixed_expert_rows", lambda *_: rows if fixed else None)
     kept = [(torch.arange(sum(LOADS[load](rank, ranks))) % 5 != 3).numpy() for rank in range(ranks)]
