@@ -10,16 +10,16 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 
-from ingot.rehearse.dryrun.calls import call_of, collective_tensors, flop_formula, is_collective
+from ingot.rehearse.dryrun.calls import call_of, collective_tensors
 from ingot.rehearse.dryrun.fake import FakeProgram
+from ingot.rehearse.dryrun.operators import operator_of
 from ingot.rehearse.dryrun.rendezvous import IRECV, ISEND, RECV, SEND, SENT, WAIT, Call
 from ingot.trainer.torch_private import FakeTensor, TraceMode, operator_packet, storage_key, tree_leaves
 
@@ -53,36 +53,6 @@ class TrackedPeak:
     by_kind: dict[str, int]
     place: str
     rest: int
-
-
-# Operations that only allocate, or describe: a device starts no kernel for them.
-_WITHOUT_KERNEL = {
-    "empty",
-    "empty_like",
-    "empty_strided",
-    "new_empty",
-    "new_empty_strided",
-    "_unsafe_view",
-    "promote_types",
-}
-
-
-class _Operator(NamedTuple):
-    """The facts about an operation of PyTorch that the tracker needs. flops: counts its FLOPs, None if it has none.
-    starts: a device works for it."""
-
-    name: str
-    is_collective: bool
-    is_view: bool
-    starts: bool
-    flops: Callable[..., int] | None
-
-
-@cache
-def _operator(func) -> _Operator:
-    packet = operator_packet(func)
-    starts = packet.__name__ not in _WITHOUT_KERNEL and func.namespace != "profiler"
-    return _Operator(packet.__name__, is_collective(func), func.is_view, starts, flop_formula(packet))
 
 
 class _Held(weakref.ref):
@@ -255,7 +225,7 @@ class Tracker(TraceMode):
         if DTensor in types:
             return NotImplemented  # a DTensor first decomposes into local operations
         result = self._call(func, args, kwargs or {})
-        operator = _operator(func)
+        operator = operator_of(func)
         if operator.is_collective:
             self._communicated(func, args, kwargs or {}, result)
         elif (formula := operator.flops) is not None:
