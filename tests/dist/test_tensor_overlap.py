@@ -20,7 +20,7 @@ from ingot.trainer.torch_private import TraceMode, operator_packet, storage_key
 from .steps import ARCH, LATENT, join, keep, mean_losses, run_of, state_of, train
 
 SHARED = replace(ARCH, moe=Moe(num_experts=4, top_k=2, d_expert=6, shared_experts=2, first_dense=1))
-STEPS = (1, 2, 3)
+STEPS, BATCH = (1, 2), 4
 FORMS = {
     "tp": {"tp": 2},
     "uneven chunks": {"tp": 2, "tp_chunks": 3, "micro_batch": 2},
@@ -43,9 +43,10 @@ def trained(rank, world, run):
 
 @pytest.mark.parametrize("form", [f if f in FEW else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
 def test_equals_one_process(fork_ranks, form):
-    run = run_of(**{"tp_chunks": 2} | FORMS[form])
-    losses, norms, state = fork_ranks(trained, 1, run_of(arch=run.model, micro_batch=run.train.micro_batch))[0]
-    ranks = fork_ranks(trained, run.parallel.world_size, run)
+    run = run_of(**{"tp_chunks": 2, "global_batch": BATCH} | FORMS[form])
+    alone = run_of(arch=run.model, global_batch=BATCH, micro_batch=run.train.micro_batch)
+    losses, norms, state = fork_ranks(trained, 1, alone)[0]
+    ranks = fork_ranks(trained, run.parallel.world_size, run, timeout=300)
     expected, found = join([state]), join(state for _, _, state in ranks)
     assert found.keys() == expected.keys()
     for name, values in expected.items():
@@ -55,7 +56,7 @@ def test_equals_one_process(fork_ranks, form):
         np.testing.assert_allclose(own, norms, rtol=1e-12)
 
 
-BATCH, TOKENS, WIDTH, HIDDEN = 2, 7, 16, 24  # the tokens are those of a rank
+SEQUENCES, TOKENS, WIDTH, HIDDEN = 2, 7, 16, 24  # the tokens are those of a rank
 
 
 class Order(TraceMode):
@@ -93,8 +94,8 @@ def feed_forward(group, chunks, dtype):
         plain = Region(group, sequence=True)
         mlp.register_forward_pre_hook(lambda _, args: (plain.enter(args[0]),))
         mlp.down.register_forward_hook(lambda _, args, output: plain.leave(output))
-    x = torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
-    weights = torch.randn(BATCH, TOKENS, WIDTH, dtype=dtype)
+    x = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype, requires_grad=True)
+    weights = torch.randn(SEQUENCES, TOKENS, WIDTH, dtype=dtype)
     return mlp, x, weights
 
 
