@@ -78,7 +78,7 @@ def transformers_step(run: RunConfig, device: torch.device) -> Step:
         **more,
     )
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa")
     inputs, targets = batch_of(run, device)
     compiled = torch.compile(model) if device.type == "cuda" else model
 
