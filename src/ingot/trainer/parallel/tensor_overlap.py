@@ -17,6 +17,7 @@ product.
 Shape letters: B batch, T tokens of all ranks, t tokens of one rank, m tokens of a chunk, R ranks, D, F widths.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,7 +60,7 @@ class OverlappedRegion:
         """Let `row`, a linear layer without bias, return this rank's tokens of the sum over ranks."""
         row.forward = partial(self._scatter, row)
 
-    def deferral(self, x: Tensor, weights: list[nn.Parameter]) -> "_Deferral | None":
+    def deferral(self, x: Tensor, weights: Sequence[Tensor]) -> "_Deferral | None":
         """Return where the gradients of `weights`, which multiply `x`, are left for later; None if they are not."""
         left = None if self.split is None else self.split.open
         return _Deferral(left, weights) if left is not None and x.requires_grad and torch.is_grad_enabled() else None
@@ -104,10 +105,10 @@ class _Deferral:
     """The collector of weight gradients that come later, and the parameters they belong to."""
 
     left: WeightGradients
-    weights: list[nn.Parameter]
+    weights: Sequence[Tensor]
 
 
-def _seen(weights: list[nn.Parameter], deferral: _Deferral | None) -> list[Tensor]:
+def _seen(weights: Sequence[Tensor], deferral: _Deferral | None) -> list[Tensor]:
     """Return the matrices for autograd. If their gradients come later, it must not see parameters: it would run their
     accumulation hooks in this backward, too."""
     return list(weights) if deferral is None else [weight.detach() for weight in weights]
@@ -143,6 +144,7 @@ class _GatheredProducts(torch.autograd.Function):
             for grad, weight in known:
                 rows = _rows(grad, ranks, first, end)
                 total = rows @ weight if total is None else torch.addmm(total, rows, weight)
+            assert total is not None, "autograd calls this for a gradient"
             sums.append(begin_scatter_sum(total, ctx.group))
         found = [
             None if grad is None else _weight_gradient(grad, whole, ctx.deferral, i) for i, grad in enumerate(grads)
