@@ -105,8 +105,10 @@ def parallelize(
             cut_stage(stage, number, settings.stage_layers)
         # 2. Tensor and sequence: local shapes, and the collectives between them.
         every_cut |= cut_tensors(stage, sharding, mesh, split)
-        if tied and number > 0 and number == len(rank_of_stage) - 1 and 0 in stages:
-            stage.embed = stages[0].embed  # a V-shaped pipeline has its first and last stage on one rank
+        # A V-shaped pipeline has its first and last stage on one rank.
+        shared = stages[0].embed if tied and number > 0 and number == len(rank_of_stage) - 1 and 0 in stages else None
+        if shared is not None:
+            stage.embed = shared
         # 3. Backward in two halves, if the schedule needs it.
         if split is not None:
             split_linears(stage, split)
@@ -133,7 +135,11 @@ def parallelize(
             fsdp.shard_stage(stage, every_cut, mesh, compute, grads, device)
             stage.to_empty(device=place)
         else:
+            if shared is not None:
+                stage.embed = None  # it has its dtype and its memory already
             allocate(stage.to(compute), place)
+            if shared is not None:
+                stage.embed = shared
         stages[number] = stage
     if settings.async_tp:
         use_async_tensor_parallel(mesh, device)

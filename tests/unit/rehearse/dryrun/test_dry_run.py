@@ -99,6 +99,15 @@ def test_ranks_meet_and_work_and_traffic_agree_with_the_formulas(parallel):
         assert trace.moments[dry_run.STEADY].bytes > trace.moments["initialisation"].rest > 0
 
 
+def test_the_first_and_last_stage_of_a_v_have_one_tied_embedding():
+    run = config(pp=2, schedule="dualpipe_v")
+    apart, tied = (
+        trace(replace(run, model=replace(ARCH, tied_embeddings=both)), 0).peaks()["initialisation"].by_kind
+        for both in (False, True)
+    )
+    assert apart["parameters"] - tied["parameters"] == ARCH.vocab_size * ARCH.d_model * (2 + 4)  # bf16 and masters
+
+
 class RealTracker(Tracker):
     """A tracker of real tensors. Gloo's threads release a collective's tensors some time after the wait for it."""
 
