@@ -72,7 +72,8 @@ def test_files_and_tests_start_with_a_clean_process(tmp_path, fixtures, red):
     for name, text in {"conftest": fixtures, "test_a": LEAVES, "test_b": NEXT}.items():
         (tmp_path / f"{name}.py").write_text(text)
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--rootdir", str(tmp_path)]
-    variables = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    own = {"PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": ""}
+    variables = os.environ | own
     done = subprocess.run([*command, str(tmp_path)], cwd=tmp_path, env=variables, capture_output=True, text=True)
     counts = f"{red} failed, {10 - red} passed" if red else "10 passed"
     assert done.stdout.splitlines()[-1].startswith(counts), done.stdout

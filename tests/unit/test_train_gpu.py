@@ -30,6 +30,7 @@ def run_parts(folder, parts, **options):
 
 
 def test_a_part_with_a_line_is_not_played_again_and_a_failure_stops_no_other(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
     played = []
 
     def good(session):
@@ -64,6 +65,7 @@ def test_a_part_with_a_line_is_not_played_again_and_a_failure_stops_no_other(tmp
 
 
 def test_a_stress_goes_on_where_it_was(tmp_path, monkeypatch):
+    pytest.importorskip("torch")
     asked = []
 
     def play(self, *words, text=""):
@@ -170,6 +172,7 @@ def test_a_layout_with_another_loss_or_norm_is_wrong():
 
 
 def test_exchanges_are_drawn_from_their_start_to_the_wait():
+    pytest.importorskip("torch")
     from gpu_parts.streams import Picture
 
     picture = Picture()
