@@ -225,7 +225,7 @@ def test_recomputed_and_compiled_blocks(fork_ranks, monkeypatch, how, ulysses):
         if how == "compiled":
             compile_blocks(model, whole_readout=False, whole_attention=False)
         else:
-            recompute(model.blocks, how, 1, context.kept)
+            recompute(model.blocks, how, 1, context.kept, ring=True)
         for ours, theirs in zip(loss_and_gradients(model, ids, context), expected, strict=True):
             assert (ours - theirs).abs().max() <= 1e-12 * theirs.abs().max()
 
@@ -251,7 +251,7 @@ def test_a_ring_keeps_its_result_and_goes_round_once(fork_ranks, monkeypatch, ho
         model = Transformer(replace(ARCH, sliding_window=0), context.attend)
         initialize(model, ARCH, 5)
         if how == "selective":
-            recompute(model.blocks, how, 1, context.kept)
+            recompute(model.blocks, how, 1, context.kept, ring=True)
         own = context.own(ids)
         loss = model(own, own, None, positions_T=context.positions(TOKENS, CPU))
         forward = len(made)
