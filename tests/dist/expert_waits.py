@@ -40,7 +40,7 @@ def _caller() -> str:
 def host_waits() -> Iterator[Counter[tuple[str, str]]]:
     """Count, inside the context, (operation, line) -> times: what `ingot profile` counts on a GPU, and the reads and
     copies that only a GPU has as operations."""
-    reads = HostReads()
+    reads = HostReads(torch.device("cpu"))
     with ExitStack() as modes:
         modes.enter_context(reads)
         modes.enter_context(_InPlace(reads.found))

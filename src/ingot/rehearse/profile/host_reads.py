@@ -34,7 +34,7 @@ class HostReads(TraceMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         self.seen += 1
-        waits = reads_values(func, args, self._device)
+        waits = kwargs.get("output_size") is None and reads_values(func, args, self._device)
         result = func(*args, **kwargs)
         name = str(func).rpartition(".")[0]  # without its overload
         if waits or (name in _COPIES and _waits_for_copy(name, args, kwargs, result)):
@@ -43,7 +43,8 @@ class HostReads(TraceMode):
 
 
 def reads_values(func: Any, args: tuple, device: torch.device) -> bool:
-    """Return whether the host needs values of tensors on `device` to run `func`, or to know the shape of its result."""
+    """Return whether the host needs values of tensors on `device` to run `func`, or to know the shape of its result, if
+    its caller does not."""
     if func in (_aten.index.Tensor, _aten.index_put_.default, _aten.index_put.default):
         # By places, or by a mask, whose number of places is a value. One number for all of them needs no places.
         by_value = any(one is not None and one.dtype in _MASKS for one in args[1])

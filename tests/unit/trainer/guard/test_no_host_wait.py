@@ -118,3 +118,6 @@ def test_the_watch_finds_what_reads_values():
     with HostReads(torch.device("meta")) as reads:
         assert not bool(mask.all())  # the host has these values
     assert not reads.found
+    with HostReads(CPU) as reads:
+        torch.ones(2).repeat_interleave(torch.tensor([1, 2]), output_size=3)
+    assert not reads.found
