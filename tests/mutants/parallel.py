@@ -158,8 +158,8 @@ MUTANTS: list[Mutant] = [
         name="tensor-gather-one-at-a-time",
         what="the gather of a chunk begins when the one before it has ended, not beside its products",
         file="trainer/parallel/tensor_overlap.py",
-        before="arriving, coming = coming, begin_gather",
-        after="arriving, coming = finish(coming), begin_gather",
+        before="        arriving = coming\n",
+        after="        arriving = finish(coming)\n",
         tests=(_CHUNKS,),
     ),
     Mutant(
