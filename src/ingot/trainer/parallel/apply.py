@@ -136,7 +136,7 @@ def parallelize(
             stage.to_empty(device=place)
         else:
             if shared is not None:
-                stage.embed = None  # it has its dtype and its memory already
+                stage.register_module("embed", None)  # it has its dtype and its memory already
             allocate(stage.to(compute), place)
             if shared is not None:
                 stage.embed = shared
