@@ -1,7 +1,7 @@
 """Bits that flip in the state of a whole run: the rank is named, and the run ends as if nothing had been."""
 
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 
 import pytest
@@ -175,6 +175,7 @@ def test_of_two_copies_that_are_both_spoiled_the_one_whose_gradients_changed_fir
     """The copies are compared some steps after a flip: the gradients of both, and so their weights, are others by then.
     With gradients that two ranks compute, each rank also computes parts of the other one, which are not sampled."""
     flips = [Flip(8 + 6 * i, i % 2, bit, point=point) for i, (bit, point) in enumerate(zip(BITS, POINTS, strict=True))]
+    flips[0] = replace(flips[0], elements=16)  # the rounding of the next update may undo the last bit of one element
     settings = ("parallel.dp_replicate=2", "guard.hash_every=6", "checkpoint.every_steps=6")
     settings = (*settings, f"guard.recompute_every={recomputes}", f"parallel.dp_shard={shards}")
     settings = (*settings, "parallel.zero=3") if shards > 1 else settings
