@@ -65,8 +65,8 @@ def propose(
 
     tokens: number of tokens in the training set. vocab_size: vocabulary of its tokenizer, 0 if unknown. wanted:
     settings that the user asked for, which take precedence over the preset's, and these over the rules. precision: "":
-    bf16, or fp32 where the cluster's products are faster in it. Raises ConfigError if the batch that the user asked for
-    is not a multiple of the cluster's devices.
+    bf16, or fp32 where the cluster's products are faster in it or a CPU was not measured. Raises ConfigError if the
+    batch that the user asked for is not a multiple of the cluster's devices.
     """
     reasons: dict[str, str] = {}
     arch = _fit_vocabulary(arch, vocab_size, reasons)
@@ -114,8 +114,11 @@ def _choose(key: str, wanted, preset: Hints, field: str, reasons: dict[str, str]
 
 def _precision(cluster: Cluster, reasons: dict[str, str]) -> str:
     """Return "fp32" if the rates of the cluster say that its products are faster in it, as on a CPU without
-    instructions for bf16, else "bf16"."""
+    instructions for bf16, or if it is a CPU whose rate in bf16 is not known; else "bf16"."""
     bf16, fp32 = (cluster.peak_flops.get(name, 0.0) for name in ("bf16", "fp32"))
+    if not bf16 and cluster.device == "cpu":
+        reasons["train.precision"] = "no rate in bf16 is known, and CPUs without instructions for it are slow"
+        return "fp32"
     if not 0 < bf16 < fp32:
         return "bf16"
     reasons["train.precision"] = f"products of {cluster.name} are {fp32 / bf16:.2g} times as fast as in bf16"
