@@ -56,7 +56,7 @@ FORMS: dict[str, dict[str, Any]] = {
 # Forms in which every planted fault of tests/mutants/precision.py shows; the others are in `make test-slow`, but for
 # those of which it has a relative that takes less time or does more.
 FEW = ("zero 3", "tp", "ep")
-NIGHTLY = ("zero 1", "hsdp, zero 1", "tp without sequence", "tp over shared heads", "ring")
+NIGHTLY = ("zero 1", "hsdp, zero 1", "tp without sequence", "tp over shared heads", "ring", "tp in chunks")
 
 
 @dataclass(frozen=True)

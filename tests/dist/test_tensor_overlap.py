@@ -41,7 +41,15 @@ def trained(rank, world, run):
     return found.losses, found.norms, keep(state_of(found.parts))
 
 
-@pytest.mark.parametrize("form", [f if f in FEW else pytest.param(f, marks=pytest.mark.slow) for f in FORMS])
+# Once, on a busy machine, the form that recomputes a split backward failed beside other tests, as did "tp in chunks" of
+# test_precision.py; why is not known, and neither failed again in 27 repetitions.
+@pytest.mark.parametrize(
+    "form",
+    [
+        f if f in FEW else pytest.param(f, marks=pytest.mark.nightly if "recomputed" in f else pytest.mark.slow)
+        for f in FORMS
+    ],
+)
 def test_equals_one_process(fork_ranks, form):
     run = run_of(**{"tp_chunks": 2, "global_batch": BATCH} | FORMS[form])
     alone = run_of(arch=run.model, global_batch=BATCH, micro_batch=run.train.micro_batch)
