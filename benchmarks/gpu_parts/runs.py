@@ -67,7 +67,7 @@ class Case:
             seq_len=seq_len,
             global_batch=self.micro_batch,
             micro_batch=self.micro_batch,
-            device=device,  # type: ignore[arg-type]
+            device=device,
             compile="off" if smoke else "auto",
         )
         data = Data(tokens="", mask_documents=self.document_tokens > 0)
@@ -114,8 +114,8 @@ def stress_run(device: str, *, experts: bool, precision: str = "fp32", **layout:
         seq_len=32 if small else _STRESS_TOKENS,
         global_batch=_STRESS_BATCH,
         micro_batch=_micro_batch(Parallel(**layout)),
-        precision=precision,  # type: ignore[arg-type]
-        device=device,  # type: ignore[arg-type]
+        precision=precision,
+        device=device,
         compile="off",  # nothing of a layout depends on it, and it takes a minute for each one
     )
     model, data = stress_model(experts=experts, small=small), Data(tokens="")

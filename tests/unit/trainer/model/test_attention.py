@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import library
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -252,7 +253,7 @@ def test_packed_documents_equal_a_plain_softmax(packing, documents, window):
         assert (ours - theirs).abs().max() < 1e-13
 
 
-@torch.library.custom_op("reference::packed", mutates_args=())
+@library.custom_op("reference::packed", mutates_args=())
 def packed_operator(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, starts: torch.Tensor, longest: int, left: int
 ) -> torch.Tensor:
