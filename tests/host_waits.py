@@ -33,6 +33,8 @@ from ingot.trainer.mesh.mesh import build_mesh
 from ingot.trainer.step import train_step
 from ingot.trainer.torch_private import UncompiledFakeMode
 
+# A list of numbers becomes a tensor of a device by a copy for which the host waits.
+_OF_NUMBERS = {torch.tensor, torch.as_tensor}
 _TO_HOST = {torch.Tensor.cpu, torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__}
 _NAME = "stand_in"
 _register = getattr(backend_registration, "_setup_privateuseone_for_python_backend", None)
@@ -40,16 +42,21 @@ HAS_STAND_IN = _register is not None  # not in every release of torch
 
 
 class HostCopies(TorchFunctionMode):
-    """Counts the methods that copy a tensor to the host. found: (method, line) -> times. is_off: they are let pass."""
+    """Counts the methods that copy a tensor to the host. found: (method, line) -> times. is_off: they are let pass.
+
+    numbers: also counts lists of numbers that become tensors of a device that is named.
+    """
 
     is_off = False
 
-    def __init__(self):
+    def __init__(self, *, numbers: bool = False):
         super().__init__()
+        self._numbers = numbers
         self.found: Counter[tuple[str, str]] = Counter()
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
-        if func in _TO_HOST and not self.is_off:
+        sent = self._numbers and func in _OF_NUMBERS and (kwargs or {}).get("device") is not None
+        if (func in _TO_HOST or sent) and not self.is_off:
             self.found[func.__name__, calling_line()] += 1
         return func(*args, **kwargs or {})
 

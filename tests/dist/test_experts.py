@@ -3,20 +3,22 @@
 tests/proof has experts in every composition; here are other loads, and the order in which a rank issues operations.
 """
 
+from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.host_waits import HostCopies
 
 from ingot.rehearse.dryrun.tracker import Tracker
+from ingot.rehearse.profile.host_reads import HostReads
 from ingot.schema.arch import Moe
 from ingot.trainer.build import build_parts
 from ingot.trainer.parallel import expert
 from ingot.trainer.step import train_step
 
-from .expert_waits import host_waits
 from .steps import ARCH, CPU, batch_of, join, keep, run_of, same_bits, state_of
 from .test_overlap_order import OUTER, _Mark, counts_at_marks
 from .test_overlap_order import issued as issued_around_blocks
@@ -188,11 +190,14 @@ def test_what_all_tokens_pass_computes_while_rows_are_on_their_way(fork_ranks, z
 
 
 def waited(rank, world, run):
-    """Operations of the second step for which the host would wait for a device."""
+    """Return (operation, function) -> times: those of the second step for which the host would wait for a device."""
     parts = build_parts(run, CPU, Path())
     train_step(parts, batch_of(run, parts.mesh, 1), 1e-3)
-    with host_waits() as found:
+    with HostReads(CPU) as reads, HostCopies(numbers=True) as copies:
         train_step(parts, batch_of(run, parts.mesh, 2), 1e-3)
+    found = Counter()
+    for (operation, line), times in (reads.found + copies.found).items():
+        found[operation, line.rpartition(" ")[2]] += times
     return dict(found)
 
 
@@ -214,7 +219,7 @@ def test_the_host_waits_at_most_once_for_a_layer(fork_ranks, waits, layout, chan
     backward: whatever is recomputed."""
     moe = replace(MOE, d_expert=8, **changes)
     run = run_with(moe, precision="fp32", dp_shard=2, **layout)
-    each = {("tolist", "trainer/model/experts.py on_host"): waits * EXPERTS.num_layers * run.accumulation}
+    each = {("tolist", "on_host"): waits * EXPERTS.num_layers * run.accumulation}
     for found in fork_ranks(waited, 2, run):
         assert run.accumulation > 1
         assert found == (each if waits else {})
